@@ -1,0 +1,1 @@
+"""Starting, watching, restarting and stopping a run on all its nodes."""

@@ -1,0 +1,54 @@
+"""Names that two parts of dtctl must agree on: environment variables, files and folders.
+
+The control plane sets the variables and the runtime reads them; both take the spelling from here. The supervisor is
+sent to nodes as a single file and so repeats the few that it needs; `tests/unit/test_names.py` holds the two equal.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Variables that every worker gets. The torch ones are spelt as torchrun spells them (torch/distributed/run.py,
+# "Environment Variables"), so that one script runs under either.
+RANK: Final = "RANK"
+LOCAL_RANK: Final = "LOCAL_RANK"
+WORLD_SIZE: Final = "WORLD_SIZE"
+LOCAL_WORLD_SIZE: Final = "LOCAL_WORLD_SIZE"
+NODE_RANK: Final = "GROUP_RANK"
+MASTER_ADDR: Final = "MASTER_ADDR"
+MASTER_PORT: Final = "MASTER_PORT"
+
+RUN_ID: Final = "DTCTL_RUN_ID"
+"""The run a process belongs to. Also the mark by which a run's processes are found again on a node."""
+NODE: Final = "DTCTL_NODE"
+"""Name of the node in the spec."""
+NODES: Final = "DTCTL_NNODES"
+"""Number of nodes of the run."""
+NODE_INDEX: Final = "DTCTL_NODE_RANK"
+"""Position of this node in the spec, from 0."""
+SLOTS: Final = "DTCTL_SLOTS"
+"""Workers on this node."""
+ATTEMPT: Final = "DTCTL_ATTEMPT"
+"""How often the gang has been started before in this run: 0 at first, 1 after the first restart."""
+RUN_DIR: Final = "DTCTL_RUN_DIR"
+"""The run's folder on this node; workers may write into it."""
+SNAPSHOT_DIR: Final = "DTCTL_SNAPSHOT_DIR"
+"""Where the runtime keeps snapshots unless the spec names a folder."""
+TRAIN_CONFIG: Final = "DTCTL_TRAIN_CONFIG"
+"""The spec's `train:` section as one JSON object; read by `dtctl.runtime.config`."""
+METRICS: Final = "DTCTL_METRICS"
+"""Path of metrics.jsonl, appended to by rank 0."""
+
+# The control machine, below the folder of the spec.
+STATE_DIR: Final = ".dtctl"
+RUNS_DIR: Final = "runs"
+PLAN_FILE: Final = "plan.json"
+EVENTS_FILE: Final = "events.jsonl"
+LEDGER_FILE: Final = "ledger.json"
+METRICS_FILE: Final = "metrics.jsonl"
+LOGS_DIR: Final = "logs"
+
+SPEC_FILE: Final = "dtctl.yaml"
+"""The spec that commands read when none is named."""
+DEFAULT_WORKDIR: Final = "~/.dtctl"
+"""Folder on a node that holds everything dtctl writes there, unless `cluster.workdir` says otherwise."""

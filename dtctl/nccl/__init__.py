@@ -1,0 +1,1 @@
+"""Facts about a network turned into communication variables, each with its reason."""

@@ -1,0 +1,1 @@
+"""From a checked spec to plain data that says what will run where."""

@@ -1,0 +1,101 @@
+"""The plan: what will run where, as plain frozen data.
+
+Everything that acts (dry run, SSH, Slurm) reads this and nothing else, so what a dry run shows is what is sent. A plan
+holds no secrets: it names them, and the launcher sends their values beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Kind = Literal["torchrun", "direct", "deepspeed", "accelerate", "command"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvVar:
+    """One variable of a worker's environment."""
+
+    name: str
+    value: str
+    origin: str
+    """Who set it and why, one phrase: `job.env`, `torch: rendezvous`, `env_from: WANDB_*`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where the workers of one attempt find each other; new for every attempt."""
+
+    run_id: str
+    """Distinguishes this attempt from all others, so that a straggler of the last one is turned away."""
+    address: str
+    """Numeric address (or, in a dry run without look-ups, the name) of the head node."""
+    port: int
+
+    @property
+    def endpoint(self) -> str:
+        """`address:port`, with an IPv6 address in brackets."""
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"{host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePlan:
+    """What one node does."""
+
+    name: str
+    """Name in the spec; unique."""
+    address: str
+    """Name or address that the control machine connects to."""
+    node_rank: int
+    """Position in the spec, from 0; node 0 is the head node."""
+    slots: int
+    """Workers on this node."""
+    first_rank: int
+    """Global rank of the worker with local rank 0."""
+    workdir: str
+    """Folder on the node that holds everything dtctl writes there; `~` is the login user's home."""
+    argv: tuple[str, ...]
+    """The command started on the node: once (torchrun, command) or once per worker (direct)."""
+    processes: int
+    """How many copies of `argv` the supervisor starts: 1, or `slots` with kind direct."""
+    env: tuple[EnvVar, ...]
+    """Variables exported by the node script, in the order of the script; names are unique."""
+    setup: tuple[str, ...] = ()
+    """Shell lines that the node script runs before the command (`module load`, `source activate`)."""
+
+    @property
+    def ranks(self) -> range:
+        """Global ranks of this node's workers."""
+        return range(self.first_rank, self.first_rank + self.slots)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One attempt of one run on all its nodes."""
+
+    run: str
+    """Run id, unique in this folder: `gpt-1121-093012-k7`."""
+    job: str
+    kind: Kind
+    transport: str
+    attempt: int
+    """How often the gang was started before in this run; 0 at first."""
+    max_restarts: int
+    nodes: tuple[NodePlan, ...]
+    """In node rank order; the first is the head node."""
+    rendezvous: Rendezvous
+    world_size: int
+    grace_s: float
+    """Seconds between SIGTERM and SIGKILL when a run is stopped."""
+    secrets: tuple[str, ...] = ()
+    """Names of variables whose values are read on the control machine at launch and never written down."""
+    spec_digest: str = ""
+    """BLAKE2 digest of the resolved spec, 16 hexadecimal digits; shown in every script."""
+    notes: tuple[str, ...] = field(default=())
+    """What a person should know about choices made here, one sentence each."""
+
+    @property
+    def head(self) -> NodePlan:
+        """The node whose address is the rendezvous endpoint."""
+        return self.nodes[0]

@@ -1,0 +1,1 @@
+"""From a plan to the scripts that are sent to nodes."""

@@ -1,0 +1,1 @@
+"""Virtual hosts on one Linux machine: real SSH servers, own addresses, faults on demand."""

@@ -1,0 +1,1 @@
+"""Ways to start commands on nodes and exchange bytes with them."""
