@@ -90,9 +90,7 @@ class TransportError(DtctlError):
 
     exit_code = 6
 
-    def __init__(
-        self, message: str, *, node: str, where: str | None = None, hint: str | None = None
-    ) -> None:
+    def __init__(self, message: str, *, node: str, where: str | None = None, hint: str | None = None) -> None:
         super().__init__(message, where=where or f"node {node}", hint=hint)
         self.node = node
 
