@@ -5,7 +5,6 @@ Decides how frames are read, nothing about their meaning; `dtctl/supervisor/fram
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from dtctl.errors import ConnectError, NodeError
@@ -59,7 +58,8 @@ class Link:
                 raise NodeError(
                     f"the node answered with something that dtctl did not send: {exc}",
                     node=self.node,
-                    hint="a shell start-up file of the login user probably prints text; let it print only in interactive shells",
+                    hint="a shell start-up file of the login user probably prints text; "
+                    "let it print only in interactive shells",
                 ) from exc
         return self._ready.pop(0)
 
@@ -76,5 +76,4 @@ class Link:
         kind, _, payload = frame
         if kind != frames.JSON:
             raise NodeError(f"expected a message, got {len(payload)} bytes of kind {kind!r}", node=self.node)
-        message: dict[str, Any] = json.loads(payload)
-        return message
+        return frames.decode(payload)

@@ -7,6 +7,7 @@ holds no secrets: it names them, and the launcher sends their values beside it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Literal
 
 Kind = Literal["torchrun", "direct", "deepspeed", "accelerate", "command"]
@@ -20,6 +21,14 @@ class EnvVar:
     value: str
     origin: str
     """Who set it and why, one phrase: `job.env`, `torch: rendezvous`, `env_from: WANDB_*`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvGroup:
+    """Variables that follow each other and have one origin; what a script shows under one comment."""
+
+    origin: str
+    variables: tuple[EnvVar, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +70,23 @@ class NodePlan:
     """How many copies of `argv` the supervisor starts: 1, or `slots` with kind direct."""
     env: tuple[EnvVar, ...]
     """Variables exported by the node script, in the order of the script; names are unique."""
+    python: str | None = None
+    """Interpreter on the node, for the program and for dtctl's own part; None: `python3` from its PATH."""
     setup: tuple[str, ...] = ()
     """Shell lines that the node script runs before the command (`module load`, `source activate`)."""
+
+    files: tuple[str, ...] = ()
+    """Files, relative to the pushed code, that must be there before any node starts."""
+    programs: tuple[str, ...] = ()
+    """Programs that must be found on the node's PATH before any node starts."""
+
+    @property
+    def env_by_origin(self) -> tuple[EnvGroup, ...]:
+        """The environment in the order of the script, neighbours of one origin together."""
+        return tuple(
+            EnvGroup(origin=origin, variables=tuple(group))
+            for origin, group in groupby(self.env, key=lambda variable: variable.origin)
+        )
 
     @property
     def ranks(self) -> range:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import struct
 
 HEADER = struct.Struct("!cii")
@@ -30,6 +31,21 @@ def pack(kind: bytes, payload: bytes, rank: int = -1) -> bytes:
 def pack_json(message: object) -> bytes:
     """The bytes of one JSON frame."""
     return pack(JSON, json.dumps(message, separators=(",", ":")).encode())
+
+
+def decode(payload: bytes) -> dict:  # type: ignore[type-arg]  # typing is slow to import on a node
+    """The message in a JSON frame.
+
+    Raises:
+        BrokenFrame: the payload is not a JSON object.
+    """
+    try:
+        message = json.loads(payload)
+    except ValueError:
+        message = None
+    if not isinstance(message, dict):
+        raise BrokenFrame(f"not a message: {payload[:80]!r}")
+    return message
 
 
 class Parser:
@@ -65,37 +81,62 @@ class Parser:
 class FdLink:
     """Blocking frames over a pair of file descriptors: the node's end before the job starts."""
 
-    def __init__(self, read_fd: int, write_fd: int) -> None:
-        """Talk over these descriptors, which stay open when the link is dropped."""
+    def __init__(self, read_fd: int, write_fd: int, idle_limit_s: float = 120.0) -> None:
+        """Talk over these descriptors, which stay open when the link is dropped.
+
+        Args:
+            read_fd: where the other end's bytes come from.
+            write_fd: where ours go.
+            idle_limit_s: silence after which the other end is taken for lost.
+        """
         self.read_fd = read_fd
         self.write_fd = write_fd
+        self.idle_limit_s = idle_limit_s
         self.parser = Parser()
-        self._ready: list[tuple[bytes, int, bytes]] = []
+        self.ready: list[tuple[bytes, int, bytes]] = []
+        """Frames that have arrived and were not asked for yet."""
 
     def send_json(self, message: object) -> None:
         """Send one JSON message."""
         self._write(pack_json(message))
 
+    def send_frame(self, kind: bytes, payload: bytes, rank: int) -> None:
+        """Send one frame of any kind."""
+        self._write(pack(kind, payload, rank))
+
     def receive(self) -> tuple[bytes, int, bytes] | None:
-        """The next frame as (kind, rank, payload), or None when the other end has closed between two frames."""
-        while not self._ready:
-            data = os.read(self.read_fd, 1 << 16)
-            if not data:
-                if self.parser.pending:
-                    raise BrokenFrame("the stream ended inside a frame")
-                return None
-            self._ready.extend(self.parser.feed(data))
-        return self._ready.pop(0)
+        """The next frame as (kind, rank, payload), pings aside; None when the other end has closed between frames.
+
+        Raises:
+            BrokenFrame: the stream ended inside a frame, is not ours, or was silent for too long.
+        """
+        while True:
+            while not self.ready:
+                if not select.select([self.read_fd], [], [], self.idle_limit_s)[0]:
+                    raise BrokenFrame(f"nothing was heard for {self.idle_limit_s:g} seconds")
+                data = os.read(self.read_fd, 1 << 18)
+                if not data:
+                    if self.parser.pending:
+                        raise BrokenFrame("the stream ended inside a frame")
+                    return None
+                self.ready.extend(self.parser.feed(data))
+            frame = self.ready.pop(0)
+            if frame[0] != JSON or frame[2][:12] != b'{"op":"ping"':
+                return frame
 
     def receive_json(self) -> dict | None:  # type: ignore[type-arg]  # typing is slow to import on a node
-        """The next frame, which must be JSON, decoded; None when the other end has closed."""
+        """The next frame, which must be JSON, decoded; None when the other end has closed.
+
+        Raises:
+            BrokenFrame: as `receive`, or the frame is not JSON.
+        """
         frame = self.receive()
         if frame is None:
             return None
         kind, _, payload = frame
         if kind != JSON:
             raise BrokenFrame(f"expected a message, got {len(payload)} bytes of kind {kind!r}")
-        return json.loads(payload)
+        return decode(payload)
 
     def _write(self, data: bytes) -> None:
         view = memoryview(data)

@@ -1,7 +1,7 @@
 """What a transport can do: start a command on a node and exchange bytes with it.
 
-`launch`, `push` and (later) `doctor` use nothing but these protocols, so they run the same over SSH, on this machine and in
-tests against a fake. One node, one `Connection`; one remote command, one `Stream`.
+Whoever acts on nodes uses nothing but these protocols, so it runs the same over SSH, on this machine and in tests
+against a fake. One node, one `Connection`; one remote command, one `Stream`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Stream(Protocol):
         ...
 
     def exit_status(self, timeout_s: float) -> int | None:
-        """Exit status of the command, 128 + N if signal N ended it; None if it did not end in `timeout_s` or is unknown."""
+        """Exit status of the command, 128 + N if signal N ended it; None if unknown or not ended within `timeout_s`."""
         ...
 
     def close(self) -> None:

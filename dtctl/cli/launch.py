@@ -1,0 +1,51 @@
+"""`dtctl launch`: run a job on all its nodes, or show exactly what would be run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dtctl import names
+
+
+def launch(
+    ctx: typer.Context,
+    spec: Annotated[
+        Path | None, typer.Argument(help=f"The spec.  [default: {names.SPEC_FILE}]", show_default=False)
+    ] = None,
+    nodes: Annotated[
+        str | None, typer.Option(help="Nodes for a job without a spec: `a,b` or `gpu[01-04]`; then -- SCRIPT ARGS.")
+    ] = None,
+    slots: Annotated[int | None, typer.Option(min=1, help="Workers per node, with --nodes.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a value of the spec.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be sent, and send nothing.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write what would be sent to files, and send nothing.")
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Return when the job runs; it goes on without you.")] = False,
+    name: Annotated[str | None, typer.Option(metavar="RUN", help="Name of the run.  [default: made up]")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="JSON Lines on standard output.")] = False,
+) -> int:
+    """Run a job on all its nodes.
+
+    What stands behind `--` is given to the script, after the arguments of the spec.
+    """
+    from dtctl.cli.launching import Options, dry_launch, real_launch
+
+    options = Options(
+        spec=spec,
+        nodes=nodes,
+        slots=slots,
+        overrides=tuple(set_ or ()),
+        rest=ctx.obj,
+        name=name,
+        detach=detach,
+        json_lines=json_,
+    )
+    if dry_run or out is not None:
+        return dry_launch(options, out)
+    return real_launch(options)

@@ -1,0 +1,141 @@
+"""What people see while a run is launched and runs: a table of nodes until it runs, then its lines as they come.
+
+Listens to the events of `dtctl.launch`; decides nothing. On a terminal the table is redrawn in place, elsewhere every
+change of state is one line.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from dtctl.cli import output
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+    from dtctl.plan.model import Plan
+
+STATES = {
+    "connecting": "connecting",
+    "connected": "connected",
+    "hello": "connected",
+    "pushing": "receiving code",
+    "pushed": "has the code",
+    "ready": "ready",
+    "started": "at the rendezvous",
+    "running": "running",
+    "stopped": "stopped",
+    "lost": "lost",
+    "failed": "failed",
+}
+
+
+class LaunchView:
+    """Shows one run."""
+
+    def __init__(self, *, json_lines: bool) -> None:
+        self._json = json_lines
+        self._states: dict[str, str] = {}
+        self._details: dict[str, str] = {}
+        self._live: Live | None = None
+        self._begun = time.monotonic()
+
+    def begin(self, plan: Plan) -> None:
+        """Say what is about to be launched."""
+        nodes, workers = len(plan.nodes), plan.world_size
+        output.err(
+            f"run {plan.run}: {_count(nodes, 'node')}, {_count(workers, 'worker')} ({plan.kind} over {plan.transport})",
+            "bold",
+        )
+        self._states = {node.name: "connecting" for node in plan.nodes}
+        if output.is_terminal(sys.stderr) and not self._json:
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(
+                console=Console(stderr=True), auto_refresh=False, transient=True, get_renderable=self._table
+            )
+            self._live.start(refresh=True)
+
+    def event(self, event: str, facts: dict[str, Any]) -> None:
+        """Show one event."""
+        if event == "log":
+            self._log(facts)
+        elif event == "node":
+            self._node(facts)
+        elif event == "started":
+            self.end_table()
+            output.err(f"started on {_count(len(self._states), 'node')} after {facts['launch_s']:.2f} s", "green")
+        elif event == "exit" and facts["exit_code"]:
+            self.end_table()
+            who = f"rank {facts['rank']}" if facts["rank"] >= 0 else "agent"
+            how = f"signal {facts['signal']}" if facts["signal"] else f"exit code {facts['exit_code']}"
+            output.err(f"{facts['node']}: {who} ended with {how}", "yellow")
+        elif event == "stopping":
+            self.end_table()
+            output.err(f"stopping all nodes: {facts['reason']}", "yellow")
+        elif event == "restart":
+            output.err(f"restart {facts['attempt']} of {facts['of']}: the first failure {facts['reason']}", "yellow")
+
+    def end_table(self) -> None:
+        """From now on, lines."""
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.stop()
+
+    def _log(self, facts: dict[str, Any]) -> None:
+        self.end_table()
+        rank = facts["rank"] if facts["rank"] >= 0 else "agent"
+        line = f"[{facts['node']}:{rank}] {facts['text']}"
+        if self._json:
+            output.err(line)
+        else:
+            output.out(line)
+
+    def _node(self, facts: dict[str, Any]) -> None:
+        node, state = facts["node"], facts["state"]
+        if node not in self._states or (self._states[node] == state and state != "pushing"):
+            return
+        self._states[node] = state
+        push = facts.get("push", {})
+        if state == "pushing":
+            self._details[node] = _size(push.get("sent", 0))
+        elif state == "pushed":
+            self._details[node] = _pushed(push)
+        elif state == "failed":
+            self._details[node] = facts.get("error", "")
+        if self._live is not None:
+            self._live.refresh()
+        elif state in ("pushed", "ready", "lost") and not self._json:
+            detail = self._details.get(node, "") if state == "pushed" else ""
+            output.err(f"  {node}: {STATES[state]}{f' ({detail})' if detail else ''}", "dim")
+
+    def _table(self) -> Any:
+        from rich.table import Table
+
+        table = Table(box=None, pad_edge=False, show_header=False)
+        for node, state in self._states.items():
+            colour = {"ready": "green", "running": "green", "failed": "red", "lost": "red"}.get(state, "yellow")
+            table.add_row(f"  {node}", f"[{colour}]{STATES[state]}[/]", f"[dim]{self._details.get(node, '')}[/]")
+        table.add_row(f"  [dim]{time.monotonic() - self._begun:.1f} s[/]", "", "")
+        return table
+
+
+def _pushed(push: dict[str, Any]) -> str:
+    if push.get("state") == "have":
+        return "unchanged"
+    return f"{_count(push.get('files', 0), 'file')}, {_size(push.get('bytes', 0))} sent"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _size(number: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} GiB"

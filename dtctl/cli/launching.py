@@ -1,0 +1,281 @@
+"""The steps behind `dtctl launch`: from options to a spec, from a spec to a run, from a run to an exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtctl import names
+from dtctl.cli import output
+from dtctl.cli.launch_view import LaunchView
+from dtctl.errors import DtctlError, Interrupted, UsageError
+
+if TYPE_CHECKING:
+    from dtctl.launch.record import RunRecord
+    from dtctl.launch.run import Result
+    from dtctl.plan.model import Plan
+    from dtctl.spec.model import Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the command line of `dtctl launch` says."""
+
+    spec: Path | None
+    nodes: str | None
+    slots: int | None
+    overrides: tuple[str, ...]
+    rest: list[str] | None
+    """What stood behind `--`; None when there was none."""
+    name: str | None
+    detach: bool
+    json_lines: bool
+
+
+def spec_of(options: Options) -> Spec:
+    """The spec that the options name or describe.
+
+    Raises:
+        UsageError: the options contradict each other.
+        SpecError: the spec is wrong.
+    """
+    from dtctl.spec.load import load_spec
+    from dtctl.spec.quick import spec_from_nodes
+
+    if options.nodes is not None:
+        if options.spec is not None:
+            raise UsageError("--nodes is for a job without a spec, and a spec is named too", where=str(options.spec))
+        if not options.rest:
+            raise UsageError("there is nothing to run", hint="dtctl launch --nodes a,b -- train.py --lr 1e-3")
+        return spec_from_nodes(
+            options.nodes, slots=options.slots, argv=options.rest, overrides=options.overrides, base_dir=Path.cwd()
+        )
+    if options.slots is not None:
+        raise UsageError("--slots goes with --nodes", hint="with a spec: --set cluster.slots=N")
+    spec = load_spec(options.spec or Path(names.SPEC_FILE), options.overrides)
+    if not options.rest:
+        return spec
+    job = spec.job.model_copy(update={"args": [*spec.job.args, *options.rest]})
+    return spec.model_copy(update={"job": job})
+
+
+def dry_launch(options: Options, folder: Path | None) -> int:
+    """Print, or write to `folder`, exactly what a launch would send."""
+    import time
+
+    from dtctl.launch.assemble import cluster_of, first_plan
+    from dtctl.launch.record import check_run_name, new_run_id
+    from dtctl.render.scripts import node_scripts
+
+    spec = spec_of(options)
+    run = check_run_name(options.name) if options.name else new_run_id(spec.job.name, now=time.time())
+    plan = first_plan(spec, cluster_of(spec, start=False), run=run)
+    scripts = node_scripts(plan, base_dir=spec.base_dir)
+    if folder is not None:
+        write_scripts(folder, plan, scripts)
+        output.err(f"wrote {len(scripts)} scripts and plan.json to {folder}")
+    if options.json_lines:
+        output.emit_json({"event": "plan", "time": time.time(), **asdict(plan), "scripts": scripts})
+    elif folder is None:
+        show_scripts(plan, scripts)
+    return 0
+
+
+def write_scripts(folder: Path, plan: Plan, scripts: dict[str, str]) -> None:
+    """Write each node's script as `NODE.sh`, and the plan as `plan.json`.
+
+    Raises:
+        UsageError: the folder cannot be written to.
+    """
+    import json
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for node, text in scripts.items():
+            path = folder / f"{node}.sh"
+            path.write_text(text, encoding="utf-8")
+            path.chmod(0o700)
+        (folder / names.PLAN_FILE).write_text(json.dumps(asdict(plan), indent=1) + "\n", encoding="utf-8")
+        (folder / names.PLAN_FILE).chmod(0o600)
+    except OSError as exc:
+        raise UsageError(f"cannot write the scripts: {exc.strerror}", where=str(exc.filename or folder)) from exc
+
+
+def show_scripts(plan: Plan, scripts: dict[str, str]) -> None:
+    """Print the plan and every script."""
+    output.out(f"run {plan.run}: {plan.job}, {plan.kind} over {plan.transport}, rendezvous {plan.rendezvous.endpoint}")
+    rows = [[n.name, n.address, str(n.node_rank), str(n.slots), f"{n.ranks[0]}-{n.ranks[-1]}"] for n in plan.nodes]
+    output.table(rows, header=["NODE", "ADDRESS", "NODE RANK", "SLOTS", "RANKS"])
+    for note in plan.notes:
+        output.out(f"note: {note}")
+    for node, text in scripts.items():
+        output.out(f"\n--- {node}: node.sh", "bold")
+        output.raw(text)
+
+
+def real_launch(options: Options) -> int:
+    """Launch, watch, and report; the exit code."""
+    from dtctl.launch.record import RunInfo, RunRecord, check_run_name, new_run_id
+
+    spec = spec_of(options)
+    run = check_run_name(options.name) if options.name else new_run_id(spec.job.name, now=time.time())
+    if options.detach and os.environ.get(BACKGROUND) is None:
+        return background_launch(options, spec, run)
+    from dtctl.launch.assemble import CodePush, check_program_files, cluster_of, job_of
+    from dtctl.launch.ledger import Ledger
+    from dtctl.launch.run import launch
+
+    code = CodePush(spec) if spec.pushes else None
+    cluster = cluster_of(spec, start=True)
+    job = job_of(spec, cluster, run=run, keep=options.detach, code=code)
+    if code is not None:
+        check_program_files(spec, code.tree)
+    info = RunInfo(
+        run=run,
+        token=job.token,
+        pid=os.getpid(),
+        started=time.time(),
+        spec=str(options.spec or names.SPEC_FILE) if options.nodes is None else "",
+        command=sys.argv,
+        detached=options.detach,
+    )
+    record = RunRecord.create(spec.base_dir, info)
+    view = LaunchView(json_lines=options.json_lines)
+
+    def emit(event: str, **facts: Any) -> None:
+        if event != "log":
+            told = {"event": event, "time": round(time.time(), 3), **facts}
+            record.append_event(told)
+            if options.json_lines:
+                output.emit_json(told)
+        view.event(event, facts)
+
+    emit("plan", run=run, kind=job.first_plan.kind, world_size=job.first_plan.world_size, nodes=[*cluster.targets])
+    view.begin(job.first_plan)
+    with caught_signals() as signals:
+        try:
+            ledger = Ledger(time.monotonic, begun=process_start())
+            result = launch(job, record, emit=emit, signals=signals, ledger=ledger)
+        except DtctlError as exc:
+            view.end_table()
+            number = signals[-1] if signals else None
+            code_of_end = 128 + number if number else exc.exit_code
+            emit("done", **_done(run, "stopped" if number else "failed", code_of_end, error=str(exc)))
+            raise Interrupted("stopped before the job was started", signal=number) if number else exc from None
+        finally:
+            view.end_table()
+    return finish(result, emit)
+
+
+BACKGROUND = "DTCTL_BACKGROUND"
+"""Set in the launcher that a detached launch leaves behind."""
+
+
+def background_launch(options: Options, spec: Spec, run: str) -> int:
+    """Leave a launcher of its own behind, and return when it says that the job runs."""
+    from dtctl.launch.background import launch_in_background
+
+    return launch_in_background(spec.base_dir, run, view=LaunchView(json_lines=options.json_lines))
+
+
+def _done(run: str, status: str, exit_code: int, **more: Any) -> dict[str, Any]:
+    fields = {
+        "run": run,
+        "status": status,
+        "exit_code": exit_code,
+        "attempts": 0,
+        "first_failure": None,
+        "launch_s": None,
+        "duration_s": None,
+        "left_behind": 0,
+    }
+    return {**fields, **more}
+
+
+def finish(result: Result, emit: Any) -> int:
+    """Tell how the run ended; the exit code."""
+    failure = result.first_failure
+    told = None
+    if failure is not None:
+        told = {
+            "node": failure.node,
+            "rank": failure.rank,
+            "exit_code": failure.exit_code,
+            "signal": failure.signal,
+            "log": failure.log,
+            "summary": failure.summary,
+        }
+    emit(
+        "done",
+        **_done(
+            result.run,
+            result.status,
+            result.exit_code,
+            attempts=result.attempts,
+            first_failure=told,
+            launch_s=round(result.launch_s, 3) if result.launch_s is not None else None,
+            duration_s=round(result.duration_s, 3),
+            left_behind=result.left_behind,
+        ),
+    )
+    show_end(result)
+    return result.exit_code
+
+
+def show_end(result: Result) -> None:
+    """The last lines for people: how it ended, whose fault it was, and that nothing is left."""
+    from dtctl.launch.failure import describe
+
+    failure = result.first_failure
+    if failure is not None:
+        who = f"rank {failure.rank} on {failure.node}" if failure.rank is not None else f"node {failure.node}"
+        output.err(f"first failure: {who} {describe(failure)}", "red", "bold")
+        for line in failure.tail:
+            output.err(f"  | {line}")
+        if failure.exit_code is None and failure.summary:
+            output.err(f"  | {failure.summary}")
+        if failure.log:
+            output.err(f"  log: {failure.log}")
+    colour = {"succeeded": "green", "failed": "red"}.get(result.status, "yellow")
+    attempts = f" in {result.attempts} attempts" if result.attempts > 1 else ""
+    output.err(f"{result.status} after {result.duration_s:.1f} s{attempts}", colour, "bold")
+    if result.left_behind is None:
+        output.err("a node could not be asked whether processes are left; `dtctl stop` asks again", "red")
+    else:
+        nodes = "1 node" if result.nodes == 1 else f"{result.nodes} nodes"
+        output.err(f"{result.left_behind} processes left on {nodes}")
+
+
+def process_start() -> float:
+    """When this process began, on the monotonic clock; needed to count the time of the imports."""
+    from dtctl.cli.main import STARTED
+
+    try:
+        with open("/proc/self/stat", "rb") as file:
+            stat = file.read()
+        ticks = int(stat[stat.rindex(b")") + 2 :].split()[19])
+        return ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
+        return STARTED
+
+
+@contextmanager
+def caught_signals() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM are written down, for the launcher to act upon between two messages."""
+    received: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _frame: received.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,68 @@
+"""The command line's entrance: runs a command and turns its errors into exit codes. Nothing else ends the process."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+
+from dtctl.cli import output
+from dtctl.errors import DtctlError, Interrupted
+
+STARTED = time.monotonic()
+"""When this module was loaded, for places where the system does not say when the process began."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run `dtctl ARGV` and end the process with its exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    code = run(arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == 130 or code == 143:
+        # Threads of dropped connections may still wait for a time-out; whoever pressed Ctrl-C should not.
+        os._exit(code)
+    sys.exit(code)
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command; its exit code."""
+    import typer
+
+    from dtctl.cli.app import app, split_rest
+
+    before, rest = split_rest(arguments)
+    try:
+        result = app(before, standalone_mode=False, prog_name="dtctl", obj=rest)
+    except Interrupted as exc:
+        output.error(exc)
+        return 128 + exc.signal
+    except DtctlError as exc:
+        output.error(exc)
+        return _exit_code(exc)
+    except (KeyboardInterrupt, typer.Abort):
+        output.err("stopped")
+        return 130
+    except Exception as exc:
+        # A usage error of the command line library, whichever version of it typer brings along.
+        show, code = getattr(exc, "show", None), getattr(exc, "exit_code", None)
+        if callable(show) and isinstance(code, int):
+            show(file=sys.stderr)
+            return code
+        traceback.print_exc()
+        output.error(DtctlError(f"{type(exc).__name__}: {exc}", hint="this is a bug in dtctl; please report it"))
+        return DtctlError.exit_code
+    return result if isinstance(result, int) else 0
+
+
+def _exit_code(exc: DtctlError) -> int:
+    from dtctl.errors import NodeFailures
+
+    if isinstance(exc, NodeFailures):  # of several nodes the gravest: a plan's fault before a single node's
+        return min(failure.exit_code for failure in exc.failures.values())
+    return exc.exit_code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""All that dtctl prints: the only module that writes to standard output and standard error.
+
+Results go to standard output, everything about the way there to standard error. With `--json`, standard output carries
+JSON and nothing else. Colour only on a terminal, and never with NO_COLOR (https://no-color.org).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import IO
+
+from dtctl.errors import DtctlError, NodeFailures
+
+_STYLES = {
+    "red": "31",
+    "green": "32",
+    "yellow": "33",
+    "blue": "34",
+    "magenta": "35",
+    "cyan": "36",
+    "bold": "1",
+    "dim": "2",
+}
+
+
+def is_terminal(stream: IO[str]) -> bool:
+    """Whether people look at this stream, in a terminal that can move its cursor."""
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def styled(text: str, *styles: str, stream: IO[str]) -> str:
+    """`text` in colours, if `stream` shows colours."""
+    if not styles or not is_terminal(stream) or os.environ.get("NO_COLOR"):
+        return text
+    codes = ";".join(_STYLES[style] for style in styles)
+    return f"\x1b[{codes}m{text}\x1b[0m"
+
+
+def out(text: str, *styles: str) -> None:
+    """One line of result."""
+    _write(sys.stdout, styled(text, *styles, stream=sys.stdout) + "\n")
+
+
+def err(text: str, *styles: str) -> None:
+    """One line about what is going on."""
+    _write(sys.stderr, styled(text, *styles, stream=sys.stderr) + "\n")
+
+
+def raw(text: str) -> None:
+    """Result text that brings its own line ends: scripts, logs."""
+    _write(sys.stdout, text)
+
+
+def emit_json(value: object) -> None:
+    """One JSON value on one line of standard output."""
+    _write(sys.stdout, json.dumps(value, separators=(", ", ": ")) + "\n")
+
+
+def _write(stream: IO[str], text: str) -> None:
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    except UnicodeEncodeError:
+        stream.write(text.encode(stream.encoding or "ascii", "replace").decode(stream.encoding or "ascii"))
+
+
+def table(rows: list[list[str]], *, header: list[str]) -> None:
+    """Columns of text, as wide as they need to be; no lines, so that it can be cut and pasted."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+
+    def line(row: list[str]) -> str:
+        return "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+    out(line(header), "bold")
+    for row in rows:
+        out(line(row))
+
+
+def error(exc: DtctlError) -> None:
+    """An error as people see it: fact, place, what to do next."""
+    if isinstance(exc, NodeFailures):
+        _error(exc.message, None, None)
+        for node, failure in exc.failures.items():
+            err(f"  {node}: {failure.message}")
+            if failure.hint:
+                err(f"    {styled('hint:', 'cyan', stream=sys.stderr)} {failure.hint}")
+        return
+    _error(exc.message, exc.where, exc.hint)
+
+
+def _error(message: str, where: str | None, hint: str | None) -> None:
+    err(f"{styled('error:', 'red', 'bold', stream=sys.stderr)} {message}")
+    if where:
+        err(f"{styled('where:', 'bold', stream=sys.stderr)} {where}")
+    if hint:
+        err(f"{styled('hint: ', 'cyan', stream=sys.stderr)} {hint}")

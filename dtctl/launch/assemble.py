@@ -1,0 +1,202 @@
+"""From a spec to a job that can be launched: nodes found, plan made, code scanned, transport chosen. Starts nothing."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtctl import names
+from dtctl.errors import PlanError
+from dtctl.launch import push as pushing
+from dtctl.launch.link import Link
+from dtctl.launch.run import Job
+from dtctl.launch.tree import Tree, scan
+from dtctl.plan.build import Facts, build
+from dtctl.plan.model import Plan
+from dtctl.spec.model import Spec
+from dtctl.spec.nodes import NodeSpec, resolve_nodes
+from dtctl.transport.base import Target, Transport
+
+if TYPE_CHECKING:
+    from dtctl.plan.model import NodePlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The nodes of a spec and the way to them."""
+
+    nodes: tuple[NodeSpec, ...]
+    targets: Mapping[str, Target]
+    make_transport: Callable[[], Transport]
+    """Imports what the transport needs, which takes a while; not called in a dry run."""
+
+
+def cluster_of(spec: Spec, *, start: bool) -> Cluster:
+    """The nodes that a spec names.
+
+    Args:
+        spec: the checked spec.
+        start: whether a sandbox may be started for it.
+
+    Raises:
+        SpecError: the nodes are not well formed.
+        SandboxError: the sandbox cannot be used.
+    """
+    if spec.cluster.transport == "sandbox":
+        from dtctl.launch.sandboxed import sandbox_cluster
+
+        return sandbox_cluster(spec, start=start)
+    nodes = resolve_nodes(spec)
+    if spec.cluster.transport == "local":
+        return Cluster(nodes=nodes, targets=_targets(spec, nodes), make_transport=_local)
+    return Cluster(nodes=nodes, targets=_targets(spec, nodes), make_transport=_ssh)
+
+
+def _local() -> Transport:
+    from dtctl.transport.local import LocalTransport
+
+    return LocalTransport()
+
+
+def _ssh() -> Transport:
+    from dtctl.transport.ssh import SshTransport
+
+    return SshTransport()
+
+
+def _targets(spec: Spec, nodes: Sequence[NodeSpec]) -> dict[str, Target]:
+    cluster = spec.cluster
+    return {
+        node.name: Target(
+            name=node.name,
+            address=node.address,
+            user=node.user,
+            port=node.port,
+            identity_file=str(cluster.identity_file) if cluster.identity_file else None,
+            known_hosts=str(cluster.known_hosts) if cluster.known_hosts else None,
+            ssh_config=str(cluster.ssh_config) if cluster.ssh_config else None,
+            connect_timeout_s=cluster.connect_timeout_s,
+        )
+        for node in nodes
+    }
+
+
+def first_plan(spec: Spec, cluster: Cluster, *, run: str) -> Plan:
+    """The plan as it is known before any node was asked; what a dry run shows.
+
+    Raises:
+        PlanError: no job can be made of the spec.
+    """
+    return build(spec, cluster.nodes, run=run, facts=Facts(environ=os.environ))
+
+
+def read_secrets(spec: Spec) -> dict[str, str]:
+    """Values of the secrets that the spec names, from this machine's environment.
+
+    Raises:
+        PlanError: one of them is not set.
+    """
+    missing = [name for name in spec.job.secrets if name not in os.environ]
+    if missing:
+        raise PlanError(
+            f"the job needs {', '.join(missing)}, which is not set here",
+            where="job.secrets",
+            hint=f"export {missing[0]}=... in the shell that runs dtctl",
+        )
+    return {name: os.environ[name] for name in spec.job.secrets}
+
+
+class CodePush:
+    """Scans the working tree in the background and brings it to every node that asks."""
+
+    def __init__(self, spec: Spec) -> None:
+        self._payloads = pushing.Payloads()
+        root = spec.base_dir / spec.job.files.root
+        cache = spec.base_dir / names.STATE_DIR / "cache"
+        files = spec.job.files
+        self._tree: Future[Tree] = Future()
+
+        def work() -> None:
+            try:
+                self._tree.set_result(
+                    scan(root, include=tuple(files.include), exclude=tuple(files.exclude), cache=cache)
+                )
+            except Exception as exc:  # noqa: BLE001 - raised again by whoever asks for the tree
+                self._tree.set_exception(exc)
+
+        threading.Thread(target=work, name="scan", daemon=True).start()
+
+    @property
+    def tree(self) -> Tree:
+        """The scanned tree; waits for the scan."""
+        return self._tree.result()
+
+    def __call__(self, link: Link, progress: Callable[[int], None]) -> dict[str, Any]:
+        """Bring the tree to one node; what was done."""
+        done = pushing.push(link, self.tree, workdir="", shared=self._payloads, progress=progress)
+        return {"path": done.path, "files": done.files_sent, "bytes": done.bytes_sent, "state": done.state}
+
+
+def check_program_files(spec: Spec, tree: Tree) -> None:
+    """Refuse a job whose script is not among the files that are pushed.
+
+    Raises:
+        PlanError: the script does not exist, or is left out of the push.
+    """
+    script = spec.job.script
+    if script is None or os.path.isabs(script):
+        return
+    wanted = os.path.normpath(script)
+    if any(os.fsdecode(entry.path) == wanted for entry in tree.files):
+        return
+    path = Path(spec.base_dir) / spec.job.files.root / script
+    if path.exists():
+        raise PlanError(
+            f"{script} is not among the files that are pushed",
+            where=str(path),
+            hint="take it out of .gitignore and .dtctlignore, or name it in `job.files.include`",
+        )
+    raise PlanError(f"there is no {script}", where=str(path), hint="`job.script` is relative to the folder of the spec")
+
+
+def job_of(spec: Spec, cluster: Cluster, *, run: str, keep: bool, code: CodePush | None) -> Job:
+    """Everything that a launch needs, decided.
+
+    Raises:
+        DtctlError: of the class that says what is wrong; nothing was started.
+    """
+    from dtctl.render.scripts import node_script
+
+    plan = first_plan(spec, cluster, run=run)
+    values = read_secrets(spec)
+    fixed = spec.network.rendezvous_port
+
+    def make_plan(attempt: int, address: str, port: int, gpus: Mapping[str, int]) -> Plan:
+        facts = Facts(environ=os.environ, address=address, port=port, gpus=gpus)
+        return build(spec, cluster.nodes, run=run, attempt=attempt, facts=facts)
+
+    def make_script(plan: Plan, node: NodePlan) -> str:
+        return node_script(plan, node, base_dir=spec.base_dir)
+
+    for node in plan.nodes:
+        make_script(plan, node)  # a template that is wrong is found now, not when some nodes have started
+    return Job(
+        run=run,
+        token=secrets.token_hex(16),
+        first_plan=plan,
+        make_plan=make_plan,
+        make_script=make_script,
+        transport=cluster.make_transport(),
+        targets=cluster.targets,
+        push=code,
+        fixed_port=fixed if isinstance(fixed, int) else None,
+        secrets=values,
+        link_timeout_s=spec.cluster.link_timeout_s,
+        keep=keep,
+    )

@@ -1,0 +1,121 @@
+"""Which worker failed first. Pure: from what nodes reported to one answer.
+
+When one worker dies, the others fail a moment later because their peer is gone. The reports arrive almost together, so
+time alone is a poor judge. A worker that a signal ended did not fail because of a peer, and a traceback that ends in a
+lost connection did; between equals the earlier one wins, by the control machine's clock.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+AGENT = -1
+
+_ROOT_CAUSE = re.compile(
+    r"Root Cause \(first observed failure\):\s*\[\d+\]:(?P<body>.*?)(?:\n\s*={10,}|\Z)",
+    re.DOTALL,
+)
+_FIELD = re.compile(r"^\s*(rank|exitcode|traceback)\s*:\s*(-?\d+|.*)", re.MULTILINE)
+
+_CONSEQUENCES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "connectFullMesh failed",
+    "remote process exited or there was a network error",
+    "NCCL communicator was aborted",
+    "Timed out waiting",
+    "SIGTERM",
+    "SignalException",
+)
+"""Texts in the last lines of a worker that failed because another one had."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """One worker, or one node, that failed."""
+
+    node: str
+    rank: int | None
+    """Global rank; None when the node as a whole failed, or torchrun did not say which worker."""
+    exit_code: int | None
+    """As a shell counts it, 128 + N for signal N; None when the node was lost."""
+    signal: int | None
+    time: float
+    """When it happened, seconds since the epoch by the control machine's clock."""
+    log: str = ""
+    """The log to read, a path on the control machine."""
+    summary: str = ""
+    """One line for people."""
+    tail: tuple[str, ...] = ()
+    """Last lines of the log."""
+
+
+def describe(failure: Failure) -> str:
+    """What happened, in one line without a place: `was ended by signal 9 (SIGKILL)`."""
+    if failure.exit_code is None:
+        return "was lost"
+    if failure.signal is not None:
+        try:
+            name = signal.Signals(failure.signal).name
+        except ValueError:
+            name = "unknown"
+        return f"was ended by signal {failure.signal} ({name})"
+    return f"ended with exit code {failure.exit_code}"
+
+
+def from_torchrun(failure: Failure, agent_log: str) -> Failure:
+    """The worker that torchrun's agent names as the root cause on its node, if it names one.
+
+    Source: torch/distributed/elastic/multiprocessing/errors/__init__.py, the format of ChildFailedError, torch 2.13.
+    """
+    found = _ROOT_CAUSE.search(agent_log)
+    if found is None:
+        return failure
+    fields = dict(_FIELD.findall(found["body"]))
+    try:
+        rank, code = int(fields["rank"].split()[0]), int(fields["exitcode"].split()[0])
+    except (KeyError, ValueError, IndexError):
+        return failure
+    if code < 0:
+        return replace(failure, rank=rank, exit_code=128 - code, signal=-code)
+    return replace(failure, rank=rank, exit_code=code, signal=None)
+
+
+def is_consequence(failure: Failure) -> bool:
+    """Whether the worker failed because another one had, going by its last lines."""
+    if failure.signal in (signal.SIGTERM, signal.SIGHUP):
+        return True
+    if failure.signal is not None or failure.exit_code is None:
+        return False
+    return any(text in line for line in failure.tail for text in _CONSEQUENCES)
+
+
+def first(failures: Iterable[Failure]) -> Failure | None:
+    """The failure that the others follow from; None when there was none."""
+
+    def order(failure: Failure) -> tuple[int, float]:
+        if is_consequence(failure):
+            return (2, failure.time)
+        # SIGABRT is what gloo ends a worker with when a peer breaks the protocol: a signal, but seldom the cause.
+        by_signal = failure.signal is not None and failure.signal != signal.SIGABRT
+        return (0 if by_signal or failure.exit_code is None else 1, failure.time)
+
+    return min(failures, key=order, default=None)
+
+
+def last_lines(text: str, count: int = 12) -> tuple[str, ...]:
+    """The last `count` lines that say something."""
+    return tuple(line for line in text.splitlines() if line.strip())[-count:]
+
+
+def summary(tail: Iterable[str]) -> str:
+    """The one line that says most: the exception at the end of a traceback, else the last line."""
+    lines = [re.sub(r"^\[rank\d+\]:\s?", "", line) for line in tail]
+    for line in reversed(lines):
+        if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b", line):
+            return line.strip()
+    return lines[-1].strip() if lines else ""

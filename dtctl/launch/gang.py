@@ -1,0 +1,274 @@
+"""One attempt of a run: all nodes are brought to the start, started together, watched, and ended together.
+
+The gang rule: the first failure anywhere ends the attempt everywhere. Everything that happens arrives as a message in one
+inbox, so this reads as a loop over messages; nothing here blocks on a single node.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtctl.errors import ConnectError, DtctlError
+from dtctl.launch.failure import Failure
+from dtctl.launch.logs import METRICS, Logs
+from dtctl.launch.session import Said, Session, error_of
+from dtctl.plan.model import Plan
+from dtctl.transport.fanout import raise_failures
+
+PING_S = 1.0
+START_LIMIT_S = 30.0
+"""How long a node may take from the start message to its answer."""
+
+Emit = Callable[..., None]
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """How an attempt ended."""
+
+    failures: list[Failure] = field(default_factory=list)
+    stopped_by: int | None = None
+    """Signal that asked the launcher to stop; None when nobody did."""
+    left: dict[str, int | None] = field(default_factory=dict)
+    """Node -> processes left there; None when the node could not be asked."""
+    lost: list[str] = field(default_factory=list)
+    """Nodes whose link was lost."""
+
+
+class Gang:
+    """The sessions of all nodes of a run, in node rank order."""
+
+    def __init__(self, sessions: list[Session], inbox: queue.Queue[Said], *, logs: Logs, emit: Emit) -> None:
+        self.sessions = {session.name: session for session in sessions}
+        self.inbox = inbox
+        self.logs = logs
+        self.emit = emit
+        self.signals: list[int] = []
+        """Signals that the launcher received, oldest first; appended to by the signal handler."""
+        self._pinged = 0.0
+
+    # -- to the start -----------------------------------------------------------------------------------------------
+
+    def gather(self, names: set[str] | None = None) -> dict[str, dict[str, Any]]:
+        """Wait until every node is ready, or those in `names`; node -> what it said about itself.
+
+        Nothing has been started anywhere when this fails.
+
+        Raises:
+            DtctlError: of the one node that failed, or NodeFailures.
+        """
+        waiting = set(self.sessions) if names is None else set(names)
+        hellos: dict[str, dict[str, Any]] = {}
+        failures: dict[str, DtctlError] = {}
+        while waiting and not self.signals:
+            said = self._next(0.2)
+            if said is None:
+                continue
+            name = said.session.name
+            if said.what == "hello":
+                hellos[name] = said.data
+            elif said.what == "failed":
+                failures[name] = _as_ours(said.data["error"])
+                waiting.discard(name)
+                self.emit("node", node=name, state="failed", error=str(failures[name]))
+                continue
+            elif said.what == "ready":
+                waiting.discard(name)
+            facts = {key: value for key, value in said.data.items() if key in ("sent", "files", "bytes", "state")}
+            self.emit("node", node=name, state=said.what, **({"push": facts} if facts else {}))
+        if failures:
+            raise_failures({name: failures[name] for name in self.sessions if name in failures})
+        return hellos
+
+    def probe(self, node: str, ports: tuple[int, ...]) -> int:
+        """The first of `ports` that is free on `node`; 0 when none is, or the node does not answer."""
+        session = self.sessions[node]
+        session.send({"op": "probe", "ports": list(ports)})
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline and not self.signals:
+            said = self._next(0.2)
+            if said is not None and said.session is session and said.what == "probed":
+                return int(said.data["port"])
+        return 0
+
+    # -- one attempt ------------------------------------------------------------------------------------------------
+
+    def start(self, messages: dict[str, dict[str, Any]]) -> None:
+        """Send every node its start message.
+
+        Raises:
+            ConnectError: a link was lost before its message was sent.
+        """
+        self.logs.begin_attempt()
+        for name, message in messages.items():
+            if not self.sessions[name].send({"op": "start", **message}):
+                raise ConnectError("the link was lost before the start", node=name)
+
+    def watch(self, plan: Plan, *, link_timeout_s: float, on_started: Callable[[], None]) -> Outcome:
+        """Watch an attempt to its end on every node.
+
+        Args:
+            plan: the attempt.
+            link_timeout_s: a node not heard of for this long is lost.
+            on_started: called once, when every node has started its processes.
+        """
+        attempt = _Attempt(self, plan, link_timeout_s)
+        while attempt.open:
+            if self.signals:
+                attempt.interrupt(self.signals[-1], hard=len(self.signals) > 1)
+            said = self._next(min(0.2, PING_S))
+            if said is not None:
+                attempt.take(said)
+            if attempt.all_started and on_started is not None:
+                on_started()
+                attempt.all_started = False
+            attempt.look_at_the_clock()
+        for node, rank, text in self.logs.rest():
+            self.emit("log", node=node, rank=rank, text=text)
+        self.logs.flush()
+        return attempt.outcome
+
+    def quit(self) -> None:
+        """Send every supervisor home."""
+        for session in self.sessions.values():
+            session.send({"op": "quit"})
+
+    def _next(self, timeout_s: float) -> Said | None:
+        now = time.monotonic()
+        if now - self._pinged >= PING_S:
+            self._pinged = now
+            for session in self.sessions.values():
+                session.send({"op": "ping", "time": time.time()})
+        try:
+            return self.inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+
+class _Attempt:
+    """Bookkeeping of one attempt: who has started, who has ended, who is still to be waited for."""
+
+    def __init__(self, gang: Gang, plan: Plan, link_timeout_s: float) -> None:
+        self.gang = gang
+        self.plan = plan
+        self.link_timeout_s = link_timeout_s
+        self.outcome = Outcome()
+        self.open = {node.name for node in plan.nodes}
+        self.starting = set(self.open)
+        self.quiet = set(self.open)
+        """Nodes none of whose workers has printed anything: still at the rendezvous, for all we see."""
+        self.all_started = False
+        self.begun = time.monotonic()
+        self.stop_deadline: float | None = None
+
+    def take(self, said: Said) -> None:
+        """Act on one message of a node that still belongs to the attempt."""
+        name = said.session.name
+        if said.what == "log":
+            self._log(name, said.data["rank"], said.data["payload"])
+        elif name not in self.open:
+            return
+        elif said.what == "started":
+            self._started(name, said.data)
+        elif said.what == "exit":
+            self._exit(name, said.data)
+        elif said.what == "stopped":
+            self.open.discard(name)
+            self.outcome.left[name] = said.data["left"]
+            self.gang.emit("node", node=name, state="stopped", left=said.data["left"])
+        elif said.what == "metrics-begin":
+            self.gang.logs.begin_metrics()
+        elif said.what == "error":
+            self._fail(name, str(error_of(said.data, name)), exit_code=None)
+            self._drop(name, left=0)
+        elif said.what in ("lost", "failed"):
+            text = said.data.get("stderr") or str(said.data.get("error", "")) or "the link was lost"
+            self._lose(name, text)
+
+    def _log(self, name: str, rank: int, payload: bytes) -> None:
+        for text in self.gang.logs.write(name, rank, payload):
+            self.gang.emit("log", node=name, rank=rank, text=text)
+        if name in self.quiet and rank != METRICS:
+            self.quiet.discard(name)
+            self.gang.emit("node", node=name, state="running")
+
+    def _started(self, name: str, data: dict[str, Any]) -> None:
+        self.starting.discard(name)
+        self.gang.emit("node", node=name, state="started", interface=data.get("interface") or None)
+        self.all_started = not self.starting
+
+    def _exit(self, name: str, data: dict[str, Any]) -> None:
+        self.gang.emit("exit", node=name, rank=data["rank"], exit_code=data["code"], signal=data["signal"])
+        if data["code"] and self.outcome.stopped_by is None:
+            failure = Failure(
+                node=name,
+                rank=data["rank"] if data["rank"] >= 0 else None,
+                exit_code=data["code"],
+                signal=data["signal"],
+                time=time.time(),
+            )
+            self.outcome.failures.append(failure)
+            self._stop_others(f"{name} failed")
+
+    def _lose(self, name: str, text: str) -> None:
+        self.outcome.lost.append(name)
+        if self.stop_deadline is None:
+            self._fail(name, text, exit_code=None)
+        self._drop(name, left=None)
+
+    def _fail(self, name: str, text: str, *, exit_code: int | None) -> None:
+        failure = Failure(node=name, rank=None, exit_code=exit_code, signal=None, time=time.time(), summary=text)
+        self.outcome.failures.append(failure)
+        self._stop_others(f"{name}: {text}")
+
+    def _drop(self, name: str, *, left: int | None) -> None:
+        self.open.discard(name)
+        self.starting.discard(name)
+        self.outcome.left[name] = left
+        self.gang.emit("node", node=name, state="lost" if left is None else "stopped", left=left)
+
+    def _stop_others(self, reason: str) -> None:
+        if self.stop_deadline is not None:
+            return
+        self.gang.emit("stopping", reason=reason)
+        # A node needs the grace, a second for strays, and the way there and back.
+        self.stop_deadline = time.monotonic() + self.plan.grace_s + 5
+        for name in self.open:
+            self.gang.sessions[name].send({"op": "stop"})
+
+    def interrupt(self, number: int, *, hard: bool) -> None:
+        """Somebody wants the launcher to stop; the second time without waiting for the workers."""
+        if self.outcome.stopped_by is None:
+            self.outcome.stopped_by = number
+            self._stop_others(f"signal {number}")
+        if hard and self.stop_deadline is not None:
+            self.stop_deadline = min(self.stop_deadline, time.monotonic() + 3)
+            for name in self.open:
+                self.gang.sessions[name].send({"op": "stop", "now": True})
+
+    def look_at_the_clock(self) -> None:
+        """What did not happen in time: a start, a sign of life, a stop."""
+        now = time.monotonic()
+        for name in sorted(self.open):
+            session = self.gang.sessions[name]
+            if now - max(session.heard, self.begun) > self.link_timeout_s:
+                session.close()
+                self._lose(name, f"nothing was heard of it for {self.link_timeout_s:g} s")
+            elif name in self.starting and now - self.begun > START_LIMIT_S:
+                session.close()
+                self._lose(name, f"it did not start the job within {START_LIMIT_S:g} s")
+            elif self.stop_deadline is not None and now > self.stop_deadline:
+                session.close()
+                self._lose(name, "it did not stop in time")
+
+
+def _as_ours(error: BaseException) -> DtctlError:
+    if isinstance(error, DtctlError):
+        return error
+    bug = DtctlError(f"{type(error).__name__}: {error}", hint="this is a bug in dtctl; please report it")
+    bug.__cause__ = error
+    return bug

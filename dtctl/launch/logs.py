@@ -1,0 +1,91 @@
+"""Workers' output on the control machine: one file per rank, and whole lines for people as they arrive."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import BinaryIO
+
+from dtctl import names
+from dtctl.launch.record import RunRecord
+
+METRICS = -2
+"""Pseudo rank under which nodes send what rank 0 writes to metrics.jsonl."""
+
+
+class Logs:
+    """Writes what arrives and cuts it into lines."""
+
+    def __init__(self, record: RunRecord) -> None:
+        self._record = record
+        self._files: dict[tuple[str, int], BinaryIO] = {}
+        self._partial: dict[tuple[str, int], bytes] = {}
+        self.offsets: dict[str, dict[int, int]] = {}
+        """Node -> rank -> bytes received in this attempt; what a new link asks the rest of."""
+
+    def write(self, node: str, rank: int, data: bytes) -> list[str]:
+        """Keep `data` and return the lines that it completes, without their ends."""
+        key = (node, rank)
+        self._file(key).write(data)
+        seen = self.offsets.setdefault(node, {})
+        seen[rank] = seen.get(rank, 0) + len(data)
+        if rank == METRICS:
+            return []
+        *whole, self._partial[key] = (self._partial.get(key, b"") + data).split(b"\n")
+        # A progress bar redraws its line with carriage returns; people want to see its last state.
+        return [line.rstrip(b"\r").rsplit(b"\r", 1)[-1].decode(errors="replace") for line in whole]
+
+    def rest(self) -> list[tuple[str, int, str]]:
+        """Lines that were begun and never ended, as (node, rank, text); they count as ended now."""
+        found = [(node, rank, text.decode(errors="replace")) for (node, rank), text in self._partial.items() if text]
+        self._partial.clear()
+        return found
+
+    def begin_metrics(self) -> None:
+        """Rank 0 starts its metrics from the top, because a snapshot took it back; so does the copy here."""
+        for (node, rank), file in self._files.items():
+            if rank == METRICS:
+                file.seek(0)
+                file.truncate()
+                self.offsets[node][METRICS] = 0
+
+    def begin_attempt(self) -> None:
+        """A new attempt writes new files on the nodes; here it is appended to the ones of the last."""
+        self.offsets.clear()
+
+    def tail(self, node: str, rank: int, limit_bytes: int = 32_768) -> str:
+        """The end of a rank's output."""
+        self.flush()
+        try:
+            with self._path(node, rank).open("rb") as file:
+                file.seek(0, 2)
+                file.seek(max(0, file.tell() - limit_bytes))
+                return file.read().decode(errors="replace")
+        except OSError:
+            return ""
+
+    def ranks(self, node: str) -> list[int]:
+        """Ranks of a node that have printed something, in order; without torchrun's agent."""
+        return sorted(rank for name, rank in self._files if name == node and rank >= 0)
+
+    def flush(self) -> None:
+        """Let other processes see all that has arrived."""
+        for file in self._files.values():
+            file.flush()
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _path(self, node: str, rank: int) -> Path:
+        return self._record.folder / names.METRICS_FILE if rank == METRICS else self._record.log_path(node, rank)
+
+    def _file(self, key: tuple[str, int]) -> BinaryIO:
+        if key not in self._files:
+            path = self._path(*key)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file = path.open("ab")
+            path.chmod(0o600)
+            self._files[key] = file
+        return self._files[key]

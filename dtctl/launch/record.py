@@ -1,0 +1,201 @@
+"""A run's folder on the control machine: what was planned, what happened, what was printed, how it ended.
+
+    .dtctl/runs/RUN/
+        plan.json        the plan of the newest attempt
+        run.json         what finds the run again: its token, its launcher's process, its spec
+        events.jsonl     what happened, one JSON object a line, appended as it happens
+        logs/NODE/rank-R.log, logs/NODE/agent.log
+        metrics.jsonl    as rank 0 wrote it
+        ledger.json      where the time went
+
+Folders are 0700, files 0600: environments and logs are nobody else's business.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dtctl import names
+from dtctl.errors import LaunchError, UsageError
+from dtctl.plan.model import Plan
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
+RUN_FILE = "run.json"
+
+
+def new_run_id(job: str, *, now: float, salt: str | None = None) -> str:
+    """A run id that sorts by time: job, month and day, hour minute second, two random letters."""
+    stem = re.sub(r"[^A-Za-z0-9_]+", "-", job).strip("-") or "job"
+    stamp = time.strftime("%m%d-%H%M%S", time.localtime(now))
+    return f"{stem[:32]}-{stamp}-{salt or secrets.token_hex(1)}"
+
+
+def check_run_name(name: str) -> str:
+    """`name` itself, if it can be the name of a run.
+
+    Raises:
+        UsageError: it cannot be used as the name of a folder everywhere.
+    """
+    if not RUN_NAME.match(name):
+        raise UsageError(
+            f"{name!r} cannot be the name of a run",
+            where="--name",
+            hint="use letters, digits, `.`, `_` and `-`, at most 64, and begin with a letter or a digit",
+        )
+    return name
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replace the file at `path` in one step, mode 0600."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """What finds a run again from another terminal, or tomorrow."""
+
+    run: str
+    token: str
+    """Marks the run's processes on the nodes; not a secret towards those who may log in there."""
+    pid: int
+    """Process id of the launcher."""
+    started: float
+    """Seconds since the epoch."""
+    spec: str
+    """Absolute path of the spec, or an empty string for a run without one."""
+    command: list[str]
+    """The command line that launched it, without values of secrets (they are never on it)."""
+    detached: bool
+
+
+class RunRecord:
+    """The folder of one run, written by its launcher and read by everybody else."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run = folder.name
+        self._events: int | None = None
+
+    @classmethod
+    def create(cls, base_dir: Path, info: RunInfo) -> RunRecord:
+        """Make the folder of a new run below `base_dir`.
+
+        Raises:
+            LaunchError: a run of this name exists.
+        """
+        runs = base_dir / names.STATE_DIR / names.RUNS_DIR
+        runs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        ignore = base_dir / names.STATE_DIR / ".gitignore"
+        if not ignore.exists():
+            write_private(ignore, "*\n")
+        folder = runs / info.run
+        try:
+            folder.mkdir(mode=0o700)
+        except FileExistsError:
+            raise LaunchError(
+                f"there is a run named {info.run} already",
+                where=str(folder),
+                hint="choose another `--name`, or leave it out and dtctl finds one",
+            ) from None
+        (folder / names.LOGS_DIR).mkdir(mode=0o700)
+        record = cls(folder)
+        record.write_info(info)
+        return record
+
+    def write_info(self, info: RunInfo) -> None:
+        """Record who launches the run."""
+        write_private(self.folder / RUN_FILE, json.dumps(asdict(info), indent=1) + "\n")
+
+    def info(self) -> RunInfo:
+        """Who launched the run.
+
+        Raises:
+            LaunchError: the folder is not that of a run.
+        """
+        try:
+            return RunInfo(**json.loads((self.folder / RUN_FILE).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as exc:
+            raise LaunchError(f"{self.run} is not a run that dtctl can read", where=str(self.folder)) from exc
+
+    def write_plan(self, plan: Plan) -> None:
+        """Record the plan of the attempt that is about to start."""
+        write_private(self.folder / names.PLAN_FILE, json.dumps(asdict(plan), indent=1) + "\n")
+
+    def plan(self) -> dict[str, Any]:
+        """The plan of the newest attempt as plain data; empty when none was made."""
+        try:
+            found: dict[str, Any] = json.loads((self.folder / names.PLAN_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found
+
+    def append_event(self, event: dict[str, Any]) -> None:
+        """Append one event; whole lines, whoever else reads."""
+        if self._events is None:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            self._events = os.open(self.folder / names.EVENTS_FILE, flags, 0o600)
+        os.write(self._events, (json.dumps(event, separators=(",", ":")) + "\n").encode())
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """All events so far; a half-written last line is left out."""
+        try:
+            text = (self.folder / names.EVENTS_FILE).read_text(encoding="utf-8")
+        except OSError:
+            return
+        for line in text.splitlines():
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue
+
+    def log_path(self, node: str, rank: int) -> Path:
+        """Where the output of a rank is kept; rank -1 is torchrun's agent."""
+        name = "agent.log" if rank < 0 else f"rank-{rank}.log"
+        return self.folder / names.LOGS_DIR / node / name
+
+
+def list_runs(base_dir: Path) -> list[RunRecord]:
+    """All runs launched from `base_dir`, oldest first."""
+    runs = base_dir / names.STATE_DIR / names.RUNS_DIR
+    try:
+        folders = [folder for folder in runs.iterdir() if (folder / RUN_FILE).is_file()]
+    except OSError:
+        return []
+    return [RunRecord(folder) for folder in sorted(folders, key=lambda folder: folder.stat().st_ctime_ns)]
+
+
+def find_run(base_dir: Path, run: str | None) -> RunRecord:
+    """The run of this name, or the newest one.
+
+    Raises:
+        LaunchError: there is no such run, or none at all.
+    """
+    runs = list_runs(base_dir)
+    if run is None:
+        if not runs:
+            raise LaunchError(
+                "no run was launched from this folder", where=str(base_dir), hint="start one with `dtctl launch`"
+            )
+        return max(runs, key=lambda record: record.info().started)
+    for record in runs:
+        if record.run == run:
+            return record
+    import difflib
+
+    near = difflib.get_close_matches(run, [record.run for record in runs], n=1)
+    hint = f"did you mean {near[0]}?" if near else "`dtctl runs` lists the runs of this folder"
+    raise LaunchError(f"there is no run {run}", where=str(base_dir / names.STATE_DIR / names.RUNS_DIR), hint=hint)

@@ -1,0 +1,313 @@
+"""A run from the first connection to the last process: attempts, restarts, the end, and what is known about it.
+
+Reads top to bottom: `launch` prepares all nodes, then runs attempts until one succeeds, the restarts are used up or
+somebody stops it, and then proves that nothing is left.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dtctl import names
+from dtctl.errors import ConnectError, PlanError
+from dtctl.launch import failure as failures
+from dtctl.launch.failure import AGENT, Failure
+from dtctl.launch.gang import Emit, Gang, Outcome
+from dtctl.launch.ledger import Ledger
+from dtctl.launch.link import Link
+from dtctl.launch.logs import Logs
+from dtctl.launch.record import RunRecord
+from dtctl.launch.session import Errand, Said, Session
+from dtctl.launch.sweep import SweepTarget, sweep
+from dtctl.plan import environment, rendezvous
+from dtctl.plan.model import NodePlan, Plan
+from dtctl.transport.base import Target, Transport
+
+MakePlan = Callable[[int, str, int, Mapping[str, int]], Plan]
+"""(attempt, address of the head node, port, GPUs per node) -> plan."""
+Push = Callable[[Link, Callable[[int], None]], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """All that `launch` needs to know, decided before the first connection."""
+
+    run: str
+    token: str
+    first_plan: Plan
+    """The plan as a dry run shows it."""
+    make_plan: MakePlan
+    """Makes the plan again with what only the nodes know."""
+    make_script: Callable[[Plan, NodePlan], str]
+    transport: Transport
+    targets: Mapping[str, Target]
+    push: Push | None
+    fixed_port: int | None
+    fixed_address: bool
+    """Whether the spec names the head node's address itself, so that the nodes need not be asked."""
+    secrets: Mapping[str, str]
+    link_timeout_s: float
+    keep: bool
+    """Whether nodes go on when the link is lost (`--detach`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """How a run ended."""
+
+    run: str
+    status: str
+    """succeeded, failed or stopped"""
+    exit_code: int
+    attempts: int
+    first_failure: Failure | None
+    launch_s: float | None
+    """Seconds from the launcher's start to the last node's processes started; None if that was never reached."""
+    duration_s: float
+    left_behind: int | None
+    """Processes of the run left on all nodes; None when a node could not be asked."""
+    nodes: int
+
+
+def launch(job: Job, record: RunRecord, *, emit: Emit, signals: list[int], ledger: Ledger) -> Result:
+    """Run a job to its end.
+
+    Args:
+        job: what to run, where.
+        record: the run's folder on this machine.
+        emit: told everything that happens, `emit(event, **facts)`.
+        signals: signals that this process receives are appended here by its handlers.
+        ledger: started when the process was.
+
+    Raises:
+        DtctlError: a node could not be made ready; nothing was started anywhere.
+    """
+    launcher = _Launcher(job, record, emit=emit, signals=signals, ledger=ledger)
+    try:
+        return launcher.run()
+    finally:
+        launcher.close()
+
+
+class _Launcher:
+    """The state of one run; its methods are the steps of `launch`, in order."""
+
+    def __init__(self, job: Job, record: RunRecord, *, emit: Emit, signals: list[int], ledger: Ledger) -> None:
+        self.job = job
+        self.record = record
+        self.emit = emit
+        self.ledger = ledger
+        self.inbox: queue.Queue[Said] = queue.Queue(maxsize=10_000)
+        self.logs = Logs(record)
+        self.gang = Gang([self._session(node) for node in job.first_plan.nodes], self.inbox, logs=self.logs, emit=emit)
+        self.gang.signals = signals
+        self.launch_s: float | None = None
+
+    def run(self) -> Result:
+        """Prepare, then attempt until it is over."""
+        plan = self._prepare()
+        attempt, outcome, failure = 0, Outcome(), None
+        while not self.gang.signals:
+            self.record.write_plan(plan)
+            outcome = self._attempt(plan)
+            cause = self._first_failure(outcome)
+            failure = failure or cause
+            if cause is None or outcome.stopped_by is not None or attempt >= plan.max_restarts:
+                failure = cause
+                break
+            attempt += 1
+            self.ledger.enter("restart")
+            self.emit("restart", attempt=attempt, of=plan.max_restarts, reason=failures.describe(cause))
+            plan = self._again(plan, attempt, outcome)
+        self.ledger.enter("stop")
+        self.gang.quit()
+        self._ask_lost(plan, outcome)
+        return self._result(outcome, failure, attempt)
+
+    def close(self) -> None:
+        """Drop all links and close all files."""
+        self.gang.quit()
+        for session in self.gang.sessions.values():
+            session.close()
+        self.logs.close()
+
+    # -- before the first attempt -----------------------------------------------------------------------------------
+
+    def _session(self, node: NodePlan, *, fresh: bool = True) -> Session:
+        job = self.job
+        head = node.node_rank == 0
+        prepare = {
+            "op": "prepare",
+            "run": job.run,
+            "fresh": fresh,
+            "cwd": "",
+            "files": list(node.files),
+            "programs": list(node.programs),
+        }
+        errand = Errand(
+            python=node.python,
+            workdir=node.workdir,
+            ports=rendezvous.port_candidates(job.run, job.first_plan.attempt, job.fixed_port) if head else (),
+            push=job.push,
+            prepare=prepare,
+        )
+        return Session(job.targets[node.name], job.transport, errand, self.inbox)
+
+    def _prepare(self) -> Plan:
+        for session in self.gang.sessions.values():
+            session.start()
+        hellos = self.gang.gather()
+        if self.gang.signals:
+            return self.job.first_plan
+        head = self.job.first_plan.head
+        facts = hellos[head.name]
+        port = int(facts["port"])
+        if port == 0:
+            tried = rendezvous.port_candidates(self.job.run, 0, self.job.fixed_port)
+            raise PlanError(
+                f"no port for the rendezvous is free on the head node (tried {', '.join(map(str, tried))})",
+                where=f"node {head.name}",
+                hint="free it, or leave `network.rendezvous_port` to dtctl",
+            )
+        gpus = {name: int(hello["gpus"]) for name, hello in hellos.items()}
+        plan = self.job.make_plan(0, self._address(facts), port, gpus)
+        rendezvous.check_reachable(plan.rendezvous.address, node=head.name, nodes=len(plan.nodes))
+        return plan
+
+    def _address(self, facts: Mapping[str, Any]) -> str:
+        """Numeric address of the head node, for the other nodes."""
+        planned = self.job.first_plan.rendezvous.address
+        if self.job.fixed_address or rendezvous.is_numeric(planned):
+            return planned
+        # Behind a jump host the name means something only there; the node knows the address it was reached at.
+        return str(facts["address"]) or planned
+
+    # -- attempts ---------------------------------------------------------------------------------------------------
+
+    def _attempt(self, plan: Plan) -> Outcome:
+        meeting = plan.rendezvous
+        self.emit("start", attempt=plan.attempt, rendezvous=meeting.endpoint, world_size=plan.world_size)
+        self.ledger.enter("start")
+        try:
+            self.gang.start({node.name: self._start_message(plan, node) for node in plan.nodes})
+        except ConnectError as exc:
+            return Outcome(
+                failures=[
+                    Failure(node=exc.node, rank=None, exit_code=None, signal=None, time=time.time(), summary=str(exc))
+                ],
+                lost=[exc.node],
+                left={exc.node: None},
+            )
+        return self.gang.watch(plan, link_timeout_s=self.job.link_timeout_s, on_started=self._on_started)
+
+    def _on_started(self) -> None:
+        if self.launch_s is None:
+            self.launch_s = self.ledger.total_s()
+        self.ledger.enter("run")
+        self.emit("started", launch_s=round(self.launch_s, 3))
+
+    def _start_message(self, plan: Plan, node: NodePlan) -> dict[str, Any]:
+        direct = plan.kind == "direct"
+        workers = [
+            {
+                "rank": node.first_rank + local_rank if plan.kind != "torchrun" else AGENT,
+                "env": environment.worker_variables(plan.kind, node.first_rank, local_rank),
+            }
+            for local_rank in range(node.slots if direct else 1)
+        ]
+        code = self.gang.sessions[node.name].code
+        return {
+            "run": plan.run,
+            "token": self.job.token,
+            "attempt": plan.attempt,
+            "script": self.job.make_script(plan, node),
+            "workers": workers,
+            "split_ranks": plan.kind == "torchrun",
+            "env": dict(self.job.secrets),
+            "cwd": code,
+            "code": code,
+            "peer": plan.rendezvous.address,
+            "grace_s": plan.grace_s,
+            "keep": self.job.keep,
+            "link_timeout_s": self.job.link_timeout_s,
+        }
+
+    def _first_failure(self, outcome: Outcome) -> Failure | None:
+        return failures.first(self._with_log(found) for found in outcome.failures)
+
+    def _with_log(self, found: Failure) -> Failure:
+        """The failure with what the logs say about it."""
+        if found.exit_code is None:
+            return found
+        if found.rank is None:
+            found = failures.from_torchrun(found, self.logs.tail(found.node, AGENT))
+        rank = AGENT if found.rank is None else found.rank
+        tail = failures.last_lines(self.logs.tail(found.node, rank))
+        if not tail:  # a worker that said nothing; torchrun's agent may have
+            tail = failures.last_lines(self.logs.tail(found.node, AGENT))
+        path = self.record.log_path(found.node, rank)
+        return replace(found, tail=tail, summary=failures.summary(tail), log=str(path))
+
+    def _again(self, plan: Plan, attempt: int, outcome: Outcome) -> Plan:
+        """The plan of the next attempt, with a rendezvous that no straggler of the last one knows."""
+        for name in outcome.lost:
+            node = next(node for node in plan.nodes if node.name == name)
+            self.gang.sessions[name].close()
+            self.gang.sessions[name] = self._session(node, fresh=False)
+            self.gang.sessions[name].start()
+        if outcome.lost:
+            self.gang.gather(set(outcome.lost))
+        candidates = rendezvous.port_candidates(plan.run, attempt, self.job.fixed_port)
+        port = self.gang.probe(plan.head.name, candidates)
+        if port == 0:
+            raise PlanError("no port for the rendezvous is free on the head node", where=f"node {plan.head.name}")
+        gpus = {node.name: node.slots for node in plan.nodes}
+        return self.job.make_plan(attempt, plan.rendezvous.address, port, gpus)
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def _ask_lost(self, plan: Plan, outcome: Outcome) -> None:
+        """Look on the nodes whose link was lost, if they can be reached again, and end what is left there."""
+        silent = [node for node in plan.nodes if node.name in outcome.left and outcome.left[node.name] is None]
+        if not silent or self.job.keep:
+            return
+        targets = [
+            SweepTarget(
+                target=replace(self.job.targets[node.name], connect_timeout_s=3.0),
+                python=node.python,
+                workdir=node.workdir,
+            )
+            for node in silent
+        ]
+        grace_s = min(plan.grace_s, 3.0)
+        answers = sweep(targets, self.job.transport, run=plan.run, token=self.job.token, grace_s=grace_s)
+        for name, answer in answers.items():
+            if isinstance(answer, int):
+                outcome.left[name] = answer
+
+    def _result(self, outcome: Outcome, failure: Failure | None, attempt: int) -> Result:
+        stopped_by = outcome.stopped_by or (self.gang.signals[-1] if self.gang.signals else None)
+        counts = list(outcome.left.values())
+        left = None if None in counts else sum(count or 0 for count in counts)
+        if stopped_by is not None:
+            status, exit_code = "stopped", 128 + stopped_by
+        elif failure is not None:
+            status, exit_code = "failed", 8
+        else:
+            status, exit_code = "succeeded", 0
+        self.ledger.write(self.record.folder / names.LEDGER_FILE, attempts=attempt + 1)
+        return Result(
+            run=self.job.run,
+            status=status,
+            exit_code=exit_code,
+            attempts=attempt + 1,
+            first_failure=failure if status == "failed" else None,
+            launch_s=self.launch_s,
+            duration_s=self.ledger.total_s(),
+            left_behind=left,
+            nodes=len(self.gang.sessions),
+        )

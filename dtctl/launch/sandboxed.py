@@ -1,0 +1,74 @@
+"""The nodes of a spec with `transport: sandbox`: virtual hosts on this machine, started when they are not up yet."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from dtctl.errors import PlanError
+from dtctl.launch.assemble import Cluster
+from dtctl.sandbox import control
+from dtctl.spec.model import Spec
+from dtctl.spec.nodes import NodeSpec, resolve_nodes
+from dtctl.transport.base import Target, Transport
+
+DEFAULT_NODES = 3
+
+
+def sandbox_cluster(spec: Spec, *, start: bool) -> Cluster:
+    """The spec's nodes as hosts of the running sandbox.
+
+    Args:
+        spec: a spec with `transport: sandbox`.
+        start: whether to start a sandbox if none is up; without, names stand for the addresses that are not known yet.
+
+    Raises:
+        SandboxError: it cannot be started here.
+        PlanError: the running sandbox lacks nodes that the spec names.
+    """
+    wanted = resolve_nodes(spec)
+    name = control.default_name()
+    sandbox = control.find(name)
+    if sandbox is None and start:
+        sandbox = control.up(name, nodes=len(wanted))
+    if sandbox is None:
+        return Cluster(nodes=wanted, targets={}, make_transport=_never)
+    hosts = {node.name: node for node in sandbox.nodes}
+    missing = [node.name for node in wanted if node.name not in hosts]
+    if missing:
+        raise PlanError(
+            f"the sandbox that is up has no node {', '.join(missing)} (it has {', '.join(hosts)})",
+            where="cluster.nodes",
+            hint=f"`dtctl sandbox down`, then `dtctl sandbox up --nodes {len(wanted)}`",
+        )
+    nodes = tuple(_placed(node, hosts[node.name].address) for node in wanted)
+    targets = {
+        node.name: Target(
+            name=node.name,
+            address=host.address,
+            user=host.user,
+            port=host.port,
+            identity_file=str(host.identity_file),
+            known_hosts=str(host.known_hosts),
+            connect_timeout_s=spec.cluster.connect_timeout_s,
+        )
+        for node in nodes
+        for host in (hosts[node.name],)
+    }
+
+    def make_transport() -> Transport:
+        from dtctl.sandbox.world import opener
+        from dtctl.transport.ssh import SshTransport
+
+        return SshTransport(open_socket=opener(sandbox))
+
+    return Cluster(nodes=nodes, targets=targets, make_transport=make_transport)
+
+
+def _placed(node: NodeSpec, address: str) -> NodeSpec:
+    # The virtual hosts share this machine's files, so they have the Python that runs dtctl, with what is installed in it.
+    return replace(node, address=address, python=node.python or sys.executable)
+
+
+def _never() -> Transport:
+    raise PlanError("the sandbox is not up", hint="dtctl sandbox up")

@@ -1,0 +1,199 @@
+"""One node's part of a run, seen from the control machine: connect, push, prepare, then listen.
+
+Each session has a thread that reads; what it learns goes into one inbox that all sessions share, so that the launcher
+itself is a single loop over messages. The launcher writes (start, stop, ping); a lock keeps frames whole.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Queue
+from typing import Any
+
+from dtctl import shell
+from dtctl.errors import ConnectError, DtctlError, NodeError, TransferError
+from dtctl.launch.link import Link
+from dtctl.supervisor import bootstrap, frames
+from dtctl.transport.base import Connection, Target, Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Something that a session has to say to the launcher.
+
+    `what` is one of: connected, hello, pushing, pushed, ready, log, lost, failed, or the `op` of a message from the
+    supervisor (started, exit, stopped, pong, probed, error).
+    """
+
+    session: Session
+    what: str
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errand:
+    """What a session has to bring its node to before the launcher takes over."""
+
+    python: str | None
+    workdir: str
+    ports: tuple[int, ...]
+    """Candidates for the rendezvous port; empty on all nodes but the head."""
+    push: Callable[[Link, Callable[[int], None]], dict[str, Any]] | None
+    """Brings the code and returns `path`, `files`, `bytes`; None when there is nothing to bring."""
+    prepare: dict[str, Any]
+    """The `prepare` message, without the folder that the push decides."""
+    attach: dict[str, Any] | None = None
+    """To take up a kept run again instead of preparing one: the `attach` message."""
+
+
+HINTS = {
+    "disk-full": "free some space there, or set `cluster.workdir` to another disk",
+    "missing-program": "install it there, name its folder in `cluster.python`, or activate it in `job.setup`",
+    "missing-file": "is it in the folder that is pushed, and not in .gitignore or .dtctlignore?",
+    "old-python": "set `cluster.python` to a Python 3.8 or newer on that node",
+    "permission": "the login user has to own `cluster.workdir`",
+    "workdir": "set `cluster.workdir` to a folder that the login user may write to",
+    "run-exists": "choose another `--name`",
+}
+
+
+def error_of(message: dict[str, Any], node: str) -> DtctlError:
+    """The error that a node's `error` message means."""
+    code, text = message.get("code", ""), message.get("message", "unknown error")
+    if code == "missing-program":
+        text = f"{text}: there is no such program on the node"
+    if code == "disk-full":
+        text = f"the disk is full: {text}"
+    return NodeError(text, node=node, hint=HINTS.get(code))
+
+
+class Session:
+    """The link to one node and the thread that reads it."""
+
+    def __init__(self, target: Target, transport: Transport, errand: Errand, inbox: Queue[Said]) -> None:
+        self.target = target
+        self.name = target.name
+        self.errand = errand
+        self.connection: Connection | None = None
+        self.heard = time.monotonic()
+        self.code = ""
+        self._transport = transport
+        self._inbox = inbox
+        self._link: Link | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"node {self.name}", daemon=True)
+
+    def start(self) -> None:
+        """Begin, in the background."""
+        self._thread.start()
+
+    def send(self, message: dict[str, Any]) -> bool:
+        """Send one message; False when the link is gone, which the reading thread reports."""
+        if self._link is None or self._closed:
+            return False
+        try:
+            with self._lock:
+                self._link.send_json(message)
+        except ConnectError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Drop the link; nothing more is said after this."""
+        self._closed = True
+        if self.connection is not None:
+            self.connection.close()
+
+    def say(self, what: str, **data: Any) -> None:
+        """Tell the launcher something."""
+        if not self._closed:
+            self._inbox.put(Said(self, what, data))
+
+    def _run(self) -> None:
+        try:
+            self.connection = self._transport.connect(self.target)
+            self.say("connected", address=self.connection.peer_address())
+            link = self._open(self.connection)
+            if self.errand.attach is None:
+                self._prepare(link)
+            self._link = link
+            self.say("ready")
+            self._listen(link)
+        except DtctlError as exc:
+            self.say("failed", error=exc)
+        except Exception as exc:  # noqa: BLE001 - a bug here must end the run, not leave the launcher waiting
+            self.say("failed", error=exc)
+
+    def _open(self, connection: Connection) -> Link:
+        errand = self.errand
+        stream = connection.open(bootstrap.command(errand.python or "python3"))
+        first = errand.attach or {"op": "hello", "ports": list(errand.ports)}
+        stream.write(bootstrap.opening(errand.workdir) + frames.pack_json(first))
+        return Link(stream, node=self.name)
+
+    def _prepare(self, link: Link) -> None:
+        errand = self.errand
+        prepare = errand.prepare
+        if errand.push is None:
+            link.send_json(prepare)
+        self.say("hello", **self._expect(link, "hello"))
+        if errand.push is not None:
+            self.say("pushing", sent=0)
+            pushed = errand.push(link, lambda sent: self.say("pushing", sent=sent))
+            self.code = str(pushed["path"])
+            self.say("pushed", **pushed)
+            link.send_json({**prepare, "cwd": self.code})
+        self._expect(link, "ready")
+
+    def _expect(self, link: Link, op: str) -> dict[str, Any]:
+        """The next message, which must be `op`.
+
+        Raises:
+            NodeError: the node says that it cannot go on, or there is no usable Python.
+            ConnectError: the link is gone.
+        """
+        message = link.receive_json()
+        if message is None:
+            raise self._why_silent(link)
+        if message.get("op") == "error":
+            raise error_of(message, self.name)
+        if message.get("op") != op:
+            raise TransferError(f"expected {op!r} from the node and got {message.get('op')!r}", node=self.name)
+        return message
+
+    def _why_silent(self, link: Link) -> DtctlError:
+        status = link.stream.exit_status(2.0)
+        said = link.stream.read_stderr().decode(errors="replace").strip()
+        python = self.errand.python or "python3"
+        if status in (126, 127):
+            return NodeError(
+                f"{python} cannot be started on the node: {said.splitlines()[-1] if said else 'not found'}",
+                node=self.name,
+                hint="install Python 3.8 or newer there, or set `cluster.python` to where it is",
+            )
+        if status is None:
+            return ConnectError("the link was lost before the node answered", node=self.name)
+        detail = f": {said.splitlines()[-1]}" if said else ""
+        return NodeError(
+            f"the node's part of dtctl ended with status {status}{detail}",
+            node=self.name,
+            hint=f"try `ssh {self.target.address} {shell.join([python, '-c', 'print(1)'])}`",
+        )
+
+    def _listen(self, link: Link) -> None:
+        while True:
+            frame = link.receive()
+            if frame is None:
+                break
+            self.heard = time.monotonic()
+            kind, rank, payload = frame
+            if kind == frames.LOG:
+                self.say("log", rank=rank, payload=payload)
+            elif kind == frames.JSON:
+                message = frames.decode(payload)
+                self.say(str(message.pop("op")), **message)
+        self.say("lost", stderr=link.stream.read_stderr().decode(errors="replace").strip())

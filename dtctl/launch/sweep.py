@@ -1,0 +1,58 @@
+"""Ending a run whose launcher cannot do it any more, and proving that nothing of it is left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dtctl.errors import DtctlError, NodeError
+from dtctl.launch.link import Link
+from dtctl.launch.session import error_of
+from dtctl.supervisor import bootstrap, frames
+from dtctl.transport.base import Target, Transport
+from dtctl.transport.fanout import fan_out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepTarget:
+    """One node of a run that is to be ended."""
+
+    target: Target
+    python: str | None
+    workdir: str
+
+
+def sweep(
+    nodes: Sequence[SweepTarget], transport: Transport, *, run: str, token: str, grace_s: float
+) -> Mapping[str, int | DtctlError]:
+    """End a run on all nodes at once: node -> processes left there, or why the node could not be asked.
+
+    Args:
+        nodes: the run's nodes; the answer has their order.
+        transport: how to reach them.
+        run: run id.
+        token: the mark of the run's processes.
+        grace_s: seconds between SIGTERM and SIGKILL.
+    """
+    message = {"op": "sweep", "run": run, "token": token, "grace_s": grace_s}
+
+    def one(node: SweepTarget) -> int:
+        return _sweep_node(node, transport, message)
+
+    return fan_out({node.target.name: node for node in nodes}, one)
+
+
+def _sweep_node(node: SweepTarget, transport: Transport, message: dict[str, Any]) -> int:
+    connection = transport.connect(node.target)
+    try:
+        stream = connection.open(bootstrap.command(node.python or "python3"))
+        stream.write(bootstrap.opening(node.workdir) + frames.pack_json(message))
+        answer = Link(stream, node=node.target.name).receive_json()
+    finally:
+        connection.close()
+    if answer is None:
+        raise NodeError("the node ended the talk without an answer", node=node.target.name)
+    if answer.get("op") == "error":
+        raise error_of(answer, node.target.name)
+    return int(answer["left"])

@@ -1,0 +1,203 @@
+"""The one entrance from a checked spec to a plan. Pure: what it needs to know of the world is handed in."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dtctl.errors import PlanError
+from dtctl.plan import environment as env
+from dtctl.plan.commands import Program, node_argv
+from dtctl.plan.model import EnvVar, Kind, NodePlan, Plan, Rendezvous
+from dtctl.plan.rendezvous import numeric, port_candidates, rendezvous
+from dtctl.plan.topology import Placement, place, require_equal_slots, world_size
+from dtctl.spec.model import Spec
+from dtctl.spec.nodes import NodeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a plan needs to know that is not in the spec; every field has a value for a dry run without any node."""
+
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """Environment of the control machine, for `job.env_from`."""
+    address: str | None = None
+    """Numeric address of the head node; None: look its name up here."""
+    port: int | None = None
+    """Port found free on the head node; None: the one that is tried first."""
+    gpus: Mapping[str, int] = field(default_factory=dict)
+    """Node -> GPUs found on it, for `slots: auto`; a node that is not here counts as one without GPUs."""
+
+
+def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, facts: Facts | None = None) -> Plan:
+    """What will run where.
+
+    Args:
+        spec: the checked spec.
+        nodes: its nodes, resolved; the first is the head node.
+        run: run id.
+        attempt: how often the gang was started before in this run.
+        facts: what is known about the world.
+
+    Raises:
+        PlanError: no job can be made of this.
+    """
+    facts = facts or Facts()
+    kind = _kind(spec)
+    _check_transport(spec, nodes)
+    placements = place({node.name: _slots(node, facts) for node in nodes})
+    if kind == "torchrun":
+        require_equal_slots(placements, kind=kind)
+    head = nodes[0]
+    fixed = spec.network.rendezvous_port
+    port = facts.port or port_candidates(run, attempt, fixed if isinstance(fixed, int) else None)[0]
+    meeting = rendezvous(run, attempt, address=spec.network.rendezvous_address or facts.address or numeric(head.address), port=port)
+    program = _program(spec)
+    total = world_size(placements)
+    shared = _Shared(spec=spec, kind=kind, run=run, attempt=attempt, meeting=meeting, program=program, total=total)
+    return Plan(
+        run=run,
+        job=spec.job.name,
+        kind=kind,
+        transport=spec.cluster.transport,
+        attempt=attempt,
+        max_restarts=spec.job.max_restarts,
+        nodes=tuple(
+            _node(node, placement, shared, facts, count=len(nodes))
+            for node, placement in zip(nodes, placements, strict=True)
+        ),
+        rendezvous=meeting,
+        world_size=total,
+        grace_s=spec.job.grace_s,
+        secrets=tuple(spec.job.secrets),
+        spec_digest=digest(spec),
+        notes=tuple(_notes(spec, nodes, meeting, facts)),
+    )
+
+
+def digest(spec: Spec) -> str:
+    """Digest of the resolved spec: 16 hexadecimal digits, equal when and only when the specs say the same."""
+    return hashlib.blake2b(spec.model_dump_json(exclude={"base_dir"}).encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shared:
+    """What all nodes of a plan have in common."""
+
+    spec: Spec
+    kind: Kind
+    run: str
+    attempt: int
+    meeting: Rendezvous
+    program: Program
+    total: int
+
+
+def _node(node: NodeSpec, placement: Placement, shared: _Shared, facts: Facts, *, count: int) -> NodePlan:
+    spec, kind = shared.spec, shared.kind
+    argv = node_argv(
+        shared.program,
+        kind=kind,
+        python=node.python,
+        placement=placement,
+        nodes=count,
+        rendezvous=shared.meeting,
+    )
+    variables = env.merge(
+        env.defaults(kind=kind, slots=placement.slots),
+        env.taken(spec.job.env_from, facts.environ),
+        _interface(spec, node),
+        env.written(spec.job.env, origin="job.env"),
+        env.written(node.env, origin=f"cluster.nodes: {node.name}"),
+        env.train_config(spec.train.settings() if spec.train is not None else {}),
+        env.identity(
+            run=shared.run,
+            attempt=shared.attempt,
+            kind=kind,
+            placement=placement,
+            nodes=count,
+            world_size=shared.total,
+            rendezvous=shared.meeting,
+        ),
+    )
+    script = spec.job.script
+    return NodePlan(
+        name=node.name,
+        address=node.address,
+        node_rank=placement.node_rank,
+        slots=placement.slots,
+        first_rank=placement.first_rank,
+        workdir=node.workdir,
+        argv=argv,
+        processes=placement.slots if kind == "direct" else 1,
+        env=tuple(variable for variable in variables if variable.name not in spec.job.secrets),
+        python=node.python,
+        setup=tuple(spec.job.setup),
+        files=(script,) if script else (),
+        # With setup lines the PATH is not known before they have run.
+        programs=() if spec.job.setup else (argv[0],),
+    )
+
+
+def _kind(spec: Spec) -> Kind:
+    return spec.job.kind or ("command" if spec.job.command else "torchrun")
+
+
+def _program(spec: Spec) -> Program:
+    job = spec.job
+    if not (job.script or job.module or job.command):
+        raise PlanError(
+            "the job has nothing to run",
+            where="job",
+            hint="set one of `job.script`, `job.module` and `job.command`",
+        )
+    return Program(script=job.script, module=job.module, command=tuple(job.command or ()), args=tuple(job.args))
+
+
+def _slots(node: NodeSpec, facts: Facts) -> int:
+    if isinstance(node.slots, int):
+        return node.slots
+    return max(1, facts.gpus.get(node.name, 0))
+
+
+def _interface(spec: Spec, node: NodeSpec) -> list[EnvVar]:
+    """The interface that the spec names for this node; nothing when it is found on the node at launch."""
+    chosen = spec.network.interface
+    name = chosen.get(node.name) if isinstance(chosen, Mapping) else chosen
+    if name is None or name == "auto":
+        return []
+    origin = "network.interface"
+    return [
+        EnvVar(name="GLOO_SOCKET_IFNAME", value=name, origin=origin),
+        # "=" means this name; without it NCCL takes every interface whose name begins so (nccl-tests#9).
+        EnvVar(name="NCCL_SOCKET_IFNAME", value=f"={name}", origin=origin),
+    ]
+
+
+def _check_transport(spec: Spec, nodes: Sequence[NodeSpec]) -> None:
+    transport = spec.cluster.transport
+    if transport == "local" and len(nodes) > 1:
+        raise PlanError(
+            f"transport local is this machine alone, and the spec has {len(nodes)} nodes",
+            where="cluster.transport",
+            hint="use `transport: ssh`, or `transport: sandbox` for virtual hosts on this machine",
+        )
+    if transport == "slurm":
+        raise PlanError(
+            "transport slurm cannot be launched by this version",
+            where="cluster.transport",
+            hint="use `transport: ssh` on nodes that you may log in to",
+        )
+
+
+def _notes(spec: Spec, nodes: Sequence[NodeSpec], meeting: Rendezvous, facts: Facts) -> list[str]:
+    notes = []
+    unknown = [node.name for node in nodes if not isinstance(node.slots, int) and node.name not in facts.gpus]
+    if unknown:
+        notes.append(f"slots: auto is counted on the nodes at launch; 1 is shown for {', '.join(unknown)}")
+    if facts.port is None and not isinstance(spec.network.rendezvous_port, int):
+        notes.append(f"port {meeting.port} is tried first on {nodes[0].name}; a launch takes another if it is in use")
+    if spec.network.interface == "auto":
+        notes.append(f"every node finds its interface towards {meeting.address} when it starts")
+    return notes

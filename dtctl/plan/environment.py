@@ -1,0 +1,128 @@
+"""The environment of a node's workers, every value with its origin.
+
+Later layers win over earlier ones: defaults of dtctl, variables taken from the control machine, `job.env`, the node's
+own `env`. What gives a worker its place in the job (ranks, rendezvous) is not for the user to set, and is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from dtctl import names, shell
+from dtctl.errors import PlanError
+from dtctl.plan.model import EnvVar, Rendezvous
+from dtctl.plan.topology import Placement
+
+RANK_PREFIX = "[dtctl:${rank}] "
+"""Prefix that torchrun puts before each line of a worker, for the supervisor to sort lines by rank."""
+
+RESERVED = frozenset(
+    {
+        names.RANK,
+        names.LOCAL_RANK,
+        names.WORLD_SIZE,
+        names.LOCAL_WORLD_SIZE,
+        names.NODE_RANK,
+        names.MASTER_ADDR,
+        names.MASTER_PORT,
+    }
+)
+
+
+def defaults(*, kind: str, slots: int) -> list[EnvVar]:
+    """What dtctl sets unless somebody else does; as little as possible."""
+    found = [EnvVar(name="PYTHONUNBUFFERED", value="1", origin="dtctl: lines reach the log when they are printed")]
+    if slots > 1:
+        origin = "dtctl: as torchrun does when several workers share a node"
+        found.append(EnvVar(name="OMP_NUM_THREADS", value="1", origin=origin))
+    if kind == "torchrun":
+        origin = "dtctl: tells the ranks' lines apart"
+        found.append(EnvVar(name="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", value=RANK_PREFIX, origin=origin))
+    return found
+
+
+def taken(patterns: Iterable[str], environ: Mapping[str, str]) -> list[EnvVar]:
+    """Variables of the control machine whose names match a pattern of `job.env_from`, by name."""
+    found = []
+    for name in sorted(environ):
+        pattern = next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
+        if pattern is not None and shell.is_env_name(name) and not name.startswith("DTCTL_"):
+            found.append(EnvVar(name=name, value=environ[name], origin=f"job.env_from: {pattern}"))
+    return found
+
+
+def written(env: Mapping[str, str], *, origin: str) -> list[EnvVar]:
+    """Variables that the spec sets.
+
+    Raises:
+        PlanError: a name is one that dtctl itself sets, or not one that a shell can export.
+    """
+    for name, value in env.items():
+        if name in RESERVED or name.startswith("DTCTL_"):
+            raise PlanError(
+                f"{name} gives a worker its place in the job and is set by dtctl",
+                where=f"{origin}.{name}",
+                hint="remove it; `dtctl launch --dry-run` shows the value that workers get",
+            )
+        if not shell.is_env_name(name):
+            raise PlanError(f"{name!r} cannot be the name of a variable", where=origin)
+        if "\0" in value:
+            raise PlanError("a variable cannot hold a NUL character", where=f"{origin}.{name}")
+    return [EnvVar(name=name, value=value, origin=origin) for name, value in env.items()]
+
+
+def identity(
+    *,
+    run: str,
+    attempt: int,
+    kind: str,
+    placement: Placement,
+    nodes: int,
+    world_size: int,
+    rendezvous: Rendezvous,
+) -> list[EnvVar]:
+    """The node's place in the job, the same for all of its workers; `worker_variables` has what differs."""
+    found = {
+        names.RUN_ID: run,
+        names.ATTEMPT: str(attempt),
+        names.NODE: placement.node,
+        names.NODE_INDEX: str(placement.node_rank),
+        names.NODES: str(nodes),
+        names.SLOTS: str(placement.slots),
+    }
+    if kind != "torchrun":  # torchrun gives these to its workers itself
+        found |= {
+            names.MASTER_ADDR: rendezvous.address,
+            names.MASTER_PORT: str(rendezvous.port),
+            names.WORLD_SIZE: str(world_size),
+            names.LOCAL_WORLD_SIZE: str(placement.slots),
+            names.NODE_RANK: str(placement.node_rank),
+        }
+    return [EnvVar(name=name, value=value, origin="dtctl: place in the job") for name, value in found.items()]
+
+
+def train_config(train: Mapping[str, Any]) -> list[EnvVar]:
+    """The spec's `train:` section, for `dtctl.runtime`; nothing when the section says nothing."""
+    if not train:
+        return []
+    value = json.dumps(train, sort_keys=True, separators=(",", ":"))
+    return [EnvVar(name=names.TRAIN_CONFIG, value=value, origin="spec: train")]
+
+
+def worker_variables(kind: str, first_rank: int, local_rank: int) -> dict[str, str]:
+    """What differs between the workers of a node, when dtctl starts them itself (kind direct)."""
+    if kind != "direct":
+        return {}
+    return {names.RANK: str(first_rank + local_rank), names.LOCAL_RANK: str(local_rank)}
+
+
+def merge(*layers: Iterable[EnvVar]) -> tuple[EnvVar, ...]:
+    """One variable a name, the last layer's value, in the order in which names first appear."""
+    merged: dict[str, EnvVar] = {}
+    for layer in layers:
+        for variable in layer:
+            merged[variable.name] = variable
+    return tuple(merged.values())

@@ -1,0 +1,99 @@
+"""Jinja, set up so that a template cannot do harm by accident: strict, sandboxed, and quoting by default.
+
+Every `{{ value }}` becomes one shell word that means exactly that value. A template that needs something else says so
+with a filter, each of which is safe in its place:
+
+    | argv        a sequence as a command, one option a line
+    | comment     text for a comment: on one line, whatever it holds
+    | ranks       a range of ranks: `0-3`
+    | verbatim    shell text as the user wrote it (setup lines), or a name that was checked before
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from jinja2 import FileSystemLoader, StrictUndefined, TemplateError, TemplateNotFound, TemplateSyntaxError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from dtctl import shell
+from dtctl.errors import RenderError
+
+
+class Verbatim(str):
+    """Text that stands in a script as it is."""
+
+    __slots__ = ()
+
+
+def _finalize(value: object) -> str:
+    if isinstance(value, Verbatim):
+        return value
+    if isinstance(value, str):
+        return shell.quote(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return shell.quote(str(value))
+    raise RenderError(
+        f"a template printed {value!r}, which is neither text nor a number",
+        hint="print one of its fields, or a sequence with `| argv`",
+    )
+
+
+def _comment(value: object) -> Verbatim:
+    return Verbatim(" ".join(str(value).split()))
+
+
+def _argv(words: Sequence[str]) -> Verbatim:
+    if not words:
+        raise RenderError("a template printed an empty command")
+    return Verbatim(" \\\n  ".join(shell.quote(word) for word in words))
+
+
+def _ranks(ranks: range) -> Verbatim:
+    return Verbatim(str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}")
+
+
+def render(name: str, values: Mapping[str, object], *, folders: Sequence[Path]) -> str:
+    """The text of template `name`, taken from the first folder that has it.
+
+    Args:
+        name: file name of the template, such as `node.sh.j2`.
+        values: what the template may use; a name that is not here is an error.
+        folders: where to look, the user's before dtctl's.
+
+    Raises:
+        RenderError: the template is missing, is not valid, or uses a name that does not exist.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        loader=FileSystemLoader([str(folder) for folder in folders]),
+        undefined=StrictUndefined,
+        finalize=_finalize,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # shell text, not HTML: `_finalize` quotes
+    )
+    environment.filters.update(argv=_argv, comment=_comment, ranks=_ranks, verbatim=Verbatim)
+    try:
+        return environment.get_template(name).render(values)
+    except TemplateNotFound as exc:
+        listed = ", ".join(str(folder) for folder in folders)
+        raise RenderError(f"there is no template {exc.name}", where=listed) from exc
+    except TemplateSyntaxError as exc:
+        raise RenderError(str(exc.message), where=f"{exc.filename or name}:{exc.lineno}") from exc
+    except TemplateError as exc:
+        raise RenderError(str(exc.message), where=_place(exc, name)) from exc
+    except ValueError as exc:
+        raise RenderError(str(exc), where=name) from exc
+
+
+def _place(error: BaseException, name: str) -> str:
+    """File and line of the template that an error was raised in, from its traceback."""
+    place = name
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename.endswith(".j2"):
+            place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place

@@ -1,0 +1,107 @@
+"""How the node's half of dtctl gets onto a node: one command and the first bytes of its standard input.
+
+Nothing has to be installed there. The command is a line of Python that reads a loader from its input; the loader reads
+the modules of this package as one compressed bundle, keeps them below the workdir under their digest (so that Python
+compiles them once, not at every launch), and calls `main`. No round trip is needed: all of it is sent in one go.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import zlib
+from importlib import resources
+
+from dtctl import shell
+
+MODULES = ("environment", "facts", "frames", "group", "main", "processes", "receive", "supervisor")
+
+# On one line, because some login shells (csh) do not accept a newline inside quotes.
+_FIRST = (
+    "import os;dtctl=b'';exec('while len(dtctl)<6:dtctl+=os.read(0,6-len(dtctl)) or exit(1)');"
+    "n=int(dtctl);dtctl=b'';exec('while len(dtctl)<n:dtctl+=os.read(0,n-len(dtctl)) or exit(1)');exec(dtctl)"
+)
+
+# Has to run on any Python that may be found, so that an old one is named in an answer instead of in a syntax error.
+_LOADER = """
+import os, sys
+def take(size):
+    data = b""
+    while len(data) < size:
+        more = os.read(0, size - len(data))
+        if not more:
+            os._exit(1)
+        data += more
+    return data
+def answer(code, text):
+    import json, struct
+    body = json.dumps({"op": "error", "code": code, "message": text}).encode()
+    os.write(1, struct.pack("!cii", b"J", -1, len(body)) + body)
+    os._exit(1)
+def load(digest, workdir, bundle):
+    import zlib, json
+    os.umask(0o077)
+    lib = os.path.join(workdir, "lib")
+    home = os.path.join(lib, digest)
+    if not os.path.isdir(home):
+        part = "%s.%d.part" % (home, os.getpid())
+        os.makedirs(os.path.join(part, "dtctl", "supervisor"))
+        for name, text in json.loads(zlib.decompress(bundle).decode()).items():
+            with open(os.path.join(part, *name.split("/")), "w") as file:
+                file.write(text)
+        try:
+            os.rename(part, home)
+        except OSError:
+            if not os.path.isdir(home):
+                raise
+            import shutil
+            shutil.rmtree(part)
+        import shutil
+        old = [os.path.join(lib, name) for name in os.listdir(lib) if name != digest]
+        for path in sorted(old, key=os.path.getmtime)[:-2]:
+            shutil.rmtree(path, ignore_errors=True)
+    sys.path.insert(0, home)
+sizes = take(16)
+digest = take(16).decode()
+workdir = os.path.expanduser(take(int(sizes[:8])).decode())
+bundle = take(int(sizes[8:]))
+if sys.version_info < (3, 8):
+    answer("old-python", "%s is Python %d.%d" % (sys.executable, sys.version_info[0], sys.version_info[1]))
+if not os.path.isabs(workdir):
+    workdir = os.path.join(os.path.expanduser("~"), workdir)
+try:
+    load(digest, workdir, bundle)
+except OSError as exc:
+    import errno
+    code = "disk-full" if exc.errno in (errno.ENOSPC, errno.EDQUOT) else "workdir"
+    answer(code, "%s: %s" % (exc.filename or workdir, exc.strerror))
+from dtctl.supervisor.main import main
+sys.exit(main(workdir))
+"""
+
+
+@functools.cache
+def _bundle() -> tuple[bytes, bytes]:
+    """The digest (16 bytes of ASCII) and the compressed modules."""
+    folder = resources.files("dtctl.supervisor")
+    files = {"dtctl/__init__.py": "", "dtctl/supervisor/__init__.py": ""}
+    for name in MODULES:
+        files[f"dtctl/supervisor/{name}.py"] = (folder / f"{name}.py").read_text(encoding="utf-8")
+    text = json.dumps(files, sort_keys=True).encode()
+    return hashlib.blake2b(text, digest_size=8).hexdigest().encode(), zlib.compress(text, 6)
+
+
+def command(python: str) -> str:
+    """The shell command that starts the node's half; `python` is a program name or path on the node."""
+    # -I and -S: the user's and the site's packages are not ours, and reading them costs time.
+    return shell.join([python, "-I", "-S", "-c", _FIRST])
+
+
+def opening(workdir: str) -> bytes:
+    """The first bytes to send; frames follow directly. `workdir` may begin with `~`."""
+    digest, bundle = _bundle()
+    loader = _LOADER.encode()
+    folder = workdir.encode()
+    sizes = b"%08d%08d" % (len(folder), len(bundle))
+    return b"%06d" % len(loader) + loader + sizes + digest + folder + bundle

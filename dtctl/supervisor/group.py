@@ -1,0 +1,173 @@
+"""The processes of one attempt on one node: started, listened to, and counted out. Stdlib only, Python 3.8.
+
+Output goes to one file per rank in the run's folder and from there to whoever is linked, by offset. The file is the
+buffer: a slow or absent reader costs disk, not memory, and a reader that comes back asks for what it has not seen.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from dtctl.supervisor import processes
+
+AGENT = -1
+"""Rank under which the output of torchrun's agent, or of a command that is not a worker, is kept."""
+RANK_MARK = b"[dtctl:"
+"""How torchrun, told by TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, begins a line that worker R printed: `[dtctl:R] `."""
+
+
+class Log:
+    """Output of one rank: a file on the node, and how much of it the link has been given."""
+
+    def __init__(self, path: str) -> None:
+        """Append to the file at `path`, which is made with mode 0600."""
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self.size = os.fstat(self.fd).st_size
+        self.sent = 0
+        self.lost = 0
+
+    def write(self, data: bytes) -> None:
+        """Append `data`; what a full disk refuses is counted in `lost`, and the workers go on."""
+        try:
+            self.size += os.write(self.fd, data)
+        except OSError:
+            self.lost += len(data)
+
+    def unsent(self, limit: int) -> bytes:
+        """Up to `limit` bytes that the link has not been given yet."""
+        return os.pread(self.fd, min(limit, self.size - self.sent), self.sent)
+
+
+class Process:
+    """One started copy of the node script and the pipe that its output comes through."""
+
+    def __init__(self, rank: int, pid: int, pipe: int) -> None:
+        """Watch process `pid`, whose output arrives at the descriptor `pipe`."""
+        self.rank = rank
+        self.pid = pid
+        self.pipe: int | None = pipe
+        self.status: int | None = None
+        self.partial = b""
+
+
+class Group:
+    """All processes of one attempt on this node."""
+
+    def __init__(self, folder: str, split_ranks: bool) -> None:
+        """Keep logs in `folder`; with `split_ranks`, sort torchrun's output into ranks by its line prefix."""
+        self.folder = folder
+        self.split_ranks = split_ranks
+        self.processes: list[Process] = []
+        self.logs: dict[int, Log] = {}
+
+    def log(self, rank: int) -> Log:
+        """The log of a rank, opened at first use."""
+        if rank not in self.logs:
+            name = "agent.log" if rank == AGENT else f"rank-{rank}.log"
+            self.logs[rank] = Log(os.path.join(self.folder, name))
+        return self.logs[rank]
+
+    def start(self, argv: list[str], cwd: str, env: dict[str, str], rank: int) -> None:
+        """Start `argv` in a session of its own, with standard output and error in one pipe.
+
+        Raises:
+            OSError: the process could not be made. What fails later, in the child, is written to its log.
+        """
+        read_end, write_end = os.pipe()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setsid()
+                processes.die_with_parent(parent)
+                null = os.open(os.devnull, os.O_RDONLY)
+                for source, fd in ((null, 0), (write_end, 1), (write_end, 2)):
+                    os.dup2(source, fd)
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD):
+                    signal.signal(number, signal.SIG_DFL)
+                signal.set_wakeup_fd(-1)
+                os.chdir(cwd)
+                os.execvpe(argv[0], argv, env)
+            except OSError as exc:
+                os.write(2, f"dtctl: cannot start {argv[0]} in {cwd}: {exc.strerror}\n".encode())
+            finally:
+                os._exit(127)
+        os.close(write_end)
+        os.set_blocking(read_end, False)
+        self.processes.append(Process(rank, pid, read_end))
+
+    def drain(self, process: Process) -> None:
+        """Move what a process has printed into its log; closes the pipe at its end."""
+        if process.pipe is None:
+            return
+        for _ in range(16):  # bounded, so that one loud worker does not starve the heartbeat
+            try:
+                data = os.read(process.pipe, 1 << 16)
+            except BlockingIOError:
+                return
+            if not data:
+                self.store(process, b"", last=True)
+                os.close(process.pipe)
+                process.pipe = None
+                return
+            self.store(process, data, last=False)
+
+    def store(self, process: Process, data: bytes, last: bool) -> None:
+        """Append output to the log of its rank; with torchrun, line by line to the rank that the prefix names."""
+        if not self.split_ranks:
+            if data:
+                self.log(process.rank).write(data)
+            return
+        lines = (process.partial + data).split(b"\n")
+        process.partial = b"" if last else lines.pop()
+        chunks: dict[int, list[bytes]] = {}
+        for line in lines:
+            if line or not last:
+                rank, text = split_prefix(line)
+                chunks.setdefault(rank, []).append(text + b"\n")
+        for rank, texts in chunks.items():
+            self.log(rank).write(b"".join(texts))
+
+    def collect(self) -> list[Process]:
+        """The started processes that have ended since the last call, with `status` set; strays are reaped too."""
+        ended = []
+        by_pid = {process.pid: process for process in self.processes}
+        for pid, status in processes.reap():
+            process = by_pid.get(pid)
+            if process is not None:
+                process.status = status
+                ended.append(process)
+        return ended
+
+    def running(self) -> list[Process]:
+        """The started processes that have not ended."""
+        return [process for process in self.processes if process.status is None]
+
+    def close(self) -> None:
+        """Take what is left in the pipes and close everything."""
+        for process in self.processes:
+            self.drain(process)
+            if process.pipe is not None:
+                self.store(process, b"", last=True)
+                os.close(process.pipe)
+                process.pipe = None
+
+
+def split_prefix(line: bytes) -> tuple[int, bytes]:
+    """The rank that torchrun's prefix names and the line without it; AGENT and the whole line without a prefix."""
+    if line.startswith(RANK_MARK):
+        end = line.find(b"]", len(RANK_MARK))
+        digits = line[len(RANK_MARK) : end]
+        if end > 0 and digits.isdigit():
+            rest = line[end + 1 :]
+            return int(digits), rest[1:] if rest[:1] == b" " else rest
+    return AGENT, line
+
+
+def exit_facts(status: int) -> tuple[int, int | None]:
+    """Exit code and signal of a wait status: (code, None) or (128 + signal, signal), as a shell counts."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        return 128 + number, number
+    return os.WEXITSTATUS(status), None

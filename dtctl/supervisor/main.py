@@ -1,0 +1,249 @@
+"""What runs on a node, from the first byte of the link to the last process of the run. Stdlib only, Python 3.8.
+
+Until a run starts this is a plain question-and-answer over the link: hello, push, prepare. `start` forks: the child is
+the supervisor, and this process stays as its guard, which ends the run's processes if the supervisor is killed.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import time
+
+from dtctl.supervisor import facts, frames, processes
+from dtctl.supervisor.supervisor import Link, Supervisor
+
+IDLE_LIMIT_S = 120.0
+"""Seconds without a word from the control machine before a run has started; it pings nodes that are ready."""
+MIN_FREE_BYTES = 16 << 20
+SOCKET = "control.sock"
+
+
+class Stop(Exception):
+    """This node cannot do its part; `code` is for the control machine, the text for people."""
+
+    def __init__(self, code: str, text: str) -> None:
+        """Say why."""
+        super().__init__(text)
+        self.code = code
+
+
+def main(workdir: str) -> int:
+    """Serve one link; the exit status of the remote command."""
+    link = frames.FdLink(0, 1, IDLE_LIMIT_S)
+    try:
+        return serve(link, workdir)
+    except Stop as exc:
+        link.send_json({"op": "error", "code": exc.code, "message": str(exc)})
+    except OSError as exc:
+        if exc.errno == errno.EPIPE:
+            return 1  # nobody is there to be told
+        link.send_json({"op": "error", "code": facts.code_of(exc), "message": facts.describe(exc)})
+    except frames.BrokenFrame as exc:
+        link.send_json({"op": "error", "code": "protocol", "message": str(exc)})
+    return 1
+
+
+def serve(link: frames.FdLink, workdir: str) -> int:
+    """Answer until the run starts or the control machine has nothing more to say."""
+    while True:
+        message = link.receive_json()
+        if message is None or message["op"] == "quit":
+            return 0
+        op = message["op"]
+        if op == "hello":
+            link.send_json(facts.hello(workdir, message.get("ports", [])))
+        elif op == "push":
+            from dtctl.supervisor import receive
+
+            try:
+                receive.receive(link, {**message, "workdir": workdir})
+            except receive.Refused:
+                return 1  # it has told the control machine why
+        elif op == "prepare":
+            prepare(workdir, message)
+            link.send_json({"op": "ready"})
+        elif op == "start":
+            return run(link, workdir, message)
+        elif op == "attach":
+            return attach(link, os.path.join(workdir, "runs", message["run"]), message)
+        elif op == "sweep":
+            link.send_json({"op": "swept", **sweep(os.path.join(workdir, "runs", message["run"]), message)})
+
+
+def prepare(workdir: str, message: dict) -> None:  # type: ignore[type-arg]
+    """Find out now, before any node has started anything, what would make the start fail.
+
+    Raises:
+        Stop: the run exists already, the disk is full, or a file or program that the job needs is missing.
+    """
+    run_dir = os.path.join(workdir, "runs", message["run"])
+    if message["fresh"] and os.path.exists(run_dir):
+        raise Stop("run-exists", f"{run_dir} exists already")
+    stat = os.statvfs(workdir)
+    if stat.f_bavail * stat.f_frsize < MIN_FREE_BYTES:
+        raise Stop("disk-full", f"{stat.f_bavail * stat.f_frsize >> 20} MiB are left on the disk of {workdir}")
+    os.makedirs(run_dir, mode=0o700, exist_ok=True)
+    cwd = message["cwd"] or os.path.expanduser("~")
+    for path in message["files"]:
+        if not os.path.isfile(os.path.join(cwd, path)):
+            raise Stop("missing-file", f"{os.path.join(cwd, path)} does not exist")
+    for program in ["bash", *message["programs"]]:
+        if not which(program, cwd):
+            raise Stop("missing-program", program)
+
+
+def which(program: str, cwd: str) -> str:
+    """Path of the program that this name starts; empty when there is none."""
+    if "/" in program:
+        path = os.path.join(cwd, program)
+        return path if os.access(path, os.X_OK) and os.path.isfile(path) else ""
+    for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
+        path = os.path.join(folder, program)
+        if os.access(path, os.X_OK) and os.path.isfile(path):
+            return path
+    return ""
+
+
+def run(link: frames.FdLink, workdir: str, message: dict) -> int:  # type: ignore[type-arg]
+    """Become a supervisor and its guard; returns in the guard, when all is over."""
+    message["run_dir"] = os.path.join(workdir, "runs", message["run"])
+    listener = listen(message["run_dir"]) if message["keep"] else None
+    processes.become_subreaper()
+    supervisor = os.fork()
+    if supervisor:
+        return guard(supervisor, message["token"])
+    status = 1
+    try:
+        # A message may have come with the one that started us.
+        server = Supervisor(message, Link(link.read_fd, link.write_fd, link), listener)
+        hold(message.get("code", ""))
+        server.try_start(message)
+        server.run()
+        status = 0
+    finally:
+        if status:
+            import traceback
+
+            traceback.print_exc()
+        os._exit(status)
+
+
+def hold(code: str) -> None:
+    """Keep the pushed tree from being pruned while this process lives."""
+    if code:
+        from dtctl.supervisor import receive
+
+        receive.hold(code)
+
+
+def guard(supervisor: int, token: str) -> int:
+    """Wait for the supervisor; if it did not end by itself, end what it has left behind."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: processes.send([supervisor], number))
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    while True:
+        pid, status = os.waitpid(-1, 0)  # orphans of the run are handed to us when the supervisor dies
+        if pid == supervisor:
+            break
+    if status != 0:
+        processes.kill(token)
+    return 0 if status == 0 else 1
+
+
+def listen(run_dir: str) -> int:
+    """A unix socket in the run's folder on which a kept run takes a new link; its descriptor."""
+    import _socket
+
+    path = os.path.join(run_dir, SOCKET)
+    if os.path.exists(path):
+        os.unlink(path)
+    server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    here = os.open(".", os.O_RDONLY)
+    os.chdir(run_dir)  # the address of a unix socket is at most 107 bytes long, a run folder's path may be longer
+    try:
+        server.bind(SOCKET)
+        os.chmod(SOCKET, 0o600)
+        server.listen(4)
+    finally:
+        os.fchdir(here)
+        os.close(here)
+    fd = server.detach()
+    os.set_blocking(fd, False)
+    return int(fd)
+
+
+def attach(link: frames.FdLink, run_dir: str, message: dict) -> int:  # type: ignore[type-arg]
+    """Pass bytes between the link and a kept run's supervisor; tell the end of the run if that is over."""
+    import _socket
+    import select
+
+    server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    try:
+        os.chdir(run_dir)
+        server.connect(SOCKET)
+    except OSError:
+        replay(link, run_dir, message)
+        return 0
+    fd = server.fileno()
+    _write_all(fd, frames.pack_json(message))
+    ways = {link.read_fd: fd, fd: link.write_fd}
+    poll = select.poll()
+    for source in ways:
+        poll.register(source, select.POLLIN)
+    while True:
+        for source, _ in poll.poll():
+            data = os.read(source, 1 << 16)
+            if not data:
+                return 0
+            _write_all(ways[source], data)
+
+
+def replay(link: frames.FdLink, run_dir: str, message: dict) -> None:  # type: ignore[type-arg]
+    """Send what an ended run has left in its folder: the unseen part of its last logs, and its exit record."""
+    attempts = [name for name in os.listdir(run_dir) if name.startswith("attempt-")] if os.path.isdir(run_dir) else []
+    attempts.sort(key=lambda name: int(name[8:]))
+    if not attempts:
+        raise Stop("no-run", f"{run_dir} does not exist")
+    folder = os.path.join(run_dir, attempts[-1])
+    for name in sorted(os.listdir(folder)):
+        if not name.endswith(".log"):
+            continue
+        rank = -1 if name == "agent.log" else int(name[5:-4])
+        with open(os.path.join(folder, name), "rb") as file:
+            file.seek(int(message.get("offsets", {}).get(str(rank), 0)))
+            for data in iter(lambda: file.read(1 << 16), b""):
+                link.send_frame(frames.LOG, data, rank)
+    try:
+        with open(os.path.join(folder, "exit.json")) as file:
+            record = json.load(file)
+    except (OSError, ValueError):
+        record = {"op": "stopped", "left": 0, "killed": True, "exits": [], "lost": True}
+    link.send_json({**record, "attempt": int(attempts[-1][8:])})
+
+
+def sweep(run_dir: str, message: dict) -> dict:  # type: ignore[type-arg]
+    """End a run whose launcher is gone: its supervisor first, which ends the rest, then whatever is still there."""
+    deadline = time.monotonic() + message["grace_s"] + 3
+    try:
+        with open(os.path.join(run_dir, "supervisor.json")) as file:
+            record = json.load(file)
+        supervisor = int(record["pid"])
+        with open(f"/proc/{supervisor}/cmdline", "rb") as file:
+            known = b"dtctl" in file.read()  # the id may belong to somebody else by now
+    except (OSError, ValueError):
+        supervisor, known = 0, False
+    if known and record["token"] == message["token"]:
+        processes.send([supervisor], signal.SIGTERM)
+        while time.monotonic() < deadline and os.path.exists(f"/proc/{supervisor}"):
+            time.sleep(0.02)
+    found = len(processes.find(message["token"]))
+    return {"found": found, "left": processes.kill(message["token"])}
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]

@@ -1,0 +1,123 @@
+"""Which processes on this node belong to a run, and how they are ended. Runs on the node; stdlib only, Python 3.8.
+
+A process belongs to a run when its environment carries the run's token, or when it descends from one that does, or from
+the supervisor. Never by name: another run of the same script on the same node is none of our business. Two kernel
+features close the gaps that a scan leaves: the supervisor is a child subreaper, so that what daemonizes still descends
+from it, and its parent, the guard, is one too and ends the run if the supervisor itself is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+TOKEN = "DTCTL_RUN_TOKEN"
+"""Variable whose value, 32 random hexadecimal digits, marks every process of one run."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def _prctl(option: int, value: int) -> None:
+    """Call prctl(2), if this is Linux; elsewhere the scan alone has to do."""
+    import ctypes
+
+    try:
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    except (AttributeError, OSError):
+        pass
+
+
+def become_subreaper() -> None:
+    """Let orphaned descendants be re-parented to this process instead of to init."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int) -> None:
+    """End this process when its parent ends; `parent` is the parent's id, in case it has ended already."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _table() -> dict[int, tuple[int, str, int]]:
+    """All processes: id -> (parent id, state letter, start time in clock ticks since boot)."""
+    table = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                stat = file.read()
+        except OSError:
+            continue  # it ended while we looked
+        # The command name, in parentheses, may itself hold spaces and parentheses.
+        fields = stat[stat.rindex(b")") + 2 :].split()
+        table[int(name)] = (int(fields[1]), fields[0].decode(), int(fields[19]))
+    return table
+
+
+def _carries(pid: int, mark: bytes) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return mark in file.read().split(b"\0")
+    except OSError:
+        return False  # ended, or not ours to read
+
+
+def find(token: str, keepers: frozenset[int] = frozenset()) -> list[int]:
+    """Ids of the living processes of a run, oldest first; zombies do not count, nor does the process that asks.
+
+    Args:
+        token: the run's token.
+        keepers: ids of the supervisor and its guard: not part of the run, but all their other descendants are.
+    """
+    mark = f"{TOKEN}={token}".encode()
+    table = _table()
+    keepers = keepers | {os.getpid()}
+    ours = {pid for pid, row in table.items() if pid not in keepers and row[1] != "Z" and _carries(pid, mark)}
+    grew = True
+    while grew:  # descendants, whatever they did to their environment
+        grew = False
+        for pid, (parent, state, _) in table.items():
+            if pid not in ours and pid not in keepers and state != "Z" and (parent in ours or parent in keepers):
+                ours.add(pid)
+                grew = True
+    return sorted(ours, key=lambda pid: (table[pid][2], pid))
+
+
+def send(pids: list[int], number: int) -> None:
+    """Send a signal to each process that still exists."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+def kill(token: str, keepers: frozenset[int] = frozenset()) -> int:
+    """End every process of a run with SIGKILL; the number still there after two seconds (stuck in the kernel)."""
+    deadline = time.monotonic() + 2.0
+    while True:
+        left = find(token, keepers)
+        if not left or time.monotonic() > deadline:
+            return len(left)
+        # Stopped first, so that none of them can fork while the others are being killed.
+        send(left, signal.SIGSTOP)
+        send(left, signal.SIGKILL)
+        time.sleep(0.01)
+        reap()
+
+
+def reap() -> list[tuple[int, int]]:
+    """Collect children that have ended: (id, wait status) each, in no particular order."""
+    ended: list[tuple[int, int]] = []
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended.append((pid, status))

@@ -1,0 +1,365 @@
+"""The supervisor: starts a run's processes on one node, watches them, and leaves nothing behind.
+
+It is not a daemon and needs no root: it lives as long as one run, is started over SSH (or by srun), talks over its own
+standard input and output, and listens on no port. Whatever happens to the other end - Ctrl-C, kill -9, a lost link - it
+notices, ends the run's processes and itself. With `keep` it goes on alone instead and takes a new link through a unix
+socket in the run's folder. Stdlib only, Python 3.8.
+
+One thread, one poll loop; every wait has a deadline. Messages are JSON with the key `op`:
+
+    from the control machine             to the control machine
+    hello    who are you                 hello    facts about the node
+    push ... bring the code (receive.py) push     ...
+    start    run this                    started  process ids, interface
+    stop     end the attempt             exit     rank, code, signal, time      (at once)
+    quit     and end yourself            stopped  processes left                (after all output)
+    probe    which port is free          probed   port
+    attach   I know logs up to here      log frames from there on
+    ping     are you there               pong
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import time
+
+from dtctl.supervisor import environment, facts, frames, processes
+from dtctl.supervisor.group import AGENT, Group, exit_facts
+
+METRICS = -2
+"""Rank under which the lines of metrics.jsonl travel."""
+STRAY_GRACE_S = 1.0
+"""Seconds that processes which outlived the workers get between SIGTERM and SIGKILL."""
+CHUNK = 1 << 16
+
+
+def write_atomically(path: str, text: str) -> None:
+    """Replace the file at `path` in one step, durable when this returns."""
+    partial = path + ".partial"
+    with open(partial, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+class Link:
+    """The way to the control machine: non-blocking frames, with a clock for its last sign of life."""
+
+    def __init__(self, read_fd: int, write_fd: int, before: frames.FdLink | None = None) -> None:
+        """Talk over these descriptors from now on, taking over what `before` has read but not used."""
+        self.read_fd = read_fd
+        self.write_fd = write_fd
+        self.parser = before.parser if before else frames.Parser()
+        self.ready = before.ready if before else []
+        self.out = bytearray()
+        self.heard = time.monotonic()
+        os.set_blocking(read_fd, False)
+        os.set_blocking(write_fd, False)
+
+    def read(self) -> list[dict] | None:  # type: ignore[type-arg]
+        """Messages that have arrived; None when the other end is gone."""
+        taken, self.ready = self.ready, []
+        try:
+            data = os.read(self.read_fd, CHUNK)
+            if not data:
+                return None
+            self.heard = time.monotonic()
+            taken += self.parser.feed(data)
+        except BlockingIOError:
+            pass
+        except OSError:
+            return None
+        return [frames.decode(payload) for kind, _, payload in taken if kind == frames.JSON]
+
+    def flush(self) -> bool:
+        """Write what fits; False when the other end is gone."""
+        try:
+            while self.out:
+                del self.out[: os.write(self.write_fd, self.out[:CHUNK])]
+        except BlockingIOError:
+            pass
+        except OSError:
+            return False
+        return True
+
+
+class Supervisor:
+    """One run on one node, over any number of attempts."""
+
+    def __init__(self, start: dict, link: Link, listener_fd: int | None) -> None:  # type: ignore[type-arg]
+        """Serve the run that the first `start` message describes; `listener_fd` takes new links (with `keep`)."""
+        self.run_dir: str = start["run_dir"]
+        self.token: str = start["token"]
+        self.grace_s: float = start["grace_s"]
+        self.keep: bool = start["keep"]
+        self.link_timeout_s: float = start["link_timeout_s"]
+        self.link: Link | None = link
+        self.listener_fd = listener_fd
+        self.group: Group | None = None
+        self.attempt_dir = ""
+        self.exits: list[dict] = []  # type: ignore[type-arg]
+        self.metrics_sent = 0
+        self.deadline: float | None = None  # of the SIGTERM phase, while an attempt is being ended
+        self.stray_deadline: float | None = None
+        self.stopped: dict | None = None  # type: ignore[type-arg]  # goes out when all output has
+        self.leaving = False
+        self.wake_fd, write_end = os.pipe()
+        os.set_blocking(self.wake_fd, False)
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        processes.become_subreaper()
+        self.keepers = frozenset((os.getpid(), os.getppid()))
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        if number == signal.SIGHUP and self.keep:
+            return
+        self.leaving = True
+        self.end_attempt()
+
+    # -- one attempt ------------------------------------------------------------------------------------------------
+
+    def start(self, message: dict) -> None:  # type: ignore[type-arg]
+        """Start the processes of an attempt, as the message says.
+
+        Raises:
+            OSError: a file could not be written or a process not be made.
+        """
+        message = environment.complete(message, self.run_dir)
+        self.attempt_dir = os.path.join(self.run_dir, f"attempt-{message['attempt']}")
+        os.makedirs(self.attempt_dir, mode=0o700, exist_ok=True)
+        script = os.path.join(self.attempt_dir, "node.sh")
+        fd = os.open(script, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o700)
+        with os.fdopen(fd, "w") as file:
+            file.write(message["script"])
+        self.exits, self.stopped, self.deadline, self.stray_deadline = [], None, None, None
+        self.metrics_sent = 0
+        group = Group(self.attempt_dir, message["split_ranks"])
+        self.group = group
+        base = {**os.environ, **message["env"], processes.TOKEN: self.token}
+        for worker in message["workers"]:
+            group.start(["bash", script], message["cwd"], {**base, **worker["env"]}, worker["rank"])
+        write_atomically(
+            os.path.join(self.run_dir, "supervisor.json"),
+            json.dumps({"pid": os.getpid(), "attempt": message["attempt"], "keep": self.keep, "token": self.token}),
+        )
+        pids = [process.pid for process in group.processes]
+        self.tell({"op": "started", "attempt": message["attempt"], "pids": pids, "interface": message["interface"]})
+
+    def try_start(self, message: dict) -> None:  # type: ignore[type-arg]
+        """Start an attempt, or say why it cannot be started, and leave."""
+        try:
+            self.start(message)
+        except OSError as exc:
+            self.tell({"op": "error", "code": facts.code_of(exc), "message": facts.describe(exc)})
+            self.leaving = True
+            self.end_attempt()
+
+    def end_attempt(self) -> None:
+        """Ask the started processes to end; the loop sees to it that they do."""
+        if self.group is None or self.deadline is not None or self.stopped is not None:
+            return
+        self.deadline = time.monotonic() + self.grace_s
+        # Only those that we started: torchrun passes it on, and a worker needs its data loaders for the last snapshot.
+        processes.send([process.pid for process in self.group.running()], signal.SIGTERM)
+
+    def watch(self) -> None:
+        """Collect what has ended, and carry the ending of an attempt one step further."""
+        group = self.group
+        if group is None or self.stopped is not None:
+            processes.reap()
+            return
+        for process in group.collect():
+            group.drain(process)
+            code, number = exit_facts(process.status or 0)
+            fact = {"op": "exit", "rank": process.rank, "code": code, "signal": number, "time": time.time()}
+            self.exits.append(fact)
+            self.tell(fact)
+            if code:
+                self.end_attempt()
+        now = time.monotonic()
+        if group.running():
+            if self.deadline is not None and now >= self.deadline:
+                self._close_attempt(processes.kill(self.token, self.keepers), killed=True)
+            return
+        self.end_attempt()
+        strays = processes.find(self.token, self.keepers)
+        if not strays:
+            self._close_attempt(0, killed=False)
+        elif self.stray_deadline is None:
+            self.stray_deadline = now + STRAY_GRACE_S
+            processes.send(strays, signal.SIGTERM)
+        elif now >= self.stray_deadline:
+            self._close_attempt(processes.kill(self.token, self.keepers), killed=True)
+
+    def _close_attempt(self, left: int, killed: bool) -> None:
+        group = self.group
+        if group is None:
+            return
+        for process in group.collect():
+            code, number = exit_facts(process.status or 0)
+            fact = {"op": "exit", "rank": process.rank, "code": code, "signal": number, "time": time.time()}
+            self.exits.append(fact)
+            self.tell(fact)
+        group.close()
+        lost = sum(log.lost for log in group.logs.values())
+        self.stopped = {"op": "stopped", "left": left, "killed": killed, "exits": self.exits, "log_bytes_lost": lost}
+        try:
+            write_atomically(os.path.join(self.attempt_dir, "exit.json"), json.dumps(self.stopped))
+        except OSError as exc:
+            self.stopped["record"] = f"exit record not written: {exc.strerror}"
+
+    # -- the link ---------------------------------------------------------------------------------------------------
+
+    def tell(self, message: dict) -> None:  # type: ignore[type-arg]
+        """Queue a message for the control machine, if it is there."""
+        if self.link is not None:
+            self.link.out += frames.pack_json(message)
+
+    def feed_link(self) -> None:
+        """Queue output that the link has not been given, as much as it can take, and then the news of the end."""
+        link = self.link
+        if link is None:
+            return
+        logs = list(self.group.logs.items()) if self.group else []
+        for rank, log in logs:
+            while log.sent < log.size and len(link.out) < CHUNK:
+                data = log.unsent(CHUNK)
+                log.sent += len(data)
+                link.out += frames.pack(frames.LOG, data, rank)
+        self._feed_metrics(link)
+        if self.stopped is not None and not self.stopped.get("told") and all(log.sent >= log.size for _, log in logs):
+            self.tell(self.stopped)
+            self.stopped["told"] = True
+
+    def _feed_metrics(self, link: Link) -> None:
+        try:
+            fd = os.open(os.path.join(self.run_dir, "metrics.jsonl"), os.O_RDONLY)
+        except OSError:
+            return
+        try:
+            if os.fstat(fd).st_size < self.metrics_sent:  # cut back to the step that a snapshot resumed at
+                self.metrics_sent = 0
+            while len(link.out) < CHUNK:
+                data = os.pread(fd, CHUNK, self.metrics_sent)
+                if not data:
+                    return
+                if self.metrics_sent == 0:
+                    self.tell({"op": "metrics-begin"})
+                self.metrics_sent += len(data)
+                link.out += frames.pack(frames.LOG, data, METRICS)
+        finally:
+            os.close(fd)
+
+    def hear(self) -> None:
+        """Act on what the control machine says; its silence for too long is the loss of the link."""
+        link = self.link
+        if link is None:
+            return
+        try:
+            messages = link.read()
+        except frames.BrokenFrame:
+            messages = None
+        if messages is None or time.monotonic() - link.heard > self.link_timeout_s:
+            self.lose_link()
+            return
+        for message in messages:
+            op = message.get("op")
+            if op == "ping":
+                self.tell({"op": "pong", "time": time.time(), "sent": message.get("time")})
+            elif op == "start":
+                self.try_start(message)
+            elif op == "stop":
+                self.end_attempt()
+                if message.get("now") and self.deadline is not None:
+                    self.deadline = time.monotonic()
+            elif op == "probe":
+                self.tell({"op": "probed", "port": facts.first_free(message["ports"])})
+            elif op == "attach":
+                self._rewind(message.get("offsets", {}))
+            elif op == "quit":
+                self.leaving = True
+                self.end_attempt()
+
+    def _rewind(self, offsets: dict) -> None:  # type: ignore[type-arg]
+        """A new link says how much of each log it has; it is given the rest, and the end again if there was one."""
+        if self.group is not None:
+            for name in os.listdir(self.attempt_dir):
+                if name.endswith(".log"):
+                    self.group.log(AGENT if name == "agent.log" else int(name[5:-4]))
+            for rank, log in self.group.logs.items():
+                log.sent = min(int(offsets.get(str(rank), 0)), log.size)
+        self.metrics_sent = 0
+        if self.stopped is not None:
+            self.stopped.pop("told", None)
+
+    def lose_link(self) -> None:
+        """Go on alone if the run is to be kept; end it otherwise."""
+        self.link = None
+        if not self.keep:
+            self.leaving = True
+            self.end_attempt()
+
+    def take_link(self) -> None:
+        """Talk to whoever connected to the unix socket last."""
+        import socket  # slow to import, and seldom needed
+
+        listener = socket.socket(fileno=self.listener_fd)
+        try:
+            connection, _ = listener.accept()
+        except BlockingIOError:
+            return  # it has gone again
+        finally:
+            listener.detach()
+        fd = connection.detach()
+        self.link = Link(fd, fd)
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until told to quit, or until the run has ended and nobody is to hear of it."""
+        while True:
+            self.watch()
+            self.feed_link()
+            if self.link is not None and not self.link.flush():
+                self.lose_link()
+            if self._finished():
+                return
+            self._wait()
+            self.hear()
+
+    def _finished(self) -> bool:
+        ended = self.group is None or self.stopped is not None
+        if self.keep and self.link is None and self.stopped is not None:
+            return True  # the exit record and the logs on disk say the rest
+        heard_out = self.link is None or (not self.link.out and (self.stopped is None or "told" in self.stopped))
+        return self.leaving and ended and heard_out
+
+    def _wait(self) -> None:
+        poll = select.poll()
+        poll.register(self.wake_fd, select.POLLIN)
+        pipes = {}
+        if self.group is not None:
+            pipes = {process.pipe: process for process in self.group.processes if process.pipe is not None}
+            for fd in pipes:
+                poll.register(fd, select.POLLIN)
+        if self.link is not None:
+            poll.register(self.link.read_fd, select.POLLIN)
+            if self.link.out:
+                poll.register(self.link.write_fd, select.POLLIN | select.POLLOUT)
+        if self.listener_fd is not None:
+            poll.register(self.listener_fd, select.POLLIN)
+        ending = self.deadline is not None and self.stopped is None
+        for fd, _ in poll.poll(50 if ending else 500):
+            if fd == self.wake_fd:
+                os.read(self.wake_fd, 512)
+            elif fd == self.listener_fd:
+                self.take_link()
+            elif fd in pipes and self.group is not None:
+                self.group.drain(pipes[fd])
