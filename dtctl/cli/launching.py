@@ -18,7 +18,6 @@ from dtctl.cli.launch_view import LaunchView
 from dtctl.errors import DtctlError, Interrupted, UsageError
 
 if TYPE_CHECKING:
-    from dtctl.launch.record import RunRecord
     from dtctl.launch.run import Result
     from dtctl.plan.model import Plan
     from dtctl.spec.model import Spec
@@ -122,14 +121,18 @@ def show_scripts(plan: Plan, scripts: dict[str, str]) -> None:
 
 def real_launch(options: Options) -> int:
     """Launch, watch, and report; the exit code."""
+    from dtctl.launch.background import BACKGROUND
     from dtctl.launch.record import RunInfo, RunRecord, check_run_name, new_run_id
 
     spec = spec_of(options)
     run = check_run_name(options.name) if options.name else new_run_id(spec.job.name, now=time.time())
-    if options.detach and os.environ.get(BACKGROUND) is None:
+    background = os.environ.pop(BACKGROUND, None)
+    if options.detach and background is None:
         return background_launch(options, spec, run)
+    run = background or run
     from dtctl.launch.assemble import CodePush, check_program_files, cluster_of, job_of
     from dtctl.launch.ledger import Ledger
+    from dtctl.spec.load import dump_spec
     from dtctl.launch.run import launch
 
     code = CodePush(spec) if spec.pushes else None
@@ -147,6 +150,7 @@ def real_launch(options: Options) -> int:
         detached=options.detach,
     )
     record = RunRecord.create(spec.base_dir, info)
+    record.write_spec(dump_spec(spec))
     view = LaunchView(json_lines=options.json_lines)
 
     def emit(event: str, **facts: Any) -> None:
@@ -174,15 +178,25 @@ def real_launch(options: Options) -> int:
     return finish(result, emit)
 
 
-BACKGROUND = "DTCTL_BACKGROUND"
-"""Set in the launcher that a detached launch leaves behind."""
-
-
 def background_launch(options: Options, spec: Spec, run: str) -> int:
     """Leave a launcher of its own behind, and return when it says that the job runs."""
     from dtctl.launch.background import launch_in_background
 
-    return launch_in_background(spec.base_dir, run, view=LaunchView(json_lines=options.json_lines))
+    view = LaunchView(json_lines=options.json_lines)
+
+    def on_event(event: dict[str, Any]) -> None:
+        if options.json_lines:
+            output.emit_json(event)
+        view.event(event["event"], event)
+
+    exit_code, said = launch_in_background(spec.base_dir, run, on_event=on_event)
+    view.end_table()
+    if said:
+        output.err(said.rstrip())
+    if exit_code == 0:
+        output.out(run)
+        output.err("it goes on without you: `dtctl status`, `dtctl logs -f`, `dtctl stop`")
+    return exit_code
 
 
 def _done(run: str, status: str, exit_code: int, **more: Any) -> dict[str, Any]:
@@ -261,8 +275,10 @@ def process_start() -> float:
         with open("/proc/self/stat", "rb") as file:
             stat = file.read()
         ticks = int(stat[stat.rindex(b")") + 2 :].split()[19])
-        return ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError):
+        # The kernel counts from boot, sleep included; the monotonic clock leaves sleep out.
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        return time.monotonic() - age
+    except (OSError, ValueError, AttributeError):
         return STARTED
 
 

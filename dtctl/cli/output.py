@@ -66,7 +66,7 @@ def _write(stream: IO[str], text: str) -> None:
         # The reader (head, less) has seen enough. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     except UnicodeEncodeError:
-        stream.write(text.encode(stream.encoding or "ascii", "replace").decode(stream.encoding or "ascii"))
+        stream.write(text.encode("ascii", "replace").decode("ascii"))
 
 
 def table(rows: list[list[str]], *, header: list[str]) -> None:

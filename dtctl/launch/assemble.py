@@ -15,6 +15,7 @@ from dtctl import names
 from dtctl.errors import PlanError
 from dtctl.launch import push as pushing
 from dtctl.launch.link import Link
+from dtctl.launch.record import RunRecord
 from dtctl.launch.run import Job
 from dtctl.launch.tree import Tree, scan
 from dtctl.plan.build import Facts, build
@@ -87,6 +88,19 @@ def _targets(spec: Spec, nodes: Sequence[NodeSpec]) -> dict[str, Target]:
     }
 
 
+def cluster_of_run(record: RunRecord) -> Cluster:
+    """The nodes of a run that was launched before, and the way to them, as its spec says today.
+
+    Raises:
+        SpecError: the spec has been moved or broken since.
+    """
+    from dtctl.spec.load import parse_spec
+
+    text = (record.folder / names.RUN_SPEC_FILE).read_text(encoding="utf-8")
+    spec = parse_spec(text, source=str(record.folder / names.RUN_SPEC_FILE), base_dir=record.base_dir)
+    return cluster_of(spec, start=False)
+
+
 def first_plan(spec: Spec, cluster: Cluster, *, run: str) -> Plan:
     """The plan as it is known before any node was asked; what a dry run shows.
 
@@ -139,7 +153,7 @@ class CodePush:
 
     def __call__(self, link: Link, progress: Callable[[int], None]) -> dict[str, Any]:
         """Bring the tree to one node; what was done."""
-        done = pushing.push(link, self.tree, workdir="", shared=self._payloads, progress=progress)
+        done = pushing.push(link, self.tree, shared=self._payloads, progress=progress)
         return {"path": done.path, "files": done.files_sent, "bytes": done.bytes_sent, "state": done.state}
 
 
@@ -150,7 +164,7 @@ def check_program_files(spec: Spec, tree: Tree) -> None:
         PlanError: the script does not exist, or is left out of the push.
     """
     script = spec.job.script
-    if script is None or os.path.isabs(script):
+    if script is None or Path(script).is_absolute():
         return
     wanted = os.path.normpath(script)
     if any(os.fsdecode(entry.path) == wanted for entry in tree.files):
@@ -195,6 +209,7 @@ def job_of(spec: Spec, cluster: Cluster, *, run: str, keep: bool, code: CodePush
         transport=cluster.make_transport(),
         targets=cluster.targets,
         push=code,
+        fixed_address=spec.network.rendezvous_address is not None,
         fixed_port=fixed if isinstance(fixed, int) else None,
         secrets=values,
         link_timeout_s=spec.cluster.link_timeout_s,

@@ -1,7 +1,7 @@
 """One attempt of a run: all nodes are brought to the start, started together, watched, and ended together.
 
-The gang rule: the first failure anywhere ends the attempt everywhere. Everything that happens arrives as a message in one
-inbox, so this reads as a loop over messages; nothing here blocks on a single node.
+The gang rule: the first failure anywhere ends the attempt everywhere. Everything that happens arrives as a message in
+one inbox, so this reads as a loop over messages; nothing here blocks on a single node.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
     .dtctl/runs/RUN/
         plan.json        the plan of the newest attempt
+        spec.yaml        the spec as it was at launch, `--set` included
         run.json         what finds the run again: its token, its launcher's process, its spec
         events.jsonl     what happened, one JSON object a line, appended as it happens
         logs/NODE/rank-R.log, logs/NODE/agent.log
@@ -130,6 +131,15 @@ class RunRecord:
             return RunInfo(**json.loads((self.folder / RUN_FILE).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as exc:
             raise LaunchError(f"{self.run} is not a run that dtctl can read", where=str(self.folder)) from exc
+
+    @property
+    def base_dir(self) -> Path:
+        """The folder that the run was launched from."""
+        return self.folder.parent.parent.parent
+
+    def write_spec(self, text: str) -> None:
+        """Record the spec, so that the run's nodes are found again when the file has changed since."""
+        write_private(self.folder / names.RUN_SPEC_FILE, text)
 
     def write_plan(self, plan: Plan) -> None:
         """Record the plan of the attempt that is about to start."""

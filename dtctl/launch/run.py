@@ -229,7 +229,6 @@ class _Launcher:
             "split_ranks": plan.kind == "torchrun",
             "env": dict(self.job.secrets),
             "cwd": code,
-            "code": code,
             "peer": plan.rendezvous.address,
             "grace_s": plan.grace_s,
             "keep": self.job.keep,

@@ -66,7 +66,7 @@ def sandbox_cluster(spec: Spec, *, start: bool) -> Cluster:
 
 
 def _placed(node: NodeSpec, address: str) -> NodeSpec:
-    # The virtual hosts share this machine's files, so they have the Python that runs dtctl, with what is installed in it.
+    # The virtual hosts share this machine's files, so they have the Python that runs dtctl and what is installed there.
     return replace(node, address=address, python=node.python or sys.executable)
 
 

@@ -52,7 +52,9 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
     head = nodes[0]
     fixed = spec.network.rendezvous_port
     port = facts.port or port_candidates(run, attempt, fixed if isinstance(fixed, int) else None)[0]
-    meeting = rendezvous(run, attempt, address=spec.network.rendezvous_address or facts.address or numeric(head.address), port=port)
+    meeting = rendezvous(
+        run, attempt, address=spec.network.rendezvous_address or facts.address or numeric(head.address), port=port
+    )
     program = _program(spec)
     total = world_size(placements)
     shared = _Shared(spec=spec, kind=kind, run=run, attempt=attempt, meeting=meeting, program=program, total=total)

@@ -97,6 +97,13 @@ def explain(error: ValidationError, *, source: str) -> SpecError:
     return _explain(error.errors(include_url=False), Document(None, {}, source), {})
 
 
+def dump_spec(spec: Spec) -> str:
+    """The spec as YAML that `parse_spec` reads as the same spec."""
+    import yaml
+
+    return str(yaml.safe_dump(spec.model_dump(mode="json", exclude_none=True, exclude_unset=True), sort_keys=False))
+
+
 def _explain(problems: list[ErrorDetails], document: Document, set_by: dict[tuple[str | int, ...], str]) -> SpecError:
     """One error for all problems, in the order of the file."""
     found = []
@@ -114,7 +121,7 @@ def _explain(problems: list[ErrorDetails], document: Document, set_by: dict[tupl
 
 
 def _path(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """pydantic's location without the names of union members, which are no keys of the file."""
+    """Location in the file: pydantic's without the names of union members, which are no keys of the file."""
     members = {"NodeEntry", "Mesh", "str", "int", "float", "bool", "list[union[str,NodeEntry]]", "dict[str,str]"}
     return tuple(part for part in loc if not (isinstance(part, str) and (part in members or "[" in part)))
 

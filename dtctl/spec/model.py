@@ -1,7 +1,7 @@
 """What may stand in a spec: every key with its meaning, its default and its unit.
 
-The text under a field is its documentation: `dtctl validate --schema` and the reference in docs/ are made from it. Unknown
-keys are refused everywhere but in `train.model`, `train.data` and `slurm.extra`, which belong to others.
+The text under a field is its documentation: `dtctl validate --schema` and the reference in docs/ are made from it.
+Unknown keys are refused everywhere but in `train.model`, `train.data` and `slurm.extra`, which belong to others.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ class Job(Section):
     setup: list[str] = Field(default_factory=list)
     """Shell lines that every node runs before the job: `module load cuda`, `source ~/venv/bin/activate`."""
     kind: KindName | None = None
-    """Who starts the workers. torchrun (default): one torchrun per node. direct: dtctl itself, faster, and unequal slots
-    are fine. command (default with `command`): the command once per node."""
+    """Who starts the workers. torchrun (default): one torchrun per node. direct: dtctl itself, faster, and unequal
+    slots are fine. command (default with `command`): the command once per node."""
     grace_s: float = Field(default=10.0, ge=0)
     """Seconds between SIGTERM and SIGKILL when the job is stopped."""
 
@@ -199,7 +199,7 @@ class Network(Section):
     """How workers find and reach each other."""
 
     interface: str | dict[str, str] = "auto"
-    """Interface for the traffic between workers: a name, or a name per node. auto: that of the route to the head node."""
+    """Interface for the traffic between workers: a name, or a name per node. auto: that of the route to the head."""
     profile: Literal["auto", "nvlink", "ethernet", "roce", "infiniband", "efa", "gcp-tcpxo", "azure"] = "auto"
     """What the network between the nodes is made of."""
     rendezvous_port: int | Literal["auto"] = "auto"

@@ -1,8 +1,9 @@
-"""`--set KEY=VALUE`: changes to a spec's data before it is checked, so that a wrong key is refused like one in the file."""
+"""`--set KEY=VALUE`: changes to a spec's data before it is checked, so that a wrong key is refused as in the file."""
 
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import Any
 
 import yaml
@@ -61,15 +62,15 @@ def apply(data: dict[str, Any], override: str) -> list[str | int]:
         raise SpecError(f"{override!r} has no `=`", where="--set", hint="write --set train.lr=1e-3")
     path = parse_key(key.strip())
     place: Any = data
-    for step, following in zip(path, path[1:], strict=False):
+    for step, following in pairwise(path):
         place = _descend(place, step, following, override)
     last = path[-1]
-    if isinstance(place, dict) and isinstance(last, str):
-        place[last] = parse_value(value)
-    elif isinstance(place, list) and isinstance(last, int) and last < len(place):
-        place[last] = parse_value(value)
-    else:
+    settable = (
+        isinstance(last, str) if isinstance(place, dict) else isinstance(place, list) and last in range(len(place))
+    )
+    if not settable:
         raise SpecError(f"`{key}` does not exist in the spec", where=f"--set {override}")
+    place[last] = parse_value(value)
     return path
 
 

@@ -119,7 +119,6 @@ def run(link: frames.FdLink, workdir: str, message: dict) -> int:  # type: ignor
     try:
         # A message may have come with the one that started us.
         server = Supervisor(message, Link(link.read_fd, link.write_fd, link), listener)
-        hold(message.get("code", ""))
         server.try_start(message)
         server.run()
         status = 0
@@ -129,14 +128,6 @@ def run(link: frames.FdLink, workdir: str, message: dict) -> int:  # type: ignor
 
             traceback.print_exc()
         os._exit(status)
-
-
-def hold(code: str) -> None:
-    """Keep the pushed tree from being pruned while this process lives."""
-    if code:
-        from dtctl.supervisor import receive
-
-        receive.hold(code)
 
 
 def guard(supervisor: int, token: str) -> int:

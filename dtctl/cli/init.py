@@ -1,0 +1,37 @@
+"""`dtctl init`: a new project that `dtctl launch` runs as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dtctl.cli import output
+
+
+def init(
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="The new project's folder.", show_default=False)
+    ] = None,
+    template: Annotated[str, typer.Option(help="What the project trains; see --list.")] = "gpt",
+    launcher: Annotated[str, typer.Option(help="Where it runs: local, ssh, slurm or sandbox.")] = "local",
+    list_: Annotated[bool, typer.Option("--list", help="List the templates.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write into a folder that has files, and replace those of the same name.")
+    ] = False,
+) -> None:
+    """Make a new project from a template."""
+    from dtctl.errors import UsageError
+    from dtctl.render import project
+
+    if list_:
+        output.table([[item.name, item.description] for item in project.templates()], header=["TEMPLATE", "WHAT IT IS"])
+        return
+    if folder is None:
+        raise UsageError("the new project needs a folder", hint="dtctl init my-project")
+    written = project.create(folder, template=template, launcher=launcher, force=force)
+    output.err(f"made {folder} from template {template}: {len(written)} files")
+    for path in written:
+        output.err(f"  {path}", "dim")
+    output.out(f"next: cd {folder} && dtctl launch")

@@ -1,0 +1,86 @@
+"""`dtctl logs`: what the workers of a run have printed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dtctl import names
+from dtctl.cli import output
+
+if TYPE_CHECKING:
+    from dtctl.launch.record import RunRecord
+
+POLL_S = 0.1
+
+
+def logs(
+    run: Annotated[str | None, typer.Argument(help="The run.  [default: the newest]", show_default=False)] = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on as more is printed, to the end.")] = False,
+    node: Annotated[str | None, typer.Option(help="Only this node.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Only this rank.")] = None,
+) -> None:
+    """Print what the workers have printed, each line with its node and rank."""
+    from dtctl.errors import LaunchError
+    from dtctl.launch.record import find_run
+    from dtctl.launch.state import state_of
+
+    record = find_run(Path.cwd(), run)
+    if node is not None and node not in state_of(record).nodes:
+        known = ", ".join(state_of(record).nodes)
+        raise LaunchError(f"run {record.run} has no node {node}", where="--node", hint=f"its nodes are {known}")
+    reader = _Reader(record, node, rank)
+    reader.print_new()
+    while follow:
+        over = state_of(record).over  # looked at before reading, so that nothing printed last is missed
+        reader.print_new()
+        if over:
+            break
+        time.sleep(POLL_S)
+    reader.print_rest()
+
+
+class _Reader:
+    """Reads a run's log files, each from where it stopped."""
+
+    def __init__(self, record: RunRecord, node: str | None, rank: int | None) -> None:
+        self._folder = record.folder / names.LOGS_DIR
+        self._node = node
+        self._rank = rank
+        self._read: dict[Path, int] = {}
+        self._partial: dict[Path, bytes] = {}
+
+    def print_new(self) -> None:
+        """Print all whole lines that were not printed yet."""
+        for path in sorted(self._folder.glob("*/*.log")):
+            if self._wanted(path):
+                self._print(path)
+
+    def print_rest(self) -> None:
+        """Print lines that were begun and never ended."""
+        for path, text in self._partial.items():
+            if text:
+                output.out(_prefix(path) + text.decode(errors="replace"))
+        self._partial.clear()
+
+    def _wanted(self, path: Path) -> bool:
+        if self._node is not None and path.parent.name != self._node:
+            return False
+        return self._rank is None or path.name == f"rank-{self._rank}.log"
+
+    def _print(self, path: Path) -> None:
+        with path.open("rb") as file:
+            file.seek(self._read.get(path, 0))
+            data = file.read()
+        self._read[path] = self._read.get(path, 0) + len(data)
+        *whole, self._partial[path] = (self._partial.get(path, b"") + data).split(b"\n")
+        for line in whole:
+            output.out(_prefix(path) + line.rstrip(b"\r").rsplit(b"\r", 1)[-1].decode(errors="replace"))
+
+
+def _prefix(path: Path) -> str:
+    who = "agent" if path.name == "agent.log" else path.stem.removeprefix("rank-")
+    return f"[{path.parent.name}:{who}] "

@@ -1,0 +1,37 @@
+"""`dtctl runs`: the runs that were launched from this folder."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dtctl.cli import output
+
+
+def runs(json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False) -> None:
+    """List the runs launched from this folder, the newest last."""
+    from dtctl.launch.record import list_runs
+    from dtctl.launch.state import state_of
+
+    states = [state_of(record) for record in list_runs(Path.cwd())]
+    if json_:
+        output.emit_json({"runs": [asdict(state) for state in states]})
+        return
+    if not states:
+        output.err("no run was launched from this folder")
+        return
+    rows = [
+        [
+            state.run,
+            state.status,
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.started)),
+            f"{state.duration_s:.0f} s",
+            str(len(state.nodes)),
+        ]
+        for state in states
+    ]
+    output.table(rows, header=["RUN", "STATUS", "STARTED", "DURATION", "NODES"])

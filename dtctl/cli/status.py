@@ -1,0 +1,39 @@
+"""`dtctl status`: how a run is doing."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dtctl.cli import output
+
+
+def status(
+    run: Annotated[str | None, typer.Argument(help="The run.  [default: the newest]", show_default=False)] = None,
+    json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
+) -> None:
+    """Show the state of a run and of its nodes."""
+    from dtctl.launch.record import find_run
+    from dtctl.launch.state import state_of
+
+    record = find_run(Path.cwd(), run)
+    state = state_of(record)
+    if json_:
+        output.emit_json(asdict(state))
+        return
+    colour = {"succeeded": "green", "running": "green", "failed": "red"}.get(state.status, "yellow")
+    output.out(
+        f"run {state.run}: {state.status} after {state.duration_s:.0f} s, attempt {state.attempt}", colour, "bold"
+    )
+    output.table([[node, what] for node, what in state.nodes.items()], header=["NODE", "STATE"])
+    failure = (state.done or {}).get("first_failure")
+    if failure:
+        who = f"rank {failure['rank']} on {failure['node']}" if failure["rank"] is not None else failure["node"]
+        output.out(f"first failure: {who}: {failure['summary']}")
+        if failure["log"]:
+            output.out(f"log: {failure['log']}")
+    if state.status == "abandoned":
+        output.out("its launcher has ended without a word; `dtctl stop` ends what is left of it")

@@ -1,0 +1,40 @@
+"""`dtctl validate`: is the spec right, and what does it mean?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dtctl import names
+from dtctl.cli import output
+
+
+def validate(
+    spec: Annotated[Path, typer.Argument(help="The spec.")] = Path(names.SPEC_FILE),
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a value.")] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of the spec.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
+) -> None:
+    """Check a spec without touching any node; all problems are listed."""
+    if schema:
+        from dtctl.spec.schema import json_schema
+
+        output.emit_json(json_schema())
+        return
+    from dtctl.launch.assemble import cluster_of, first_plan
+    from dtctl.spec.load import load_spec
+
+    checked = load_spec(spec, set_ or ())
+    plan = first_plan(checked, cluster_of(checked, start=False), run="validate")
+    if json_:
+        output.emit_json(
+            {"ok": True, "spec": str(spec), "nodes": [node.name for node in plan.nodes], "world_size": plan.world_size}
+        )
+        return
+    nodes = "1 node" if len(plan.nodes) == 1 else f"{len(plan.nodes)} nodes"
+    workers = "1 worker" if plan.world_size == 1 else f"{plan.world_size} workers"
+    output.out(f"{spec} is right: {plan.job}, {plan.kind} over {plan.transport}, {nodes}, {workers}")
+    for note in plan.notes:
+        output.out(f"note: {note}")

@@ -1,0 +1,62 @@
+"""A launcher that goes on in the background: what `dtctl launch --detach` leaves on the control machine.
+
+The same command is started again in a session of its own, with its output in the run's folder. The nodes keep the job
+running even when this launcher dies; while it lives, it restarts the gang and collects logs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dtctl import names
+from dtctl.launch.record import RunRecord
+
+BACKGROUND = "DTCTL_BACKGROUND"
+"""Set, to the name of the run, in the launcher that stays behind."""
+OUTPUT_FILE = "launcher.log"
+POLL_S = 0.05
+
+
+def launch_in_background(base_dir: Path, run: str, *, on_event: Callable[[dict[str, Any]], None]) -> tuple[int, str]:
+    """Start the launcher and wait until the job runs on all nodes, or cannot; its exit code and what it has said.
+
+    Args:
+        base_dir: folder of the spec.
+        run: run id.
+        on_event: told every event of the run until then.
+    """
+    state = base_dir / names.STATE_DIR
+    state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    partial = state / f".{run}.launcher.log"
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dtctl", *sys.argv[1:]],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env={**os.environ, BACKGROUND: run},
+        )
+    record = RunRecord(base_dir / names.STATE_DIR / names.RUNS_DIR / run)
+    seen = 0
+    while True:
+        ended = process.poll() is not None  # looked at before reading, so that nothing said last is missed
+        events = list(record.events())
+        for event in events[seen:]:
+            on_event(event)
+            if event["event"] == "started":
+                partial.replace(record.folder / OUTPUT_FILE)
+                return 0, ""
+        seen = len(events)
+        if ended:
+            break
+        time.sleep(POLL_S)
+    said = partial.read_text(encoding="utf-8", errors="replace")
+    partial.unlink()
+    return process.returncode, said

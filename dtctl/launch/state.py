@@ -1,0 +1,100 @@
+"""What became of a run, read from its folder: for `runs`, `status`, `logs` and `watch`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtctl.launch.record import RunRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """A run as its events tell it."""
+
+    run: str
+    status: str
+    """starting, running, stopping, succeeded, failed, stopped; abandoned: its launcher has ended without a word"""
+    started: float
+    """Seconds since the epoch."""
+    duration_s: float
+    attempt: int
+    nodes: dict[str, str] = field(default_factory=dict)
+    """Node -> last state that was told of it."""
+    done: dict[str, Any] | None = None
+    """The last event, when there was one."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will happen."""
+        return self.status in ("succeeded", "failed", "stopped", "abandoned")
+
+
+def alive(pid: int) -> bool:
+    """Whether a process with this id exists and may be a dtctl launcher."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] != b"Z"
+    except OSError:
+        return True
+
+
+def state_of(record: RunRecord) -> RunState:
+    """The state of a run.
+
+    Raises:
+        LaunchError: the folder is not that of a run.
+    """
+    info = record.info()
+    status, attempt, done, last = "starting", 0, None, info.started
+    nodes: dict[str, str] = {}
+    for event in record.events():
+        kind = event.get("event")
+        last = float(event.get("time", last))
+        if kind == "plan":
+            nodes = dict.fromkeys(event.get("nodes", []), "connecting")
+        elif kind == "node":
+            nodes[event["node"]] = event["state"]
+        elif kind == "start":
+            attempt = int(event.get("attempt", 0))
+        elif kind == "started":
+            status = "running"
+        elif kind == "stopping":
+            status = "stopping"
+        elif kind == "restart":
+            status = "starting"
+        elif kind == "done":
+            status, done = str(event["status"]), event
+    if done is None and not alive(info.pid):
+        status = "abandoned"
+    end = last if done is not None or status == "abandoned" else time.time()
+    return RunState(
+        run=record.run,
+        status=status,
+        started=info.started,
+        duration_s=max(0.0, end - info.started),
+        attempt=attempt,
+        nodes=nodes,
+        done=done,
+    )
+
+
+def follow(record: RunRecord, *, interval_s: float = 0.1) -> Iterator[dict[str, Any]]:
+    """Events as they are appended, from the first on, until the run is over."""
+    seen = 0
+    while True:
+        events = list(record.events())
+        yield from events[seen:]
+        seen = len(events)
+        if state_of(record).over and len(list(record.events())) == seen:
+            return
+        time.sleep(interval_s)

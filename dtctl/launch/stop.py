@@ -1,0 +1,87 @@
+"""Stopping a run from another terminal: by its launcher if that lives, on the nodes themselves otherwise."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dtctl.errors import DtctlError, LaunchError
+from dtctl.launch.record import RunRecord
+from dtctl.launch.state import alive, state_of
+from dtctl.launch.sweep import SweepTarget, sweep
+from dtctl.transport.base import Target, Transport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped:
+    """What stopping a run came to."""
+
+    left: Mapping[str, int | DtctlError]
+    """Node -> processes left there, or why it could not be asked."""
+
+
+def by_launcher(record: RunRecord, *, wait_s: float) -> bool:
+    """Ask the run's launcher to stop it, and wait until it has; False when there is no launcher.
+
+    Raises:
+        LaunchError: it did not end in time.
+    """
+    info = record.info()
+    if state_of(record).over or not alive(info.pid):
+        return False
+    os.kill(info.pid, signal.SIGTERM)
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline:
+        if state_of(record).over:
+            return True
+        time.sleep(0.05)
+    raise LaunchError(
+        f"the launcher of run {record.run} did not stop it within {wait_s:g} s",
+        where=f"process {info.pid}",
+        hint="call `dtctl stop` again to stop it without grace",
+    )
+
+
+def on_nodes(record: RunRecord, targets: Mapping[str, Target], transport: Transport, *, note: bool) -> Stopped:
+    """End the run on its nodes, whoever still watches it.
+
+    Args:
+        record: the run.
+        targets: its nodes.
+        transport: how to reach them.
+        note: whether to write down that the run is over, because its launcher has not.
+
+    Raises:
+        LaunchError: the run has no plan, so nothing of it was ever started.
+    """
+    plan: dict[str, Any] = record.plan()
+    if not plan:
+        raise LaunchError(f"run {record.run} was never started", where=str(record.folder))
+    nodes = [
+        SweepTarget(target=targets[node["name"]], python=node["python"], workdir=node["workdir"])
+        for node in plan["nodes"]
+        if node["name"] in targets
+    ]
+    left = sweep(nodes, transport, run=record.run, token=record.info().token, grace_s=float(plan["grace_s"]))
+    if note and not state_of(record).done:
+        record.append_event({"event": "done", **_done(record.run, left)})
+    return Stopped(left=left)
+
+
+def _done(run: str, left: Mapping[str, int | DtctlError]) -> dict[str, Any]:
+    counts = [answer for answer in left.values() if isinstance(answer, int)]
+    return {
+        "time": round(time.time(), 3),
+        "run": run,
+        "status": "stopped",
+        "exit_code": 128 + signal.SIGTERM,
+        "attempts": 1,
+        "first_failure": None,
+        "launch_s": None,
+        "duration_s": None,
+        "left_behind": sum(counts) if len(counts) == len(left) else None,
+    }

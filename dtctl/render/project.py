@@ -1,0 +1,91 @@
+"""New projects from templates: the folders below `templates/init/`, one a template.
+
+A file that ends in `.j2` is rendered, every other one is copied as it is. The line `description:` of `template.yaml` is
+shown by `dtctl init --list`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import dtctl
+from dtctl.errors import RenderError, UsageError
+from dtctl.render import catalogue, engine
+
+LAUNCHERS = ("local", "ssh", "slurm", "sandbox")
+ABOUT = "template.yaml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """One kind of project."""
+
+    name: str
+    description: str
+    folder: Path
+
+
+def templates() -> list[Template]:
+    """All templates, by name."""
+    root = catalogue.builtin() / "init"
+    found = []
+    for folder in sorted(root.iterdir()):
+        about = folder / ABOUT
+        if about.is_file():
+            match = re.search(r"^description:\s*(.+)$", about.read_text(encoding="utf-8"), re.MULTILINE)
+            found.append(Template(name=folder.name, description=match[1] if match else "", folder=folder))
+    return found
+
+
+def create(folder: Path, *, template: str, launcher: str, force: bool) -> list[Path]:
+    """Make a project; the files written, relative to `folder`, in order.
+
+    Args:
+        folder: where; made if it does not exist.
+        template: name of a template.
+        launcher: transport of the new spec.
+        force: write into a folder that is not empty, and replace files of the same name.
+
+    Raises:
+        UsageError: an unknown template or launcher, or a folder that is not empty.
+        RenderError: a template is wrong.
+    """
+    known = {item.name: item for item in templates()}
+    if template not in known:
+        raise UsageError(f"there is no template {template}", hint=f"choose one of {', '.join(known)}")
+    if launcher not in LAUNCHERS:
+        raise UsageError(f"there is no launcher {launcher}", hint=f"choose one of {', '.join(LAUNCHERS)}")
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file", hint="name a folder that does not exist yet")
+    if folder.is_dir() and any(folder.iterdir()) and not force:
+        raise UsageError(f"{folder} is not empty", hint="name another folder, or use --force to write into it")
+    values = {"name": folder.resolve().name, "launcher": launcher, "version": dtctl.__version__}
+    try:
+        return _write(known[template].folder, folder, values)
+    except OSError as exc:
+        raise UsageError(f"cannot write the project: {exc.strerror}", where=str(exc.filename or folder)) from exc
+
+
+def _write(source: Path, folder: Path, values: dict[str, str]) -> list[Path]:
+    written = []
+    for path in sorted(source.rglob("*")):
+        relative = path.relative_to(source)
+        if not path.is_file() or relative == Path(ABOUT) or "__pycache__" in relative.parts:
+            continue
+        rendered = relative.suffix == ".j2"
+        target = folder / (relative.with_suffix("") if rendered else relative)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if rendered:
+            text = engine.render(path.name, values, folders=[path.parent])
+            target.write_text(text, encoding="utf-8")
+        else:
+            target.write_bytes(path.read_bytes())
+        if os.access(path, os.X_OK):
+            target.chmod(0o755)
+        written.append(target.relative_to(folder))
+    if not written:
+        raise RenderError("the template has no files", where=str(source))
+    return written

@@ -1,0 +1,186 @@
+"""What a worker is told about the training: every key of the spec's `train:` section, with default and unit.
+
+Three layers, the later one wins: defaults that the script hands to `load`, the spec (the launcher passes its `train:`
+section as JSON in DTCTL_TRAIN_CONFIG), the command line (`--train.lr=1e-3`). How text becomes typed values, and what is
+said when it cannot, is in settings.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from dtctl import names
+from dtctl.errors import PlanError, SpecError
+from dtctl.runtime import settings
+
+StrategyName = Literal["auto", "single", "ddp", "zero1", "fsdp", "hsdp", "pipeline"]
+
+DEFAULT_MICRO_BATCH: Final = 8
+DEFAULT_SNAPSHOT_S: Final = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotConfig:
+    """When and where the state of training is kept. With neither interval set: every 300 s. The end is always kept."""
+
+    dir: str | None = None
+    """Folder. None: that of the run (DTCTL_SNAPSHOT_DIR), else `snapshots` in the working folder."""
+    every_steps: int | None = field(default=None, metadata={"at_least": 1})
+    """Steps between snapshots."""
+    every_s: float | None = field(default=None, metadata={"above": 0})
+    """Seconds between snapshots."""
+    keep: int = field(default=2, metadata={"at_least": 1})
+    """How many snapshots are kept."""
+    replicas: int = field(default=0, metadata={"at_least": 0})
+    """Copies of each node's part on other nodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """How to train; read by the runtime, not by the model."""
+
+    strategy: StrategyName | Mapping[str, int] = "auto"
+    """How the model is spread over the workers; a mapping gives degrees by name. auto: ddp with several workers, else
+    single."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Number format of the computation; parameters and optimizer state stay fp32."""
+    micro_batch: int | None = field(default=None, metadata={"at_least": 1})
+    """Samples per worker and forward pass. None: what the two others leave, else 8."""
+    global_batch: int | None = field(default=None, metadata={"at_least": 1})
+    """Samples per optimizer step over all workers. None: micro_batch * workers * accumulate."""
+    accumulate: int | None = field(default=None, metadata={"at_least": 1})
+    """Forward passes per optimizer step. None: what the two others leave, else 1."""
+    clip_norm: float | None = field(default=None, metadata={"above": 0})
+    """Largest 2-norm of the whole gradient; a larger one is scaled down to it. None: no limit."""
+    lr: float = field(default=1e-3, metadata={"above": 0})
+    """Highest learning rate."""
+    min_lr: float = field(default=0.0, metadata={"at_least": 0})
+    """Learning rate at the last step (schedules linear and cosine)."""
+    warmup_steps: int = field(default=0, metadata={"at_least": 0})
+    """Steps over which the learning rate rises linearly to `lr`."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """How the learning rate falls after the warm-up."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """AdamW with betas 0.9 and 0.95, or SGD with momentum 0.9."""
+    weight_decay: float = field(default=0.0, metadata={"at_least": 0})
+    """Decay of parameters of two and more dimensions; biases and norms are never decayed."""
+    steps: int | None = field(default=None, metadata={"at_least": 1})
+    """Length of the training in optimizer steps. None: `epochs`."""
+    epochs: int | None = field(default=None, metadata={"at_least": 1})
+    """Length of the training in passes over the data. None: `steps`; with neither, one pass."""
+    seed: int = field(default=0, metadata={"at_least": 0})
+    """Seed of initial weights, sample order and dropout."""
+    log_every: int = field(default=10, metadata={"at_least": 1})
+    """Steps between lines of metrics."""
+    eval_every: int | None = field(default=None, metadata={"at_least": 1})
+    """Steps between evaluations. None: only after the last step."""
+    timeout_s: float = field(default=600.0, metadata={"above": 0})
+    """Seconds after which a worker that waits for its peers gives up."""
+    snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
+    """When and where the state is kept."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """For the script's own model; see `settings.build` for a strict way to read it."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """For the script's own data."""
+
+
+def load(
+    defaults: Mapping[str, Any] | None = None,
+    *,
+    argv: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> TrainConfig:
+    """The configuration of this run.
+
+    Args:
+        defaults: what the script prefers where nobody says anything else; keys as in the spec.
+        argv: arguments; those that begin with `--train.` are read, the rest is the script's own. None: the process's.
+        environ: environment. None: the process's.
+
+    Raises:
+        SpecError: a key is unknown, a value has the wrong type or is out of range, or two keys exclude each other.
+    """
+    environ = os.environ if environ is None else environ
+    argv = sys.argv[1:] if argv is None else argv
+    layers = [
+        ("defaults of the script", dict(defaults or {})),
+        (names.TRAIN_CONFIG, settings.from_json(environ.get(names.TRAIN_CONFIG, ""), where=names.TRAIN_CONFIG)),
+        ("command line", settings.from_argv(argv)),
+    ]
+    merged: dict[str, Any] = {}
+    for where, layer in layers:
+        checked = settings.build(TrainConfig, layer, at="train", where=where)
+        if checked.steps is not None and checked.epochs is not None:
+            raise SpecError(
+                "train.steps and train.epochs are both set", where=where, key="train.epochs", hint="keep one of the two"
+            )
+        merged = settings.merge(_yielding(merged, layer), layer)
+    return settings.build(TrainConfig, merged, at="train", where="train")
+
+
+def _yielding(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    """What is left of a layer under one that settles the same matter with other keys."""
+    given = {key for key, value in upper.items() if value is not None}
+    sizes = {"micro_batch", "global_batch", "accumulate"}
+    gone = sizes if len(sizes & given) >= 2 else set()
+    if given & {"steps", "epochs"}:
+        gone = gone | {"steps", "epochs"}
+    return {key: value for key, value in lower.items() if key not in gone}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The three sizes of a batch, and the number of workers that makes them agree."""
+
+    micro: int
+    """Samples per worker and forward pass."""
+    accumulate: int
+    """Forward passes per optimizer step."""
+    world_size: int
+
+    @property
+    def total(self) -> int:
+        """Samples per optimizer step over all workers."""
+        return self.micro * self.world_size * self.accumulate
+
+
+def batch(config: TrainConfig, world_size: int) -> Batch:
+    """Sizes such that global_batch = micro_batch * workers * accumulate.
+
+    Raises:
+        PlanError: the sizes that are set cannot be had with this number of workers.
+    """
+    micro, total, accumulate = config.micro_batch, config.global_batch, config.accumulate
+    if total is None:
+        return Batch(micro=micro or DEFAULT_MICRO_BATCH, accumulate=accumulate or 1, world_size=world_size)
+    if micro is None:
+        parts = world_size * (accumulate or 1)
+        _divisible(total, parts, f"{world_size} workers * accumulate {accumulate or 1}")
+        return Batch(micro=total // parts, accumulate=accumulate or 1, world_size=world_size)
+    if accumulate is None:
+        _divisible(total, micro * world_size, f"micro_batch {micro} * {world_size} workers")
+        return Batch(micro=micro, accumulate=total // (micro * world_size), world_size=world_size)
+    found = Batch(micro=micro, accumulate=accumulate, world_size=world_size)
+    if found.total != total:
+        raise PlanError(
+            f"micro_batch {micro} * {world_size} workers * accumulate {accumulate} is {found.total}, "
+            f"and global_batch is {total}",
+            where="train.global_batch",
+            hint="leave one of the three out and it is derived",
+        )
+    return found
+
+
+def _divisible(total: int, parts: int, made_of: str) -> None:
+    if total % parts:
+        below, above = total // parts * parts, (total // parts + 1) * parts
+        near = f"{below} or {above}" if below else str(above)
+        raise PlanError(
+            f"global_batch {total} cannot be divided by {made_of} = {parts}",
+            where="train.global_batch",
+            hint=f"the nearest that can: {near}",
+        )

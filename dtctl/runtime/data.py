@@ -1,0 +1,128 @@
+"""Data sets: what the loop reads batches from, and a file of tokens as one.
+
+A data set is anything with a length and `batch(indices)`, or an ordinary map-style data set of torch. Batches are made
+in the training process: what they cost is seen in `step_s`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from dtctl.errors import SpecError
+from dtctl.runtime.order import Indices
+
+TOKEN_TYPES: Final = ("uint16", "uint32")
+
+
+class Samples(Protocol):
+    """A map-style data set, as torch knows it."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def __getitem__(self, index: int) -> Any:
+        """One sample."""
+
+
+@runtime_checkable
+class Batches(Protocol):
+    """A data set that makes whole batches at once, which is faster than sample by sample."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def batch(self, indices: Indices) -> Any:
+        """The samples at `indices`, stacked, on the CPU."""
+
+
+def reader(data: Samples | Batches) -> Callable[[Indices], Any]:
+    """How to get a batch from a data set of either kind."""
+    if isinstance(data, Batches):
+        return data.batch
+    return lambda indices: default_collate([data[int(index)] for index in indices])
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with every tensor on `device`; tuples, lists and dicts keep their shape."""
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return type(batch)(to_device(item, device) for item in batch)
+    return batch
+
+
+class TensorData:
+    """Tensors of equal length as a data set; sample i is the tuple of their i-th entries."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        if not tensors or any(len(tensor) != len(tensors[0]) for tensor in tensors):
+            raise ValueError("a data set needs one tensor or several of equal length")
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self.tensors[0])
+
+    def batch(self, indices: Indices) -> tuple[torch.Tensor, ...]:
+        """The entries at `indices` of each tensor."""
+        chosen = torch.from_numpy(indices)
+        return tuple(tensor[chosen] for tensor in self.tensors)
+
+
+class TokenFile:
+    """A flat file of tokens (nanoGPT's .bin: little-endian integers without a header) cut into windows.
+
+    The file is mapped, not read: workers of a node share its pages. Sample i holds tokens i * context up to and including
+    (i + 1) * context; its inputs are all but the last and its targets all but the first, so each token is predicted
+    once per epoch.
+    """
+
+    def __init__(self, path: Path, *, context: int, dtype: str = "uint16") -> None:
+        """Args:
+        path: the file.
+        context: tokens per sample.
+        dtype: uint16 or uint32.
+
+        Raises:
+            SpecError: the file is missing, is no whole number of tokens, or is shorter than one sample.
+        """
+        if dtype not in TOKEN_TYPES:
+            raise SpecError(f"tokens are {' or '.join(TOKEN_TYPES)}, not {dtype}", where=str(path))
+        try:
+            size_bytes = path.stat().st_size
+        except OSError as exc:
+            raise SpecError(f"the token file cannot be read: {exc.strerror}", where=str(path)) from exc
+        width_bytes = np.dtype(dtype).itemsize
+        if size_bytes % width_bytes or size_bytes // width_bytes <= context:
+            raise SpecError(
+                f"{size_bytes} bytes are not a whole number of {dtype} tokens, or fewer than context + 1 = {context + 1}",
+                where=str(path),
+                hint="check the file's dtype, or lower the context",
+            )
+        self.tokens_per_sample = context
+        self._tokens = np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
+        self._window = np.arange(context + 1, dtype=np.int64)
+
+    def __len__(self) -> int:
+        """Number of samples; the tokens after the last whole one are left out."""
+        return (len(self._tokens) - 1) // self.tokens_per_sample
+
+    def batch(self, indices: Indices) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets, int64.
+
+        Shapes:
+            [B, context] and [B, context], views of one [B, context + 1].
+        """
+        starts = indices[:, None] * self.tokens_per_sample
+        windows = torch.from_numpy(self._tokens[starts + self._window].astype(np.int64))
+        return windows[:, :-1], windows[:, 1:]

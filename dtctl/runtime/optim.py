@@ -1,0 +1,53 @@
+"""The optimizer of the spec, and the learning rate as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import nn
+
+from dtctl.runtime.config import TrainConfig
+
+BETAS: Final = (0.9, 0.95)
+"""Of AdamW. Source: Brown et al. 2020, appendix B, and most language models since."""
+MOMENTUM: Final = 0.9
+
+
+def optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that the configuration asks for, over all parameters that want a gradient.
+
+    Matrices decay, vectors do not: decay on biases and norms costs accuracy (He et al. 2019, section 3.1).
+    """
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in wanted if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in wanted if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    # One kernel for all parameters, on the CPU too; the default there is a Python loop over parameters.
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=MOMENTUM, fused=True)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=BETAS, fused=True)
+
+
+def schedule(config: TrainConfig, steps: int) -> Callable[[int], float]:
+    """The learning rate of each step, from 0 to `steps` - 1.
+
+    It rises linearly over `warmup_steps`, the last of which has `lr`, and then falls to `min_lr` at the last step.
+    """
+    warmup, peak, floor = config.warmup_steps, config.lr, config.min_lr
+    span = max(1, steps - 1 - warmup)
+
+    def rate(step: int) -> float:
+        if step < warmup:
+            return peak * (step + 1) / warmup
+        if config.schedule == "constant":
+            return peak
+        done = min(1.0, (step - warmup) / span)
+        left = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        return floor + (peak - floor) * left
+
+    return rate

@@ -1,0 +1,111 @@
+"""Which sample is seen when: a pure function of (seed, epoch, index), so that resuming needs nothing but a counter.
+
+Training reads one endless stream of positions 0, 1, 2, ...; position p is index p % N of epoch p // N. A step of global
+batch B takes the next B positions whatever the number of workers is, and steps run across the end of an epoch, so no
+sample is lost, doubled or padded there. Only the very last step of a training by epochs may be smaller.
+
+Every epoch has a permutation of its own, computed index by index (a Feistel network over a grid that just covers N,
+walked again while it leaves N). Against `torch.randperm` per epoch: no array of N numbers in every worker, no pause
+at the start of an epoch, and the same order under every version of torch.
+
+Source: Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002, sections 4 and 5; the mixing function is
+the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dtctl.runtime.config import Batch
+
+Indices = NDArray[np.int64]
+
+ROUNDS: Final = 8
+_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A 64-bit hash of each value; arrays only, since NumPy warns of the wanted overflow on single numbers."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+class Order:
+    """The order of `samples` samples under one seed."""
+
+    def __init__(self, samples: int, seed: int) -> None:
+        self.samples = samples
+        self._seed = _mix(np.array([seed % 2**64], dtype=np.uint64) + _GOLDEN)
+        self._rows = np.uint64(math.isqrt(samples - 1) + 1 if samples > 1 else 1)
+        self._columns = np.uint64(-(-samples // int(self._rows)))
+
+    def __call__(self, positions: Indices) -> Indices:
+        """The index of the sample at each position of the endless stream."""
+        epochs, indices = np.divmod(positions.astype(np.uint64), np.uint64(self.samples))
+        keys = _mix(self._seed + (epochs + np.uint64(1)) * _GOLDEN)
+        found = self._permute(indices, keys)
+        # The grid has fewer than one row more than N cells, so few indices land outside and walk on.
+        outside = np.flatnonzero(found >= self.samples)
+        while outside.size:
+            found[outside] = self._permute(found[outside], keys[outside])
+            outside = outside[found[outside] >= self.samples]
+        return found.astype(np.int64)
+
+    def _permute(self, cells: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        row, column = np.divmod(cells, self._columns)
+        for number in range(ROUNDS):
+            keys = keys + _GOLDEN
+            if number % 2:
+                column = (column + _mix(row ^ keys) % self._columns) % self._columns
+            else:
+                row = (row + _mix(column ^ keys) % self._rows) % self._rows
+        return row * self._columns + column
+
+
+class Schedule:
+    """The indices that one worker takes at each step."""
+
+    WINDOW: Final = 4096
+    """Indices computed at a time: NumPy costs as much for one as for hundreds."""
+
+    def __init__(self, order: Order, batch: Batch, *, rank: int, end: int) -> None:
+        """Args:
+        order: of the samples.
+        batch: sizes of a batch.
+        rank: of this worker.
+        end: position at which the training ends; the last step takes what is left before it.
+        """
+        self._order = order
+        self._batch = batch
+        self._end = end
+        micro = np.arange(batch.accumulate)[:, None] * batch.world_size + rank
+        self._offsets = (micro * batch.micro + np.arange(batch.micro)).astype(np.int64)  # [accumulate, micro]
+        self._ahead = max(1, self.WINDOW // self._offsets.size)
+        self._first = self._last = 0  # positions that the window covers
+        self._window = np.empty((0, *self._offsets.shape), dtype=np.int64)
+
+    def samples(self, start: int) -> int:
+        """How many samples the step at position `start` takes over all workers."""
+        return min(self._batch.total, self._end - start)
+
+    def __call__(self, start: int) -> list[Indices]:
+        """The indices of this worker's micro batches in the step that begins at position `start`.
+
+        In the last step a micro batch may be short or empty.
+        """
+        total = self._batch.total
+        place, rest = divmod(start - self._first, total)
+        if rest or not self._first <= start < self._last:
+            steps = np.arange(self._ahead, dtype=np.int64)[:, None, None] * total
+            self._first, self._last, place = start, start + self._ahead * total, 0
+            self._window = self._order(start + steps + self._offsets)
+        rows = self._window[place]
+        if start + total <= self._end:
+            return list(rows)
+        inside = start + self._offsets < self._end
+        return [row[keep] for row, keep in zip(rows, inside, strict=True)]

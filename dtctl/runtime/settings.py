@@ -1,0 +1,200 @@
+"""From JSON and `--train.key=value` to checked, typed, frozen values; strict, with the near match in every error.
+
+Knows dataclasses and type hints, and nothing of what the keys mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from dtctl.errors import SpecError
+
+PREFIX: Final = "--train."
+"""What arguments that belong to the configuration begin with."""
+
+T = TypeVar("T")
+
+
+def from_json(text: str, *, where: str) -> dict[str, Any]:
+    """A JSON object; no text is an empty one.
+
+    Raises:
+        SpecError: the text is not a JSON object.
+    """
+    try:
+        value = json.loads(text) if text.strip() else {}
+    except json.JSONDecodeError as exc:
+        raise SpecError(f"the training configuration is not JSON: {exc}", where=where) from exc
+    if not isinstance(value, dict):
+        raise SpecError(f"the training configuration is {_kind(value)}, and an object is expected", where=where)
+    return value
+
+
+def from_argv(argv: Sequence[str]) -> dict[str, Any]:
+    """The settings among arguments: `--train.key=value` and `--train.key value`, nested by dots, values as JSON or text.
+
+    Raises:
+        SpecError: a value is missing, or a key stands below one that is not a mapping.
+    """
+    found: dict[str, Any] = {}
+    words = iter(argv)
+    for word in words:
+        if not word.startswith(PREFIX):
+            continue
+        path, equals, text = word.removeprefix(PREFIX).partition("=")
+        value = text if equals else next(words, None)
+        if value is None:
+            raise SpecError(f"{word} has no value", where="command line", key=f"train.{path}", hint=f"write {word}=VALUE")
+        *parents, last = path.split(".")
+        place = found
+        for parent in parents:
+            place = place.setdefault(parent, {})
+            if not isinstance(place, dict):
+                raise SpecError(f"{word} stands below {parent}, which has a value", where="command line")
+        place[last] = _value(value)
+    return found
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    """`upper` over `lower`; mappings are merged key by key, everything else is replaced."""
+    merged = dict(lower)
+    for key, value in upper.items():
+        below = merged.get(key)
+        if isinstance(value, Mapping) and isinstance(below, Mapping):
+            merged[key] = merge(below, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def build(cls: type[T], values: Mapping[str, Any], *, at: str, where: str) -> T:
+    """An instance of a dataclass from plain values.
+
+    Fields may carry `metadata={"at_least": x}` or `{"above": x}`. Meant for scripts too: `build(ModelConfig, config.model,
+    at="train.model", where="the spec")`.
+
+    Args:
+        cls: the dataclass.
+        values: field name -> value, as JSON gives it.
+        at: path of the mapping, for messages: `train.model`.
+        where: who gave the values, for messages.
+
+    Raises:
+        SpecError: a key is unknown, a value has the wrong type or is out of range.
+    """
+    if not dataclasses.is_dataclass(cls):
+        raise TypeError(f"{cls!r} is not a dataclass")
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    hints = get_type_hints(cls)
+    ready: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{at}.{name}"
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else f"the keys here are {', '.join(fields)}"
+            raise SpecError(f"unknown key `{key}`", where=where, key=key, hint=hint)
+        ready[name] = _convert(value, hints[name], key=key, where=where)
+        _check_range(ready[name], fields[name].metadata, key=key, where=where)
+    missing = [
+        name
+        for name, field in fields.items()
+        if name not in ready and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise SpecError(f"`{at}.{missing[0]}` is not set and has no default", where=where, key=f"{at}.{missing[0]}")
+    return cls(**ready)
+
+
+class _WrongType(Exception):
+    """The value does not fit the hint."""
+
+
+def _convert(value: Any, hint: Any, *, key: str, where: str) -> Any:
+    for option in _options(hint):
+        if dataclasses.is_dataclass(option) and isinstance(option, type):
+            if isinstance(value, option):
+                return value
+            if isinstance(value, Mapping):
+                return build(option, value, at=key, where=where)
+            continue
+        try:
+            return _scalar(value, option)
+        except _WrongType:
+            continue
+    message = f"`{key}` is {_kind(value)}, and {_expected(hint)} is expected"
+    raise SpecError(message, where=where, key=key, hint=_near_choice(value, hint))
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _scalar(value: Any, option: Any) -> Any:
+    if option is Any:
+        return value
+    if option is type(None):
+        fits = value is None
+    elif get_origin(option) is Literal:
+        fits = isinstance(value, str) and value in get_args(option)
+    elif get_origin(option) is Mapping:
+        fits = isinstance(value, Mapping)
+        if fits:
+            _, inner = get_args(option)
+            return {str(name): _scalar(item, inner) for name, item in value.items()}
+    elif option is float:
+        fits = isinstance(value, int | float) and not isinstance(value, bool)
+        value = float(value) if fits else value
+    elif option is int:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)  # 1e3 is a float to JSON
+        fits = isinstance(value, int) and not isinstance(value, bool)
+    else:
+        fits = isinstance(value, option)
+    if not fits:
+        raise _WrongType
+    return value
+
+
+def _check_range(value: Any, limits: Mapping[str, Any], *, key: str, where: str) -> None:
+    if isinstance(value, int | float):
+        if "at_least" in limits and not value >= limits["at_least"]:
+            raise SpecError(f"`{key}` is {value}, and must be at least {limits['at_least']}", where=where, key=key)
+        if "above" in limits and not value > limits["above"]:
+            raise SpecError(f"`{key}` is {value}, and must be more than {limits['above']}", where=where, key=key)
+
+
+def _expected(hint: Any) -> str:
+    spelt = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    parts = []
+    for option in _options(hint):
+        if get_origin(option) is Literal:
+            parts.append("one of " + ", ".join(get_args(option)))
+        else:
+            parts.append(spelt.get(option, "a mapping"))
+    return " or ".join(parts)
+
+
+def _near_choice(value: Any, hint: Any) -> str | None:
+    choices = [choice for option in _options(hint) if get_origin(option) is Literal for choice in get_args(option)]
+    near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+    return f"did you mean `{near[0]}`?" if near else None
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    return json.dumps(value, default=str)

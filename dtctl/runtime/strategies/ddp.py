@@ -1,0 +1,34 @@
+"""Data parallel: every worker has the whole model, and gradients are averaged while the backward pass still runs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dtctl.runtime.worker import Worker
+
+
+class Ddp:
+    """The model in torch's DistributedDataParallel.
+
+    After the first backward pass DDP puts its buckets into the order in which gradients became ready. From three workers
+    on, other buckets mean another order of additions, so the first pass after a resume would round otherwise than
+    the same step of a run that was never stopped; hence `has_warm_up`.
+    """
+
+    name = "ddp"
+    has_warm_up = True
+
+    def __init__(self, model: nn.Module, worker: Worker) -> None:
+        self.module = DistributedDataParallel(
+            model,
+            device_ids=[worker.device.index] if worker.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,  # gradients live in the buckets: one copy less in memory and time
+        )
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Gradients are added up locally and not exchanged."""
+        context: AbstractContextManager[None] = self.module.no_sync()
+        return context

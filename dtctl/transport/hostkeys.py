@@ -1,0 +1,148 @@
+"""Known host keys: what the user's and the system's files have for a node, and whether the key shown is among them.
+
+Reads the format of sshd(8), "SSH_KNOWN_HOSTS FILE FORMAT": lists, wildcards, negation, `[host]:port`, hashed names,
+`@revoked`; `@cert-authority` lines are passed over, as certificates are not checked here. Only the lines of the node
+are decoded, so a file with thousands of lines costs a scan.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from pathlib import Path
+
+from dtctl.errors import HostKeyError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownKey:
+    """One line of a known_hosts file that speaks of the node."""
+
+    key_type: str
+    blob: bytes
+    revoked: bool
+    place: str
+    """`file:line`"""
+
+
+def fingerprint(blob: bytes) -> str:
+    """`SHA256:...`, as OpenSSH prints it."""
+    digest = base64.b64encode(hashlib.sha256(blob).digest()).decode()
+    return "SHA256:" + digest.rstrip("=")
+
+
+def lookup_name(host: str, port: int) -> str:
+    """The name under which OpenSSH files the key of `host` at `port`."""
+    return host if port == 22 else f"[{host}]:{port}"
+
+
+@lru_cache(maxsize=8)
+def _lines(path: str) -> tuple[tuple[int, str], ...]:
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ()
+    lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
+    return tuple((number, line) for number, line in lines if line and not line.startswith("#"))
+
+
+def known_keys(name: str, files: Iterable[str]) -> list[KnownKey]:
+    """The keys on record for `name`, in the order of the files."""
+    found = []
+    for path in files:
+        for number, line in _lines(path):
+            words = line.split()
+            marker = words.pop(0) if words[0].startswith("@") else ""
+            if len(words) < 3 or marker == "@cert-authority" or not _matches(words[0], name):
+                continue
+            try:
+                blob = base64.b64decode(words[2], validate=True)
+            except binascii.Error:
+                continue
+            place = f"{path}:{number}"
+            found.append(KnownKey(key_type=words[1], blob=blob, revoked=marker == "@revoked", place=place))
+    return found
+
+
+def _matches(patterns: str, name: str) -> bool:
+    if patterns.startswith("|1|"):
+        return _matches_hash(patterns, name)
+    matched = False
+    for pattern in patterns.split(","):
+        negated = pattern.startswith("!")
+        if _matches_one(pattern.lstrip("!").lower(), name.lower()):
+            if negated:
+                return False
+            matched = True
+    return matched
+
+
+def _matches_one(pattern: str, name: str) -> bool:
+    if pattern == name:
+        return True
+    if "*" not in pattern and "?" not in pattern:
+        return False
+    return fnmatchcase(name, pattern.replace("[", "[[]"))  # brackets stand for themselves here
+
+
+def _matches_hash(entry: str, name: str) -> bool:
+    try:
+        salt, wanted = (base64.b64decode(part) for part in entry.split("|")[2:4])
+    except (ValueError, binascii.Error):
+        return False
+    return hmac.compare_digest(hmac.new(salt, name.encode(), hashlib.sha1).digest(), wanted)
+
+
+def check(name: str, key_type: str, blob: bytes, known: Sequence[KnownKey], *, node: str, files: Sequence[str]) -> None:
+    """Refuse a key that is not the one on record.
+
+    Args:
+        name: as `lookup_name` gives it.
+        key_type: of the key that the node showed.
+        blob: that key.
+        known: what is on record for the name.
+        node: name in the spec.
+        files: where the record was looked up; the first is where a new key belongs.
+
+    Raises:
+        HostKeyError: the key is unknown, another one, or revoked.
+    """
+    shown = fingerprint(blob)
+    for key in known:
+        if key.blob == blob and key.revoked:
+            raise HostKeyError(
+                f"the node shows host key {shown}, which is marked as revoked",
+                node=node,
+                fingerprint=shown,
+                where=key.place,
+                hint="do not connect; ask whoever marked it",
+            )
+    if any(key.blob == blob for key in known if not key.revoked):
+        return
+    valid = [key for key in known if not key.revoked]
+    home = files[0] if files else "~/.ssh/known_hosts"
+    if valid:
+        old = next((key for key in valid if key.key_type == key_type), valid[0])
+        raise HostKeyError(
+            f"the node's host key has changed: it shows {key_type} {shown}, on record is {fingerprint(old.blob)}",
+            node=node,
+            fingerprint=shown,
+            where=old.place,
+            hint="either the node was set up anew or somebody else answers for it. If its administrator confirms the "
+            f"new fingerprint: ssh-keygen -R '{name}' -f {home}, then connect once with ssh",
+        )
+    host, _, port = name.partition("]:")
+    scan = f"ssh-keyscan -p {port} {host[1:]}" if port else f"ssh-keyscan {name}"
+    raise HostKeyError(
+        f"the node's host key is not known: it shows {key_type} {shown}",
+        node=node,
+        fingerprint=shown,
+        where=home,
+        hint=f"compare the fingerprint with its administrator's, then: {scan} >> {home}",
+    )

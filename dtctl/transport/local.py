@@ -1,0 +1,115 @@
+"""This machine as a node: commands are child processes, in the home folder as after a login."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from dtctl.errors import ConnectError
+from dtctl.transport.base import Target
+
+
+class LocalStream:
+    """A child process."""
+
+    def __init__(self, process: subprocess.Popen[bytes], *, node: str) -> None:
+        self._process = process
+        self._node = node
+        if process.stderr is not None:
+            os.set_blocking(process.stderr.fileno(), False)
+
+    def read(self, size: int) -> bytes:
+        """See `dtctl.transport.base.Stream`."""
+        try:
+            return os.read(self._process.stdout.fileno(), size) if self._process.stdout else b""
+        except (OSError, ValueError):
+            return b""
+
+    def read_stderr(self) -> bytes:
+        """See `dtctl.transport.base.Stream`."""
+        try:
+            return os.read(self._process.stderr.fileno(), 1 << 16) if self._process.stderr else b""
+        except (OSError, ValueError):
+            return b""
+
+    def write(self, data: bytes) -> None:
+        """See `dtctl.transport.base.Stream`."""
+        try:
+            if self._process.stdin is None:
+                raise ValueError("closed")
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+        except (OSError, ValueError) as exc:
+            raise ConnectError("the command no longer reads", node=self._node) from exc
+
+    def close_stdin(self) -> None:
+        """See `dtctl.transport.base.Stream`."""
+        try:
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+        except OSError:
+            pass  # it has ended, and what was buffered cannot be delivered
+
+    def exit_status(self, timeout_s: float) -> int | None:
+        """See `dtctl.transport.base.Stream`."""
+        try:
+            status = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        return 128 - status if status < 0 else status
+
+    def close(self) -> None:
+        """See `dtctl.transport.base.Stream`."""
+        self.close_stdin()
+
+
+class LocalConnection:
+    """This machine."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._streams: list[LocalStream] = []
+
+    @property
+    def target(self) -> Target:
+        """See `dtctl.transport.base.Connection`."""
+        return self._target
+
+    def peer_address(self) -> str:
+        """See `dtctl.transport.base.Connection`."""
+        return "127.0.0.1"
+
+    def open(self, command: str) -> LocalStream:
+        """See `dtctl.transport.base.Connection`."""
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", command],
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            bufsize=0,
+            cwd=Path.home(),
+            # Its own session, as under sshd: Ctrl-C in the terminal is for the launcher, which passes it on.
+            start_new_session=True,
+        )
+        stream = LocalStream(process, node=self._target.name)
+        self._streams.append(stream)
+        return stream
+
+    def alive(self) -> bool:
+        """See `dtctl.transport.base.Connection`."""
+        return True
+
+    def close(self) -> None:
+        """See `dtctl.transport.base.Connection`."""
+        for stream in self._streams:
+            stream.close()
+
+
+class LocalTransport:
+    """Connects to this machine, whatever the target says."""
+
+    def connect(self, target: Target) -> LocalConnection:
+        """See `dtctl.transport.base.Transport`."""
+        return LocalConnection(target)

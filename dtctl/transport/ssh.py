@@ -1,0 +1,349 @@
+"""SSH by paramiko, which is imported here and nowhere else.
+
+Behaves as OpenSSH in batch mode: host keys are checked and never learnt, no password is asked for, no agent is
+forwarded. Connections are kept open; every command is a channel of its own without a terminal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+# paramiko.config imports `invoke` if it is there, for a feature of its configuration parser that is not used here; that
+# takes longer than all the rest of paramiko.
+_HIDDEN = "invoke" not in sys.modules
+if _HIDDEN:
+    sys.modules["invoke"] = None  # type: ignore[assignment]  # the documented way to make an import fail
+import paramiko  # noqa: E402
+
+if _HIDDEN:
+    del sys.modules["invoke"]
+
+from dtctl.errors import AuthError, ConnectError, HostKeyError, TransportError  # noqa: E402
+from dtctl.transport import hostkeys, sshconfig  # noqa: E402
+from dtctl.transport.base import Target  # noqa: E402
+
+OpenSocket = Callable[[str, int, float], "socket.socket | paramiko.Channel"]
+"""(address, port, timeout in seconds) -> connected socket."""
+
+CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
+"""In order of preference: GCM needs no separate MAC, which halves the cost of a push."""
+KEX = ("curve25519-sha256", "curve25519-sha256@libssh.org", "ecdh-sha2-nistp256")
+"""First choices; what else paramiko offers follows. curve25519 costs the least on both sides."""
+KEEPALIVE_S = 5
+TRIES = 3
+WINDOW_BYTES = 4 << 20
+
+logging.getLogger("paramiko").addHandler(logging.NullHandler())
+logging.getLogger("paramiko").propagate = False
+
+
+@contextmanager
+def mapped(node: str, *, doing: str) -> Iterator[None]:
+    """Turn the errors of paramiko and of sockets into ours.
+
+    Raises:
+        TransportError: of the class that says why.
+    """
+    try:
+        yield
+    except TransportError:
+        raise
+    except paramiko.PasswordRequiredException as exc:
+        raise AuthError(
+            "the private key is locked by a passphrase", node=node, hint="unlock it with `ssh-add` before the launch"
+        ) from exc
+    except paramiko.AuthenticationException as exc:
+        raise AuthError(f"the node refused the login: {exc}", node=node) from exc
+    except paramiko.BadHostKeyException as exc:
+        shown = hostkeys.fingerprint(exc.key.asbytes())
+        raise HostKeyError(f"the node's host key has changed: {shown}", node=node, fingerprint=shown) from exc
+    except socket.gaierror as exc:
+        raise ConnectError(
+            f"its name cannot be resolved: {exc.strerror}",
+            node=node,
+            hint="check the spelling, or give `address` in `cluster.nodes`",
+        ) from exc
+    except TimeoutError as exc:
+        raise ConnectError(
+            f"no answer while {doing}", node=node, hint="is it up, and does a firewall drop the packets?"
+        ) from exc
+    except ConnectionRefusedError as exc:
+        raise ConnectError(
+            "it refuses connections", node=node, hint="is its SSH server running, and is `port` right?"
+        ) from exc
+    except (paramiko.SSHException, EOFError, OSError) as exc:
+        text = str(exc) or type(exc).__name__
+        raise ConnectError(f"{doing} failed: {text}", node=node) from exc
+
+
+class SshStream:
+    """A command on a node: one channel."""
+
+    def __init__(self, channel: paramiko.Channel, *, node: str) -> None:
+        self._channel = channel
+        self._node = node
+
+    def read(self, size: int) -> bytes:
+        """See `dtctl.transport.base.Stream`."""
+        try:
+            return self._channel.recv(size)
+        except (OSError, EOFError, paramiko.SSHException):
+            return b""
+
+    def read_stderr(self) -> bytes:
+        """See `dtctl.transport.base.Stream`."""
+        found = b""
+        while self._channel.recv_stderr_ready():
+            found += self._channel.recv_stderr(1 << 16)
+        return found
+
+    def write(self, data: bytes) -> None:
+        """See `dtctl.transport.base.Stream`."""
+        with mapped(self._node, doing="sending"):
+            self._channel.sendall(data)
+
+    def close_stdin(self) -> None:
+        """See `dtctl.transport.base.Stream`."""
+        with mapped(self._node, doing="closing"):
+            self._channel.shutdown_write()
+
+    def exit_status(self, timeout_s: float) -> int | None:
+        """See `dtctl.transport.base.Stream`."""
+        if not self._channel.status_event.wait(timeout_s):
+            return None
+        status = self._channel.recv_exit_status()
+        return status if status >= 0 else None  # paramiko does not pass on which signal it was
+
+    def close(self) -> None:
+        """See `dtctl.transport.base.Stream`."""
+        self._channel.close()
+
+
+class SshConnection:
+    """An authenticated connection to a node, and those to the jump hosts before it."""
+
+    def __init__(self, target: Target, transport: paramiko.Transport, hops: tuple[SshConnection, ...]) -> None:
+        self._target = target
+        self.transport = transport
+        self._hops = hops
+
+    @property
+    def target(self) -> Target:
+        """See `dtctl.transport.base.Connection`."""
+        return self._target
+
+    def peer_address(self) -> str:
+        """See `dtctl.transport.base.Connection`."""
+        return str(self.transport.getpeername()[0])
+
+    def open(self, command: str) -> SshStream:
+        """See `dtctl.transport.base.Connection`."""
+        with mapped(self._target.name, doing="opening a channel"):
+            channel = self.transport.open_session(window_size=WINDOW_BYTES, timeout=self._target.connect_timeout_s)
+            channel.exec_command(command)
+            return SshStream(channel, node=self._target.name)
+
+    def alive(self) -> bool:
+        """See `dtctl.transport.base.Connection`."""
+        return self.transport.is_active()
+
+    def close(self) -> None:
+        """See `dtctl.transport.base.Connection`."""
+        # Transport.close() waits for its thread to notice; with the socket gone that takes no time.
+        with contextlib.suppress(OSError):
+            self.transport.sock.shutdown(socket.SHUT_RDWR)
+        self.transport.close()
+        for hop in self._hops:
+            hop.close()
+
+
+class SshTransport:
+    """Connects to nodes over SSH; keys are read once for all of them."""
+
+    def __init__(self, *, open_socket: OpenSocket | None = None) -> None:
+        """Prepare to connect.
+
+        Args:
+            open_socket: makes the TCP connection; None for an ordinary one.
+        """
+        self._open_socket = open_socket or _open_socket
+        self._lock = threading.Lock()
+        self._keys: dict[str, paramiko.PKey | str] = {}
+        self._agent: tuple[paramiko.AgentKey, ...] | None = None
+
+    def connect(self, target: Target) -> SshConnection:
+        """See `dtctl.transport.base.Transport`."""
+        settings = sshconfig.settings_for(target)
+        hops: tuple[SshConnection, ...] = ()
+        for index, text in enumerate(settings.proxy_jump):
+            hops = (*hops, self._hop(text, target, hops[-1] if index else None))
+        via = hops[-1] if hops else None
+        name = hostkeys.lookup_name(settings.host_key_alias or settings.host, settings.port)
+        known = hostkeys.known_keys(name, settings.known_hosts)
+        transport = self._handshake(target, settings, via, [key.key_type for key in known if not key.revoked])
+        try:
+            key = transport.get_remote_server_key()
+            hostkeys.check(name, key.get_name(), key.asbytes(), known, node=target.name, files=settings.known_hosts)
+            with mapped(target.name, doing="logging in"):
+                self._login(transport, target, settings)
+        except BaseException:
+            transport.close()
+            raise
+        transport.set_keepalive(KEEPALIVE_S)
+        return SshConnection(target, transport, hops)
+
+    def _hop(self, text: str, target: Target, before: SshConnection | None) -> SshConnection:
+        """A connection to a jump host, `[user@]host[:port]`, through the one before it."""
+        user, _, rest = text.rpartition("@")
+        host, _, port = rest.partition(":")
+        hop = Target(
+            name=f"{target.name} (jump host {host})",
+            address=host,
+            user=user or None,
+            port=int(port) if port else None,
+            known_hosts=target.known_hosts,
+            ssh_config=target.ssh_config,
+            connect_timeout_s=target.connect_timeout_s,
+        )
+        inner = SshTransport(open_socket=_through(before) if before else self._open_socket)
+        return inner.connect(hop)
+
+    def _handshake(
+        self, target: Target, settings: sshconfig.Settings, via: SshConnection | None, key_types: list[str]
+    ) -> paramiko.Transport:
+        """A connection with keys exchanged; tried again while nothing but the connecting has been done."""
+        deadline = time.monotonic() + target.connect_timeout_s
+        for attempt in range(TRIES):
+            left_s = max(0.1, deadline - time.monotonic())
+            try:
+                with mapped(target.name, doing=f"connecting to {settings.host} port {settings.port}"):
+                    return self._try_handshake(settings, via, key_types, left_s)
+            except ConnectError as exc:
+                # A server that has too many logins under way drops new ones before it says who it is (MaxStartups).
+                busy = isinstance(exc.__cause__, ConnectionResetError | EOFError | paramiko.SSHException)
+                if not busy or attempt == TRIES - 1 or time.monotonic() + 0.2 > deadline:
+                    raise
+                time.sleep(0.1 * (attempt + 1))
+        raise ConnectError("it could not be reached", node=target.name)
+
+    def _try_handshake(
+        self, settings: sshconfig.Settings, via: SshConnection | None, key_types: list[str], timeout_s: float
+    ) -> paramiko.Transport:
+        sock: socket.socket | paramiko.Channel
+        if via is not None:
+            sock = _through(via)(settings.host, settings.port, timeout_s)
+        elif settings.proxy_command:
+            sock = _proxy_command(settings)
+        else:
+            sock = self._open_socket(settings.host, settings.port, timeout_s)
+        transport = paramiko.Transport(sock)
+        try:
+            options = transport.get_security_options()
+            options.ciphers = [name for name in CIPHERS if name in options.ciphers]
+            options.kex = [*(name for name in KEX if name in options.kex), *(n for n in options.kex if n not in KEX)]
+            options.key_types = _prefer(key_types, list(options.key_types))
+            transport.banner_timeout = transport.handshake_timeout = transport.auth_timeout = timeout_s
+            transport.start_client(timeout=timeout_s)
+        except BaseException:
+            transport.close()
+            raise
+        return transport
+
+    def _login(self, transport: paramiko.Transport, target: Target, settings: sshconfig.Settings) -> None:
+        """Offer keys until one is accepted.
+
+        Raises:
+            AuthError: none was; lists what was tried.
+        """
+        tried = []
+        for label, key in self._offers(settings):
+            if isinstance(key, str):
+                tried.append(f"{label} ({key})")
+                continue
+            try:
+                transport.auth_publickey(settings.user, key)
+            except paramiko.AuthenticationException:
+                tried.append(f"{label} (refused)")
+                continue
+            return
+        raise AuthError(
+            f"{settings.user}@{settings.host} accepted no key; tried: {', '.join(tried) or 'none, there is no key'}",
+            node=target.name,
+            hint="set `cluster.user` and `cluster.identity_file`, or try `ssh "
+            f"-p {settings.port} {settings.user}@{settings.host} true`",
+        )
+
+    def _offers(self, settings: sshconfig.Settings) -> Iterator[tuple[str, paramiko.PKey | str]]:
+        """Keys in the order of OpenSSH: the agent's, then the files'; a text instead of a key says why not."""
+        if not settings.identities_only:
+            for agent_key in self._agent_keys():
+                yield f"agent key {agent_key.comment or agent_key.get_name()}", agent_key
+        for file in settings.identity_files:
+            key = self._key(file)
+            if key is not None:
+                yield file, key
+
+    def _agent_keys(self) -> tuple[paramiko.AgentKey, ...]:
+        with self._lock:
+            if self._agent is None:
+                try:
+                    self._agent = paramiko.Agent().get_keys()
+                except (paramiko.SSHException, OSError):
+                    self._agent = ()
+            return self._agent
+
+    def _key(self, file: str) -> paramiko.PKey | str | None:
+        """The key in a file, why it cannot be used, or None if there is no such file."""
+        with self._lock:
+            if file not in self._keys:
+                try:
+                    self._keys[file] = paramiko.PKey.from_path(file)
+                except FileNotFoundError:
+                    return None
+                except (paramiko.PasswordRequiredException, TypeError):
+                    self._keys[file] = "locked by a passphrase; unlock it with ssh-add"
+                except (OSError, ValueError, paramiko.SSHException) as exc:
+                    self._keys[file] = f"unreadable: {exc}"
+            return self._keys[file]
+
+
+def _prefer(first: list[str], offered: list[str]) -> list[str]:
+    """`offered` with the key types that are on record in front, so that the server shows a key that can be checked."""
+    wanted = []
+    for name in first:
+        # An RSA key on record is asked for by its signature algorithms.
+        wanted += ["rsa-sha2-512", "rsa-sha2-256"] if name == "ssh-rsa" else [name]
+    chosen = [name for name in wanted if name in offered]
+    return [*dict.fromkeys([*chosen, *offered])]
+
+
+def _open_socket(address: str, port: int, timeout_s: float) -> socket.socket:
+    sock = socket.create_connection((address, port), timeout=timeout_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
+
+
+def _through(via: SshConnection) -> OpenSocket:
+    """Opens connections from a jump host."""
+
+    def open_channel(address: str, port: int, timeout_s: float) -> paramiko.Channel:
+        return via.transport.open_channel("direct-tcpip", (address, port), ("127.0.0.1", 0), timeout=timeout_s)
+
+    return open_channel
+
+
+def _proxy_command(settings: sshconfig.Settings) -> socket.socket:
+    """One end of a socket whose other end is a process that the user's configuration names."""
+    ours, theirs = socket.socketpair()
+    # The user's own line for the user's own shell, as OpenSSH runs it; `ssh -G` has filled in %h, %p and %r.
+    subprocess.Popen(f"exec {settings.proxy_command}", shell=True, stdin=theirs.fileno(), stdout=theirs.fileno())  # noqa: S602
+    theirs.close()
+    return ours

@@ -1,0 +1,142 @@
+"""How to reach a node according to the user's OpenSSH configuration: what `ssh NODE` would do.
+
+OpenSSH itself is asked (`ssh -G`), so Include, Match, tokens and everything else mean what they mean there. It is asked
+only when there is a configuration to ask about: a process per node is not free.
+"""
+
+from __future__ import annotations
+
+import getpass
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dtctl.errors import ConnectError
+from dtctl.transport.base import Target
+
+SYSTEM_CONFIG = Path("/etc/ssh/ssh_config")
+SYSTEM_KNOWN_HOSTS = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")
+USER_KNOWN_HOSTS = ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")
+DEFAULT_KEYS = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
+NO_CONFIG = "none"
+"""Value of `ssh_config` that means: read no configuration (as `ssh -F none`)."""
+
+# Keywords that do not change where or as whom one connects; Debian's own ssh_config has only these.
+_HARMLESS = re.compile(
+    r"(?i)^(sendenv|hashknownhosts|gssapi\w*|host\s+\*|forwardx11\w*|setenv|serveralive\w*|visualhostkey)\b"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """All that is needed to connect to a node."""
+
+    host: str
+    port: int
+    user: str
+    identity_files: tuple[str, ...]
+    known_hosts: tuple[str, ...]
+    host_key_alias: str | None = None
+    proxy_jump: tuple[str, ...] = field(default=())
+    """`[user@]host[:port]`, in the order in which they are passed."""
+    proxy_command: str | None = None
+    identities_only: bool = False
+    """Offer only the identity files, not all keys of the agent."""
+
+
+def settings_for(target: Target) -> Settings:
+    """What the spec says about a node, filled up from the OpenSSH configuration.
+
+    Raises:
+        ConnectError: OpenSSH does not accept the configuration.
+    """
+    found = _ask_openssh(target) if _has_config(target.ssh_config) else {}
+    files = [target.identity_file] if target.identity_file else found.get("identityfile", list(DEFAULT_KEYS))
+    known = [target.known_hosts] if target.known_hosts else _known_hosts_files(found)
+    jump = _one(found, "proxyjump")
+    command = _one(found, "proxycommand")
+    return Settings(
+        host=_one(found, "hostname") or target.address,
+        port=target.port or int(_one(found, "port") or 22),
+        user=target.user or _one(found, "user") or getpass.getuser(),
+        identity_files=tuple(str(Path(file).expanduser()) for file in files),
+        known_hosts=tuple(str(Path(file).expanduser()) for file in known),
+        host_key_alias=_one(found, "hostkeyalias"),
+        proxy_jump=tuple(jump.split(",")) if jump and jump != "none" else (),
+        proxy_command=command if command and command != "none" else None,
+        identities_only=_one(found, "identitiesonly") == "yes" or target.identity_file is not None,
+    )
+
+
+def _one(found: Mapping[str, Sequence[str]], key: str) -> str | None:
+    values = found.get(key)
+    return values[0] if values else None
+
+
+def _known_hosts_files(found: Mapping[str, Sequence[str]]) -> list[str]:
+    user = (_one(found, "userknownhostsfile") or " ".join(USER_KNOWN_HOSTS)).split()
+    system = (_one(found, "globalknownhostsfile") or " ".join(SYSTEM_KNOWN_HOSTS)).split()
+    return [*user, *system]
+
+
+def _has_config(named: str | None) -> bool:
+    """Whether there is a configuration that could say something about a node."""
+    if named == NO_CONFIG:
+        return False
+    if named is not None:
+        return True
+    files = [Path("~/.ssh/config").expanduser(), SYSTEM_CONFIG]
+    return any(_says_something(path) for path in files)
+
+
+def _says_something(path: Path) -> bool:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    for line in lines:
+        text = line.strip()
+        if not text or text.startswith("#") or _HARMLESS.match(text):
+            continue
+        if text.lower().startswith("include"):
+            pattern = text.split(None, 1)[1].strip('"')
+            folder = path.parent if not pattern.startswith(("/", "~")) else Path("/")
+            relative = str(Path(pattern).expanduser()).lstrip("/") if folder == Path("/") else pattern
+            if not any(_says_something(included) for included in folder.glob(relative)):
+                continue
+        return True
+    return False
+
+
+def _ask_openssh(target: Target) -> dict[str, list[str]]:
+    """The output of `ssh -G`, key -> values in order; empty without OpenSSH on this machine."""
+    argv = ["ssh", "-G"]
+    if target.ssh_config:
+        argv += ["-F", str(Path(target.ssh_config).expanduser())]
+    if target.user:
+        argv += ["-l", target.user]
+    if target.port:
+        argv += ["-p", str(target.port)]
+    argv += ["--", target.address]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=10, check=False, stdin=subprocess.DEVNULL)
+    except FileNotFoundError:
+        return {}
+    except subprocess.TimeoutExpired:
+        raise ConnectError(
+            "`ssh -G` did not answer within 10 s", node=target.name, hint="does a `Match exec` of ~/.ssh/config hang?"
+        ) from None
+    if done.returncode != 0:
+        text = done.stderr.strip().splitlines()
+        raise ConnectError(
+            f"OpenSSH refuses its configuration: {text[-1] if text else 'unknown error'}",
+            node=target.name,
+            hint=f"try `ssh -G {target.address}`",
+        )
+    found: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        key, _, value = line.partition(" ")
+        found.setdefault(key.lower(), []).append(value)
+    return found
