@@ -46,10 +46,11 @@ def sandbox_cluster(spec: Spec, *, start: bool) -> Cluster:
         node.name: Target(
             name=node.name,
             address=host.address,
-            user=host.user,
-            port=host.port,
-            identity_file=str(host.identity_file),
-            known_hosts=str(host.known_hosts),
+            user=sandbox.user,
+            port=22,
+            identity_file=str(sandbox.identity_file),
+            known_hosts=str(sandbox.known_hosts),
+            ssh_config="none",
             connect_timeout_s=spec.cluster.connect_timeout_s,
         )
         for node in nodes

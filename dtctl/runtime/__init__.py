@@ -1,1 +1,55 @@
-"""The part that runs in the workers: training loop, data order, snapshots. Imports nothing of the control plane."""
+"""The part that runs in the workers: training loop, data order, snapshots. Imports nothing of the control plane.
+
+Read `loop.py` first. Names are imported when they are first used: who reads a manifest should not wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dtctl.runtime.config import SnapshotConfig, TrainConfig, load
+    from dtctl.runtime.data import TensorData, TokenFile
+    from dtctl.runtime.evaluate import evaluate
+    from dtctl.runtime.loop import Trainer
+    from dtctl.runtime.main import run
+    from dtctl.runtime.settings import build
+    from dtctl.runtime.stop import Outcome
+    from dtctl.runtime.worker import Worker, start
+
+__all__ = [
+    "Outcome",
+    "SnapshotConfig",
+    "TensorData",
+    "TokenFile",
+    "TrainConfig",
+    "Trainer",
+    "Worker",
+    "build",
+    "evaluate",
+    "load",
+    "run",
+    "start",
+]
+
+_HOME = {
+    "Outcome": "stop",
+    "SnapshotConfig": "config",
+    "TensorData": "data",
+    "TokenFile": "data",
+    "TrainConfig": "config",
+    "Trainer": "loop",
+    "Worker": "worker",
+    "build": "settings",
+    "evaluate": "evaluate",
+    "load": "config",
+    "run": "main",
+    "start": "worker",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -184,3 +184,17 @@ def _divisible(total: int, parts: int, made_of: str) -> None:
             where="train.global_batch",
             hint=f"the nearest that can: {near}",
         )
+
+
+def length(config: TrainConfig, *, samples: int, batch: Batch) -> tuple[int, int]:
+    """Optimizer steps of the training, and the number of samples that it ends after.
+
+    Raises:
+        PlanError: there are no samples.
+    """
+    if samples == 0:
+        raise PlanError("the data set has no samples", where="train.data")
+    if config.steps is not None:
+        return config.steps, config.steps * batch.total
+    end = (config.epochs or 1) * samples
+    return -(-end // batch.total), end

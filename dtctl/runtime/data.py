@@ -82,16 +82,18 @@ class TensorData:
 class TokenFile:
     """A flat file of tokens (nanoGPT's .bin: little-endian integers without a header) cut into windows.
 
-    The file is mapped, not read: workers of a node share its pages. Sample i holds tokens i * context up to and including
-    (i + 1) * context; its inputs are all but the last and its targets all but the first, so each token is predicted
-    once per epoch.
+    The file is mapped, not read: workers of a node share its pages. Sample i holds tokens i * context up to and
+    including (i + 1) * context; its inputs are all but the last and its targets all but the first, so each token is
+    predicted once per epoch.
     """
 
     def __init__(self, path: Path, *, context: int, dtype: str = "uint16") -> None:
-        """Args:
-        path: the file.
-        context: tokens per sample.
-        dtype: uint16 or uint32.
+        """Map a file.
+
+        Args:
+            path: the file.
+            context: tokens per sample.
+            dtype: uint16 or uint32.
 
         Raises:
             SpecError: the file is missing, is no whole number of tokens, or is shorter than one sample.
@@ -105,7 +107,7 @@ class TokenFile:
         width_bytes = np.dtype(dtype).itemsize
         if size_bytes % width_bytes or size_bytes // width_bytes <= context:
             raise SpecError(
-                f"{size_bytes} bytes are not a whole number of {dtype} tokens, or fewer than context + 1 = {context + 1}",
+                f"{size_bytes} bytes are no whole number of {dtype} tokens, or fewer than {context + 1} tokens",
                 where=str(path),
                 hint="check the file's dtype, or lower the context",
             )

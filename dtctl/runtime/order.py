@@ -46,7 +46,7 @@ class Order:
 
     def __call__(self, positions: Indices) -> Indices:
         """The index of the sample at each position of the endless stream."""
-        epochs, indices = np.divmod(positions.astype(np.uint64), np.uint64(self.samples))
+        epochs, indices = np.divmod(positions.ravel().astype(np.uint64), np.uint64(self.samples))
         keys = _mix(self._seed + (epochs + np.uint64(1)) * _GOLDEN)
         found = self._permute(indices, keys)
         # The grid has fewer than one row more than N cells, so few indices land outside and walk on.
@@ -54,7 +54,7 @@ class Order:
         while outside.size:
             found[outside] = self._permute(found[outside], keys[outside])
             outside = outside[found[outside] >= self.samples]
-        return found.astype(np.int64)
+        return found.astype(np.int64).reshape(positions.shape)
 
     def _permute(self, cells: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
         row, column = np.divmod(cells, self._columns)
@@ -74,12 +74,16 @@ class Schedule:
     """Indices computed at a time: NumPy costs as much for one as for hundreds."""
 
     def __init__(self, order: Order, batch: Batch, *, rank: int, end: int) -> None:
-        """Args:
-        order: of the samples.
-        batch: sizes of a batch.
-        rank: of this worker.
-        end: position at which the training ends; the last step takes what is left before it.
+        """Cut the stream of samples into this worker's micro batches.
+
+        Args:
+            order: of the samples.
+            batch: sizes of a batch.
+            rank: of this worker.
+            end: position at which the training ends; the last step takes what is left before it.
         """
+        self.stand_in: Indices = order(np.zeros(1, dtype=np.int64))
+        """One sample, for a worker whose last micro batch is empty."""
         self._order = order
         self._batch = batch
         self._end = end

@@ -36,7 +36,9 @@ def from_json(text: str, *, where: str) -> dict[str, Any]:
 
 
 def from_argv(argv: Sequence[str]) -> dict[str, Any]:
-    """The settings among arguments: `--train.key=value` and `--train.key value`, nested by dots, values as JSON or text.
+    """The settings among arguments: `--train.key=value` or `--train.key value`.
+
+    Keys nest by dots (`--train.model.layers=2`); values are JSON, or else text.
 
     Raises:
         SpecError: a value is missing, or a key stands below one that is not a mapping.
@@ -49,7 +51,9 @@ def from_argv(argv: Sequence[str]) -> dict[str, Any]:
         path, equals, text = word.removeprefix(PREFIX).partition("=")
         value = text if equals else next(words, None)
         if value is None:
-            raise SpecError(f"{word} has no value", where="command line", key=f"train.{path}", hint=f"write {word}=VALUE")
+            raise SpecError(
+                f"{word} has no value", where="command line", key=f"train.{path}", hint=f"write {word}=VALUE"
+            )
         *parents, last = path.split(".")
         place = found
         for parent in parents:
@@ -82,8 +86,8 @@ def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
 def build(cls: type[T], values: Mapping[str, Any], *, at: str, where: str) -> T:
     """An instance of a dataclass from plain values.
 
-    Fields may carry `metadata={"at_least": x}` or `{"above": x}`. Meant for scripts too: `build(ModelConfig, config.model,
-    at="train.model", where="the spec")`.
+    Fields may carry `metadata={"at_least": x}` or `{"above": x}`. Meant for scripts too: `build(ModelConfig,
+    config.model, at="train.model", where="the spec")`.
 
     Args:
         cls: the dataclass.

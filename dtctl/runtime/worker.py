@@ -6,7 +6,7 @@ direct: all three say who a worker is with the same variables.
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import faulthandler
 import os
 import random
@@ -151,7 +151,7 @@ def start(*, seed: int = 0, timeout_s: float = 600.0) -> Iterator[Worker]:
     if worker.backend is not None:
         dist.init_process_group(
             worker.backend,
-            timeout=datetime.timedelta(seconds=timeout_s),
+            timeout=dt.timedelta(seconds=timeout_s),
             device_id=worker.device if worker.device.type == "cuda" else None,
         )
     try:

@@ -88,26 +88,31 @@ def _numbers(text: str, inside: str) -> list[str]:
 def fold(names: list[str]) -> str:
     """A short text that `expand` turns into `names` again: runs of names that differ in their last number."""
     folded: list[str] = []
-    for _, group in itertools.groupby(names, key=_stem):
-        folded.extend(_fold_group(list(group)))
+    for _, group in itertools.groupby(names, key=lambda name: _stem(name)[::2]):
+        members = [_stem(name) for name in group]
+        head, digits, tail = members[0]
+        if len(members) == 1 or not digits:
+            folded.extend("".join(member) for member in members)
+        else:
+            folded.append(f"{head}[{','.join(_runs([digits for _, digits, _ in members]))}]{tail}")
     return ",".join(folded)
 
 
-def _stem(name: str) -> tuple[str, str, int]:
+def _stem(name: str) -> tuple[str, str, str]:
+    """A name around its last number: `gpu07-ib` as gpu, 07, -ib."""
     match = re.match(r"(.*?)(\d+)(\D*)\Z", name, re.DOTALL)
-    if match is None or "[" in name or "," in name:
-        return (name, "", -1)
-    digits = match[2]
-    return (match[1], match[3], len(digits) if digits.startswith("0") else 0)
+    return (match[1], match[2], match[3]) if match else (name, "", "")
 
 
-def _fold_group(names: list[str]) -> list[str]:
-    head, tail, width = _stem(names[0])
-    if width < 0 or len(names) == 1:
-        return names
-    numbers = [int(name[len(head) : len(name) - len(tail)]) for name in names]
-    runs: list[str] = []
-    for _, run in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        members = [str(number).zfill(width) for _, number in run]
-        runs.append(members[0] if len(members) == 1 else f"{members[0]}-{members[-1]}")
-    return [f"{head}[{','.join(runs)}]{tail}"]
+def _runs(numbers: list[str]) -> list[str]:
+    """`["08", "09", "10", "12"]` as `["08-10", "12"]`: each run as `_numbers` reads it."""
+    runs: list[list[str]] = []
+    for number in numbers:
+        if runs:
+            first, last = runs[-1][0], runs[-1][-1]
+            width = len(first) if first.startswith("0") else 0
+            if number == str(int(last) + 1).zfill(width):
+                runs[-1].append(number)
+                continue
+        runs.append([number])
+    return [run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]

@@ -13,22 +13,22 @@ from dtctl.runtime.worker import Worker
 class Ddp:
     """The model in torch's DistributedDataParallel.
 
-    After the first backward pass DDP puts its buckets into the order in which gradients became ready. From three workers
-    on, other buckets mean another order of additions, so the first pass after a resume would round otherwise than
-    the same step of a run that was never stopped; hence `has_warm_up`.
+    After the first backward pass DDP puts its buckets into the order in which gradients became ready. From three
+    workers on, other buckets mean another order of additions, so the first pass after a resume would round otherwise
+    than the same step of a run that was never stopped; hence `has_warm_up`.
     """
 
     name = "ddp"
     has_warm_up = True
 
     def __init__(self, model: nn.Module, worker: Worker) -> None:
-        self.module = DistributedDataParallel(
+        self._ddp = DistributedDataParallel(
             model,
             device_ids=[worker.device.index] if worker.device.type == "cuda" else None,
             gradient_as_bucket_view=True,  # gradients live in the buckets: one copy less in memory and time
         )
+        self.module: nn.Module = self._ddp
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Gradients are added up locally and not exchanged."""
-        context: AbstractContextManager[None] = self.module.no_sync()
-        return context
+        return self._ddp.no_sync()

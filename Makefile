@@ -1,0 +1,42 @@
+# Everything that people and CI run. `make demo` and `make test` set up all they need, from a fresh Debian machine on.
+
+VENV   ?= .venv
+PYTHON ?= python3
+BIN    := $(VENV)/bin
+# Torch workers share few cores here; more threads than cores only make them wait for each other.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo test check unit integration bench clean
+.DEFAULT_GOAL := help
+
+help:  ## Show what there is to make.
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(BIN)/.ready: pyproject.toml constraints.txt .ci/setup.sh
+	VENV=$(VENV) PYTHON=$(PYTHON) bash .ci/setup.sh
+	@touch $@
+
+demo: $(BIN)/.ready  ## Train a small GPT on 3 virtual hosts, kill a worker, watch it recover.
+	$(BIN)/python examples/demo.py
+
+test: $(BIN)/.ready check  ## Everything that CI runs.
+	$(BIN)/python -m pytest tests/unit tests/golden tests/cli -q -n auto --dist loadfile
+	$(BIN)/python -m pytest tests/integration tests/fault -q --durations=15
+
+unit: $(BIN)/.ready  ## The tests that need no network, in under a minute.
+	$(BIN)/python -m pytest tests/unit tests/golden tests/cli -q -n auto --dist loadfile
+
+integration: $(BIN)/.ready  ## The tests on virtual hosts.
+	$(BIN)/python -m pytest tests/integration tests/fault -q --durations=15
+
+check: $(BIN)/.ready  ## Style, types, layers.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(BIN)/.ready  ## Launch latency and push beside other launchers; takes some minutes on an idle machine.
+	$(BIN)/python benchmarks/launch.py
+
+clean:  ## Remove what was made here.
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,283 @@
+"""`dtctl sandbox`: virtual hosts on this machine, with real SSH servers, and faults on demand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dtctl.cli import output
+from dtctl.errors import SandboxError, UsageError
+
+if TYPE_CHECKING:
+    from dtctl.sandbox.layout import Sandbox
+
+app = typer.Typer(
+    help="Virtual hosts on this machine: real SSH servers, own addresses, faults on demand.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Name = Annotated[str | None, typer.Option("--name", help="Which sandbox.  [default: $DTCTL_SANDBOX or `default`]")]
+Json = Annotated[bool, typer.Option("--json", help="JSON on standard output.")]
+Host = Annotated[str, typer.Argument(metavar="NODE", help="A host, such as node1.")]
+Other = Annotated[str | None, typer.Argument(metavar="[OTHER]", help="A second host.", show_default=False)]
+
+
+def running(name: str | None) -> Sandbox:
+    """The sandbox of this name.
+
+    Raises:
+        SandboxError: it is not up.
+    """
+    from dtctl.sandbox import control
+
+    wanted = name or control.default_name()
+    sandbox = control.find(wanted)
+    if sandbox is None:
+        raise SandboxError(f"sandbox {wanted} is not up", hint="dtctl sandbox up --nodes 3")
+    return sandbox
+
+
+@app.command("up")
+def up(nodes: Annotated[int, typer.Option(help="How many hosts.")] = 3, name: Name = None, json_: Json = False) -> None:
+    """Start virtual hosts: node1, node2, ..."""
+    from dtctl.sandbox import control
+
+    sandbox = control.up(name or control.default_name(), nodes=nodes)
+    if json_:
+        output.emit_json(as_json(sandbox))
+        return
+    output.err(f"sandbox {sandbox.name}: {len(sandbox.nodes)} hosts up", "green")
+    show(sandbox)
+
+
+@app.command("status")
+def status(name: Name = None, json_: Json = False) -> None:
+    """Show the hosts, how to log in to them, and the faults in force."""
+    from dtctl.sandbox import control
+
+    sandbox = control.find(name or control.default_name())
+    if json_:
+        output.emit_json(as_json(sandbox) if sandbox else {"up": False, "nodes": [], "slurm": False, "faults": []})
+    elif sandbox is None:
+        output.out(f"sandbox {name or control.default_name()} is not up")
+    else:
+        show(sandbox)
+
+
+@app.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def exec_(
+    node: Host,
+    command: Annotated[list[str], typer.Argument(metavar="-- CMD...", help="The command and its arguments.")],
+    name: Name = None,
+) -> int:
+    """Run a command on a host, as its login user."""
+    import subprocess
+
+    from dtctl.sandbox import control
+
+    sandbox = running(name)
+    words = command[1:] if command[:1] == ["--"] else command
+    if not words:
+        raise UsageError("there is no command", hint="dtctl sandbox exec node1 -- hostname")
+    status = subprocess.run(control.enter_argv(sandbox, sandbox.node(node), words), check=False).returncode
+    return status if status >= 0 else 128 - status
+
+
+@app.command("heal")
+def heal(
+    node: Annotated[str | None, typer.Argument(help="Only this host.  [default: all]", show_default=False)] = None,
+    name: Name = None,
+) -> None:
+    """Take back all faults; hosts that were killed are switched on again."""
+    from dtctl.sandbox import faults
+
+    sandbox = running(name)
+    faults.heal(sandbox, [sandbox.node(node)] if node else sandbox.nodes)
+    kept = [fault for fault in faults.recorded(sandbox) if node is not None and node not in fault.split()]
+    faults.record(sandbox, kept)
+
+
+@app.command("down")
+def down(name: Name = None) -> None:
+    """End the sandbox and remove everything of it."""
+    from dtctl.sandbox import control
+
+    wanted = name or control.default_name()
+    output.err(f"sandbox {wanted} is gone" if control.down(wanted) else f"sandbox {wanted} was not up")
+
+
+fault = typer.Typer(help="Break something, on purpose; `heal` takes it back.", no_args_is_help=True)
+app.add_typer(fault, name="fault")
+
+
+def _note(sandbox: Sandbox, text: str) -> None:
+    from dtctl.sandbox import faults
+
+    faults.record(sandbox, [*faults.recorded(sandbox), text])
+
+
+@fault.command("list")
+def fault_list(name: Name = None, json_: Json = False) -> None:
+    """List the faults in force."""
+    from dtctl.sandbox import faults
+
+    found = faults.recorded(running(name))
+    if json_:
+        output.emit_json({"faults": found})
+    for text in [] if json_ else found:
+        output.out(text)
+
+
+@fault.command("cut")
+def fault_cut(node: Host, other: Other = None, name: Name = None) -> None:
+    """Pull a host's cable, or let nothing pass between two hosts."""
+    from dtctl.sandbox import faults
+
+    sandbox = running(name)
+    faults.cut(sandbox, sandbox.node(node), sandbox.node(other) if other else None)
+    _note(sandbox, f"cut {node} {other or ''}".strip())
+
+
+Port = Annotated[str, typer.Option("--port", metavar="PORT|FIRST:LAST", help="TCP port or range.")]
+From = Annotated[str | None, typer.Option("--from", metavar="NODE", help="Only from this host.")]
+
+
+@fault.command("drop")
+def fault_drop(node: Host, port: Port, from_: From = None, name: Name = None) -> None:
+    """Drop packets to TCP ports of a host, in silence, as a firewall does."""
+    _block(node, port, from_, name, reject=False)
+
+
+@fault.command("reject")
+def fault_reject(node: Host, port: Port, from_: From = None, name: Name = None) -> None:
+    """Reject connections to TCP ports of a host."""
+    _block(node, port, from_, name, reject=True)
+
+
+def _block(node: str, port: str, source: str | None, name: str | None, *, reject: bool) -> None:
+    from dtctl.sandbox import faults
+
+    sandbox = running(name)
+    sender = sandbox.node(source) if source else None
+    faults.block(sandbox, sandbox.node(node), ports=port, source=sender, reject=reject)
+    _note(sandbox, f"{'reject' if reject else 'drop'} {node} --port {port}" + (f" --from {source}" if source else ""))
+
+
+@fault.command("lose-large")
+def fault_lose_large(node: Host, other: Other = None, name: Name = None) -> None:
+    """Lose large packets to a host (from OTHER only): an MTU black hole."""
+    from dtctl.sandbox import faults
+
+    sandbox = running(name)
+    faults.lose_large(sandbox, sandbox.node(node), sandbox.node(other) if other else None)
+    _note(sandbox, f"lose-large {node} {other or ''}".strip())
+
+
+@fault.command("loss")
+def fault_loss(
+    node: Host,
+    percent: Annotated[float, typer.Option(help="How many of 100 packets.")],
+    name: Name = None,
+) -> None:
+    """Lose packets to a host at random."""
+    from dtctl.sandbox import faults
+
+    sandbox = running(name)
+    faults.lose(sandbox, sandbox.node(node), percent=percent)
+    _note(sandbox, f"loss {node} --percent {percent:g}")
+
+
+@fault.command("limit")
+def fault_limit(
+    node: Host,
+    rate: Annotated[str, typer.Option(help="Rate, as tc(8) writes it: 50mbit.")],
+    name: Name = None,
+) -> None:
+    """Limit the bandwidth of a host's cable, both ways."""
+    from dtctl.sandbox import faults
+
+    sandbox = running(name)
+    faults.limit(sandbox, sandbox.node(node), rate=rate)
+    _note(sandbox, f"limit {node} --rate {rate}")
+
+
+@fault.command("kill")
+def fault_kill(node: Host, name: Name = None) -> None:
+    """Switch a host off as a power failure does; `heal` switches it on again."""
+    from dtctl.sandbox import faults
+
+    sandbox = running(name)
+    faults.kill(sandbox, sandbox.node(node))
+    _note(sandbox, f"kill {node}")
+
+
+@fault.command("freeze")
+def fault_freeze(node: Host, name: Name = None) -> None:
+    """Stop every process of a host; its kernel goes on."""
+    from dtctl.sandbox import faults
+
+    sandbox = running(name)
+    faults.freeze(sandbox, sandbox.node(node))
+    _note(sandbox, f"freeze {node}")
+
+
+@fault.command("full-disk")
+def fault_full_disk(
+    node: Host,
+    path: Annotated[str, typer.Option(help="Folder, relative to the home.")] = ".dtctl",
+    size: Annotated[str, typer.Option(help="Size of the disk: 1m.")] = "1m",
+    name: Name = None,
+) -> None:
+    """Put a small disk over a folder of a host's home."""
+    from dtctl.sandbox import faults
+
+    sandbox = running(name)
+    faults.fill_disk(sandbox, sandbox.node(node), path=path, size=size)
+    _note(sandbox, f"full-disk {node} --path {path} --size {size}")
+
+
+def as_json(sandbox: Sandbox) -> dict[str, object]:
+    """What `status --json` prints."""
+    from dtctl.sandbox import faults, kernel
+
+    return {
+        "up": True,
+        "name": sandbox.name,
+        "rootless": sandbox.rootless,
+        "nodes": [
+            {
+                "name": node.name,
+                "address": node.address,
+                "on": bool(kernel.start_time(node.pid)),
+                "ssh": {
+                    "user": sandbox.user,
+                    "port": 22,
+                    "identity_file": str(sandbox.identity_file),
+                    "known_hosts": str(sandbox.known_hosts),
+                },
+            }
+            for node in sandbox.nodes
+        ],
+        "slurm": False,
+        "faults": faults.recorded(sandbox),
+    }
+
+
+def show(sandbox: Sandbox) -> None:
+    """What `status` prints for people."""
+    from dtctl.sandbox import faults, kernel
+
+    rows = [[n.name, n.address, "on" if kernel.start_time(n.pid) else "off"] for n in sandbox.nodes]
+    output.table(rows, header=["HOST", "ADDRESS", "POWER"])
+    for text in faults.recorded(sandbox):
+        output.out(f"fault: {text}", "yellow")
+    first = sandbox.nodes[0]
+    if sandbox.rootless:
+        output.out(f"log in: dtctl sandbox exec {first.name} -- sh")
+    else:
+        output.out(
+            f"log in: ssh -F none -i {sandbox.identity_file} -o UserKnownHostsFile={sandbox.known_hosts} "
+            f"{sandbox.user}@{first.address}"
+        )

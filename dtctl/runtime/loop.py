@@ -1,0 +1,277 @@
+"""The training loop, top to bottom: read `Trainer.run` first.
+
+    with start(seed=config.seed) as worker:
+        trainer = Trainer(config, worker, model, loss, data)
+        outcome = trainer.run()
+
+`loss(model, batch)` returns the mean over the samples of a batch. It is all that the loop knows of the model, so that
+models stay unmodified.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtctl import names
+from dtctl.errors import PlanError, SpecError
+from dtctl.runtime import data, optim, randomness, resume
+from dtctl.runtime.agreement import Agreement
+from dtctl.runtime.config import DEFAULT_SNAPSHOT_S, TrainConfig, batch, length
+from dtctl.runtime.console import say
+from dtctl.runtime.equality import fingerprint, require_equal
+from dtctl.runtime.evaluate import Score, evaluate
+from dtctl.runtime.metrics import Metrics
+from dtctl.runtime.order import Indices, Order, Schedule
+from dtctl.runtime.precision import autocast
+from dtctl.runtime.snapshot import state, write
+from dtctl.runtime.stop import Outcome, StopRequest
+from dtctl.runtime.strategies import choose
+from dtctl.runtime.worker import Worker
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+"""Mean loss over the samples of a batch, a scalar; called with the model as the strategy wraps it."""
+
+
+class Trainer:
+    """A training from its newest snapshot, or its beginning, to its end.
+
+    Attributes:
+        model: the user's model, on the worker's device, not wrapped.
+        step: optimizer steps done.
+        steps: length of the training.
+        position: samples consumed, over all workers and attempts.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        worker: Worker,
+        model: nn.Module,
+        loss: Loss,
+        samples: data.Samples | data.Batches,
+        *,
+        validation: data.Samples | data.Batches | None = None,
+        score: Score | None = None,
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+        tensorboard: Path | None = None,
+    ) -> None:
+        """Put the parts together; nothing is trained yet.
+
+        Args:
+            config: how to train.
+            worker: this worker.
+            model: any module; the same on all workers.
+            loss: mean loss of a batch.
+            samples: what to train on; the same on all workers. With an attribute `tokens_per_sample`, metrics have
+                `tokens_per_s`.
+            validation: what to evaluate on, every `eval_every` steps and at the end; needs `score`.
+            score: values per sample whose means are logged as `val_NAME`.
+            optimizer: makes the optimizer. None: the one that the configuration names.
+            tensorboard: folder for TensorBoard's event files. None: none are written.
+
+        Raises:
+            PlanError: the configuration does not fit these workers or this data, or the workers differ.
+            SpecError: the configuration asks for what this version does not have.
+        """
+        self.config, self.worker, self.loss = config, worker, loss
+        self.batch = batch(config, worker.world_size)
+        self.steps, end = length(config, samples=len(samples), batch=self.batch)
+        require_equal(fingerprint(model, samples=len(samples), steps=self.steps), worker)
+        self.model = model.to(worker.device)
+        self.strategy = choose(config, worker, self.model)
+        self.optimizer = optimizer(self.model) if optimizer else optim.optimizer(config, self.model)
+        self.parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        self.rate = optim.schedule(config, self.steps)
+        self.scales = [group["lr"] / config.lr for group in self.optimizer.param_groups]
+        self.autocast = autocast(config.precision, worker.device)
+        self.read = data.reader(samples)
+        self.schedule = Schedule(Order(len(samples), config.seed), self.batch, rank=worker.rank, end=end)
+        self.tokens_per_sample: int | None = getattr(samples, "tokens_per_sample", None)
+        self.validation, self.score, self.tensorboard = validation, score, tensorboard
+        if config.snapshot.replicas:
+            raise SpecError("replicas of snapshots are not available in this version", where="train.snapshot.replicas")
+        self.folder = Path(config.snapshot.dir or os.environ.get(names.SNAPSHOT_DIR) or "snapshots").expanduser()
+        self.every_s = config.snapshot.every_s
+        if self.every_s is None and config.snapshot.every_steps is None:
+            self.every_s = DEFAULT_SNAPSHOT_S
+        self.circumstances = resume.circumstances(config, worker, self.batch, samples=len(samples), steps=self.steps)
+        self.step = self.position = 0
+        self.saved_s = time.monotonic()
+
+    def run(self) -> Outcome:
+        """Train until all steps are done or a signal asks to stop; there is a snapshot of the end in both cases.
+
+        Raises:
+            SnapshotError: a snapshot does not fit this model, or cannot be written.
+        """
+        self._resume()
+        config, first = self.config, self.worker.is_first
+        with (
+            StopRequest().listening() as asked,
+            closing(Agreement(self.worker, step=self.step)) as agreement,
+            closing(self._metrics()) if first else nullcontext() as metrics,
+        ):
+            while self.step < self.steps:
+                last = self.step + 1 == self.steps
+                evaluated = self.validation is not None and (last or _due(self.step + 1, config.eval_every))
+                logged = last or evaluated or _due(self.step + 1, config.log_every)
+                lr = self._set_rate()
+                loss = self._accumulate()
+                norm = self._clip(logged)
+                self.optimizer.step()
+                self.position += self.schedule.samples(self.position)
+                self.step += 1
+                if logged:
+                    self._log(metrics, loss, lr, norm, evaluated=evaluated)
+                decision = agreement.after(self.step, stop=asked.signal is not None, save=first and self._is_time())
+                if last or decision.stop or decision.save or _due(self.step, config.snapshot.every_steps):
+                    self.save(metrics)
+                if decision.stop and not last:
+                    if first:
+                        say(f"stopped after step {self.step} of {self.steps}, with a snapshot")
+                    return Outcome.STOPPED
+        return Outcome.FINISHED
+
+    def _accumulate(self) -> torch.Tensor:
+        """Gradients of one global batch, and this worker's share of its mean loss, not yet added up over workers."""
+        self.optimizer.zero_grad()
+        batches = self.schedule(self.position)
+        count = self.schedule.samples(self.position)
+        total: torch.Tensor | None = None
+        for index, indices in enumerate(batches):
+            # Every sample weighs the same, in a short last batch too; gradients are averaged over the workers.
+            weight = len(indices) * self.worker.world_size / count
+            with nullcontext() if index + 1 == len(batches) else self.strategy.accumulating():
+                part = self._backward(indices, weight)
+            total = part if total is None else total + part
+        if total is None:
+            raise PlanError("a step has no micro batch", where="train.accumulate")
+        return total
+
+    def _backward(self, indices: Indices, weight: float) -> torch.Tensor:
+        if len(indices) == 0:  # the peers have samples and expect this worker's part of the exchange
+            indices = self.schedule.stand_in
+        batch = data.to_device(self.read(indices), self.worker.device)
+        with self.autocast:
+            loss = self.loss(self.strategy.module, batch)
+        if weight != 1.0:
+            loss = loss * weight
+        torch.autograd.backward(loss)
+        return loss.detach()
+
+    def _set_rate(self) -> float:
+        rate = self.rate(self.step)
+        for group, scale in zip(self.optimizer.param_groups, self.scales, strict=True):
+            group["lr"] = rate * scale
+        return rate
+
+    def _clip(self, wanted: bool) -> torch.Tensor | None:
+        """Scale the gradient down if it is too long. Its length before that; None if neither clipping nor wanted."""
+        if self.config.clip_norm is not None:
+            return nn.utils.clip_grad_norm_(self.parameters, self.config.clip_norm)
+        if wanted:
+            return nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        return None
+
+    def _log(
+        self, metrics: Metrics | None, loss: torch.Tensor, lr: float, norm: torch.Tensor | None, *, evaluated: bool
+    ) -> None:
+        """Evaluate if it is time, and write a line; collective over all workers."""
+        mean = self.worker.sum(loss.double().cpu()) / self.worker.world_size
+        extra = self.evaluate(metrics) if evaluated else {}
+        if metrics is not None:
+            metrics.log(
+                self.step,
+                loss=float(mean),
+                lr=lr,
+                grad_norm=float(norm) if norm is not None else 0.0,
+                samples=self.batch.total,
+                tokens=self.tokens_per_sample and self.tokens_per_sample * self.batch.total,
+                extra=extra,
+            )
+
+    def evaluate(self, metrics: Metrics | None = None) -> dict[str, float]:
+        """The means of the scores over the validation set as `val_NAME`; collective over all workers."""
+        if self.validation is None or self.score is None:
+            raise PlanError("an evaluation needs both `validation` and `score`", where="Trainer")
+        began_s = time.perf_counter()
+        found = evaluate(
+            self.model, self.validation, self.score, self.worker, batch=self.batch.micro, autocast=self.autocast
+        )
+        if metrics is not None:
+            metrics.pause(time.perf_counter() - began_s)
+        return {f"val_{name}": value for name, value in found.items()}
+
+    def save(self, metrics: Metrics | None = None) -> None:
+        """Write a snapshot of this step; collective over all workers, of which rank 0 writes."""
+        began_s = time.perf_counter()
+        everyone = randomness.gather(self.worker)
+        if self.worker.is_first:
+            parts = {
+                "model": dict(self.model.state_dict()),
+                "optimizer": state.optimizer_tree(self.model, self.optimizer),
+                "random": everyone,
+            }
+            facts = {"position": self.position, "circumstances": self.circumstances}
+            write.save(self.folder, self.step, parts, facts=facts, keep=self.config.snapshot.keep)
+        if metrics is not None:
+            metrics.pause(time.perf_counter() - began_s)
+        self.saved_s = time.monotonic()
+
+    def _is_time(self) -> bool:
+        return self.every_s is not None and time.monotonic() - self.saved_s >= self.every_s
+
+    def _metrics(self) -> Metrics:
+        path = Path(os.environ.get(names.METRICS) or names.METRICS_FILE)
+        return Metrics(path, step=self.step, steps=self.steps, tensorboard=self.tensorboard)
+
+    def _resume(self) -> None:
+        """Take the newest good snapshot, or begin; and say which on rank 0."""
+        found = resume.find(self.folder, self.worker)
+        lines = [f"snapshot passed over: {reason}" for reason in found.rejected]
+        if found.path is None:
+            randomness.begin(self.config.seed, self.worker.rank)
+            lines.append(self._introduction())
+        else:
+            lines += [self._introduction(), f"resumed at step {found.step} of {self.steps}: {self._restore(found)}"]
+        if self.worker.is_first:
+            say("\n".join(lines))
+
+    def _introduction(self) -> str:
+        count = sum(parameter.numel() for parameter in self.parameters)
+        batch, worker = self.batch, self.worker
+        return (
+            f"{self.strategy.name} on {worker.world_size} x {worker.device.type}, {count:,} parameters, "
+            f"{self.config.precision}, global batch {batch.total} = {batch.micro} x {worker.world_size} x "
+            f"{batch.accumulate}, {self.steps} steps"
+        )
+
+    def _restore(self, found: resume.Found) -> str:
+        """Go on from a snapshot. Returns whether that is exact, and why not."""
+        self.step, self.position = found.step, found.facts["position"]
+        if self.strategy.has_warm_up and self.step < self.steps:
+            # Before anything is restored, so that what it changes (gradients, buffers, random state) is put right.
+            self._backward(self.schedule(self.position)[0], 1.0)
+            self.optimizer.zero_grad()
+        state.load_model(self.model, found.parts["model"])
+        state.load_optimizer(self.model, self.optimizer, found.parts["optimizer"])
+        differing = resume.differences(found.facts["circumstances"], self.circumstances)
+        # Last, since all of the above may draw random numbers.
+        mine = randomness.of_rank(found.parts["random"], self.worker.rank)
+        if mine is None:
+            randomness.begin(self.config.seed, self.worker.rank, step=self.step)
+        else:
+            randomness.restore(mine, self.worker.device)
+        return "exact" if not differing else "not exact: " + "; ".join(differing)
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0

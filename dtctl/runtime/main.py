@@ -1,0 +1,37 @@
+"""The outermost frame of a worker: configuration, start, and errors as three lines instead of a traceback.
+
+if __name__ == "__main__":
+    raise SystemExit(run(train))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dtctl.errors import DtctlError
+from dtctl.runtime.config import TrainConfig, load
+from dtctl.runtime.console import complain
+from dtctl.runtime.stop import Outcome
+from dtctl.runtime.worker import Worker, record_failure, start
+
+
+def run(train: Callable[[TrainConfig, Worker], Outcome], *, defaults: Mapping[str, Any] | None = None) -> int:
+    """Become a worker and train.
+
+    Args:
+        train: builds model and data, and runs a Trainer.
+        defaults: configuration that the script prefers; keys as in the spec's `train:` section.
+
+    Returns:
+        The exit code for the process: 0 finished, 75 stopped with a snapshot and to be started again, else that of the
+        error, which was written to stderr.
+    """
+    try:
+        config = load(defaults)
+        with start(seed=config.seed, timeout_s=config.timeout_s) as worker:
+            return train(config, worker).exit_code
+    except DtctlError as exc:
+        record_failure(exc)
+        complain(exc)
+        return exc.exit_code

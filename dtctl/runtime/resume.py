@@ -1,0 +1,85 @@
+"""From the newest good snapshot to a worker that goes on as if nothing had happened; and why not, where that cannot be.
+
+Only rank 0 reads: nodes need no folder in common. Everyone else gets the state from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dtctl.errors import DtctlError, SnapshotError
+from dtctl.runtime.config import Batch, TrainConfig
+from dtctl.runtime.snapshot import read
+from dtctl.runtime.snapshot.share import share
+from dtctl.runtime.worker import Worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What the snapshots' folder had to offer; the same on all workers."""
+
+    path: str | None
+    """Of the newest good snapshot; None if there is none."""
+    step: int
+    facts: Mapping[str, Any]
+    parts: Mapping[str, Any]
+    rejected: tuple[str, ...]
+    """Newer snapshots that were passed over, each with the reason."""
+
+
+def find(folder: Path, worker: Worker) -> Found:
+    """The newest snapshot that verifies, on every worker.
+
+    Raises:
+        SnapshotError: the folder cannot be read; on every worker.
+    """
+    found = share(_look(folder) if worker.is_first else None, worker)
+    if found["error"]:
+        raise SnapshotError(found["error"], where=found["where"], hint=found["hint"])
+    del found["error"], found["where"], found["hint"]
+    return Found(**{**found, "rejected": tuple(found["rejected"])})
+
+
+def _look(folder: Path) -> dict[str, Any]:
+    """Rank 0's part of `find`; errors are values here, so that the others hear of them instead of waiting."""
+    answer: dict[str, Any] = {"error": None, "where": str(folder), "hint": None}
+    answer |= {"path": None, "step": 0, "facts": {}, "parts": {}, "rejected": []}
+    try:
+        good, bad = read.newest_good(folder)
+        answer["rejected"] = [f"{verdict.path.name} is {verdict.status}: {'; '.join(verdict.bad)}" for verdict in bad]
+        if good is not None and good.manifest is not None:
+            answer |= {"path": str(good.path), "step": good.step, "facts": dict(good.manifest.facts)}
+            answer["parts"] = read.load(good)
+    except DtctlError as exc:
+        answer |= {"error": exc.message, "where": exc.where, "hint": exc.hint}
+    except OSError as exc:
+        answer["error"] = f"the snapshots cannot be read: {exc}"
+    return answer
+
+
+def circumstances(config: TrainConfig, worker: Worker, batch: Batch, *, samples: int, steps: int) -> dict[str, Any]:
+    """All that the bits of a training depend on, beside the state itself; JSON."""
+    chosen = dataclasses.asdict(config)
+    for key in ("snapshot", "log_every", "eval_every", "timeout_s", "epochs", "global_batch", "strategy"):
+        del chosen[key]
+    return chosen | {
+        "micro_batch": batch.micro,
+        "accumulate": batch.accumulate,
+        "steps": steps,
+        "workers": worker.world_size,
+        "samples": samples,
+        "device": torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What makes going on not exact, one phrase each."""
+    return [f"{key} was {then.get(key)} and is {value}" for key, value in now.items() if then.get(key) != value]

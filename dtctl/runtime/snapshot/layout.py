@@ -1,0 +1,144 @@
+"""What a snapshot looks like on disk: names, manifest, commit record, digests of files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from dtctl.errors import SnapshotError
+
+FORMAT: Final = 1
+MANIFEST: Final = "manifest.json"
+COMMIT: Final = "COMMIT"
+PART_SUFFIX: Final = ".pt"
+DRAFT_SUFFIX: Final = ".draft"
+"""Of folders that a writer has not renamed into place (yet, or ever); they begin with a dot."""
+CHUNK_BYTES: Final = 1 << 20
+
+_FOLDER = re.compile(r"step-(\d{8,})\Z")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """One file of a snapshot."""
+
+    size_bytes: int
+    digest: str
+    """Hexadecimal, by the manifest's hash."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a snapshot consists of."""
+
+    step: int
+    """Optimizer steps done."""
+    hash: str
+    """blake3 or sha256."""
+    facts: Mapping[str, Any]
+    """The loop's own state and the circumstances it ran in; JSON."""
+    files: Mapping[str, FileEntry]
+
+    def to_bytes(self) -> bytes:
+        """The text of manifest.json."""
+        files = {name: {"size_bytes": entry.size_bytes, "digest": entry.digest} for name, entry in self.files.items()}
+        document = {"format": FORMAT, "step": self.step, "hash": self.hash, "facts": dict(self.facts), "files": files}
+        return (json.dumps(document, indent=1) + "\n").encode()
+
+    @classmethod
+    def from_bytes(cls, text: bytes, *, where: str) -> Manifest:
+        """The manifest in a text whose digest was found right.
+
+        Raises:
+            SnapshotError: the format is of a later version.
+        """
+        document = json.loads(text)
+        if document["format"] != FORMAT:
+            raise SnapshotError(
+                f"the snapshot has format {document['format']}, and this version reads {FORMAT}",
+                where=where,
+                hint="resume with the version of dtctl that wrote it, or later",
+            )
+        return cls(
+            step=document["step"],
+            hash=document["hash"],
+            facts=document["facts"],
+            files={name: FileEntry(**entry) for name, entry in document["files"].items()},
+        )
+
+
+def folder_of(folder: Path, step: int) -> Path:
+    """Where the snapshot of a step lies."""
+    return folder / f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a snapshot's folder is named after; None for any other name."""
+    match = _FOLDER.match(path.name)
+    return int(match[1]) if match else None
+
+
+def listing(folder: Path) -> list[tuple[int, Path]]:
+    """Folders named as snapshots, good or not, newest step first; none if the folder does not exist."""
+    if not folder.is_dir():
+        return []
+    found = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None]
+    return sorted(found, reverse=True)
+
+
+class Hasher(Protocol):
+    """What digests are computed with."""
+
+    def update(self, data: bytes | memoryview, /) -> object:
+        """Add bytes."""
+
+    def hexdigest(self) -> str:
+        """The digest of all bytes so far."""
+
+
+def default_hash() -> str:
+    """The fastest hash at hand: BLAKE3 (3.5 GB/s on one core), else SHA-256 (0.2 to 1.5 GB/s)."""
+    try:
+        import blake3  # noqa: F401  # only whether it is there
+    except ImportError:
+        return "sha256"
+    return "blake3"
+
+
+def hasher(name: str) -> Hasher:
+    """A new digest.
+
+    Raises:
+        SnapshotError: the hash is unknown, or needs a package that is not installed.
+    """
+    if name == "sha256":
+        return hashlib.sha256()
+    if name != "blake3":
+        raise SnapshotError(f"{name} is not a hash that snapshots use", hint="known are blake3 and sha256")
+    try:
+        from blake3 import blake3
+    except ImportError as exc:
+        raise SnapshotError("BLAKE3 digests need the package blake3", hint="pip install blake3") from exc
+    return blake3()
+
+
+def file_digest(path: Path, name: str) -> str:
+    """The digest of a file's bytes."""
+    state = hasher(name)
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            state.update(buffer[:count])
+    return state.hexdigest()
+
+
+def commit_record(manifest: bytes, name: str) -> bytes:
+    """The text of COMMIT for the text of a manifest."""
+    state = hasher(name)
+    state.update(manifest)
+    return f"{name} {state.hexdigest()} {MANIFEST}\n".encode()

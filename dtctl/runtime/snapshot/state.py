@@ -1,0 +1,97 @@
+"""State as trees: plain dicts and lists with tensors in them, keyed by parameter names rather than by positions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtctl.errors import SnapshotError
+from dtctl.runtime.snapshot import layout
+
+
+def optimizer_tree(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's state with parameters by name.
+
+    Returns:
+        `{"state": {name: {...}}, "groups": [{"params": [name, ...], ...}]}`; tensors are not copied.
+    """
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    groups = []
+    for group in optimizer.param_groups:
+        rest = {key: list(value) if isinstance(value, tuple) else value for key, value in group.items()}
+        groups.append({**rest, "params": [names[parameter] for parameter in group["params"]]})
+    state = {names[parameter]: dict(values) for parameter, values in optimizer.state.items()}
+    return {"state": state, "groups": groups}
+
+
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tree: Mapping[str, Any]) -> None:
+    """Put the state of an `optimizer_tree` back. Learning rate, decay and the like stay as they are configured now.
+
+    Raises:
+        SnapshotError: the optimizer has other parameters, or groups them otherwise.
+    """
+    now = optimizer_tree(model, optimizer)["groups"]
+    if [group["params"] for group in now] != [group["params"] for group in tree["groups"]]:
+        raise SnapshotError(
+            "the optimizer of the snapshot has other parameters, or other groups of them",
+            hint="resume with the optimizer that the run began with, or begin anew with `train.snapshot.dir`",
+        )
+    order = [name for group in tree["groups"] for name in group["params"]]
+    place = {name: index for index, name in enumerate(order)}
+    state = {place[name]: values for name, values in tree["state"].items()}
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def load_model(model: nn.Module, tree: Mapping[str, Any]) -> None:
+    """Put a model's state back.
+
+    Raises:
+        SnapshotError: names or shapes differ.
+    """
+    try:
+        model.load_state_dict(dict(tree))
+    except RuntimeError as exc:
+        raise SnapshotError(
+            f"the snapshot is of another model: {' '.join(str(exc).split())[:400]}",
+            hint="resume with the model that the run began with, or begin anew with `train.snapshot.dir`",
+        ) from exc
+
+
+def tensors(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a tree with its path, `blocks.0.weight.exp_avg`, in the order of the tree."""
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from tensors(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(tree, list | tuple):
+        for index, value in enumerate(tree):
+            yield from tensors(value, f"{path}.{index}" if path else str(index))
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor as a flat uint8 tensor on the CPU; a view where that is possible."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def digest(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> str:
+    """BLAKE3 over names, dtypes, shapes and bytes of every model and optimizer tensor, in the order of their names.
+
+    Args:
+        model: the state of the model, whole.
+        optimizer: a tree of `optimizer_tree`, whole.
+
+    Raises:
+        SnapshotError: the package blake3 is not installed.
+    """
+    state = layout.hasher("blake3")
+    found = dict(tensors(model, "model")) | dict(tensors(optimizer["state"], "optimizer"))
+    for name in sorted(found):
+        tensor = found[name]
+        state.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode() + b"\n")
+        state.update(raw(tensor).numpy().data)
+    return state.hexdigest()

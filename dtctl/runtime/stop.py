@@ -1,0 +1,56 @@
+"""Stopping in good order: a signal to any worker ends all of them at the same step, with a snapshot.
+
+SIGTERM (launchers, Slurm at the time limit) and SIGUSR1 (Slurm's `--signal=USR1@60`) ask for it. Whoever starts the run
+again finds its snapshot, so the exit code says "again, please".
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from types import FrameType
+from typing import Final
+
+REQUEUE_EXIT: Final = 75
+"""Exit code of a worker that was stopped and can go on from its snapshot. Source: EX_TEMPFAIL of BSD's sysexits.h."""
+SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Outcome(Enum):
+    """How a training ended, other than by an error."""
+
+    FINISHED = 0
+    """All steps are done."""
+    STOPPED = REQUEUE_EXIT
+    """A signal asked to stop; a snapshot of the last step was written."""
+
+    @property
+    def exit_code(self) -> int:
+        """What the worker's process should end with."""
+        return self.value
+
+
+class StopRequest:
+    """Whether this worker was asked to stop."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[StopRequest]:
+        """Take the signals while the body runs. A second one changes nothing: launchers often send it twice over."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self  # only the main thread may set handlers; a loop elsewhere is stopped by its owner
+            return
+        before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.signal = number

@@ -1,0 +1,227 @@
+"""Starting, finding, entering and ending sandboxes, from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from dtctl.errors import SandboxError
+from dtctl.sandbox import kernel, layout
+from dtctl.sandbox.layout import Sandbox, SandboxNode, default_name
+
+__all__ = ["default_name", "down", "enter_argv", "find", "host_processes", "up"]
+
+UP_LIMIT_S = 60.0
+PACKAGES = {
+    "/usr/sbin/sshd": "openssh-server",
+    "ip": "iproute2",
+    "nsenter": "util-linux",
+}
+
+
+def check_requirements() -> None:
+    """Whether this machine can have a sandbox.
+
+    Raises:
+        SandboxError: it cannot; says what is missing and what brings it.
+    """
+    hint = "or use `transport: local`, which needs nothing"
+    if not sys.platform.startswith("linux"):
+        raise SandboxError(
+            "a sandbox needs Linux: its hosts are network namespaces", hint=f"use a Linux machine, {hint}"
+        )
+    missing = [package for tool, package in PACKAGES.items() if not (os.path.exists(tool) or shutil.which(tool))]
+    if missing:
+        raise SandboxError(
+            f"a sandbox needs {', '.join(missing)}", hint=f"sudo apt-get install {' '.join(missing)}, {hint}"
+        )
+    if os.getuid() == 0:
+        return
+    probe = ["unshare", "--user", "--map-root-user", "--net", "true"]
+    done = subprocess.run(probe, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SandboxError(
+            f"this system does not let ordinary users make namespaces: {done.stderr.strip()}",
+            hint=f"sysctl kernel.unprivileged_userns_clone=1 (Debian), kernel.apparmor_restrict_unprivileged_userns=0 "
+            f"(Ubuntu), or root; {hint}",
+        )
+
+
+def find(name: str) -> Sandbox | None:
+    """The sandbox of this name if it is up."""
+    sandbox = layout.load(layout.state_dir(name))
+    if sandbox is None or kernel.start_time(sandbox.keeper) != sandbox.keeper_started:
+        return None
+    return sandbox
+
+
+def up(name: str, *, nodes: int) -> Sandbox:
+    """Start a sandbox; what an earlier one of this name has left is removed first.
+
+    Raises:
+        SandboxError: it is up already, or cannot be made here. Nothing is left in that case.
+    """
+    if not 1 <= nodes <= layout.MAX_NODES:
+        raise SandboxError(f"a sandbox has 1 to {layout.MAX_NODES} hosts, not {nodes}")
+    running = find(name)
+    if running is not None:
+        raise SandboxError(
+            f"sandbox {name} is up already, with {len(running.nodes)} hosts", hint="`dtctl sandbox down` ends it"
+        )
+    check_requirements()
+    down(name)
+    state = layout.state_dir(name)
+    state.mkdir(mode=0o700, parents=True)
+    try:
+        _start_keeper(state, name, nodes)
+    except BaseException:
+        down(name)
+        raise
+    sandbox = find(name)
+    if sandbox is None:
+        down(name)
+        raise SandboxError("the sandbox came up and went down again", where=str(state))
+    return sandbox
+
+
+def _start_keeper(state: Path, name: str, nodes: int) -> None:
+    log = state / "keeper.log"
+    with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as errors:
+        keeper = subprocess.Popen(
+            [sys.executable, "-m", "dtctl.sandbox.keeper", str(state), name, str(nodes)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
+            cwd="/",
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+    (state / "keeper.pid").write_text(f"{keeper.pid} {kernel.start_time(keeper.pid)}\n")
+    if keeper.stdout is None:
+        raise SandboxError("the keeper has no output")
+    with keeper.stdout as stdout:
+        readable, _, _ = select.select([stdout], [], [], UP_LIMIT_S)
+        answer = json.loads(stdout.readline() or b"{}") if readable else {"error": f"not up after {UP_LIMIT_S:g} s"}
+    if not answer.get("ok"):
+        said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        why = answer.get("error") or (said[-1] if said else "its keeper ended without a word")
+        raise SandboxError(f"the sandbox cannot be made: {why}", hint="or use `transport: local`, which needs nothing")
+    keeper.returncode = 0  # it stays; Popen must not warn that it does
+
+
+def down(name: str) -> bool:
+    """End a sandbox and remove everything of it, however broken it is; whether there was anything.
+
+    Raises:
+        SandboxError: something could not be removed.
+    """
+    state = layout.state_dir(name)
+    if not state.exists():
+        return False
+    sandbox = layout.load(state)
+    _kill_keeper(state)
+    for node in sandbox.nodes if sandbox else ():
+        _wait_gone(node.pid)
+    if os.getuid() == 0:
+        subprocess.run(["ip", "link", "del", layout.bridge_name(state)], capture_output=True, check=False)
+    shutil.rmtree(state, ignore_errors=True)
+    if state.exists():
+        raise SandboxError("the sandbox's folder cannot be removed", where=str(state))
+    return True
+
+
+def _kill_keeper(state: Path) -> None:
+    try:
+        pid, started = (int(word) for word in (state / "keeper.pid").read_text().split())
+    except (OSError, ValueError):
+        return
+    if started and kernel.start_time(pid) == started:
+        os.kill(pid, signal.SIGKILL)  # its hosts die with it
+        _wait_gone(pid)
+
+
+def _wait_gone(pid: int, limit_s: float = 10.0) -> None:
+    """Return when a process has ended. Its children, if we are their parent, are reaped."""
+    deadline = time.monotonic() + limit_s
+    while pid and kernel.start_time(pid) and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def namespace_flags(sandbox: Sandbox, *, mounts: bool = True) -> list[str]:
+    """Options of nsenter(1) that enter a host's namespaces."""
+    flags = ["--net", "--uts", "--ipc"]
+    if mounts:
+        flags += ["--mount", "--pid"]
+    return ["--user", "--preserve-credentials", *flags] if sandbox.rootless else flags
+
+
+def enter_argv(sandbox: Sandbox, node: SandboxNode, command: Sequence[str]) -> list[str]:
+    """The argv that runs `command` on a host as its login user, in its home.
+
+    Raises:
+        SandboxError: the host is switched off.
+    """
+    check_on(sandbox, node)
+    pid = node.pid
+    if sandbox.rootless:
+        pid = _first_child(node.pid) or node.pid  # its sshd, which is in the login user's own user namespace
+    home = str(sandbox.home)
+    return [
+        "nsenter",
+        "--target",
+        str(pid),
+        *namespace_flags(sandbox),
+        "env",
+        "-C",
+        home,
+        f"HOME={home}",
+        f"USER={sandbox.user}",
+        *command,
+    ]
+
+
+def check_on(sandbox: Sandbox, node: SandboxNode) -> None:
+    """Refuse a host that is switched off.
+
+    Raises:
+        SandboxError: it is.
+    """
+    if not node.pid or not kernel.start_time(node.pid):
+        raise SandboxError(f"host {node.name} is switched off", hint=f"dtctl sandbox heal {node.name}")
+
+
+def _first_child(pid: int) -> int | None:
+    try:
+        words = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return None
+    return int(words[0]) if words else None
+
+
+def host_processes(node: SandboxNode) -> dict[int, str]:
+    """Processes of a host, by this machine's ids -> command line; its init is among them."""
+    wanted = _pid_namespace(node.pid)
+    found = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and wanted and _pid_namespace(int(entry)) == wanted and kernel.start_time(int(entry)):
+            try:
+                line = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            found[int(entry)] = line.strip()
+    return found
+
+
+def _pid_namespace(pid: int) -> str | None:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    except OSError:
+        return None

@@ -1,0 +1,184 @@
+"""Faults of virtual hosts, made with the kernel's own means, and their healing.
+
+Each fault is a function (sandbox, ...) that changes one host or the cable to it. `heal` takes back all of them. What is
+in force is kept in STATE/faults.json, for people; healing does not depend on it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+
+from dtctl.errors import SandboxError, UsageError
+from dtctl.sandbox import control, kernel, layout, world
+from dtctl.sandbox.layout import Sandbox, SandboxNode
+
+FAULTS_FILE = "faults.json"
+LARGE_BYTES = 1200
+"""IP packets longer than this are lost by `lose-large`: more than any ping, less than a full Ethernet frame."""
+
+
+def in_network(sandbox: Sandbox, node: SandboxNode | None, argv: Sequence[str]) -> None:
+    """Run an administrator's command in a host's network, or in that of the bridge.
+
+    Raises:
+        SandboxError: it failed.
+    """
+    if node is not None:
+        control.check_on(sandbox, node)
+    prefix: list[str] = []
+    if node is not None or sandbox.rootless:
+        user = ["--user", "--preserve-credentials"] if sandbox.rootless else []
+        prefix = ["nsenter", "--target", str(node.pid if node else sandbox.keeper), *user, "--net"]
+    # iptables keeps a lock file in /run, where an ordinary user may not write.
+    environ = {**os.environ, "XTABLES_LOCKFILE": str(sandbox.state / "xtables.lock")}
+    environ["PATH"] = environ.get("PATH", "") + ":/usr/sbin:/sbin"
+    done = subprocess.run([*prefix, *argv], capture_output=True, text=True, check=False, env=environ)
+    if done.returncode:
+        raise SandboxError(
+            f"{' '.join(argv)} failed: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else done.returncode}",
+            where=f"host {node.name}" if node else "the bridge",
+        )
+
+
+def _iptables(sandbox: Sandbox, node: SandboxNode, *rule: str) -> None:
+    in_network(sandbox, node, ["iptables", "-w", "-A", *rule])
+
+
+def cut(sandbox: Sandbox, node: SandboxNode, other: SandboxNode | None) -> None:
+    """Pull a host's cable; or let nothing pass between two hosts."""
+    if other is None:
+        in_network(sandbox, None, ["ip", "link", "set", layout.link_name(sandbox.state, node.index), "down"])
+        return
+    _iptables(sandbox, node, "INPUT", "-s", other.address, "-j", "DROP")
+    _iptables(sandbox, node, "OUTPUT", "-d", other.address, "-j", "DROP")
+
+
+def block(sandbox: Sandbox, node: SandboxNode, *, ports: str, source: SandboxNode | None, reject: bool) -> None:
+    """Drop (in silence) or reject (with a reset) connections to TCP ports of a host, from anywhere or from one other.
+
+    Args:
+        sandbox: the sandbox.
+        node: the host whose ports are meant.
+        ports: one port, or a range `1024:65535`.
+        source: only connections from this host.
+        reject: reset instead of silence.
+    """
+    first, _, last = ports.partition(":")
+    if not (first.isdigit() and (last or first).isdigit() and 0 < int(first) <= int(last or first) <= 65_535):
+        raise UsageError(f"{ports!r} is not a port or a range of ports", hint="write 29500 or 32768:60999")
+    sender = ["-s", source.address] if source else []
+    verdict = ["REJECT", "--reject-with", "tcp-reset"] if reject else ["DROP"]
+    _iptables(sandbox, node, "INPUT", "-p", "tcp", *sender, "--dport", ports, "-j", *verdict)
+
+
+def lose_large(sandbox: Sandbox, node: SandboxNode, other: SandboxNode | None) -> None:
+    """Lose packets above a size on their way to a host: a path with a smaller MTU that nobody tells of."""
+    sender = ["-s", other.address] if other else []
+    _iptables(sandbox, node, "INPUT", *sender, "-m", "length", "--length", f"{LARGE_BYTES + 1}:65535", "-j", "DROP")
+
+
+def lose(sandbox: Sandbox, node: SandboxNode, *, percent: float) -> None:
+    """Lose packets to a host at random."""
+    if not 0 < percent <= 100:
+        raise UsageError(f"{percent:g} % of packets cannot be lost", hint="give a number above 0, at most 100")
+    probability = ["-m", "statistic", "--mode", "random", "--probability", f"{percent / 100:.5f}"]
+    _iptables(sandbox, node, "INPUT", "-i", "eth0", *probability, "-j", "DROP")
+
+
+def limit(sandbox: Sandbox, node: SandboxNode, *, rate: str) -> None:
+    """Limit a host's cable, both ways, to a rate such as `50mbit`."""
+    shape = ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "100ms"]
+    in_network(sandbox, node, ["tc", "qdisc", "replace", "dev", "eth0", *shape])
+    in_network(sandbox, None, ["tc", "qdisc", "replace", "dev", layout.link_name(sandbox.state, node.index), *shape])
+
+
+def kill(sandbox: Sandbox, node: SandboxNode) -> None:
+    """Switch a host off as a power failure does: everything ends, and its peers are told nothing."""
+    control.check_on(sandbox, node)
+    cut(sandbox, node, None)  # first, or the kernel would close its connections politely
+    os.kill(node.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while kernel.start_time(node.pid) and time.monotonic() < deadline:
+        time.sleep(0.002)
+
+
+def freeze(sandbox: Sandbox, node: SandboxNode) -> None:
+    """Stop every process of a host; its kernel goes on and acknowledges packets, as that of a hanging machine does."""
+    control.check_on(sandbox, node)
+    _signal_all(node, signal.SIGSTOP)
+
+
+def _signal_all(node: SandboxNode, number: int) -> None:
+    for pid in control.host_processes(node):
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def fill_disk(sandbox: Sandbox, node: SandboxNode, *, path: str, size: str) -> None:
+    """Put a small file system over a folder of a host, so that it is soon full; what was in the folder is hidden."""
+    full = sandbox.home / path
+    command = ["mkdir", "-p", str(full)]
+    _run(control.enter_argv(sandbox, node, command), node)
+    user = ["--user", "--preserve-credentials"] if sandbox.rootless else []
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "dtctl-full-disk", str(full)]
+    _run(["nsenter", "--target", str(node.pid), *user, "--mount", *mount], node)
+
+
+def _run(argv: Sequence[str], node: SandboxNode) -> None:
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SandboxError(f"{argv[-1]}: {done.stderr.strip()}", where=f"host {node.name}")
+
+
+def heal(sandbox: Sandbox, nodes: Sequence[SandboxNode]) -> None:
+    """Take back every fault of these hosts; those that are off are switched on again.
+
+    Raises:
+        SandboxError: a host does not come back.
+    """
+    for node in nodes:
+        if not kernel.start_time(node.pid):
+            answer, _ = world.ask(sandbox, {"op": "power-on", "node": node.name}, timeout_s=30.0)
+            if "error" in answer:
+                raise SandboxError(f"the host cannot be switched on: {answer['error']}", where=f"host {node.name}")
+            continue
+        _signal_all(node, signal.SIGCONT)
+        link = layout.link_name(sandbox.state, node.index)
+        in_network(sandbox, None, ["ip", "link", "set", link, "up"])
+        in_network(sandbox, node, ["iptables", "-w", "-F"])
+        for where, device in ((node, "eth0"), (None, link)):
+            try:
+                in_network(sandbox, where, ["tc", "qdisc", "del", "dev", device, "root"])
+            except SandboxError:
+                pass  # there was none
+        user = ["--user", "--preserve-credentials"] if sandbox.rootless else []
+        _unmount_disks(node, user)
+
+
+def _unmount_disks(node: SandboxNode, user: Sequence[str]) -> None:
+    with open(f"/proc/{node.pid}/mounts", encoding="utf-8", errors="replace") as mounts:
+        paths = [line.split()[1] for line in mounts if line.startswith("dtctl-full-disk ")]
+    for path in reversed(paths):
+        argv = ["nsenter", "--target", str(node.pid), *user, "--mount", "umount", "--lazy", path]
+        subprocess.run(argv, capture_output=True, check=False)
+
+
+def recorded(sandbox: Sandbox) -> list[str]:
+    """The faults in force, as people wrote them."""
+    try:
+        found: list[str] = json.loads((sandbox.state / FAULTS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return found
+
+
+def record(sandbox: Sandbox, faults: list[str]) -> None:
+    """Write down the faults in force."""
+    (sandbox.state / FAULTS_FILE).write_text(json.dumps(faults) + "\n", encoding="utf-8")

@@ -1,0 +1,120 @@
+"""The first process of a virtual host: arranges what the host sees, starts its SSH server, and buries its dead."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from dtctl.sandbox import kernel
+
+SSHD = "/usr/sbin/sshd"
+NAMESPACES = kernel.CLONE_NEWNET | kernel.CLONE_NEWNS | kernel.CLONE_NEWUTS | kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """What a host has to know to come up."""
+
+    name: str
+    address: str
+    netmask: str
+    state: Path
+    uid: int
+    """Of the login user, on the machine around the sandbox."""
+    gid: int
+    rootless: bool
+
+
+def main(host: Host, go_fd: int) -> None:
+    """Be process 1 of `host`; never returns. Waits for its cable before it begins."""
+    try:
+        kernel.die_with_parent()
+        os.setsid()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        if not os.read(go_fd, 1):
+            os._exit(1)  # the keeper has gone before the cable was there
+        os.close(go_fd)
+        _name(host)
+        _mounts(host)
+        _network(host)
+        start_sshd(host)
+        _reap_forever()
+    except BaseException:  # noqa: BLE001 - nothing above could handle it: this is the host's init
+        traceback.print_exc(file=sys.stderr)
+        sys.stderr.flush()
+    os._exit(1)
+
+
+def _name(host: Host) -> None:
+    import socket
+
+    socket.sethostname(host.name)
+
+
+def _mounts(host: Host) -> None:
+    """The machine's own files, with this host's own in the places that matter."""
+    state = host.state
+    kernel.mount("none", Path("/"), "", kernel.MS_REC | kernel.MS_PRIVATE)
+    kernel.mount("proc", Path("/proc"), "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+    kernel.mount("shm", Path("/dev/shm"), "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=1777")
+    kernel.bind(state / "hosts" / host.name, state / "self")
+    kernel.mount("none", state / "hosts", "tmpfs", 0, "size=4k,mode=0700")
+    for file in ("passwd", "hosts", "hostname", "resolv.conf"):
+        if Path("/etc", file).exists():
+            kernel.bind(state / "self" / "etc" / file, Path("/etc", file))
+    if not _needed_under_tmp(state):
+        kernel.mount("tmp", Path("/tmp"), "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=1777")  # noqa: S108
+    if Path("/run/sshd").is_dir() or os.access("/run", os.W_OK):
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
+
+
+def _needed_under_tmp(state: Path) -> bool:
+    """Whether the host needs files that lie in /tmp: its own, or the Python that runs dtctl."""
+    tmp = Path(tempfile.gettempdir()).resolve()
+    needed = (state, Path(sys.prefix), Path(sys.base_prefix), Path(__file__))
+    return any(tmp == path or tmp in path.resolve().parents for path in needed)
+
+
+def _network(host: Host) -> None:
+    kernel.interface_up("lo")
+    kernel.interface_up("eth0", host.address, host.netmask)
+    if host.rootless:  # its sshd is not root, and has to take port 22
+        Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").write_text("22")
+
+
+def start_sshd(host: Host) -> int:
+    """Start the host's SSH server; its process id, in the host's own count."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        os.setsid()
+        if host.rootless:
+            # sshd refuses to be a root that cannot change its groups; as the ordinary user it does not try.
+            kernel.unshare(kernel.CLONE_NEWUSER)
+            kernel.map_ids(host.uid, host.gid, 0, 0)
+        folder = host.state / "self" / "ssh"
+        log = os.open(folder / "sshd.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, fd in ((null, 0), (log, 1), (log, 2)):
+            os.dup2(source, fd)
+        home = str(host.state / "self" / "home")
+        os.chdir(home)
+        path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        os.execve(SSHD, [SSHD, "-D", "-e", "-f", str(folder / "sshd_config")], {"PATH": path, "HOME": home})
+    finally:
+        os._exit(127)
+
+
+def _reap_forever() -> None:
+    while True:
+        try:
+            os.wait()
+        except ChildProcessError:
+            signal.pause()  # nobody is left; the host is up all the same, as a machine without a server is

@@ -1,0 +1,234 @@
+"""The process behind a sandbox: makes its network and hosts, and keeps them until it is told to end.
+
+When it ends, for whatever reason, the kernel ends the hosts (PR_SET_PDEATHSIG), and with them their namespaces and
+cables. As an ordinary user it first makes itself a private world (a user and a network namespace) in which it may do all
+this, and hands out connections into that world over a unix socket. Has one thread, because it forks hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from dtctl.sandbox import files, host, kernel, layout
+from dtctl.sandbox.layout import Sandbox, SandboxNode
+
+SOCKET = "keeper.sock"
+READY_LIMIT_S = 20.0
+
+
+class Keeper:
+    """One sandbox, from the inside."""
+
+    def __init__(self, state: Path, name: str, count: int) -> None:
+        self.state = state
+        self.uid, self.gid = os.getuid(), os.getgid()
+        self.rootless = self.uid != 0
+        if self.rootless:
+            kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNET | kernel.CLONE_NEWNS)
+            kernel.map_ids(0, 0, self.uid, self.gid)
+            kernel.interface_up("lo")
+        routes = subprocess.run(["ip", "-json", "route"], capture_output=True, text=True, check=True).stdout
+        network = layout.choose_network(state, layout.routes_of(routes))
+        self.netmask = str(network.netmask)
+        nodes = tuple(
+            SandboxNode(name=f"node{index}", address=str(network[index]), index=index, pid=0)
+            for index in range(1, count + 1)
+        )
+        self.sandbox = Sandbox(
+            name=name,
+            state_dir=str(state),
+            keeper=os.getpid(),
+            keeper_started=kernel.start_time(os.getpid()),
+            rootless=self.rootless,
+            user=_user_name(self.uid),
+            bridge=layout.bridge_name(state),
+            bridge_address=str(network[254]),
+            nodes=nodes,
+        )
+
+    def build(self) -> None:
+        """Bring everything up; every host answers on port 22 when this returns."""
+        files.write_all(self.state, self.sandbox.nodes, uid=self.uid, bridge_address=self.sandbox.bridge_address)
+        bridge = self.sandbox.bridge
+        _ip(
+            [
+                f"link add {bridge} type bridge forward_delay 0",
+                f"addr add {self.sandbox.bridge_address}/24 dev {bridge}",
+                f"link set {bridge} up",
+            ]
+        )
+        self.power_on([node.name for node in self.sandbox.nodes])
+
+    def power_on(self, names: list[str]) -> None:
+        """Start hosts that are off, all at once, and write the sandbox down."""
+        started: dict[str, tuple[int, int]] = {}
+        for name in names:
+            started[name] = self._fork_host(self.sandbox.node(name))
+        commands = []
+        for name, (pid, _) in started.items():
+            link = layout.link_name(self.state, self.sandbox.node(name).index)
+            commands.append(f"link add {link} type veth peer name eth0 netns {pid}")
+            commands.append(f"link set {link} master {self.sandbox.bridge} up")
+        _ip(commands)
+        for _, go in started.values():
+            os.write(go, b"g")
+            os.close(go)
+        nodes = tuple(
+            replace(node, pid=started[node.name][0]) if node.name in started else node for node in self.sandbox.nodes
+        )
+        self.sandbox = replace(self.sandbox, nodes=nodes)
+        for name in names:
+            _wait_for_server(self.sandbox.node(name).address)
+        layout.save(self.sandbox)
+
+    def _fork_host(self, node: SandboxNode) -> tuple[int, int]:
+        """Start a host's init, which waits; its process id and the descriptor that lets it go on."""
+        wait_fd, go_fd = os.pipe()
+        sys.stderr.flush()
+        pid = kernel.fork_into(host.NAMESPACES)
+        if pid == 0:
+            os.close(go_fd)
+            about = host.Host(
+                name=node.name,
+                address=node.address,
+                netmask=self.netmask,
+                state=self.state,
+                uid=self.uid,
+                gid=self.gid,
+                rootless=self.rootless,
+            )
+            host.main(about, wait_fd)
+        os.close(wait_fd)
+        return pid, go_fd
+
+    def serve(self) -> None:
+        """Take requests until SIGTERM: one JSON line each, `connect` or `power-on`."""
+        path = self.state / SOCKET
+        path.unlink(missing_ok=True)
+        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with _inside(self.state):
+            server.bind(SOCKET)  # a relative name: the folder's path may be longer than an address may be
+        path.chmod(0o600)
+        server.listen(512)
+        while True:
+            connection, _ = server.accept()
+            with connection:
+                try:
+                    self._answer(connection)
+                except OSError as exc:
+                    _say(connection, {"error": str(exc), "errno": exc.errno})
+                except Exception as exc:  # noqa: BLE001 - a bad request must not end the sandbox
+                    _say(connection, {"error": str(exc)})
+
+    def _answer(self, connection: socket.socket) -> None:
+        connection.settimeout(2.0)
+        request = json.loads(connection.recv(65_536))
+        if request["op"] == "power-on":
+            self.power_on([request["node"]])
+            _say(connection, {"ok": True})
+        elif request["op"] == "connect":
+            if os.fork() == 0:  # a connection may take its time, and others want one too
+                try:
+                    _connect(connection, request)
+                finally:
+                    os._exit(0)
+
+
+def _connect(connection: socket.socket, request: dict[str, object]) -> None:
+    address, port, timeout_s = str(request["address"]), int(str(request["port"])), float(str(request["timeout_s"]))
+    try:
+        with socket.create_connection((address, port), timeout=timeout_s) as made:
+            socket.send_fds(connection, [b'{"ok": true}'], [made.fileno()])
+    except OSError as exc:
+        _say(connection, {"error": str(exc), "errno": exc.errno})
+
+
+def _say(connection: socket.socket, message: dict[str, object]) -> None:
+    try:
+        connection.sendall(json.dumps(message).encode())
+    except OSError:
+        pass  # whoever asked has gone
+
+
+def _ip(commands: list[str]) -> None:
+    """Run commands of ip(8) in one process."""
+    text = "".join(command + "\n" for command in commands)
+    done = subprocess.run(["ip", "-batch", "-"], input=text, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"ip: {done.stderr.strip()}")
+
+
+def _wait_for_server(address: str) -> None:
+    """Return when something listens on port 22 of `address`."""
+    import time
+
+    deadline = time.monotonic() + READY_LIMIT_S
+    patience_s = 0.02  # at first short: a packet sent before the cable is up is lost, and TCP repeats it after a second
+    while True:
+        try:
+            socket.create_connection((address, 22), timeout=patience_s).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.005)
+            patience_s = min(1.0, patience_s * 1.5)
+
+
+def _user_name(uid: int) -> str:
+    import pwd
+
+    return pwd.getpwuid(uid).pw_name
+
+
+class _inside:
+    """Be in a folder for a moment."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __enter__(self) -> None:
+        self._before = os.open(".", os.O_RDONLY)
+        os.chdir(self._folder)
+
+    def __exit__(self, *_: object) -> None:
+        os.fchdir(self._before)
+        os.close(self._before)
+
+
+def main() -> None:
+    """`python -m dtctl.sandbox.keeper STATE NAME COUNT`, with a descriptor to report on as standard output."""
+    state, name, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        keeper = Keeper(state, name, count)
+        keeper.build()
+    except Exception as exc:  # noqa: BLE001 - told to whoever waits for the sandbox
+        print(json.dumps({"error": f"{type(exc).__name__}: {exc}"}), flush=True)  # noqa: T201 - a pipe, not a person
+        os._exit(1)
+    signal.signal(signal.SIGCHLD, lambda *_: _reap())
+    print(json.dumps({"ok": True}), flush=True)  # noqa: T201 - a pipe, not a person
+    os.close(1)
+    keeper.serve()
+
+
+def _reap() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Connections to the hosts of a sandbox, wherever its network is."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+
+from dtctl.sandbox.keeper import SOCKET
+from dtctl.sandbox.layout import Sandbox
+
+
+def opener(sandbox: Sandbox) -> Callable[[str, int, float], socket.socket]:
+    """A function (address, port, time-out in seconds) -> connected socket, for a transport."""
+
+    def open_socket(address: str, port: int, timeout_s: float) -> socket.socket:
+        return connect(sandbox, address, port, timeout_s)
+
+    return open_socket
+
+
+def connect(sandbox: Sandbox, address: str, port: int, timeout_s: float) -> socket.socket:
+    """Connect to a host.
+
+    Raises:
+        OSError: of the kind that a direct connection would have raised.
+    """
+    if not sandbox.rootless:
+        made = socket.create_connection((address, port), timeout=timeout_s)
+    else:
+        made = _through_keeper(sandbox, address, port, timeout_s)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return made
+
+
+def _through_keeper(sandbox: Sandbox, address: str, port: int, timeout_s: float) -> socket.socket:
+    answer, fds = ask(sandbox, {"op": "connect", "address": address, "port": port, "timeout_s": timeout_s}, timeout_s)
+    if fds:
+        return socket.socket(fileno=fds[0])
+    number = answer.get("errno")
+    if number is None:
+        raise TimeoutError(str(answer.get("error")))
+    raise OSError(number, os.strerror(number))
+
+
+def ask(sandbox: Sandbox, request: dict[str, object], timeout_s: float) -> tuple[dict[str, int], list[int]]:
+    """Send the keeper a request; its answer, and the descriptors that came with it.
+
+    Raises:
+        OSError: the keeper does not answer.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(timeout_s + 2)
+        folder = os.open(sandbox.state, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            # Through /proc, because the folder's path may be longer than the address of a unix socket may be.
+            sock.connect(f"/proc/self/fd/{folder}/{SOCKET}")
+        finally:
+            os.close(folder)
+        sock.sendall(json.dumps(request).encode())
+        data, fds, _, _ = socket.recv_fds(sock, 65_536, 1)
+    return json.loads(data or b"{}"), fds

@@ -1,0 +1,171 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtctl.errors import PlanError
+from dtctl.plan.build import Facts, build, digest
+from dtctl.plan.model import Plan
+from dtctl.spec.load import parse_spec
+from dtctl.spec.nodes import resolve_nodes
+
+TWO = "cluster: {transport: ssh, nodes: [{name: a, address: 10.0.0.1}, {name: b, address: 10.0.0.2}], slots: 2}\n"
+
+
+def plan(text: str, *, attempt: int = 0, **facts: object) -> Plan:
+    spec = parse_spec(text, source="dtctl.yaml", base_dir=Path("/project"))
+    return build(spec, resolve_nodes(spec), run="run-1", attempt=attempt, facts=Facts(**facts))  # type: ignore[arg-type]
+
+
+def env(found: Plan, node: int = 0) -> dict[str, str]:
+    return {variable.name: variable.value for variable in found.nodes[node].env}
+
+
+def test_torchrun() -> None:
+    found = plan(TWO + "job: {script: train.py, args: [--lr, '1']}")
+    assert found.world_size == 4
+    assert [list(node.ranks) for node in found.nodes] == [[0, 1], [2, 3]]
+    port = found.rendezvous.port
+    assert found.nodes[1].argv == (
+        "torchrun",
+        "--nnodes=2",
+        "--nproc-per-node=2",
+        "--node-rank=1",
+        "--rdzv-backend=static",
+        "--rdzv-id=run-1.0",
+        "--master-addr=10.0.0.1",
+        f"--master-port={port}",
+        "--max-restarts=0",
+        "--tee=3",
+        "train.py",
+        "--lr",
+        "1",
+    )
+    assert "RANK" not in env(found)
+    assert env(found)["DTCTL_RUN_ID"] == "run-1"
+
+
+def test_a_named_python_runs_its_own_torchrun() -> None:
+    argv = plan(TWO.replace("slots", "python: /venv/bin/python, slots") + "job: {module: train}").nodes[0].argv
+    assert argv[:3] == ("/venv/bin/python", "-m", "torch.distributed.run")
+    assert argv[-2:] == ("-m", "train")
+
+
+def test_direct_sets_the_ranks_itself_and_allows_unequal_slots() -> None:
+    unequal = "cluster: {transport: ssh, nodes: [{name: a, address: 10.0.0.1, slots: 3}, {name: b, slots: 1}]}\n"
+    found = plan(unequal + "job: {script: train.py, kind: direct}")
+    assert [node.processes for node in found.nodes] == [3, 1]
+    assert found.nodes[1].first_rank == 3
+    assert found.nodes[0].argv == ("python3", "-u", "train.py")
+    assert env(found)["WORLD_SIZE"] == "4"
+    assert env(found, 1)["LOCAL_WORLD_SIZE"] == "1"
+    assert env(found, 1)["MASTER_ADDR"] == "10.0.0.1"
+
+
+def test_torchrun_refuses_unequal_slots_and_says_what_to_do() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan("cluster: {transport: ssh, nodes: [{name: a, slots: 3}, {name: b, slots: 1}]}\njob: {script: t.py}")
+    assert (
+        caught.value.message == "kind torchrun needs the same number of slots on every node, and these have a: 3, b: 1"
+    )
+    assert "kind: direct" in (caught.value.hint or "")
+
+
+def test_automatic_slots_follow_the_gpus() -> None:
+    text = TWO.replace(", slots: 2", "") + "job: {script: t.py, kind: direct}"
+    assert plan(text).world_size == 2
+    assert plan(text, gpus={"a": 8, "b": 0}).world_size == 9
+    assert any("slots: auto" in note for note in plan(text).notes)
+
+
+def test_a_new_attempt_has_a_new_rendezvous() -> None:
+    first, second = plan(TWO + "job: {script: t.py}"), plan(TWO + "job: {script: t.py}", attempt=1)
+    assert first.rendezvous.run_id != second.rendezvous.run_id
+    assert first.rendezvous.port != second.rendezvous.port
+    assert plan(TWO + "job: {script: t.py}") == first  # the same question has the same answer
+
+
+def test_ports_lie_outside_the_range_that_the_kernel_uses() -> None:
+    assert all(20_000 <= plan(TWO + "job: {script: t.py}", attempt=n).rendezvous.port < 32_768 for n in range(50))
+
+
+def test_variables_know_where_they_come_from() -> None:
+    found = plan(
+        TWO.replace("address: 10.0.0.2", "address: 10.0.0.2, env: {A: node}")
+        + "job: {script: t.py, env: {A: job}, env_from: ['WANDB_*']}",
+        environ={"WANDB_MODE": "offline", "HOME": "/root"},
+    )
+    origins = {variable.name: (variable.value, variable.origin) for variable in found.nodes[1].env}
+    assert origins["A"] == ("node", "cluster.nodes: b")
+    assert origins["WANDB_MODE"] == ("offline", "job.env_from: WANDB_*")
+    assert "HOME" not in origins
+    assert env(found)["A"] == "job"
+
+
+@pytest.mark.parametrize("name", ["RANK", "MASTER_ADDR", "WORLD_SIZE", "DTCTL_RUN_ID"])
+def test_what_gives_a_worker_its_place_cannot_be_set(name: str) -> None:
+    with pytest.raises(PlanError, match=f"{name} gives a worker its place"):
+        plan(TWO + f"job: {{script: t.py, env: {{{name}: 1}}}}")
+
+
+def test_a_name_that_no_shell_can_export() -> None:
+    with pytest.raises(PlanError, match="'A-B' cannot be the name of a variable"):
+        plan(TWO + "job: {script: t.py, env: {A-B: 1}}")
+
+
+def test_secrets_are_named_and_never_held() -> None:
+    found = plan(TWO + "job: {script: t.py, secrets: [KEY], env_from: ['*']}", environ={"KEY": "hunter2", "OTHER": "1"})
+    assert found.secrets == ("KEY",)
+    assert "hunter2" not in repr(found)
+
+
+def test_the_train_section_travels_as_json() -> None:
+    found = plan(TWO + "job: {script: t.py}\ntrain: {lr: 0.1, model: {layers: 2}}")
+    assert env(found)["DTCTL_TRAIN_CONFIG"] == '{"lr":0.1,"model":{"layers":2}}'
+
+
+def test_a_named_interface_is_exact_for_nccl() -> None:
+    found = plan(TWO + "job: {script: t.py}\nnetwork: {interface: {a: eth0, b: ib0}}")
+    assert (env(found)["GLOO_SOCKET_IFNAME"], env(found)["NCCL_SOCKET_IFNAME"]) == ("eth0", "=eth0")
+    assert env(found, 1)["NCCL_SOCKET_IFNAME"] == "=ib0"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("job: {}", "the job has nothing to run"),
+        ("job: {command: [a], kind: torchrun}", "torchrun starts a Python script or module"),
+        ("job: {script: a.py, kind: deepspeed}", "kind deepspeed cannot be launched by this version"),
+    ],
+)
+def test_jobs_that_cannot_be(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan(TWO + text)
+
+
+def test_local_is_one_machine() -> None:
+    with pytest.raises(PlanError, match="transport local is this machine alone"):
+        plan("cluster: {nodes: [a, b]}\njob: {script: t.py}")
+
+
+@given(st.lists(st.integers(1, 16), min_size=1, max_size=20))
+def test_ranks_are_dense_and_in_the_order_of_the_nodes(slots: list[int]) -> None:
+    entries = ", ".join(f"{{name: n{index}, slots: {count}}}" for index, count in enumerate(slots))
+    found = plan(
+        f"cluster: {{transport: ssh, nodes: [{entries}]}}\njob: {{script: t.py, kind: direct}}", address="10.0.0.1"
+    )
+    assert [rank for node in found.nodes for rank in node.ranks] == list(range(sum(slots)))
+
+
+def test_the_digest_tells_specs_apart() -> None:
+    one = parse_spec("job: {script: a.py}", source="x", base_dir=Path("/a"))
+    two = parse_spec("job: {script: b.py}", source="x", base_dir=Path("/a"))
+    assert digest(one) == digest(one.model_copy(update={"base_dir": Path("/b")}))
+    assert digest(one) != digest(two)
+
+
+def test_an_ipv6_endpoint_has_brackets() -> None:
+    found = plan(TWO + "job: {script: t.py}").rendezvous
+    assert replace(found, address="fd00::1", port=1).endpoint == "[fd00::1]:1"

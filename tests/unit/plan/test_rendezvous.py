@@ -1,0 +1,26 @@
+import pytest
+
+from dtctl.errors import PlanError
+from dtctl.plan.rendezvous import AVOIDED, check_reachable, numeric, port_candidates
+
+
+def test_candidates_are_distinct_and_avoid_the_usual_ports() -> None:
+    ports = port_candidates("run", 0, None)
+    assert len(set(ports)) == len(ports) == 16
+    assert not AVOIDED & set(ports)
+
+
+def test_a_fixed_port_is_the_only_one() -> None:
+    assert port_candidates("run", 3, 29500) == (29500,)
+
+
+def test_a_name_that_cannot_be_looked_up_stays() -> None:
+    assert numeric("no-such-node.invalid") == "no-such-node.invalid"
+    assert numeric("10.1.2.3") == "10.1.2.3"
+
+
+def test_a_loopback_address_is_no_meeting_point_for_several_nodes() -> None:
+    check_reachable("127.0.0.1", node="a", nodes=1)
+    check_reachable("10.0.0.1", node="a", nodes=2)
+    with pytest.raises(PlanError, match=r"127\.0\.1\.1, which every other node takes for itself"):
+        check_reachable("127.0.1.1", node="a", nodes=2)

@@ -1,0 +1,40 @@
+import inspect
+import re
+
+from dtctl import errors
+
+
+def test_the_drawn_tree_is_the_real_one() -> None:
+    drawn = dict(re.findall(r"^[ |+-]*(\w+)\s{2,}(\d+|130/143)?", errors.__doc__ or "", re.MULTILINE))
+    classes = {
+        name: cls for name, cls in vars(errors).items() if inspect.isclass(cls) and issubclass(cls, errors.DtctlError)
+    }
+    assert set(classes) <= set(drawn)
+    for name, code in drawn.items():
+        if name in classes and code.isdigit():
+            assert classes[name].exit_code == int(code), name
+
+
+def test_exit_codes_are_the_contract() -> None:
+    assert {
+        errors.DtctlError: 1,
+        errors.UsageError: 2,
+        errors.SpecError: 3,
+        errors.PlanError: 4,
+        errors.RenderError: 5,
+        errors.TransportError: 6,
+        errors.LaunchError: 7,
+        errors.WorkerFailed: 8,
+        errors.DoctorFailed: 9,
+        errors.SnapshotError: 10,
+    }.items() <= {
+        cls: cls.exit_code for cls in vars(errors).values() if inspect.isclass(cls) and hasattr(cls, "exit_code")
+    }.items()
+
+
+def test_several_nodes_keep_their_own_errors() -> None:
+    a = errors.ConnectError("refused", node="a")
+    b = errors.AuthError("no key", node="b")
+    both = errors.NodeFailures({"a": a, "b": b})
+    assert both.where == "a, b"
+    assert list(both.failures.values()) == [a, b]

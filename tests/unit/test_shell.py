@@ -1,0 +1,31 @@
+import subprocess
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dtctl import shell
+
+WORDS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), min_size=1, max_size=5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(WORDS)
+@example(["$(id)", "`id`", "a'b", 'a"b', "a\nb", "", "-n", "*", "~", "a,b", "é", "!x", "\\"])
+def test_any_words_arrive_in_a_real_shell(words: list[str]) -> None:
+    program = "import os,sys;sys.stdout.buffer.write(b'\\0'.join(map(os.fsencode,sys.argv[1:])))"
+    command = shell.join(["python3", "-I", "-S", "-c", program, *words])
+    done = subprocess.run(["sh", "-c", command], capture_output=True, check=True)
+    assert done.stdout.split(b"\0") == [word.encode() for word in words]
+
+
+def test_nul_is_refused() -> None:
+    with pytest.raises(ValueError, match="NUL"):
+        shell.quote("a\0b")
+
+
+@pytest.mark.parametrize(
+    ("name", "right"), [("A", True), ("_a1", True), ("1a", False), ("a-b", False), ("", False), ("a\n", False)]
+)
+def test_names_of_variables(name: str, right: bool) -> None:
+    assert shell.is_env_name(name) is right
