@@ -67,7 +67,9 @@ class LaunchView:
             self._node(facts)
         elif event == "started":
             self.end_table()
-            output.err(f"started on {_count(len(self._states), 'node')} after {facts['launch_s']:.2f} s", "green")
+            nodes = _count(len(self._states), "node")
+            when = f"after {facts['launch_s']:.2f} s" if not facts["attempt"] else f"again, attempt {facts['attempt']}"
+            output.err(f"started on {nodes} {when}", "green")
         elif event == "exit" and facts["exit_code"]:
             self.end_table()
             who = f"rank {facts['rank']}" if facts["rank"] >= 0 else "agent"

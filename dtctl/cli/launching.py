@@ -132,8 +132,8 @@ def real_launch(options: Options) -> int:
     run = background or run
     from dtctl.launch.assemble import CodePush, check_program_files, cluster_of, job_of
     from dtctl.launch.ledger import Ledger
-    from dtctl.spec.load import dump_spec
     from dtctl.launch.run import launch
+    from dtctl.spec.load import dump_spec
 
     code = CodePush(spec) if spec.pushes else None
     cluster = cluster_of(spec, start=True)

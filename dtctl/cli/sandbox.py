@@ -219,7 +219,7 @@ def fault_freeze(node: Host, name: Name = None) -> None:
     from dtctl.sandbox import faults
 
     sandbox = running(name)
-    faults.freeze(sandbox, sandbox.node(node))
+    faults.freeze(sandbox.node(node))
     _note(sandbox, f"freeze {node}")
 
 

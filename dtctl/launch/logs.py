@@ -19,6 +19,7 @@ class Logs:
         self._record = record
         self._files: dict[tuple[str, int], BinaryIO] = {}
         self._partial: dict[tuple[str, int], bytes] = {}
+        self._begun: dict[tuple[str, int], int] = {}
         self.offsets: dict[str, dict[int, int]] = {}
         """Node -> rank -> bytes received in this attempt; what a new link asks the rest of."""
 
@@ -51,14 +52,16 @@ class Logs:
     def begin_attempt(self) -> None:
         """A new attempt writes new files on the nodes; here it is appended to the ones of the last."""
         self.offsets.clear()
+        self.flush()
+        self._begun = {key: self._path(*key).stat().st_size for key in self._files}
 
     def tail(self, node: str, rank: int, limit_bytes: int = 32_768) -> str:
-        """The end of a rank's output."""
+        """The end of a rank's output in this attempt."""
         self.flush()
         try:
             with self._path(node, rank).open("rb") as file:
                 file.seek(0, 2)
-                file.seek(max(0, file.tell() - limit_bytes))
+                file.seek(max(self._begun.get((node, rank), 0), file.tell() - limit_bytes))
                 return file.read().decode(errors="replace")
         except OSError:
             return ""

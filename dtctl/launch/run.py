@@ -106,6 +106,7 @@ class _Launcher:
         self.gang = Gang([self._session(node) for node in job.first_plan.nodes], self.inbox, logs=self.logs, emit=emit)
         self.gang.signals = signals
         self.launch_s: float | None = None
+        self._attempt_number = 0
 
     def run(self) -> Result:
         """Prepare, then attempt until it is over."""
@@ -190,6 +191,7 @@ class _Launcher:
 
     def _attempt(self, plan: Plan) -> Outcome:
         meeting = plan.rendezvous
+        self._attempt_number = plan.attempt
         self.emit("start", attempt=plan.attempt, rendezvous=meeting.endpoint, world_size=plan.world_size)
         self.ledger.enter("start")
         try:
@@ -208,7 +210,7 @@ class _Launcher:
         if self.launch_s is None:
             self.launch_s = self.ledger.total_s()
         self.ledger.enter("run")
-        self.emit("started", launch_s=round(self.launch_s, 3))
+        self.emit("started", attempt=self._attempt_number, launch_s=round(self.launch_s, 3))
 
     def _start_message(self, plan: Plan, node: NodePlan) -> dict[str, Any]:
         direct = plan.kind == "direct"

@@ -165,7 +165,7 @@ class _Walk:
             return False
         for pattern in self._include.patterns:
             text = str(getattr(pattern, "pattern", "") or "").lstrip("/")
-            if text.startswith(folder + "/") or text.startswith("**/") or "/" not in text.rstrip("/"):
+            if text.startswith((folder + "/", "**/")) or "/" not in text.rstrip("/"):
                 return True
         return False
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jinja2 import FileSystemLoader, StrictUndefined, TemplateError, TemplateNotFound, TemplateSyntaxError
+from jinja2 import FileSystemLoader, StrictUndefined, TemplateError, TemplateNotFound, TemplateSyntaxError, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dtctl import shell
@@ -34,6 +34,8 @@ def _finalize(value: object) -> str:
         return shell.quote(value)
     if isinstance(value, int | float) and not isinstance(value, bool):
         return shell.quote(str(value))
+    if isinstance(value, Undefined):
+        str(value)  # raises the error that names it
     raise RenderError(
         f"a template printed {value!r}, which is neither text nor a number",
         hint="print one of its fields, or a sequence with `| argv`",

@@ -51,9 +51,14 @@ class Worker:
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Wait until every worker is here. On the CPU, so that it does not wait for queued GPU work."""
+        """Wait until every worker is here.
+
+        Not an all-reduce: gloo's thread lets go of its tensor only after the main thread was told of the result, needs the
+        interpreter's lock for it, and aborts the process if the interpreter is ending by then (one end in ten was seen
+        to, with torch 2.13). A barrier has no tensor, and while it waits older ones are let go.
+        """
         if self.backend is not None:
-            dist.all_reduce(torch.zeros(1))
+            dist.barrier()
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The element-wise sum over all workers of a CPU tensor, in place."""

@@ -38,7 +38,7 @@ def check_requirements() -> None:
         raise SandboxError(
             "a sandbox needs Linux: its hosts are network namespaces", hint=f"use a Linux machine, {hint}"
         )
-    missing = [package for tool, package in PACKAGES.items() if not (os.path.exists(tool) or shutil.which(tool))]
+    missing = [package for tool, package in PACKAGES.items() if not (Path(tool).exists() or shutil.which(tool))]
     if missing:
         raise SandboxError(
             f"a sandbox needs {', '.join(missing)}", hint=f"sudo apt-get install {' '.join(missing)}, {hint}"
@@ -169,7 +169,7 @@ def enter_argv(sandbox: Sandbox, node: SandboxNode, command: Sequence[str]) -> l
     Raises:
         SandboxError: the host is switched off.
     """
-    check_on(sandbox, node)
+    check_on(node)
     pid = node.pid
     if sandbox.rootless:
         pid = _first_child(node.pid) or node.pid  # its sshd, which is in the login user's own user namespace
@@ -188,7 +188,7 @@ def enter_argv(sandbox: Sandbox, node: SandboxNode, command: Sequence[str]) -> l
     ]
 
 
-def check_on(sandbox: Sandbox, node: SandboxNode) -> None:
+def check_on(node: SandboxNode) -> None:
     """Refuse a host that is switched off.
 
     Raises:
@@ -210,18 +210,19 @@ def host_processes(node: SandboxNode) -> dict[int, str]:
     """Processes of a host, by this machine's ids -> command line; its init is among them."""
     wanted = _pid_namespace(node.pid)
     found = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and wanted and _pid_namespace(int(entry)) == wanted and kernel.start_time(int(entry)):
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and wanted and _pid_namespace(int(entry.name)) == wanted:
             try:
-                line = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue
-            found[int(entry)] = line.strip()
+            if kernel.start_time(int(entry.name)):
+                found[int(entry.name)] = line.strip()
     return found
 
 
 def _pid_namespace(pid: int) -> str | None:
     try:
-        return os.readlink(f"/proc/{pid}/ns/pid")
+        return str(Path(f"/proc/{pid}/ns/pid").readlink())
     except OSError:
         return None

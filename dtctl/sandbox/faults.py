@@ -6,6 +6,7 @@ in force is kept in STATE/faults.json, for people; healing does not depend on it
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -29,7 +30,7 @@ def in_network(sandbox: Sandbox, node: SandboxNode | None, argv: Sequence[str]) 
         SandboxError: it failed.
     """
     if node is not None:
-        control.check_on(sandbox, node)
+        control.check_on(node)
     prefix: list[str] = []
     if node is not None or sandbox.rootless:
         user = ["--user", "--preserve-credentials"] if sandbox.rootless else []
@@ -39,10 +40,9 @@ def in_network(sandbox: Sandbox, node: SandboxNode | None, argv: Sequence[str]) 
     environ["PATH"] = environ.get("PATH", "") + ":/usr/sbin:/sbin"
     done = subprocess.run([*prefix, *argv], capture_output=True, text=True, check=False, env=environ)
     if done.returncode:
-        raise SandboxError(
-            f"{' '.join(argv)} failed: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else done.returncode}",
-            where=f"host {node.name}" if node else "the bridge",
-        )
+        said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        where = f"host {node.name}" if node else "the bridge"
+        raise SandboxError(f"{' '.join(argv)} failed: {said[-1]}", where=where)
 
 
 def _iptables(sandbox: Sandbox, node: SandboxNode, *rule: str) -> None:
@@ -99,7 +99,7 @@ def limit(sandbox: Sandbox, node: SandboxNode, *, rate: str) -> None:
 
 def kill(sandbox: Sandbox, node: SandboxNode) -> None:
     """Switch a host off as a power failure does: everything ends, and its peers are told nothing."""
-    control.check_on(sandbox, node)
+    control.check_on(node)
     cut(sandbox, node, None)  # first, or the kernel would close its connections politely
     os.kill(node.pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
@@ -107,9 +107,9 @@ def kill(sandbox: Sandbox, node: SandboxNode) -> None:
         time.sleep(0.002)
 
 
-def freeze(sandbox: Sandbox, node: SandboxNode) -> None:
+def freeze(node: SandboxNode) -> None:
     """Stop every process of a host; its kernel goes on and acknowledges packets, as that of a hanging machine does."""
-    control.check_on(sandbox, node)
+    control.check_on(node)
     _signal_all(node, signal.SIGSTOP)
 
 
@@ -154,10 +154,8 @@ def heal(sandbox: Sandbox, nodes: Sequence[SandboxNode]) -> None:
         in_network(sandbox, None, ["ip", "link", "set", link, "up"])
         in_network(sandbox, node, ["iptables", "-w", "-F"])
         for where, device in ((node, "eth0"), (None, link)):
-            try:
+            with contextlib.suppress(SandboxError):  # there was none
                 in_network(sandbox, where, ["tc", "qdisc", "del", "dev", device, "root"])
-            except SandboxError:
-                pass  # there was none
         user = ["--user", "--preserve-credentials"] if sandbox.rootless else []
         _unmount_disks(node, user)
 

@@ -62,10 +62,10 @@ def _mounts(host: Host) -> None:
     state = host.state
     kernel.mount("none", Path("/"), "", kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("proc", Path("/proc"), "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
-    kernel.mount("shm", Path("/dev/shm"), "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=1777")
+    kernel.mount("shm", Path("/dev/shm"), "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=1777")  # noqa: S108
     kernel.bind(state / "hosts" / host.name, state / "self")
     kernel.mount("none", state / "hosts", "tmpfs", 0, "size=4k,mode=0700")
-    for file in ("passwd", "hosts", "hostname", "resolv.conf"):
+    for file in ("passwd", "hosts", "hostname", "resolv.conf", "nsswitch.conf"):
         if Path("/etc", file).exists():
             kernel.bind(state / "self" / "etc" / file, Path("/etc", file))
     if not _needed_under_tmp(state):

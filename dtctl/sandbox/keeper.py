@@ -1,18 +1,20 @@
 """The process behind a sandbox: makes its network and hosts, and keeps them until it is told to end.
 
 When it ends, for whatever reason, the kernel ends the hosts (PR_SET_PDEATHSIG), and with them their namespaces and
-cables. As an ordinary user it first makes itself a private world (a user and a network namespace) in which it may do all
-this, and hands out connections into that world over a unix socket. Has one thread, because it forks hosts.
+cables. As an ordinary user it first makes itself a private world (a user and a network namespace) in which it may do
+all this, and hands out connections into that world over a unix socket. Has one thread, because it forks hosts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -133,12 +135,11 @@ class Keeper:
         if request["op"] == "power-on":
             self.power_on([request["node"]])
             _say(connection, {"ok": True})
-        elif request["op"] == "connect":
-            if os.fork() == 0:  # a connection may take its time, and others want one too
-                try:
-                    _connect(connection, request)
-                finally:
-                    os._exit(0)
+        elif request["op"] == "connect" and os.fork() == 0:  # it may take its time, and others want one too
+            try:
+                _connect(connection, request)
+            finally:
+                os._exit(0)
 
 
 def _connect(connection: socket.socket, request: dict[str, object]) -> None:
@@ -151,10 +152,8 @@ def _connect(connection: socket.socket, request: dict[str, object]) -> None:
 
 
 def _say(connection: socket.socket, message: dict[str, object]) -> None:
-    try:
+    with contextlib.suppress(OSError):  # whoever asked may have gone
         connection.sendall(json.dumps(message).encode())
-    except OSError:
-        pass  # whoever asked has gone
 
 
 def _ip(commands: list[str]) -> None:
@@ -188,19 +187,16 @@ def _user_name(uid: int) -> str:
     return pwd.getpwuid(uid).pw_name
 
 
-class _inside:
+@contextlib.contextmanager
+def _inside(folder: Path) -> Iterator[None]:
     """Be in a folder for a moment."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __enter__(self) -> None:
-        self._before = os.open(".", os.O_RDONLY)
-        os.chdir(self._folder)
-
-    def __exit__(self, *_: object) -> None:
-        os.fchdir(self._before)
-        os.close(self._before)
+    before = os.open(".", os.O_RDONLY)
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.fchdir(before)
+        os.close(before)
 
 
 def main() -> None:

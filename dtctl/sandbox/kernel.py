@@ -40,7 +40,7 @@ def unshare(flags: int) -> None:
 
 
 def fork_into(flags: int) -> int:
-    """Like `os.fork`, with the child in new namespaces; in a new PID namespace it is process 1.
+    """Fork, with the child in new namespaces; in a new PID namespace it is process 1.
 
     The process must have one thread. `unshare` could not do this: it moves only later children into the PID namespace.
     """
@@ -59,7 +59,7 @@ def die_with_parent() -> None:
 
 
 def mount(source: str, target: Path, kind: str, flags: int = 0, options: str = "") -> None:
-    """mount(2)."""
+    """Mount a file system; mount(2) has the flags."""
     data = options.encode() or None
     done = _libc.mount(source.encode(), os.fsencode(target), kind.encode() or None, ctypes.c_ulong(flags), data)
     _check(done, f"mount {target}")

@@ -104,9 +104,9 @@ def state_dir(name: str) -> Path:
         raise SandboxError(f"{name!r} cannot be the name of a sandbox", hint="use letters, digits, - and _")
     base = os.environ.get("DTCTL_SANDBOX_DIR")
     if base is None:
-        state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-        base = os.path.join(state, "dtctl", "sandbox")
-    return Path(base).absolute() / name
+        base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+        base += "/dtctl/sandbox"
+    return Path(base).expanduser().absolute() / name
 
 
 def tag(state: Path) -> str:

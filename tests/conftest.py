@@ -1,0 +1,21 @@
+"""What all tests share: with CI=true nothing may be skipped quietly."""
+
+import os
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        folder = item.path.parent.name
+        if folder in ("integration", "fault"):
+            item.add_marker(pytest.mark.integration)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item):  # type: ignore[no-untyped-def]
+    outcome = yield
+    report = outcome.get_result()
+    if report.skipped and os.environ.get("CI") == "true" and item.get_closest_marker("integration"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped with CI=true: {report.longrepr}"

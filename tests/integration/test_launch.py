@@ -1,0 +1,244 @@
+"""Jobs on real hosts over real SSH, from the command line to the last process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from dtctl.sandbox.layout import Sandbox
+from tests.integration.conftest import Project, spec_text, workers
+
+pytestmark = pytest.mark.usefixtures("sandbox")
+
+SHOW = """\
+import json, os, sys
+print("SHOW " + json.dumps({"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd()}), flush=True)
+"""
+
+
+def shown(text: str) -> list[dict[str, object]]:
+    return [json.loads(line.split("SHOW ", 1)[1]) for line in text.splitlines() if "SHOW " in line]
+
+
+def test_every_worker_knows_its_place(project: Project) -> None:
+    project.write("dtctl.yaml", spec_text(slots=2))
+    project.write("train.py", SHOW)
+    done = project.run("launch", "--json", "--", "--lr", "1e-3")
+    assert done.code == 0, done.err
+    found = sorted(shown(done.err), key=lambda item: int(item["env"]["RANK"]))  # type: ignore[index]
+    places = [[item["env"][key] for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "DTCTL_NODE")] for item in found]  # type: ignore[index]
+    assert places == [[str(r), str(r % 2), "6", f"node{r // 2 + 1}"] for r in range(6)]
+    assert all(item["argv"] == ["--lr", "1e-3"] for item in found)
+    assert {item["env"]["GLOO_SOCKET_IFNAME"] for item in found} == {"eth0"}  # type: ignore[index]
+    assert {item["env"]["NCCL_SOCKET_IFNAME"] for item in found} == {"=eth0"}  # type: ignore[index]
+    assert done.done["status"] == "succeeded"
+    assert done.done["left_behind"] == 0
+    assert done.done["first_failure"] is None
+    assert 0 < float(done.done["launch_s"]) < float(done.done["duration_s"])  # type: ignore[arg-type]
+
+
+def test_the_run_folder_is_private_and_complete(project: Project) -> None:
+    project.write("dtctl.yaml", spec_text())
+    project.write("train.py", "print('hello')")
+    assert project.run("launch", "--name", "r1").code == 0
+    folder = project.folder / ".dtctl" / "runs" / "r1"
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert {"plan.json", "events.jsonl", "ledger.json", "logs/node1/rank-0.log", "logs/node3/rank-2.log"} <= files
+    assert (folder / "logs/node2/rank-1.log").read_text() == "hello\n"
+    assert {oct(path.stat().st_mode & 0o777) for path in folder.rglob("*") if path.is_file()} == {"0o600"}
+    assert {oct(path.stat().st_mode & 0o777) for path in [folder, *folder.rglob("*")] if path.is_dir()} == {"0o700"}
+    ledger = json.loads((folder / "ledger.json").read_text())
+    assert sum(ledger["phases_s"].values()) == pytest.approx(ledger["wall_s"], abs=0.01)
+
+
+def test_a_failed_worker_is_named_and_the_others_are_stopped(project: Project, sandbox: Sandbox) -> None:
+    project.write("dtctl.yaml", spec_text(slots=2))
+    project.write(
+        "train.py",
+        "import os, sys, time\nprint('working', flush=True)\n"
+        "if os.environ['RANK'] == '3': raise ValueError('the loss is a banana')\ntime.sleep(600)\n",
+    )
+    done = project.run("launch", "--json")
+    assert done.code == 8
+    failure = done.done["first_failure"]
+    assert isinstance(failure, dict)
+    assert (failure["node"], failure["rank"], failure["exit_code"], failure["signal"]) == ("node2", 3, 1, None)
+    assert failure["summary"] == "ValueError: the loss is a banana"
+    assert "the loss is a banana" in Path(failure["log"]).read_text()
+    assert done.done["left_behind"] == 0
+    assert float(done.done["duration_s"]) < 8  # type: ignore[arg-type]
+    assert all(workers(node) == {} for node in sandbox.nodes)
+
+
+def test_a_worker_ended_by_a_signal_is_the_cause_though_others_end_first(project: Project) -> None:
+    project.write("dtctl.yaml", spec_text())
+    project.write(
+        "train.py",
+        "import os, signal, socket, sys\n"
+        "rank = os.environ['RANK']\n"
+        "if rank == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "sys.exit('RuntimeError: Connection closed by peer [10.0.0.1]:1')\n",
+    )
+    failure = project.run("launch", "--json").done["first_failure"]
+    assert isinstance(failure, dict)
+    assert (failure["node"], failure["rank"], failure["exit_code"], failure["signal"]) == ("node2", 1, 137, 9)
+
+
+def test_the_gang_is_started_again_with_a_new_rendezvous(project: Project) -> None:
+    project.write("dtctl.yaml", spec_text() + "  \n".replace("  ", ""))
+    project.write(
+        "train.py", SHOW + "if os.environ['DTCTL_ATTEMPT'] < '2' and os.environ['RANK'] == '1': sys.exit(7)\n"
+    )
+    done = project.run("launch", "--json", "--set", "job.max_restarts=3")
+    assert done.code == 0, done.err
+    assert done.done["attempts"] == 3
+    attempts = [event for event in done.events if event["event"] == "start"]
+    assert len({event["rendezvous"] for event in attempts}) == 3
+    last = [item["env"] for item in shown(done.err) if item["env"]["DTCTL_ATTEMPT"] == "2"]  # type: ignore[index]
+    assert {f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}" for env in last} == {attempts[-1]["rendezvous"]}  # type: ignore[index]
+
+
+def test_the_restarts_are_counted(project: Project) -> None:
+    project.write("dtctl.yaml", spec_text())
+    project.write("train.py", "import sys; sys.exit(3)")
+    done = project.run("launch", "--json", "--set", "job.max_restarts=1")
+    assert (done.code, done.done["attempts"]) == (8, 2)
+
+
+def test_a_command_runs_once_per_node(project: Project) -> None:
+    project.write("dtctl.yaml", "cluster: {transport: sandbox, nodes: 3, slots: 4}\njob: {command: hostname}\n")
+    done = project.run("launch")
+    assert sorted(done.out.split()) == sorted(["[node1:0]", "node1", "[node2:4]", "node2", "[node3:8]", "node3"])
+
+
+def test_without_a_spec(project: Project, sandbox: Sandbox) -> None:
+    config = project.write(
+        "ssh_config",
+        f"Host a b\n  User {sandbox.user}\n  IdentityFile {sandbox.identity_file}\n"
+        f"  UserKnownHostsFile {sandbox.known_hosts}\n"
+        f"Host a\n  HostName {sandbox.nodes[0].address}\nHost b\n  HostName {sandbox.nodes[1].address}\n",
+    )
+    project.write("train.py", SHOW)
+    done = project.run(
+        "launch", "--nodes", "a,b", "--slots", "2", "--set", f"cluster.ssh_config={config}", "--set", "job.kind=direct",
+        "--set", f"cluster.python={sys.executable}", "--", "train.py", "--lr", "1e-3",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert [item["argv"] for item in shown(done.out)] == [["--lr", "1e-3"]] * 4
+    assert "4 workers (direct over ssh)" in done.err
+
+
+def test_code_reaches_every_node_without_a_shared_disk(project: Project, sandbox: Sandbox) -> None:
+    project.write("dtctl.yaml", spec_text())
+    project.write("train.py", "import helper; print(helper.VALUE, open('data/odd name\\u00e9.txt').read())")
+    project.write("helper.py", "VALUE = 1")
+    project.write("data/odd nameé.txt", "text")
+    project.write(".gitignore", "junk/\n")
+    project.write("junk/large.bin", "x" * 100_000)
+    project.write(".env", "SECRET=1")
+    first = project.run("launch")
+    assert first.out.count("1 text") == 3, first.err
+    again = project.run("launch")
+    assert again.err.count("has the code (unchanged)") == 3
+    project.write("helper.py", "VALUE = 2")
+    changed = project.run("launch")
+    assert changed.out.count("2 text") == 3
+    assert changed.err.count("has the code (1 file, ") == 3
+    for node in sandbox.nodes:
+        home = sandbox.state / "hosts" / node.name / "home"
+        assert not list(home.rglob("large.bin"))
+        assert not list(home.rglob(".env"))
+
+
+WORD = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(WORD, max_size=4), WORD)
+@example(
+    ["$(id)", "`id`", "a'b", 'a"b', "a\nb", "", "-n", "--", "*", "~", "a,b", "é", "!x", "\\", "${rank}"],
+    "a,b 'c' \"d\"\n$(e)",
+)
+def test_any_argument_and_variable_arrives_byte_for_byte(project: Project, argv: list[str], value: str) -> None:
+    spec = {
+        "cluster": {"transport": "sandbox", "nodes": 1},
+        "job": {"script": "train.py", "kind": "direct", "args": argv, "env": {"VALUE": value}},
+    }
+    project.write("dtctl.yaml", yaml.safe_dump(spec))
+    project.write("train.py", SHOW)
+    done = project.run("launch")
+    assert done.code == 0, done.err
+    (found,) = shown(done.out)
+    assert found["argv"] == argv
+    assert found["env"]["VALUE"] == value  # type: ignore[index]
+
+
+def test_secrets_reach_the_worker_and_nothing_else(project: Project, sandbox: Sandbox) -> None:
+    secret = "hunter2-$(id)-'x'"
+    project.write("dtctl.yaml", spec_text().replace("grace_s", "secrets: [API_KEY], grace_s"))
+    project.write(
+        "train.py",
+        "import hashlib, os, subprocess\n"
+        "digest = hashlib.sha256(os.environ['API_KEY'].encode()).hexdigest()\n"
+        f"assert digest == {hashlib.sha256(secret.encode()).hexdigest()!r}\n"
+        "print(subprocess.run(['ps', 'axww', '-o', 'args'], capture_output=True, text=True).stdout)\n",
+    )
+    done = project.run("launch", "--json", "--name", "s1", env={"API_KEY": secret})
+    assert done.code == 0, done.err
+    assert "hunter2" not in done.out + done.err
+    for path in (project.folder / ".dtctl").rglob("*"):
+        assert not path.is_file() or b"hunter2" not in path.read_bytes(), path
+    for node in sandbox.nodes:
+        for path in (sandbox.state / "hosts" / node.name / "home").rglob("*"):
+            assert not path.is_file() or b"hunter2" not in path.read_bytes(), path
+    assert "hunter2" not in project.run("launch", "--dry-run", env={"API_KEY": secret}).out
+    missing = project.run("launch")
+    assert missing.code == 4
+    assert "the job needs API_KEY, which is not set here" in missing.err
+
+
+def test_the_dry_run_is_what_is_sent(project: Project, sandbox: Sandbox) -> None:
+    project.write("dtctl.yaml", spec_text().replace("kind: direct", "kind: direct, env: {A: 'x y'}"))
+    project.write("train.py", "print(1)")
+    assert project.run("launch", "--dry-run", "--out", "scripts", "--name", "same").code == 0
+    assert project.run("launch", "--name", "same").code == 0
+    for node in sandbox.nodes:
+        home = sandbox.state / "hosts" / node.name / "home"
+        (sent,) = home.glob(".dtctl/node/runs/same/attempt-0/node.sh")
+        assert sent.read_text() == (project.folder / "scripts" / f"{node.name}.sh").read_text()
+
+
+def test_a_template_beside_the_spec_wins(project: Project) -> None:
+    project.write("dtctl.yaml", spec_text(nodes=1))
+    project.write("train.py", "print('never')")
+    project.write("templates/node.sh.j2", "echo mine {{ node.name }} {{ plan.run }}\n")
+    assert "mine node1 odd" in project.run("launch", "--name", "odd").out
+    project.write("templates/node.sh.j2", "echo {{ node.nmae }}\n")
+    wrong = project.run("launch")
+    assert wrong.code == 5
+    assert "has no attribute 'nmae'" in wrong.err
+
+
+def test_two_runs_on_the_same_nodes_do_not_meet(project: Project) -> None:
+    project.write("dtctl.yaml", spec_text())
+    project.write(
+        "train.py", "import os, time\nprint('up', flush=True)\nwhile not os.path.exists('/tmp/go'): time.sleep(0.05)\n"
+    )
+    first = project.start("launch", "--name", "one")
+    second = project.run("launch", "--name", "two", "--set", "job.script=quick.py")
+    assert second.code == 4  # no quick.py yet
+    project.write("quick.py", "import sys; sys.exit(5)")
+    assert project.run("launch", "--name", "three", "--set", "job.script=quick.py").code == 8
+    assert first.poll() is None
+    for host in ("node1", "node2", "node3"):
+        assert project.run("sandbox", "exec", host, "--", "touch", "/tmp/go").code == 0
+    assert project.finish(first).code == 0
+    for host in ("node1", "node2", "node3"):
+        project.run("sandbox", "exec", host, "--", "rm", "/tmp/go")

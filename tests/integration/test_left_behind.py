@@ -1,0 +1,210 @@
+"""Whatever ends a run, nothing of it is left on any node, and another run on the same nodes is not disturbed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dtctl.sandbox import control, faults
+from dtctl.sandbox.layout import Sandbox
+from tests.integration.conftest import Project, spec_text, wait_until, workers
+
+LIMIT_S = 5.0
+"""What ending a run may take beyond the grace."""
+GRACE_S = 1.0
+
+WORKER = """\
+import os, signal, sys, time
+{before}
+print("up", flush=True)
+time.sleep(600)
+"""
+POLITE = WORKER.format(before="")
+STUBBORN = WORKER.format(before="signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+DAEMON = WORKER.format(
+    before="""
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.closerange(0, 256)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.execve(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)"], {})  # not even the mark is left
+    os._exit(0)
+os.wait()
+"""
+)
+LOADERS = WORKER.format(before="import subprocess\nfor _ in range(3): subprocess.Popen(['sleep', '600'])")
+
+
+@pytest.fixture
+def other_run(tmp_path: Path, sandbox: Sandbox, sandbox_env: dict[str, str]) -> Iterator[dict[str, set[int]]]:
+    """Another run of the same script, on the same nodes, which has to live through the test."""
+    folder = tmp_path / "other"
+    folder.mkdir()
+    other = Project(folder, sandbox_env)
+    other.write("dtctl.yaml", spec_text(grace_s=GRACE_S))
+    other.write("train.py", POLITE)
+    process = other.start("launch", "--name", "test-other")
+    wait_until(lambda: all("sleep" in "".join(workers(n).values()) or len(workers(n)) == 3 for n in sandbox.nodes), 20)
+    before = {node.name: set(workers(node)) for node in sandbox.nodes}
+    yield before
+    assert process.poll() is None, "the other run was disturbed"
+    process.send_signal(signal.SIGINT)
+    assert other.finish(process).code == 130
+
+
+def launch(project: Project, sandbox: Sandbox, script: str, other: dict[str, set[int]], *, workers_each: int = 1):  # type: ignore[no-untyped-def]
+    """Start a run and wait until its workers are up on every node."""
+    project.write("dtctl.yaml", spec_text(grace_s=GRACE_S).replace("cluster: {", "cluster: {link_timeout_s: 3, "))
+    project.write("train.py", script)
+    process = project.start("launch", "--json", "--name", "test")
+    log = project.folder / ".dtctl/runs/test/logs"
+    wait_until(lambda: len([p for p in log.glob("*/rank-*.log") if "up" in p.read_text()]) == 3, 20, "all workers up")
+    assert all(len(ours(sandbox, other)[node.name]) >= 2 + workers_each for node in sandbox.nodes)
+    return process
+
+
+def ours(sandbox: Sandbox, other: dict[str, set[int]]) -> dict[str, set[int]]:
+    return {node.name: set(workers(node)) - other[node.name] for node in sandbox.nodes}
+
+
+def nothing_left(sandbox: Sandbox, other: dict[str, set[int]], limit_s: float) -> float:
+    def gone() -> bool:
+        return not any(ours(sandbox, other).values())
+
+    took = wait_until(gone, limit_s, "no process of the run on any node")
+    assert all(other[node.name] <= set(workers(node)) for node in sandbox.nodes), "the other run lost processes"
+    return took
+
+
+@pytest.mark.parametrize("script", [POLITE, STUBBORN, DAEMON, LOADERS], ids=["polite", "stubborn", "daemon", "loaders"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["INT", "TERM", "KILL"])
+def test_the_launcher_gets_a_signal(
+    project: Project, sandbox: Sandbox, other_run: dict[str, set[int]], number: int, script: str
+) -> None:
+    process = launch(project, sandbox, script, other_run)
+    process.send_signal(number)
+    nothing_left(sandbox, other_run, LIMIT_S + GRACE_S)
+    done = project.finish(process)
+    if number == signal.SIGKILL:
+        return
+    assert done.code == 128 + number
+    assert done.done["status"] == "stopped"
+    assert done.done["left_behind"] == 0
+    assert "0 processes left on 3 nodes" in done.err
+
+
+@pytest.mark.parametrize("script", [POLITE, STUBBORN, DAEMON], ids=["polite", "stubborn", "daemon"])
+def test_a_worker_crashes(project: Project, sandbox: Sandbox, other_run: dict[str, set[int]], script: str) -> None:
+    crash = (
+        "if os.environ['RANK'] == '1':\n    time.sleep(1)\n    os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(600)"
+    )
+    process = launch(project, sandbox, script.replace("time.sleep(600)\n", crash), other_run)
+    done = project.finish(process)
+    assert done.code == 8
+    assert done.done["left_behind"] == 0
+    assert done.done["first_failure"]["signal"] == signal.SIGSEGV  # type: ignore[index]
+    nothing_left(sandbox, other_run, 0.5)
+
+
+@pytest.mark.parametrize("script", [POLITE, DAEMON], ids=["polite", "daemon"])
+def test_the_ssh_session_of_a_node_is_killed(
+    project: Project, sandbox: Sandbox, other_run: dict[str, set[int]], script: str
+) -> None:
+    process = launch(project, sandbox, script, other_run)
+    node = sandbox.nodes[1]
+    supervisors = ours(sandbox, other_run)[node.name]
+    sessions = {_parent(pid) for pid in supervisors} - supervisors - {node.pid}
+    for session in sessions:
+        if "sshd" in Path(f"/proc/{session}/cmdline").read_text():
+            os.kill(session, signal.SIGKILL)
+    nothing_left(sandbox, other_run, LIMIT_S + GRACE_S)
+    done = project.finish(process)
+    assert done.code == 8
+    assert done.done["first_failure"]["node"] == "node2"  # type: ignore[index]
+    assert done.done["left_behind"] == 0
+
+
+def _parent(pid: int) -> int:
+    match = re.search(r"^PPid:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert match is not None
+    return int(match[1])
+
+
+@pytest.mark.parametrize("script", [POLITE, STUBBORN, DAEMON], ids=["polite", "stubborn", "daemon"])
+def test_the_supervisor_of_a_node_is_killed(
+    project: Project, sandbox: Sandbox, other_run: dict[str, set[int]], script: str
+) -> None:
+    process = launch(project, sandbox, script, other_run)
+    node = sandbox.nodes[2]
+    found = {pid: line for pid, line in workers(node).items() if pid not in other_run[node.name] and "dtctl" in line}
+    supervisor = max(found, default=0)
+    os.kill(supervisor, signal.SIGKILL)
+    nothing_left(sandbox, other_run, LIMIT_S + GRACE_S)
+    done = project.finish(process)
+    assert (done.code, done.done["left_behind"]) == (8, 0)
+
+
+def test_the_link_to_a_node_is_cut(project: Project, sandbox: Sandbox, other_run: dict[str, set[int]]) -> None:
+    process = launch(project, sandbox, STUBBORN, other_run)
+    node = sandbox.nodes[0]
+    # Only this run's connection, so that the other run keeps its own: by the port it comes from.
+    ports = _client_ports(process.pid, node.address)
+    for port in ports:
+        for way in (["INPUT", "-p", "tcp", "--sport", port], ["OUTPUT", "-p", "tcp", "--dport", port]):
+            faults.in_network(sandbox, node, ["iptables", "-w", "-A", *way, "-j", "DROP"])
+    faults.record(sandbox, ["cut by the test"])
+    begun = time.monotonic()
+    nothing_left(sandbox, other_run, 3 + LIMIT_S + GRACE_S)  # 3: the link time-out of the spec
+    assert time.monotonic() - begun > 2, "it was not the cut link that ended the run"
+    done = project.finish(process)
+    assert done.code == 8
+    assert done.done["first_failure"]["node"] == "node1"  # type: ignore[index]
+    assert done.done["left_behind"] == 0, "the launcher looks again over a new connection"
+
+
+def _client_ports(pid: int, address: str) -> list[str]:
+    lines = subprocess.run(["ss", "-Htnp", "dst", address], capture_output=True, text=True, check=True).stdout
+    found = [line.split()[3].rsplit(":", 1)[1] for line in lines.splitlines() if f"pid={pid}," in line]
+    assert found
+    return found
+
+
+def test_a_host_loses_power(project: Project, sandbox: Sandbox) -> None:
+    process = launch(project, sandbox, POLITE, {node.name: set() for node in sandbox.nodes})
+    faults.kill(sandbox, sandbox.nodes[2])
+    faults.record(sandbox, ["kill node3"])
+    done = project.finish(process)
+    assert done.code == 8
+    assert done.done["first_failure"]["node"] == "node3"  # type: ignore[index]
+    assert done.done["left_behind"] is None, "nobody can look at a machine without power"
+    assert "a node could not be asked" in done.err
+    assert all(workers(node) == {} for node in sandbox.nodes[:2])
+
+
+def test_a_frozen_host_is_named_and_the_others_are_stopped(project: Project, sandbox: Sandbox) -> None:
+    process = launch(project, sandbox, POLITE, {node.name: set() for node in sandbox.nodes})
+    faults.freeze(sandbox.nodes[1])
+    faults.record(sandbox, ["freeze node2"])
+    done = project.finish(process)
+    assert done.done["first_failure"]["node"] == "node2"  # type: ignore[index]
+    assert workers(sandbox.nodes[0]) == {}
+    faults.heal(sandbox, sandbox.nodes)
+    current = control.find("main")
+    assert current is not None
+    wait_until(lambda: all(workers(node) == {} for node in current.nodes), LIMIT_S + GRACE_S, "the thawed run ended")
+
+
+def test_what_a_finished_job_leaves_behind_is_ended(project: Project, sandbox: Sandbox) -> None:
+    project.write("dtctl.yaml", spec_text(grace_s=GRACE_S))
+    project.write("train.py", DAEMON.rsplit("time.sleep(600)", 1)[0])
+    done = project.run("launch", "--json")
+    assert (done.code, done.done["left_behind"]) == (0, 0)
+    assert all(workers(node) == {} for node in sandbox.nodes)
