@@ -20,6 +20,7 @@ from dtctl.plan.model import Plan
 from dtctl.transport.fanout import raise_failures
 
 PING_S = 1.0
+QUIT_LIMIT_S = 2.0
 START_LIMIT_S = 30.0
 """How long a node may take from the start message to its answer."""
 
@@ -129,13 +130,16 @@ class Gang:
             attempt.look_at_the_clock()
         for node, rank, text in self.logs.rest():
             self.emit("log", node=node, rank=rank, text=text)
-        self.logs.flush()
         return attempt.outcome
 
     def quit(self) -> None:
-        """Send every supervisor home."""
-        for session in self.sessions.values():
-            session.send({"op": "quit"})
+        """Send every supervisor home, and wait until they have gone or had their time."""
+        asked = [session for session in self.sessions.values() if session.send({"op": "quit"})]
+        deadline = time.monotonic() + QUIT_LIMIT_S
+        for session in asked:
+            session.mute()  # a full inbox must not keep its thread from ending
+        for session in asked:
+            session.wait_closed(deadline - time.monotonic())
 
     def _next(self, timeout_s: float) -> Said | None:
         now = time.monotonic()

@@ -52,12 +52,10 @@ class Logs:
     def begin_attempt(self) -> None:
         """A new attempt writes new files on the nodes; here it is appended to the ones of the last."""
         self.offsets.clear()
-        self.flush()
         self._begun = {key: self._path(*key).stat().st_size for key in self._files}
 
     def tail(self, node: str, rank: int, limit_bytes: int = 32_768) -> str:
         """The end of a rank's output in this attempt."""
-        self.flush()
         try:
             with self._path(node, rank).open("rb") as file:
                 file.seek(0, 2)
@@ -69,11 +67,6 @@ class Logs:
     def ranks(self, node: str) -> list[int]:
         """Ranks of a node that have printed something, in order; without torchrun's agent."""
         return sorted(rank for name, rank in self._files if name == node and rank >= 0)
-
-    def flush(self) -> None:
-        """Let other processes see all that has arrived."""
-        for file in self._files.values():
-            file.flush()
 
     def close(self) -> None:
         """Close all files."""
@@ -88,7 +81,7 @@ class Logs:
         if key not in self._files:
             path = self._path(*key)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            file = path.open("ab")
+            file = path.open("ab", buffering=0)  # others read along
             path.chmod(0o600)
             self._files[key] = file
         return self._files[key]

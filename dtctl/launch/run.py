@@ -90,6 +90,7 @@ def launch(job: Job, record: RunRecord, *, emit: Emit, signals: list[int], ledge
     try:
         return launcher.run()
     finally:
+        launcher.gang.quit()
         launcher.close()
 
 
@@ -125,13 +126,11 @@ class _Launcher:
             self.emit("restart", attempt=attempt, of=plan.max_restarts, reason=failures.describe(cause))
             plan = self._again(plan, attempt, outcome)
         self.ledger.enter("stop")
-        self.gang.quit()
         self._ask_lost(plan, outcome)
         return self._result(outcome, failure, attempt)
 
     def close(self) -> None:
         """Drop all links and close all files."""
-        self.gang.quit()
         for session in self.gang.sessions.values():
             session.close()
         self.logs.close()

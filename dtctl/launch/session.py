@@ -85,6 +85,7 @@ class Session:
         self._link: Link | None = None
         self._lock = threading.Lock()
         self._closed = False
+        self._muted = False
         self._thread = threading.Thread(target=self._run, name=f"node {self.name}", daemon=True)
 
     def start(self) -> None:
@@ -102,6 +103,14 @@ class Session:
             return False
         return True
 
+    def mute(self) -> None:
+        """Say nothing more, and go on reading."""
+        self._muted = True
+
+    def wait_closed(self, timeout_s: float) -> None:
+        """Wait until the node's end has closed the link: then not even the supervisor is left there."""
+        self._thread.join(max(0.0, timeout_s))
+
     def close(self) -> None:
         """Drop the link; nothing more is said after this."""
         self._closed = True
@@ -110,7 +119,7 @@ class Session:
 
     def say(self, what: str, **data: Any) -> None:
         """Tell the launcher something."""
-        if not self._closed:
+        if not (self._closed or self._muted):
             self._inbox.put(Said(self, what, data))
 
     def _run(self) -> None:

@@ -11,6 +11,7 @@ import faulthandler
 import os
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,12 +52,7 @@ class Worker:
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Wait until every worker is here.
-
-        Not an all-reduce: gloo's thread lets go of its tensor only after the main thread was told of the result, needs the
-        interpreter's lock for it, and aborts the process if the interpreter is ending by then (one end in ten was seen
-        to, with torch 2.13). A barrier has no tensor, and while it waits older ones are let go.
-        """
+        """Wait until every worker is here."""
         if self.backend is not None:
             dist.barrier()
 
@@ -184,10 +180,22 @@ def leave(*, within_s: float | None = None) -> None:
         return
     if within_s is None:
         dist.destroy_process_group()
+        _let_gloo_finish()
         return
     parting = threading.Thread(target=dist.destroy_process_group, daemon=True)
     parting.start()
     parting.join(within_s)
+
+
+def _let_gloo_finish() -> None:
+    """Give gloo's threads the interpreter's lock for a moment.
+
+    They let go of a tensor only after the main thread was told of the result, and need the lock for it; if the interpreter
+    is ending by then, the process aborts. Seen with torch 2.13 in one of three ends of a busy machine, and in none with
+    this. Ten short naps rather than a long one: each ends only after threads that waited longer had their turn.
+    """
+    for _ in range(10):
+        time.sleep(0.005)
 
 
 def record_failure(error: BaseException) -> None:

@@ -95,7 +95,8 @@ def _bundle() -> tuple[bytes, bytes]:
 def command(python: str) -> str:
     """The shell command that starts the node's half; `python` is a program name or path on the node."""
     # -I and -S: the user's and the site's packages are not ours, and reading them costs time.
-    return shell.join([python, "-I", "-S", "-c", _FIRST])
+    # exec: dash would otherwise stay as a process of its own.
+    return "exec " + shell.join([python, "-I", "-S", "-c", _FIRST])
 
 
 def opening(workdir: str) -> bytes:

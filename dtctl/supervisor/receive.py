@@ -381,3 +381,8 @@ def _remove(path: str) -> None:
         import shutil
 
         shutil.rmtree(path, ignore_errors=True)
+
+
+def leads_out(path: bytes, link: bytes) -> bool:
+    """Whether a link at `path` leads out of the tree, going by its text alone."""
+    return _leaves(path.decode("latin-1"), link.decode("latin-1"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -53,6 +55,8 @@ def sandbox(session_sandbox: Sandbox) -> Iterator[Sandbox]:
         faults.record(current, [])
         current = control.find("main")
         assert current is not None
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: not any(workers(node) for node in current.nodes), 1.0)
     left = {node.name: workers(node) for node in current.nodes}
     assert left == {node.name: {} for node in current.nodes}, "a test has left processes behind"
 
@@ -99,6 +103,8 @@ class Project:
 
     folder: Path
     env: dict[str, str]
+    unique: str = field(default_factory=lambda: f"run-{secrets.token_hex(4)}")
+    """A name for a run that no other test has used on the same hosts."""
     _running: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def write(self, name: str, text: str) -> Path:

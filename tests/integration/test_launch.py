@@ -47,8 +47,8 @@ def test_every_worker_knows_its_place(project: Project) -> None:
 def test_the_run_folder_is_private_and_complete(project: Project) -> None:
     project.write("dtctl.yaml", spec_text())
     project.write("train.py", "print('hello')")
-    assert project.run("launch", "--name", "r1").code == 0
-    folder = project.folder / ".dtctl" / "runs" / "r1"
+    assert project.run("launch", "--name", project.unique).code == 0
+    folder = project.folder / ".dtctl" / "runs" / project.unique
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert {"plan.json", "events.jsonl", "ledger.json", "logs/node1/rank-0.log", "logs/node3/rank-2.log"} <= files
     assert (folder / "logs/node2/rank-1.log").read_text() == "hello\n"
@@ -190,7 +190,7 @@ def test_secrets_reach_the_worker_and_nothing_else(project: Project, sandbox: Sa
         f"assert digest == {hashlib.sha256(secret.encode()).hexdigest()!r}\n"
         "print(subprocess.run(['ps', 'axww', '-o', 'args'], capture_output=True, text=True).stdout)\n",
     )
-    done = project.run("launch", "--json", "--name", "s1", env={"API_KEY": secret})
+    done = project.run("launch", "--json", "--name", project.unique, env={"API_KEY": secret})
     assert done.code == 0, done.err
     assert "hunter2" not in done.out + done.err
     for path in (project.folder / ".dtctl").rglob("*"):
@@ -207,11 +207,11 @@ def test_secrets_reach_the_worker_and_nothing_else(project: Project, sandbox: Sa
 def test_the_dry_run_is_what_is_sent(project: Project, sandbox: Sandbox) -> None:
     project.write("dtctl.yaml", spec_text().replace("kind: direct", "kind: direct, env: {A: 'x y'}"))
     project.write("train.py", "print(1)")
-    assert project.run("launch", "--dry-run", "--out", "scripts", "--name", "same").code == 0
-    assert project.run("launch", "--name", "same").code == 0
+    assert project.run("launch", "--dry-run", "--out", "scripts", "--name", project.unique).code == 0
+    assert project.run("launch", "--name", project.unique).code == 0
     for node in sandbox.nodes:
         home = sandbox.state / "hosts" / node.name / "home"
-        (sent,) = home.glob(".dtctl/node/runs/same/attempt-0/node.sh")
+        (sent,) = home.glob(f".dtctl/node/runs/{project.unique}/attempt-0/node.sh")
         assert sent.read_text() == (project.folder / "scripts" / f"{node.name}.sh").read_text()
 
 
@@ -219,7 +219,7 @@ def test_a_template_beside_the_spec_wins(project: Project) -> None:
     project.write("dtctl.yaml", spec_text(nodes=1))
     project.write("train.py", "print('never')")
     project.write("templates/node.sh.j2", "echo mine {{ node.name }} {{ plan.run }}\n")
-    assert "mine node1 odd" in project.run("launch", "--name", "odd").out
+    assert f"mine node1 {project.unique}" in project.run("launch", "--name", project.unique).out
     project.write("templates/node.sh.j2", "echo {{ node.nmae }}\n")
     wrong = project.run("launch")
     assert wrong.code == 5
@@ -231,11 +231,11 @@ def test_two_runs_on_the_same_nodes_do_not_meet(project: Project) -> None:
     project.write(
         "train.py", "import os, time\nprint('up', flush=True)\nwhile not os.path.exists('/tmp/go'): time.sleep(0.05)\n"
     )
-    first = project.start("launch", "--name", "one")
-    second = project.run("launch", "--name", "two", "--set", "job.script=quick.py")
+    first = project.start("launch")
+    second = project.run("launch", "--set", "job.script=quick.py")
     assert second.code == 4  # no quick.py yet
     project.write("quick.py", "import sys; sys.exit(5)")
-    assert project.run("launch", "--name", "three", "--set", "job.script=quick.py").code == 8
+    assert project.run("launch", "--set", "job.script=quick.py").code == 8
     assert first.poll() is None
     for host in ("node1", "node2", "node3"):
         assert project.run("sandbox", "exec", host, "--", "touch", "/tmp/go").code == 0

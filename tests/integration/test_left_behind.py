@@ -35,7 +35,8 @@ if os.fork() == 0:
     if os.fork() == 0:
         os.closerange(0, 256)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        os.execve(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)"], {})  # not even the mark is left
+        # Without the run's mark in its environment.
+        os.execve(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)"], {})
     os._exit(0)
 os.wait()
 """
@@ -51,8 +52,8 @@ def other_run(tmp_path: Path, sandbox: Sandbox, sandbox_env: dict[str, str]) -> 
     other = Project(folder, sandbox_env)
     other.write("dtctl.yaml", spec_text(grace_s=GRACE_S))
     other.write("train.py", POLITE)
-    process = other.start("launch", "--name", "test-other")
-    wait_until(lambda: all("sleep" in "".join(workers(n).values()) or len(workers(n)) == 3 for n in sandbox.nodes), 20)
+    process = other.start("launch", "--name", other.unique)
+    wait_until(lambda: _up(other), 20, "the other run is up")
     before = {node.name: set(workers(node)) for node in sandbox.nodes}
     yield before
     assert process.poll() is None, "the other run was disturbed"
@@ -64,11 +65,15 @@ def launch(project: Project, sandbox: Sandbox, script: str, other: dict[str, set
     """Start a run and wait until its workers are up on every node."""
     project.write("dtctl.yaml", spec_text(grace_s=GRACE_S).replace("cluster: {", "cluster: {link_timeout_s: 3, "))
     project.write("train.py", script)
-    process = project.start("launch", "--json", "--name", "test")
-    log = project.folder / ".dtctl/runs/test/logs"
-    wait_until(lambda: len([p for p in log.glob("*/rank-*.log") if "up" in p.read_text()]) == 3, 20, "all workers up")
+    process = project.start("launch", "--json", "--name", project.unique)
+    wait_until(lambda: _up(project), 20, "all workers are up")
     assert all(len(ours(sandbox, other)[node.name]) >= 2 + workers_each for node in sandbox.nodes)
     return process
+
+
+def _up(project: Project) -> bool:
+    logs = (project.folder / ".dtctl/runs" / project.unique / "logs").glob("*/rank-*.log")
+    return len([path for path in logs if "up" in path.read_text()]) == 3
 
 
 def ours(sandbox: Sandbox, other: dict[str, set[int]]) -> dict[str, set[int]]:
@@ -103,10 +108,8 @@ def test_the_launcher_gets_a_signal(
 
 @pytest.mark.parametrize("script", [POLITE, STUBBORN, DAEMON], ids=["polite", "stubborn", "daemon"])
 def test_a_worker_crashes(project: Project, sandbox: Sandbox, other_run: dict[str, set[int]], script: str) -> None:
-    crash = (
-        "if os.environ['RANK'] == '1':\n    time.sleep(1)\n    os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(600)"
-    )
-    process = launch(project, sandbox, script.replace("time.sleep(600)\n", crash), other_run)
+    crash = "time.sleep(1)\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(600)\n"
+    process = launch(project, sandbox, script.removesuffix("time.sleep(600)\n") + crash, other_run)
     done = project.finish(process)
     assert done.code == 8
     assert done.done["left_behind"] == 0

@@ -1,0 +1,165 @@
+"""The patterns of .gitignore, meaning what git makes of them (gitignore(5), and wildmatch.c where that is silent).
+
+Works on bytes, as git does: names need not be UTF-8, and a `?` stands for one byte. Decides about one name at a time;
+that nothing below an ignored folder can be had back by a `!` follows from not walking into it, which is the caller's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from itertools import groupby
+
+_CLASSES = {
+    b"alnum": rb"0-9A-Za-z",
+    b"alpha": rb"A-Za-z",
+    b"blank": rb" \t",
+    b"cntrl": rb"\x00-\x1f\x7f",
+    b"digit": rb"0-9",
+    b"graph": rb"!-~",
+    b"lower": rb"a-z",
+    b"print": rb" -~",
+    b"punct": rb"!-/:-@\[-`{-~",
+    b"space": rb" \t-\r",
+    b"upper": rb"A-Z",
+    b"xdigit": rb"0-9A-Fa-f",
+}
+_NEVER = rb"(?!)"
+"""Matches nothing: a pattern that git accepts and that cannot fit any name, such as one that ends in a backslash."""
+
+
+class Rules:
+    """Patterns in the order of their file; the last one that fits a name decides."""
+
+    def __init__(self, lines: Iterable[bytes]) -> None:
+        """Read patterns, one a line, comments and blank lines among them."""
+        parsed = [rule for line in lines if (rule := _parse(line)) is not None]
+        # Neighbours that say the same are one expression, so that most files cost one match per name.
+        self._groups: list[tuple[bool, re.Pattern[bytes] | None, re.Pattern[bytes] | None]] = [
+            (ignored, _compile([r[2] for r in rules if r[1]]), _compile([r[2] for r in rules if not r[1]]))
+            for ignored, group in groupby(parsed, key=lambda rule: rule[0])
+            for rules in (list(group),)
+        ]
+        self._groups.reverse()
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def verdict(self, folder: bytes, name: bytes) -> bool | None:
+        """Whether a name is ignored (True), had back by a `!` (False), or not spoken of (None).
+
+        Args:
+            folder: where it lies, relative to the file of the patterns, with `/` at its end; empty for right there.
+            name: with `/` at its end if it is a folder itself.
+        """
+        for ignored, names, paths in self._groups:
+            if (names is not None and names.match(name)) or (paths is not None and paths.match(folder + name)):
+                return ignored
+        return None
+
+
+def split(text: bytes) -> list[bytes]:
+    """The lines of an ignore file, without a byte order mark and without the carriage returns of another system."""
+    lines = text.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    return [line.removesuffix(b"\r") for line in lines]
+
+
+def _compile(expressions: list[bytes]) -> re.Pattern[bytes] | None:
+    return re.compile(b"|".join(expressions), re.DOTALL) if expressions else None
+
+
+def _parse(line: bytes) -> tuple[bool, bool, bytes] | None:
+    """(ignores, looks at the last part of the path only, regular expression); None if the line says nothing."""
+    if line.startswith(b"#"):
+        return None
+    pattern = _without_trailing_spaces(line)
+    ignores = not pattern.startswith(b"!")
+    if not ignores:
+        pattern = pattern[1:]
+    only_folders = pattern.endswith(b"/")
+    pattern = pattern.removesuffix(b"/")
+    if not pattern:
+        return None
+    anywhere = b"/" not in pattern
+    end = rb"(?<!/)/\Z" if only_folders else rb"(?<!/)/?\Z"  # a/* does not fit the folder a/ itself
+    return ignores, anywhere, rb"(?:%s)%s" % (_expression(pattern.removeprefix(b"/")), end)
+
+
+def _without_trailing_spaces(line: bytes) -> bytes:
+    """Spaces at the end do not count unless a backslash stands before them."""
+    end = len(line)
+    while end and line[end - 1 : end] == b" ":
+        end -= 1
+    backslashes = end - len(line[:end].rstrip(b"\\"))
+    return line[: end + 1] if backslashes % 2 and end < len(line) else line[:end]
+
+
+def _expression(pattern: bytes) -> bytes:
+    """A pattern as a regular expression over a path without a slash at its end."""
+    made = bytearray()
+    at = 0
+    while at < len(pattern):
+        sign = pattern[at : at + 1]
+        if sign == b"*":
+            end = at + len(pattern[at:]) - len(pattern[at:].lstrip(b"*"))
+            at, part = _stars(pattern, at, end)
+        elif sign == b"?":
+            at, part = at + 1, b"[^/]"
+        elif sign == b"[":
+            at, part = _bracket(pattern, at)
+        elif sign == b"\\":
+            at, part = at + 2, re.escape(pattern[at + 1 : at + 2]) or _NEVER
+        else:
+            at, part = at + 1, re.escape(sign)
+        made += part
+    return bytes(made)
+
+
+def _stars(pattern: bytes, at: int, end: int) -> tuple[int, bytes]:
+    """What the stars in `pattern[at:end]` mean, and where to go on."""
+    alone = (at == 0 or pattern[at - 1 : at] == b"/") and pattern[end : end + 1] in (b"", b"/")
+    if end - at == 1 or not alone:
+        return end, b"[^/]*"
+    if end == len(pattern):
+        return end, b".*"
+    return end + 1, b"(?:.*/)?"  # the slash after it goes with it: a/**/b fits a/b
+
+
+def _bracket(pattern: bytes, start: int) -> tuple[int, bytes]:
+    """The set that begins at `start`, as an expression, and where to go on; one that is not closed fits nothing."""
+    at = start + 1
+    negated = pattern[at : at + 1] in (b"!", b"^")
+    at += negated
+    members = bytearray()
+    before = b""  # what a `-` would make a range from
+    first = True
+    while first or pattern[at : at + 1] != b"]":
+        first = False
+        sign = pattern[at : at + 1]
+        close = pattern.find(b"]", at + 2) if pattern[at : at + 2] == b"[:" else -1
+        if close > at + 2 and pattern[close - 1 : close] == b":":
+            name = pattern[at + 2 : close - 1]
+            if name not in _CLASSES:
+                return len(pattern), _NEVER
+            members += _CLASSES[name]
+            at, before = close + 1, b""
+            continue
+        if sign == b"-" and before and pattern[at + 1 : at + 2] not in (b"", b"]"):
+            at += 2 if pattern[at + 1 : at + 2] == b"\\" else 1
+            last = pattern[at : at + 1]
+            if before <= last:
+                members += re.escape(before) + b"-" + re.escape(last)
+            at, before = at + 1, b""
+            if not last:
+                return len(pattern), _NEVER
+            continue
+        if sign == b"\\":
+            at += 1
+            sign = pattern[at : at + 1]
+        if not sign:
+            return len(pattern), _NEVER
+        members += re.escape(sign)
+        at, before = at + 1, sign
+    if not members:
+        return at + 1, b"[^/]" if negated else _NEVER
+    return at + 1, rb"(?!/)[%s%s]" % (b"^" if negated else b"", bytes(members))
