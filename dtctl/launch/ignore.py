@@ -24,6 +24,7 @@ _CLASSES = {
     b"upper": rb"A-Z",
     b"xdigit": rb"0-9A-Fa-f",
 }
+_SIGNS = frozenset(b"*?[\\")
 _NEVER = rb"(?!)"
 """Matches nothing: a pattern that git accepts and that cannot fit any name, such as one that ends in a backslash."""
 
@@ -117,8 +118,9 @@ def _expression(pattern: bytes) -> bytes:
 
 def _stars(pattern: bytes, at: int, end: int) -> tuple[int, bytes]:
     """What the stars in `pattern[at:end]` mean, and where to go on."""
-    alone = (at == 0 or pattern[at - 1 : at] == b"/") and pattern[end : end + 1] in (b"", b"/")
-    if end - at == 1 or not alone:
+    # git compares the plain text before the first sign by itself, so that the stars after it stand at the beginning.
+    begins = pattern[at - 1 : at] == b"/" or _SIGNS.isdisjoint(pattern[:at])
+    if end - at == 1 or not (begins and pattern[end : end + 1] in (b"", b"/")):
         return end, b"[^/]*"
     if end == len(pattern):
         return end, b".*"

@@ -78,7 +78,8 @@ class Keeper:
             link = layout.link_name(self.state, self.sandbox.node(name).index)
             if self.sandbox.node(name).pid:  # it was on before; the kernel takes its old cable away in its own time
                 subprocess.run(["ip", "link", "del", link], capture_output=True, check=False)
-            commands.append(f"link add {link} type veth peer name eth0 netns {pid}")
+            mac = layout.mac_address(self.state, self.sandbox.node(name).index)
+            commands.append(f"link add {link} type veth peer name eth0 address {mac} netns {pid}")
             commands.append(f"link set {link} master {self.sandbox.bridge} up")
         _ip(commands)
         for _, go in started.values():

@@ -124,6 +124,12 @@ def link_name(state: Path, index: int) -> str:
     return f"dt{tag(state)}n{index}"
 
 
+def mac_address(state: Path, index: int) -> str:
+    """Address of a host's network card: the same after it was off, or its peers would look for the old one for a while."""
+    octets = bytes.fromhex(tag(state)) + bytes([index])
+    return "02:dc:" + ":".join(f"{octet:02x}" for octet in octets)
+
+
 def choose_network(state: Path, taken: Iterable[str]) -> ipaddress.IPv4Network:
     """A /24 of 10.0.0.0/8 that overlaps none of `taken`; the same for the same sandbox if it is free.
 

@@ -252,6 +252,8 @@ class SshTransport:
             options.key_types = _prefer(key_types, list(options.key_types))
             transport.banner_timeout = transport.handshake_timeout = transport.auth_timeout = timeout_s
             transport.start_client(timeout=timeout_s)
+            if not transport.initial_kex_done:  # after the time-out it returns as if all were well
+                raise TimeoutError
         except BaseException:
             transport.close()
             raise

@@ -47,8 +47,10 @@ def session_sandbox(sandbox_env: dict[str, str]) -> Iterator[Sandbox]:
 @pytest.fixture
 def sandbox(session_sandbox: Sandbox) -> Iterator[Sandbox]:
     """Three hosts; whatever a test breaks is healed afterwards, and whatever it leaves running fails it."""
-    yield session_sandbox
-    current = control.find("main")
+    found = control.find(session_sandbox.name)  # not the one of the start: a host that was healed has another init
+    assert found is not None
+    yield found
+    current = control.find(session_sandbox.name)
     assert current is not None
     if faults.recorded(current) or any(not control.host_processes(node) for node in current.nodes):
         faults.heal(current, current.nodes)

@@ -110,6 +110,7 @@ ignore_files = st.lists(lines, max_size=5).map(b"\n".join)
 @example(files=[b"a/b/x", b"a/x"], rules={b"": b"a/**\n!a/b"})
 @example(files=[b"a", b"b/a"], rules={b"": b"a/\n"})
 @example(files=[b"a/b/c", b"a/c"], rules={b"": b"a/**/c\n", b"a/": b"!c"})
+@example(files=[b"a", b"ab/c", b"abc"], rules={b"": b"a**/**"})
 @example(files=[b"a", b"b"], rules={b"": b"\xef\xbb\xbfa\r\nb"})
 def test_the_same_files_as_git(checkout: Path, files: list[bytes], rules: dict[bytes, bytes]) -> None:
     fill(checkout, {**{prefix + b".gitignore": text for prefix, text in rules.items()}, **dict.fromkeys(files, b"")})
