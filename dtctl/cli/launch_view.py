@@ -26,6 +26,7 @@ STATES = {
     "ready": "ready",
     "started": "at the rendezvous",
     "running": "running",
+    "away": "out of reach, goes on",
     "stopped": "stopped",
     "lost": "lost",
     "failed": "failed",
@@ -110,7 +111,7 @@ class LaunchView:
             self._details[node] = facts.get("error", "")
         if self._live is not None:
             self._live.refresh()
-        elif state in ("pushed", "ready", "lost") and not self._json:
+        elif state in ("pushed", "ready", "lost", "away") and not self._json:
             detail = self._details.get(node, "") if state == "pushed" else ""
             output.err(f"  {node}: {STATES[state]}{f' ({detail})' if detail else ''}", "dim")
 

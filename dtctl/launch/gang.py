@@ -21,6 +21,9 @@ from dtctl.transport.fanout import raise_failures
 
 PING_S = 1.0
 QUIT_LIMIT_S = 2.0
+CALL_AGAIN_S = 0.5
+AWAY_LIMIT_S = 3600.0
+"""How long a kept run's node may be out of reach before it counts as lost."""
 START_LIMIT_S = 30.0
 """How long a node may take from the start message to its answer."""
 
@@ -50,6 +53,8 @@ class Gang:
         self.emit = emit
         self.signals: list[int] = []
         """Signals that the launcher received, oldest first; appended to by the signal handler."""
+        self.reattach: Callable[[str], None] | None = None
+        """Opens a new link to a node that goes on by itself; None when losing the link ends the run there."""
         self._pinged = 0.0
 
     # -- to the start -----------------------------------------------------------------------------------------------
@@ -153,6 +158,15 @@ class Gang:
             return None
 
 
+@dataclass(slots=True, kw_only=True)
+class _Away:
+    """A node that is to be called again."""
+
+    since: float
+    next: float
+    tries: int = 0
+
+
 class _Attempt:
     """Bookkeeping of one attempt: who has started, who has ended, who is still to be waited for."""
 
@@ -168,19 +182,27 @@ class _Attempt:
         self.all_started = False
         self.begun = time.monotonic()
         self.stop_deadline: float | None = None
+        self.ended: set[tuple[str, int]] = set()
+        self.away: dict[str, _Away] = {}
+        """Nodes of a kept run whose link is gone: they go on, and are called again from time to time."""
 
     def take(self, said: Said) -> None:
         """Act on one message of a node that still belongs to the attempt."""
         name = said.session.name
         if said.what == "log":
             self._log(name, said.data["rank"], said.data["payload"])
-        elif name not in self.open:
+        elif name not in self.open or said.session is not self.gang.sessions[name]:
             return
         elif said.what == "started":
             self._started(name, said.data)
         elif said.what == "exit":
             self._exit(name, said.data)
+        elif said.what == "ready":  # a kept run's link stands again
+            self.away.pop(name, None)
+            self.gang.emit("node", node=name, state="running")
         elif said.what == "stopped":
+            for fact in said.data["exits"]:
+                self._exit(name, fact)
             self.open.discard(name)
             self.outcome.left[name] = said.data["left"]
             self.gang.emit("node", node=name, state="stopped", left=said.data["left"])
@@ -206,6 +228,9 @@ class _Attempt:
         self.all_started = not self.starting
 
     def _exit(self, name: str, data: dict[str, Any]) -> None:
+        if (name, data["rank"]) in self.ended:
+            return  # told again by the summary at the end, for those who missed it
+        self.ended.add((name, data["rank"]))
         self.gang.emit("exit", node=name, rank=data["rank"], exit_code=data["code"], signal=data["signal"])
         if data["code"] and self.outcome.stopped_by is None:
             failure = Failure(
@@ -219,10 +244,24 @@ class _Attempt:
             self._stop_others(f"{name} failed")
 
     def _lose(self, name: str, text: str) -> None:
+        if self.gang.reattach is not None and self._call_again(name):
+            return
         self.outcome.lost.append(name)
         if self.stop_deadline is None:
             self._fail(name, text, exit_code=None)
         self._drop(name, left=None)
+
+    def _call_again(self, name: str) -> bool:
+        """Plan the next try to reach a node that goes on without us; False when it is time to give it up."""
+        now = time.monotonic()
+        if name not in self.away:
+            self.away[name] = _Away(since=now, next=now + CALL_AGAIN_S)
+            self.gang.emit("node", node=name, state="away")
+            return True
+        away = self.away[name]
+        away.tries += 1
+        away.next = now + min(30.0, CALL_AGAIN_S * 2**away.tries)
+        return now - away.since < AWAY_LIMIT_S
 
     def _fail(self, name: str, text: str, *, exit_code: int | None) -> None:
         failure = Failure(node=name, rank=None, exit_code=exit_code, signal=None, time=time.time(), summary=text)
@@ -259,7 +298,9 @@ class _Attempt:
         now = time.monotonic()
         for name in sorted(self.open):
             session = self.gang.sessions[name]
-            if now - max(session.heard, self.begun) > self.link_timeout_s:
+            if name in self.away:
+                self._look_after(name, now)
+            elif now - max(session.heard, self.begun) > self.link_timeout_s:
                 session.close()
                 self._lose(name, f"nothing was heard of it for {self.link_timeout_s:g} s")
             elif name in self.starting and now - self.begun > START_LIMIT_S:
@@ -268,6 +309,14 @@ class _Attempt:
             elif self.stop_deadline is not None and now > self.stop_deadline:
                 session.close()
                 self._lose(name, "it did not stop in time")
+
+    def _look_after(self, name: str, now: float) -> None:
+        away = self.away[name]
+        if self.stop_deadline is not None and now > self.stop_deadline:
+            self._drop(name, left=None)
+        elif now >= away.next and self.gang.reattach is not None:
+            away.next = float("inf")  # until this try has failed
+            self.gang.reattach(name)
 
 
 def _as_ours(error: BaseException) -> DtctlError:

@@ -106,6 +106,8 @@ class _Launcher:
         self.logs = Logs(record)
         self.gang = Gang([self._session(node) for node in job.first_plan.nodes], self.inbox, logs=self.logs, emit=emit)
         self.gang.signals = signals
+        if job.keep:
+            self.gang.reattach = self._reattach
         self.launch_s: float | None = None
         self._attempt_number = 0
 
@@ -137,7 +139,7 @@ class _Launcher:
 
     # -- before the first attempt -----------------------------------------------------------------------------------
 
-    def _session(self, node: NodePlan, *, fresh: bool = True) -> Session:
+    def _session(self, node: NodePlan, *, fresh: bool = True, attach: dict[str, Any] | None = None) -> Session:
         job = self.job
         head = node.node_rank == 0
         prepare = {
@@ -154,6 +156,7 @@ class _Launcher:
             ports=rendezvous.port_candidates(job.run, job.first_plan.attempt, job.fixed_port) if head else (),
             push=job.push,
             prepare=prepare,
+            attach=attach,
         )
         return Session(job.targets[node.name], job.transport, errand, self.inbox)
 
@@ -251,6 +254,16 @@ class _Launcher:
             tail = failures.last_lines(self.logs.tail(found.node, AGENT))
         path = self.record.log_path(found.node, rank)
         return replace(found, tail=tail, summary=failures.summary(tail), log=str(path))
+
+    def _reattach(self, name: str) -> None:
+        node = next(node for node in self.job.first_plan.nodes if node.name == name)
+        old = self.gang.sessions[name]
+        old.close()
+        offsets = {str(rank): seen for rank, seen in self.logs.offsets.get(name, {}).items() if rank >= AGENT}
+        session = self._session(node, fresh=False, attach={"op": "attach", "run": self.job.run, "offsets": offsets})
+        session.code = old.code
+        self.gang.sessions[name] = session
+        session.start()
 
     def _again(self, plan: Plan, attempt: int, outcome: Outcome) -> Plan:
         """The plan of the next attempt, with a rendezvous that no straggler of the last one knows."""

@@ -57,6 +57,7 @@ class Link:
         self.ready = before.ready if before else []
         self.out = bytearray()
         self.heard = time.monotonic()
+        self.fed = True
         os.set_blocking(read_fd, False)
         os.set_blocking(write_fd, False)
 
@@ -225,7 +226,7 @@ class Supervisor:
     def feed_link(self) -> None:
         """Queue output that the link has not been given, as much as it can take, and then the news of the end."""
         link = self.link
-        if link is None:
+        if link is None or not link.fed:
             return
         logs = list(self.group.logs.items()) if self.group else []
         for rank, log in logs:
@@ -282,6 +283,7 @@ class Supervisor:
             elif op == "probe":
                 self.tell({"op": "probed", "port": facts.first_free(message["ports"])})
             elif op == "attach":
+                link.fed = True
                 self._rewind(message.get("offsets", {}))
             elif op == "quit":
                 self.leaving = True
@@ -319,6 +321,7 @@ class Supervisor:
             listener.detach()
         fd = connection.detach()
         self.link = Link(fd, fd)
+        self.link.fed = False  # until it has said what it knows already
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 

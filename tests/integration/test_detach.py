@@ -1,0 +1,97 @@
+"""Runs that go on without the terminal they were launched from."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+from dtctl.launch.record import RunRecord
+from dtctl.launch.state import alive
+from dtctl.sandbox.layout import Sandbox
+from tests.integration.conftest import Project, spec_text, wait_until, workers
+
+COUNT = """\
+import time
+for n in range(10_000):
+    print("line", n, flush=True)
+    time.sleep(0.05)
+"""
+
+
+def record(project: Project) -> RunRecord:
+    return RunRecord(project.folder / ".dtctl" / "runs" / project.unique)
+
+
+def start(project: Project, script: str = COUNT) -> None:
+    project.write("dtctl.yaml", spec_text(grace_s=1))
+    project.write("train.py", script)
+    done = project.run("launch", "--detach", "--name", project.unique)
+    assert done.code == 0, done.err
+    assert done.out.strip() == project.unique
+
+
+def test_it_goes_on_and_can_be_looked_at_and_stopped(project: Project, sandbox: Sandbox) -> None:
+    start(project)
+    status = json.loads(project.run("status", "--json").out)
+    assert (status["run"], status["status"]) == (project.unique, "running")
+    log = record(project).log_path("node2", 1)
+    wait_until(lambda: "line 3" in log.read_text(), 10, "the log grows")
+    assert "[node2:1] line 0" in project.run("logs", "--node", "node2").out
+    assert project.run("runs").out.count("running") == 1
+    stopped = project.run("stop")
+    assert stopped.code == 0, stopped.err
+    assert "0 processes left on 3 nodes" in stopped.out
+    assert json.loads(project.run("status", "--json").out)["status"] == "stopped"
+    assert all(workers(node) == {} for node in sandbox.nodes)
+
+
+def test_it_ends_by_itself_and_logs_follow_it(project: Project) -> None:
+    start(project, "import time\nfor n in range(20):\n    print('line', n, flush=True)\n    time.sleep(0.05)\n")
+    followed = project.run("logs", "-f")
+    assert [followed.out.count(f"line {n}\n") for n in range(20)] == [3] * 20
+    assert json.loads(project.run("status", "--json").out)["status"] == "succeeded"
+    assert project.run("watch").code == 0
+
+
+def test_the_nodes_go_on_when_the_launcher_is_killed_and_stop_still_ends_them(
+    project: Project, sandbox: Sandbox
+) -> None:
+    start(project)
+    launcher = record(project).info().pid
+    os.kill(launcher, signal.SIGKILL)
+    wait_until(lambda: not alive(launcher), 5)
+    assert json.loads(project.run("status", "--json").out)["status"] == "abandoned"
+    logs = [sandbox.state / "hosts" / node.name / "home" for node in sandbox.nodes]
+    sizes = [path.stat().st_size for home in logs for path in home.glob(f".dtctl/node/runs/{project.unique}/*/*.log")]
+    wait_until(
+        lambda: [p.stat().st_size for home in logs for p in home.glob(f".dtctl/node/runs/{project.unique}/*/*.log")]
+        > sizes,
+        5,
+        "the workers go on printing",
+    )
+    assert "0 processes left on 3 nodes" in project.run("stop").out
+    assert all(workers(node) == {} for node in sandbox.nodes)
+
+
+def test_a_link_that_breaks_is_made_again_and_no_line_is_lost(project: Project, sandbox: Sandbox) -> None:
+    start(project, COUNT.replace("10_000", "120"))
+    log = record(project).log_path("node1", 0)
+    wait_until(lambda: "line 5" in log.read_text(), 10, "the log grows")
+    node = sandbox.nodes[0]
+    from pathlib import Path
+
+    from dtctl.sandbox import control
+
+    for pid, line in control.host_processes(node).items():
+        if line.startswith("sshd:") and "listener" not in line:
+            os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: json.loads(project.run("status", "--json").out)["status"] == "succeeded", 30, "the end")
+    assert Path(log).read_text().splitlines() == [f"line {n}" for n in range(120)]
+
+
+def test_a_launch_that_fails_says_so_at_once(project: Project) -> None:
+    project.write("dtctl.yaml", spec_text())
+    done = project.run("launch", "--detach")
+    assert done.code == 4
+    assert "there is no train.py" in done.err
