@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from hypothesis import settings
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -19,3 +20,8 @@ def pytest_runtest_makereport(item: pytest.Item):  # type: ignore[no-untyped-def
     if report.skipped and os.environ.get("CI") == "true" and item.get_closest_marker("integration"):
         report.outcome = "failed"
         report.longrepr = f"skipped with CI=true: {report.longrepr}"
+
+
+# A busy machine is not a slow program: examples have no time limit of their own, tests do.
+settings.register_profile("dtctl", deadline=None)
+settings.load_profile("dtctl")

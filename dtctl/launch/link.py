@@ -39,6 +39,11 @@ class Link:
         for start in range(0, len(view), frames.MAX_FRAME):
             self.stream.write(frames.pack(frames.BYTES, bytes(view[start : start + frames.MAX_FRAME])))
 
+    def last_words(self) -> tuple[int | None, str]:
+        """Exit status of the node's end, None if it is not known, and what it has said on standard error."""
+        status = self.stream.exit_status(2.0)
+        return status, self.stream.read_stderr().decode(errors="replace").strip()
+
     def receive(self) -> tuple[bytes, int, bytes] | None:
         """The next frame as (kind, rank, payload); None when the node's end closed between two frames.
 

@@ -47,7 +47,7 @@ class Logs:
             if rank == METRICS:
                 file.seek(0)
                 file.truncate()
-                self.offsets[node][METRICS] = 0
+                self.offsets.setdefault(node, {})[METRICS] = 0
 
     def begin_attempt(self) -> None:
         """A new attempt writes new files on the nodes; here it is appended to the ones of the last."""

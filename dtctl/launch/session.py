@@ -152,7 +152,10 @@ class Session:
         self.say("hello", **self._expect(link, "hello"))
         if errand.push is not None:
             self.say("pushing", sent=0)
-            pushed = errand.push(link, lambda sent: self.say("pushing", sent=sent))
+            try:
+                pushed = errand.push(link, lambda sent: self.say("pushing", sent=sent))
+            except ConnectError as exc:
+                raise self._why_silent(link) from exc
             self.code = str(pushed["path"])
             self.say("pushed", **pushed)
             link.send_json({**prepare, "cwd": self.code})
@@ -175,8 +178,7 @@ class Session:
         return message
 
     def _why_silent(self, link: Link) -> DtctlError:
-        status = link.stream.exit_status(2.0)
-        said = link.stream.read_stderr().decode(errors="replace").strip()
+        status, said = link.last_words()
         python = self.errand.python or "python3"
         if status in (126, 127):
             return NodeError(

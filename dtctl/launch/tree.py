@@ -17,7 +17,7 @@ from typing import NamedTuple
 from dtctl.errors import PlanError
 from dtctl.launch.digests import Digests
 from dtctl.launch.walk import Found, Walk
-from dtctl.supervisor.receive import LINK_MODE, leads_out
+from dtctl.supervisor.receive import LINK_MODE
 
 MAX_BYTES = 2 << 30
 MAX_FILES = 100_000
@@ -117,22 +117,30 @@ def _entry(walk: Walk, file: Found, digests: Digests) -> FileEntry | None:
 
 
 def _link(root: bytes, path: bytes, full: bytes) -> bytes:
-    """Where a link leads, as a relative path inside the tree; empty if it leads nowhere.
+    """Where a link leads, as a relative path that meets no other link on its way; empty if it leads nowhere.
 
     Raises:
         PlanError: it leads out of the tree.
     """
-    text = os.readlink(full)
+    folder = os.path.dirname(full)
     target = os.path.realpath(full)
     if not os.path.exists(target):
         return b""
-    if target != root and not target.startswith(os.path.join(root, b"")):
+    if not _is_inside(root, target):
         raise PlanError(
             f"the link {os.fsdecode(path)} leads out of the folder that is pushed, to {os.fsdecode(target)}",
             where=os.fsdecode(full),
             hint="name it in .dtctlignore, and give the path on the node to your script instead",
         )
-    return os.path.relpath(target, os.path.dirname(full)) if leads_out(path, text) else text
+    way, name = os.path.split(os.path.join(folder, os.readlink(full)))
+    plain = os.path.join(os.path.realpath(way), name)  # may be a link itself, which is kept
+    if name in (b"", b".", b"..") or not _is_inside(root, plain):
+        plain = target
+    return os.path.relpath(plain, folder)
+
+
+def _is_inside(root: bytes, path: bytes) -> bool:
+    return path == root or path.startswith(os.path.join(root, b""))
 
 
 def _check_size(root: Path, found: Sequence[Found]) -> None:

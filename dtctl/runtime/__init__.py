@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dtctl.runtime.config import SnapshotConfig, TrainConfig, load
     from dtctl.runtime.data import TensorData, TokenFile
-    from dtctl.runtime.evaluate import evaluate
+    from dtctl.runtime.evaluation import evaluate
     from dtctl.runtime.loop import Trainer
     from dtctl.runtime.main import run
     from dtctl.runtime.settings import build
@@ -42,7 +42,7 @@ _HOME = {
     "Trainer": "loop",
     "Worker": "worker",
     "build": "settings",
-    "evaluate": "evaluate",
+    "evaluate": "evaluation",
     "load": "config",
     "run": "main",
     "start": "worker",

@@ -27,7 +27,7 @@ from dtctl.runtime.agreement import Agreement
 from dtctl.runtime.config import DEFAULT_SNAPSHOT_S, TrainConfig, batch, length
 from dtctl.runtime.console import say
 from dtctl.runtime.equality import fingerprint, require_equal
-from dtctl.runtime.evaluate import Score, evaluate
+from dtctl.runtime.evaluation import Score, evaluate
 from dtctl.runtime.metrics import Metrics
 from dtctl.runtime.order import Indices, Order, Schedule
 from dtctl.runtime.precision import autocast

@@ -1,12 +1,13 @@
 """The node's end of a push: keeps trees of files below the workdir, takes only what is missing, checks every digest.
 
-    WORKDIR/code/TREE          the files of one tree; several runs may use it, so nobody changes it
-    WORKDIR/code/TREE.json     what was written there, and what `lstat` said of it then: the seal
-    WORKDIR/code/TREE.lock     held shared by every run that uses the tree
+    WORKDIR/code/TREE          the files of one tree; several runs may use it, so nothing of dtctl changes it
+    WORKDIR/code/TREE.json     the seal: what was written there and what `lstat` said of it; whoever uses it holds it
+    WORKDIR/code/.lock         held while trees are looked for (shared), or named and removed (exclusive)
 
 A tree that matches its seal is taken as it is. When somebody has changed it, another folder (TREE.1, ...) is made
-beside it, from what is still good there and what is sent. Nothing the sender says is trusted: neither paths, nor sizes,
-nor links. Stdlib only, Python 3.8.
+beside it, from what is still good on this node and what is sent. Nothing the sender says is trusted: neither paths, nor
+sizes, nor links. A file is a row of path, mode, size in bytes, SHA-256 and link, as in `dtctl.launch.tree.FileEntry`.
+Stdlib only, Python 3.8.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from dtctl.supervisor import facts, frames
 LINK_MODE = 0o120000
 KEPT_TREES = 3
 MAX_MANIFEST_BYTES = 256 << 20
-CHUNK = 1 << 18
+CHUNK_BYTES = 1 << 18
 
 _held: list[int] = []
-"""Locks of the trees in use, open for as long as this process and its children live."""
+"""Seals of the trees in use, open for as long as this process and its children live."""
 
 
 class Refused(Exception):
@@ -38,306 +39,320 @@ class _Problem(Exception):
         self.code = code
 
 
-def receive(link: frames.FdLink, request: dict) -> str:  # type: ignore[type-arg]  # typing is slow to import on a node
-    """Bring the tree that `request` names to this node; the folder it lies in.
+def receive(link: frames.FdLink, request: dict[str, object]) -> str:
+    """Bring the tree that `request` names to this node; the folder it lies in, which stays while this process lives.
 
     Raises:
         Refused: it could not be done. Nothing half-written is left, and the sender knows why.
     """
-    store = os.path.join(request["workdir"], "code")
+    store = os.path.join(str(request["workdir"]), "code")
     try:
-        os.makedirs(store, mode=0o700, exist_ok=True)
-        return _Push(link, store, _checked_name(request["tree"])).run()
+        return _Push(link, store, str(request.get("tree"))).run()
     except _Problem as exc:
         code, text = exc.code, str(exc)
     except OSError as exc:
-        code, text = facts.code_of(exc), facts.describe(exc)
+        if exc.errno == errno.EPIPE:
+            raise  # nobody is there to be told
+        code, text = facts.code_of(exc), f"{exc.strerror} in {store}"
     except zlib.error as exc:
         code, text = "digest", f"the stream is damaged: {exc}"
     link.send_json({"op": "push", "state": "error", "code": code, "message": text})
     raise Refused(text)
 
 
-def _checked_name(tree: object) -> str:
-    if isinstance(tree, str) and len(tree) == 32 and all(character in "0123456789abcdef" for character in tree):
-        return tree
-    raise _Problem("escape", f"{tree!r} is not the digest of a tree")
+def hold(path: str) -> int:
+    """Keep a tree from being pruned for as long as the descriptor that is returned, or a copy of it, is open."""
+    return _Lock(path + ".json", fcntl.LOCK_SH).fd
+
+
+def leads_out(path: bytes, link: bytes, links: dict[bytes, bytes]) -> bool:
+    """Whether a link at `path` leads out of the tree, or through one of the other links, from where it may lead out."""
+    at = path.split(b"/")[:-1]
+    for part in link.split(b"/"):
+        if b"/".join(at) in links or (part == b".." and not at):
+            return True
+        if part == b"..":
+            at.pop()
+        elif part not in (b"", b"."):
+            at.append(part)
+    return link[:1] in (b"", b"/") or b"\0" in link
+
+
+class _Lock:
+    """A lock on a file, to be used as a context or left open. On file systems without locks it does nothing."""
+
+    def __init__(self, path: str, kind: int, create: int = 0) -> None:
+        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | create, 0o600)
+        try:
+            fcntl.flock(self.fd, kind)
+            self.held = True
+        except OSError:
+            self.held = False
+
+    def __enter__(self) -> _Lock:  # noqa: PYI034 - Self would have to come from typing
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.fd)
 
 
 class _Push:
     """One push to one store."""
 
     def __init__(self, link: frames.FdLink, store: str, tree: str) -> None:
+        if len(tree) != 32 or tree.strip("0123456789abcdef"):
+            raise _Problem("escape", f"{tree!r} is not the digest of a tree")
+        os.makedirs(store, mode=0o700, exist_ok=True)
         self.link = link
         self.store = store
         self.tree = tree
-        self.part = os.path.join(store, f".part-{os.getpid()}")
+        self.part = os.path.join(store, f".part-{os.getpid()}-{os.urandom(4).hex()}")
+        self.part_fd = -1
 
     def run(self) -> str:
         """The dialogue, from the sender's request to the folder's name."""
-        _remove_stale(self.store)
-        for name in self._copies():
-            path = os.path.join(self.store, name)
-            seal = _read_seal(path)
-            if seal is not None and not _changed(path, seal):
-                return self._use(path, {"op": "push", "state": "have", "path": path})
+        with self._lock(fcntl.LOCK_SH):
+            path = self._find()
+        if path:
+            self.link.send_json({"op": "push", "state": "have", "path": path})
+            return path
         self.link.send_json({"op": "push", "state": "want-manifest"})
-        files = _parse_manifest(self._take_until("push-manifest-end", MAX_MANIFEST_BYTES), self.tree)
-        good = self._good_files()
-        need = _indexes_to_send(files, good)
-        self.link.send_json({"op": "push", "state": "need", "ranges": _ranges(need)})
-        try:
-            self._write(files, need, good)
-            path = self._publish(files)
-        finally:
-            _remove(self.part)
-        size = sum(row[2] for row in files)
-        done = {"op": "push", "state": "done", "path": path, "digest": self.tree, "files": len(files), "bytes": size}
-        return self._use(path, done)
-
-    def _copies(self) -> list[str]:
-        """Folders of this tree, the newest first."""
-        names = [name for name in os.listdir(self.store) if name.partition(".")[0] == self.tree]
-        return sorted((name for name in names if name.partition(".")[2].isdigit() or name == self.tree), reverse=True)
-
-    def _use(self, path: str, answer: dict) -> str:  # type: ignore[type-arg]
-        """Keep the tree from being pruned while this process lives, and prune others."""
-        fd = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_SH)
-        _held.append(fd)
-        os.utime(path + ".json")
-        _prune(self.store, os.path.basename(path))
-        self.link.send_json(answer)
+        inflate = zlib.decompressobj()
+        manifest = inflate.decompress(b"".join(self._pieces("push-manifest-end")), MAX_MANIFEST_BYTES)
+        if inflate.unconsumed_tail:
+            raise _Problem("escape", "the manifest is larger than it may be")
+        files = _parse_manifest(manifest, self.tree)
+        with self._lock(fcntl.LOCK_EX):
+            _clean(self.store)
+            seal = _Lock(self.part + ".json", fcntl.LOCK_EX, os.O_CREAT)  # tells others that this one is not stale
+        with seal:
+            try:
+                path = self._make(files, seal)
+            finally:
+                _remove_part(self.part)
+        told = {"digest": self.tree, "files": len(files), "bytes": sum(file[2] for file in files)}
+        self.link.send_json({"op": "push", "state": "done", "path": path, **told})
         return path
 
-    def _good_files(self) -> dict[str, str]:
-        """Digest -> path of files in other trees that still match their seals."""
-        good = {}
-        for name in _sealed(self.store)[:KEPT_TREES]:
+    def _lock(self, kind: int) -> _Lock:
+        return _Lock(os.path.join(self.store, ".lock"), kind, os.O_CREAT)
+
+    def _find(self) -> str:
+        """A folder that has this tree unchanged, held; empty if there is none. Needs the store's lock."""
+        for name in _sealed(self.store):
             path = os.path.join(self.store, name)
-            seal = _read_seal(path) or []
-            bad = set(_changed(path, seal))
-            for row in seal:
-                if row[0] not in bad and row[1] != LINK_MODE:
-                    good[row[3]] = os.path.join(path, _fs(row[0]))
-        return good
+            seal = _read_seal(path) if name.partition(".")[0] == self.tree else None
+            if seal is not None and not _changed(path, seal):
+                _held.append(hold(path))
+                os.utime(path + ".json")
+                return path
+        return ""
 
-    def _take_until(self, end: str, limit: int) -> bytes:
-        """The decompressed contents of BYTES frames up to the message `end`."""
-        inflate = zlib.decompressobj()
-        data = bytearray()
-        for piece in self._pieces(end):
-            data += inflate.decompress(piece, limit + 1 - len(data))
-            if len(data) > limit:
-                raise _Problem("escape", "the manifest is larger than it may be")
-        return bytes(data)
-
-    def _pieces(self, end: str):  # type: ignore[no-untyped-def]
+    def _pieces(self, end: str):  # type: ignore[no-untyped-def]  # Iterator would have to come from typing
+        """Payloads of BYTES frames up to the message `end`."""
         while True:
             frame = self.link.receive()
             if frame is None:
                 raise _Problem("protocol", "the sender has gone")
             kind, _, payload = frame
-            if kind == frames.BYTES:
-                yield payload
-            elif frames.decode(payload).get("op") == end:
+            if kind == frames.JSON and frames.decode(payload).get("op") == end:
                 return
-            else:
+            if kind != frames.BYTES or not payload:
                 raise _Problem("protocol", f"expected file contents, got {payload[:80]!r}")
+            yield payload
 
-    def _write(self, files: list, need: list[int], good: dict[str, str]) -> None:  # type: ignore[type-arg]
+    def _make(self, files: list, seal: _Lock) -> str:  # type: ignore[type-arg]
+        """Write everything, and give it its name."""
         os.mkdir(self.part, 0o700)
-        made = {""}
-        for row in files:
-            folder = row[0].rpartition("/")[0]
-            if folder not in made:
-                os.makedirs(os.path.join(self.part, _fs(folder)), mode=0o700, exist_ok=True)
-                made.add(folder)
-        received = self._receive_contents(files, need)
-        written = set(need)
-        for index, row in enumerate(files):
-            path = os.path.join(self.part, _fs(row[0]))
-            if row[1] == LINK_MODE or index in written:
-                continue
-            source = received.get(row[3]) or good.get(row[3])
-            if source is None:
-                raise _Problem("protocol", f"nobody has sent {row[0]!r}")
-            _copy(source, path, row[1], row[3])
-        for row in files:  # last, so that no file is ever written through a link
-            if row[1] == LINK_MODE:
-                os.symlink(_fs(row[4]), os.path.join(self.part, _fs(row[0])))
+        self.part_fd = os.open(self.part, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for folder in sorted(_folders(files)):
+                os.mkdir(folder, 0o700, dir_fd=self.part_fd)
+            missing = self._reuse(files)
+            first: dict[str, int] = {}
+            for index, file in enumerate(files):
+                if file[3] in missing and file[1] != LINK_MODE:
+                    first.setdefault(file[3], index)  # what several files hold is sent once
+            need = sorted(first.values())
+            self.link.send_json({"op": "push", "state": "need", "indexes": need})
+            self._receive_contents([files[index] for index in need])
+            for index, file in enumerate(files):
+                if first.get(file[3], index) != index and file[1] != LINK_MODE:
+                    self._copy(self.part_fd, files[first[file[3]]][0], file)
+            for path, mode, _, _, link in files:  # last, so that no file is ever written through a link
+                if mode == LINK_MODE:
+                    os.symlink(link, path, dir_fd=self.part_fd)
+            return self._publish(files, seal)
+        finally:
+            os.close(self.part_fd)
 
-    def _receive_contents(self, files: list, need: list[int]) -> dict[str, str]:  # type: ignore[type-arg]
-        """Write what is sent, file after file; digest -> path."""
+    def _reuse(self, files: list) -> set[str]:  # type: ignore[type-arg]
+        """Copy what other trees on this node have; digests of what none of them has whole."""
+        known: dict[str, tuple[int, bytes]] = {}
+        opened = []
+        with self._lock(fcntl.LOCK_SH):
+            for name in _sealed(self.store)[:KEPT_TREES]:
+                path = os.path.join(self.store, name)
+                seal = _read_seal(path) if os.path.isdir(path) else None
+                if seal:
+                    opened += [hold(path), os.open(path, os.O_RDONLY | os.O_CLOEXEC)]
+                for row in seal or ():
+                    known.setdefault(row[3], (opened[-1], row[0]))
+        missing = set()
+        for file in files:
+            if file[1] != LINK_MODE and not (file[3] in known and self._copy(*known[file[3]], file)):
+                missing.add(file[3])
+        for fd in opened:
+            os.close(fd)
+        return missing
+
+    def _copy(self, folder: int, source: bytes, file: tuple) -> bool:  # type: ignore[type-arg]
+        """Fill `file` from another one on this node; False if that is not, or no longer, what it should be."""
+        try:
+            old = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        except OSError:
+            return False
+        try:
+            return self._fill(file, iter(lambda: memoryview(os.read(old, CHUNK_BYTES)), b""))
+        finally:
+            os.close(old)
+
+    def _fill(self, file: tuple, pieces) -> bool:  # type: ignore[no-untyped-def, type-arg]
+        """Write a file; whether it has become what was announced."""
         import hashlib
 
-        received: dict[str, str] = {}
+        total = hashlib.sha256()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        fd = os.open(file[0], flags, file[1], dir_fd=self.part_fd)
+        try:
+            for piece in pieces:
+                total.update(piece)
+                while piece:
+                    piece = piece[os.write(fd, piece) :]
+        finally:
+            os.close(fd)
+        return bool(total.hexdigest() == file[3])
+
+    def _receive_contents(self, files: list) -> None:  # type: ignore[type-arg]
+        """Write what is sent, one file after the other out of one zlib stream."""
+        sent = self._pieces("push-end")
         inflate = zlib.decompressobj()
         data = memoryview(b"")
-        pieces = self._pieces("push-end")
 
-        def take(size: int) -> memoryview:
+        def take(size: int):  # type: ignore[no-untyped-def]
             nonlocal data
-            while not data:
-                rest = inflate.unconsumed_tail
-                piece = rest or next(pieces, None)
-                if piece is None:
-                    raise _Problem("digest", "the stream ended before the last file")
-                data = memoryview(inflate.decompress(piece, CHUNK))
-            taken, data = data[:size], data[size:]
-            return taken
+            while size:
+                while not data:
+                    more = inflate.unconsumed_tail or next(sent, b"")
+                    if not more:
+                        raise _Problem("digest", "the stream ended before the last file")
+                    data = memoryview(inflate.decompress(more, CHUNK_BYTES))
+                piece, data = data[:size], data[size:]
+                size -= len(piece)
+                yield piece
 
-        for index in need:
-            name, mode, size, digest = files[index][:4]
-            path = os.path.join(self.part, _fs(name))
-            total = hashlib.sha256()
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
-            try:
-                while size:
-                    piece = take(size)
-                    total.update(piece)
-                    size -= len(piece)
-                    while piece:
-                        piece = piece[os.write(fd, piece) :]
-            finally:
-                os.close(fd)
-            if total.hexdigest() != digest:
-                raise _Problem("digest", f"{name!r} arrived with other contents than announced")
-            received[digest] = path
-        for piece in pieces:
-            if inflate.decompress(piece, 1):
-                raise _Problem("escape", "more was sent than announced")
-        return received
+        for file in files:
+            if not self._fill(file, take(file[2])):
+                raise _Problem("digest", f"{os.fsdecode(file[0])!r} arrived with other contents than announced")
+        rest = inflate.unconsumed_tail or next(sent, b"")
+        while rest and not (data or inflate.unused_data):
+            data = memoryview(inflate.decompress(rest, 1))
+            rest = inflate.unconsumed_tail or next(sent, b"")
+        if data or inflate.unused_data or (files and not inflate.eof):
+            raise _Problem("escape", "something else was sent than announced")
 
-    def _publish(self, files: list) -> str:  # type: ignore[type-arg]
-        """Seal the folder and give it its name."""
+    def _publish(self, files: list, seal: _Lock) -> str:  # type: ignore[type-arg]
+        """Seal the folder and give it its name; the folder that another push has made meanwhile, if there is one."""
         rows = []
-        for row in files:
-            info = os.lstat(os.path.join(self.part, _fs(row[0])))
-            rows.append([*row, info.st_mtime_ns, info.st_ctime_ns, info.st_ino])
-        seal = self.part + ".json"
-        with open(seal, "w") as file:
-            json.dump({"files": rows}, file, separators=(",", ":"))
-        number = 0
-        while True:
-            path = os.path.join(self.store, self.tree + (f".{number}" if number else ""))
-            try:
-                os.rename(self.part, path)
-            except OSError as exc:
-                if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-                number += 1  # somebody else's, or one that was tampered with
-                continue
-            os.rename(seal, path + ".json")
-            return path
+        for path, mode, size, digest, link in files:
+            info = os.stat(path, dir_fd=self.part_fd, follow_symlinks=False)
+            row = (path.decode("latin-1"), mode, size, digest, link.decode("latin-1"))
+            rows.append((*row, info.st_mtime_ns, info.st_ctime_ns, info.st_ino))
+        with open(seal.fd, "w", closefd=False) as file:
+            file.write(json.dumps({"files": rows}, separators=(",", ":")))
+        with self._lock(fcntl.LOCK_EX):
+            path = self._find()
+            if not path:
+                path, number = os.path.join(self.store, self.tree), 0
+                while os.path.lexists(path):  # somebody has changed that one
+                    number += 1
+                    path = os.path.join(self.store, f"{self.tree}.{number}")
+                os.rename(self.part, path)  # first, because this fails if it is a folder after all
+                os.rename(self.part + ".json", path + ".json")
+                if seal.held:
+                    fcntl.flock(seal.fd, fcntl.LOCK_UN)
+                _held.append(hold(path))
+        return path
 
 
 def _parse_manifest(data: bytes, tree: str) -> list:  # type: ignore[type-arg]
-    """Rows of [path, mode, size, digest, link], paths as latin-1 text; refused unless every one is harmless."""
+    """The rows of a manifest, in which bytes are written as latin-1; refused unless every one is harmless."""
     import hashlib
 
-    try:
-        rows = json.loads(data)
-    except ValueError as exc:
-        raise _Problem("protocol", f"the manifest is not JSON: {exc}") from exc
     total = hashlib.sha256()
-    seen = set()
-    links = {row[0] for row in rows if row[1] == LINK_MODE}
-    for path, mode, size, digest, link in rows:
-        parts = path.split("/")
-        if not path or "\0" in path or any(part in ("", ".", "..") for part in parts) or path in seen:
-            raise _Problem("escape", f"{path!r} is not a path inside the tree")
-        if any("/".join(parts[:end]) in links for end in range(1, len(parts))):
-            raise _Problem("escape", f"{path!r} leads through a link")
-        if mode not in (0o600, 0o700, LINK_MODE) or not isinstance(size, int) or size < 0:
-            raise _Problem("protocol", f"{path!r} has an impossible mode or size")
-        if mode == LINK_MODE and _leaves(path, link):
-            raise _Problem("escape", f"the link {path!r} leads out of the tree")
-        seen.add(path)
-        name = path.encode("latin-1")
-        total.update(b"%d\0%o\0%s\0%s\0" % (len(name), mode, name, digest.encode()))
-    if any(parent in seen for path in seen for parent in _parents(path)):
-        raise _Problem("escape", "a file is also a folder")
+    files = {}
+    try:
+        for name, mode, size, digest, target in json.loads(data):
+            path, link = name.encode("latin-1"), target.encode("latin-1")
+            parts = path.split(b"/")
+            if b"" in parts or b"." in parts or b".." in parts or b"\0" in path or path in files:
+                raise _Problem("escape", f"{os.fsdecode(path)!r} is not a path inside the tree, or is there twice")
+            if mode not in (0o600, 0o700, LINK_MODE) or not isinstance(size, int) or size < 0:
+                raise _Problem("protocol", f"{os.fsdecode(path)!r} has an impossible mode or size")
+            if mode == LINK_MODE and digest != hashlib.sha256(link).hexdigest():
+                raise _Problem("digest", f"{os.fsdecode(path)!r} is another link than announced")
+            files[path] = (path, int(mode), int(size), digest, link)
+            total.update(b"%d\0%o\0%s\0%s\0" % (len(path), mode, path, digest.encode()))
+    except (ValueError, TypeError, AttributeError, RecursionError) as exc:
+        raise _Problem("protocol", f"the manifest is not one: {exc}") from exc
+    rows = list(files.values())
+    if not files.keys().isdisjoint(_folders(rows)):
+        raise _Problem("escape", "what should be a folder is a file or a link")
+    links = {row[0]: row[4] for row in rows if row[1] == LINK_MODE}
+    for path, link in links.items():
+        if leads_out(path, link, links):
+            raise _Problem("escape", f"the link {os.fsdecode(path)!r} leads out of the tree")
     if total.hexdigest()[:32] != tree:
         raise _Problem("digest", "the manifest is not that of the tree")
-    return list(rows)
+    return rows
 
 
-def _parents(path: str) -> list[str]:
-    parts = path.split("/")
-    return ["/".join(parts[:end]) for end in range(1, len(parts))]
-
-
-def _leaves(path: str, link: str) -> bool:
-    """Whether a link at `path` leads out of the tree, going by its text alone."""
-    if not link or link.startswith("/") or "\0" in link:
-        return True
-    depth = path.count("/")
-    for part in link.split("/"):
-        depth += -1 if part == ".." else 0 if part in ("", ".") else 1
-        if depth < 0:
-            return True
-    return False
-
-
-def _fs(path: str) -> str:
-    """A path from JSON, where bytes are written as latin-1, as the file system spells it."""
-    return os.fsdecode(path.encode("latin-1"))
-
-
-def _indexes_to_send(files: list, good: dict[str, str]) -> list[int]:  # type: ignore[type-arg]
-    """Which contents are missing, each once."""
-    need = {}
-    for index, row in enumerate(files):
-        if row[1] != LINK_MODE and row[3] not in good and row[3] not in need:
-            need[row[3]] = index
-    return sorted(need.values())
-
-
-def _ranges(indexes: list[int]) -> list[list[int]]:
-    """[1, 2, 3, 7] as [[1, 4], [7, 8]]: short when, as at a first push, all are needed."""
-    ranges: list[list[int]] = []
-    for index in indexes:
-        if ranges and ranges[-1][1] == index:
-            ranges[-1][1] = index + 1
-        else:
-            ranges.append([index, index + 1])
-    return ranges
-
-
-def _copy(source: str, path: str, mode: int, digest: str) -> None:
-    import hashlib
-
-    total = hashlib.sha256()
-    with open(source, "rb", buffering=0) as old:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
-        with os.fdopen(fd, "wb", buffering=0) as new:
-            for data in iter(lambda: old.read(CHUNK), b""):
-                total.update(data)
-                new.write(data)
-    if total.hexdigest() != digest:
-        raise _Problem("digest", f"{source} is damaged on this node's disk")
+def _folders(files: list) -> set[bytes]:  # type: ignore[type-arg]
+    """All folders that the files lie in."""
+    folders = set()
+    for file in files:
+        folder = file[0].rpartition(b"/")[0]
+        while folder and folder not in folders:
+            folders.add(folder)
+            folder = folder.rpartition(b"/")[0]
+    return folders
 
 
 def _read_seal(path: str) -> list | None:  # type: ignore[type-arg]
+    """Rows of the files as they were written, each with mtime, ctime and inode; None when there is no seal."""
     try:
         with open(path + ".json") as file:
-            return list(json.load(file)["files"])
-    except (OSError, ValueError, KeyError, TypeError):
+            return [(row[0].encode("latin-1"), *row[1:]) for row in json.load(file)["files"]]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
 
-def _changed(path: str, seal: list) -> list[str]:  # type: ignore[type-arg]
+def _changed(path: str, seal: list) -> set[bytes]:  # type: ignore[type-arg]
     """Files of a tree that are not as they were written; what was added since does not count."""
-    changed = []
-    for name, _, _, _, _, mtime_ns, ctime_ns, inode in seal:
+    changed = set()
+    try:
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return {b"", *(row[0] for row in seal)}
+    for name, _, size, _, _, mtime_ns, ctime_ns, inode in seal:
         try:
-            info = os.lstat(os.path.join(path, _fs(name)))
+            info = os.stat(name, dir_fd=folder, follow_symlinks=False)
         except OSError:
-            changed.append(name)
+            changed.add(name)
             continue
-        if (info.st_mtime_ns, info.st_ctime_ns, info.st_ino) != (mtime_ns, ctime_ns, inode):
-            changed.append(name)
+        if (info.st_mtime_ns, info.st_ctime_ns, info.st_ino, info.st_size) != (mtime_ns, ctime_ns, inode, size):
+            changed.add(name)
+    os.close(folder)
     return changed
 
 
@@ -347,42 +362,39 @@ def _sealed(store: str) -> list[str]:
     return sorted(names, key=lambda name: -os.stat(os.path.join(store, name + ".json")).st_mtime_ns)
 
 
-def _prune(store: str, current: str) -> None:
-    """Remove old trees that no run uses."""
-    for name in _sealed(store)[KEPT_TREES:]:
+def _clean(store: str) -> None:
+    """Make room: remove what killed pushes have left, and old trees that no run uses. Needs the store's lock alone."""
+    parts = [name[:-5] for name in os.listdir(store) if name.startswith(".part-") and name.endswith(".json")]
+    for name in parts + _sealed(store)[KEPT_TREES - 1 :]:
         path = os.path.join(store, name)
-        if name == current:
-            continue
-        fd = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with _Lock(path + ".json", fcntl.LOCK_EX | fcntl.LOCK_NB) as seal:
+            if seal.held and name in parts:
+                _remove_part(path)
+            elif seal.held:
+                _discard(path)
+
+
+def _discard(path: str) -> None:
+    """Remove a tree, but not what a job has written into it or changed."""
+    seal = _read_seal(path) or []
+    changed = _changed(path, seal)
+    for row in seal:
+        if row[0] not in changed:
+            os.unlink(os.path.join(os.fsencode(path), row[0]))
+    for folder, _, names in os.walk(os.fsencode(path), topdown=False):
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.basename(folder) == b"__pycache__":
+                for name in names:
+                    os.unlink(os.path.join(folder, name))
+            os.rmdir(folder)
         except OSError:
-            continue  # a run uses it
-        else:
-            for leftover in (path + ".json", path, path + ".lock"):
-                _remove(leftover)
-        finally:
-            os.close(fd)
+            pass  # not empty
+    os.unlink(path + ".json")
 
 
-def _remove_stale(store: str) -> None:
-    """Remove what pushes have left that were killed."""
-    for name in os.listdir(store):
-        if name.startswith(".part-"):
-            owner = name[6:].partition(".")[0]
-            if not (owner.isdigit() and os.path.exists(f"/proc/{owner}")):
-                _remove(os.path.join(store, name))
+def _remove_part(part: str) -> None:
+    import shutil
 
-
-def _remove(path: str) -> None:
-    if os.path.islink(path) or os.path.isfile(path):
-        os.unlink(path)
-    elif os.path.isdir(path):
-        import shutil
-
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def leads_out(path: bytes, link: bytes) -> bool:
-    """Whether a link at `path` leads out of the tree, going by its text alone."""
-    return _leaves(path.decode("latin-1"), link.decode("latin-1"))
+    shutil.rmtree(part, ignore_errors=True)
+    if os.path.lexists(part + ".json"):
+        os.unlink(part + ".json")

@@ -65,8 +65,9 @@ def test_the_nodes_go_on_when_the_launcher_is_killed_and_stop_still_ends_them(
     logs = [sandbox.state / "hosts" / node.name / "home" for node in sandbox.nodes]
     sizes = [path.stat().st_size for home in logs for path in home.glob(f".dtctl/node/runs/{project.unique}/*/*.log")]
     wait_until(
-        lambda: [p.stat().st_size for home in logs for p in home.glob(f".dtctl/node/runs/{project.unique}/*/*.log")]
-        > sizes,
+        lambda: (
+            [p.stat().st_size for home in logs for p in home.glob(f".dtctl/node/runs/{project.unique}/*/*.log")] > sizes
+        ),
         5,
         "the workers go on printing",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError  # the error alone: what `weights_only` raises
 from typing import Any, Literal
 
 import torch
@@ -100,7 +101,8 @@ def load(verdict: Verdict) -> dict[str, Any]:
     for name in verdict.manifest.files:
         try:
             tree = torch.load(verdict.path / name, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError) as exc:
-            raise SnapshotError(f"{name} cannot be read: {exc}", where=str(verdict.path)) from exc
+        except (OSError, RuntimeError, UnpicklingError) as exc:
+            first_line = str(exc).partition("\n")[0]
+            raise SnapshotError(f"{name} cannot be read: {first_line}", where=str(verdict.path)) from exc
         parts[name.removesuffix(layout.PART_SUFFIX)] = tree
     return parts

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.nn import functional as F
 
 from dtctl.runtime import Outcome, TensorData, TrainConfig, Trainer, Worker, build, run
 
@@ -62,14 +61,17 @@ def digits() -> tuple[TensorData, TensorData]:
 def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Mean cross entropy."""
     images, labels = batch
-    return F.cross_entropy(model(images), labels)
+    return nn.functional.cross_entropy(model(images), labels)
 
 
 def score(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
     """Per image: its cross entropy, and whether it was recognized. The Trainer averages over all workers' images."""
     images, labels = batch
     logits = model(images)
-    return {"loss": F.cross_entropy(logits, labels, reduction="none"), "accuracy": logits.argmax(1) == labels}
+    return {
+        "loss": nn.functional.cross_entropy(logits, labels, reduction="none"),
+        "accuracy": logits.argmax(1) == labels,
+    }
 
 
 def train(config: TrainConfig, worker: Worker) -> Outcome:

@@ -1,6 +1,6 @@
 """A GPT over bytes: token and position embeddings, pre-norm blocks, tied output."""
 
-# B batch, T tokens, D embedding, H heads, V vocabulary
+# Shapes: B batch, T tokens, D embedding, V vocabulary.
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 VOCABULARY = 256
 """Every byte is a token, so that all nodes have the same vocabulary without exchanging one."""
@@ -39,13 +38,13 @@ class Block(nn.Module):
         self.narrow = nn.Linear(4 * config.embed, config.embed)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """The stream after this block, [B, T, D]."""
-        B, T, D = x_BTD.shape
-        q, k, v = self.qkv(self.norm1(x_BTD)).view(B, T, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x_BTD = x_BTD + self.dropout(self.out(mixed.transpose(1, 2).reshape(B, T, D)))
-        return x_BTD + self.dropout(self.narrow(F.gelu(self.wide(self.norm2(x_BTD)))))
+    def forward(self, stream: torch.Tensor) -> torch.Tensor:
+        """The stream after this block, [B, T, D] as before it."""
+        batch, length, embed = stream.shape
+        q, k, v = self.qkv(self.norm1(stream)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        stream = stream + self.dropout(self.out(mixed.transpose(1, 2).reshape(batch, length, embed)))
+        return stream + self.dropout(self.narrow(nn.functional.gelu(self.wide(self.norm2(stream)))))
 
 
 class GPT(nn.Module):
@@ -62,19 +61,19 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.embed)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # What is added to the stream in every block starts smaller, the more blocks there are (GPT-2, section 2.3).
+                # What blocks add to the stream starts smaller, the more blocks there are (GPT-2, section 2.3).
                 scale = (2 * config.layers) ** -0.5 if name.endswith(("out.weight", "narrow.weight")) else 1.0
                 nn.init.normal_(parameter, std=0.02 * scale)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
-    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Logits, [B, T, V]."""
-        positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        x_BTD = self.tokens(tokens_BT) + self.positions(positions)
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [B, T, V] for tokens [B, T]."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        stream = self.tokens(tokens) + self.positions(positions)
         for block in self.blocks:
-            x_BTD = block(x_BTD)
-        return F.linear(self.norm(x_BTD), self.tokens.weight)
+            stream = block(stream)
+        return nn.functional.linear(self.norm(stream), self.tokens.weight)
 
     @torch.no_grad()
     def write(self, prompt: str, count: int, *, temperature: float = 0.7) -> str:

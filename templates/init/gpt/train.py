@@ -8,7 +8,6 @@ import data
 import torch
 from model import GPT, GPTConfig
 from torch import nn
-from torch.nn import functional as F
 
 from dtctl.runtime import Outcome, TokenFile, TrainConfig, Trainer, Worker, build, run
 
@@ -29,7 +28,7 @@ DEFAULTS: dict[str, Any] = {
 def losses(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Cross entropy of every token, [B, T]."""
     inputs, targets = batch
-    return F.cross_entropy(model(inputs).transpose(1, 2), targets, reduction="none")
+    return nn.functional.cross_entropy(model(inputs).transpose(1, 2), targets, reduction="none")
 
 
 def train(config: TrainConfig, worker: Worker) -> Outcome:

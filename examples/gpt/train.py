@@ -1,0 +1,55 @@
+"""Train a small GPT. Runs as `python train.py`, under torchrun, and with `dtctl launch`; resumes from its snapshots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import data
+import torch
+from model import GPT, GPTConfig
+from torch import nn
+
+from dtctl.runtime import Outcome, TokenFile, TrainConfig, Trainer, Worker, build, run
+
+# What holds unless dtctl.yaml or the command line (--train.lr=1e-3) says otherwise.
+DEFAULTS: dict[str, Any] = {
+    "micro_batch": 12,
+    "clip_norm": 1.0,
+    "lr": 3e-3,
+    "min_lr": 3e-4,
+    "warmup_steps": 20,
+    "weight_decay": 0.1,
+    "steps": 300,
+    "eval_every": 100,
+    "snapshot": {"every_steps": 50},
+}
+
+
+def losses(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Cross entropy of every token, [B, T]."""
+    inputs, targets = batch
+    return nn.functional.cross_entropy(model(inputs).transpose(1, 2), targets, reduction="none")
+
+
+def train(config: TrainConfig, worker: Worker) -> Outcome:
+    """What each worker does."""
+    shape = build(GPTConfig, config.model, at="train.model", where="the spec or the command line")
+    worker.once_per_node(lambda: data.prepare(data.folder()))
+    model = GPT(shape)
+    trainer = Trainer(
+        config,
+        worker,
+        model,
+        lambda model, batch: losses(model, batch).mean(),
+        TokenFile(data.folder() / "train.bin", context=shape.context),
+        validation=TokenFile(data.folder() / "validation.bin", context=shape.context),
+        score=lambda model, batch: {"loss": losses(model, batch).mean(1)},
+    )
+    outcome = trainer.run()
+    if worker.is_first and outcome is Outcome.FINISHED:
+        print("\n" + model.write("def ", 400) + "\n", flush=True)
+    return outcome
+
+
+if __name__ == "__main__":
+    raise SystemExit(run(train, defaults=DEFAULTS))

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Made by dtctl 0.1.0 for run run-1, attempt 0: node b, node rank 1 of 2, workers 2 of 3, spec ce8c1c1f80cb34a1.
+# Started in the folder of the pushed code. Set on the node before this runs:
+# DTCTL_RUN_DIR, DTCTL_METRICS, DTCTL_SNAPSHOT_DIR, PET_LOG_DIR; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (the interface
+# towards the head node); WANDB_API_KEY (secret).
+set -e -o pipefail
+
+# dtctl: lines reach the log when they are printed
+export PYTHONUNBUFFERED=1
+
+# network.interface
+export GLOO_SOCKET_IFNAME=eth0
+export NCCL_SOCKET_IFNAME==eth0
+
+# dtctl: place in the job
+export DTCTL_RUN_ID=run-1
+export DTCTL_ATTEMPT=0
+export DTCTL_NODE=b
+export DTCTL_NODE_RANK=1
+export DTCTL_NNODES=2
+export DTCTL_SLOTS=1
+export MASTER_ADDR=10.0.0.1
+export MASTER_PORT=31399
+export WORLD_SIZE=3
+export LOCAL_WORLD_SIZE=1
+export GROUP_RANK=1
+
+# setup
+source ~/venv/bin/activate
+
+# Last, and with exec: signals and the exit code pass straight through.
+exec python3 \
+  -u \
+  -m \
+  my.train

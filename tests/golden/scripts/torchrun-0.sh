@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Made by dtctl 0.1.0 for run run-1, attempt 0: node a, node rank 0 of 2, workers 0-3 of 8, spec 8e4d6b5dc1fd8533.
+# Started in the folder of the pushed code. Set on the node before this runs:
+# DTCTL_RUN_DIR, DTCTL_METRICS, DTCTL_SNAPSHOT_DIR, PET_LOG_DIR; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (the interface
+# towards the head node).
+set -e -o pipefail
+
+# dtctl: lines reach the log when they are printed
+export PYTHONUNBUFFERED=1
+
+# dtctl: as torchrun does when several workers share a node
+export OMP_NUM_THREADS=1
+
+# dtctl: tells the ranks' lines apart
+export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[dtctl:${rank}] '
+
+# spec: train
+export DTCTL_TRAIN_CONFIG='{"lr":0.001,"steps":100}'
+
+# dtctl: place in the job
+export DTCTL_RUN_ID=run-1
+export DTCTL_ATTEMPT=0
+export DTCTL_NODE=a
+export DTCTL_NODE_RANK=0
+export DTCTL_NNODES=2
+export DTCTL_SLOTS=4
+
+# Last, and with exec: signals and the exit code pass straight through.
+exec torchrun \
+  --nnodes=2 \
+  --nproc-per-node=4 \
+  --node-rank=0 \
+  --rdzv-backend=static \
+  --rdzv-id=run-1.0 \
+  --master-addr=10.0.0.1 \
+  --master-port=31399 \
+  --max-restarts=0 \
+  --tee=3 \
+  train.py \
+  --lr \
+  1e-3

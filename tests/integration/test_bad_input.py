@@ -1,0 +1,178 @@
+"""What users get wrong: a clear error with its exit code, before anything is started anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dtctl.sandbox import faults
+from dtctl.sandbox.layout import Sandbox
+from tests.integration.conftest import Project, spec_text, workers
+
+JOB = "job: {script: train.py, kind: direct}\n"
+
+
+def ssh_spec(sandbox: Sandbox, **changes: object) -> str:
+    values = {
+        "transport": "ssh",
+        "nodes": "[" + ", ".join(f"{{name: {n.name}, address: {n.address}}}" for n in sandbox.nodes) + "]",
+        "user": sandbox.user,
+        "identity_file": sandbox.identity_file,
+        "known_hosts": sandbox.known_hosts,
+        "ssh_config": "none",
+        "connect_timeout_s": 3,
+        **changes,
+    }
+    return "cluster: {" + ", ".join(f"{key}: {value}" for key, value in values.items()) + "}\n" + JOB
+
+
+def refused(project: Project, sandbox: Sandbox, code: int, *texts: str, spec: str | None = None) -> str:
+    """Launch, expect an error with all `texts`, and nothing left or started."""
+    if spec is not None:
+        project.write("dtctl.yaml", spec)
+    if not (project.folder / "train.py").exists():
+        project.write("train.py", "print('started')")
+    done = project.run("launch")
+    assert done.code == code, done.err
+    for text in texts:
+        assert text in done.err
+    assert "Traceback" not in done.err
+    assert "started" not in done.out
+    assert all(workers(node) == {} for node in sandbox.nodes if node.pid)
+    return done.err
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    """A key that no host accepts."""
+    from dtctl.sandbox.files import _write_key
+
+    _write_key(tmp_path / "id")
+    return tmp_path / "id"
+
+
+def test_ssh_works_at_all(project: Project, sandbox: Sandbox) -> None:
+    project.write("dtctl.yaml", ssh_spec(sandbox))
+    project.write("train.py", "print('started')")
+    done = project.run("launch")
+    assert done.code == 0, done.err
+    assert done.out.count("started") == 3
+
+
+def test_an_unknown_host_key(project: Project, sandbox: Sandbox, tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("")
+    text = refused(
+        project, sandbox, 6, "3 nodes failed", "host key is not known: it shows ssh-ed25519 SHA256:", "ssh-keyscan",
+        spec=ssh_spec(sandbox, known_hosts=tmp_path / "empty"),
+    )  # fmt: skip
+    assert text.count("SHA256:") == 3
+
+
+def test_a_changed_host_key(project: Project, sandbox: Sandbox, tmp_path: Path) -> None:
+    lines = sandbox.known_hosts.read_text().splitlines()
+    keys = [line.split(" ", 1)[1] for line in lines]
+    lines[0] = f"{lines[0].split(' ', 1)[0]} {keys[1]}"
+    (tmp_path / "changed").write_text("\n".join(lines) + "\n")
+    refused(
+        project, sandbox, 6, "host key has changed: it shows", "on record is SHA256:", f"{tmp_path / 'changed'}:1",
+        "ssh-keygen -R", spec=ssh_spec(sandbox, known_hosts=tmp_path / "changed"),
+    )  # fmt: skip
+
+
+def test_a_wrong_key(project: Project, sandbox: Sandbox, key: Path) -> None:
+    refused(project, sandbox, 6, "accepted no key; tried:", str(key), spec=ssh_spec(sandbox, identity_file=key))
+
+
+def test_a_name_that_does_not_resolve(project: Project, sandbox: Sandbox) -> None:
+    nodes = f"[{{name: a, address: {sandbox.nodes[0].address}}}, no-such-host.invalid]"
+    refused(project, sandbox, 6, "no-such-host.invalid", "cannot be resolved", spec=ssh_spec(sandbox, nodes=nodes))
+
+
+def test_a_port_where_nobody_listens(project: Project, sandbox: Sandbox) -> None:
+    refused(project, sandbox, 6, "it refuses connections", spec=ssh_spec(sandbox, port=2))
+
+
+def test_a_host_that_does_not_answer(project: Project, sandbox: Sandbox) -> None:
+    faults.kill(sandbox, sandbox.nodes[2])
+    faults.record(sandbox, ["kill node3"])
+    refused(project, sandbox, 6, "node node3", spec=ssh_spec(sandbox))
+
+
+def test_no_python_on_the_node(project: Project, sandbox: Sandbox) -> None:
+    refused(
+        project, sandbox, 6, "/opt/python9 cannot be started on the node", spec=ssh_spec(sandbox, python="/opt/python9")
+    )
+
+
+def test_a_full_disk(project: Project, sandbox: Sandbox) -> None:
+    faults.fill_disk(sandbox, sandbox.nodes[1], path=".dtctl", size="200k")
+    faults.record(sandbox, ["full-disk node2"])
+    refused(project, sandbox, 6, "the disk is full", "node node2", spec=spec_text())
+
+
+def test_a_workdir_that_cannot_be_written(project: Project, sandbox: Sandbox) -> None:
+    refused(project, sandbox, 6, "/proc/nowhere", "cluster.workdir", spec=ssh_spec(sandbox, workdir="/proc/nowhere"))
+
+
+def test_a_rendezvous_port_in_use(project: Project, sandbox: Sandbox) -> None:
+    spec = spec_text() + "network: {rendezvous_port: 22}\n"
+    refused(project, sandbox, 4, "no port for the rendezvous is free on the head node (tried 22)", spec=spec)
+
+
+def test_another_port_is_taken_when_the_first_is_in_use(project: Project, sandbox: Sandbox) -> None:
+    from dtctl.plan.rendezvous import port_candidates
+
+    project.write("dtctl.yaml", spec_text(nodes=1))
+    project.write("train.py", "import os; print('port', os.environ['MASTER_PORT'])")
+    first, second = port_candidates(project.unique, 0, None)[:2]
+    holder = project.start(
+        "sandbox", "exec", "node1", "--", "python3", "-c",
+        f"import socket,time; s=socket.create_server(('', {first})); print('held', flush=True); time.sleep(60)",
+    )  # fmt: skip
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    assert f"port {second}" in project.run("launch", "--name", project.unique).out
+    holder.kill()
+
+
+def test_a_script_that_does_not_exist(project: Project, sandbox: Sandbox) -> None:
+    project.write("train.py", "")
+    project.write("dtctl.yaml", spec_text().replace("train.py", "trian.py"))
+    refused(project, sandbox, 4, "there is no trian.py")
+
+
+def test_a_script_that_is_not_pushed(project: Project, sandbox: Sandbox) -> None:
+    project.write(".gitignore", "train.py\n")
+    refused(project, sandbox, 4, "train.py is not among the files that are pushed", ".gitignore", spec=spec_text())
+
+
+def test_a_program_that_is_not_there(project: Project, sandbox: Sandbox) -> None:
+    spec = "cluster: {transport: sandbox, nodes: 3}\njob: {command: no-such-program}\n"
+    refused(project, sandbox, 6, "no-such-program: there is no such program on the node", spec=spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "code", "text"),
+    [
+        ("", 3, "the spec is empty"),
+        ("cluster: [1]\n", 3, "expected keys with values"),
+        ("cluster: {transport: ssh, nodes: [a, a]}\n" + JOB, 3, "node a stands twice"),
+        ("cluster: {transport: ssh, nodes: [a], slotz: 1}\n" + JOB, 3, "did you mean `slots`?"),
+        ("cluster: {transport: slurm, nodes: 2}\n" + JOB, 4, "transport slurm cannot be launched by this version"),
+    ],
+)
+def test_specs_that_are_wrong(project: Project, sandbox: Sandbox, spec: str, code: int, text: str) -> None:
+    refused(project, sandbox, code, text, spec=spec)
+
+
+def test_a_shell_start_up_file_that_prints(project: Project, sandbox: Sandbox) -> None:
+    """A banner on standard output comes before our first byte, and must not be taken for it."""
+    home = sandbox.state / "hosts" / "node1" / "home"
+    wrapper = home / "python-with-banner"
+    wrapper.write_text("#!/bin/sh\necho 'Welcome to the cluster!'\nexec python3 \"$@\"\n")
+    wrapper.chmod(0o755)
+    nodes = f"[{{name: a, address: {sandbox.nodes[0].address}}}]"
+    spec = ssh_spec(sandbox, nodes=nodes, python=sandbox.home / "python-with-banner")
+    refused(project, sandbox, 6, "Welcome to the cluster!", "let it print only in interactive shells", spec=spec)
+    wrapper.unlink()

@@ -1,0 +1,183 @@
+"""Real workers under torchrun: what is killed, damaged or stopped ends with the bits of a run that was left alone.
+
+Three workers are needed to see whether DDP's buckets are as they were: with two, every order of additions is the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from dtctl import names
+from dtctl.runtime.snapshot import layout
+
+pytestmark = pytest.mark.torch
+
+SAMPLES = 250
+
+SCRIPT = f"""
+import json, os, signal
+import torch
+from torch import nn
+from dtctl.runtime import Outcome, TensorData, Trainer, run
+from dtctl.runtime.snapshot import state
+
+def network():
+    return nn.Sequential(
+        nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2),
+        nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1),
+    )
+
+def train(config, worker):
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn({SAMPLES} + (worker.rank if config.data.get("uneven") else 0), 16, generator=generator)
+    data = TensorData(inputs, inputs[:, :1] - inputs[:, 1:2], torch.arange(len(inputs)))
+    calls = 0
+
+    def loss(model, batch):
+        nonlocal calls
+        calls += 1
+        if os.environ.get("HURT") == f"{{worker.rank}}:{{calls}}":
+            os.kill(os.getpid(), getattr(signal, os.environ["HURT_WITH"]))
+        inputs, targets, ids = batch
+        with open(f"seen.{{worker.rank}}", "a") as file:
+            file.write(json.dumps([trainer.step, ids.tolist()]) + "\\n")
+        return nn.functional.mse_loss(model(inputs), targets)
+
+    trainer = Trainer(config, worker, network(), loss, data)
+    outcome = trainer.run()
+    if worker.is_first and outcome is Outcome.FINISHED:
+        tree = state.optimizer_tree(trainer.model, trainer.optimizer)
+        print("digest", state.digest(trainer.model.state_dict(), tree), flush=True)
+    return outcome
+
+if __name__ == "__main__":
+    defaults = {{
+        "micro_batch": 4, "accumulate": 2, "clip_norm": 0.5, "steps": 20, "lr": 1e-2, "log_every": 4, "timeout_s": 60,
+        "snapshot": {{"every_steps": 4, "keep": 3}},
+    }}
+    raise SystemExit(run(train, defaults=defaults))
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """What a launch left behind."""
+
+    code: int
+    output: str
+
+    @property
+    def digest(self) -> str:
+        return next(line.split()[1] for line in self.output.splitlines() if line.startswith("digest "))
+
+
+def launch(folder: Path, workers: int, *settings: str, hurt: str = "", hurt_with: str = "SIGKILL") -> Ended:
+    """Train in `folder` under torchrun, on a port of its own choice.
+
+    Args:
+        folder: of the run.
+        workers: processes.
+        settings: of the configuration, `key=value`.
+        hurt: `RANK:CALL`, the worker that sends itself a signal, and at which call of the loss function.
+        hurt_with: name of the signal.
+    """
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(SCRIPT)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("DTCTL_")}
+    environment |= {"OMP_NUM_THREADS": "1", "HURT": hurt, "HURT_WITH": hurt_with}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}", "train.py"]
+    done = subprocess.run(
+        [*command, *(f"--train.{setting}" for setting in settings)],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    return Ended(code=done.returncode, output=done.stdout)
+
+
+def rows(folder: Path) -> list[tuple[int, float, float]]:
+    lines = (folder / names.METRICS_FILE).read_text().splitlines()
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in map(json.loads, lines)]
+
+
+@pytest.mark.parametrize(("workers", "hurt", "damage"), [(2, "1:29", True), (3, "2:21", False)])
+def test_a_killed_run_ends_with_the_bits_of_one_left_alone(
+    tmp_path: Path, workers: int, hurt: str, damage: bool
+) -> None:
+    straight = launch(tmp_path / "straight", workers)
+    assert straight.code == 0, straight.output
+    losses = [loss for _, loss, _ in rows(tmp_path / "straight")]
+    assert losses[-1] < losses[0]
+
+    killed = launch(tmp_path / "killed", workers, hurt=hurt)
+    assert killed.code != 0
+    assert "SIGKILL" in killed.output
+    snapshots = layout.listing(tmp_path / "killed" / "snapshots")
+    newest = (int(hurt.split(":")[1]) - 1) // 2 // 4 * 4
+    assert snapshots[0][0] == newest
+    if damage:
+        path = snapshots[0][1] / "optimizer.pt"
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+    resumed = launch(tmp_path / "killed", workers)
+    assert resumed.code == 0, resumed.output
+    if damage:
+        assert f"snapshot passed over: step-{newest:08d} is corrupt: optimizer.pt does not have" in resumed.output
+        newest -= 4
+    assert f"resumed at step {newest} of 20: exact" in resumed.output
+    assert resumed.digest == straight.digest
+    assert rows(tmp_path / "killed") == rows(tmp_path / "straight")
+
+
+def test_one_signal_stops_all_and_other_numbers_of_workers_go_on(tmp_path: Path) -> None:
+    """SIGTERM to one of three; then two go on, and one: each sample of each epoch is seen exactly once."""
+    epochs = ("steps=null", "epochs=2", "global_batch=24", "accumulate=null")
+    three = launch(tmp_path, 3, *epochs, "micro_batch=4", hurt="1:10", hurt_with="SIGTERM")
+    assert "exitcode  : 75" in three.output, three.output
+    ((stopped, _), *_) = layout.listing(tmp_path / "snapshots")
+    assert f"stopped after step {stopped} of 21, with a snapshot" in three.output
+    assert 5 <= stopped < 21
+
+    two = launch(tmp_path, 2, *epochs, "micro_batch=3", hurt="0:20", hurt_with="SIGUSR1")
+    assert f"resumed at step {stopped} of 21: not exact: micro_batch was 4 and is 3" in two.output, two.output
+    assert "workers was 3 and is 2" in two.output
+    ((again, _), *_) = layout.listing(tmp_path / "snapshots")
+    assert stopped < again < 21
+
+    one = launch(tmp_path, 1, *epochs, "micro_batch=8")
+    assert one.code == 0, one.output
+    seen: Counter[int] = Counter()
+    for path in tmp_path.glob("seen.*"):
+        # A resume throws one pass away, with the samples of the first that counts: the same line twice.
+        for line in dict.fromkeys(path.read_text().splitlines()):
+            seen.update(json.loads(line)[1])
+    assert seen == Counter(list(range(SAMPLES)) * 2)
+
+
+def test_workers_that_differ_are_all_told(tmp_path: Path) -> None:
+    ended = launch(tmp_path, 2, 'data={"uneven": true}')
+    message = f"the workers do not agree on the length of the data: {SAMPLES} on rank 0; {SAMPLES + 1} on rank 1"
+    assert ended.output.count(f"error: {message}") == 2, ended.output
+    assert "exitcode  : 4" in ended.output
+
+
+def test_a_run_without_its_snapshots_begins_anew(tmp_path: Path) -> None:
+    """And ends with the same bits, since everything random comes from the seed."""
+    straight = launch(tmp_path / "run", 2, "steps=4")
+    shutil.rmtree(tmp_path / "run" / "snapshots")
+    assert launch(tmp_path / "run", 2, "steps=4").digest == straight.digest

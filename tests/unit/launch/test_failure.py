@@ -1,0 +1,90 @@
+import signal
+
+import pytest
+
+from dtctl.launch.failure import Failure, describe, first, from_torchrun, is_consequence, last_lines, summary
+
+AGENT_LOG = """\
+E1121 07:51:33.855000 8019 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 8022)
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+======================================================
+tr.py FAILED
+------------------------------------------------------
+Failures:
+[1]:
+  time      : 2026-11-21_07:51:33
+  host      : localhost
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 8021)  (SIGTERM)
+  error_file: <N/A>
+  traceback : Signal 15 (SIGTERM) received by PID 8021
+------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-21_07:51:33
+  host      : localhost
+  rank      : 5 (local_rank: 1)
+  exitcode  : {code} (pid: 8022)
+  error_file: <N/A>
+  traceback : Signal 9 (SIGKILL) received by PID 8022
+======================================================
+"""
+
+
+def failed(rank: int, *, at: float, code: int | None = 1, number: int | None = None, tail: str = "") -> Failure:
+    return Failure(node=f"n{rank}", rank=rank, exit_code=code, signal=number, time=at, tail=tuple(tail.splitlines()))
+
+
+@pytest.mark.parametrize(("code", "exit_code", "number"), [("-9", 137, 9), ("3", 3, None)])
+def test_torchrun_names_its_worker(code: str, exit_code: int, number: int | None) -> None:
+    agent = Failure(node="n", rank=None, exit_code=1, signal=None, time=1.0)
+    found = from_torchrun(agent, AGENT_LOG.replace("{code}", code))
+    assert (found.rank, found.exit_code, found.signal) == (5, exit_code, number)
+
+
+def test_an_agent_that_names_nobody_is_left_as_it_is() -> None:
+    agent = Failure(node="n", rank=None, exit_code=1, signal=None, time=1.0)
+    assert from_torchrun(agent, "Traceback ...\nValueError: bad option\n") is agent
+
+
+def test_the_one_ended_by_a_signal_comes_first() -> None:
+    lost = failed(0, at=1.0, tail="RuntimeError: Connection closed by peer [10.0.0.2]:1")
+    killed = failed(1, at=1.2, code=137, number=9)
+    assert first([lost, killed]) is killed
+
+
+def test_an_exception_comes_before_what_follows_from_it() -> None:
+    follows = failed(0, at=1.0, tail="RuntimeError: [pair.cc] Connection reset by peer")
+    cause = failed(1, at=1.5, tail="ValueError: bad data")
+    assert first([follows, cause]) is cause
+    assert is_consequence(follows)
+    assert not is_consequence(cause)
+
+
+def test_between_equals_the_earlier_one() -> None:
+    assert first([failed(0, at=2.0), failed(1, at=1.0)]) == failed(1, at=1.0)
+    assert first([]) is None
+
+
+def test_sigterm_is_what_dtctl_sends_itself() -> None:
+    assert first([failed(0, at=1.0, code=143, number=signal.SIGTERM), failed(1, at=3.0)]) == failed(1, at=3.0)
+
+
+@pytest.mark.parametrize(
+    ("failure", "text"),
+    [
+        (failed(0, at=0, code=137, number=9), "was ended by signal 9 (SIGKILL)"),
+        (failed(0, at=0, code=3), "ended with exit code 3"),
+        (failed(0, at=0, code=None), "was lost"),
+        (failed(0, at=0, code=128 + 77, number=77), "was ended by signal 77 (unknown)"),
+    ],
+)
+def test_words_for_people(failure: Failure, text: str) -> None:
+    assert describe(failure) == text
+
+
+def test_the_summary_is_the_exception_and_not_the_advice_after_it() -> None:
+    tail = last_lines("Traceback\n  File x\n[rank1]: torch.OutOfMemoryError: CUDA out of memory\n\nsee the docs\n")
+    assert summary(tail) == "torch.OutOfMemoryError: CUDA out of memory"
+    assert summary(["just text"]) == "just text"
+    assert summary([]) == ""

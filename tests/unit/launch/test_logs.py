@@ -1,0 +1,41 @@
+from pathlib import Path
+
+from dtctl.launch.logs import METRICS, Logs
+from dtctl.launch.record import RunRecord
+
+
+def test_lines_are_cut_whole_and_kept_as_they_came(tmp_path: Path) -> None:
+    logs = Logs(RunRecord(tmp_path))
+    assert logs.write("a", 0, b"one\ntw") == ["one"]
+    assert logs.write("a", 0, b"o\n10%\r50%\r100%\n") == ["two", "100%"]
+    assert logs.write("a", 1, b"no end") == []
+    assert logs.rest() == [("a", 1, "no end")]
+    assert (tmp_path / "logs/a/rank-0.log").read_bytes() == b"one\ntwo\n10%\r50%\r100%\n"
+    assert logs.offsets == {"a": {0: 21, 1: 6}}
+    logs.close()
+
+
+def test_the_tail_is_that_of_this_attempt(tmp_path: Path) -> None:
+    logs = Logs(RunRecord(tmp_path))
+    logs.write("a", 0, b"old failure\n")
+    logs.begin_attempt()
+    logs.write("a", 0, b"new failure\n")
+    assert logs.tail("a", 0) == "new failure\n"
+    assert logs.tail("a", 7) == ""
+    logs.close()
+
+
+def test_metrics_start_again_when_a_snapshot_has_taken_rank_0_back(tmp_path: Path) -> None:
+    logs = Logs(RunRecord(tmp_path))
+    logs.write("a", METRICS, b'{"step": 1}\n{"step": 2}\n')
+    logs.begin_attempt()
+    logs.begin_metrics()
+    logs.write("a", METRICS, b'{"step": 1}\n')
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1}\n'
+    logs.close()
+
+
+def test_bytes_that_are_no_text_do_not_hurt(tmp_path: Path) -> None:
+    logs = Logs(RunRecord(tmp_path))
+    assert logs.write("a", 0, b"\xff\xfe\n") == ["\ufffd\ufffd"]
+    logs.close()

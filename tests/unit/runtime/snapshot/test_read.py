@@ -1,0 +1,120 @@
+"""Damage of every kind is noticed, and the snapshot before is taken."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtctl.errors import SnapshotError
+from dtctl.runtime.snapshot import layout, read, write
+
+
+def parts(step: int) -> dict[str, object]:
+    return {"model": {"weight": torch.full((40, 30), float(step))}, "random": {"torch": torch.arange(100)}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for step in (10, 20):
+        write.save(tmp_path, step, parts(step), facts={"position": step * 8}, keep=5)
+    return tmp_path
+
+
+def test_the_newest_is_taken(folder: Path) -> None:
+    good, rejected = read.newest_good(folder)
+    assert good is not None
+    assert good.manifest is not None
+    assert (good.step, good.status, rejected) == (20, "ok", [])
+    assert good.manifest.facts == {"position": 160}
+    loaded = read.load(good)
+    assert loaded.keys() == {"model", "random"}
+    assert torch.equal(loaded["model"]["weight"], torch.full((40, 30), 20.0))
+
+
+def test_no_folder_is_no_snapshot(tmp_path: Path) -> None:
+    assert read.newest_good(tmp_path / "nowhere") == (None, [])
+
+
+def test_every_flipped_byte_is_noticed(folder: Path) -> None:
+    newest = layout.folder_of(folder, 20)
+    source = random.Random(4)
+    for name in sorted(path.name for path in newest.iterdir()):
+        path = newest / name
+        whole = path.read_bytes()
+        for _ in range(25):
+            place, bit = source.randrange(len(whole)), 1 << source.randrange(8)
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
+            good, (bad,) = read.newest_good(folder)
+            assert good is not None
+            assert (good.step, bad.status) == (10, "corrupt")
+        path.write_bytes(whole)
+    assert read.verify(newest).status == "ok"
+
+
+def test_cut_and_missing_files_are_noticed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    for name in ("model.pt", "random.pt", layout.MANIFEST, layout.COMMIT):
+        copy = tmp_path_factory.mktemp("copy")
+        shutil.copytree(folder, copy, dirs_exist_ok=True)
+        path = layout.folder_of(copy, 20) / name
+        path.write_bytes(path.read_bytes()[:-1])
+        verdict = read.verify(path.parent)
+        assert verdict.status == "corrupt"
+        assert verdict.bad
+        path.unlink()
+        verdict = read.verify(path.parent)
+        assert verdict.status == "incomplete"
+        assert verdict.bad == (f"{name} is missing",)
+
+
+def test_a_renamed_snapshot_is_not_what_it_says(folder: Path) -> None:
+    layout.folder_of(folder, 20).rename(layout.folder_of(folder, 30))
+    verdict = read.verify(layout.folder_of(folder, 30))
+    assert verdict.status == "corrupt"
+    assert verdict.bad == ("the folder is named after step 30 and holds step 20",)
+
+
+def test_a_later_format_is_not_taken_for_damage(folder: Path) -> None:
+    path = layout.folder_of(folder, 20)
+    document = json.loads((path / layout.MANIFEST).read_text())
+    text = json.dumps({**document, "format": 99}).encode()
+    (path / layout.MANIFEST).write_bytes(text)
+    (path / layout.COMMIT).write_bytes(layout.commit_record(text, document["hash"]))
+    with pytest.raises(SnapshotError, match="format 99"):
+        read.newest_good(folder)
+
+
+def test_nothing_unverified_is_loaded(folder: Path) -> None:
+    path = layout.folder_of(folder, 20)
+    (path / layout.COMMIT).unlink()
+    with pytest.raises(SnapshotError, match="incomplete: COMMIT is missing"):
+        read.load(read.verify(path))
+    with pytest.raises(SnapshotError, match="no snapshot here"):
+        read.verify(folder / "elsewhere")
+
+
+def test_pickled_code_is_refused(folder: Path) -> None:
+    """A file that would run code when unpickled, with the right digests all the way up."""
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return (print, ("run",))
+
+    write.save(folder, 30, {"model": {"weight": Evil()}}, facts={}, keep=5)
+    with pytest.raises(SnapshotError, match=r"model.pt cannot be read"):
+        read.load(read.verify(layout.folder_of(folder, 30)))
+
+
+def test_sha256_where_blake3_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "blake3", None)
+    write.save(folder, 30, parts(30), facts={}, keep=5)
+    good, _ = read.newest_good(folder)
+    assert good is not None
+    assert good.manifest is not None
+    assert good.manifest.hash == "sha256"
+    with pytest.raises(SnapshotError, match="need the package blake3"):
+        read.verify(layout.folder_of(folder, 20))

@@ -1,0 +1,80 @@
+"""The examples are what `dtctl init` makes, and the templates' specs say what their scripts do by default.
+
+The templates are the source; after a change there, run this file as a script to write the examples anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dtctl.render import engine, project
+from dtctl.runtime import config, settings
+from dtctl.spec.load import load_spec
+
+ROOT = Path(__file__).resolve().parents[3]
+TEMPLATES = ROOT / "templates" / "init"
+EXAMPLES = {"gpt": "gpt", "digits": "classifier"}
+
+
+def make(example: str, folder: Path) -> None:
+    """An example in `folder`, which has its name, and beside its spec one for the sandbox."""
+    template = EXAMPLES[example]
+    project.create(folder, template=template, launcher="local", force=True)
+    values = {"name": example, "launcher": "sandbox", "version": ""}
+    text = engine.render("dtctl.yaml.j2", values, folders=[TEMPLATES / template])
+    (folder / "dtctl.sandbox.yaml").write_text(text, encoding="utf-8")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and not project_output(path.relative_to(folder))
+    }
+
+
+def project_output(path: Path) -> bool:
+    return path.parts[0] in (".dtctl", "data", "snapshots", "metrics.jsonl")
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_examples_are_what_init_makes(example: str, tmp_path: Path) -> None:
+    make(example, tmp_path / example)
+    assert contents(ROOT / "examples" / example) == contents(tmp_path / example), __doc__
+
+
+@pytest.mark.parametrize("launcher", project.LAUNCHERS)
+@pytest.mark.parametrize("template", [path.name for path in sorted(TEMPLATES.iterdir())])
+def test_new_projects_have_a_valid_spec(template: str, launcher: str, tmp_path: Path) -> None:
+    project.create(tmp_path / "my-run", template=template, launcher=launcher, force=False)
+    spec = load_spec(tmp_path / "my-run" / "dtctl.yaml")
+    assert spec.cluster.transport == launcher
+    assert spec.job.name == "my-run"
+    assert (tmp_path / "my-run" / (spec.job.script or "")).is_file()
+
+
+@pytest.mark.parametrize("template", ["gpt", "classifier"])
+def test_the_spec_repeats_the_defaults_of_the_script(template: str, tmp_path: Path) -> None:
+    """So that `python train.py` and `dtctl launch` train the same."""
+    project.create(tmp_path / "run", template=template, launcher="local", force=False)
+    source = (tmp_path / "run" / "train.py").read_text()
+    defaults = next(
+        ast.literal_eval(node.value)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.AnnAssign) and node.value and ast.unparse(node.target) == "DEFAULTS"
+    )
+    written = yaml.safe_load((tmp_path / "run" / "dtctl.yaml").read_text())["train"]
+    del written["model"], written["strategy"]
+    assert settings.merge(defaults, written) == defaults
+    config.load(defaults, argv=[], environ={})
+
+
+if __name__ == "__main__":
+    for name in EXAMPLES:
+        make(name, ROOT / "examples" / name)
+    sys.stdout.write("examples written\n")

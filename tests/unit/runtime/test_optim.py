@@ -1,0 +1,47 @@
+"""The optimizer of the configuration, and the learning rate of each step."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from dtctl.runtime.config import TrainConfig
+from dtctl.runtime.optim import optimizer, schedule
+
+
+def rates(steps: int, **settings: object) -> list[float]:
+    rate = schedule(TrainConfig(**settings), steps)  # type: ignore[arg-type]
+    return [rate(step) for step in range(steps)]
+
+
+def test_warm_up_ends_at_the_peak_and_cosine_at_the_floor() -> None:
+    found = rates(100, lr=1.0, min_lr=0.1, warmup_steps=10)
+    assert found[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert found[10] == pytest.approx(1.0)
+    assert found[-1] == pytest.approx(0.1)
+    assert all(earlier > later for earlier, later in pairwise(found[10:]))
+
+
+def test_linear_and_constant() -> None:
+    assert rates(5, lr=1.0, schedule="linear") == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
+    assert rates(3, lr=2.0, schedule="constant") == [2.0, 2.0, 2.0]
+
+
+def test_short_trainings_have_a_rate() -> None:
+    assert rates(1, lr=1.0) == [1.0]
+    assert rates(2, lr=1.0, warmup_steps=5) == pytest.approx([0.2, 0.4])
+
+
+@pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
+def test_only_matrices_decay_and_frozen_parameters_stay_out(name: str, kind: type) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 1))
+    model[2].weight.requires_grad_(False)
+    found = optimizer(TrainConfig(optimizer=name, weight_decay=0.1), model)  # type: ignore[arg-type]
+    assert isinstance(found, kind)
+    decayed, kept = found.param_groups
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
+    assert [p.dim() for p in decayed["params"]] == [2]
+    assert [p.dim() for p in kept["params"]] == [1, 1, 1, 1]

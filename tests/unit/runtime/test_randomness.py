@@ -1,0 +1,42 @@
+"""Random state: what was drawn after a capture is drawn again after a restore."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+from dtctl.runtime import Worker, randomness
+
+
+def draw() -> list[float]:
+    return [random.random(), random.gauss(), float(np.random.rand()), float(np.random.normal()), float(torch.rand(1))]
+
+
+def test_restore_repeats_the_draws(worker: Worker) -> None:
+    randomness.begin(3, 0)
+    draw()  # leaves half a pair of normal numbers behind in Python and NumPy
+    captured = randomness.capture(worker.device)
+    expected = draw()
+    assert draw() != expected
+    randomness.restore(captured, worker.device)
+    assert draw() == expected
+
+
+def test_gathered_states_are_of_ranks(worker: Worker) -> None:
+    everyone = randomness.gather(worker)
+    assert everyone is not None
+    mine = randomness.of_rank(everyone, 0)
+    assert mine is not None
+    for name, tensor in randomness.capture(worker.device).items():
+        assert torch.equal(mine[name], tensor) or mine[name].isnan() == tensor.isnan()
+    assert randomness.of_rank(everyone, 1) is None
+
+
+def test_streams_differ_by_seed_rank_and_step() -> None:
+    drawn = set()
+    for seed, rank, step in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (2**63, 0, 0)):
+        randomness.begin(seed, rank, step=step)
+        drawn.add(tuple(draw()))
+    assert len(drawn) == 5

@@ -1,0 +1,40 @@
+"""Signals that ask a training to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from dtctl.runtime.stop import REQUEUE_EXIT, Outcome, StopRequest
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_is_noted_and_handlers_are_put_back(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with StopRequest().listening() as asked:
+        assert asked.signal is None
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
+        assert asked.signal == number
+    assert signal.getsignal(number) is before
+
+
+def test_other_threads_listen_to_nothing() -> None:
+    heard: list[object] = []
+
+    def body() -> None:
+        with StopRequest().listening() as asked:
+            heard.append(asked.signal)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert heard == [None]
+
+
+def test_exit_codes_are_the_contract() -> None:
+    assert Outcome.FINISHED.exit_code == 0
+    assert Outcome.STOPPED.exit_code == REQUEUE_EXIT == 75

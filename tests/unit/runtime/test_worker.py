@@ -1,0 +1,84 @@
+"""Who a worker is, by its environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from dtctl import names
+from dtctl.errors import PlanError
+from dtctl.runtime.worker import ERROR_FILE, identify, seed_all, start
+
+TORCHRUN = {
+    names.RANK: "3",
+    names.LOCAL_RANK: "1",
+    names.WORLD_SIZE: "4",
+    names.LOCAL_WORLD_SIZE: "2",
+    names.NODE_RANK: "1",
+}
+
+
+def test_without_a_launcher_there_is_one_worker() -> None:
+    worker = identify({})
+    assert (worker.rank, worker.world_size, worker.backend, worker.is_first) == (0, 1, None, True)
+    worker.barrier()
+    assert worker.sum(torch.ones(2)).tolist() == [1, 1]
+    assert worker.once_per_node(lambda: 5) == 5
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for GPUs that are not there")
+def test_a_launcher_says_who_a_worker_is() -> None:
+    worker = identify(TORCHRUN)
+    assert (worker.rank, worker.local_rank, worker.world_size) == (3, 1, 4)
+    assert (worker.local_world_size, worker.node_rank, worker.backend) == (2, 1, "gloo")
+    assert not worker.is_first
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({names.WORLD_SIZE: ""}, "LOCAL_RANK, RANK set, but not WORLD_SIZE"),
+        ({names.RANK: "4"}, "do not fit a world of 4"),
+        ({names.RANK: "-1"}, "RANK is '-1', and a number is expected"),
+        ({names.LOCAL_RANK: "one"}, "LOCAL_RANK is 'one', and a number is expected"),
+    ],
+)
+def test_an_environment_that_makes_no_sense(changes: dict[str, str], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        identify(TORCHRUN | changes)
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*TORCHRUN, ERROR_FILE):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_start_seeds_and_needs_no_group() -> None:
+    drawn = []
+    for _ in range(2):
+        with start(seed=11):
+            assert not dist.is_initialized()
+            drawn.append((random.random(), float(np.random.rand()), float(torch.rand(1))))
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_an_exception_is_left_for_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
+    with pytest.raises(RuntimeError, match="out of luck"), start():
+        raise RuntimeError("out of luck")
+    assert "out of luck" in json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert os.environ[ERROR_FILE]
+
+
+def test_seeds_beyond_32_bits_are_fine() -> None:
+    seed_all(2**63 + 5)
