@@ -25,11 +25,11 @@ SETTINGS = {
     "cluster.slots": "1",
     "job.kind": "direct",
     "train.steps": str(STEPS),
-    "train.micro_batch": "6",
+    "train.micro_batch": "8",
     "train.snapshot.every_steps": "20",
-    "train.model.layers": "3",
-    "train.model.embed": "96",
-    "train.model.context": "96",
+    "train.model.layers": "2",
+    "train.model.embed": "64",
+    "train.model.context": "64",
 }
 
 

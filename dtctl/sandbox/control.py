@@ -77,9 +77,14 @@ def up(name: str, *, nodes: int) -> Sandbox:
             f"sandbox {name} is up already, with {len(running.nodes)} hosts", hint="`dtctl sandbox down` ends it"
         )
     check_requirements()
-    down(name)
     state = layout.state_dir(name)
-    state.mkdir(mode=0o700, parents=True)
+    try:
+        down(name)
+        state.mkdir(mode=0o700, parents=True)
+    except OSError as exc:
+        raise SandboxError(
+            f"the sandbox's folder cannot be made: {exc.strerror}", where=str(state), hint="set DTCTL_SANDBOX_DIR"
+        ) from exc
     try:
         _start_keeper(state, name, nodes)
     except BaseException:
@@ -128,10 +133,14 @@ def down(name: str) -> bool:
         return False
     sandbox = layout.load(state)
     _kill_keeper(state)
-    for node in sandbox.nodes if sandbox else ():
+    nodes = sandbox.nodes if sandbox else ()
+    for node in nodes:
         _wait_gone(node.pid)
     if os.getuid() == 0:
-        subprocess.run(["ip", "link", "del", layout.bridge_name(state)], capture_output=True, check=False)
+        # The kernel takes the cables of dead hosts away in its own time; here they are to be gone when this returns.
+        links = [layout.bridge_name(state), *(layout.link_name(state, node.index) for node in nodes)]
+        commands = "".join(f"link del {link}\n" for link in links)
+        subprocess.run(["ip", "-force", "-batch", "-"], input=commands, capture_output=True, text=True, check=False)
     shutil.rmtree(state, ignore_errors=True)
     if state.exists():
         raise SandboxError("the sandbox's folder cannot be removed", where=str(state))

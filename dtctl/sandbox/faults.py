@@ -19,6 +19,8 @@ from dtctl.sandbox import control, kernel, layout, world
 from dtctl.sandbox.layout import Sandbox, SandboxNode
 
 FAULTS_FILE = "faults.json"
+DISK = "dtctl-full-disk"
+"""Name of the small file systems, by which they are found again."""
 LARGE_BYTES = 1200
 """IP packets longer than this are lost by `lose-large`: more than any ping, less than a full Ethernet frame."""
 
@@ -126,9 +128,13 @@ def fill_disk(sandbox: Sandbox, node: SandboxNode, *, path: str, size: str) -> N
     full = sandbox.home / path
     command = ["mkdir", "-p", str(full)]
     _run(control.enter_argv(sandbox, node, command), node)
-    user = ["--user", "--preserve-credentials"] if sandbox.rootless else []
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "dtctl-full-disk", str(full)]
-    _run(["nsenter", "--target", str(node.pid), *user, "--mount", *mount], node)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", DISK, str(full)]
+    _run([*_administrator(sandbox, node), *mount], node)
+
+
+def _administrator(sandbox: Sandbox, node: SandboxNode) -> list[str]:
+    """The beginning of an argv that runs on a host with all rights there."""
+    return ["nsenter", "--target", str(node.pid), *control.namespace_flags(sandbox)]
 
 
 def _run(argv: Sequence[str], node: SandboxNode) -> None:
@@ -156,16 +162,14 @@ def heal(sandbox: Sandbox, nodes: Sequence[SandboxNode]) -> None:
         for where, device in ((node, "eth0"), (None, link)):
             with contextlib.suppress(SandboxError):  # there was none
                 in_network(sandbox, where, ["tc", "qdisc", "del", "dev", device, "root"])
-        user = ["--user", "--preserve-credentials"] if sandbox.rootless else []
-        _unmount_disks(node, user)
+        _unmount_disks(sandbox, node)
 
 
-def _unmount_disks(node: SandboxNode, user: Sequence[str]) -> None:
+def _unmount_disks(sandbox: Sandbox, node: SandboxNode) -> None:
     with open(f"/proc/{node.pid}/mounts", encoding="utf-8", errors="replace") as mounts:
-        paths = [line.split()[1] for line in mounts if line.startswith("dtctl-full-disk ")]
+        paths = [line.split()[1] for line in mounts if line.startswith(DISK + " ")]
     for path in reversed(paths):
-        argv = ["nsenter", "--target", str(node.pid), *user, "--mount", "umount", "--lazy", path]
-        subprocess.run(argv, capture_output=True, check=False)
+        _run([*_administrator(sandbox, node), "umount", "--lazy", path], node)
 
 
 def recorded(sandbox: Sandbox) -> list[str]:

@@ -178,7 +178,7 @@ class _Push:
             self._receive_contents([files[index] for index in need])
             for index, file in enumerate(files):
                 if first.get(file[3], index) != index and file[1] != LINK_MODE:
-                    self._copy(self.part_fd, files[first[file[3]]][0], file)
+                    self._fill(file, _contents(self.part_fd, files[first[file[3]]][0]))
             for path, mode, _, _, link in files:  # last, so that no file is ever written through a link
                 if mode == LINK_MODE:
                     os.symlink(link, path, dir_fd=self.part_fd)
@@ -193,29 +193,17 @@ class _Push:
         with self._lock(fcntl.LOCK_SH):
             for name in _sealed(self.store)[:KEPT_TREES]:
                 path = os.path.join(self.store, name)
-                seal = _read_seal(path) if os.path.isdir(path) else None
-                if seal:
+                if os.path.isdir(path):
                     opened += [hold(path), os.open(path, os.O_RDONLY | os.O_CLOEXEC)]
-                for row in seal or ():
-                    known.setdefault(row[3], (opened[-1], row[0]))
+                    for row in _read_seal(path) or ():
+                        known.setdefault(row[3], (opened[-1], row[0]))
         missing = set()
         for file in files:
-            if file[1] != LINK_MODE and not (file[3] in known and self._copy(*known[file[3]], file)):
+            if file[1] != LINK_MODE and not (file[3] in known and self._fill(file, _contents(*known[file[3]]))):
                 missing.add(file[3])
         for fd in opened:
             os.close(fd)
         return missing
-
-    def _copy(self, folder: int, source: bytes, file: tuple) -> bool:  # type: ignore[type-arg]
-        """Fill `file` from another one on this node; False if that is not, or no longer, what it should be."""
-        try:
-            old = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
-        except OSError:
-            return False
-        try:
-            return self._fill(file, iter(lambda: memoryview(os.read(old, CHUNK_BYTES)), b""))
-        finally:
-            os.close(old)
 
     def _fill(self, file: tuple, pieces) -> bool:  # type: ignore[no-untyped-def, type-arg]
         """Write a file; whether it has become what was announced."""
@@ -326,6 +314,17 @@ def _folders(files: list) -> set[bytes]:  # type: ignore[type-arg]
             folders.add(folder)
             folder = folder.rpartition(b"/")[0]
     return folders
+
+
+def _contents(folder: int, path: bytes):  # type: ignore[no-untyped-def]
+    """What is in a file, as far as it can be read: whoever asks compares digests."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        with open(path, "rb", buffering=0, opener=lambda name, _: os.open(name, flags, dir_fd=folder)) as file:
+            for data in iter(lambda: file.read(CHUNK_BYTES) or b"", b""):
+                yield memoryview(data)
+    except OSError:
+        pass
 
 
 def _read_seal(path: str) -> list | None:  # type: ignore[type-arg]

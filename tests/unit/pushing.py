@@ -98,15 +98,12 @@ def release() -> None:
 def listing(folder: Path) -> dict[bytes, tuple[int, bytes]]:
     """Path -> (permissions, contents) of all files below a folder; of a link, (0, target)."""
     found = {}
-    top = os.fsencode(folder)
-    for base, folders, names in os.walk(top):
-        for name in [*names, *folders]:
-            path = os.path.join(base, name)
-            if os.path.islink(path):
-                found[os.path.relpath(path, top)] = (0, os.readlink(path))
-            elif os.path.isfile(path):
-                with open(path, "rb") as file:
-                    found[os.path.relpath(path, top)] = (os.stat(path).st_mode & 0o777, file.read())
+    for path in folder.rglob("*"):
+        name = os.fsencode(path.relative_to(folder))
+        if path.is_symlink():
+            found[name] = (0, os.fsencode(path.readlink()))
+        elif path.is_file():
+            found[name] = (path.stat().st_mode & 0o777, path.read_bytes())
     return found
 
 

@@ -49,17 +49,15 @@ def fill(folder: Path, files: dict[bytes, bytes]) -> None:
     for entry in folder.iterdir():
         if entry.name != ".git":
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-    top = os.fsencode(folder)
     for path, text in files.items():
-        full = os.path.join(top, path)
-        if os.path.isdir(full):
+        full = folder / os.fsdecode(path)
+        if full.is_dir():
             continue
         try:
-            os.makedirs(os.path.dirname(full), exist_ok=True)
+            full.parent.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             continue  # a file of that name has come first
-        with open(full, "wb") as file:
-            file.write(text)
+        full.write_bytes(text)
 
 
 LETTERS = [b"a", b"b", b"c", b"A", b"-", b".", b" ", b"!", b"#", b"\\", b"[", b"]", b"*", "é".encode(), b"\xff", b"\n"]
@@ -101,7 +99,7 @@ lines = st.tuples(st.sampled_from([b"", b"", b"", b"!", b"/", b"#"]), st.lists(s
 ignore_files = st.lists(lines, max_size=5).map(b"\n".join)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     files=st.lists(paths, min_size=1, max_size=10),
     rules=st.dictionaries(st.sampled_from([b"", b"a/", b"b/", b"a/b/"]), ignore_files, min_size=1, max_size=3),

@@ -85,10 +85,9 @@ def test_odd_names_and_contents_arrive_byte_for_byte(tmp_path_factory: pytest.Te
     def check(files: dict[bytes, bytes], executable: bool) -> None:
         root = tmp_path_factory.mktemp("odd")
         for name, data in files.items():
-            path = os.path.join(os.fsencode(root), name)
-            with open(path, "wb") as file:
-                file.write(data)
-            os.chmod(path, 0o700 if executable else 0o600)
+            path = root / os.fsdecode(name)
+            path.write_bytes(data)
+            path.chmod(0o700 if executable else 0o600)
         tree = scan(root, include=["*"])
         done = bring_tree(tree, tmp_path_factory.mktemp("node"))
         assert listing(Path(done.path)) == {e.path: (e.mode, files[e.path]) for e in tree.files}

@@ -135,8 +135,8 @@ HOSTILE = {
     "negative size": ([row("a", size=-1)], "protocol"),
     "endless size": ([row("a", size=float("inf"))], "protocol"),
     "size of another type": ([row("a", size="3")], "protocol"),
-    "path of another type": ([row("a", path=3)], "protocol"),
-    "path beyond bytes": ([row("a", path="\u20ac")], "protocol"),
+    "path of another type": ([[3, FILE, 0, "", ""]], "protocol"),
+    "path beyond bytes": ([["\u20ac", FILE, 0, "", ""]], "protocol"),
     "no digest": ([row("a", digest=None)], "protocol"),
     "short row": ([["a", FILE]], "protocol"),
     "no rows": (3, "protocol"),
@@ -178,12 +178,10 @@ def test_any_manifest_is_refused_or_stays_in_its_folder(tmp_path_factory: pytest
         release()
         assert [path.name for path in base.iterdir()] == ["node"]
         assert answers.path is not None or left_in(base / "node") == []
-        root = os.path.realpath(answers.path) if answers.path else ""
-        for path, (_, data) in listing(Path(root)).items() if root else ():
-            full = os.path.join(os.fsencode(root), path)
-            if os.path.islink(full):
-                target = os.path.realpath(os.path.join(os.path.dirname(full), data))
-                assert (target + b"/").startswith(os.fsencode(root) + b"/")
+        if answers.path is not None:
+            root = Path(answers.path).resolve()
+            for path in root.rglob("*"):
+                assert path.resolve().is_relative_to(root)
 
     check()
 
@@ -227,12 +225,9 @@ def test_a_sender_that_goes_away_leaves_nothing(workdir: Path, ends: str) -> Non
     assert left_in(workdir) == []
 
 
-def test_an_empty_tree_is_a_tree(workdir: Path) -> None:
-    first = send(workdir, [], stream=zlib.compress(b""))
-    assert first.code == "escape"  # nothing was announced, not even an empty stream
-    (workdir / "empty").mkdir()
-    done = [bring(workdir / "empty", workdir) for _ in range(2)]
-    assert [push.state for push in done] == ["done", "have"]
+def test_an_empty_tree_is_a_tree(tmp_path: Path, workdir: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert [bring(tmp_path / "empty", workdir).state for _ in range(2)] == ["done", "have"]
 
 
 TAMPERED = ["edited", "edited with its times put back", "removed", "replaced", "made a link", "made a folder"]
@@ -249,7 +244,7 @@ def test_a_tree_that_was_changed_on_the_node_is_repaired_beside_it(project: Path
         victim.write_text("print('HELLO')\n")
         os.utime(victim, ns=(before.st_atime_ns, before.st_mtime_ns))
     elif how == "replaced":
-        os.replace(first / "pkg" / "m0.py", victim)
+        (first / "pkg" / "m0.py").replace(victim)
     else:
         victim.unlink()
         if how == "made a link":
