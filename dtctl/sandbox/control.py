@@ -179,15 +179,15 @@ def enter_argv(sandbox: Sandbox, node: SandboxNode, command: Sequence[str]) -> l
         SandboxError: the host is switched off.
     """
     check_on(node)
-    pid = node.pid
-    if sandbox.rootless:
-        pid = _first_child(node.pid) or node.pid  # its sshd, which is in the login user's own user namespace
+    # In the private world this user is its root; the login user has to be mapped back, as for the SSH server.
+    as_user = ["unshare", "--user", f"--map-user={os.getuid()}", f"--map-group={os.getgid()}"]
     home = str(sandbox.home)
     return [
         "nsenter",
         "--target",
-        str(pid),
+        str(node.pid),
         *namespace_flags(sandbox),
+        *(as_user if sandbox.rootless else ()),
         "env",
         "-C",
         home,
@@ -205,14 +205,6 @@ def check_on(node: SandboxNode) -> None:
     """
     if not node.pid or not kernel.start_time(node.pid):
         raise SandboxError(f"host {node.name} is switched off", hint=f"dtctl sandbox heal {node.name}")
-
-
-def _first_child(pid: int) -> int | None:
-    try:
-        words = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return None
-    return int(words[0]) if words else None
 
 
 def host_processes(node: SandboxNode) -> dict[int, str]:

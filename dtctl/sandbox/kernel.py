@@ -59,7 +59,7 @@ def die_with_parent() -> None:
 
 
 def mount(source: str, target: Path, kind: str, flags: int = 0, options: str = "") -> None:
-    """Mount a file system; mount(2) has the flags."""
+    """Attach a file system; the flags are those of the system call."""
     data = options.encode() or None
     done = _libc.mount(source.encode(), os.fsencode(target), kind.encode() or None, ctypes.c_ulong(flags), data)
     _check(done, f"mount {target}")

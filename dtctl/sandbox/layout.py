@@ -125,7 +125,7 @@ def link_name(state: Path, index: int) -> str:
 
 
 def mac_address(state: Path, index: int) -> str:
-    """Address of a host's network card: the same after it was off, or its peers would look for the old one for a while."""
+    """Address of a host's network card: the same after it was off, or its peers would look for the old one."""
     octets = bytes.fromhex(tag(state)) + bytes([index])
     return "02:dc:" + ":".join(f"{octet:02x}" for octet in octets)
 

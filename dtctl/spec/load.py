@@ -6,7 +6,6 @@ pydantic decides what is right; this module says what is wrong in words that do 
 from __future__ import annotations
 
 import difflib
-import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
@@ -196,10 +195,8 @@ def _legal_keys(path: tuple[int | str, ...]) -> set[str]:
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
     """The section classes that an annotation mentions."""
-    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
-        return [annotation] if issubclass(annotation, BaseModel) else []
     if get_origin(annotation) is None:
-        return []
+        return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
     return [model for inner in get_args(annotation) for model in _models_in(inner)]
 
 

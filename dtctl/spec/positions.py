@@ -1,226 +1,88 @@
-"""YAML with positions: the data of a text, and the line on which each key stands.
-
-The YAML library splits the text; what a scalar means is decided here, by the rules of YAML 1.2 rather than 1.1, so that
-a spec says what it seems to say: `NO` and `on` are text, `1:30:00` is not 5400, `010` is not 8, and `1e-3` is a number.
-"""
+"""YAML with positions: the data of a file, and the line on which each key stands."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from dtctl.errors import SpecError
-from dtctl.spec.places import Path, Places
 
-MAX_VALUES = 100_000
+Path = tuple[str | int, ...]
+MAX_NODES = 100_000
 """Most values that a spec may have, aliases counted each time: the bound on files made to fill the memory."""
-MAX_DEPTH = 64
-"""Most levels of nesting; libyaml itself crashes on some ten thousand."""
 
-_CORE = "tag:yaml.org,2002:"
-_MERGE = _CORE + "merge"
-_NULL, _BOOL, _INT, _FLOAT = (_CORE + name for name in ("null", "bool", "int", "float"))
-_PLAIN = (
-    (_MERGE, r"<<", "<"),
-    (_NULL, r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    (_BOOL, r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    # Without leading zeros: 010 is 8 to YAML 1.1, 10 to YAML 1.2, and most likely a name.
-    (_INT, r"[-+]?(?:0|[1-9][0-9_]{0,30}|0x[0-9a-fA-F]{1,16}|0o[0-7]{1,22})", "-+0123456789"),
-    (
-        _FLOAT,
-        r"[-+]?(?:[0-9][0-9_]{0,30}\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]{1,3})?"
-        r"|[-+]?[1-9][0-9]{0,30}[eE][-+]?[0-9]{1,3}|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-        "-+0123456789.",
-    ),
-)
-
-_BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-class _Loader(_BaseLoader):  # type: ignore[misc]  # the base is chosen when the program runs
-    """Splits YAML and knows which plain scalars are text."""
-
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML wants it here
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes text that either version of YAML would take for something else."""
-
-
-for _tag, _pattern, _first in _PLAIN:
-    for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(_tag, re.compile(rf"(?:{_pattern})\Z"), list(_first))
+_Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text that was read."""
+    """A parsed file."""
 
     data: Any
-    """Dictionaries with text as keys, lists, text, numbers, truth values and None; no part of it stands twice in it."""
-    places: Places
-    texts: dict[Path, str]
-    """Numbers and truth values as they were typed, for keys where text is wanted: `1.10` is not the text `1.1`."""
+    lines: dict[Path, int]
+    """Key path -> line, from 1. A key's line, not that of its value; list entries by index."""
+    source: str
+
+    def where(self, path: Path) -> str:
+        """`file:line` of the key at `path`, or of the nearest one above it that stands in the file."""
+        for end in range(len(path), -1, -1):
+            if path[:end] in self.lines:
+                return f"{self.source}:{self.lines[path[:end]]}"
+        return self.source
 
 
 def parse(text: str, *, source: str) -> Document:
-    """Read one YAML document.
+    """Read YAML.
 
     Args:
-        text: the YAML.
+        text: the file's text.
         source: its name, for messages.
 
     Raises:
-        SpecError: not YAML, several documents, a key that stands twice, a type that specs do not have, a NUL character,
-            or unreasonably many values.
+        SpecError: not YAML, several documents, a key that stands twice, or unreasonably many values.
     """
-    reader = _Reader(source)
+    loader = _Loader(text)
     try:
-        text.encode()
-        _check_depth(text, source)
-        root = yaml.compose(text, Loader=_Loader)
-        data = None if root is None else reader.value(root, ())
+        root = loader.get_single_node()
+        lines: dict[Path, int] = {}
+        if root is not None:
+            _walk(root, (), lines, source, [0])
+        data = None if root is None else loader.construct_document(root)
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark or exc.context_mark
         where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
-        raise SpecError(f"not valid YAML: {exc.problem or exc.context}", where=where, hint=_hint(text, mark)) from exc
-    except UnicodeEncodeError as exc:
-        raise SpecError("not UTF-8 text", where=source) from exc
-    except yaml.YAMLError as exc:
-        # Of a character that YAML does not allow, libyaml says the code, and Python's reader the place in bytes.
-        raise SpecError(f"not valid YAML: {' '.join(str(exc).split())}", where=source) from exc
-    return Document(data, Places(source, reader.lines), reader.texts)
+        hint = "indent with spaces; YAML does not allow tabs" if "\\t" in str(exc.problem) else None
+        raise SpecError(f"not valid YAML: {exc.problem or exc.context}", where=where, hint=hint) from exc
+    except (yaml.YAMLError, ValueError, RecursionError) as exc:
+        raise SpecError(f"not valid YAML: {exc}", where=source) from exc
+    finally:
+        loader.dispose()
+    return Document(data, lines, source)
 
 
-def write(data: Any) -> str:
-    """YAML that `parse` reads as `data`."""
-    return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
-
-
-def _check_depth(text: str, source: str) -> None:
-    depth = 0
-    for event in yaml.parse(text, Loader=_Loader):
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-            if depth > MAX_DEPTH:
-                where = f"{source}:{event.start_mark.line + 1}"
-                raise SpecError(f"values are nested more than {MAX_DEPTH} deep", where=where)
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-
-
-def _hint(text: str, mark: yaml.Mark | None) -> str | None:
-    """What is most often wrong with such a line."""
-    lines = text.split("\n")
-    for number in (mark.line, mark.line - 1) if mark else ():
-        line = lines[number] if 0 <= number < len(lines) else ""
-        if "\t" in line[: len(line) - len(line.lstrip())]:
-            return "indent with spaces; YAML does not allow tabs"
-        if re.search(r"[\w.-]\[[0-9,/-]+\]", line):
-            return 'put ranges of nodes in quotes: ["gpu[01-04]"]'
-    return None
-
-
-class _Reader:
-    """Turns YAML's nodes into data and notes on the way where each key stands."""
-
-    def __init__(self, source: str) -> None:
-        self.lines: dict[Path, int] = {}
-        self.texts: dict[Path, str] = {}
-        self._source = source
-        self._count = 0
-        self._open: list[yaml.Node] = []
-
-    def value(self, node: yaml.Node, path: Path) -> Any:
-        self._count_one()
-        self.lines.setdefault(path, node.start_mark.line + 1)
-        if isinstance(node, yaml.ScalarNode):
-            return self._scalar(node, path)
-        with self._inside(node):
-            if isinstance(node, yaml.MappingNode) and node.tag == _CORE + "map":
-                return self._mapping(node, path)
-            if isinstance(node, yaml.SequenceNode) and node.tag == _CORE + "seq":
-                return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
-        raise self._unknown_tag(node)
-
-    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
-        found = {}
-        for name, (line, value) in self._pairs(node).items():
-            self.lines[(*path, name)] = line
-            found[name] = self.value(value, (*path, name))
-        return found
-
-    def _pairs(self, node: yaml.MappingNode) -> dict[str, tuple[int, yaml.Node]]:
-        """Keys of a mapping, each with its line and its value; what `<<` merges in is included and yields to them."""
-        own: dict[str, tuple[int, yaml.Node]] = {}
-        merged: dict[str, tuple[int, yaml.Node]] = {}
+def _walk(node: yaml.Node, path: Path, lines: dict[Path, int], source: str, count: list[int]) -> None:
+    count[0] += 1
+    if count[0] > MAX_NODES:
+        raise SpecError(f"the file has more than {MAX_NODES} values", where=source, hint="are there nested aliases?")
+    lines.setdefault(path, node.start_mark.line + 1)
+    if isinstance(node, yaml.MappingNode):
+        seen: dict[str, int] = {}
         for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise SpecError("a key has to be text", where=f"{source}:{key.start_mark.line + 1}")
             line = key.start_mark.line + 1
-            if not isinstance(key, yaml.ScalarNode) or "\0" in key.value:
-                raise self._error(key, "a key has to be text")
-            if key.value in own:
-                raise self._error(key, f"`{key.value}` stands twice, on lines {own[key.value][0]} and {line}")
-            own[key.value] = (line, value)
-            if key.tag == _MERGE:
-                parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
-                for part in reversed(parts):  # of two parts with one key the first wins
-                    if not isinstance(part, yaml.MappingNode):
-                        raise self._error(part, "`<<` takes keys with values, or a list of such")
-                    self._count_one()
-                    with self._inside(part):
-                        merged |= self._pairs(part)
-        if merged:
-            own.pop("<<")
-        return merged | own
-
-    def _count_one(self) -> None:
-        self._count += 1
-        if self._count > MAX_VALUES:
-            raise SpecError(
-                f"the file has more than {MAX_VALUES} values", where=self._source, hint="are there nested aliases?"
-            )
-
-    @contextmanager
-    def _inside(self, node: yaml.Node) -> Iterator[None]:
-        if any(outer is node for outer in self._open):
-            raise self._error(node, "an alias stands inside of what it refers to")
-        self._open.append(node)
-        yield
-        self._open.pop()
-
-    def _scalar(self, node: yaml.ScalarNode, path: Path) -> Any:
-        text = str(node.value)
-        if "\0" in text:
-            raise self._error(node, "a NUL character cannot be passed to a program")
-        if node.tag in (_CORE + "str", _MERGE):
-            return text
-        if node.tag == _NULL:
-            return None
-        self.texts[path] = text
-        try:
-            if node.tag == _BOOL:
-                return {"true": True, "false": False}[text.lower()]
-            if node.tag == _INT:
-                return int(text.replace("_", ""), 0)
-            if node.tag == _FLOAT:
-                return _float(text.replace("_", "").lower())
-        except (ValueError, KeyError):
-            raise self._error(node, f"{text!r} is not what its tag says") from None
-        raise self._unknown_tag(node)
-
-    def _unknown_tag(self, node: yaml.Node) -> SpecError:
-        return self._error(node, f"a spec has no values of type {node.tag.replace(_CORE, '!!')}")
-
-    def _error(self, node: yaml.Node, message: str) -> SpecError:
-        return SpecError(message, where=f"{self._source}:{node.start_mark.line + 1}")
-
-
-def _float(text: str) -> float | int:
-    """A number; a whole one when it is written without a point, because steps are counted as `1e5`."""
-    number = float(text.replace(".inf", "inf").replace(".nan", "nan"))
-    return int(number) if "." not in text and number.is_integer() and abs(number) < 2**53 else number
+            if key.value in seen and key.value != "<<":
+                raise SpecError(
+                    f"`{key.value}` stands twice, on lines {seen[key.value]} and {line}",
+                    where=f"{source}:{line}",
+                    key=".".join(str(part) for part in (*path, key.value)),
+                )
+            seen[key.value] = line
+            inner = path if key.value == "<<" else (*path, key.value)
+            lines.setdefault(inner, line)
+            _walk(value, inner, lines, source, count)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            _walk(value, (*path, index), lines, source, count)

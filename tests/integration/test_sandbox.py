@@ -189,7 +189,7 @@ def test_a_dead_keeper_takes_its_hosts_along(sandbox_env: dict[str, str]) -> Non
 PACKAGES = """
     typer paramiko yaml _yaml pydantic pydantic_core annotated_types typing_extensions.py typing_inspection jinja2
     markupsafe pathspec cryptography cffi _cffi_backend* bcrypt nacl shellingham rich pygments markdown_it mdurl click
-    annotated_doc
+    annotated_doc *.dist-info
 """
 
 
@@ -211,7 +211,8 @@ def ordinary_user(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     shutil.copytree(root / "templates", packages / "templates")
     subprocess.run(["chown", "-R", name, packages.parent], check=True)
     yield name, packages
-    subprocess.run(["userdel", "--remove", name], capture_output=True, check=True)
+    subprocess.run(["pkill", "-KILL", "-u", name], check=False)
+    wait_until(lambda: subprocess.run(["userdel", "-f", "-r", name], capture_output=True, check=False).returncode != 8)
 
 
 def test_an_ordinary_user_has_a_sandbox_too(ordinary_user: tuple[str, Path]) -> None:

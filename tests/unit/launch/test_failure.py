@@ -5,7 +5,7 @@ import pytest
 from dtctl.launch.failure import Failure, describe, first, from_torchrun, is_consequence, last_lines, summary
 
 AGENT_LOG = """\
-E1121 07:51:33.855000 8019 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 8022)
+E1121 07:51:33.855000 8019 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: -9)
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 ======================================================
 tr.py FAILED
