@@ -5,8 +5,8 @@
 
 All programs run as fresh processes against the same virtual hosts (dtctl's sandbox) in turn, A B C A B C, so that a
 slow moment of the machine hits all of them alike. The key exchange is curve25519 for everybody: OpenSSH's own choice
-costs twice as much and would flatter us. Peers live in a virtual environment of their own. Refuses to measure on a machine
-that is busy with something else. Results are kept in benchmarks/results/ as JSON, and drawn.
+costs twice as much and would flatter us. Peers live in a virtual environment of their own. Refuses to measure on a
+machine that is busy with something else. Results are kept in benchmarks/results/ as JSON, and drawn.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 PEERS = HERE / ".venv-peers"
 RESULTS = HERE / "results"
-MAX_LOAD = 1.0
+MAX_BUSY = 0.08
 
 BARE = """\
 import sys, threading
@@ -73,13 +73,25 @@ class Series:
     failed: str | None = None
 
 
-def wait_for_quiet(limit_s: float = 120.0) -> None:
+def busy_share(over_s: float = 2.0) -> float:
+    """Share of the machine's CPU time that somebody uses, over a moment in which this program uses none."""
+
+    def look() -> tuple[int, int]:
+        fields = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        return sum(fields), fields[3] + fields[4]
+
+    total, idle = look()
+    time.sleep(over_s)
+    total_now, idle_now = look()
+    return 1 - (idle_now - idle) / max(1, total_now - total)
+
+
+def wait_for_quiet(limit_s: float = 300.0) -> None:
     """Return when the machine has nothing else to do; give up after a while."""
     deadline = time.monotonic() + limit_s
-    while os.getloadavg()[0] > MAX_LOAD:
+    while (busy := busy_share()) > MAX_BUSY:
         if time.monotonic() > deadline:
-            raise SystemExit(f"the machine is busy (load {os.getloadavg()[0]:.1f}); figures would mean nothing")
-        time.sleep(2)
+            raise SystemExit(f"the machine is busy ({busy:.0%} of its CPU time); figures would mean nothing")
 
 
 def measure(argv: list[str], env: dict[str, str] | None, cwd: Path, limit_s: float) -> tuple[float, float, str | None]:
@@ -186,6 +198,7 @@ def latency(bench: Bench, names: list[str], nodes: int, repetitions: int) -> dic
     """All programs in turn, after one repetition that does not count."""
     found = {name: Series() for name in names}
     for repetition in range(repetitions + 1):
+        wait_for_quiet()
         for name in names:
             series = Series() if repetition == 0 else found[name]
             bench.run(name, nodes, series)
@@ -224,7 +237,7 @@ def push(bench: Bench, nodes: int, repetitions: int) -> dict[str, Series]:
     (tree / "dtctl.yaml").write_text(spec)
     dtctl = [*argv[:-1], str(tree / "dtctl.yaml")]
     script = bench.folder / "rsync.sh"
-    lines = [  # one rsync a node, all at once
+    lines = [
         f"rsync -a --delete --exclude .dtctl -e 'ssh -F {bench.config}' {tree}/ {host}:rsynced/ &"
         for host in bench.hosts[:nodes]
     ]
@@ -234,6 +247,7 @@ def push(bench: Bench, nodes: int, repetitions: int) -> dict[str, Series]:
             for folder in ("rsynced", ".dtctl/node/code"):
                 shutil.rmtree(bench.sandbox.state / "hosts" / host.name / "home" / folder, ignore_errors=True)
         shutil.rmtree(tree / ".dtctl", ignore_errors=True)
+        wait_for_quiet()
         for state in ("fresh", "unchanged"):
             for name, command in ((f"dtctl {state}", dtctl), (f"rsync {state}", ["bash", str(script)])):
                 wall, cpu, failed = measure(command, bench.env, bench.folder, 300)
@@ -278,9 +292,8 @@ def table(title: str, rows: dict[str, Series], against: str) -> None:
             continue
         middle = statistics.median(series.wall_s)
         cpu = statistics.median(series.cpu_s)
-        print(
-            f"{name:16} {middle:9.3f} {min(series.wall_s):7.3f} {max(series.wall_s):7.3f} {cpu:7.3f} {middle / floor:6.2f}"
-        )
+        low, high = min(series.wall_s), max(series.wall_s)
+        print(f"{name:16} {middle:9.3f} {low:7.3f} {high:7.3f} {cpu:7.3f} {middle / floor:6.2f}")
 
 
 def versions() -> dict[str, str]:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 def main() -> None:
     """Write a picture beside the JSON file named on the command line."""
-    import matplotlib
+    import matplotlib as mpl
 
-    matplotlib.use("Agg")
+    mpl.use("Agg")
     import matplotlib.pyplot as plt
 
     path = Path(sys.argv[1])

@@ -42,7 +42,7 @@ class Digests:
 
     def __enter__(self) -> Digests:  # noqa: PYI034 - Self is not in Python 3.10
         if self._path is not None:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
                 stored = json.loads(self._path.read_bytes())
                 self._known = {str(key): list(row) for key, row in stored["files"].items()}
             with contextlib.suppress(OSError):  # a disk that is full or read-only must not keep a job from running

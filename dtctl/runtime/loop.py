@@ -113,12 +113,9 @@ class Trainer:
             SnapshotError: a snapshot does not fit this model, or cannot be written.
         """
         self._resume()
-        config, first = self.config, self.worker.is_first
-        with (
-            StopRequest().listening() as asked,
-            closing(Agreement(self.worker, step=self.step)) as agreement,
-            closing(self._metrics()) if first else nullcontext() as metrics,
-        ):
+        config, first, outcome = self.config, self.worker.is_first, Outcome.FINISHED
+        agreement = Agreement(self.worker, step=self.step)
+        with StopRequest().listening() as asked, closing(self._metrics()) if first else nullcontext() as metrics:
             while self.step < self.steps:
                 last = self.step + 1 == self.steps
                 evaluated = self.validation is not None and (last or _due(self.step + 1, config.eval_every))
@@ -135,28 +132,28 @@ class Trainer:
                 if last or decision.stop or decision.save or _due(self.step, config.snapshot.every_steps):
                     self.save(metrics)
                 if decision.stop and not last:
-                    if first:
-                        say(f"stopped after step {self.step} of {self.steps}, with a snapshot")
-                    return Outcome.STOPPED
-        return Outcome.FINISHED
+                    outcome = Outcome.STOPPED
+                    break
+            agreement.close()
+        if first and outcome is Outcome.STOPPED:
+            say(f"stopped after step {self.step} of {self.steps}, with a snapshot")
+        return outcome
 
     def _accumulate(self) -> torch.Tensor:
         """Gradients of one global batch, and this worker's share of its mean loss, not yet added up over workers."""
         self.optimizer.zero_grad()
         batches = self.schedule(self.position)
         count = self.schedule.samples(self.position)
-        total: torch.Tensor | None = None
+        parts = []
         for index, indices in enumerate(batches):
             # Every sample weighs the same, in a short last batch too; gradients are averaged over the workers.
             weight = len(indices) * self.worker.world_size / count
             with nullcontext() if index + 1 == len(batches) else self.strategy.accumulating():
-                part = self._backward(indices, weight)
-            total = part if total is None else total + part
-        if total is None:
-            raise PlanError("a step has no micro batch", where="train.accumulate")
-        return total
+                parts.append(self._backward(indices, weight))
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
     def _backward(self, indices: Indices, weight: float) -> torch.Tensor:
+        """Add the gradients of one micro batch to those that are there."""
         if len(indices) == 0:  # the peers have samples and expect this worker's part of the exchange
             indices = self.schedule.stand_in
         batch = data.to_device(self.read(indices), self.worker.device)

@@ -32,18 +32,19 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tree: Map
     """Put the state of an `optimizer_tree` back. Learning rate, decay and the like stay as they are configured now.
 
     Raises:
-        SnapshotError: the optimizer has other parameters, or groups them otherwise.
+        SnapshotError: the optimizer has other parameters.
     """
-    now = optimizer_tree(model, optimizer)["groups"]
-    if [group["params"] for group in now] != [group["params"] for group in tree["groups"]]:
+    now = optimizer.state_dict()["param_groups"]
+    names = [name for group in optimizer_tree(model, optimizer)["groups"] for name in group["params"]]
+    if set(names) != {name for group in tree["groups"] for name in group["params"]}:
         raise SnapshotError(
-            "the optimizer of the snapshot has other parameters, or other groups of them",
+            "the optimizer of the snapshot has other parameters",
             hint="resume with the optimizer that the run began with, or begin anew with `train.snapshot.dir`",
         )
-    order = [name for group in tree["groups"] for name in group["params"]]
-    place = {name: index for index, name in enumerate(order)}
+    # torch numbers parameters through its groups; which group one is in is a matter of configuration, not of state.
+    place = dict(zip(names, (index for group in now for index in group["params"]), strict=True))
     state = {place[name]: values for name, values in tree["state"].items()}
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.load_state_dict({"state": state, "param_groups": now})
 
 
 def load_model(model: nn.Module, tree: Mapping[str, Any]) -> None:

@@ -23,7 +23,8 @@ def prepare(target: Path) -> None:
         return
     target.mkdir(parents=True, exist_ok=True)
     modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))  # the same order everywhere
-    text = b"\n".join(module.read_bytes() for module in modules)[: TRAIN_BYTES + VALIDATION_BYTES]
+    text = b"\n".join(module.read_bytes() for module in modules)
+    text = text.replace(b"    ", b"\t")[: TRAIN_BYTES + VALIDATION_BYTES]  # one token per level, not four
     tokens = np.frombuffer(text, dtype=np.uint8).astype("<u2")
     for name, part in (("validation", tokens[:VALIDATION_BYTES]), ("train", tokens[VALIDATION_BYTES:])):
         draft = target / f".{name}.{os.getpid()}"

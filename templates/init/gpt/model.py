@@ -1,4 +1,4 @@
-"""A GPT over bytes: token and position embeddings, pre-norm blocks, tied output."""
+"""A GPT over bytes: embeddings of a byte, the one before and the position; pre-norm blocks; tied output."""
 
 # Shapes: B batch, T tokens, D embedding, V vocabulary.
 
@@ -56,6 +56,7 @@ class GPT(nn.Module):
             raise ValueError(f"embed {config.embed} cannot be divided by heads {config.heads}")
         self.config = config
         self.tokens = nn.Embedding(VOCABULARY, config.embed)
+        self.before = nn.Embedding(VOCABULARY, config.embed)
         self.positions = nn.Embedding(config.context, config.embed)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.embed)
@@ -70,13 +71,15 @@ class GPT(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [B, T, V] for tokens [B, T]."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        stream = self.tokens(tokens) + self.positions(positions)
+        # The byte before is handed over rather than left to be found: small models need hundreds of steps to look back.
+        before = nn.functional.pad(self.before(tokens[:, :-1]), (0, 0, 1, 0))
+        stream = self.tokens(tokens) + before + self.positions(positions)
         for block in self.blocks:
             stream = block(stream)
         return nn.functional.linear(self.norm(stream), self.tokens.weight)
 
     @torch.no_grad()
-    def write(self, prompt: str, count: int, *, temperature: float = 0.7) -> str:
+    def write(self, prompt: str, count: int, *, temperature: float = 0.8) -> str:
         """The prompt and `count` more bytes, each drawn from the model."""
         self.eval()
         device = self.tokens.weight.device

@@ -47,7 +47,7 @@ def train(config: TrainConfig, worker: Worker) -> Outcome:
     )
     outcome = trainer.run()
     if worker.is_first and outcome is Outcome.FINISHED:
-        print("\n" + model.write("def ", 400) + "\n", flush=True)
+        print("\n" + model.write("def ", 400).expandtabs(4) + "\n", flush=True)
     return outcome
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dtctl.launch.ignore import Rules, split
@@ -99,7 +99,7 @@ lines = st.tuples(st.sampled_from([b"", b"", b"", b"!", b"/", b"#"]), st.lists(s
 ignore_files = st.lists(lines, max_size=5).map(b"\n".join)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None)
 @given(
     files=st.lists(paths, min_size=1, max_size=10),
     rules=st.dictionaries(st.sampled_from([b"", b"a/", b"b/", b"a/b/"]), ignore_files, min_size=1, max_size=3),

@@ -181,7 +181,7 @@ def test_any_manifest_is_refused_or_stays_in_its_folder(tmp_path_factory: pytest
         if answers.path is not None:
             root = Path(answers.path).resolve()
             for path in root.rglob("*"):
-                assert path.resolve().is_relative_to(root)
+                assert Path(os.path.realpath(path)).is_relative_to(root)  # not resolve(), which refuses a loop
 
     check()
 
