@@ -17,6 +17,7 @@ import os
 import platform
 import resource
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -321,6 +322,7 @@ def main() -> None:
     light = ["bare paramiko", "dtctl", "pdsh", "clush", "parallel-ssh"]
     heavy = [] if options.skip_heavy else ["bare paramiko", "dtctl", "torchrunx", "deepspeed"]
     growth = (1, 4, 16) if options.quick else (1, 2, 4, 8, 16, 32, 64)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the sandbox is taken down then, too
     wait_for_quiet()
     kept: dict[str, object] = {"date": time.strftime("%Y-%m-%d %H:%M"), "versions": versions()}
     with tempfile.TemporaryDirectory(dir=Path.home(), prefix=".dtctl-bench-") as temporary:

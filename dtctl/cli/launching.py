@@ -19,6 +19,7 @@ from dtctl.errors import DtctlError, Interrupted, UsageError
 
 if TYPE_CHECKING:
     from dtctl.launch.run import Result
+    from dtctl.launch.tree import Tree
     from dtctl.plan.model import Plan
     from dtctl.spec.model import Spec
 
@@ -140,6 +141,7 @@ def real_launch(options: Options) -> int:
     job = job_of(spec, cluster, run=run, keep=options.detach, code=code)
     if code is not None:
         check_program_files(spec, code.tree)
+        show_left_out(code.tree)
     info = RunInfo(
         run=run,
         token=job.token,
@@ -176,6 +178,14 @@ def real_launch(options: Options) -> int:
         finally:
             view.end_table()
     return finish(result, emit)
+
+
+def show_left_out(tree: Tree) -> None:
+    """Name the files that are not pushed although nobody has excluded them."""
+    for kind, paths in (("looks like a secret", tree.withheld), ("cannot be pushed", tree.skipped)):
+        if paths:
+            more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
+            output.err(f"not pushed, {kind}: {', '.join(paths[:5])}{more}", "yellow")
 
 
 def background_launch(options: Options, spec: Spec, run: str) -> int:

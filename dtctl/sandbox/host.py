@@ -65,13 +65,25 @@ def _mounts(host: Host) -> None:
     kernel.mount("shm", Path("/dev/shm"), "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=1777")  # noqa: S108
     kernel.bind(state / "hosts" / host.name, state / "self")
     kernel.mount("none", state / "hosts", "tmpfs", 0, "size=4k,mode=0700")
-    for file in ("passwd", "hosts", "hostname", "resolv.conf", "nsswitch.conf"):
-        if Path("/etc", file).exists():
-            kernel.bind(state / "self" / "etc" / file, Path("/etc", file))
+    _own_etc(state / "self" / "etc")
     if not _needed_under_tmp(state):
         kernel.mount("tmp", Path("/tmp"), "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=1777")  # noqa: S108
     if Path("/run/sshd").is_dir() or os.access("/run", os.W_OK):
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
+
+
+def _own_etc(own: Path) -> None:
+    """Let the files of `own` hide those of the same name in /etc.
+
+    By an overlay where the kernel has it. A bind mount over a single file is lost when somebody on the machine replaces
+    that file (as useradd does with /etc/passwd), and the host's users would be back in the machine's homes.
+    """
+    try:
+        kernel.mount("overlay", Path("/etc"), "overlay", 0, f"lowerdir={own}:/etc")
+    except OSError:
+        for path in own.iterdir():
+            if Path("/etc", path.name).exists():
+                kernel.bind(path, Path("/etc", path.name))
 
 
 def _needed_under_tmp(state: Path) -> bool:

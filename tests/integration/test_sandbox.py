@@ -188,7 +188,7 @@ def test_a_dead_keeper_takes_its_hosts_along(sandbox_env: dict[str, str]) -> Non
 
 PACKAGES = """
     typer paramiko yaml _yaml pydantic pydantic_core annotated_types typing_extensions.py typing_inspection jinja2
-    markupsafe pathspec cryptography cffi _cffi_backend* bcrypt nacl shellingham rich pygments markdown_it mdurl click
+    markupsafe cryptography cffi _cffi_backend* bcrypt nacl shellingham rich pygments markdown_it mdurl click
     annotated_doc *.dist-info
 """
 
