@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from dtctl.sandbox import faults
+from dtctl.sandbox import control, faults
 from dtctl.sandbox.layout import Sandbox
 from tests.integration.conftest import Project, spec_text, workers
 
@@ -134,6 +136,9 @@ def test_another_port_is_taken_when_the_first_is_in_use(project: Project, sandbo
     assert holder.stdout.readline() == "held\n"
     assert f"port {second}" in project.run("launch", "--name", project.unique).out
     holder.kill()
+    for pid, line in control.host_processes(sandbox.nodes[0]).items():
+        if "create_server" in line:
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_script_that_does_not_exist(project: Project, sandbox: Sandbox) -> None:

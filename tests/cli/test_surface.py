@@ -1,0 +1,109 @@
+"""The public surface: commands, options, exit codes. A change here is a change of a contract."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DTCTL = [sys.executable, "-m", "dtctl"]
+
+
+def dtctl(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*DTCTL, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def test_help_loads_nothing_heavy(tmp_path: Path) -> None:
+    program = (
+        "import sys\nsys.argv = ['dtctl', '--help']\n"
+        "try:\n    from dtctl.cli.main import main\n    main()\nexcept SystemExit as exc:\n    assert not exc.code\n"
+        "heavy = {'torch', 'paramiko', 'jinja2', 'yaml', 'pydantic', 'rich', 'dtctl.runtime'} & set(sys.modules)\n"
+        "print('HEAVY', sorted(heavy))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "HEAVY []"
+
+
+def test_the_commands() -> None:
+    from dtctl.cli.app import app
+
+    assert {command.name for command in app.registered_commands} == {
+        "init", "validate", "launch", "runs", "status", "logs", "watch", "stop",
+    }  # fmt: skip
+    assert {group.name for group in app.registered_groups} == {"sandbox"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ("launch", "--nodes --slots --set --dry-run --out --detach --name --json"),
+        ("init", "--template --launcher --list --force"),
+        ("validate", "--set --schema --json"),
+        ("logs", "-f --node --rank"),
+        ("sandbox up", "--nodes --name --json"),
+    ],
+)
+def test_the_options(tmp_path: Path, arguments: str, options: str) -> None:
+    text = dtctl(*arguments.split(), "-h", cwd=tmp_path).stdout
+    assert [option for option in options.split() if option not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (("--version",), 0, "dtctl 0."),
+        (("nonsense",), 2, "No such command 'nonsense'"),
+        (("launch", "--nonsense"), 2, "No such option: --nonsense"),
+        (("launch",), 3, "there is no spec dtctl.yaml"),
+        (("launch", "--nodes", "a"), 2, "there is nothing to run"),
+        (("launch", "--slots", "2"), 2, "--slots goes with --nodes"),
+        (("launch", "--nodes", "a[1-", "--", "t.py"), 3, "brackets do not match"),
+        (("launch", "--name", "../x", "--nodes", "localhost", "--", "t.py"), 2, "cannot be the name of a run"),
+        (("status",), 7, "no run was launched from this folder"),
+        (("logs", "nothing"), 7, "there is no run nothing"),
+        (("sandbox", "exec", "--name", "no-such-sandbox", "n1", "--", "true"), 7, "is not up"),
+        (("init",), 2, "the new project needs a folder"),
+        (("init", "x", "--template", "bert"), 2, "there is no template bert"),
+    ],
+)
+def test_errors_have_their_exit_codes(tmp_path: Path, arguments: tuple[str, ...], code: int, text: str) -> None:
+    done = dtctl(*arguments, cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert text in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_error_says_fact_place_and_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "dtctl.yaml").write_text("cluster:\n  nodse: [a]\n")
+    lines = dtctl("validate", cwd=tmp_path).stderr.splitlines()
+    assert lines == ["error: cluster.nodse: unknown key; did you mean `nodes`?", "where: dtctl.yaml:2"]
+
+
+@pytest.mark.parametrize("template", ["gpt", "classifier", "script"])
+@pytest.mark.parametrize("launcher", ["local", "ssh", "sandbox"])
+def test_every_new_project_is_valid(tmp_path: Path, template: str, launcher: str) -> None:
+    made = dtctl("init", "p", "--template", template, "--launcher", launcher, cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    found = dtctl("validate", "--json", cwd=tmp_path / "p")
+    assert json.loads(found.stdout)["ok"] is True, found.stderr
+    assert dtctl("init", "p", cwd=tmp_path).returncode == 2, "a folder with files is left alone"
+
+
+def test_the_schema_is_json(tmp_path: Path) -> None:
+    schema = json.loads(dtctl("validate", "--schema", cwd=tmp_path).stdout)
+    assert schema["title"] == "dtctl.yaml"
+
+
+def test_a_job_on_this_machine_needs_no_ssh(tmp_path: Path) -> None:
+    home = tmp_path / "node"
+    (tmp_path / "dtctl.yaml").write_text(
+        f"cluster: {{slots: 2, workdir: {home}}}\njob: {{script: t.py, kind: direct, env: {{A: 'x y'}}}}\n"
+    )
+    (tmp_path / "t.py").write_text("import os, sys; print(os.environ['RANK'], os.environ['A'], sys.argv[1:])")
+    done = dtctl("launch", "--", "--flag", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[localhost:{r}] {r} x y ['--flag']" for r in (0, 1)]
+    assert done.stderr.endswith("0 processes left on 1 node\n")
