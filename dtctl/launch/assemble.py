@@ -198,8 +198,6 @@ def job_of(spec: Spec, cluster: Cluster, *, run: str, keep: bool, code: CodePush
     def make_script(plan: Plan, node: NodePlan) -> str:
         return node_script(plan, node, base_dir=spec.base_dir)
 
-    for node in plan.nodes:
-        make_script(plan, node)  # a template that is wrong is found now, not when some nodes have started
     return Job(
         run=run,
         token=secrets.token_hex(16),

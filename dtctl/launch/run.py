@@ -163,6 +163,8 @@ class _Launcher:
     def _prepare(self) -> Plan:
         for session in self.gang.sessions.values():
             session.start()
+        for node in self.job.first_plan.nodes:  # a wrong template is found now, while the nodes are being connected
+            self.job.make_script(self.job.first_plan, node)
         hellos = self.gang.gather()
         if self.gang.signals:
             return self.job.first_plan

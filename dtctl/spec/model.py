@@ -1,6 +1,6 @@
 """What may stand in a spec: every key with its meaning, its default and its unit.
 
-The text under a field is its documentation: `dtctl validate --schema` and the reference in docs/ are made from it.
+The text under a field is its documentation: `dtctl validate --schema` takes it from here (see schema.py).
 Unknown keys are refused everywhere but in `train.model`, `train.data` and `slurm.extra`, which belong to others.
 """
 
@@ -23,7 +23,7 @@ Scalar = str | int | float | bool
 class Section(BaseModel):
     """A part of the spec: closed, unchangeable, documented field by field."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, defer_build=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
 def _text(value: Scalar) -> str:

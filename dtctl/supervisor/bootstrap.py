@@ -77,7 +77,7 @@ except OSError as exc:
     code = "disk-full" if exc.errno in (errno.ENOSPC, errno.EDQUOT) else "workdir"
     answer(code, "%s: %s" % (exc.filename or workdir, exc.strerror))
 from dtctl.supervisor.main import main
-sys.exit(main(workdir))
+os._exit(main(workdir))
 """
 
 
