@@ -3,61 +3,93 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from dtctl.errors import SpecError
 
-_WORD = re.compile(r"(?P<key>slots|max_slots|max-slots)\s*=\s*(?P<value>\S+)")
+_SLOTS_OF_MPICH = re.compile(r"(?P<name>[^:\[\]]+):(?P<slots>[^:]*)\Z")
+_COUNT = re.compile(r"[1-9][0-9]{0,8}\Z")
+_USUAL = "write `name slots=4`"
 
 
-def parse(text: str, *, source: str) -> list[tuple[str, int | None]]:
-    """Names and slots (None where the line says nothing), in the order of the file.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One node of a hostfile."""
 
-    Understands `name slots=4 max_slots=8` (Open MPI, DeepSpeed) and `name:4` (MPICH); `#` begins a comment.
+    name: str
+    slots: int | None
+    """Workers on the node; None when the line does not say."""
+    where: str
+    """`file:line`."""
+
+
+def parse(text: str, *, source: str) -> list[Line]:
+    """The nodes, in the order of the file.
+
+    Understands `name slots=4 max_slots=8` (Open MPI, DeepSpeed) and `name:4` (MPICH); `#` begins a comment. `max_slots`
+    is checked and then left alone: dtctl never starts more workers than `slots`.
 
     Raises:
         SpecError: a line is not of this form, a name stands twice, or there is none.
     """
-    found: dict[str, int | None] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.split("#", 1)[0].split(None, 1)
+    found: dict[str, Line] = {}
+    for number, line in enumerate(text.split("\n"), 1):
+        words = line.split("#", 1)[0].split()
         if not words:
             continue
-        where = f"{source}:{number}"
-        name, slots = words[0], None
-        if re.fullmatch(r"[^:\[\]]+:\d+", name):
-            name, count = name.rsplit(":", 1)
-            slots = int(count)
-        for match in _WORD.finditer(words[1] if len(words) > 1 else ""):
-            if match["key"] == "slots":
-                slots = _count(match["value"], where)
-        rest = _WORD.sub("", words[1]).strip() if len(words) > 1 else ""
-        if rest:
-            raise SpecError(f"{rest!r} means nothing in a hostfile", where=where, hint="write `name slots=4`")
-        if name in found:
+        node = _line(words, f"{source}:{number}")
+        if node.name in found:
             raise SpecError(
-                f"node {name} stands twice in the hostfile", where=where, hint="add up its slots in one line"
+                f"node {node.name} stands twice in the hostfile: {found[node.name].where} and {node.where}",
+                where=node.where,
+                hint="add up its slots in one line",
             )
-        found[name] = slots
+        found[node.name] = node
     if not found:
         raise SpecError("the hostfile names no node", where=source, hint="write one `name slots=4` a line")
-    return list(found.items())
+    return list(found.values())
 
 
-def _count(text: str, where: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise SpecError(f"slots={text} is not a number of workers", where=where, hint="write `slots=4`")
+def _line(words: list[str], where: str) -> Line:
+    name, counts = words[0], dict[str, int]()
+    mpich = _SLOTS_OF_MPICH.match(name)
+    if mpich is not None:
+        name = mpich["name"]
+        counts["slots"] = _count("slots", mpich["slots"], where)
+    elif "=" in name:
+        raise SpecError(f"{name!r} stands where the name of a node should", where=where, hint=_USUAL)
+    for word in words[1:]:
+        key, equals, value = word.partition("=")
+        key = key.replace("-", "_")
+        if not equals or key not in ("slots", "max_slots"):
+            raise SpecError(f"{word!r} means nothing in a hostfile", where=where, hint=_USUAL)
+        if key in counts:
+            raise SpecError(f"{key} of node {name} are given twice", where=where, hint=_USUAL)
+        counts[key] = _count(key, value, where)
+    slots = counts.get("slots")
+    if slots is not None and slots > counts.get("max_slots", slots):
+        raise SpecError(f"node {name} has {slots} slots and at most {counts['max_slots']}", where=where)
+    return Line(name=name, slots=slots, where=where)
+
+
+def _count(key: str, text: str, where: str) -> int:
+    if not _COUNT.match(text):
+        raise SpecError(f"{key}={text} is not a number of workers", where=where, hint=f"write `{key}=4`")
     return int(text)
 
 
-def read(path: Path) -> list[tuple[str, int | None]]:
+def read(path: Path) -> list[Line]:
     """The nodes of the hostfile at `path`.
 
     Raises:
         SpecError: it cannot be read, or is wrong. Never quietly taken for an empty one.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as exc:
-        raise SpecError(f"the hostfile cannot be read: {exc}", where=str(path), key="cluster.hostfile") from exc
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as exc:
+        reason = exc.strerror or str(exc)
+        raise SpecError(f"the hostfile cannot be read: {reason}", where=str(path), key="cluster.hostfile") from exc
+    except UnicodeDecodeError as exc:
+        raise SpecError("the hostfile is not UTF-8 text", where=str(path), key="cluster.hostfile") from exc
     return parse(text, source=str(path))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,8 +12,11 @@ from dtctl.errors import SpecError
 from dtctl.spec import hostfile, nodeset
 from dtctl.spec.model import Cluster, NodeEntry, Spec
 
-# A node's name becomes the name of a folder, and an argument of programs.
-_SAFE = re.compile(r"[A-Za-z0-9_\u0080-\U0010ffff][^\s/\\\x00-\x1f\x7f]{0,252}\Z")
+# A node's name becomes the name of a folder and of a script; an address, like a name, an argument of programs.
+_NAME = re.compile(r"[^\W][^\s/\\\[\],]*\Z")
+_ADDRESS = re.compile(r"[^\s-][^\s]*\Z")
+_MAX_NAME_BYTES = 200
+_DEFAULT_COUNT = {"sandbox": 3, "local": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,80 +25,116 @@ class NodeSpec:
 
     name: str
     address: str
+    """Host name, OpenSSH alias or numeric address to connect to."""
     slots: int | Literal["auto"]
+    """Workers on this node; auto: one per GPU, 1 without."""
     workdir: str
+    """Folder on the node for everything that dtctl writes there."""
     user: str | None = None
+    """Login user; None: what `ssh NODE` would use."""
     port: int | None = None
+    """Port of the SSH server; None: what `ssh NODE` would use."""
     python: str | None = None
-    env: dict[str, str] = field(default_factory=dict)
+    """Interpreter on the node; None: `python3` from its PATH."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables for the workers of this node alone."""
 
 
 def resolve_nodes(spec: Spec) -> tuple[NodeSpec, ...]:
-    """The nodes of a spec, in its order.
+    """The nodes of a spec, in its order. Reads nothing but the hostfile, if one is named.
 
     Raises:
         SpecError: there is none, a name is unusable, or a name stands twice.
     """
-    cluster = spec.cluster
-    found: dict[str, tuple[NodeSpec, str]] = {}
-    for node, place in _entries(spec):
-        if not _SAFE.match(node.name):
+    found: dict[str, tuple[NodeSpec, str, str]] = {}
+    for node, key, where in _entries(spec):
+        _check_words(node, key, where)
+        # Names of hosts do not care about case, nor do the folders of a Mac.
+        same = found.setdefault(node.name.casefold(), (node, key, where))
+        if same[0] is not node:
             raise SpecError(
-                f"{node.name!r} cannot be the name of a node",
-                where=place,
-                key=place,
-                hint="a name begins with a letter or a digit and has no space, slash or control character",
-            )
-        if node.name in found:
-            raise SpecError(
-                f"node {node.name} stands twice: in {found[node.name][1]} and in {place}",
-                where=place,
-                key=place,
+                f"node {node.name} stands twice: in {_both(same[1:], (key, where))}",
+                where=where,
+                key=key,
                 hint="several workers on one node are `slots`",
             )
-        found[node.name] = (node, place)
-    if not found:
+    nodes = tuple(node for node, _, _ in found.values())
+    if not nodes:
         raise SpecError(
-            f"transport {cluster.transport} needs nodes, and the spec names none",
+            f"transport {spec.cluster.transport} needs nodes, and the spec names none",
+            where=spec.written_at("cluster"),
             key="cluster.nodes",
             hint='for example `nodes: ["gpu[01-04]"]`',
         )
-    return tuple(node for node, _ in found.values())
+    _check_others(spec, [node.name for node in nodes])
+    return nodes
 
 
-def _entries(spec: Spec) -> Iterator[tuple[NodeSpec, str]]:
-    """Every node with the place in the spec that names it."""
+def _both(first: tuple[str, str], second: tuple[str, str]) -> str:
+    places = [key if key == where else f"{key} ({where})" for key, where in (first, second)]
+    return " and in ".join(places)
+
+
+def _entries(spec: Spec) -> Iterator[tuple[NodeSpec, str, str]]:
+    """Every node with the key and the place that name it."""
     cluster = spec.cluster
     if cluster.hostfile is not None:
         if cluster.nodes:
-            raise SpecError("`cluster.nodes` and `cluster.hostfile` are both set", key="cluster.hostfile")
-        path = spec.base_dir / cluster.hostfile.expanduser()
-        for name, slots in hostfile.read(path):
-            yield _node(cluster, NodeEntry(name=name, slots=slots), name), str(path)
-        return
-    nodes = cluster.nodes
-    if isinstance(nodes, int) or not nodes:
-        count = nodes if isinstance(nodes, int) else {"sandbox": 3, "local": 1}.get(cluster.transport, 0)
-        if isinstance(nodes, int) and cluster.transport not in ("sandbox", "slurm"):
             raise SpecError(
-                f"a number of nodes is for the sandbox; transport {cluster.transport} needs their names",
-                key="cluster.nodes",
+                "`cluster.nodes` and `cluster.hostfile` are both set",
+                where=spec.written_at("cluster.hostfile"),
+                key="cluster.hostfile",
+                hint="keep one of the two",
             )
-        for index in range(count):
-            name = "localhost" if cluster.transport == "local" else f"node{index + 1}"
-            yield _node(cluster, NodeEntry(name=name), name), "cluster.nodes"
+        for line in hostfile.read(cluster.hostfile):
+            yield _node(cluster, _entry(line.name, line.slots), line.name), "cluster.hostfile", line.where
         return
-    for index, item in enumerate(nodes):
-        place = f"cluster.nodes[{index}]"
-        entry = NodeEntry(name=item) if isinstance(item, str) else item
-        names = nodeset.expand(entry.name)
+    if isinstance(cluster.nodes, int) or not cluster.nodes:
+        for name in _counted(spec):
+            yield _node(cluster, _entry(name), name), "cluster.nodes", spec.written_at("cluster.nodes")
+        return
+    for index, item in enumerate(cluster.nodes):
+        key = f"cluster.nodes[{index}]"
+        where = spec.written_at(key)
+        entry = _entry(item) if isinstance(item, str) else item
+        names = _expanded(entry.name, key, where)
         if len(names) > 1 and entry.address is not None:
-            raise SpecError("one address cannot belong to a range of nodes", where=place, key=f"{place}.address")
+            raise SpecError("one address cannot belong to a range of nodes", where=where, key=f"{key}.address")
         for name in names:
-            yield _node(cluster, entry, name), place
+            yield _node(cluster, entry, name), key, where
+
+
+def _counted(spec: Spec) -> Iterable[str]:
+    """Names where the spec gives a number of nodes, or nothing."""
+    transport, nodes = spec.cluster.transport, spec.cluster.nodes
+    if isinstance(nodes, int) and transport not in ("sandbox", "slurm"):
+        raise SpecError(
+            f"a number of nodes is for the sandbox; transport {transport} needs their names",
+            where=spec.written_at("cluster.nodes"),
+            key="cluster.nodes",
+            hint="use `transport: sandbox` for virtual hosts on this machine",
+        )
+    if transport == "local":
+        return ["localhost"]
+    count = nodes if isinstance(nodes, int) else _DEFAULT_COUNT.get(transport, 0)
+    return [f"node{index + 1}" for index in range(count)]
+
+
+def _entry(name: str, slots: int | None = None) -> NodeEntry:
+    # What is known to be right needs no validation, for which pydantic would first build another validator.
+    return NodeEntry.model_construct(name=name, slots=slots)
+
+
+def _expanded(text: str, key: str, where: str) -> list[str]:
+    try:
+        return nodeset.expand(text)
+    except SpecError as exc:
+        raise SpecError(exc.message, where=where, key=key, hint=exc.hint) from None
 
 
 def _node(cluster: Cluster, entry: NodeEntry, name: str) -> NodeSpec:
+    # As with ssh and rsync, `me@gpu1` names the user too.
+    user, _, name = name.rpartition("@")
     local = cluster.transport == "local"
     here = sys.executable if cluster.transport in ("local", "sandbox") else None
     return NodeSpec(
@@ -103,8 +142,48 @@ def _node(cluster: Cluster, entry: NodeEntry, name: str) -> NodeSpec:
         address=entry.address or ("127.0.0.1" if local else name),
         slots=entry.slots or cluster.slots,
         workdir=entry.workdir or cluster.workdir,
-        user=entry.user or cluster.user,
+        user=user or entry.user or cluster.user,
         port=entry.port or cluster.port,
         python=entry.python or cluster.python or here,
         env=dict(entry.env),
     )
+
+
+def _check_words(node: NodeSpec, key: str, where: str) -> None:
+    name = node.name
+    if not (_NAME.match(name) and name.isprintable() and len(name.encode()) <= _MAX_NAME_BYTES):
+        raise SpecError(
+            f"{name[:_MAX_NAME_BYTES]!r} cannot be the name of a node",
+            where=where,
+            key=key,
+            hint="a name begins with a letter or a digit and has no space, slash, bracket, comma or control character",
+        )
+    for word, value in (("address", node.address), ("user", node.user)):
+        if value is not None and not (_ADDRESS.match(value) and value.isprintable()):
+            raise SpecError(f"{value!r} cannot be the {word} of a node", where=where, key=f"{key}.{word}")
+
+
+def _check_others(spec: Spec, names: list[str]) -> None:
+    """Refuse what the spec says about nodes that it does not have, or has already."""
+    cluster = spec.cluster
+    interfaces = spec.network.interface
+    for name in interfaces if isinstance(interfaces, dict) else ():
+        if name not in names:
+            key = "network.interface"
+            raise SpecError(
+                f"network.interface names {name}, which is not a node of the spec",
+                where=spec.written_at(key),
+                key=key,
+                hint=f"the nodes are {nodeset.fold(names)}",
+            )
+    for index, text in enumerate(cluster.spares):
+        key = f"cluster.spares[{index}]"
+        for name in _expanded(text, key, spec.written_at(key)):
+            if name in names:
+                raise SpecError(f"node {name} cannot be its own spare", where=spec.written_at(key), key=key)
+    if cluster.min_nodes is not None and cluster.min_nodes > len(names):
+        raise SpecError(
+            f"cluster.min_nodes is {cluster.min_nodes}, and there are {len(names)} nodes",
+            where=spec.written_at("cluster.min_nodes"),
+            key="cluster.min_nodes",
+        )

@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterable, Sequence
 
 from dtctl.errors import SpecError
 
 LIMIT = 65_536
 """Most names that one expression may stand for; more is a slip of the finger."""
 
-_ITEM = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?:/(?P<step>\d+))?)?\Z")
+_ITEM = re.compile(r"(?P<first>[0-9]{1,200})(?:-(?P<last>[0-9]{1,200})(?:/(?P<step>[0-9]{1,9}))?)?\Z")
+_TOO_MANY = f"more than {LIMIT:,} names"
 
 
 def _fail(text: str, part: str, why: str) -> SpecError:
-    return SpecError(f"{text!r} is not a list of nodes: {why} in {part!r}", hint="write it like gpu[01-04,7]")
+    return SpecError(
+        f"{_short(text)} is not a list of nodes: {why} in {_short(part)}", hint="write it like gpu[01-04,7]"
+    )
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:80]}...")
 
 
 def expand(text: str) -> list[str]:
@@ -35,58 +43,62 @@ def expand(text: str) -> list[str]:
 
 def _split(text: str) -> list[str]:
     """`text` cut at commas that are outside brackets."""
-    words, depth, word = [], 0, ""
-    for character in text:
-        if character == "[":
-            depth += 1
-        elif character == "]":
-            depth -= 1
-        if depth not in (0, 1):
-            raise _fail(text, word + character, "brackets do not match")
-        if character == "," and depth == 0:
-            words.append(word.strip())
-            word = ""
-        else:
-            word += character
-    if depth:
-        raise _fail(text, word, "brackets do not match")
-    words.append(word.strip())
+    words, start, inside = [], 0, False
+    for match in re.finditer(r"[\[\],]", text):
+        mark = match[0]
+        if mark == "," and not inside:
+            words.append(text[start : match.start()].strip())
+            start = match.end()
+        elif mark != ",":
+            if inside == (mark == "["):
+                raise _fail(text, text[start : match.end()], "brackets do not match")
+            inside = not inside
+    if inside:
+        raise _fail(text, text[start:], "brackets do not match")
+    words.append(text[start:].strip())
     if not all(words):
         raise _fail(text, text, "a name is empty")
     return words
 
 
-def _expand_word(text: str, word: str, room: int) -> list[str]:
-    parts = re.split(r"\[([^\]]*)\]", word)
-    choices = [[part] if index % 2 == 0 else _numbers(text, part) for index, part in enumerate(parts)]
-    total = 1
-    for choice in choices:
-        total *= len(choice)
-    if total > room:
-        raise _fail(text, word, f"more than {LIMIT} names")
-    return ["".join(pick) for pick in itertools.product(*choices)]
+def _expand_word(text: str, word: str, room: int) -> Iterable[str]:
+    choices: list[list[str]] = []
+    for index, part in enumerate(re.split(r"\[([^\]]*)\]", word)):
+        choices.append([part] if index % 2 == 0 else _numbers(text, part, room))
+        room //= len(choices[-1])
+        if room == 0:
+            raise _fail(text, word, _TOO_MANY)
+    return map("".join, itertools.product(*choices))
 
 
-def _numbers(text: str, inside: str) -> list[str]:
+def _numbers(text: str, inside: str, room: int) -> list[str]:
     found: list[str] = []
     for item in inside.split(","):
         match = _ITEM.match(item.strip())
         if match is None:
-            raise _fail(text, f"[{inside}]", f"{item!r} is not a number or a range")
+            raise _fail(text, f"[{inside}]", f"{_short(item)} is not a number or a range")
         first, last, step = match["first"], match["last"] or match["first"], int(match["step"] or 1)
         if int(last) < int(first):
-            raise _fail(text, f"[{inside}]", f"the range {item!r} runs backwards")
+            raise _fail(text, f"[{inside}]", f"the range {_short(item)} runs backwards")
         if step < 1:
             raise _fail(text, f"[{inside}]", "a step has to be at least 1")
-        if (int(last) - int(first)) // step >= LIMIT:
-            raise _fail(text, f"[{inside}]", f"more than {LIMIT} names")
+        if last.startswith("0") and len(last) != len(first):
+            raise _fail(
+                text, f"[{inside}]", f"the range {_short(item)} mixes numbers of {len(first)} and {len(last)} digits"
+            )
+        if (int(last) - int(first)) // step >= room - len(found):
+            raise _fail(text, f"[{inside}]", _TOO_MANY)
         width = len(first) if first.startswith("0") else 0
         found.extend(str(number).zfill(width) for number in range(int(first), int(last) + 1, step))
     return found
 
 
-def fold(names: list[str]) -> str:
-    """A short text that `expand` turns into `names` again: runs of names that differ in their last number."""
+def fold(names: Sequence[str]) -> str:
+    """A short text that `expand` turns into `names` again: runs of names that differ in their last number.
+
+    Args:
+        names: without brackets and commas, as nodes' names are.
+    """
     folded: list[str] = []
     for _, group in itertools.groupby(names, key=lambda name: _stem(name)[::2]):
         members = [_stem(name) for name in group]
@@ -100,7 +112,7 @@ def fold(names: list[str]) -> str:
 
 def _stem(name: str) -> tuple[str, str, str]:
     """A name around its last number: `gpu07-ib` as gpu, 07, -ib."""
-    match = re.match(r"(.*?)(\d+)(\D*)\Z", name, re.DOTALL)
+    match = re.match(r"(.*?)([0-9]{1,200})([^0-9]*)\Z", name, re.DOTALL)
     return (match[1], match[2], match[3]) if match else (name, "", "")
 
 

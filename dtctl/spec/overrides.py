@@ -2,89 +2,82 @@
 
 from __future__ import annotations
 
-import re
 from itertools import pairwise
 from typing import Any
 
-import yaml
-
 from dtctl.errors import SpecError
-
-_STEP = re.compile(r"(?P<name>[^.\[\]]+)(?P<indexes>(?:\[\d+\])*)\Z")
-
-
-def parse_key(text: str) -> list[str | int]:
-    """The steps of a key: `cluster.nodes[0].slots` -> cluster, nodes, 0, slots.
-
-    Raises:
-        SpecError: it is not a key.
-    """
-    steps: list[str | int] = []
-    for part in text.split("."):
-        match = _STEP.match(part)
-        if match is None:
-            raise SpecError(
-                f"{text!r} is not a key", where="--set", hint="write it like train.lr or cluster.nodes[0].slots"
-            )
-        steps.append(match["name"])
-        steps.extend(int(number) for number in re.findall(r"\d+", match["indexes"]))
-    return steps
+from dtctl.spec import positions
+from dtctl.spec.places import Path, Places, dotted, holds, parse_key
 
 
-def parse_value(text: str) -> Any:
-    """The value as YAML would read it: numbers, true, lists in brackets; nothing is an empty text.
-
-    `1e-3` is a number here, which YAML 1.1 would take for text.
-
-    Raises:
-        SpecError: it is not valid YAML.
-    """
-    if text == "":
-        return ""
-    if re.fullmatch(r"[+-]?\d+(?:\.\d*)?[eE][+-]?\d+", text):
-        return float(text)
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as exc:
-        raise SpecError(
-            f"{text!r} is not a value: {exc}", where="--set", hint="put text with : or [ in quotes"
-        ) from exc
-
-
-def apply(data: dict[str, Any], override: str) -> list[str | int]:
+def apply(data: dict[str, Any], texts: dict[Path, str], override: str) -> Path:
     """Change `data` in place; the path that was set.
 
+    The value is YAML: numbers, true, null (back to the default), `[a, b]`, `{a: 1}`. Nothing after the `=` is an empty
+    text. Sections that are not there are made, and a node that is only a name gets keys.
+
+    Args:
+        data: of the spec; no part of it may stand in it twice.
+        texts: its numbers as they were typed, kept up to date.
+        override: `KEY=VALUE`.
+
     Raises:
-        SpecError: there is no `=`, the key is not well formed, or leads through a value that has no parts.
+        SpecError: there is no `=`, the key or the value is not well formed, or the key leads to no place.
     """
-    key, equals, value = override.partition("=")
+    key, equals, text = override.partition("=")
     if not equals:
         raise SpecError(f"{override!r} has no `=`", where="--set", hint="write --set train.lr=1e-3")
     path = parse_key(key.strip())
+    document = _read(text, override)
     place: Any = data
-    for step, following in pairwise(path):
-        place = _descend(place, step, following, override)
+    for depth, (step, following) in enumerate(pairwise(path)):
+        place = _descend(place, step, following, path[:depth], override)
     last = path[-1]
-    settable = (
-        isinstance(last, str) if isinstance(place, dict) else isinstance(place, list) and last in range(len(place))
-    )
-    if not settable:
-        raise SpecError(f"`{key}` does not exist in the spec", where=f"--set {override}")
-    place[last] = parse_value(value)
+    if not (holds(place, last) or (isinstance(place, dict) and isinstance(last, str))):
+        raise _nowhere(path[:-1], last, place, override)
+    place[last] = document.data
+    for known in [known for known in texts if known[: len(path)] == path]:
+        del texts[known]
+    texts.update({path + inner: typed for inner, typed in document.texts.items()})
     return path
 
 
-def _descend(place: Any, step: str | int, following: str | int, override: str) -> Any:
+def _read(text: str, override: str) -> positions.Document:
+    if text == "":
+        return positions.Document("", Places(), {})
+    try:
+        return positions.parse(text, source="--set")
+    except SpecError as exc:
+        raise SpecError(
+            f"{text!r} is not a value: {exc.message.removeprefix('not valid YAML: ')}",
+            where=f"--set {override}",
+            hint="put text with special characters in quotes, for the shell and for YAML: --set 'job.name=\"a: b\"'",
+        ) from exc
+
+
+def _descend(place: Any, step: str | int, following: str | int, above: Path, override: str) -> Any:
+    """The part of `place` that `step` names, made ready for `following` to be set in it."""
     if isinstance(place, dict) and isinstance(step, str):
-        if place.get(step) is None:
-            if isinstance(following, int):
-                raise SpecError(f"`{step}` has no entry {following}", where=f"--set {override}")
-            place[step] = {}
-        elif isinstance(place[step], str) and isinstance(following, str) and step == "strategy":
-            place[step] = {}
-        return place[step]
-    if isinstance(place, list) and isinstance(step, int) and step < len(place):
+        inner = place.get(step)
+        if inner is None and isinstance(following, int):
+            raise _nowhere((*above, step), following, [], override)
+        if isinstance(following, str) and (inner is None or (above == ("train",) and step == "strategy")):
+            inner = place[step] = inner if isinstance(inner, dict) else {}  # a strategy may be a name or degrees
+        return inner
+    if holds(place, step):
         if isinstance(place[step], str) and isinstance(following, str):
-            place[step] = {"name": place[step]}  # a node that was only a name gets keys
+            place[step] = {"name": place[step]}
         return place[step]
-    raise SpecError(f"`{step}` does not exist in the spec", where=f"--set {override}")
+    raise _nowhere(above, step, place, override)
+
+
+def _nowhere(above: Path, step: str | int, place: Any, override: str) -> SpecError:
+    name = f"`{dotted(above)}`"
+    if isinstance(place, list):
+        entries = "1 entry" if len(place) == 1 else f"{len(place)} entries"
+        message = f"{name} has {entries}, counted from 0, and no [{step}]"
+    elif isinstance(step, int):
+        message = f"{name} is not a list, and has no [{step}]"
+    else:
+        message = f"{name} has no keys, and so no `{step}`"
+    return SpecError(message, where=f"--set {override}", key=dotted((*above, step)))

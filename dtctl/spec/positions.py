@@ -1,88 +1,256 @@
-"""YAML with positions: the data of a file, and the line on which each key stands."""
+"""YAML with positions: the data of a text, and the line on which each key stands.
+
+The YAML library splits the text; what a scalar means is decided here, by the rules of YAML 1.2 rather than 1.1, so that
+a spec says what it seems to say: `NO` and `on` are text, `1:30:00` is not 5400, `010` is not 8, and `1e-3` is a number.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from dtctl.errors import SpecError
+from dtctl.spec.places import Path, Places, dotted
 
-Path = tuple[str | int, ...]
-MAX_NODES = 100_000
+MAX_VALUES = 100_000
 """Most values that a spec may have, aliases counted each time: the bound on files made to fill the memory."""
+MAX_DEPTH = 64
+"""Most levels of nesting; libyaml itself crashes on some ten thousand."""
 
-_Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_CORE = "tag:yaml.org,2002:"
+_MERGE, _NULL, _BOOL, _INT, _FLOAT = (_CORE + name for name in ("merge", "null", "bool", "int", "float"))
+_PLAIN = (
+    # Tag, what it looks like, what it begins with.
+    (_MERGE, r"<<", ["<"]),
+    (_NULL, r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    (_BOOL, r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    # Without leading zeros: 010 is 8 to YAML 1.1, 10 to YAML 1.2, and most likely a name.
+    (_INT, r"[-+]?(?:0|[1-9][0-9_]{0,30})|0x[0-9a-fA-F]{1,16}|0o[0-7]{1,22}", list("-+0123456789")),
+    (
+        _FLOAT,
+        r"[-+]?(?:[0-9][0-9_]{0,30}\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]{1,3})?"
+        r"|[-+]?[0-9]{1,30}[eE][-+]?[0-9]{1,3}|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        list("-+0123456789."),
+    ),
+)
+
+_BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_BaseLoader):  # type: ignore[misc]  # which of the two it is depends on how PyYAML was built
+    """Splits YAML and knows which plain scalars are text."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML wants it here
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that either version of YAML would take for something else."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # In other styles PyYAML writes the line breaks of Unicode as they are, and reads them as spaces.
+    return dumper.represent_scalar(_CORE + "str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _represent_text)
+for _tag, _pattern, _first in _PLAIN:
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_tag, re.compile(rf"(?:{_pattern})\Z"), _first)
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A parsed file."""
+    """A text that was read."""
 
     data: Any
-    lines: dict[Path, int]
-    """Key path -> line, from 1. A key's line, not that of its value; list entries by index."""
-    source: str
-
-    def where(self, path: Path) -> str:
-        """`file:line` of the key at `path`, or of the nearest one above it that stands in the file."""
-        for end in range(len(path), -1, -1):
-            if path[:end] in self.lines:
-                return f"{self.source}:{self.lines[path[:end]]}"
-        return self.source
+    """Dictionaries with text as keys, lists, text, numbers, truth values and None; no object stands twice in it."""
+    places: Places
+    texts: dict[Path, str]
+    """Numbers and truth values as they were typed, for keys where text is wanted: `1.10` is not the text `1.1`."""
 
 
 def parse(text: str, *, source: str) -> Document:
-    """Read YAML.
+    """Read one YAML document.
 
     Args:
-        text: the file's text.
+        text: the YAML.
         source: its name, for messages.
 
     Raises:
-        SpecError: not YAML, several documents, a key that stands twice, or unreasonably many values.
+        SpecError: not YAML, several documents, a key that stands twice, a type that specs do not have, a NUL character,
+            or unreasonably many values.
     """
-    loader = _Loader(text)
+    reader = _Reader(source)
     try:
-        root = loader.get_single_node()
-        lines: dict[Path, int] = {}
-        if root is not None:
-            _walk(root, (), lines, source, [0])
-        data = None if root is None else loader.construct_document(root)
+        text.encode()  # libyaml wants bytes, and what came over the command line may not have been UTF-8
+        _check_depth(text, source)
+        root = yaml.compose(text, Loader=_Loader)
+        data = None if root is None else reader.value(root, ())
     except yaml.MarkedYAMLError as exc:
-        mark = exc.problem_mark or exc.context_mark
-        where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
-        hint = "indent with spaces; YAML does not allow tabs" if "\\t" in str(exc.problem) else None
-        raise SpecError(f"not valid YAML: {exc.problem or exc.context}", where=where, hint=hint) from exc
-    except (yaml.YAMLError, ValueError, RecursionError) as exc:
-        raise SpecError(f"not valid YAML: {exc}", where=source) from exc
-    finally:
-        loader.dispose()
-    return Document(data, lines, source)
+        raise _not_yaml(exc, text, source) from exc
+    except yaml.reader.ReaderError as exc:
+        found = text.find(chr(exc.character))
+        where = f"{source}:{text.count(chr(10), 0, found) + 1}"
+        raise SpecError(f"YAML does not allow the character U+{exc.character:04X}", where=where) from exc
+    except UnicodeEncodeError as exc:
+        raise SpecError("this is not UTF-8 text", where=source) from exc
+    return Document(data, Places(source, reader.lines), reader.texts)
 
 
-def _walk(node: yaml.Node, path: Path, lines: dict[Path, int], source: str, count: list[int]) -> None:
-    count[0] += 1
-    if count[0] > MAX_NODES:
-        raise SpecError(f"the file has more than {MAX_NODES} values", where=source, hint="are there nested aliases?")
-    lines.setdefault(path, node.start_mark.line + 1)
-    if isinstance(node, yaml.MappingNode):
+def write(data: Any) -> str:
+    """YAML that `parse` reads as `data`."""
+    return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+
+
+def _check_depth(text: str, source: str) -> None:
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > MAX_DEPTH:
+                mark: Any = event.start_mark
+                raise _too_deep(f"{source}:{mark.line + 1}")
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+
+
+def _too_deep(where: str) -> SpecError:
+    return SpecError(f"values are nested more than {MAX_DEPTH} deep", where=where)
+
+
+def _not_yaml(error: yaml.MarkedYAMLError, text: str, source: str) -> SpecError:
+    problem = error.problem or error.context or "unknown error"
+    if problem.startswith("but "):
+        problem = f"{error.context} {problem}"
+    mark: Any = error.problem_mark or error.context_mark
+    where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
+    return SpecError(f"not valid YAML: {problem}", where=where, hint=_hint(text, mark.line) if mark else None)
+
+
+def _hint(text: str, number: int) -> str | None:
+    """What is most often wrong with such a line, or the one before it."""
+    lines = text.split("\n")
+    for line in lines[max(0, number - 1) : number + 1]:
+        if "\t" in line[: len(line) - len(line.lstrip())]:
+            return "indent with spaces; YAML does not allow tabs"
+        if re.search(r"[\w.-]\[[0-9,/-]+\]", line):
+            return 'put ranges of nodes in quotes: ["gpu[01-04]"]'
+    return None
+
+
+class _Reader:
+    """Turns YAML's nodes into data and notes on the way where each key stands."""
+
+    def __init__(self, source: str) -> None:
+        self.lines: dict[Path, int] = {}
+        self.texts: dict[Path, str] = {}
+        self._source = source
+        self._count = 0
+        self._open: list[yaml.Node] = []
+
+    def value(self, node: yaml.Node, path: Path) -> Any:
+        self._count_one()
+        self.lines.setdefault(path, node.start_mark.line + 1)
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node, path)
+        with self._inside(node):
+            if isinstance(node, yaml.MappingNode) and node.tag == _CORE + "map":
+                return self._mapping(node, path)
+            if isinstance(node, yaml.SequenceNode) and node.tag == _CORE + "seq":
+                return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
+        raise self._unknown_tag(node)
+
+    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+        found = {}
+        for name, (line, value) in self._pairs(node, path).items():
+            self.lines[(*path, name)] = line
+            found[name] = self.value(value, (*path, name))
+        return found
+
+    def _pairs(self, node: yaml.MappingNode, path: Path) -> dict[str, tuple[int, yaml.Node]]:
+        """Keys of a mapping, each with its line and its value; what `<<` merges in is included and yields to them."""
         seen: dict[str, int] = {}
+        own: dict[str, tuple[int, yaml.Node]] = {}
+        merged: dict[str, tuple[int, yaml.Node]] = {}
         for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise SpecError("a key has to be text", where=f"{source}:{key.start_mark.line + 1}")
             line = key.start_mark.line + 1
-            if key.value in seen and key.value != "<<":
-                raise SpecError(
-                    f"`{key.value}` stands twice, on lines {seen[key.value]} and {line}",
-                    where=f"{source}:{line}",
-                    key=".".join(str(part) for part in (*path, key.value)),
-                )
+            if not isinstance(key, yaml.ScalarNode) or "\0" in key.value:
+                raise self._error(key, "a key has to be text")
+            if key.value in seen:
+                message = f"`{key.value}` stands twice, on lines {seen[key.value]} and {line}"
+                raise SpecError(message, where=f"{self._source}:{line}", key=dotted((*path, key.value)))
             seen[key.value] = line
-            inner = path if key.value == "<<" else (*path, key.value)
-            lines.setdefault(inner, line)
-            _walk(value, inner, lines, source, count)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            _walk(value, (*path, index), lines, source, count)
+            if key.tag == _MERGE:
+                merged = self._merged(value, path)
+            else:
+                own[key.value] = (line, value)
+        return merged | own
+
+    def _merged(self, node: yaml.Node, path: Path) -> dict[str, tuple[int, yaml.Node]]:
+        """What stands behind `<<`: a mapping or a list of them; of two with one key the first wins."""
+        found: dict[str, tuple[int, yaml.Node]] = {}
+        for part in reversed(node.value) if isinstance(node, yaml.SequenceNode) else [node]:
+            if not isinstance(part, yaml.MappingNode):
+                raise self._error(part, "`<<` takes keys with values, or a list of such")
+            self._count_one()
+            with self._inside(part):
+                found |= self._pairs(part, path)
+        return found
+
+    def _count_one(self) -> None:
+        self._count += 1
+        if self._count > MAX_VALUES:
+            raise SpecError(
+                f"the file has more than {MAX_VALUES:,} values", where=self._source, hint="are there nested aliases?"
+            )
+
+    @contextmanager
+    def _inside(self, node: yaml.Node) -> Iterator[None]:
+        if any(outer is node for outer in self._open):
+            raise self._error(node, "an alias stands inside of what it refers to")
+        if len(self._open) >= MAX_DEPTH:
+            raise _too_deep(f"{self._source}:{node.start_mark.line + 1}")
+        self._open.append(node)
+        yield
+        self._open.pop()
+
+    def _scalar(self, node: yaml.ScalarNode, path: Path) -> Any:
+        text = str(node.value)
+        if "\0" in text:
+            raise self._error(node, "a NUL character cannot be passed to a program")
+        if node.tag in (_CORE + "str", _MERGE):
+            return text
+        if node.tag == _NULL:
+            return None
+        self.texts[path] = text
+        try:
+            if node.tag == _BOOL:
+                return {"true": True, "false": False}[text.lower()]
+            if node.tag == _INT:
+                return int(text.replace("_", ""), 0)
+            if node.tag == _FLOAT:
+                return _number(text.replace("_", "").lower())
+        except (ValueError, KeyError):
+            raise self._error(node, f"{text!r} is not what its tag {_tag_name(node)} says") from None
+        raise self._unknown_tag(node)
+
+    def _unknown_tag(self, node: yaml.Node) -> SpecError:
+        return self._error(node, f"a spec has no values of the type {_tag_name(node)}")
+
+    def _error(self, node: yaml.Node, message: str) -> SpecError:
+        return SpecError(message, where=f"{self._source}:{node.start_mark.line + 1}")
+
+
+def _tag_name(node: yaml.Node) -> str:
+    return str(node.tag).replace(_CORE, "!!")
+
+
+def _number(text: str) -> float | int:
+    """A number; a whole one when it is written without a point, because steps are counted as `1e5`."""
+    number = float(text.replace(".inf", "inf").replace(".nan", "nan"))
+    return int(number) if "." not in text and number.is_integer() and abs(number) < 2**53 else number

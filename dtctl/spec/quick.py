@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dtctl.errors import SpecError
 from dtctl.spec import nodeset
-from dtctl.spec import overrides as setting
+from dtctl.spec.load import check
 from dtctl.spec.model import Spec
+from dtctl.spec.places import Places
+from dtctl.spec.positions import Document
 
 
 def spec_from_nodes(
@@ -24,11 +27,19 @@ def spec_from_nodes(
         base_dir: folder whose files are brought to the nodes.
 
     Raises:
-        SpecError: the nodes or an override are not well formed.
+        SpecError: the nodes, an argument or an override are not well formed.
     """
-    names = nodeset.expand(nodes)
+    try:
+        names = nodeset.expand(nodes)
+    except SpecError as exc:
+        raise SpecError(exc.message, where="--nodes", hint=exc.hint) from None
+    for word in argv:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise SpecError(f"{word!r} is not UTF-8 text", where="the command line") from None
     program, *args = argv
-    job: dict[str, Any] = {"name": Path(program).stem}
+    job: dict[str, Any] = {"name": Path(program).stem or "job"}
     if program.endswith(".py"):
         job |= {"script": program, "args": args}
     else:
@@ -38,14 +49,5 @@ def spec_from_nodes(
     if slots is not None:
         cluster["slots"] = slots
     data: dict[str, Any] = {"cluster": cluster, "job": job}
-    for override in overrides:
-        setting.apply(data, override)
-    from pydantic import ValidationError
-
-    from dtctl.spec.load import explain
-
-    try:
-        spec = Spec.model_validate(data)
-    except ValidationError as exc:
-        raise explain(exc, source="the command line") from None
-    return spec.model_copy(update={"base_dir": base_dir})
+    document = Document(data, Places("the command line"), {})
+    return check(document, base_dir=base_dir, overrides=overrides)

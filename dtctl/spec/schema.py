@@ -4,41 +4,42 @@ from __future__ import annotations
 
 import ast
 import inspect
+from itertools import pairwise
 from typing import Any
 
-from dtctl.spec import model
+from dtctl.spec import model, training
 
 
 def documentation() -> dict[str, dict[str, str]]:
-    """Section class -> key -> the text under the field in model.py.
+    """Section class -> key -> the text under the field, on one line.
 
     pydantic can read these texts itself (`use_attribute_docstrings`), but does so whenever the classes are made, which
     would be at every command.
     """
     found: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(model)).body:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        fields = found.setdefault(node.name, {})
-        for field, text in zip(node.body, node.body[1:], strict=False):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(text, ast.Expr)
-                and isinstance(text.value, ast.Constant)
-                and isinstance(text.value.value, str)
-            ):
-                fields[field.target.id] = inspect.cleandoc(text.value.value)
+    for module in (model, training):
+        for section in ast.parse(inspect.getsource(module)).body:
+            if not isinstance(section, ast.ClassDef):
+                continue
+            fields = found.setdefault(section.name, {})
+            for field, below in pairwise(section.body):
+                match field, below:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                        fields[name] = " ".join(text.split())
     return found
 
 
 def json_schema() -> dict[str, Any]:
     """JSON Schema (2020-12) of `dtctl.yaml`."""
     schema = model.Spec.model_json_schema()
-    schema["properties"].pop("base_dir", None)
+    del schema["properties"]["base_dir"]
     texts = documentation()
     for name, section in [("Spec", schema), *schema["$defs"].items()]:
-        for key, value in section.get("properties", {}).items():
-            if key in texts.get(name, {}):
-                value["description"] = texts[name][key]
+        for key, value in section["properties"].items():
+            value["description"] = texts[name][key]
+    # What the sections take in other words and put right before pydantic sees it.
+    entry = schema["$defs"]["NodeEntry"]
+    entry["properties"]["host"] = {"type": "string", "minLength": 1, "description": "Another word for `name`."}
+    entry["oneOf"] = [{"required": entry.pop("required")}, {"required": ["host"]}]
+    schema["$defs"]["Cluster"]["properties"]["nodes"]["anyOf"].append({"type": "string", "minLength": 1})
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "dtctl.yaml"}

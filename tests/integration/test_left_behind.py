@@ -147,7 +147,7 @@ def test_the_supervisor_of_a_node_is_killed(
 ) -> None:
     process = launch(project, sandbox, script, other_run)
     node = sandbox.nodes[2]
-    found = {pid: line for pid, line in workers(node).items() if pid not in other_run[node.name] and "dtctl" in line}
+    found = {pid: line for pid, line in workers(node).items() if pid not in other_run[node.name] and " -I -S " in line}
     supervisor = max(found, default=0)
     os.kill(supervisor, signal.SIGKILL)
     nothing_left(sandbox, other_run, LIMIT_S + GRACE_S)

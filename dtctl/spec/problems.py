@@ -1,0 +1,159 @@
+"""What pydantic found wrong with a spec, in words that do not need pydantic's: one error with all problems in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, get_args, get_origin
+
+from pydantic import BaseModel
+
+from dtctl.errors import SpecError
+from dtctl.spec.model import Spec
+from dtctl.spec.places import Path, Places, dotted, holds
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+_KINDS = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "dict_type": "keys with values",
+    "model_type": "keys with values",
+    "path_type": "a path",
+    "finite_number": "a finite number",
+    "string_too_short": "text that is not empty",
+    "too_short": "a list that is not empty",
+}
+_LIMITS = {
+    "greater_than": ("gt", "more than {}"),
+    "greater_than_equal": ("ge", "at least {}"),
+    "less_than_equal": ("le", "at most {}"),
+}
+_SHOWN = 60
+"""Most characters of a wrong value that a message repeats."""
+
+
+def path_in(loc: Sequence[int | str], data: Any) -> Path:
+    """The key that pydantic means: its location without the names of union members, which the file does not have."""
+    path: list[int | str] = []
+    for step in loc:
+        if step == "name" and holds(data, "host"):
+            step = "host"  # the other word for a node's name
+        if holds(data, step):
+            data = data[step]
+            path.append(step)
+    return tuple(path)
+
+
+def explain(problems: Sequence[ErrorDetails], data: Any, places: Places) -> SpecError:
+    """One error that tells all problems, in the order of the file; what `--set` did comes last."""
+    found = []
+    for path, group in _by_path(problems, data).items():
+        set_by = any(path[: len(key)] == key for key, _ in places.overrides)
+        found.append((set_by, places.line(path) or 0, places.of(path), dotted(path), _words(group, path)))
+    found.sort(key=lambda problem: problem[:2])
+    _, _, where, key, words = found[0]
+    if len(found) == 1:
+        return SpecError(f"{key}: {words}", where=where, key=key)
+    lines = [f"{len(found)} problems in the spec"]
+    lines.extend(f"  {where}: {key}: {words}" for _, _, where, key, words in found)
+    return SpecError("\n".join(lines), where=where, key=key)
+
+
+def unknown(path: Path) -> str:
+    """What to say of a key that no section has: the near match, or all that may stand there."""
+    import difflib
+
+    legal = sorted(_legal_keys(path[:-1]))
+    near = difflib.get_close_matches(str(path[-1]), legal, n=1)
+    return f"unknown key; did you mean `{near[0]}`?" if near else f"unknown key; here may stand: {', '.join(legal)}"
+
+
+def _by_path(problems: Sequence[ErrorDetails], data: Any) -> dict[Path, list[ErrorDetails]]:
+    """The problems of each key. A value that fits no member of a union has one for each member.
+
+    When the value has the shape of a member and something inside of it is wrong, only that is kept.
+    """
+    found: dict[Path, list[ErrorDetails]] = {}
+    for problem in problems:
+        path = path_in(problem["loc"], data)
+        if problem["type"] == "missing":
+            path = (*path, problem["loc"][-1])
+        found.setdefault(path, []).append(problem)
+    return {
+        path: group
+        for path, group in found.items()
+        if not any(len(other) > len(path) and other[: len(path)] == path for other in found)
+    }
+
+
+def _words(group: Sequence[ErrorDetails], path: Path) -> str:
+    problem = next((each for each in group if each["type"] == "value_error"), group[0])
+    kind, value = problem["type"], problem["input"]
+    if kind == "extra_forbidden":
+        return unknown(path)
+    if kind == "missing":
+        return "is missing"
+    if kind == "value_error":
+        return problem["msg"].removeprefix("Value error, ")
+    *most, last = dict.fromkeys(word for each in group for word in _expected(each))
+    words = f"expected {', '.join(most)} or {last}" if most else f"expected {last}"
+    words = f"{words}, got {_shown(value)}"
+    near = _near_choice(value, group)
+    return f"{words}; did you mean {near!r}?" if near else words
+
+
+def _expected(problem: ErrorDetails) -> list[str]:
+    kind, context = problem["type"], problem.get("ctx", {})
+    if kind == "literal_error":
+        return [f"{word!r}" for word in _choices(problem)]
+    if kind in _LIMITS:
+        key, words = _LIMITS[kind]
+        return [words.format(f"{context[key]:g}")]
+    return [_KINDS.get(kind) or problem["msg"].lower()]
+
+
+def _choices(problem: ErrorDetails) -> list[str]:
+    """The words of `Literal["a", "b"]`, which pydantic gives as `'a' or 'b'`."""
+    return [word.strip("' ") for word in problem["ctx"]["expected"].replace("' or '", "', '").split(",")]
+
+
+def _near_choice(value: Any, group: Sequence[ErrorDetails]) -> str | None:
+    import difflib
+
+    choices = [word for problem in group if problem["type"] == "literal_error" for word in _choices(problem)]
+    near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+    return near[0] if near else None
+
+
+def _shown(value: Any) -> str:
+    """A value as the file has it, shortened."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, Mapping):
+        return "keys with values"
+    if isinstance(value, list | tuple):
+        return "a list"
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _legal_keys(path: Path) -> set[str]:
+    """Keys that may stand in the section at `path`."""
+    models: list[type[BaseModel]] = [Spec]
+    for step in path:
+        if isinstance(step, str):
+            fields = [model.model_fields[step] for model in models if step in model.model_fields]
+            models = [inner for each in fields for inner in _models_in(each.annotation)]
+    return {name for model in models for name in model.model_fields} - {"base_dir"}
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The section classes that an annotation mentions."""
+    if get_origin(annotation) is None:
+        return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
+    return [model for inner in get_args(annotation) for model in _models_in(inner)]

@@ -1,0 +1,38 @@
+"""What all parts of a spec have in common: closed, unchangeable, strict about numbers; and the types of their keys."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+# Numbers are strict: pydantic would take `true` for 1 and the text "4" for 4. What a number was typed as where text is
+# wanted is settled in load.py; the JSON Schema, which editors use, has to allow for that.
+Text = Annotated[str, Field(json_schema_extra={"type": ["string", "number", "boolean"]})]
+"""Text; a number or a truth value stands for itself as it was typed."""
+Word = Annotated[str, Field(min_length=1)]
+"""Text that is not empty."""
+Count = Annotated[int, Field(strict=True, ge=1)]
+"""A whole number from 1."""
+CountOrZero = Annotated[int, Field(strict=True, ge=0)]
+"""A whole number from 0."""
+Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
+"""A TCP port."""
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+"""A number above 0."""
+PositiveOrZero = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+"""A number from 0."""
+
+
+class Section(BaseModel):
+    """A part of the spec: closed, unchangeable, documented field by field (see schema.py)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty(cls, data: Any) -> Any:
+        """A known key with nothing behind it means its default, as if it were not there."""
+        if not isinstance(data, dict):
+            return data
+        return {key: value for key, value in data.items() if value is not None or key not in cls.model_fields}

@@ -1,0 +1,117 @@
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from dtctl.spec.load import parse_spec
+from dtctl.spec.model import Cluster, Job, Network, Spec
+from dtctl.spec.section import Section
+
+
+def parse(text: str) -> Spec:
+    return parse_spec(text, source="dtctl.yaml", base_dir=Path("/project"))
+
+
+def test_everything_has_a_default() -> None:
+    spec = parse("{}")
+    assert spec.cluster == Cluster()
+    assert spec.job == Job()
+    assert spec.network == Network()
+    assert (spec.train, spec.slurm) == (None, None)
+    assert spec.pushes
+    assert spec == Spec(base_dir=Path("/project"))
+
+
+def test_every_key_can_be_set() -> None:
+    """The keys are a contract: one that is renamed or removed breaks this."""
+    spec = parse("""
+cluster:
+  transport: ssh
+  nodes: [a, {name: b, address: b1, slots: 1, env: {A: x}, python: p, port: 1, user: u, workdir: w}, {host: c}]
+  slots: auto
+  user: u
+  port: 65535
+  identity_file: k
+  known_hosts: h
+  ssh_config: c
+  python: p
+  workdir: w
+  connect_timeout_s: 0.5
+  link_timeout_s: 2
+  login: l
+  spares: [s]
+  min_nodes: 1
+job:
+  name: n
+  module: m
+  args: [a]
+  env: {A: x}
+  env_from: ["W*"]
+  secrets: [S]
+  files: {push: true, root: r, include: [i], exclude: [e]}
+  max_restarts: 1
+  setup: ["true"]
+  kind: accelerate
+  grace_s: 0
+network: {interface: {a: eth0}, profile: gcp-tcpxo, rendezvous_port: 1, rendezvous_address: a}
+train:
+  strategy: {dp: 1, fsdp: 1, tp: 1, pp: 1}
+  precision: bf16
+  micro_batch: 1
+  global_batch: 1
+  accumulate: 1
+  clip_norm: 1
+  lr: 1
+  min_lr: 0
+  warmup_steps: 0
+  schedule: linear
+  optimizer: sgd
+  weight_decay: 0
+  steps: 1e3
+  seed: 0
+  log_every: 1
+  eval_every: 1
+  timeout_s: 1
+  snapshot: {dir: d, every_steps: 1, every_s: 1, keep: 1, replicas: 0}
+  model: {any: [thing]}
+  data: {any: {thing: ~}}
+slurm: {partition: p, account: a, time: "1-12:00:00", qos: q, gres: "gpu:8", extra: {constraint: h100}}
+""")
+    unset = {
+        f"{type(section).__name__}.{name}"
+        for section in (spec, spec.cluster, spec.job, spec.job.files, spec.network, spec.train, spec.slurm)
+        if isinstance(section, Section)
+        for name in set(type(section).model_fields) - section.model_fields_set
+    }
+    assert unset == {"Job.script", "Job.command", "Cluster.hostfile", "Train.epochs"}
+    assert spec.train is not None
+    assert spec.train.settings()["steps"] == 1000
+    assert spec.train.settings()["data"] == {"any": {"thing": None}}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("echo 'a b' c", ("echo", "a b", "c")),
+        ("[echo, 'a b', 1.10]", ("echo", "a b", "1.10")),
+        ("nvidia-smi", ("nvidia-smi",)),
+        ("a '' \\$HOME", ("a", "", "$HOME")),
+    ],
+)
+def test_a_command_is_words_or_a_line_of_a_shell(text: str, words: tuple[str, ...]) -> None:
+    assert parse(f"job: {{command: {text}}}").job.command == words
+
+
+def test_settings_hold_only_what_the_spec_says() -> None:
+    train = parse("train: {lr: 1e-3, strategy: {dp: 2}, snapshot: {}, model: {}}").train
+    assert train is not None
+    assert train.settings() == {"lr": 0.001, "strategy": {"dp": 2}, "snapshot": {}, "model": {}}
+
+
+def test_a_spec_cannot_be_changed_or_share_its_defaults() -> None:
+    spec = parse("job: {script: a.py}")
+    with pytest.raises(ValidationError):
+        spec.job.script = "b.py"  # type: ignore[misc]
+    spec.job.env["A"] = "leaks"
+    assert parse("job: {script: a.py}").job.env == {}
+    assert Job().env == {}
