@@ -58,7 +58,7 @@ def sandbox(session_sandbox: Sandbox) -> Iterator[Sandbox]:
         current = control.find("main")
         assert current is not None
     with contextlib.suppress(AssertionError):
-        wait_until(lambda: not any(workers(node) for node in current.nodes), 1.0)
+        wait_until(lambda: not any(workers(node) for node in current.nodes), 3.0)
     left = {node.name: workers(node) for node in current.nodes}
     assert left == {node.name: {} for node in current.nodes}, "a test has left processes behind"
 
@@ -66,6 +66,8 @@ def sandbox(session_sandbox: Sandbox) -> Iterator[Sandbox]:
 def workers(node: SandboxNode) -> dict[int, str]:
     """Processes on a host that are neither its init nor its SSH server."""
     found = control.host_processes(node)
+    # Without a command line: it has let go of its memory and is ending.
+    found = {pid: line for pid, line in found.items() if line}
     return {
         pid: line for pid, line in found.items() if pid != node.pid and not line.startswith(("sshd:", "/usr/sbin/sshd"))
     }
