@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 # paramiko.config imports `invoke` if it is there, for a feature of its configuration parser that is not used here; that
@@ -29,9 +29,7 @@ if _HIDDEN:
 from dtctl.errors import AuthError, ConnectError, HostKeyError, TransportError  # noqa: E402
 from dtctl.transport import hostkeys, sshconfig  # noqa: E402
 from dtctl.transport.base import Target  # noqa: E402
-
-OpenSocket = Callable[[str, int, float], "socket.socket | paramiko.Channel"]
-"""(address, port, timeout in seconds) -> connected socket."""
+from dtctl.transport.dial import Call, EarlyCalls, OpenSocket, open_socket  # noqa: E402
 
 CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
 """In order of preference: GCM needs no separate MAC, which halves the cost of a push."""
@@ -168,27 +166,31 @@ class SshConnection:
 class SshTransport:
     """Connects to nodes over SSH; keys are read once for all of them."""
 
-    def __init__(self, *, open_socket: OpenSocket | None = None) -> None:
+    def __init__(self, *, open_socket: OpenSocket = open_socket, early: EarlyCalls | None = None) -> None:
         """Prepare to connect.
 
         Args:
-            open_socket: makes the TCP connection; None for an ordinary one.
+            open_socket: makes the TCP connection.
+            early: calls to nodes that are under way already.
         """
-        self._open_socket = open_socket or _open_socket
+        self._open_socket = open_socket
+        self._early = early
         self._lock = threading.Lock()
         self._keys: dict[str, paramiko.PKey | str] = {}
         self._agent: tuple[paramiko.AgentKey, ...] | None = None
 
     def connect(self, target: Target) -> SshConnection:
         """See `dtctl.transport.base.Transport`."""
-        settings = sshconfig.settings_for(target)
+        call = self._early.take(target) if self._early is not None else None
+        call = call or Call(settings=sshconfig.settings_for(target))
+        settings = call.settings
         hops: tuple[SshConnection, ...] = ()
         for index, text in enumerate(settings.proxy_jump):
             hops = (*hops, self._hop(text, target, hops[-1] if index else None))
         via = hops[-1] if hops else None
         name = hostkeys.lookup_name(settings.host_key_alias or settings.host, settings.port)
         known = hostkeys.known_keys(name, settings.known_hosts)
-        transport = self._handshake(target, settings, via, [key.key_type for key in known if not key.revoked])
+        transport = self._handshake(target, call, via, [key.key_type for key in known if not key.revoked])
         try:
             key = transport.get_remote_server_key()
             hostkeys.check(name, key.get_name(), key.asbytes(), known, node=target.name, files=settings.known_hosts)
@@ -217,15 +219,19 @@ class SshTransport:
         return inner.connect(hop)
 
     def _handshake(
-        self, target: Target, settings: sshconfig.Settings, via: SshConnection | None, key_types: list[str]
+        self, target: Target, call: Call, via: SshConnection | None, key_types: list[str]
     ) -> paramiko.Transport:
         """A connection with keys exchanged; tried again while nothing but the connecting has been done."""
+        settings = call.settings
         deadline = time.monotonic() + target.connect_timeout_s
         for attempt in range(TRIES):
             left_s = max(0.1, deadline - time.monotonic())
             try:
                 with mapped(target.name, doing=f"connecting to {settings.host} port {settings.port}"):
-                    return self._try_handshake(settings, via, key_types, left_s)
+                    if attempt == 0 and call.error is not None:
+                        raise call.error
+                    early = call.connection if attempt == 0 else None
+                    return self._try_handshake(settings, early, via, key_types, left_s)
             except ConnectError as exc:
                 # A server that has too many logins under way drops new ones before it says who it is (MaxStartups).
                 busy = isinstance(exc.__cause__, ConnectionResetError | EOFError | paramiko.SSHException)
@@ -235,10 +241,17 @@ class SshTransport:
         raise ConnectError("it could not be reached", node=target.name)
 
     def _try_handshake(
-        self, settings: sshconfig.Settings, via: SshConnection | None, key_types: list[str], timeout_s: float
+        self,
+        settings: sshconfig.Settings,
+        early: socket.socket | None,
+        via: SshConnection | None,
+        key_types: list[str],
+        timeout_s: float,
     ) -> paramiko.Transport:
         sock: socket.socket | paramiko.Channel
-        if via is not None:
+        if early is not None:
+            sock = early
+        elif via is not None:
             sock = _through(via)(settings.host, settings.port, timeout_s)
         elif settings.proxy_command:
             sock = _proxy_command(settings)
@@ -325,12 +338,6 @@ def _prefer(first: list[str], offered: list[str]) -> list[str]:
         wanted += ["rsa-sha2-512", "rsa-sha2-256"] if name == "ssh-rsa" else [name]
     chosen = [name for name in wanted if name in offered]
     return [*dict.fromkeys([*chosen, *offered])]
-
-
-def _open_socket(address: str, port: int, timeout_s: float) -> socket.socket:
-    sock = socket.create_connection((address, port), timeout=timeout_s)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return sock
 
 
 def _through(via: SshConnection) -> OpenSocket:
