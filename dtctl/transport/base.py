@@ -68,7 +68,7 @@ class Connection(Protocol):
         ...
 
     def peer_address(self) -> str:
-        """Numeric address of the node as seen from the control machine; what the connection was made to."""
+        """Numeric address that the connection was made to; empty through a jump host or a proxy command."""
         ...
 
     def open(self, command: str) -> Stream:

@@ -12,7 +12,7 @@ import binascii
 import hashlib
 import hmac
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +29,8 @@ class KnownKey:
     revoked: bool
     place: str
     """`file:line`"""
+    confirms_only: bool = False
+    """Found under the name without its port: another key is not a changed key."""
 
 
 def fingerprint(blob: bytes) -> str:
@@ -37,9 +39,10 @@ def fingerprint(blob: bytes) -> str:
     return "SHA256:" + digest.rstrip("=")
 
 
-def lookup_name(host: str, port: int) -> str:
-    """The name under which OpenSSH files the key of `host` at `port`."""
-    return host if port == 22 else f"[{host}]:{port}"
+def lookup_name(host: str, port: int, alias: str | None = None) -> str:
+    """The name under which OpenSSH files the key of `host` at `port`; a HostKeyAlias stands alone, without the port."""
+    name = alias or (host if port == 22 else f"[{host}]:{port}")
+    return name.lower()
 
 
 @lru_cache(maxsize=8)
@@ -52,8 +55,20 @@ def _lines(path: str) -> tuple[tuple[int, str], ...]:
     return tuple((number, line) for number, line in lines if line and not line.startswith("#"))
 
 
-def known_keys(name: str, files: Iterable[str]) -> list[KnownKey]:
-    """The keys on record for `name`, in the order of the files."""
+def known_keys(name: str, files: Sequence[str]) -> list[KnownKey]:
+    """The keys on record for `name`, in the order of the files.
+
+    As with OpenSSH, a name with a port for which nothing is on record is looked up without its port; what is found then
+    may confirm a key, and refuses none, because another server may answer at another port.
+    """
+    found = _look_up(name.lower(), files)
+    host, _, port = name.partition("]:")
+    if port and not any(not key.revoked for key in found):
+        found += [replace(key, confirms_only=True) for key in _look_up(host[1:].lower(), files)]
+    return found
+
+
+def _look_up(name: str, files: Iterable[str]) -> list[KnownKey]:
     found = []
     for path in files:
         for number, line in _lines(path):
@@ -76,7 +91,7 @@ def _matches(patterns: str, name: str) -> bool:
     matched = False
     for pattern in patterns.split(","):
         negated = pattern.startswith("!")
-        if _matches_one(pattern.lstrip("!").lower(), name.lower()):
+        if _matches_one(pattern.lstrip("!").lower(), name):
             if negated:
                 return False
             matched = True
@@ -125,7 +140,7 @@ def check(name: str, key_type: str, blob: bytes, known: Sequence[KnownKey], *, n
             )
     if any(key.blob == blob for key in known if not key.revoked):
         return
-    valid = [key for key in known if not key.revoked]
+    valid = [key for key in known if not key.revoked and not key.confirms_only]
     home = files[0] if files else "~/.ssh/known_hosts"
     if valid:
         old = next((key for key in valid if key.key_type == key_type), valid[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 from pathlib import Path
 
 from dtctl.errors import ConnectError
@@ -16,15 +17,24 @@ class LocalStream:
     def __init__(self, process: subprocess.Popen[bytes], *, node: str) -> None:
         self._process = process
         self._node = node
+        self._reading = threading.Lock()
+        self._closed = False
         if process.stderr is not None:
             os.set_blocking(process.stderr.fileno(), False)
 
     def read(self, size: int) -> bytes:
         """See `dtctl.transport.base.Stream`."""
-        try:
-            return os.read(self._process.stdout.fileno(), size) if self._process.stdout else b""
-        except (OSError, ValueError):
+        stdout = self._process.stdout
+        if stdout is None:
             return b""
+        with self._reading:
+            try:
+                data = os.read(stdout.fileno(), size)
+            except (OSError, ValueError):
+                return b""
+            if not data or self._closed:
+                stdout.close()
+            return data
 
     def read_stderr(self) -> bytes:
         """See `dtctl.transport.base.Stream`."""
@@ -38,8 +48,9 @@ class LocalStream:
         try:
             if self._process.stdin is None:
                 raise ValueError("closed")
-            self._process.stdin.write(data)
-            self._process.stdin.flush()
+            view = memoryview(data)
+            while view:  # a signal may end a write before all is written
+                view = view[self._process.stdin.write(view) :]
         except (OSError, ValueError) as exc:
             raise ConnectError("the command no longer reads", node=self._node) from exc
 
@@ -61,7 +72,14 @@ class LocalStream:
 
     def close(self) -> None:
         """See `dtctl.transport.base.Stream`."""
+        self._closed = True
         self.close_stdin()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+        # Never under a thread that reads: the number of the descriptor may soon be that of another file.
+        if self._process.stdout is not None and self._reading.acquire(blocking=False):
+            self._process.stdout.close()
+            self._reading.release()
 
 
 class LocalConnection:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 # paramiko.config imports `invoke` if it is there, for a feature of its configuration parser that is not used here; that
 # takes longer than all the rest of paramiko.
@@ -37,6 +38,7 @@ KEX = ("curve25519-sha256", "curve25519-sha256@libssh.org", "ecdh-sha2-nistp256"
 """First choices; what else paramiko offers follows. curve25519 costs the least on both sides."""
 KEEPALIVE_S = 5
 TRIES = 3
+MAX_JUMPS = 4
 WINDOW_BYTES = 4 << 20
 
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
@@ -59,10 +61,19 @@ def mapped(node: str, *, doing: str) -> Iterator[None]:
             "the private key is locked by a passphrase", node=node, hint="unlock it with `ssh-add` before the launch"
         ) from exc
     except paramiko.AuthenticationException as exc:
-        raise AuthError(f"the node refused the login: {exc}", node=node) from exc
+        raise AuthError(
+            f"the node refused the login: {_one_line(exc)}",
+            node=node,
+            hint="set `cluster.user` and `cluster.identity_file` to what `ssh` logs in with",
+        ) from exc
     except paramiko.BadHostKeyException as exc:
         shown = hostkeys.fingerprint(exc.key.asbytes())
-        raise HostKeyError(f"the node's host key has changed: {shown}", node=node, fingerprint=shown) from exc
+        raise HostKeyError(
+            f"the node's host key has changed: {shown}",
+            node=node,
+            fingerprint=shown,
+            hint="compare the fingerprint with its administrator's",
+        ) from exc
     except socket.gaierror as exc:
         raise ConnectError(
             f"its name cannot be resolved: {exc.strerror}",
@@ -77,9 +88,17 @@ def mapped(node: str, *, doing: str) -> Iterator[None]:
         raise ConnectError(
             "it refuses connections", node=node, hint="is its SSH server running, and is `port` right?"
         ) from exc
-    except (paramiko.SSHException, EOFError, OSError) as exc:
-        text = str(exc) or type(exc).__name__
-        raise ConnectError(f"{doing} failed: {text}", node=node) from exc
+    except Exception as exc:
+        # Not only SSHException, EOFError and OSError: paramiko's thread hands over whatever a malformed packet has made
+        # it raise (Transport.run, "Unknown exception").
+        raise ConnectError(
+            f"{doing} failed: {_one_line(exc)}", node=node, hint="does `ssh` with the same user, address and port work?"
+        ) from exc
+
+
+def _one_line(exc: BaseException) -> str:
+    """What an exception says, without the line ends that a server may have put in."""
+    return " ".join(str(exc).split()) or type(exc).__name__
 
 
 class SshStream:
@@ -140,7 +159,8 @@ class SshConnection:
 
     def peer_address(self) -> str:
         """See `dtctl.transport.base.Connection`."""
-        return str(self.transport.getpeername()[0])
+        direct = isinstance(self.transport.sock, socket.socket) and self.transport.sock.family != socket.AF_UNIX
+        return str(self.transport.getpeername()[0]) if direct else ""
 
     def open(self, command: str) -> SshStream:
         """See `dtctl.transport.base.Connection`."""
@@ -181,42 +201,60 @@ class SshTransport:
 
     def connect(self, target: Target) -> SshConnection:
         """See `dtctl.transport.base.Transport`."""
-        call = self._early.take(target) if self._early is not None else None
-        call = call or Call(settings=sshconfig.settings_for(target))
+        return self._connect(target, via=None, depth=0)
+
+    def _connect(self, target: Target, *, via: SshConnection | None, depth: int) -> SshConnection:
+        call = self._early.take(target) if self._early is not None and depth == 0 else None
+        settings = call.settings if call else sshconfig.settings_for(target)
+        if via is not None:  # the list of jump hosts has said how this one is reached
+            settings = replace(settings, proxy_jump=(), proxy_command=None)
+        hops: list[SshConnection] = []
+        try:
+            for text in settings.proxy_jump:
+                hops.append(self._hop(text, target, hops[-1] if hops else None, depth))
+            transport = self._log_in(target, call or Call(settings=settings), hops[-1] if hops else via)
+        except BaseException:
+            for hop in hops:
+                hop.close()
+            raise
+        transport.set_keepalive(KEEPALIVE_S)
+        return SshConnection(target, transport, tuple(hops))
+
+    def _hop(self, text: str, target: Target, before: SshConnection | None, depth: int) -> SshConnection:
+        """A connection to a jump host, through the one before it; the first may have jump hosts of its own."""
+        user, host, port = sshconfig.jump_parts(text)
+        if depth == MAX_JUMPS:
+            raise ConnectError(
+                f"jump host {host} is reached through itself, or through more than {MAX_JUMPS} others",
+                node=target.name,
+                hint="see ProxyJump in the OpenSSH configuration",
+            )
+        hop = Target(
+            name=f"{target.name} (jump host {host})",
+            address=host,
+            user=user,
+            port=port,
+            known_hosts=target.known_hosts,
+            ssh_config=target.ssh_config,
+            connect_timeout_s=target.connect_timeout_s,
+        )
+        return self._connect(hop, via=before, depth=depth + 1)
+
+    def _log_in(self, target: Target, call: Call, via: SshConnection | None) -> paramiko.Transport:
+        """A connection to a node whose host key is the one on record and that has accepted one of our keys."""
         settings = call.settings
-        hops: tuple[SshConnection, ...] = ()
-        for index, text in enumerate(settings.proxy_jump):
-            hops = (*hops, self._hop(text, target, hops[-1] if index else None))
-        via = hops[-1] if hops else None
-        name = hostkeys.lookup_name(settings.host_key_alias or settings.host, settings.port)
+        name = hostkeys.lookup_name(settings.host, settings.port, settings.host_key_alias)
         known = hostkeys.known_keys(name, settings.known_hosts)
         transport = self._handshake(target, call, via, [key.key_type for key in known if not key.revoked])
         try:
             key = transport.get_remote_server_key()
             hostkeys.check(name, key.get_name(), key.asbytes(), known, node=target.name, files=settings.known_hosts)
             with mapped(target.name, doing="logging in"):
-                self._login(transport, target, settings)
+                self._offer_keys(transport, target, settings)
         except BaseException:
             transport.close()
             raise
-        transport.set_keepalive(KEEPALIVE_S)
-        return SshConnection(target, transport, hops)
-
-    def _hop(self, text: str, target: Target, before: SshConnection | None) -> SshConnection:
-        """A connection to a jump host, `[user@]host[:port]`, through the one before it."""
-        user, _, rest = text.rpartition("@")
-        host, _, port = rest.partition(":")
-        hop = Target(
-            name=f"{target.name} (jump host {host})",
-            address=host,
-            user=user or None,
-            port=int(port) if port else None,
-            known_hosts=target.known_hosts,
-            ssh_config=target.ssh_config,
-            connect_timeout_s=target.connect_timeout_s,
-        )
-        inner = SshTransport(open_socket=_through(before) if before else self._open_socket)
-        return inner.connect(hop)
+        return transport
 
     def _handshake(
         self, target: Target, call: Call, via: SshConnection | None, key_types: list[str]
@@ -263,7 +301,9 @@ class SshTransport:
             options.ciphers = [name for name in CIPHERS if name in options.ciphers]
             options.kex = [*(name for name in KEX if name in options.kex), *(n for n in options.kex if n not in KEX)]
             options.key_types = _prefer(key_types, list(options.key_types))
-            transport.banner_timeout = transport.handshake_timeout = transport.auth_timeout = timeout_s
+            transport.auth_timeout = timeout_s
+            # Later than the limit of start_client, so that silence is told as what it is and not as a wrong first line.
+            transport.banner_timeout = transport.handshake_timeout = timeout_s + 5
             transport.start_client(timeout=timeout_s)
             if not transport.initial_kex_done:  # after the time-out it returns as if all were well
                 raise TimeoutError
@@ -272,7 +312,7 @@ class SshTransport:
             raise
         return transport
 
-    def _login(self, transport: paramiko.Transport, target: Target, settings: sshconfig.Settings) -> None:
+    def _offer_keys(self, transport: paramiko.Transport, target: Target, settings: sshconfig.Settings) -> None:
         """Offer keys until one is accepted.
 
         Raises:
@@ -325,7 +365,7 @@ class SshTransport:
                     return None
                 except (paramiko.PasswordRequiredException, TypeError):
                     self._keys[file] = "locked by a passphrase; unlock it with ssh-add"
-                except (OSError, ValueError, paramiko.SSHException) as exc:
+                except Exception as exc:  # noqa: BLE001 - cryptography has errors of its own for keys it does not know
                     self._keys[file] = f"unreadable: {exc}"
             return self._keys[file]
 
@@ -352,7 +392,9 @@ def _through(via: SshConnection) -> OpenSocket:
 def _proxy_command(settings: sshconfig.Settings) -> socket.socket:
     """One end of a socket whose other end is a process that the user's configuration names."""
     ours, theirs = socket.socketpair()
-    # The user's own line for the user's own shell, as OpenSSH runs it; `ssh -G` has filled in %h, %p and %r.
-    subprocess.Popen(f"exec {settings.proxy_command}", shell=True, stdin=theirs.fileno(), stdout=theirs.fileno())  # noqa: S602
+    # The user's own line for a shell, as OpenSSH runs it. It ends when our end of the socket is closed.
+    line = f"exec {settings.proxy_command}"
+    process = subprocess.Popen(line, shell=True, stdin=theirs.fileno(), stdout=theirs.fileno())  # noqa: S602
+    threading.Thread(target=process.wait, daemon=True).start()
     theirs.close()
     return ours

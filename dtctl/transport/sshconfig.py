@@ -1,12 +1,15 @@
 """How to reach a node according to the user's OpenSSH configuration: what `ssh NODE` would do.
 
-OpenSSH itself is asked (`ssh -G`), so Include, Match, tokens and everything else mean what they mean there. It is asked
-only when there is a configuration to ask about: a process per node is not free.
+OpenSSH itself is asked (`ssh -G`), so Include, Match and everything else mean what they mean there; only the tokens of
+IdentityFile and ProxyCommand (`%h`), which it prints as they were written, are filled in here. It is asked only when
+there is a configuration to ask about: a process per node is not free.
 """
 
 from __future__ import annotations
 
 import getpass
+import glob
+import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -25,8 +28,9 @@ NO_CONFIG = "none"
 
 # Keywords that do not change where or as whom one connects; Debian's own ssh_config has only these.
 _HARMLESS = re.compile(
-    r"(?i)^(sendenv|hashknownhosts|gssapi\w*|host\s+\*|forwardx11\w*|setenv|serveralive\w*|visualhostkey)\b"
+    r"(?i)((sendenv|hashknownhosts|gssapi\w*|forwardx11\w*|setenv|serveralive\w*|visualhostkey)[\s=]|host\s+\*\s*$)"
 )
+_INCLUDE = re.compile(r"(?i)include(?:\s*=\s*|\s+)(.*)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +44,7 @@ class Settings:
     known_hosts: tuple[str, ...]
     host_key_alias: str | None = None
     proxy_jump: tuple[str, ...] = field(default=())
-    """`[user@]host[:port]`, in the order in which they are passed."""
+    """`[user@]host[:port]`, in the order in which they are passed; `jump_parts` takes them apart."""
     proxy_command: str | None = None
     identities_only: bool = False
     """Offer only the identity files, not all keys of the agent."""
@@ -57,17 +61,49 @@ def settings_for(target: Target) -> Settings:
     known = [target.known_hosts] if target.known_hosts else _known_hosts_files(found)
     jump = _one(found, "proxyjump")
     command = _one(found, "proxycommand")
+    host = _one(found, "hostname") or target.address
+    port = target.port or int(_one(found, "port") or 22)
+    user = target.user or _one(found, "user") or getpass.getuser()
+    alias = _one(found, "hostkeyalias")
+    tokens = {"h": host, "n": target.address, "p": str(port), "r": user, "k": alias or target.address}
+    if found and not target.identity_file:
+        files = [_fill_in(_variables(file), tokens) for file in files]
     return Settings(
-        host=_one(found, "hostname") or target.address,
-        port=target.port or int(_one(found, "port") or 22),
-        user=target.user or _one(found, "user") or getpass.getuser(),
+        host=host,
+        port=port,
+        user=user,
         identity_files=tuple(str(Path(file).expanduser()) for file in files),
         known_hosts=tuple(str(Path(file).expanduser()) for file in known),
-        host_key_alias=_one(found, "hostkeyalias"),
+        host_key_alias=alias,
         proxy_jump=tuple(jump.split(",")) if jump and jump != "none" else (),
-        proxy_command=command if command and command != "none" else None,
+        proxy_command=_fill_in(command, tokens) if command and command != "none" else None,
         identities_only=_one(found, "identitiesonly") == "yes" or target.identity_file is not None,
     )
+
+
+def jump_parts(text: str) -> tuple[str | None, str, int | None]:
+    """User, host and port of a jump host as `ssh -G` writes it: `[user@]host[:port]`, numeric addresses in brackets."""
+    user, _, place = text.rpartition("@")
+    if place.startswith("["):
+        host, _, port = place[1:].partition("]")
+        port = port.lstrip(":")
+    elif place.count(":") > 1:  # an IPv6 address
+        host, port = place, ""
+    else:
+        host, _, port = place.partition(":")
+    return user or None, host, int(port) if port else None
+
+
+def _fill_in(text: str, tokens: Mapping[str, str]) -> str:
+    """`text` with the tokens of ssh_config(5) replaced; one that is not known here stays as it is."""
+    system = {"%": "%", "d": str(Path.home()), "u": getpass.getuser(), "i": str(os.getuid()), "l": os.uname().nodename}
+    known = {**system, "L": system["l"].partition(".")[0], **tokens}
+    return re.sub("%(.)", lambda match: known.get(match[1], match[0]), text)
+
+
+def _variables(text: str) -> str:
+    """`text` with `${NAME}` replaced by environment variables, as OpenSSH does in names of files."""
+    return re.sub(r"\$\{(\w+)\}", lambda match: os.environ.get(match[1], match[0]), text)
 
 
 def _one(found: Mapping[str, Sequence[str]], key: str) -> str | None:
@@ -88,10 +124,11 @@ def _has_config(named: str | None) -> bool:
     if named is not None:
         return True
     files = [Path("~/.ssh/config").expanduser(), SYSTEM_CONFIG]
-    return any(_says_something(path) for path in files)
+    return any(_says_something(path, path.parent) for path in files)
 
 
-def _says_something(path: Path) -> bool:
+def _says_something(path: Path, folder: Path) -> bool:
+    """Whether a file holds more than harmless lines; `folder` is where relative names of included files begin."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -100,14 +137,15 @@ def _says_something(path: Path) -> bool:
         text = line.strip()
         if not text or text.startswith("#") or _HARMLESS.match(text):
             continue
-        if text.lower().startswith("include"):
-            pattern = text.split(None, 1)[1].strip('"')
-            folder = path.parent if not pattern.startswith(("/", "~")) else Path("/")
-            relative = str(Path(pattern).expanduser()).lstrip("/") if folder == Path("/") else pattern
-            if not any(_says_something(included) for included in folder.glob(relative)):
-                continue
-        return True
+        include = _INCLUDE.match(text)
+        if include is None or any(_says_something(Path(file), folder) for file in _included(include[1], folder)):
+            return True
     return False
+
+
+def _included(patterns: str, folder: Path) -> list[str]:
+    names = [str(folder / Path(word.strip('"')).expanduser()) for word in patterns.split()]
+    return [found for name in names for found in glob.glob(name)]  # noqa: PTH207 - Path.glob takes no absolute pattern
 
 
 def _ask_openssh(target: Target) -> dict[str, list[str]]:
