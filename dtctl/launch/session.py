@@ -141,8 +141,12 @@ class Session:
         errand = self.errand
         stream = connection.open(bootstrap.command(errand.python or "python3"))
         first = errand.attach or {"op": "hello", "ports": list(errand.ports)}
-        stream.write(bootstrap.opening(errand.workdir) + frames.pack_json(first))
-        return Link(stream, node=self.name)
+        link = Link(stream, node=self.name)
+        try:
+            stream.write(bootstrap.opening(errand.workdir) + frames.pack_json(first))
+        except ConnectError as exc:  # the command may have ended already, because there is no such Python
+            raise self._why_silent(link) from exc
+        return link
 
     def _prepare(self, link: Link) -> None:
         errand = self.errand
