@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from dtctl.plan.model import Plan
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import NodeSpec, resolve_nodes
 from dtctl.transport.base import Target, Transport
+from dtctl.transport.dial import EarlyCalls, OpenSocket, open_socket
 
 if TYPE_CHECKING:
     from dtctl.plan.model import NodePlan
@@ -35,7 +36,7 @@ class Cluster:
     nodes: tuple[NodeSpec, ...]
     targets: Mapping[str, Target]
     make_transport: Callable[[], Transport]
-    """Imports what the transport needs, which takes a while; not called in a dry run."""
+    """Calls the nodes and imports what the transport needs, which takes a while; not called in a dry run."""
 
 
 def cluster_of(spec: Spec, *, start: bool) -> Cluster:
@@ -54,9 +55,10 @@ def cluster_of(spec: Spec, *, start: bool) -> Cluster:
 
         return sandbox_cluster(spec, start=start)
     nodes = resolve_nodes(spec)
+    targets = _targets(spec, nodes)
     if spec.cluster.transport == "local":
-        return Cluster(nodes=nodes, targets=_targets(spec, nodes), make_transport=_local)
-    return Cluster(nodes=nodes, targets=_targets(spec, nodes), make_transport=_ssh)
+        return Cluster(nodes=nodes, targets=targets, make_transport=_local)
+    return Cluster(nodes=nodes, targets=targets, make_transport=lambda: ssh_transport(targets.values()))
 
 
 def _local() -> Transport:
@@ -65,10 +67,12 @@ def _local() -> Transport:
     return LocalTransport()
 
 
-def _ssh() -> Transport:
-    from dtctl.transport.ssh import SshTransport
+def ssh_transport(targets: Iterable[Target], connect: OpenSocket = open_socket) -> Transport:
+    """SSH to these nodes, which are being called when this returns."""
+    early = EarlyCalls(targets, connect)
+    from dtctl.transport.ssh import SshTransport  # takes a while, in which the nodes get ready
 
-    return SshTransport()
+    return SshTransport(open_socket=connect, early=early)
 
 
 def _targets(spec: Spec, nodes: Sequence[NodeSpec]) -> dict[str, Target]:
@@ -185,8 +189,6 @@ def job_of(spec: Spec, cluster: Cluster, *, run: str, keep: bool, code: CodePush
     Raises:
         DtctlError: of the class that says what is wrong; nothing was started.
     """
-    from dtctl.render.scripts import node_script
-
     plan = first_plan(spec, cluster, run=run)
     values = read_secrets(spec)
     fixed = spec.network.rendezvous_port
@@ -196,6 +198,8 @@ def job_of(spec: Spec, cluster: Cluster, *, run: str, keep: bool, code: CodePush
         return build(spec, cluster.nodes, run=run, attempt=attempt, facts=facts)
 
     def make_script(plan: Plan, node: NodePlan) -> str:
+        from dtctl.render.scripts import node_script  # loaded while the nodes are being connected
+
         return node_script(plan, node, base_dir=spec.base_dir)
 
     return Job(

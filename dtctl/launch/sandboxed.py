@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 
 from dtctl.errors import PlanError
-from dtctl.launch.assemble import Cluster
+from dtctl.launch.assemble import Cluster, ssh_transport
 from dtctl.sandbox import control
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import NodeSpec, resolve_nodes
@@ -59,9 +59,8 @@ def sandbox_cluster(spec: Spec, *, start: bool) -> Cluster:
 
     def make_transport() -> Transport:
         from dtctl.sandbox.world import opener
-        from dtctl.transport.ssh import SshTransport
 
-        return SshTransport(open_socket=opener(sandbox))
+        return ssh_transport(targets.values(), opener(sandbox))
 
     return Cluster(nodes=nodes, targets=targets, make_transport=make_transport)
 

@@ -15,7 +15,7 @@ from importlib import resources
 
 from dtctl import shell
 
-MODULES = ("environment", "facts", "frames", "group", "main", "processes", "receive", "supervisor")
+MODULES = ("environment", "facts", "frames", "group", "lean", "main", "processes", "receive", "supervisor")
 
 # On one line, because some login shells (csh) do not accept a newline inside quotes.
 _FIRST = (
@@ -40,11 +40,11 @@ def answer(code, text):
     os.write(1, struct.pack("!cii", b"J", -1, len(body)) + body)
     os._exit(1)
 def load(digest, workdir, bundle):
-    import zlib, json
     os.umask(0o077)
     lib = os.path.join(workdir, "lib")
     home = os.path.join(lib, digest)
     if not os.path.isdir(home):
+        import zlib, json, shutil
         part = "%s.%d.part" % (home, os.getpid())
         os.makedirs(os.path.join(part, "dtctl", "supervisor"))
         for name, text in json.loads(zlib.decompress(bundle).decode()).items():
@@ -55,9 +55,7 @@ def load(digest, workdir, bundle):
         except OSError:
             if not os.path.isdir(home):
                 raise
-            import shutil
             shutil.rmtree(part)
-        import shutil
         old = [os.path.join(lib, name) for name in os.listdir(lib) if name != digest]
         for path in sorted(old, key=os.path.getmtime)[:-2]:
             shutil.rmtree(path, ignore_errors=True)

@@ -7,9 +7,9 @@ buffer: a slow or absent reader costs disk, not memory, and a reader that comes 
 from __future__ import annotations
 
 import os
-import signal
 
 from dtctl.supervisor import processes
+from dtctl.supervisor.lean import signal
 
 AGENT = -1
 """Rank under which the output of torchrun's agent, or of a command that is not a worker, is kept."""

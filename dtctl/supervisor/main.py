@@ -7,12 +7,11 @@ the supervisor, and this process stays as its guard, which ends the run's proces
 from __future__ import annotations
 
 import errno
-import json
 import os
-import signal
 import time
 
 from dtctl.supervisor import facts, frames, processes
+from dtctl.supervisor.lean import signal
 from dtctl.supervisor.supervisor import Link, Supervisor
 
 IDLE_LIMIT_S = 120.0
@@ -208,9 +207,9 @@ def replay(link: frames.FdLink, run_dir: str, message: dict) -> None:  # type: i
             for data in iter(lambda: file.read(1 << 16), b""):
                 link.send_frame(frames.LOG, data, rank)
     try:
-        with open(os.path.join(folder, "exit.json")) as file:
-            record = json.load(file)
-    except (OSError, ValueError):
+        with open(os.path.join(folder, "exit.json"), "rb") as file:
+            record = frames.decode(file.read())
+    except (OSError, frames.BrokenFrame):
         record = {"op": "stopped", "left": 0, "killed": True, "exits": [], "lost": True}
     link.send_json({**record, "attempt": int(attempts[-1][8:])})
 
@@ -219,12 +218,12 @@ def sweep(run_dir: str, message: dict) -> dict:  # type: ignore[type-arg]
     """End a run whose launcher is gone: its supervisor first, which ends the rest, then whatever is still there."""
     deadline = time.monotonic() + message["grace_s"] + 3
     try:
-        with open(os.path.join(run_dir, "supervisor.json")) as file:
-            record = json.load(file)
+        with open(os.path.join(run_dir, "supervisor.json"), "rb") as file:
+            record = frames.decode(file.read())
         supervisor = int(record["pid"])
         with open(f"/proc/{supervisor}/cmdline", "rb") as file:
             known = b"dtctl" in file.read()  # the id may belong to somebody else by now
-    except (OSError, ValueError):
+    except (OSError, ValueError, frames.BrokenFrame):
         supervisor, known = 0, False
     if known and record["token"] == message["token"]:
         processes.send([supervisor], signal.SIGTERM)

@@ -9,8 +9,10 @@ from it, and its parent, the guard, is one too and ends the run if the superviso
 from __future__ import annotations
 
 import os
-import signal
 import time
+
+from dtctl.supervisor import lean
+from dtctl.supervisor.lean import signal
 
 TOKEN = "DTCTL_RUN_TOKEN"
 """Variable whose value, 32 random hexadecimal digits, marks every process of one run."""
@@ -19,24 +21,14 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def _prctl(option: int, value: int) -> None:
-    """Call prctl(2), if this is Linux; elsewhere the scan alone has to do."""
-    import ctypes
-
-    try:
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-    except (AttributeError, OSError):
-        pass
-
-
-def become_subreaper() -> None:
-    """Let orphaned descendants be re-parented to this process instead of to init."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+def become_subreaper() -> bool:
+    """Let orphaned descendants be re-parented to this process instead of to init; whether that is so now."""
+    return lean.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent: int) -> None:
     """End this process when its parent ends; `parent` is the parent's id, in case it has ended already."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    lean.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -108,6 +100,15 @@ def kill(token: str, keepers: frozenset[int] = frozenset()) -> int:
         send(left, signal.SIGKILL)
         time.sleep(0.01)
         reap()
+
+
+def has_children() -> bool:
+    """Whether this process has any child, one that has ended and was not collected yet included."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def reap() -> list[tuple[int, int]]:

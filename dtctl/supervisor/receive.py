@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import zlib
 
-from dtctl.supervisor import facts, frames
+from dtctl.supervisor import facts, frames, lean
 
 LINK_MODE = 0o120000
 KEPT_TREES = 3
@@ -256,8 +255,8 @@ class _Push:
             info = os.stat(path, dir_fd=self.part_fd, follow_symlinks=False)
             row = (path.decode("latin-1"), mode, size, digest, link.decode("latin-1"))
             rows.append((*row, info.st_mtime_ns, info.st_ctime_ns, info.st_ino))
-        with open(seal.fd, "w", closefd=False) as file:
-            file.write(json.dumps({"files": rows}, separators=(",", ":")))
+        with open(seal.fd, "wb", closefd=False) as file:
+            file.write(lean.dumps({"files": rows}))
         with self._lock(fcntl.LOCK_EX):
             path = self._find()
             if not path:
@@ -280,7 +279,7 @@ def _parse_manifest(data: bytes, tree: str) -> list:  # type: ignore[type-arg]
     total = hashlib.sha256()
     files = {}
     try:
-        for name, mode, size, digest, target in json.loads(data):
+        for name, mode, size, digest, target in lean.loads(data):
             path, link = name.encode("latin-1"), target.encode("latin-1")
             parts = path.split(b"/")
             if b"" in parts or b"." in parts or b".." in parts or b"\0" in path or path in files:
@@ -330,8 +329,8 @@ def _contents(folder: int, path: bytes):  # type: ignore[no-untyped-def]
 def _read_seal(path: str) -> list | None:  # type: ignore[type-arg]
     """Rows of the files as they were written, each with mtime, ctime and inode; None when there is no seal."""
     try:
-        with open(path + ".json") as file:
-            return [(row[0].encode("latin-1"), *row[1:]) for row in json.load(file)["files"]]
+        with open(path + ".json", "rb") as file:
+            return [(row[0].encode("latin-1"), *row[1:]) for row in lean.loads(file.read())["files"]]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 

@@ -20,14 +20,13 @@ One thread, one poll loop; every wait has a deadline. Messages are JSON with the
 
 from __future__ import annotations
 
-import json
 import os
 import select
-import signal
 import time
 
-from dtctl.supervisor import environment, facts, frames, processes
+from dtctl.supervisor import environment, facts, frames, lean, processes
 from dtctl.supervisor.group import AGENT, Group, exit_facts
+from dtctl.supervisor.lean import signal
 
 METRICS = -2
 """Rank under which the lines of metrics.jsonl travel."""
@@ -36,11 +35,11 @@ STRAY_GRACE_S = 1.0
 CHUNK = 1 << 16
 
 
-def write_atomically(path: str, text: str) -> None:
+def write_atomically(path: str, data: bytes) -> None:
     """Replace the file at `path` in one step, durable when this returns."""
     partial = path + ".partial"
-    with open(partial, "w") as file:
-        file.write(text)
+    with open(partial, "wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
@@ -115,7 +114,7 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
-        processes.become_subreaper()
+        self.adopts = processes.become_subreaper()
         self.keepers = frozenset((os.getpid(), os.getppid()))
 
     def _on_signal(self, number: int, _frame: object) -> None:
@@ -148,7 +147,7 @@ class Supervisor:
             group.start(["bash", script], message["cwd"], {**base, **worker["env"]}, worker["rank"])
         write_atomically(
             os.path.join(self.run_dir, "supervisor.json"),
-            json.dumps({"pid": os.getpid(), "attempt": message["attempt"], "keep": self.keep, "token": self.token}),
+            lean.dumps({"pid": os.getpid(), "attempt": message["attempt"], "keep": self.keep, "token": self.token}),
         )
         pids = [process.pid for process in group.processes]
         self.tell({"op": "started", "attempt": message["attempt"], "pids": pids, "interface": message["interface"]})
@@ -190,7 +189,7 @@ class Supervisor:
                 self._close_attempt(processes.kill(self.token, self.keepers), killed=True)
             return
         self.end_attempt()
-        strays = processes.find(self.token, self.keepers)
+        strays = self._strays()
         if not strays:
             self._close_attempt(0, killed=False)
         elif self.stray_deadline is None:
@@ -198,6 +197,12 @@ class Supervisor:
             processes.send(strays, signal.SIGTERM)
         elif now >= self.stray_deadline:
             self._close_attempt(processes.kill(self.token, self.keepers), killed=True)
+
+    def _strays(self) -> list[int]:
+        """Processes of the run that outlived its workers."""
+        if self.adopts and not processes.has_children():
+            return []  # whatever a worker left behind would be our child by now
+        return processes.find(self.token, self.keepers)
 
     def _close_attempt(self, left: int, killed: bool) -> None:
         group = self.group
@@ -212,7 +217,7 @@ class Supervisor:
         lost = sum(log.lost for log in group.logs.values())
         self.stopped = {"op": "stopped", "left": left, "killed": killed, "exits": self.exits, "log_bytes_lost": lost}
         try:
-            write_atomically(os.path.join(self.attempt_dir, "exit.json"), json.dumps(self.stopped))
+            write_atomically(os.path.join(self.attempt_dir, "exit.json"), lean.dumps(self.stopped))
         except OSError as exc:
             self.stopped["record"] = f"exit record not written: {exc.strerror}"
 

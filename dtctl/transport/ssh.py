@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -30,9 +30,7 @@ if _HIDDEN:
 from dtctl.errors import AuthError, ConnectError, HostKeyError, TransportError  # noqa: E402
 from dtctl.transport import hostkeys, sshconfig  # noqa: E402
 from dtctl.transport.base import Target  # noqa: E402
-
-OpenSocket = Callable[[str, int, float], "socket.socket | paramiko.Channel"]
-"""(address, port, timeout in seconds) -> connected socket."""
+from dtctl.transport.dial import Call, EarlyCalls, OpenSocket, open_socket  # noqa: E402
 
 CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
 """In order of preference: GCM needs no separate MAC, which halves the cost of a push."""
@@ -188,13 +186,15 @@ class SshConnection:
 class SshTransport:
     """Connects to nodes over SSH; keys are read once for all of them."""
 
-    def __init__(self, *, open_socket: OpenSocket | None = None) -> None:
+    def __init__(self, *, open_socket: OpenSocket = open_socket, early: EarlyCalls | None = None) -> None:
         """Prepare to connect.
 
         Args:
-            open_socket: makes the TCP connection; None for an ordinary one.
+            open_socket: makes the TCP connection.
+            early: calls to nodes that are under way already.
         """
-        self._open_socket = open_socket or _open_socket
+        self._open_socket = open_socket
+        self._early = early
         self._lock = threading.Lock()
         self._keys: dict[str, paramiko.PKey | str] = {}
         self._agent: tuple[paramiko.AgentKey, ...] | None = None
@@ -204,14 +204,15 @@ class SshTransport:
         return self._connect(target, via=None, depth=0)
 
     def _connect(self, target: Target, *, via: SshConnection | None, depth: int) -> SshConnection:
-        settings = sshconfig.settings_for(target)
+        call = self._early.take(target) if self._early is not None and depth == 0 else None
+        settings = call.settings if call else sshconfig.settings_for(target)
         if via is not None:  # the list of jump hosts has said how this one is reached
             settings = replace(settings, proxy_jump=(), proxy_command=None)
         hops: list[SshConnection] = []
         try:
             for text in settings.proxy_jump:
                 hops.append(self._hop(text, target, hops[-1] if hops else None, depth))
-            transport = self._log_in(target, settings, hops[-1] if hops else via)
+            transport = self._log_in(target, call or Call(settings=settings), hops[-1] if hops else via)
         except BaseException:
             for hop in hops:
                 hop.close()
@@ -239,11 +240,12 @@ class SshTransport:
         )
         return self._connect(hop, via=before, depth=depth + 1)
 
-    def _log_in(self, target: Target, settings: sshconfig.Settings, via: SshConnection | None) -> paramiko.Transport:
+    def _log_in(self, target: Target, call: Call, via: SshConnection | None) -> paramiko.Transport:
         """A connection to a node whose host key is the one on record and that has accepted one of our keys."""
+        settings = call.settings
         name = hostkeys.lookup_name(settings.host, settings.port, settings.host_key_alias)
         known = hostkeys.known_keys(name, settings.known_hosts)
-        transport = self._handshake(target, settings, via, [key.key_type for key in known if not key.revoked])
+        transport = self._handshake(target, call, via, [key.key_type for key in known if not key.revoked])
         try:
             key = transport.get_remote_server_key()
             hostkeys.check(name, key.get_name(), key.asbytes(), known, node=target.name, files=settings.known_hosts)
@@ -255,15 +257,19 @@ class SshTransport:
         return transport
 
     def _handshake(
-        self, target: Target, settings: sshconfig.Settings, via: SshConnection | None, key_types: list[str]
+        self, target: Target, call: Call, via: SshConnection | None, key_types: list[str]
     ) -> paramiko.Transport:
         """A connection with keys exchanged; tried again while nothing but the connecting has been done."""
+        settings = call.settings
         deadline = time.monotonic() + target.connect_timeout_s
         for attempt in range(TRIES):
             left_s = max(0.1, deadline - time.monotonic())
             try:
                 with mapped(target.name, doing=f"connecting to {settings.host} port {settings.port}"):
-                    return self._try_handshake(settings, via, key_types, left_s)
+                    if attempt == 0 and call.error is not None:
+                        raise call.error
+                    early = call.connection if attempt == 0 else None
+                    return self._try_handshake(settings, early, via, key_types, left_s)
             except ConnectError as exc:
                 # A server that has too many logins under way drops new ones before it says who it is (MaxStartups).
                 busy = isinstance(exc.__cause__, ConnectionResetError | EOFError | paramiko.SSHException)
@@ -273,10 +279,17 @@ class SshTransport:
         raise ConnectError("it could not be reached", node=target.name)
 
     def _try_handshake(
-        self, settings: sshconfig.Settings, via: SshConnection | None, key_types: list[str], timeout_s: float
+        self,
+        settings: sshconfig.Settings,
+        early: socket.socket | None,
+        via: SshConnection | None,
+        key_types: list[str],
+        timeout_s: float,
     ) -> paramiko.Transport:
         sock: socket.socket | paramiko.Channel
-        if via is not None:
+        if early is not None:
+            sock = early
+        elif via is not None:
             sock = _through(via)(settings.host, settings.port, timeout_s)
         elif settings.proxy_command:
             sock = _proxy_command(settings)
@@ -288,7 +301,9 @@ class SshTransport:
             options.ciphers = [name for name in CIPHERS if name in options.ciphers]
             options.kex = [*(name for name in KEX if name in options.kex), *(n for n in options.kex if n not in KEX)]
             options.key_types = _prefer(key_types, list(options.key_types))
-            transport.banner_timeout = transport.handshake_timeout = transport.auth_timeout = timeout_s
+            transport.auth_timeout = timeout_s
+            # Later than the limit of start_client, so that silence is told as what it is and not as a wrong first line.
+            transport.banner_timeout = transport.handshake_timeout = timeout_s + 5
             transport.start_client(timeout=timeout_s)
             if not transport.initial_kex_done:  # after the time-out it returns as if all were well
                 raise TimeoutError
@@ -363,12 +378,6 @@ def _prefer(first: list[str], offered: list[str]) -> list[str]:
         wanted += ["rsa-sha2-512", "rsa-sha2-256"] if name == "ssh-rsa" else [name]
     chosen = [name for name in wanted if name in offered]
     return [*dict.fromkeys([*chosen, *offered])]
-
-
-def _open_socket(address: str, port: int, timeout_s: float) -> socket.socket:
-    sock = socket.create_connection((address, port), timeout=timeout_s)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return sock
 
 
 def _through(via: SshConnection) -> OpenSocket:

@@ -1,0 +1,87 @@
+"""Calls to nodes that are begun before anybody can talk SSH.
+
+An SSH server works for some milliseconds before it says its first word, and loading paramiko takes ten times as long.
+So the calls go out first: once the library is loaded, the servers wait for it, and not it for them.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from dtctl.transport import sshconfig
+from dtctl.transport.base import Target
+
+OpenSocket = Callable[[str, int, float], Any]
+"""(address, port, timeout in seconds) -> connected socket, or something that behaves like one."""
+
+
+def open_socket(address: str, port: int, timeout_s: float) -> socket.socket:
+    """An ordinary connection, without Nagle's delay.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    made = socket.create_connection((address, port), timeout=timeout_s)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What came of the call to one node."""
+
+    settings: sshconfig.Settings
+    connection: Any = None
+    """The connected socket; None where the way leads through another host or program."""
+    error: Exception | None = None
+    """Why there is no connection, although the way is direct."""
+
+
+class EarlyCalls:
+    """A call to each of some nodes, under way in the background; each is handed out once."""
+
+    def __init__(self, targets: Iterable[Target], connect: OpenSocket = open_socket) -> None:
+        """Call all of them.
+
+        Args:
+            targets: the nodes.
+            connect: makes a connection.
+        """
+        self._lock = threading.Lock()
+        self._calls: dict[str, Future[Call]] = {}
+        for target in targets:
+            answer = self._calls[target.name] = Future()
+            work = threading.Thread(
+                target=_call, args=(target, connect, answer), name=f"call {target.name}", daemon=True
+            )
+            work.start()
+
+    def take(self, target: Target) -> Call | None:
+        """The call to this node, when it has been answered or refused; None if there was none or it has been taken.
+
+        Raises:
+            ConnectError: OpenSSH does not accept the configuration.
+        """
+        with self._lock:
+            answer = self._calls.pop(target.name, None)
+        return answer.result() if answer is not None else None
+
+
+def _call(target: Target, connect: OpenSocket, answer: Future[Call]) -> None:
+    try:
+        settings = sshconfig.settings_for(target)
+        if settings.proxy_jump or settings.proxy_command:
+            answer.set_result(Call(settings=settings))
+            return
+        try:
+            made = connect(settings.host, settings.port, target.connect_timeout_s)
+            answer.set_result(Call(settings=settings, connection=made))
+        except OSError as exc:
+            answer.set_result(Call(settings=settings, error=exc))
+    except Exception as exc:  # noqa: BLE001 - raised again by `take`
+        answer.set_exception(exc)
