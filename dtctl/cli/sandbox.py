@@ -21,7 +21,9 @@ app = typer.Typer(
 Name = Annotated[str | None, typer.Option("--name", help="Which sandbox.  [default: $DTCTL_SANDBOX or `default`]")]
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output.")]
 Host = Annotated[str, typer.Argument(metavar="NODE", help="A host, such as node1.")]
-Other = Annotated[str | None, typer.Argument(metavar="[OTHER]", help="A second host.", show_default=False)]
+Other = Annotated[
+    str | None, typer.Argument(metavar="[OTHER]", help="A second host, or control: this machine.", show_default=False)
+]
 
 
 def running(name: str | None) -> Sandbox:
@@ -136,12 +138,14 @@ def fault_cut(node: Host, other: Other = None, name: Name = None) -> None:
     from dtctl.sandbox import faults
 
     sandbox = running(name)
-    faults.cut(sandbox, sandbox.node(node), sandbox.node(other) if other else None)
+    faults.cut(sandbox, sandbox.node(node), sandbox.peer(other) if other else None)
     _note(sandbox, f"cut {node} {other or ''}".strip())
 
 
 Port = Annotated[str, typer.Option("--port", metavar="PORT|FIRST:LAST", help="TCP port or range.")]
-From = Annotated[str | None, typer.Option("--from", metavar="NODE", help="Only from this host.")]
+From = Annotated[
+    str | None, typer.Option("--from", metavar="NODE", help="Only from this host, or control: this machine.")
+]
 
 
 @fault.command("drop")
@@ -160,7 +164,7 @@ def _block(node: str, port: str, source: str | None, name: str | None, *, reject
     from dtctl.sandbox import faults
 
     sandbox = running(name)
-    sender = sandbox.node(source) if source else None
+    sender = sandbox.peer(source) if source else None
     faults.block(sandbox, sandbox.node(node), ports=port, source=sender, reject=reject)
     _note(sandbox, f"{'reject' if reject else 'drop'} {node} --port {port}" + (f" --from {source}" if source else ""))
 
@@ -171,7 +175,7 @@ def fault_lose_large(node: Host, other: Other = None, name: Name = None) -> None
     from dtctl.sandbox import faults
 
     sandbox = running(name)
-    faults.lose_large(sandbox, sandbox.node(node), sandbox.node(other) if other else None)
+    faults.lose_large(sandbox, sandbox.node(node), sandbox.peer(other) if other else None)
     _note(sandbox, f"lose-large {node} {other or ''}".strip())
 
 

@@ -6,6 +6,7 @@ itself is a single loop over messages. The launcher writes (start, stop, ping); 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -141,14 +142,17 @@ class Session:
         errand = self.errand
         stream = connection.open(bootstrap.command(errand.python or "python3"))
         first = errand.attach or {"op": "hello", "ports": list(errand.ports)}
-        stream.write(bootstrap.opening(errand.workdir) + frames.pack_json(first))
-        return Link(stream, node=self.name)
+        link = Link(stream, node=self.name)
+        with contextlib.suppress(ConnectError):  # it has ended already; what it said, or its exit status, tells why
+            stream.write(bootstrap.opening(errand.workdir) + frames.pack_json(first))
+        return link
 
     def _prepare(self, link: Link) -> None:
         errand = self.errand
         prepare = errand.prepare
         if errand.push is None:
-            link.send_json(prepare)
+            with contextlib.suppress(ConnectError):  # as above
+                link.send_json(prepare)
         self.say("hello", **self._expect(link, "hello"))
         if errand.push is not None:
             self.say("pushing", sent=0)

@@ -22,6 +22,8 @@ from dtctl.errors import SandboxError
 
 MAX_NODES = 250
 STATE_FILE = "sandbox.json"
+CONTROL = "control"
+"""Name of this machine where a fault is between a host and something else."""
 PREFIX_LENGTH = 24
 
 
@@ -75,6 +77,16 @@ class Sandbox:
     def home(self) -> Path:
         """Home of the login user, the same path with other contents on every host."""
         return self.state / "self" / "home"
+
+    def peer(self, name: str) -> SandboxNode:
+        """The other side of a fault: a host, or `control`, which is this machine as the hosts see it.
+
+        Raises:
+            SandboxError: there is none of this name.
+        """
+        if name == CONTROL:
+            return SandboxNode(name=CONTROL, address=self.bridge_address, index=0, pid=0)
+        return self.node(name)
 
     def node(self, name: str) -> SandboxNode:
         """The host of this name.

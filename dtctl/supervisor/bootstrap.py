@@ -3,6 +3,9 @@
 Nothing has to be installed there. The command is a line of Python that reads a loader from its input; the loader reads
 the modules of this package as one compressed bundle, keeps them below the workdir under their digest (so that Python
 compiles them once, not at every launch), and calls `main`. No round trip is needed: all of it is sent in one go.
+
+What was kept is checked against the digest each time, and written again if a full disk or a crash has damaged it.
+Compiled files that cannot be read are thrown away.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ MODULES = ("environment", "facts", "frames", "group", "lean", "main", "processes
 
 # On one line, because some login shells (csh) do not accept a newline inside quotes.
 _FIRST = (
-    "import os;dtctl=b'';exec('while len(dtctl)<6:dtctl+=os.read(0,6-len(dtctl)) or exit(1)');"
-    "n=int(dtctl);dtctl=b'';exec('while len(dtctl)<n:dtctl+=os.read(0,n-len(dtctl)) or exit(1)');exec(dtctl)"
+    "import os;dtctl=b'';exec('while len(dtctl)<6:dtctl+=os.read(0,6-len(dtctl)) or os._exit(1)');"
+    "n=int(dtctl);dtctl=b'';exec('while len(dtctl)<n:dtctl+=os.read(0,n-len(dtctl)) or os._exit(1)');exec(dtctl)"
 )
 
 # Has to run on any Python that may be found, so that an old one is named in an answer instead of in a syntax error.
@@ -43,25 +46,37 @@ def load(digest, workdir, bundle):
     os.umask(0o077)
     lib = os.path.join(workdir, "lib")
     home = os.path.join(lib, digest)
-    if not os.path.isdir(home):
+    folder = os.path.join(home, "dtctl", "supervisor")
+    if not whole(folder, digest):
         import zlib, json, shutil
-        part = "%s.%d.part" % (home, os.getpid())
-        os.makedirs(os.path.join(part, "dtctl", "supervisor"))
+        new = not os.path.isdir(home)
+        os.makedirs(folder, exist_ok=True)
         for name, text in json.loads(zlib.decompress(bundle).decode()).items():
-            with open(os.path.join(part, *name.split("/")), "w") as file:
-                file.write(text)
-        try:
-            os.rename(part, home)
-        except OSError:
-            if not os.path.isdir(home):
-                raise
-            shutil.rmtree(part)
-        old = [os.path.join(lib, name) for name in os.listdir(lib) if name != digest]
+            part = os.path.join(folder, "%s.%d.part" % (name, os.getpid()))
+            with open(part, "wb") as file:
+                file.write(text.encode())
+            os.rename(part, os.path.join(folder, name))
+        old = [os.path.join(lib, name) for name in os.listdir(lib) if new and name != digest]
         for path in sorted(old, key=os.path.getmtime)[:-2]:
             shutil.rmtree(path, ignore_errors=True)
     sys.path.insert(0, home)
+    return folder
+def whole(folder, digest):
+    try:
+        from _blake2 import blake2b
+    except ImportError:
+        from hashlib import blake2b
+    found = blake2b(digest_size=16)
+    try:
+        for name in MODULES:
+            with open(os.path.join(folder, name + ".py"), "rb") as file:
+                data = file.read()
+            found.update(b"%d:" % len(data) + data)
+    except OSError:
+        return False
+    return found.hexdigest() == digest
 sizes = take(16)
-digest = take(16).decode()
+digest = take(32).decode()
 workdir = os.path.expanduser(take(int(sizes[:8])).decode())
 bundle = take(int(sizes[8:]))
 if sys.version_info < (3, 8):
@@ -69,25 +84,33 @@ if sys.version_info < (3, 8):
 if not os.path.isabs(workdir):
     workdir = os.path.join(os.path.expanduser("~"), workdir)
 try:
-    load(digest, workdir, bundle)
+    folder = load(digest, workdir, bundle)
 except OSError as exc:
     import errno
     code = "disk-full" if exc.errno in (errno.ENOSPC, errno.EDQUOT) else "workdir"
     answer(code, "%s: %s" % (exc.filename or workdir, exc.strerror))
-from dtctl.supervisor.main import main
+try:
+    from dtctl.supervisor.main import main
+except Exception:
+    import shutil
+    for name in [name for name in sys.modules if name.startswith("dtctl")]:
+        del sys.modules[name]
+    shutil.rmtree(os.path.join(folder, "__pycache__"), ignore_errors=True)
+    from dtctl.supervisor.main import main
 os._exit(main(workdir))
 """
 
 
 @functools.cache
 def _bundle() -> tuple[bytes, bytes]:
-    """The digest (16 bytes of ASCII) and the compressed modules."""
+    """The digest (32 bytes of ASCII) and the compressed modules."""
     folder = resources.files("dtctl.supervisor")
-    files = {"dtctl/__init__.py": "", "dtctl/supervisor/__init__.py": ""}
-    for name in MODULES:
-        files[f"dtctl/supervisor/{name}.py"] = (folder / f"{name}.py").read_text(encoding="utf-8")
-    text = json.dumps(files, sort_keys=True).encode()
-    return hashlib.blake2b(text, digest_size=8).hexdigest().encode(), zlib.compress(text, 6)
+    files = {f"{name}.py": (folder / f"{name}.py").read_bytes() for name in MODULES}
+    digest = hashlib.blake2b(digest_size=16)
+    for data in files.values():
+        digest.update(b"%d:" % len(data) + data)
+    text = json.dumps({name: data.decode() for name, data in files.items()}).encode()
+    return digest.hexdigest().encode(), zlib.compress(text, 6)
 
 
 def command(python: str) -> str:
@@ -100,7 +123,7 @@ def command(python: str) -> str:
 def opening(workdir: str) -> bytes:
     """The first bytes to send; frames follow directly. `workdir` may begin with `~`."""
     digest, bundle = _bundle()
-    loader = _LOADER.encode()
+    loader = f"MODULES = {MODULES!r}\n{_LOADER}".encode()
     folder = workdir.encode()
     sizes = b"%08d%08d" % (len(folder), len(bundle))
     return b"%06d" % len(loader) + loader + sizes + digest + folder + bundle

@@ -132,7 +132,7 @@ def check(name: str, key_type: str, blob: bytes, known: Sequence[KnownKey], *, n
     for key in known:
         if key.blob == blob and key.revoked:
             raise HostKeyError(
-                f"the node shows host key {shown}, which is marked as revoked",
+                f"{node}: it shows host key {shown}, which is marked as revoked",
                 node=node,
                 fingerprint=shown,
                 where=key.place,
@@ -145,7 +145,7 @@ def check(name: str, key_type: str, blob: bytes, known: Sequence[KnownKey], *, n
     if valid:
         old = next((key for key in valid if key.key_type == key_type), valid[0])
         raise HostKeyError(
-            f"the node's host key has changed: it shows {key_type} {shown}, on record is {fingerprint(old.blob)}",
+            f"{node}: its host key has changed: it shows {key_type} {shown}, on record is {fingerprint(old.blob)}",
             node=node,
             fingerprint=shown,
             where=old.place,
@@ -155,7 +155,7 @@ def check(name: str, key_type: str, blob: bytes, known: Sequence[KnownKey], *, n
     host, _, port = name.partition("]:")
     scan = f"ssh-keyscan -p {port} {host[1:]}" if port else f"ssh-keyscan {name}"
     raise HostKeyError(
-        f"the node's host key is not known: it shows {key_type} {shown}",
+        f"{node}: its host key is not known: it shows {key_type} {shown}",
         node=node,
         fingerprint=shown,
         where=home,

@@ -62,6 +62,7 @@ def refused(key: Key, host: str, file: Path, port: int = 22, alias: str | None =
         shown(key, host, file, port, alias)
     assert caught.value.node == "gpu1"
     assert caught.value.fingerprint == key.printed
+    assert "gpu1: it" in caught.value.message, "the place is a file, so the message names the node"
     assert caught.value.hint
     return caught.value
 
