@@ -20,7 +20,10 @@ SLEEP = "exec sleep 60"
 
 
 # Asked by a process of its own: to one that asks, all its own children belong to the run.
-FIND = "import sys; from dtctl.supervisor import processes as p; v = sys.argv; print(*p.find(v[1], frozenset(map(int, v[2:]))))"
+FIND = (
+    "import sys; from dtctl.supervisor.processes import find\n"
+    "print(*find(sys.argv[1], frozenset(map(int, sys.argv[2:]))))"
+)
 KILL = "import sys; from dtctl.supervisor.processes import kill; print(kill(sys.argv[1]))"
 
 
