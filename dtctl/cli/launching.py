@@ -134,6 +134,7 @@ def real_launch(options: Options) -> int:
     from dtctl.launch.assemble import CodePush, check_program_files, cluster_of, job_of
     from dtctl.launch.ledger import Ledger
     from dtctl.launch.run import launch
+    from dtctl.launch.state import start_ticks
     from dtctl.spec.load import dump_spec
 
     code = CodePush(spec) if spec.pushes else None
@@ -146,6 +147,7 @@ def real_launch(options: Options) -> int:
         run=run,
         token=job.token,
         pid=os.getpid(),
+        pid_started=start_ticks(os.getpid()),
         started=time.time(),
         spec=str(options.spec or names.SPEC_FILE) if options.nodes is None else "",
         command=sys.argv,

@@ -14,6 +14,7 @@ Folders are 0700, files 0600: environments and logs are nobody else's business.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -36,10 +37,10 @@ LOCK_FILE = "launcher.lock"
 
 
 def new_run_id(job: str, *, now: float, salt: str | None = None) -> str:
-    """A run id that sorts by time: job, month and day, hour minute second, two random letters."""
-    stem = re.sub(r"[^A-Za-z0-9_]+", "-", job).strip("-") or "job"
+    """A run id that sorts by time: job, month and day, hour minute second, four random digits."""
+    stem = re.sub(r"[^A-Za-z0-9_]+", "-", job).strip("-_") or "job"
     stamp = time.strftime("%m%d-%H%M%S", time.localtime(now))
-    return f"{stem[:32]}-{stamp}-{salt or secrets.token_hex(1)}"
+    return f"{stem[:32]}-{stamp}-{salt or secrets.token_hex(2)}"
 
 
 def check_run_name(name: str) -> str:
@@ -84,6 +85,9 @@ class RunInfo:
     command: list[str]
     """The command line that launched it, without values of secrets (they are never on it)."""
     detached: bool
+    pid_started: int = 0
+    """When the launcher started, in clock ticks since boot, which tells it from a later process of the same id; 0 where
+    the system does not say."""
 
 
 class RunRecord:
@@ -195,14 +199,16 @@ class RunRecord:
     def events(self) -> Iterator[dict[str, Any]]:
         """All events so far; a half-written last line is left out."""
         try:
-            text = (self.folder / names.EVENTS_FILE).read_text(encoding="utf-8")
+            text = (self.folder / names.EVENTS_FILE).read_text(encoding="utf-8", errors="replace")
         except OSError:
             return
         for line in text.splitlines():
             try:
-                yield json.loads(line)
+                event = json.loads(line)
             except ValueError:
                 continue
+            if isinstance(event, dict):
+                yield event
 
     def log_path(self, node: str, rank: int) -> Path:
         """Where the output of a rank is kept; rank -1 is torchrun's agent."""
@@ -211,13 +217,17 @@ class RunRecord:
 
 
 def list_runs(base_dir: Path) -> list[RunRecord]:
-    """All runs launched from `base_dir`, oldest first."""
-    runs = base_dir / names.STATE_DIR / names.RUNS_DIR
+    """All runs launched from `base_dir`, oldest first; a folder that cannot be read as a run is left out."""
     try:
-        folders = [folder for folder in runs.iterdir() if (folder / RUN_FILE).is_file()]
+        folders = list((base_dir / names.STATE_DIR / names.RUNS_DIR).iterdir())
     except OSError:
         return []
-    return [RunRecord(folder) for folder in sorted(folders, key=lambda folder: folder.stat().st_ctime_ns)]
+    started: dict[RunRecord, float] = {}
+    for folder in folders:
+        record = RunRecord(folder)
+        with contextlib.suppress(LaunchError):
+            started[record] = record.info().started
+    return sorted(started, key=lambda record: (started[record], record.run))
 
 
 def find_run(base_dir: Path, run: str | None) -> RunRecord:
@@ -232,10 +242,12 @@ def find_run(base_dir: Path, run: str | None) -> RunRecord:
             raise LaunchError(
                 "no run was launched from this folder", where=str(base_dir), hint="start one with `dtctl launch`"
             )
-        return max(runs, key=lambda record: record.info().started)
+        return runs[-1]
     for record in runs:
         if record.run == run:
             return record
+    if RUN_NAME.match(run) and (base_dir / names.STATE_DIR / names.RUNS_DIR / run).is_dir():
+        RunRecord(base_dir / names.STATE_DIR / names.RUNS_DIR / run).info()  # says that it cannot be read
     import difflib
 
     near = difflib.get_close_matches(run, [record.run for record in runs], n=1)

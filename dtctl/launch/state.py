@@ -6,9 +6,10 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from dtctl.launch.record import RunRecord
+from dtctl.launch.record import RunInfo, RunRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,19 +34,28 @@ class RunState:
         return self.status in ("succeeded", "failed", "stopped", "abandoned")
 
 
-def alive(pid: int) -> bool:
-    """Whether a process with this id exists and may be a dtctl launcher."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+def start_ticks(pid: int) -> int:
+    """When a process started, in clock ticks since boot; 0 when it has ended, -1 where the system does not say."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] != b"Z"
+            fields = file.read().rpartition(b")")[2].split()
     except OSError:
+        return 0 if Path("/proc/self/stat").exists() else -1
+    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def alive(info: RunInfo) -> bool:
+    """Whether the launcher of a run still lives; another process that has its id by now is not it."""
+    found = start_ticks(info.pid)
+    if found == -1:
+        try:
+            os.kill(info.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
         return True
+    return found != 0 and info.pid_started in (0, found)
 
 
 def state_of(record: RunRecord) -> RunState:
@@ -74,7 +84,7 @@ def state_of(record: RunRecord) -> RunState:
             status = "starting"
         elif kind == "done":
             status, done = str(event["status"]), event
-    if done is None and not alive(info.pid) and not record.has_launcher():
+    if done is None and not alive(info) and not record.has_launcher():
         status = "abandoned"
     end = last if done is not None or status == "abandoned" else time.time()
     return RunState(

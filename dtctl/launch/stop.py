@@ -31,7 +31,7 @@ def by_launcher(record: RunRecord, *, wait_s: float) -> bool:
         LaunchError: it did not end in time.
     """
     info = record.info()
-    if state_of(record).over or not alive(info.pid):
+    if state_of(record).over or not alive(info):
         return False
     os.kill(info.pid, signal.SIGTERM)
     deadline = time.monotonic() + wait_s

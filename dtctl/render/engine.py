@@ -93,8 +93,8 @@ def render(name: str, values: Mapping[str, object], *, folders: Sequence[Path]) 
         raise RenderError(str(exc.message), where=f"{exc.filename or name}:{exc.lineno}") from exc
     except TemplateError as exc:
         raise RenderError(str(exc.message), where=_place(exc, name)) from exc
-    except ValueError as exc:
-        raise RenderError(str(exc), where=name) from exc
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as exc:
+        raise RenderError(f"{type(exc).__name__}: {exc}", where=_place(exc, name)) from exc
 
 
 def _place(error: BaseException, name: str) -> str:

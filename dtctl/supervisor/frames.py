@@ -42,7 +42,7 @@ def decode(payload: bytes) -> dict:  # type: ignore[type-arg]  # typing is slow 
     """
     try:
         message = lean.loads(payload)
-    except ValueError:
+    except (ValueError, RecursionError):
         message = None
     if not isinstance(message, dict):
         raise BrokenFrame(f"not a message: {payload[:80]!r}")

@@ -30,11 +30,23 @@ def test_values_are_quoted_unless_a_filter_says_otherwise(tmp_path: Path) -> Non
         ("{% if %}", "Expected an expression"),
         ("{{ a.__class__.__mro__ }}", "is unsafe"),
         ("{% include '../../etc/passwd' %}", "there is no template"),
+        ("{% include '/etc/passwd' %}", "there is no template"),
+        ("{{ ''.__class__.__subclasses__() }}", "is unsafe"),
+        ("{{ cycler.__init__.__globals__.os.popen('id').read() }}", "is unsafe"),
+        ("{{ a.format.__globals__ }}", "is unsafe"),
+        ("{{ '{0.__class__.__mro__}'.format(a) }}", "is unsafe"),
+        ("{% for i in range(10000000000) %}{% endfor %}", "OverflowError"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ a + 1 }}", "TypeError"),
+        ("{{ a.encode() }}", "a template printed b''"),
+        ("{{ items.append(1) }}", "is unsafe"),
+        ("{% include 't.j2' %}", "RecursionError"),
+        ("{{ nul }}", "NUL"),
     ],
 )
 def test_what_a_template_must_not_do(tmp_path: Path, template: str, message: str) -> None:
     with pytest.raises(RenderError) as caught:
-        text(tmp_path, template, a="", none=None, flag=True)
+        text(tmp_path, template, a="", none=None, flag=True, items=[], nul="a\0b")
     assert message in caught.value.message
     assert caught.value.exit_code == 5
 

@@ -1,0 +1,238 @@
+"""The gang rule, message by message: what each one changes, and what the other nodes are told."""
+
+from __future__ import annotations
+
+import queue
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtctl.errors import ConnectError, NodeError, NodeFailures
+from dtctl.launch.gang import Gang, _Attempt
+from dtctl.launch.logs import Logs
+from dtctl.launch.record import RunRecord
+from dtctl.launch.session import Errand, Said, Session
+from dtctl.plan.build import Facts, build
+from dtctl.plan.model import Plan
+from dtctl.spec.load import parse_spec
+from dtctl.spec.nodes import resolve_nodes
+from dtctl.transport.base import Target
+from dtctl.transport.local import LocalTransport
+
+SPEC = "cluster: {transport: ssh, nodes: [a, b, c], slots: 1}\njob: {script: t.py, kind: direct, grace_s: 7}\n"
+ERRAND = Errand(python=None, workdir="/w", ports=(), push=None, prepare={})
+
+
+class Deaf(Session):
+    """A session that was never started: keeps what it was to send."""
+
+    def __init__(self, name: str, inbox: queue.Queue[Said]) -> None:
+        super().__init__(Target(name=name, address=name), LocalTransport(), ERRAND, inbox)
+        self.sent: list[dict[str, Any]] = []
+        self.closed = False
+
+    def send(self, message: dict[str, Any]) -> bool:
+        if message["op"] != "ping":
+            self.sent.append(message)
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Rig:
+    """A gang of three nodes that all have been sent their start."""
+
+    def __init__(self, folder: Path) -> None:
+        spec = parse_spec(SPEC, source="dtctl.yaml", base_dir=folder)
+        self.plan: Plan = build(spec, resolve_nodes(spec), run="r", facts=Facts())
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.inbox: queue.Queue[Said] = queue.Queue()
+        self.nodes = {name: Deaf(name, self.inbox) for name in "abc"}
+        logs = Logs(RunRecord(folder))
+        self.gang = Gang([*self.nodes.values()], self.inbox, logs=logs, emit=lambda e, **f: self.events.append((e, f)))
+        self.attempt = _Attempt(self.gang, self.plan, 30.0)
+
+    def say(self, node: str, what: str, **data: Any) -> None:
+        self.attempt.take(Said(self.nodes[node], what, data))
+
+    def exit(self, node: str, code: int = 0, signal: int | None = None) -> None:
+        self.say(node, "exit", rank="abc".index(node), code=code, signal=signal, time=0.0)
+
+    def stopped(self, node: str, left: int = 0) -> None:
+        self.say(node, "stopped", exits=[], left=left)
+
+    def told(self, node: str) -> list[str]:
+        return [message["op"] for message in self.nodes[node].sent]
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Rig:
+    return Rig(tmp_path)
+
+
+def test_a_run_in_which_all_goes_well(rig: Rig) -> None:
+    for node in "abc":
+        assert not rig.attempt.all_started
+        rig.say(node, "started", interface="eth0")
+    assert rig.attempt.all_started
+    for node in "abc":
+        rig.exit(node)
+        assert rig.attempt.open
+        rig.stopped(node)
+    assert not rig.attempt.open
+    assert rig.attempt.outcome.failures == []
+    assert rig.attempt.outcome.left == {"a": 0, "b": 0, "c": 0}
+    assert rig.told("a") == []
+
+
+def test_the_first_failure_ends_the_others_once(rig: Rig) -> None:
+    rig.exit("b", code=3)
+    rig.exit("c", code=143, signal=15)
+    assert [rig.told(node) for node in "abc"] == [["stop"], ["stop"], ["stop"]]
+    assert [(f.node, f.rank, f.exit_code, f.signal) for f in rig.attempt.outcome.failures] == [
+        ("b", 1, 3, None),
+        ("c", 2, 143, 15),
+    ]
+    assert [event for event, _ in rig.events].count("stopping") == 1
+
+
+def test_a_worker_that_ends_well_does_not_stop_the_others(rig: Rig) -> None:
+    rig.exit("b")
+    assert rig.told("a") == []
+
+
+def test_an_exit_that_is_told_twice_counts_once(rig: Rig) -> None:
+    rig.exit("b", code=3)
+    fact = {"rank": 1, "code": 3, "signal": None, "time": 0.0}
+    rig.say("b", "stopped", exits=[fact], left=0)
+    assert len(rig.attempt.outcome.failures) == 1
+    late = {"rank": 2, "code": 9, "signal": None, "time": 0.0}
+    rig.say("c", "stopped", exits=[late], left=0)
+    assert len(rig.attempt.outcome.failures) == 2, "and one that was only told at the end counts too"
+
+
+def test_a_lost_node_is_a_failure_and_is_not_waited_for(rig: Rig) -> None:
+    rig.say("c", "lost", stderr="")
+    assert rig.attempt.outcome.lost == ["c"]
+    assert rig.attempt.outcome.left == {"c": None}
+    assert rig.attempt.open == {"a", "b"}
+    (failure,) = rig.attempt.outcome.failures
+    assert (failure.node, failure.exit_code, failure.summary) == ("c", None, "the link was lost")
+    assert rig.told("a") == ["stop"]
+    rig.exit("c", code=5)
+    assert len(rig.attempt.outcome.failures) == 1, "what it says after it was given up does not count"
+
+
+def test_a_node_that_is_lost_while_all_are_stopped_is_no_failure_of_its_own(rig: Rig) -> None:
+    rig.exit("a", code=1)
+    rig.say("c", "lost", stderr="")
+    assert [failure.node for failure in rig.attempt.outcome.failures] == ["a"]
+    assert rig.attempt.outcome.left == {"c": None}
+
+
+def test_an_error_of_a_node_fails_the_attempt_and_leaves_nothing_there(rig: Rig) -> None:
+    rig.say("a", "error", code="disk-full", message="No space left: /w")
+    (failure,) = rig.attempt.outcome.failures
+    assert failure.summary == "the disk is full: No space left: /w"
+    assert rig.attempt.outcome.left == {"a": 0}
+    assert rig.told("b") == ["stop"]
+
+
+def test_the_user_stops_once_gently_and_twice_at_once(rig: Rig) -> None:
+    rig.attempt.interrupt(2, hard=False)
+    rig.attempt.interrupt(2, hard=False)
+    assert rig.nodes["a"].sent == [{"op": "stop"}]
+    rig.exit("a", code=130, signal=2)
+    assert rig.attempt.outcome.failures == [], "what ends because the user stops it has not failed"
+    rig.attempt.interrupt(2, hard=True)
+    assert rig.nodes["a"].sent[-1] == {"op": "stop", "now": True}
+    assert rig.attempt.outcome.stopped_by == 2
+
+
+def test_silence_is_the_loss_of_a_node(rig: Rig) -> None:
+    for node in "abc":
+        rig.say(node, "started")
+        rig.nodes[node].heard = time.monotonic()
+    rig.attempt.begun -= 100
+    rig.nodes["b"].heard -= 31
+    rig.attempt.look_at_the_clock()
+    assert rig.attempt.outcome.lost == ["b"]
+    assert rig.nodes["b"].closed
+    assert not rig.nodes["a"].closed
+    assert "nothing was heard of it for 30 s" in rig.attempt.outcome.failures[0].summary
+
+
+def test_a_node_that_does_not_start_in_time_is_lost(rig: Rig) -> None:
+    for node in "abc":
+        rig.nodes[node].heard = time.monotonic()
+    rig.say("a", "started")
+    rig.say("b", "started")
+    rig.attempt.begun -= 31
+    rig.attempt.look_at_the_clock()
+    assert rig.attempt.outcome.lost == ["c"]
+    assert "did not start the job within 30 s" in rig.attempt.outcome.failures[0].summary
+
+
+def test_a_node_that_does_not_stop_in_time_is_given_up(rig: Rig) -> None:
+    rig.exit("a", code=1)
+    for node in "abc":
+        rig.say(node, "started")
+        rig.nodes[node].heard = time.monotonic()
+    assert rig.attempt.stop_deadline is not None
+    assert rig.attempt.stop_deadline - time.monotonic() > rig.plan.grace_s
+    rig.attempt.look_at_the_clock()
+    assert rig.attempt.open == set("abc")
+    rig.attempt.stop_deadline = time.monotonic() - 1
+    rig.attempt.look_at_the_clock()
+    assert not rig.attempt.open
+    assert [failure.node for failure in rig.attempt.outcome.failures] == ["a"]
+
+
+def test_a_kept_run_calls_a_lost_node_again_until_it_answers(rig: Rig) -> None:
+    called: list[str] = []
+    rig.gang.reattach = called.append
+    rig.say("b", "lost", stderr="")
+    assert (rig.attempt.outcome.lost, rig.told("a")) == ([], []), "it goes on by itself"
+    rig.attempt.look_at_the_clock()
+    assert called == [], "not at once"
+    for tries in range(3):
+        rig.attempt.away["b"].next = 0.0
+        rig.attempt.look_at_the_clock()
+        rig.attempt.look_at_the_clock()
+        assert called == ["b"] * (tries + 1), "one try at a time"
+        rig.say("b", "failed", error=ConnectError("refused", node="b"))
+    rig.say("b", "ready")
+    assert rig.attempt.away == {}
+    rig.say("b", "lost", stderr="")
+    rig.attempt.away["b"].since -= 4000
+    rig.say("b", "failed", error=ConnectError("refused", node="b"))
+    assert rig.attempt.outcome.lost == ["b"], "after an hour it is"
+
+
+def test_the_old_link_of_a_node_that_has_a_new_one_is_not_heard(rig: Rig) -> None:
+    old = rig.nodes["b"]
+    rig.gang.sessions["b"] = Deaf("b", rig.inbox)
+    rig.attempt.take(Said(old, "exit", {"rank": 1, "code": 1, "signal": None, "time": 0.0}))
+    assert rig.attempt.outcome.failures == []
+
+
+def test_nodes_that_cannot_be_made_ready_are_all_named(rig: Rig) -> None:
+    for node, error in (("c", NodeError("no Python", node="c")), ("a", ConnectError("refused", node="a"))):
+        rig.inbox.put(Said(rig.nodes[node], "failed", {"error": error}))
+    rig.inbox.put(Said(rig.nodes["b"], "hello", {"gpus": 0}))
+    rig.inbox.put(Said(rig.nodes["b"], "ready", {}))
+    with pytest.raises(NodeFailures) as caught:
+        rig.gang.gather()
+    assert list(caught.value.failures) == ["a", "c"]
+
+
+def test_a_bug_in_a_session_is_told_as_one(rig: Rig) -> None:
+    for node in "abc":
+        rig.inbox.put(Said(rig.nodes[node], "failed" if node == "b" else "ready", {"error": KeyError("x")}))
+    with pytest.raises(Exception, match="KeyError") as caught:
+        rig.gang.gather()
+    assert "bug in dtctl" in str(getattr(caught.value, "hint", ""))
+    assert type(caught.value.__cause__) is KeyError

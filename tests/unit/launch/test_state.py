@@ -1,0 +1,134 @@
+"""What became of a run, from its events and from whether its launcher lives."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dtctl.launch import stop
+from dtctl.launch.record import RunInfo, RunRecord
+from dtctl.launch.state import alive, follow, start_ticks, state_of
+
+ME = RunInfo(
+    run="r", token="t", pid=os.getpid(), started=100.0, spec="", command=[], detached=False,
+    pid_started=start_ticks(os.getpid()),
+)  # fmt: skip
+
+
+@pytest.fixture
+def gone() -> int:
+    """The id of a process that has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "60"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def record_of(folder: Path, *events: dict[str, object], info: RunInfo = ME) -> RunRecord:
+    record = RunRecord.create(folder, info)
+    for event in events:
+        record.append_event(event)
+    return record
+
+
+PLAN = {"event": "plan", "time": 101.0, "nodes": ["a", "b"]}
+STARTED = {"event": "started", "time": 103.0}
+DONE = {"event": "done", "time": 110.0, "status": "failed"}
+
+
+@pytest.mark.parametrize(
+    ("events", "status", "attempt"),
+    [
+        ([], "starting", 0),
+        ([PLAN], "starting", 0),
+        ([PLAN, {"event": "start", "attempt": 0}, STARTED], "running", 0),
+        ([PLAN, STARTED, {"event": "stopping"}], "stopping", 0),
+        ([PLAN, STARTED, {"event": "stopping"}, {"event": "restart"}], "starting", 0),
+        ([PLAN, STARTED, {"event": "restart"}, {"event": "start", "attempt": 1}, STARTED], "running", 1),
+        ([PLAN, STARTED, DONE], "failed", 0),
+        ([{"event": "unheard of"}, {}], "starting", 0),
+    ],
+)
+def test_the_status_follows_the_events(
+    tmp_path: Path, events: list[dict[str, object]], status: str, attempt: int
+) -> None:
+    state = state_of(record_of(tmp_path, *events))
+    assert (state.status, state.attempt) == (status, attempt)
+    assert state.over is (status == "failed")
+
+
+def test_nodes_have_the_last_state_that_was_told(tmp_path: Path) -> None:
+    told = [PLAN, {"event": "node", "node": "b", "state": "ready"}, {"event": "node", "node": "b", "state": "started"}]
+    assert state_of(record_of(tmp_path, *told)).nodes == {"a": "connecting", "b": "started"}
+
+
+def test_a_run_that_is_over_has_lasted_until_its_last_event(tmp_path: Path, gone: int) -> None:
+    assert state_of(record_of(tmp_path / "1", PLAN, DONE)).duration_s == 10.0
+    lost = state_of(record_of(tmp_path / "2", PLAN, STARTED, info=replace(ME, pid=gone)))
+    assert (lost.status, lost.duration_s, lost.over) == ("abandoned", 3.0, True)
+    before = state_of(record_of(tmp_path / "3", info=replace(ME, started=time.time() + 1e6)))
+    assert before.duration_s == 0.0, "a clock that was set back"
+
+
+def test_a_dead_launcher_is_told_from_a_later_process_of_the_same_id(sleeper: subprocess.Popen[bytes]) -> None:
+    info = replace(ME, pid=sleeper.pid, pid_started=start_ticks(sleeper.pid))
+    assert alive(ME)
+    assert alive(info)
+    assert not alive(replace(info, pid_started=info.pid_started - 1))
+    assert alive(replace(info, pid_started=0)), "a record of an older version"
+    sleeper.kill()
+    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
+    assert not alive(info), "a zombie"
+    sleeper.wait()
+    assert not alive(info)
+
+
+def test_stop_does_not_signal_a_stranger(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    stale = replace(ME, pid=sleeper.pid, pid_started=start_ticks(sleeper.pid) - 1)
+    assert not stop.by_launcher(record_of(tmp_path, PLAN, STARTED, info=stale), wait_s=0)
+    assert sleeper.poll() is None
+
+
+def test_stop_leaves_a_run_alone_that_is_over(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    info = replace(ME, pid=sleeper.pid, pid_started=start_ticks(sleeper.pid))
+    assert not stop.by_launcher(record_of(tmp_path, PLAN, DONE, info=info), wait_s=0)
+    assert sleeper.poll() is None
+
+
+def test_stop_waits_for_the_launcher(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    info = replace(ME, pid=sleeper.pid, pid_started=start_ticks(sleeper.pid))
+    record = record_of(tmp_path, PLAN, STARTED, info=info)
+    assert stop.by_launcher(record, wait_s=10), "it has ended, if without a word"
+    assert sleeper.wait(5) == -15
+
+
+def test_a_run_without_a_plan_has_nothing_to_stop(tmp_path: Path) -> None:
+    from dtctl.errors import LaunchError
+
+    with pytest.raises(LaunchError, match="was never started"):
+        stop.on_nodes(record_of(tmp_path, PLAN), {}, None, note=True)  # type: ignore[arg-type]
+
+
+def test_events_are_followed_to_the_end(tmp_path: Path) -> None:
+    record = record_of(tmp_path, PLAN)
+    found = []
+    for event in follow(record, interval_s=0.001):
+        found.append(event["event"])
+        if event["event"] == "plan":
+            record.append_event(STARTED)
+        if event["event"] == "started":
+            record.append_event(DONE)
+    assert found == ["plan", "started", "done"]
