@@ -149,7 +149,17 @@ def first_plan(spec: Spec, cluster: Cluster, *, run: str) -> Plan:
     Raises:
         PlanError: no job can be made of the spec.
     """
-    return build(spec, cluster.nodes, run=run, facts=Facts(environ=os.environ))
+    return build(spec, cluster.nodes, run=run, facts=Facts(environ=os.environ, source=_source(spec)))
+
+
+def _source(spec: Spec) -> str:
+    """Text of the job's script, if it is here."""
+    if spec.job.script is None or spec.job.kind != "direct":
+        return ""
+    try:
+        return (spec.base_dir / spec.job.files.root / spec.job.script).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def read_secrets(spec: Spec) -> dict[str, str]:
@@ -232,9 +242,10 @@ def job_of(
     plan = first_plan(spec, cluster, run=run)
     values = read_secrets(spec)
     fixed = spec.network.rendezvous_port
+    source = _source(spec)
 
     def make_plan(attempt: int, address: str, port: int, gpus: Mapping[str, int]) -> Plan:
-        facts = Facts(environ=os.environ, address=address, port=port, gpus=gpus)
+        facts = Facts(environ=os.environ, address=address, port=port, gpus=gpus, source=source)
         return build(spec, cluster.nodes, run=run, attempt=attempt, facts=facts)
 
     def make_script(plan: Plan, node: NodePlan) -> str:

@@ -211,6 +211,8 @@ class _Attempt:
             if said.data.get("gone"):
                 self.outcome.gone.append(name)
             self.gang.emit("node", node=name, state="stopped", left=said.data["left"])
+        elif said.what == "cold":
+            self.gang.emit("note", node=name, text=f"workers are started afresh: {said.data['why']}")
         elif said.what == "metrics-begin":
             self.gang.logs.begin_metrics(name)
         elif said.what == "error":

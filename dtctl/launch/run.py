@@ -250,6 +250,7 @@ class _Launcher:
             "attempt": plan.attempt,
             "script": self.job.make_script(plan, node),
             "workers": workers,
+            "preload": list(node.preload),
             "split_ranks": plan.kind == "torchrun",
             "env": dict(self.job.secrets),
             "cwd": code,

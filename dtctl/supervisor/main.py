@@ -12,7 +12,8 @@ import time
 
 from dtctl.supervisor import facts, frames, processes
 from dtctl.supervisor.lean import signal
-from dtctl.supervisor.supervisor import Link, Supervisor
+from dtctl.supervisor.link import Link
+from dtctl.supervisor.supervisor import Supervisor
 
 IDLE_LIMIT_S = 120.0
 """Seconds without a word from the control machine before a run has started; it pings nodes that are ready."""
