@@ -23,6 +23,7 @@ def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) 
     from dtctl.launch.ledger import Ledger
     from dtctl.launch.record import RunRecord
     from dtctl.launch.run import launch
+    from dtctl.launch.state import start_ticks
 
     record = RunRecord(folder)
     with record.held():
@@ -34,7 +35,7 @@ def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) 
             if event != "log":
                 record.append_event({"event": event, "time": round(time.time(), 3), **facts})
 
-        record.write_info(replace(info, pid=os.getpid()))
+        record.write_info(replace(info, pid=os.getpid(), pid_started=start_ticks(os.getpid())))
         emit("taken-up", attempt=under_way.attempt, pid=os.getpid())
         ledger = Ledger(time.monotonic, begun=time.monotonic() - (time.time() - info.started), phase="run")
         with caught_signals() as signals:

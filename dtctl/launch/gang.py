@@ -173,7 +173,7 @@ class _Away:
 class _Attempt:
     """Bookkeeping of one attempt: who has started, who has ended, who is still to be waited for."""
 
-    def __init__(self, gang: Gang, plan: Plan, link_timeout_s: float, *, under_way: bool) -> None:
+    def __init__(self, gang: Gang, plan: Plan, link_timeout_s: float, *, under_way: bool = False) -> None:
         self.gang = gang
         self.plan = plan
         self.link_timeout_s = link_timeout_s

@@ -59,8 +59,8 @@ def test_the_nodes_go_on_when_the_launcher_is_killed_and_stop_still_ends_them(
     project: Project, sandbox: Sandbox
 ) -> None:
     start(project)
-    launcher = record(project).info().pid
-    os.kill(launcher, signal.SIGKILL)
+    launcher = record(project).info()
+    os.kill(launcher.pid, signal.SIGKILL)
     wait_until(lambda: not alive(launcher), 5)
     assert json.loads(project.run("status", "--json").out)["status"] == "abandoned"
     logs = [sandbox.state / "hosts" / node.name / "home" for node in sandbox.nodes]
@@ -100,8 +100,8 @@ def test_a_launch_that_fails_says_so_at_once(project: Project) -> None:
 
 
 def kill_launcher(project: Project) -> None:
-    launcher = record(project).info().pid
-    os.kill(launcher, signal.SIGKILL)
+    launcher = record(project).info()
+    os.kill(launcher.pid, signal.SIGKILL)
     wait_until(lambda: not alive(launcher), 5)
 
 

@@ -84,9 +84,11 @@ def test_a_worker_ended_by_a_signal_is_the_cause_though_others_end_first(project
     project.write("dtctl.yaml", spec_text())
     project.write(
         "train.py",
-        "import os, signal, socket, sys\n"
-        "rank = os.environ['RANK']\n"
-        "if rank == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "import os, signal, sys, time\n"
+        "if os.environ['RANK'] == '1':\n"  # is told to stop because of the others, and is found to have died by then
+        "    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))\n"
+        "    time.sleep(60)\n"
+        "time.sleep(0.5)\n"  # all have begun
         "sys.exit('RuntimeError: Connection closed by peer [10.0.0.1]:1')\n",
     )
     failure = project.run("launch", "--json").done["first_failure"]

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.launch.state import alive
 from dtctl.sandbox import control
 from dtctl.sandbox.layout import Sandbox, SandboxNode
 from tests.integration.conftest import Project, spec_text, wait_until, workers
@@ -136,14 +135,16 @@ def test_it_can_be_stopped_while_it_imports(project: Project, sandbox: Sandbox) 
     project.write("train.py", "print('here')")
     project.write("dtctl.yaml", spec(["slow"], env={"PYTHONPATH": "."}))
     process = project.start("launch")
-    wait_until(lambda: all(workers(node) for node in sandbox.nodes), what="it imports")
+    wait_until(
+        lambda: all(any("warm.py" in line for line in workers(node).values()) for node in sandbox.nodes), what="import"
+    )
     begun = time.monotonic()
     process.send_signal(signal.SIGINT)
     done = project.finish(process)
     assert done.code == 130
     assert "0 processes left on 3 nodes" in done.err
     assert time.monotonic() - begun < 6
-    assert all(workers(node) == {} for node in sandbox.nodes)
+    wait_until(lambda: all(workers(node) == {} for node in sandbox.nodes), 1, "nothing is left")
 
 
 def find(node: SandboxNode, which: str) -> int:
@@ -162,7 +163,7 @@ def test_nothing_is_left_whoever_is_killed(project: Project, sandbox: Sandbox, v
     wait_until(lambda: len(list(logs.glob("*/logs/*/rank-*.log"))) == 6, what="all run")
     if victim == "launcher":
         os.kill(process.pid, signal.SIGKILL)
-        wait_until(lambda: not alive(process.pid))
+        process.wait(10)
     else:
         os.kill(find(sandbox.nodes[0], victim), signal.SIGKILL)
     if victim == "warm":  # the workers do not need it any more

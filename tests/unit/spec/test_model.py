@@ -53,6 +53,7 @@ job:
   setup: ["true"]
   kind: accelerate
   grace_s: 0
+  preload: [torch]
 network: {interface: {a: eth0}, profile: gcp-tcpxo, rendezvous_port: 1, rendezvous_address: a}
 train:
   strategy: {dp: 1, fsdp: 1, tp: 1, pp: 1}
