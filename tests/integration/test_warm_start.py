@@ -121,9 +121,9 @@ def test_where_it_cannot_be_done_workers_start_afresh(project: Project, module: 
 def test_a_failing_program_says_what_it_says_without_dtctl(project: Project) -> None:
     project.write("train.py", "import sys\ndef f():\n    raise ValueError('mine')\nf()\n")
     project.write("dtctl.yaml", spec(["decimal"]))
-    done = project.run("launch")
+    done = project.run("launch", "--json")
     assert done.code == 8
-    log = next((project.folder / ".dtctl").glob("runs/*/logs/node1/rank-0.log")).read_text()
+    log = Path(done.done["first_failure"]["log"]).read_text()  # type: ignore[index]
     assert log.splitlines()[0] == "Traceback (most recent call last):"
     assert log.splitlines()[1].endswith('train.py", line 4, in <module>')
     assert "warm.py" not in log
