@@ -16,8 +16,9 @@ from typing import Any, Final, Literal
 from dtctl import names
 from dtctl.errors import PlanError, SpecError
 from dtctl.runtime import settings
+from dtctl.runtime.options import DdpConfig, FsdpConfig, PipelineConfig, TpConfig
 
-StrategyName = Literal["auto", "single", "ddp", "zero1", "fsdp", "hsdp", "pipeline"]
+StrategyName = Literal["auto", "single", "ddp", "zero1", "fsdp", "hsdp", "tp", "pipeline"]
 
 DEFAULT_MICRO_BATCH: Final = 8
 DEFAULT_SNAPSHOT_S: Final = 300.0
@@ -44,8 +45,18 @@ class TrainConfig:
     """How to train; read by the runtime, not by the model."""
 
     strategy: StrategyName | Mapping[str, int] = "auto"
-    """How the model is spread over the workers; a mapping gives degrees by name. auto: ddp with several workers, else
-    single."""
+    """How the model is spread over the workers, by name, or by degrees of dp, fsdp, tp and pp: missing is 1, one may be
+    -1 for what is left (see mesh.py). auto: ddp with several workers, else single."""
+    blocks: str | None = None
+    """Name of the list of the model's repeated blocks, such as `transformer.layers`. None: the largest ModuleList."""
+    ddp: DdpConfig = field(default_factory=DdpConfig)
+    """Settings of ddp and zero1."""
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    """Settings of sharding."""
+    tp: TpConfig = field(default_factory=TpConfig)
+    """Settings of tensor parallelism."""
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    """Settings of pipelines."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format of the computation; parameters and optimizer state stay fp32."""
     micro_batch: int | None = field(default=None, metadata={"at_least": 1})
