@@ -152,6 +152,7 @@ class Batch:
     accumulate: int
     """Forward passes per optimizer step."""
     world_size: int
+    """Workers that take different samples; all, unless some share a model."""
 
     @property
     def total(self) -> int:
@@ -159,13 +160,20 @@ class Batch:
         return self.micro * self.world_size * self.accumulate
 
 
-def batch(config: TrainConfig, world_size: int) -> Batch:
+def batch(config: TrainConfig, world_size: int, *, stages: int = 1) -> Batch:
     """Sizes such that global_batch = micro_batch * workers * accumulate.
+
+    Args:
+        config: of the training.
+        world_size: workers that take different samples.
+        stages: workers of a pipeline, which needs several micro batches.
 
     Raises:
         PlanError: the sizes that are set cannot be had with this number of workers.
     """
     micro, total, accumulate = config.micro_batch, config.global_batch, config.accumulate
+    if stages > 1:
+        accumulate = _in_pipeline(config, stages)
     if total is None:
         return Batch(micro=micro or DEFAULT_MICRO_BATCH, accumulate=accumulate or 1, world_size=world_size)
     if micro is None:
@@ -184,6 +192,24 @@ def batch(config: TrainConfig, world_size: int) -> Batch:
             hint="leave one of the three out and it is derived",
         )
     return found
+
+
+def _in_pipeline(config: TrainConfig, stages: int) -> int | None:
+    """Micro batches of a step in a pipeline; None if the two other sizes say it.
+
+    Raises:
+        PlanError: the two words for it contradict each other.
+    """
+    named, accumulate = config.pipeline.micro_batches, config.accumulate
+    if named and accumulate and named != accumulate:
+        raise PlanError(
+            f"pipeline.micro_batches is {named} and accumulate is {accumulate}, and they are the same thing",
+            where="train.pipeline.micro_batches",
+            hint="keep one of the two",
+        )
+    if named or accumulate or (config.micro_batch and config.global_batch):
+        return named or accumulate
+    return 2 * stages
 
 
 def _divisible(total: int, parts: int, made_of: str) -> None:
