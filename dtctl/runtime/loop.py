@@ -17,6 +17,7 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -48,7 +49,7 @@ class Trainer:
     Attributes:
         model: the user's model, on the worker's device, not wrapped; a part of it, if the strategy divides it.
         place: where this worker stands in the mesh.
-        parameters: how many numbers are trained.
+        parameters: those that are trained, as this worker has them.
         step: optimizer steps done.
         steps: length of the training.
         position: samples consumed, over all workers and attempts.
@@ -89,17 +90,19 @@ class Trainer:
         degrees = resolve(config.strategy, workers=worker.world_size, per_node=worker.local_world_size)
         self.place = Place(degrees=degrees, rank=worker.rank)
         self.batch = batch(config, degrees.data, stages=degrees.pp)
+        self.samples = len(samples)
         self.steps, end = length(config, samples=len(samples), batch=self.batch)
         require_equal(fingerprint(model, samples=len(samples), steps=self.steps), worker)
         self.model = model.to(worker.device)
-        self.parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        self.strategy = choose(config, worker, degrees, self.model)
+        self.numbers = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        self.read = data.reader(samples)
+        self.strategy = choose(config, worker, degrees, self.model, self._probe)
         self.optimizer = optimizer(self.model) if optimizer else optim.optimizer(config, self.model)
+        self.parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self.strategy.prepare(self.optimizer)
         self.rate = optim.schedule(config, self.steps)
         self.scales = [group["lr"] / config.lr for group in self.optimizer.param_groups]
         self.autocast = autocast(config.precision, worker.device)
-        self.read = data.reader(samples)
         self.schedule = Schedule(Order(len(samples), config.seed), self.batch, rank=self.place.data, end=end)
         self.tokens_per_sample: int | None = getattr(samples, "tokens_per_sample", None)
         self.validation, self.score, self.tensorboard = validation, score, tensorboard
@@ -149,7 +152,7 @@ class Trainer:
 
     def _accumulate(self) -> torch.Tensor:
         """Gradients of one global batch, and this worker's share of its mean loss, not yet added up over workers."""
-        self.model.zero_grad()  # the optimizer may have a share of the parameters only
+        self._clear()
         batches = self.schedule(self.position)
         count = self.schedule.samples(self.position)
         parts = []
@@ -171,6 +174,16 @@ class Trainer:
             loss = loss * weight
         torch.autograd.backward(loss)
         return loss.detach()
+
+    def _clear(self) -> None:
+        """Forget all gradients; the optimizer may have a share of the parameters only."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _probe(self, model: nn.Module) -> torch.Tensor:
+        """The loss of the first samples, the same on all workers."""
+        indices = np.arange(min(self.batch.micro, self.samples), dtype=np.int64)
+        return self.loss(model, data.to_device(self.read(indices), self.worker.device))
 
     def _set_rate(self) -> float:
         rate = self.rate(self.step)
@@ -263,7 +276,7 @@ class Trainer:
     def _introduction(self) -> str:
         batch, worker = self.batch, self.worker
         return (
-            f"{self.strategy.name} on {worker.world_size} x {worker.device.type}, {self.parameters:,} parameters, "
+            f"{self.strategy.name} on {worker.world_size} x {worker.device.type}, {self.numbers:,} parameters, "
             f"{self.config.precision}, global batch {batch.total} = {batch.micro} x {batch.world_size} x "
             f"{batch.accumulate}, {self.steps} steps"
         )
@@ -274,7 +287,7 @@ class Trainer:
         if self.strategy.has_warm_up and self.step < self.steps:
             # Before anything is restored, so that what it changes (gradients, buffers, random state) is put right.
             self._backward(self.schedule(self.position)[0], 1.0)
-            self.model.zero_grad()  # the optimizer may have a share of the parameters only
+            self._clear()
         state.load_model(self.model, found.parts["model"])
         state.load_optimizer(self.model, self.optimizer, found.parts["optimizer"], whole=not self.strategy.spread)
         differing = resume.differences(found.facts["circumstances"], self.circumstances)

@@ -10,7 +10,9 @@ import dataclasses
 import importlib.util
 import json
 import os
+import shutil
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +25,7 @@ from dtctl import names
 from dtctl.runtime import TensorData, Trainer, Worker, load, start
 from dtctl.runtime.worker import seed_all
 
-SAMPLES = 44  # with a global batch of 16: a short last batch of 12, of which some workers get none
+SAMPLES = 60  # with a global batch of 16: a short last batch of 12, of which some workers get none
 CONTEXT = 8
 MODEL = Path(__file__).parents[2] / "examples" / "gpt" / "model.py"
 
@@ -71,34 +73,53 @@ def score(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[st
     return {"loss": nn.functional.cross_entropy(model(inputs).transpose(1, 2), targets, reduction="none").mean(1)}
 
 
-def data() -> TensorData:
-    tokens = torch.randint(0, 256, (SAMPLES, CONTEXT + 1), generator=torch.Generator().manual_seed(11))
+def data(samples: int) -> TensorData:
+    """Few different tokens, so that a few steps learn something."""
+    tokens = torch.randint(0, 8, (samples, CONTEXT + 1), generator=torch.Generator().manual_seed(11))
     return TensorData(tokens[:, :-1], tokens[:, 1:])
 
 
-def train(case: Case, worker: Worker, folder: Path) -> None:
-    """Train one case and leave `losses` and `weights` in `folder`."""
+def trainer_of(case: Case, worker: Worker, folder: Path, snapshots: Path) -> Trainer:
+    """The case's training, from the newest of the snapshots if there is one."""
     os.environ[names.METRICS] = str(folder / "metrics.jsonl")
-    parts = 1 if worker.world_size == 1 else None
     given = {
-        "global_batch": 16, "accumulate": 4 if parts is None else 1, "micro_batch": None, "epochs": 2, "log_every": 1,
-        "lr": 0.1 if case.optimizer == "sgd" else 3e-3, "optimizer": case.optimizer, "clip_norm": 0.7,
-        "weight_decay": 0.1, "snapshot": {"dir": str(folder / "snapshots")}, **case.settings,
+        "global_batch": 16, "accumulate": 1 if worker.world_size == 1 else 4, "epochs": 1, "log_every": 1,
+        "lr": 0.5 if case.optimizer == "sgd" else 3e-3, "optimizer": case.optimizer, "clip_norm": 0.7,
+        "weight_decay": 0.1, "snapshot": {"dir": str(snapshots)}, **case.settings,
     }  # fmt: skip
     config = load(given, argv=[], environ={})
-    trainer = Trainer(config, worker, model(getattr(torch, case.dtype)), loss, data(), validation=data(), score=score)
+    made = model(getattr(torch, case.dtype))
+    return Trainer(config, worker, made, loss, data(SAMPLES), validation=data(13), score=score)
+
+
+def train(case: Case, worker: Worker, folder: Path, base: Path) -> None:
+    """Train one case and leave losses and weights in `folder`.
+
+    Also there: `again`, a snapshot made right after the last one was loaded, and `taken`, the same after one of a
+    single process was.
+    """
+    trainer = trainer_of(case, worker, folder, folder / "snapshots")
     trainer.run()
     weights = trainer.weights()
     if worker.is_first:
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         keep = [[row["loss"], row["grad_norm"], row.get("val_loss", 0.0)] for row in rows]
+        shutil.copyfile(folder / "metrics.jsonl", folder / "first.jsonl")
         torch.save({"losses": torch.tensor(keep, dtype=torch.float64), "weights": weights}, folder / "result.pt")
+
+    single = base / Case(optimizer=case.optimizer, dtype=case.dtype).key()
+    for origin, target in ((folder, folder / "again"), (single, folder / "taken")):
+        trainer = trainer_of(case, worker, folder, origin / "snapshots")
+        trainer.run()  # no step is left to be done
+        trainer.folder = target
+        trainer.save()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("cases", type=Path, help="JSON: a list of cases")
     parser.add_argument("folder", type=Path)
+    parser.add_argument("base", type=Path, help="folder of the cases that one process trained")
     parser.add_argument("--seconds", type=float, default=60.0)
     args = parser.parse_args()
     cases = [Case(**values) for values in json.loads(args.cases.read_text())]
@@ -108,7 +129,10 @@ def main() -> None:
             if worker.is_first:
                 folder.mkdir(parents=True)
             worker.barrier()
-            train(case, worker, folder)
+            began_s = time.monotonic()
+            train(case, worker, folder, args.base)
+            if worker.is_first:
+                print(f"case {case.key()} took {time.monotonic() - began_s:.1f} s", flush=True)
 
 
 def written(cases: list[Case], path: Path) -> None:

@@ -3,7 +3,8 @@
 single.py    one worker
 ddp.py       replicas; gradients averaged during the backward pass
 zero1.py     ddp with an optimizer whose state is divided
-sharded.py   fsdp, hsdp, tp and their products
+sharded.py   fsdp, hsdp, tp (tensor.py) and their products
+trial.py     whether a divided model computes what it did in one piece
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from torch import nn
 from dtctl.errors import PlanError
 from dtctl.runtime.config import TrainConfig
 from dtctl.runtime.mesh import Degrees, device_mesh
+from dtctl.runtime.strategies import trial
 from dtctl.runtime.strategies.ddp import Ddp
-from dtctl.runtime.strategies.sharded import Sharded
+from dtctl.runtime.strategies.sharded import Sharded, begin_alike
 from dtctl.runtime.strategies.single import Single
+from dtctl.runtime.strategies.trial import Probe
 from dtctl.runtime.strategies.zero1 import Zero1
 from dtctl.runtime.worker import Worker
 
@@ -51,8 +54,15 @@ class Strategy(Protocol):
         """Scale the gradient to `max_norm` if it is longer; None: never. Returns its true length before that."""
 
 
-def choose(config: TrainConfig, worker: Worker, degrees: Degrees, model: nn.Module) -> Strategy:
+def choose(config: TrainConfig, worker: Worker, degrees: Degrees, model: nn.Module, probe: Probe) -> Strategy:
     """Spread `model`, which is whole and on the worker's device.
+
+    Args:
+        config: of the training.
+        worker: this worker.
+        degrees: the mesh that `config.strategy` means.
+        model: may be changed in place.
+        probe: the loss of a few samples, to see whether the divided model still computes it.
 
     Raises:
         PlanError: an option does not fit the device or the model.
@@ -63,6 +73,14 @@ def choose(config: TrainConfig, worker: Worker, degrees: Degrees, model: nn.Modu
         return Zero1(model, config.ddp, worker)
     if degrees.dp == degrees.workers:
         return Ddp(model, config.ddp, worker)
-    if degrees.pp > 1 or degrees.tp > 1:
+    mesh = device_mesh(degrees, worker.device.type)
+    if degrees.pp > 1:
         raise PlanError(f"a mesh of {degrees} is not available in this version", where="train.strategy")
-    return Sharded(model, config, worker, degrees, device_mesh(degrees, worker.device.type))
+    if degrees.tp == 1:
+        return Sharded(model, config, worker, degrees, mesh)
+    begin_alike(model)
+    expected = trial.measure(probe, model)
+    divided = Sharded(model, config, worker, degrees, mesh)
+    found = trial.measure(probe, divided.inference)
+    trial.require_agreement(expected, found, worker, how=f"spread as {degrees}")
+    return divided

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -48,6 +48,7 @@ class Ddp:
             static_graph=config.static_graph,
             gradient_as_bucket_view=True,  # gradients live in the buckets: one copy less in memory and time
         )
+        self._first_must_exchange = config.static_graph
         _install(self._ddp, config, worker)
         self.module: nn.Module = self._ddp
         self.inference = model
@@ -61,6 +62,11 @@ class Ddp:
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Gradients are added up locally and not exchanged."""
+        if self._first_must_exchange:
+            # Under a static graph DDP learns its order from the first pass, and asserts if nothing is exchanged in it
+            # (torch 2.13). To exchange once more than needed changes nothing: averages are averaged again.
+            self._first_must_exchange = False
+            return nullcontext()
         return self._ddp.no_sync()
 
     def clip(self, max_norm: float | None) -> torch.Tensor:

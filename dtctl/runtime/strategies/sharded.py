@@ -7,6 +7,8 @@ matrices are split before that.
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -23,7 +25,7 @@ from dtctl.runtime import blocks
 from dtctl.runtime.config import TrainConfig
 from dtctl.runtime.mesh import Degrees
 from dtctl.runtime.options import FsdpConfig
-from dtctl.runtime.strategies import gradients
+from dtctl.runtime.strategies import gradients, tensor
 from dtctl.runtime.worker import Worker
 
 
@@ -50,13 +52,15 @@ class Sharded:
         Raises:
             PlanError: an option needs another device, or the model cannot be split.
         """
+        hush()
         self.name = str(degrees)
         self.module = self.inference = model
         begin_alike(model)
+        if degrees.tp > 1:
+            tensor.parallelize(model, blocks.find(model, config.blocks), config.tp, mesh["tp"])
         if degrees.data > 1:
             shard(model, config, worker, mesh)
-            if degrees.dp > 1 or degrees.fsdp > 1:
-                keep_buffers_alike(model, mesh["dp", "fsdp"])
+            keep_buffers_alike(model, mesh["dp", "fsdp"])
         self._wanted = gradients.wanted(model)
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
@@ -82,10 +86,17 @@ class Sharded:
         return total
 
 
+def hush() -> None:
+    """Silence two warnings of torch 2.13 that come with every use and ask for nothing."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    # Putting together what is sharded over two axes takes two exchanges, which is known and happens in snapshots only.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
 def begin_alike(model: nn.Module) -> None:
     """Give every worker rank 0's parameters and buffers, as DDP does when it wraps a model."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        dist.broadcast(tensor.detach(), src=0)
+    for value in [*model.parameters(), *model.buffers()]:
+        dist.broadcast(value.detach(), src=0)
 
 
 def shard(model: nn.Module, config: TrainConfig, worker: Worker, mesh: DeviceMesh) -> None:
@@ -109,6 +120,19 @@ def shard(model: nn.Module, config: TrainConfig, worker: Worker, mesh: DeviceMes
                 offload_policy=offload,
             )
     fully_shard(model, mesh=over, mp_policy=policy, offload_policy=offload)
+    model.register_forward_hook(_shard_again)
+
+
+def _shard_again(model: nn.Module, *_: Any) -> None:
+    """After a pass without a backward pass, give whole parameters up.
+
+    fully_shard leaves some whole after a forward pass, and `model.parameters()` then has other tensors than the
+    optimizer.
+    """
+    if not torch.is_grad_enabled():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def precision(options: FsdpConfig) -> MixedPrecisionPolicy:
@@ -158,7 +182,7 @@ def separate_meshes(optimizer: torch.optim.Optimizer) -> None:
     """Split parameter groups such that each has tensors of one mesh only, and let go of what DTensors cannot do."""
     split = []
     for group in optimizer.param_groups:
-        if isinstance(optimizer, torch.optim.SGD) and any(isinstance(tensor, DTensor) for tensor in group["params"]):
+        if isinstance(optimizer, torch.optim.SGD) and any(isinstance(value, DTensor) for value in group["params"]):
             group["fused"] = False  # torch 2.13: aten._fused_sgd_ has no sharding strategy; AdamW's has
         split += [{**group, "params": part} for part in gradients.by_mesh(group["params"])]
     optimizer.param_groups[:] = split
