@@ -37,6 +37,7 @@ from dtctl.runtime.snapshot import state, write
 from dtctl.runtime.snapshot.whole import gathered, gathered_optimizer
 from dtctl.runtime.stop import Outcome, StopRequest
 from dtctl.runtime.strategies import choose
+from dtctl.runtime.strategies.pipeline import Pipeline
 from dtctl.runtime.worker import Worker
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -92,11 +93,11 @@ class Trainer:
         self.batch = batch(config, degrees.data, stages=degrees.pp)
         self.samples = len(samples)
         self.steps, end = length(config, samples=len(samples), batch=self.batch)
-        require_equal(fingerprint(model, samples=len(samples), steps=self.steps), worker)
+        require_equal(fingerprint(model, config, samples=len(samples), steps=self.steps), worker)
         self.model = model.to(worker.device)
         self.numbers = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.read = data.reader(samples)
-        self.strategy = choose(config, worker, degrees, self.model, self._probe)
+        self.strategy = choose(config, worker, degrees, self.batch, self.model, self._probe)
         self.optimizer = optimizer(self.model) if optimizer else optim.optimizer(config, self.model)
         self.parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self.strategy.prepare(self.optimizer)
@@ -155,6 +156,8 @@ class Trainer:
         self._clear()
         batches = self.schedule(self.position)
         count = self.schedule.samples(self.position)
+        if isinstance(self.strategy, Pipeline):  # which orders the passes of a step in its own way
+            return self.strategy.run([self._weighted(indices, count) for indices in batches], self._loss)
         parts = []
         for index, indices in enumerate(batches):
             # Every sample weighs the same, in a short last batch too; gradients are averaged over the workers.
@@ -162,6 +165,16 @@ class Trainer:
             with nullcontext() if index + 1 == len(batches) else self.strategy.accumulating():
                 parts.append(self._backward(indices, weight))
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+
+    def _weighted(self, indices: Indices, count: int) -> tuple[Any, float]:
+        """A micro batch and the weight of its loss, in a step of `count` samples."""
+        chosen = indices if len(indices) else self.schedule.stand_in
+        weight = len(indices) * self.place.degrees.data / count
+        return data.to_device(self.read(chosen), self.worker.device), weight
+
+    def _loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        with self.autocast:
+            return self.loss(model, batch)
 
     def _backward(self, indices: Indices, weight: float) -> torch.Tensor:
         """Add the gradients of one micro batch to those that are there."""
@@ -288,7 +301,7 @@ class Trainer:
             # Before anything is restored, so that what it changes (gradients, buffers, random state) is put right.
             self._backward(self.schedule(self.position)[0], 1.0)
             self._clear()
-        state.load_model(self.model, found.parts["model"])
+        state.load_model(self.model, found.parts["model"], elsewhere=self.strategy.elsewhere)
         state.load_optimizer(self.model, self.optimizer, found.parts["optimizer"], whole=not self.strategy.spread)
         differing = resume.differences(found.facts["circumstances"], self.circumstances)
         differing += [self.strategy.inexact] if self.strategy.inexact else []

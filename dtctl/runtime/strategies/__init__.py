@@ -4,22 +4,24 @@ single.py    one worker
 ddp.py       replicas; gradients averaged during the backward pass
 zero1.py     ddp with an optimizer whose state is divided
 sharded.py   fsdp, hsdp, tp (tensor.py) and their products
+pipeline.py  blocks on other workers (stages.py cuts), and products with all of them
 trial.py     whether a divided model computes what it did in one piece
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from dtctl.errors import PlanError
-from dtctl.runtime.config import TrainConfig
+from dtctl.runtime.config import Batch, TrainConfig
 from dtctl.runtime.mesh import Degrees, device_mesh
 from dtctl.runtime.strategies import trial
 from dtctl.runtime.strategies.ddp import Ddp
+from dtctl.runtime.strategies.pipeline import Pipeline
 from dtctl.runtime.strategies.sharded import Sharded, begin_alike
 from dtctl.runtime.strategies.single import Single
 from dtctl.runtime.strategies.trial import Probe
@@ -39,6 +41,8 @@ class Strategy(Protocol):
     """Whether workers exchange something in each forward pass, so that all must do the same number of them."""
     spread: bool
     """Whether a worker may have state that rank 0 lacks."""
+    elsewhere: Collection[str]
+    """Names in the model's state that this worker does not have."""
     has_warm_up: bool
     """Whether the first backward pass differs from all later ones, so that resuming exactly needs one to throw away."""
     inexact: str | None
@@ -54,13 +58,16 @@ class Strategy(Protocol):
         """Scale the gradient to `max_norm` if it is longer; None: never. Returns its true length before that."""
 
 
-def choose(config: TrainConfig, worker: Worker, degrees: Degrees, model: nn.Module, probe: Probe) -> Strategy:
+def choose(
+    config: TrainConfig, worker: Worker, degrees: Degrees, batch: Batch, model: nn.Module, probe: Probe
+) -> Strategy:
     """Spread `model`, which is whole and on the worker's device.
 
     Args:
         config: of the training.
         worker: this worker.
         degrees: the mesh that `config.strategy` means.
+        batch: sizes of a batch.
         model: may be changed in place.
         probe: the loss of a few samples, to see whether the divided model still computes it.
 
@@ -74,13 +81,15 @@ def choose(config: TrainConfig, worker: Worker, degrees: Degrees, model: nn.Modu
     if degrees.dp == degrees.workers:
         return Ddp(model, config.ddp, worker)
     mesh = device_mesh(degrees, worker.device.type)
-    if degrees.pp > 1:
-        raise PlanError(f"a mesh of {degrees} is not available in this version", where="train.strategy")
-    if degrees.tp == 1:
+    if degrees.tp == 1 and degrees.pp == 1:
         return Sharded(model, config, worker, degrees, mesh)
     begin_alike(model)
     expected = trial.measure(probe, model)
-    divided = Sharded(model, config, worker, degrees, mesh)
+    divided: Strategy
+    if degrees.pp == 1:
+        divided = Sharded(model, config, worker, degrees, mesh)
+    else:
+        divided = Pipeline(model, config, worker, degrees, mesh, batch, lambda: trial.measure(probe, model))
     found = trial.measure(probe, divided.inference)
     trial.require_agreement(expected, found, worker, how=f"spread as {degrees}")
     return divided

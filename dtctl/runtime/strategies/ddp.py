@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
@@ -31,6 +32,7 @@ class Ddp:
     name = "ddp"
     has_warm_up = True
     together = False
+    elsewhere: Collection[str] = ()
     spread = False
 
     def __init__(self, model: nn.Module, config: DdpConfig, worker: Worker) -> None:

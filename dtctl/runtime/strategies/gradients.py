@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -36,6 +37,41 @@ def cut(parameters: Sequence[torch.Tensor], max_norm: float | None, total: torch
         return
     for group in by_mesh(parameter for parameter in parameters if parameter.grad is not None):
         nn.utils.clip_grads_with_norm_(group, max_norm, total)
+
+
+def add_up(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup, *, divide_by: int = 1) -> None:
+    """Add gradients up over a group of workers, in one exchange for each type of number.
+
+    A parameter may have a gradient on some workers only; it counts as zero on the others. One that has none anywhere is
+    left without.
+    """
+    by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        by_type.setdefault(parameter.dtype, []).append(parameter)
+    for some in by_type.values():
+        parts = [_local(p.grad) if p.grad is not None else torch.zeros_like(_local(p)) for p in some]
+        present = torch.tensor([p.grad is not None for p in some], dtype=parts[0].dtype, device=parts[0].device)
+        flat = torch.cat([present, *(part.detach().reshape(-1) for part in parts)])
+        dist.all_reduce(flat, group=group)
+        present, *sums = torch.split_with_sizes(flat, [len(some), *(part.numel() for part in parts)])
+        for parameter, anywhere, part, total in zip(some, present.tolist(), parts, sums, strict=True):
+            if anywhere:
+                part.copy_(total.view_as(part) / divide_by)
+                if parameter.grad is None:
+                    parameter.grad = _like(parameter, part)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        part: torch.Tensor = tensor.to_local()
+        return part
+    return tensor
+
+
+def _like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    if isinstance(parameter, DTensor):
+        return DTensor.from_local(part, parameter.device_mesh, parameter.placements, run_check=False)
+    return part
 
 
 def wanted(model: nn.Module) -> list[torch.Tensor]:

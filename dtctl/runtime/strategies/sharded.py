@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -34,6 +34,7 @@ class Sharded:
 
     has_warm_up = False
     together = True
+    elsewhere: Collection[str] = ()
     spread = True
     inexact: str | None = None
 
@@ -60,7 +61,7 @@ class Sharded:
             tensor.parallelize(model, blocks.find(model, config.blocks), config.tp, mesh["tp"])
         if degrees.data > 1:
             shard(model, config, worker, mesh)
-            keep_buffers_alike(model, mesh["dp", "fsdp"])
+            keep_buffers_alike(model, mesh)
         self._wanted = gradients.wanted(model)
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
@@ -105,12 +106,24 @@ def shard(model: nn.Module, config: TrainConfig, worker: Worker, mesh: DeviceMes
     Raises:
         PlanError: offloading was asked for where there is no accelerator.
     """
-    options = config.fsdp
     found = blocks.find(model, config.blocks)
+    shard_blocks(model, found.modules if found else [], config, worker, mesh)
+    model.register_forward_hook(_shard_again)
+
+
+def shard_blocks(
+    root: nn.Module, modules: Sequence[nn.Module], config: TrainConfig, worker: Worker, mesh: DeviceMesh
+) -> None:
+    """Apply `fully_shard` to some modules and then to the one that has them.
+
+    Raises:
+        PlanError: as `shard`.
+    """
+    options = config.fsdp
     # Two axes mean replicas of shards; with one replica, one axis is the cheaper way to say it.
     over = mesh["fsdp"] if mesh["dp"].size() == 1 else mesh["dp", "fsdp"]
     policy, offload = precision(options), offloading(options, worker)
-    for block in found.modules if found else []:
+    for block in modules:
         if any(True for _ in block.parameters()):
             fully_shard(
                 block,
@@ -119,8 +132,7 @@ def shard(model: nn.Module, config: TrainConfig, worker: Worker, mesh: DeviceMes
                 mp_policy=policy,
                 offload_policy=offload,
             )
-    fully_shard(model, mesh=over, mp_policy=policy, offload_policy=offload)
-    model.register_forward_hook(_shard_again)
+    fully_shard(root, mesh=over, mp_policy=policy, offload_policy=offload)
 
 
 def _shard_again(model: nn.Module, *_: Any) -> None:
@@ -166,7 +178,7 @@ def keep_buffers_alike(model: nn.Module, mesh: DeviceMesh) -> None:
     kept = [buffer for name, buffer in model.named_buffers() if name in state]
     if not kept:
         return
-    group = mesh._flatten("data").get_group()
+    group = data_group(mesh)
     source = dist.get_global_rank(group, 0)
 
     def bring(module: nn.Module, *_: Any) -> None:
@@ -176,6 +188,11 @@ def keep_buffers_alike(model: nn.Module, mesh: DeviceMesh) -> None:
                     dist.broadcast(buffer, src=source, group=group)
 
     model.register_forward_pre_hook(bring, prepend=True)
+
+
+def data_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The workers that have the same part of the model and other samples."""
+    return mesh["dp", "fsdp"]._flatten("data").get_group()
 
 
 def separate_meshes(optimizer: torch.optim.Optimizer) -> None:

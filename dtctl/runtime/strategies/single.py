@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -16,6 +17,7 @@ class Single:
     name = "single"
     has_warm_up = False
     together = False
+    elsewhere: Collection[str] = ()
     spread = False
     inexact: str | None = None
 

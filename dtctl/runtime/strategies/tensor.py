@@ -133,7 +133,8 @@ def check(model: nn.Module, plan: Mapping[str, str], degree: int) -> None:
         module = model.get_submodule(name)
         if isinstance(module, nn.Embedding) != (style == "embedding"):
             raise PlanError(
-                f"{name} is a {type(module).__name__} and cannot be split {style}", where=f"train.tp.plan.{name}"
+                f"{name} is {'an' if style != 'embedding' else 'no'} Embedding and cannot be split {style}",
+                where=f"train.tp.plan.{name}",
             )
         weight = module.get_parameter("weight")  # [outputs, inputs], or [entries, width] of an Embedding
         size = weight.shape[1 if style == "rowwise" else 0]
