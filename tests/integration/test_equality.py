@@ -85,7 +85,8 @@ def cases_of(workers: int) -> list[Case]:
         tensor = "tp" in strategy
         if tensor and workers == 4:
             settings["accumulate"] = 2  # DTensors are slow on CPUs
-        if not options and not (tensor and ("dp" in strategy or "pp" in strategy)):
+        slow = workers == 4 and (strategy == "fsdp" or "pp" in strategy or {"dp", "tp"} <= set(strategy))
+        if not options and not slow:
             found.append(Case(settings=settings, optimizer="adamw"))
             if str(strategy) in BRIEF and workers == 2:
                 found += [Case(settings=settings, dtype="float32", optimizer=name) for name in ("sgd", "adamw")]
