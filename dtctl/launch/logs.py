@@ -77,6 +77,21 @@ class Logs:
         except OSError:
             return ""
 
+    def last_step(self) -> int | None:
+        """The last step that rank 0 has logged; None when it has logged none."""
+        try:
+            with (self._record.folder / names.METRICS_FILE).open("rb") as file:
+                file.seek(max(0, file.seek(0, 2) - 65_536))
+                lines = file.read().splitlines()
+        except OSError:
+            return None
+        for line in reversed(lines):
+            try:
+                return int(json.loads(line)["step"])
+            except (ValueError, KeyError, TypeError):
+                continue  # half a line
+        return None
+
     def ranks(self, node: str) -> list[int]:
         """Ranks of a node that have printed something, in order; without torchrun's agent."""
         return sorted(rank for name, rank in self._files if name == node and rank >= 0)
