@@ -2,11 +2,13 @@
 
 A failure that comes back without any progress in between will come back again: the run ends with that as its answer
 instead of using up its restarts on it. Until then the waits grow, because what is wrong may need time (a disk that is
-being cleaned, a node that boots).
+being cleaned, a file server that boots). That is about failures of the program; who was killed from outside, or whose
+node was lost, is started again at once.
 """
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 
 from dtctl.launch.failure import Failure, describe
@@ -16,6 +18,7 @@ SAME_LIMIT = 3
 LONG_S = 300.0
 """An attempt that lasted longer has got somewhere, even if it tells no steps."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
+FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,8 @@ class Patience:
             step: the last step that is known to have been done, of the whole run; None when the job tells none.
             lasted_s: from its start to the failure.
         """
+        if failure.exit_code is None or failure.signal in FROM_OUTSIDE:
+            return Verdict()
         kind = (failure.node, failure.rank, f"{describe(failure)} {failure.summary}")
         progress = lasted_s > LONG_S if step is None else step > self._step
         self._step = max(self._step, step if step is not None else -1)

@@ -41,3 +41,17 @@ def test_a_step_that_was_done_before_is_no_progress() -> None:
     patience.judge(FAILURE, step=100, lasted_s=1)
     verdicts = [patience.judge(FAILURE, step=60, lasted_s=1) for _ in range(SAME_LIMIT)]
     assert verdicts[-1].hopeless is not None
+
+
+def test_who_was_killed_from_outside_is_started_again_at_once() -> None:
+    patience = Patience()
+    killed = replace(FAILURE, exit_code=137, signal=9)
+    lost = replace(FAILURE, exit_code=None, rank=None)
+    for failure in [killed] * 10 + [lost] * 10:
+        verdict = patience.judge(failure, step=5, lasted_s=1)
+        assert (verdict.wait_s, verdict.hopeless) == (0.0, None)
+    crashed = replace(FAILURE, exit_code=139, signal=11)
+    assert [patience.judge(crashed, step=5, lasted_s=1).hopeless for _ in range(3)][-1] is None, (
+        "the first was progress"
+    )
+    assert patience.judge(crashed, step=5, lasted_s=1).hopeless is not None
