@@ -29,11 +29,12 @@ unit: $(BIN)/.ready  ## The tests that need no network, in under a minute.
 integration: $(BIN)/.ready  ## The tests on virtual hosts.
 	$(BIN)/python -m pytest tests/integration -q --durations=15
 
-check: $(BIN)/.ready  ## Style, types, layers.
+check: $(BIN)/.ready  ## Style, types, layers, documentation.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(BIN)/.ready  ## Launch latency and push beside other launchers; takes some minutes on an idle machine.
 	$(BIN)/python benchmarks/launch.py

@@ -55,12 +55,13 @@ client = ParallelSSHClient(hosts, user=user, pkey=identity, pool_size=64)
 client.join(client.run_command("true"))
 """
 TORCHRUNX = """\
-import sys
+import socket, sys
 import torchrunx
 def nothing():
     return 0
 if __name__ == "__main__":
-    config, *hosts = sys.argv[1:]
+    config, ours, *hosts = sys.argv[1:]
+    socket.getfqdn = lambda name="": ours  # agents call back by it, and the hosts do not know this machine's name
     torchrunx.Launcher(hostnames=hosts, workers_per_host=1, backend=None, ssh_config_file=config).run(nothing)
 """
 
@@ -172,7 +173,7 @@ class Bench:
         if name == "torchrunx":
             script = self.folder / "torchrunx_true.py"
             script.write_text(TORCHRUNX)
-            return [peer, str(script), str(self.config), *hosts]
+            return [peer, str(script), str(self.config), self.sandbox.bridge_address.split("/")[0], *hosts]
         hostfile = self.folder / f"hostfile-{nodes}"
         hostfile.write_text("".join(f"{host} slots=1\n" for host in hosts))
         return [
@@ -187,8 +188,12 @@ class Bench:
             series.failed = "not installed"
             return
         env = self.env
-        if name == "deepspeed":
-            env = {**env, "DS_ACCELERATOR": "cpu", "PATH": f"{PEERS / 'bin'}:{env['PATH']}"}
+        if name == "deepspeed":  # it asks every host for its name first, with an ssh that takes no options from us
+            shim = self.folder / "bin" / "ssh"
+            shim.parent.mkdir(exist_ok=True)
+            shim.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {self.config} "$@"\n')
+            shim.chmod(0o755)
+            env = {**env, "DS_ACCELERATOR": "cpu", "PATH": f"{shim.parent}:{PEERS / 'bin'}:{env['PATH']}"}
         wall, cpu, failed = measure(argv, env, self.folder, limit_s)
         if failed:
             series.failed = failed
@@ -250,8 +255,9 @@ def push(bench: Bench, nodes: int, repetitions: int) -> dict[str, Series]:
             for folder in ("rsynced", ".dtctl/node/code"):
                 shutil.rmtree(bench.sandbox.state / "hosts" / host.name / "home" / folder, ignore_errors=True)
         shutil.rmtree(tree / ".dtctl", ignore_errors=True)
-        wait_for_quiet()
         for state in ("fresh", "unchanged"):
+            os.sync()  # what the last one has left for the kernel to write is not this one's work
+            wait_for_quiet()
             for name, command in ((f"dtctl {state}", dtctl), (f"rsync {state}", ["bash", str(script)])):
                 wall, cpu, failed = measure(command, bench.env, bench.folder, 300)
                 if failed:

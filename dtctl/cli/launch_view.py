@@ -79,6 +79,9 @@ class LaunchView:
         elif event == "stopping":
             self.end_table()
             output.err(f"stopping all nodes: {facts['reason']}", "yellow")
+        elif event == "note":
+            self.end_table()
+            output.err(f"{facts['node']}: {facts['text']}", "dim")
         elif event == "restart":
             output.err(f"restart {facts['attempt']} of {facts['of']}: the first failure {facts['reason']}", "yellow")
 

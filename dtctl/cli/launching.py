@@ -167,7 +167,7 @@ def real_launch(options: Options) -> int:
 
     emit("plan", run=run, kind=job.first_plan.kind, world_size=job.first_plan.world_size, nodes=[*cluster.targets])
     view.begin(job.first_plan)
-    with caught_signals() as signals:
+    with record.held(), caught_signals() as signals:
         try:
             ledger = Ledger(time.monotonic, begun=process_start())
             result = launch(job, record, emit=emit, signals=signals, ledger=ledger)

@@ -32,6 +32,10 @@ def logs(
     if node is not None and node not in state_of(record).nodes:
         known = ", ".join(state_of(record).nodes)
         raise LaunchError(f"run {record.run} has no node {node}", where="--node", hint=f"its nodes are {known}")
+    if follow:
+        from dtctl.cli.take_up import take_up_if_alone
+
+        take_up_if_alone(record)
     reader = _Reader(record, node, rank)
     reader.print_new()
     while follow:

@@ -36,4 +36,5 @@ def status(
         if failure["log"]:
             output.out(f"log: {failure['log']}")
     if state.status == "abandoned":
-        output.out("its launcher has ended without a word; `dtctl stop` ends what is left of it")
+        more = "`dtctl watch` gives it a new one, " if record.info().detached else ""
+        output.out(f"its launcher has ended without a word; {more}`dtctl stop` ends what is left of it")

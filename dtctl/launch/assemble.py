@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtctl import names
-from dtctl.errors import PlanError
+from dtctl.errors import LaunchError, PlanError, SpecError
 from dtctl.launch import push as pushing
 from dtctl.launch.link import Link
 from dtctl.launch.record import RunRecord
@@ -92,17 +92,55 @@ def _targets(spec: Spec, nodes: Sequence[NodeSpec]) -> dict[str, Target]:
     }
 
 
-def cluster_of_run(record: RunRecord) -> Cluster:
-    """The nodes of a run that was launched before, and the way to them, as its spec says today.
+def spec_of_run(record: RunRecord) -> Spec:
+    """The spec that a run was launched with.
 
     Raises:
-        SpecError: the spec has been moved or broken since.
+        SpecError: its copy in the run's folder is gone or broken.
     """
     from dtctl.spec.load import parse_spec
 
-    text = (record.folder / names.RUN_SPEC_FILE).read_text(encoding="utf-8")
-    spec = parse_spec(text, source=str(record.folder / names.RUN_SPEC_FILE), base_dir=record.base_dir)
-    return cluster_of(spec, start=False)
+    path = record.folder / names.RUN_SPEC_FILE
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as exc:
+        raise SpecError(f"the run's copy of its spec cannot be read: {exc.strerror}", where=str(path)) from exc
+    return parse_spec(text, source=str(path), base_dir=record.base_dir)
+
+
+def cluster_of_run(record: RunRecord) -> Cluster:
+    """The nodes of a run that was launched before, and the way to them.
+
+    Raises:
+        SpecError: the copy of its spec is gone or broken.
+    """
+    return cluster_of(spec_of_run(record), start=False)
+
+
+def job_of_run(record: RunRecord) -> Job:
+    """The job of a run that was launched before; nothing is pushed for it again.
+
+    Raises:
+        SpecError: the copy of its spec is gone or broken.
+        PlanError: a secret that it needs is not set here.
+    """
+    spec = spec_of_run(record)
+    cluster = cluster_of(spec, start=False)
+    return job_of(spec, cluster, run=record.run, keep=True, code=None, token=record.info().token)
+
+
+def attempt_of_run(record: RunRecord, job: Job) -> Plan:
+    """The plan of the newest attempt of a run, made again.
+
+    Raises:
+        LaunchError: none was ever started.
+    """
+    facts = record.plan()
+    if not facts:
+        raise LaunchError(f"run {record.run} was never started", where=str(record.folder))
+    meeting = facts["rendezvous"]
+    slots = {node["name"]: int(node["slots"]) for node in facts["nodes"]}
+    return job.make_plan(int(facts["attempt"]), meeting["address"], int(meeting["port"]), slots)
 
 
 def first_plan(spec: Spec, cluster: Cluster, *, run: str) -> Plan:
@@ -111,7 +149,17 @@ def first_plan(spec: Spec, cluster: Cluster, *, run: str) -> Plan:
     Raises:
         PlanError: no job can be made of the spec.
     """
-    return build(spec, cluster.nodes, run=run, facts=Facts(environ=os.environ))
+    return build(spec, cluster.nodes, run=run, facts=Facts(environ=os.environ, source=_source(spec)))
+
+
+def _source(spec: Spec) -> str:
+    """Text of the job's script, if it is here."""
+    if spec.job.script is None or spec.job.kind != "direct":
+        return ""
+    try:
+        return (spec.base_dir / spec.job.files.root / spec.job.script).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def read_secrets(spec: Spec) -> dict[str, str]:
@@ -183,8 +231,10 @@ def check_program_files(spec: Spec, tree: Tree) -> None:
     raise PlanError(f"there is no {script}", where=str(path), hint="`job.script` is relative to the folder of the spec")
 
 
-def job_of(spec: Spec, cluster: Cluster, *, run: str, keep: bool, code: CodePush | None) -> Job:
-    """Everything that a launch needs, decided.
+def job_of(
+    spec: Spec, cluster: Cluster, *, run: str, keep: bool, code: CodePush | None, token: str | None = None
+) -> Job:
+    """Everything that a launch needs, decided; `token` is that of a run that is under way already.
 
     Raises:
         DtctlError: of the class that says what is wrong; nothing was started.
@@ -192,9 +242,10 @@ def job_of(spec: Spec, cluster: Cluster, *, run: str, keep: bool, code: CodePush
     plan = first_plan(spec, cluster, run=run)
     values = read_secrets(spec)
     fixed = spec.network.rendezvous_port
+    source = _source(spec)
 
     def make_plan(attempt: int, address: str, port: int, gpus: Mapping[str, int]) -> Plan:
-        facts = Facts(environ=os.environ, address=address, port=port, gpus=gpus)
+        facts = Facts(environ=os.environ, address=address, port=port, gpus=gpus, source=source)
         return build(spec, cluster.nodes, run=run, attempt=attempt, facts=facts)
 
     def make_script(plan: Plan, node: NodePlan) -> str:
@@ -204,7 +255,7 @@ def job_of(spec: Spec, cluster: Cluster, *, run: str, keep: bool, code: CodePush
 
     return Job(
         run=run,
-        token=secrets.token_hex(16),
+        token=token or secrets.token_hex(16),
         first_plan=plan,
         make_plan=make_plan,
         make_script=make_script,

@@ -23,6 +23,26 @@ OUTPUT_FILE = "launcher.log"
 POLL_S = 0.05
 
 
+def take_up_in_background(record: RunRecord) -> str:
+    """Give a run whose launcher is gone a new one, and wait until that has taken over; why it could not, or nothing."""
+    with os.fdopen(os.open(record.folder / OUTPUT_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "rb") as log:
+        log.seek(0, os.SEEK_END)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dtctl", "take-up", str(record.folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        while process.poll() is None:
+            if record.info().pid == process.pid:
+                return ""
+            time.sleep(POLL_S)
+        # It may have been over at once, or somebody else was quicker: then that is what is to be seen in the record.
+        taken = record.info().pid == process.pid or record.has_launcher()
+        return "" if taken else log.read().decode(errors="replace").strip()
+
+
 def launch_in_background(base_dir: Path, run: str, *, on_event: Callable[[dict[str, Any]], None]) -> tuple[int, str]:
     """Start the launcher and wait until the job runs on all nodes, or cannot; its exit code and what it has said.
 

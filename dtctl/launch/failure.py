@@ -12,6 +12,8 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from dtctl.names import REQUEUE_EXIT
+
 AGENT = -1
 
 _ROOT_CAUSE = re.compile(
@@ -64,6 +66,8 @@ def describe(failure: Failure) -> str:
         except ValueError:
             name = "unknown"
         return f"was ended by signal {failure.signal} ({name})"
+    if failure.exit_code == REQUEUE_EXIT:
+        return f"ended with exit code {REQUEUE_EXIT}: it was told to stop, has made a snapshot and asks to go on"
     return f"ended with exit code {failure.exit_code}"
 
 

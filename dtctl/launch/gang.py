@@ -19,6 +19,7 @@ from dtctl.launch.session import Said, Session, error_of
 from dtctl.plan.model import Plan
 from dtctl.transport.fanout import raise_failures
 
+PUSH_FACTS = ("sent", "files", "bytes", "state", "path")
 PING_S = 1.0
 QUIT_LIMIT_S = 2.0
 CALL_AGAIN_S = 0.5
@@ -41,6 +42,8 @@ class Outcome:
     """Node -> processes left there; None when the node could not be asked."""
     lost: list[str] = field(default_factory=list)
     """Nodes whose link was lost."""
+    gone: list[str] = field(default_factory=list)
+    """Nodes where the run had ended before this launcher came; no supervisor waits there for another attempt."""
 
 
 class Gang:
@@ -72,8 +75,8 @@ class Gang:
         failures: dict[str, DtctlError] = {}
         while waiting and not self.signals:
             said = self._next(0.2)
-            if said is None:
-                continue
+            if said is None or said.session is not self.sessions[said.session.name]:
+                continue  # nothing, or the last word of a link that has been replaced
             name = said.session.name
             if said.what == "hello":
                 hellos[name] = said.data
@@ -84,7 +87,7 @@ class Gang:
                 continue
             elif said.what == "ready":
                 waiting.discard(name)
-            facts = {key: value for key, value in said.data.items() if key in ("sent", "files", "bytes", "state")}
+            facts = {key: value for key, value in said.data.items() if key in PUSH_FACTS}
             self.emit("node", node=name, state=said.what, **({"push": facts} if facts else {}))
         if failures:
             raise_failures({name: failures[name] for name in self.sessions if name in failures})
@@ -114,15 +117,15 @@ class Gang:
             if not self.sessions[name].send({"op": "start", **message}):
                 raise ConnectError("the link was lost before the start", node=name)
 
-    def watch(self, plan: Plan, *, link_timeout_s: float, on_started: Callable[[], None]) -> Outcome:
+    def watch(self, plan: Plan, *, link_timeout_s: float, on_started: Callable[[], None] | None) -> Outcome:
         """Watch an attempt to its end on every node.
 
         Args:
             plan: the attempt.
             link_timeout_s: a node not heard of for this long is lost.
-            on_started: called once, when every node has started its processes.
+            on_started: called once, when every node has started its processes; None when they were started before.
         """
-        attempt = _Attempt(self, plan, link_timeout_s)
+        attempt = _Attempt(self, plan, link_timeout_s, under_way=on_started is None)
         while attempt.open:
             if self.signals:
                 attempt.interrupt(self.signals[-1], hard=len(self.signals) > 1)
@@ -170,13 +173,13 @@ class _Away:
 class _Attempt:
     """Bookkeeping of one attempt: who has started, who has ended, who is still to be waited for."""
 
-    def __init__(self, gang: Gang, plan: Plan, link_timeout_s: float) -> None:
+    def __init__(self, gang: Gang, plan: Plan, link_timeout_s: float, *, under_way: bool = False) -> None:
         self.gang = gang
         self.plan = plan
         self.link_timeout_s = link_timeout_s
         self.outcome = Outcome()
         self.open = {node.name for node in plan.nodes}
-        self.starting = set(self.open)
+        self.starting = set() if under_way else set(self.open)
         self.quiet = set(self.open)
         """Nodes none of whose workers has printed anything: still at the rendezvous, for all we see."""
         self.all_started = False
@@ -205,9 +208,13 @@ class _Attempt:
                 self._exit(name, fact)
             self.open.discard(name)
             self.outcome.left[name] = said.data["left"]
+            if said.data.get("gone"):
+                self.outcome.gone.append(name)
             self.gang.emit("node", node=name, state="stopped", left=said.data["left"])
+        elif said.what == "cold":
+            self.gang.emit("note", node=name, text=f"workers are started afresh: {said.data['why']}")
         elif said.what == "metrics-begin":
-            self.gang.logs.begin_metrics()
+            self.gang.logs.begin_metrics(name)
         elif said.what == "error":
             self._fail(name, str(error_of(said.data, name)), exit_code=None)
             self._drop(name, left=0)

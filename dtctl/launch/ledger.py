@@ -14,11 +14,11 @@ PHASES = ("connect", "push", "start", "run", "stop", "restart")
 class Ledger:
     """A stop watch with one running phase."""
 
-    def __init__(self, clock: Callable[[], float], *, begun: float | None = None) -> None:
-        """Begin with the phase `connect`, at `begun` on `clock` (default: now)."""
+    def __init__(self, clock: Callable[[], float], *, begun: float | None = None, phase: str = "connect") -> None:
+        """Begin with a phase, at `begun` on `clock` (default: now)."""
         self._clock = clock
         self.begun = clock() if begun is None else begun
-        self.phase = "connect"
+        self.phase = phase
         self._since = self.begun
         self.spent: dict[str, float] = dict.fromkeys(PHASES, 0.0)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
 from typing import BinaryIO
 
 from dtctl import names
-from dtctl.launch.record import RunRecord
+from dtctl.launch.record import RunRecord, write_private
 
 METRICS = -2
 """Pseudo rank under which nodes send what rank 0 writes to metrics.jsonl."""
+BEGUN_FILE = "logs/attempt.json"
+"""Rows of node, rank and the size in bytes that the rank's log had when the newest attempt began."""
 
 
 class Logs:
@@ -47,18 +50,28 @@ class Logs:
         self._partial.clear()
         return found
 
-    def begin_metrics(self) -> None:
+    def begin_metrics(self, node: str) -> None:
         """Rank 0 starts its metrics from the top, because a snapshot took it back; so does the copy here."""
-        for (node, rank), file in self._files.items():
-            if rank == METRICS:
-                file.seek(0)
-                file.truncate()
-                self.offsets.setdefault(node, {})[METRICS] = 0
+        self._file((node, METRICS)).truncate(0)
+        self.offsets.setdefault(node, {})[METRICS] = 0
 
     def begin_attempt(self) -> None:
         """A new attempt writes new files on the nodes; here it is appended to the ones of the last."""
         self.offsets.clear()
         self._begun = {key: self._path(*key).stat().st_size for key in self._files}
+        rows = [(node, rank, size) for (node, rank), size in self._begun.items()]
+        (self._record.folder / names.LOGS_DIR).mkdir(mode=0o700, exist_ok=True)
+        write_private(self._record.folder / BEGUN_FILE, json.dumps(rows) + "\n")
+
+    def rejoin(self) -> None:
+        """Go on where another launcher has stopped in mid-attempt: what is on disk here need not be sent again."""
+        rows = json.loads((self._record.folder / BEGUN_FILE).read_text(encoding="utf-8"))
+        self._begun = {(node, rank): size for node, rank, size in rows}
+        for path in sorted((self._record.folder / names.LOGS_DIR).glob("*/*.log")):
+            node, rank = path.parent.name, rank_of(path)
+            have = path.stat().st_size - self._begun.get((node, rank), 0)
+            self.offsets.setdefault(node, {})[rank] = have
+            self._file((node, rank))  # known from now on, also to the next attempt
 
     def tail(self, node: str, rank: int, limit_bytes: int = 32_768) -> str:
         """The end of a rank's output in this attempt."""
@@ -91,3 +104,8 @@ class Logs:
             path.chmod(0o600)
             self._files[key] = file
         return self._files[key]
+
+
+def rank_of(path: Path) -> int:
+    """The rank whose output a log file holds; -1 for torchrun's agent."""
+    return -1 if path.name == "agent.log" else int(path.stem.removeprefix("rank-"))

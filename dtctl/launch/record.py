@@ -15,12 +15,14 @@ Folders are 0700, files 0600: environments and logs are nobody else's business.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 import secrets
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from dtctl.plan.model import Plan
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 RUN_FILE = "run.json"
+LOCK_FILE = "launcher.lock"
 
 
 def new_run_id(job: str, *, now: float, salt: str | None = None) -> str:
@@ -196,6 +199,35 @@ class RunRecord:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
                 self._events = os.open(self.folder / names.EVENTS_FILE, flags, 0o600)
             os.write(self._events, (json.dumps(event, separators=(",", ":")) + "\n").encode())
+
+    def code_folders(self) -> dict[str, str]:
+        """Node -> folder of the pushed code there; without the nodes that were sent none."""
+        pushes = ((event.get("node"), event.get("push", {}).get("path")) for event in self.events())
+        return {str(node): path for node, path in pushes if path}
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Be the run's launcher while the body runs; there is at most one.
+
+        Raises:
+            LaunchError: there is another one.
+        """
+        fd = os.open(self.folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        except BlockingIOError:
+            raise LaunchError(f"run {self.run} has a launcher", where=str(self.folder)) from None
+        finally:
+            os.close(fd)
+
+    def has_launcher(self) -> bool:
+        """Whether a living process is the run's launcher."""
+        try:
+            with self.held():
+                return False
+        except LaunchError:
+            return True
 
     def events(self) -> Iterator[dict[str, Any]]:
         """All events so far; a half-written last line is left out."""

@@ -74,7 +74,9 @@ class Result:
     nodes: int
 
 
-def launch(job: Job, record: RunRecord, *, emit: Emit, signals: list[int], ledger: Ledger) -> Result:
+def launch(
+    job: Job, record: RunRecord, *, emit: Emit, signals: list[int], ledger: Ledger, under_way: Plan | None = None
+) -> Result:
     """Run a job to its end.
 
     Args:
@@ -83,13 +85,14 @@ def launch(job: Job, record: RunRecord, *, emit: Emit, signals: list[int], ledge
         emit: told everything that happens, `emit(event, **facts)`.
         signals: signals that this process receives are appended here by its handlers.
         ledger: started when the process was.
+        under_way: an attempt that nodes go on with although its launcher is gone, to be taken up; None to begin anew.
 
     Raises:
         DtctlError: a node could not be made ready; nothing was started anywhere.
     """
     launcher = _Launcher(job, record, emit=emit, signals=signals, ledger=ledger)
     try:
-        return launcher.run()
+        return launcher.run(under_way)
     finally:
         launcher.gang.quit()
         launcher.close()
@@ -112,13 +115,13 @@ class _Launcher:
         self.launch_s: float | None = None
         self._attempt_number = 0
 
-    def run(self) -> Result:
+    def run(self, under_way: Plan | None) -> Result:
         """Prepare, then attempt until it is over."""
-        plan = self._prepare()
-        attempt, outcome, failure = 0, Outcome(), None
+        plan = under_way or self._prepare()
+        attempt, outcome, failure = plan.attempt, Outcome(), None
         while not self.gang.signals:
             self.record.write_plan(plan)
-            outcome = self._attempt(plan)
+            outcome = self._take_up(plan) if plan is under_way else self._attempt(plan)
             cause = self._first_failure(outcome)
             failure = failure or cause
             if cause is None or outcome.stopped_by is not None or attempt >= plan.max_restarts:
@@ -140,14 +143,16 @@ class _Launcher:
 
     # -- before the first attempt -----------------------------------------------------------------------------------
 
-    def _session(self, node: NodePlan, *, fresh: bool = True, attach: dict[str, Any] | None = None) -> Session:
+    def _session(
+        self, node: NodePlan, *, fresh: bool = True, attach: dict[str, Any] | None = None, code: str = ""
+    ) -> Session:
         job = self.job
         head = node.node_rank == 0
         prepare = {
             "op": "prepare",
             "run": job.run,
             "fresh": fresh,
-            "cwd": "",
+            "cwd": code,
             "files": list(node.files),
             "programs": list(node.programs),
         }
@@ -159,7 +164,9 @@ class _Launcher:
             prepare=prepare,
             attach=attach,
         )
-        return Session(job.targets[node.name], job.transport, errand, self.inbox)
+        session = Session(job.targets[node.name], job.transport, errand, self.inbox)
+        session.code = code
+        return session
 
     def _prepare(self) -> Plan:
         for session in self.gang.sessions.values():
@@ -211,6 +218,17 @@ class _Launcher:
             )
         return self.gang.watch(plan, link_timeout_s=self.job.link_timeout_s, on_started=self._on_started)
 
+    def _take_up(self, plan: Plan) -> Outcome:
+        """Watch an attempt that another launcher has started; a node that cannot be reached is called again."""
+        self._attempt_number = plan.attempt
+        self.ledger.enter("run")
+        self.logs.rejoin()
+        code = self.record.code_folders()
+        for name, session in self.gang.sessions.items():
+            session.code = code.get(name, "")
+            self._reattach(name)
+        return self.gang.watch(plan, link_timeout_s=self.job.link_timeout_s, on_started=None)
+
     def _on_started(self) -> None:
         if self.launch_s is None:
             self.launch_s = self.ledger.total_s()
@@ -233,6 +251,7 @@ class _Launcher:
             "attempt": plan.attempt,
             "script": self.job.make_script(plan, node),
             "workers": workers,
+            "preload": list(node.preload),
             "split_ranks": plan.kind == "torchrun",
             "env": dict(self.job.secrets),
             "cwd": code,
@@ -263,20 +282,23 @@ class _Launcher:
         old = self.gang.sessions[name]
         old.close()
         offsets = {str(rank): seen for rank, seen in self.logs.offsets.get(name, {}).items() if rank >= AGENT}
-        session = self._session(node, fresh=False, attach={"op": "attach", "run": self.job.run, "offsets": offsets})
-        session.code = old.code
+        attach = {"op": "attach", "run": self.job.run, "offsets": offsets}
+        session = self._session(node, fresh=False, attach=attach, code=old.code)
         self.gang.sessions[name] = session
         session.start()
 
     def _again(self, plan: Plan, attempt: int, outcome: Outcome) -> Plan:
         """The plan of the next attempt, with a rendezvous that no straggler of the last one knows."""
-        for name in outcome.lost:
-            node = next(node for node in plan.nodes if node.name == name)
-            self.gang.sessions[name].close()
-            self.gang.sessions[name] = self._session(node, fresh=False)
-            self.gang.sessions[name].start()
-        if outcome.lost:
-            self.gang.gather(set(outcome.lost))
+        silent = {*outcome.lost, *outcome.gone}
+        for node in plan.nodes:
+            if node.name not in silent:
+                continue
+            old = self.gang.sessions[node.name]
+            old.close()
+            self.gang.sessions[node.name] = self._session(node, fresh=False, code=old.code)
+            self.gang.sessions[node.name].start()
+        if silent:
+            self.gang.gather(silent)
         candidates = rendezvous.port_candidates(plan.run, attempt, self.job.fixed_port)
         port = self.gang.probe(plan.head.name, candidates)
         if port == 0:

@@ -84,7 +84,7 @@ def state_of(record: RunRecord) -> RunState:
             status = "starting"
         elif kind == "done":
             status, done = str(event["status"]), event
-    if done is None and not alive(info):
+    if done is None and not alive(info) and not record.has_launcher():
         status = "abandoned"
     end = last if done is not None or status == "abandoned" else time.time()
     return RunState(

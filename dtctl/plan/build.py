@@ -10,6 +10,7 @@ from dtctl.errors import PlanError
 from dtctl.plan import environment as env
 from dtctl.plan.commands import Program, node_argv
 from dtctl.plan.model import EnvVar, Kind, NodePlan, Plan, Rendezvous
+from dtctl.plan.preload import modules_of
 from dtctl.plan.rendezvous import numeric, port_candidates, rendezvous
 from dtctl.plan.topology import Placement, place, require_equal_slots, world_size
 from dtctl.spec.model import Spec
@@ -28,6 +29,8 @@ class Facts:
     """Port found free on the head node; None: the one that is tried first."""
     gpus: Mapping[str, int] = field(default_factory=dict)
     """Node -> GPUs found on it, for `slots: auto`; a node that is not here counts as one without GPUs."""
+    source: str = ""
+    """Text of the job's script, for the modules that it imports; empty when there is none."""
 
 
 def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, facts: Facts | None = None) -> Plan:
@@ -136,10 +139,20 @@ def _node(node: NodeSpec, placement: Placement, shared: _Shared, facts: Facts, *
         env=tuple(variable for variable in variables if variable.name not in spec.job.secrets),
         python=node.python,
         setup=tuple(spec.job.setup),
+        preload=_preload(spec, kind, placement, facts),
         files=(script,) if script else (),
         # With setup lines the PATH is not known before they have run.
         programs=() if spec.job.setup else (argv[0],),
     )
+
+
+def _preload(spec: Spec, kind: Kind, placement: Placement, facts: Facts) -> tuple[str, ...]:
+    """Modules to import once for all workers of a node; none where that gains nothing or the set-up knows ranks."""
+    job = spec.job
+    shared = kind == "direct" and not job.command and (placement.slots > 1 or job.max_restarts > 0)
+    if not shared or any("RANK" in line for line in job.setup):
+        return ()
+    return modules_of(facts.source) if job.preload is None else tuple(job.preload)
 
 
 def _kind(spec: Spec) -> Kind:

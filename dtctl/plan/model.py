@@ -75,6 +75,8 @@ class NodePlan:
     setup: tuple[str, ...] = ()
     """Shell lines that the node script runs before the command (`module load`, `source activate`)."""
 
+    preload: tuple[str, ...] = ()
+    """Modules imported once per node, in a process that the workers are forked from; none: workers start afresh."""
     files: tuple[str, ...] = ()
     """Files, relative to the pushed code, that must be there before any node starts."""
     programs: tuple[str, ...] = ()

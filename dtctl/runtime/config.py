@@ -16,8 +16,9 @@ from typing import Any, Final, Literal
 from dtctl import names
 from dtctl.errors import PlanError, SpecError
 from dtctl.runtime import settings
+from dtctl.runtime.options import DdpConfig, FsdpConfig, PipelineConfig, TpConfig
 
-StrategyName = Literal["auto", "single", "ddp", "zero1", "fsdp", "hsdp", "pipeline"]
+StrategyName = Literal["auto", "single", "ddp", "zero1", "fsdp", "hsdp", "tp", "pipeline"]
 
 DEFAULT_MICRO_BATCH: Final = 8
 DEFAULT_SNAPSHOT_S: Final = 300.0
@@ -44,8 +45,18 @@ class TrainConfig:
     """How to train; read by the runtime, not by the model."""
 
     strategy: StrategyName | Mapping[str, int] = "auto"
-    """How the model is spread over the workers; a mapping gives degrees by name. auto: ddp with several workers, else
-    single."""
+    """How the model is spread over the workers, by name, or by degrees of dp, fsdp, tp and pp: missing is 1, one may be
+    -1 for what is left (see mesh.py). auto: ddp with several workers, else single."""
+    blocks: str | None = None
+    """Name of the list of the model's repeated blocks, such as `transformer.layers`. None: the largest ModuleList."""
+    ddp: DdpConfig = field(default_factory=DdpConfig)
+    """Settings of ddp and zero1."""
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    """Settings of sharding."""
+    tp: TpConfig = field(default_factory=TpConfig)
+    """Settings of tensor parallelism."""
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    """Settings of pipelines."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format of the computation; parameters and optimizer state stay fp32."""
     micro_batch: int | None = field(default=None, metadata={"at_least": 1})
@@ -141,6 +152,7 @@ class Batch:
     accumulate: int
     """Forward passes per optimizer step."""
     world_size: int
+    """Workers that take different samples; all, unless some share a model."""
 
     @property
     def total(self) -> int:
@@ -148,13 +160,20 @@ class Batch:
         return self.micro * self.world_size * self.accumulate
 
 
-def batch(config: TrainConfig, world_size: int) -> Batch:
+def batch(config: TrainConfig, world_size: int, *, stages: int = 1) -> Batch:
     """Sizes such that global_batch = micro_batch * workers * accumulate.
+
+    Args:
+        config: of the training.
+        world_size: workers that take different samples.
+        stages: workers of a pipeline, which needs several micro batches.
 
     Raises:
         PlanError: the sizes that are set cannot be had with this number of workers.
     """
     micro, total, accumulate = config.micro_batch, config.global_batch, config.accumulate
+    if stages > 1:
+        accumulate = _in_pipeline(config, stages)
     if total is None:
         return Batch(micro=micro or DEFAULT_MICRO_BATCH, accumulate=accumulate or 1, world_size=world_size)
     if micro is None:
@@ -173,6 +192,24 @@ def batch(config: TrainConfig, world_size: int) -> Batch:
             hint="leave one of the three out and it is derived",
         )
     return found
+
+
+def _in_pipeline(config: TrainConfig, stages: int) -> int | None:
+    """Micro batches of a step in a pipeline; None if the two other sizes say it.
+
+    Raises:
+        PlanError: the two words for it contradict each other.
+    """
+    named, accumulate = config.pipeline.micro_batches, config.accumulate
+    if named and accumulate and named != accumulate:
+        raise PlanError(
+            f"pipeline.micro_batches is {named} and accumulate is {accumulate}, and they are the same thing",
+            where="train.pipeline.micro_batches",
+            hint="keep one of the two",
+        )
+    if named or accumulate or (config.micro_batch and config.global_batch):
+        return named or accumulate
+    return 2 * stages
 
 
 def _divisible(total: int, parts: int, made_of: str) -> None:

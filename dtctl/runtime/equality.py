@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dtctl.errors import PlanError
+from dtctl.runtime.config import TrainConfig
 from dtctl.runtime.worker import Worker
 
 
@@ -41,11 +42,14 @@ def require_equal(facts: Mapping[str, int], worker: Worker) -> None:
             )
 
 
-def fingerprint(model: nn.Module, *, samples: int, steps: int) -> dict[str, int]:
+def fingerprint(model: nn.Module, config: TrainConfig, *, samples: int, steps: int) -> dict[str, int]:
     """What two workers of one training have in common."""
+    exchanges = (config.strategy, config.ddp, config.fsdp, config.tp, config.pipeline, config.blocks, config.precision)
+    sizes = (config.micro_batch, config.global_batch, config.accumulate, config.clip_norm, config.seed)
     shapes = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in model.named_parameters()]
     return {
         "the length of the data": samples,
         "the number of steps": steps,
+        "the settings (checksum)": zlib.crc32(repr((exchanges, sizes)).encode()),
         "the model's parameters (checksum)": zlib.crc32(repr(shapes).encode()),
     }

@@ -12,6 +12,7 @@ from torch import nn
 
 from dtctl.errors import PlanError
 from dtctl.runtime import data
+from dtctl.runtime.mesh import Place
 from dtctl.runtime.worker import Worker
 
 Score = Callable[[nn.Module, Any], Mapping[str, torch.Tensor]]
@@ -26,6 +27,8 @@ def evaluate(
     *,
     batch: int,
     autocast: AbstractContextManager[Any] | None = None,
+    place: Place | None = None,
+    together: bool = False,
 ) -> dict[str, float]:
     """The mean of each score over all samples, each taken exactly once whatever the number of workers.
 
@@ -34,6 +37,8 @@ def evaluate(
         samples: the validation set.
         score: values per sample.
         worker: this worker; it takes samples rank, rank + workers, ...
+        place: of this worker in a mesh, where several may share samples. None: every worker has its own.
+        together: whether the model exchanges data in each pass, so that all workers must make as many.
         batch: samples per forward pass.
         autocast: context of the forward pass.
 
@@ -46,18 +51,27 @@ def evaluate(
     if len(samples) == 0:
         raise PlanError("the validation set has no samples")
     read = data.reader(samples)
-    mine = np.arange(worker.rank, len(samples), worker.world_size, dtype=np.int64)
+    rank, workers, counts = (
+        (worker.rank, worker.world_size, True) if place is None else (place.data, place.degrees.data, place.counts)
+    )
+    mine = np.arange(rank, len(samples), workers, dtype=np.int64)
+    passes = len(range(0, -(-len(samples) // workers) if together else len(mine), batch))
     sums: dict[str, torch.Tensor] = {}
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        for start in range(0, max(1, len(mine)), batch):
-            # A worker without a share scores one sample and counts none of it, only to learn the names.
-            indices = mine[start : start + batch] if len(mine) else np.zeros(1, dtype=np.int64)
+        for index in range(max(1, passes)):
+            indices = mine[index * batch : (index + 1) * batch]
+            # A worker without a share scores one sample and counts none of it: to learn the names, or for its peers.
+            idle = len(indices) == 0
+            if idle:
+                indices = np.zeros(1, dtype=np.int64)
             with autocast or nullcontext():
                 scores = score(model, data.to_device(read(indices), worker.device))
             for name, values in scores.items():
-                total = values.double().sum() if len(mine) else torch.zeros((), dtype=torch.float64)
+                total = values.double().sum()
+                if idle or not counts:
+                    total = torch.zeros_like(total)
                 sums[name] = sums[name] + total if name in sums else total
     model.train(was_training)
     names = sorted(sums)

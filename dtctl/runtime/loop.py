@@ -17,6 +17,7 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -28,12 +29,15 @@ from dtctl.runtime.config import DEFAULT_SNAPSHOT_S, TrainConfig, batch, length
 from dtctl.runtime.console import say
 from dtctl.runtime.equality import fingerprint, require_equal
 from dtctl.runtime.evaluation import Score, evaluate
+from dtctl.runtime.mesh import Place, resolve
 from dtctl.runtime.metrics import Metrics
 from dtctl.runtime.order import Indices, Order, Schedule
 from dtctl.runtime.precision import autocast
 from dtctl.runtime.snapshot import state, write
+from dtctl.runtime.snapshot.whole import gathered, gathered_optimizer
 from dtctl.runtime.stop import Outcome, StopRequest
 from dtctl.runtime.strategies import choose
+from dtctl.runtime.strategies.pipeline import Pipeline
 from dtctl.runtime.worker import Worker
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -44,7 +48,9 @@ class Trainer:
     """A training from its newest snapshot, or its beginning, to its end.
 
     Attributes:
-        model: the user's model, on the worker's device, not wrapped.
+        model: the user's model, on the worker's device, not wrapped; a part of it, if the strategy divides it.
+        place: where this worker stands in the mesh.
+        parameters: those that are trained, as this worker has them.
         step: optimizer steps done.
         steps: length of the training.
         position: samples consumed, over all workers and attempts.
@@ -82,18 +88,23 @@ class Trainer:
             SpecError: the configuration asks for what this version does not have.
         """
         self.config, self.worker, self.loss = config, worker, loss
-        self.batch = batch(config, worker.world_size)
+        degrees = resolve(config.strategy, workers=worker.world_size, per_node=worker.local_world_size)
+        self.place = Place(degrees=degrees, rank=worker.rank)
+        self.batch = batch(config, degrees.data, stages=degrees.pp)
+        self.samples = len(samples)
         self.steps, end = length(config, samples=len(samples), batch=self.batch)
-        require_equal(fingerprint(model, samples=len(samples), steps=self.steps), worker)
+        require_equal(fingerprint(model, config, samples=len(samples), steps=self.steps), worker)
         self.model = model.to(worker.device)
-        self.strategy = choose(config, worker, self.model)
+        self.numbers = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        self.read = data.reader(samples)
+        self.strategy = choose(config, worker, degrees, self.batch, self.model, self._probe)
         self.optimizer = optimizer(self.model) if optimizer else optim.optimizer(config, self.model)
         self.parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        self.strategy.prepare(self.optimizer)
         self.rate = optim.schedule(config, self.steps)
         self.scales = [group["lr"] / config.lr for group in self.optimizer.param_groups]
         self.autocast = autocast(config.precision, worker.device)
-        self.read = data.reader(samples)
-        self.schedule = Schedule(Order(len(samples), config.seed), self.batch, rank=worker.rank, end=end)
+        self.schedule = Schedule(Order(len(samples), config.seed), self.batch, rank=self.place.data, end=end)
         self.tokens_per_sample: int | None = getattr(samples, "tokens_per_sample", None)
         self.validation, self.score, self.tensorboard = validation, score, tensorboard
         if config.snapshot.replicas:
@@ -103,6 +114,7 @@ class Trainer:
         if self.every_s is None and config.snapshot.every_steps is None:
             self.every_s = DEFAULT_SNAPSHOT_S
         self.circumstances = resume.circumstances(config, worker, self.batch, samples=len(samples), steps=self.steps)
+        self.circumstances["mesh"] = str(degrees)
         self.step = self.position = 0
         self.saved_s = time.monotonic()
 
@@ -141,16 +153,28 @@ class Trainer:
 
     def _accumulate(self) -> torch.Tensor:
         """Gradients of one global batch, and this worker's share of its mean loss, not yet added up over workers."""
-        self.optimizer.zero_grad()
+        self._clear()
         batches = self.schedule(self.position)
         count = self.schedule.samples(self.position)
+        if isinstance(self.strategy, Pipeline):  # which orders the passes of a step in its own way
+            return self.strategy.run([self._weighted(indices, count) for indices in batches], self._loss)
         parts = []
         for index, indices in enumerate(batches):
             # Every sample weighs the same, in a short last batch too; gradients are averaged over the workers.
-            weight = len(indices) * self.worker.world_size / count
+            weight = len(indices) * self.place.degrees.data / count
             with nullcontext() if index + 1 == len(batches) else self.strategy.accumulating():
                 parts.append(self._backward(indices, weight))
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+
+    def _weighted(self, indices: Indices, count: int) -> tuple[Any, float]:
+        """A micro batch and the weight of its loss, in a step of `count` samples."""
+        chosen = indices if len(indices) else self.schedule.stand_in
+        weight = len(indices) * self.place.degrees.data / count
+        return data.to_device(self.read(chosen), self.worker.device), weight
+
+    def _loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        with self.autocast:
+            return self.loss(model, batch)
 
     def _backward(self, indices: Indices, weight: float) -> torch.Tensor:
         """Add the gradients of one micro batch to those that are there."""
@@ -164,6 +188,16 @@ class Trainer:
         torch.autograd.backward(loss)
         return loss.detach()
 
+    def _clear(self) -> None:
+        """Forget all gradients; the optimizer may have a share of the parameters only."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _probe(self, model: nn.Module) -> torch.Tensor:
+        """The loss of the first samples, the same on all workers."""
+        indices = np.arange(min(self.batch.micro, self.samples), dtype=np.int64)
+        return self.loss(model, data.to_device(self.read(indices), self.worker.device))
+
     def _set_rate(self) -> float:
         rate = self.rate(self.step)
         for group, scale in zip(self.optimizer.param_groups, self.scales, strict=True):
@@ -172,11 +206,7 @@ class Trainer:
 
     def _clip(self, wanted: bool) -> torch.Tensor | None:
         """Scale the gradient down if it is too long. Its length before that; None if neither clipping nor wanted."""
-        if self.config.clip_norm is not None:
-            return nn.utils.clip_grad_norm_(self.parameters, self.config.clip_norm)
-        if wanted:
-            return nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
-        return None
+        return self.strategy.clip(self.config.clip_norm) if wanted or self.config.clip_norm is not None else None
 
     def _log(
         self, metrics: Metrics | None, loss: torch.Tensor, lr: float, norm: torch.Tensor | None, *, evaluated: bool
@@ -201,7 +231,14 @@ class Trainer:
             raise PlanError("an evaluation needs both `validation` and `score`", where="Trainer")
         began_s = time.perf_counter()
         found = evaluate(
-            self.model, self.validation, self.score, self.worker, batch=self.batch.micro, autocast=self.autocast
+            self.strategy.inference,
+            self.validation,
+            self.score,
+            self.worker,
+            batch=self.batch.micro,
+            autocast=self.autocast,
+            place=self.place,
+            together=self.strategy.together,
         )
         if metrics is not None:
             metrics.pause(time.perf_counter() - began_s)
@@ -210,18 +247,25 @@ class Trainer:
     def save(self, metrics: Metrics | None = None) -> None:
         """Write a snapshot of this step; collective over all workers, of which rank 0 writes."""
         began_s = time.perf_counter()
-        everyone = randomness.gather(self.worker)
+        everyone, model, optimizer = randomness.gather(self.worker), self.weights(), self._optimizer_state()
         if self.worker.is_first:
-            parts = {
-                "model": dict(self.model.state_dict()),
-                "optimizer": state.optimizer_tree(self.model, self.optimizer),
-                "random": everyone,
-            }
+            parts = {"model": model, "optimizer": optimizer, "random": everyone}
             facts = {"position": self.position, "circumstances": self.circumstances}
             write.save(self.folder, self.step, parts, facts=facts, keep=self.config.snapshot.keep)
         if metrics is not None:
             metrics.pause(time.perf_counter() - began_s)
         self.saved_s = time.monotonic()
+
+    def weights(self) -> dict[str, Any]:
+        """The whole model's state on rank 0, whatever the strategy; empty elsewhere. Collective over all workers."""
+        own = dict(self.model.state_dict()) if self.strategy.spread or self.worker.is_first else {}
+        return (gathered(own, self.worker) or {}) if self.strategy.spread else own
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """The whole optimizer's state on rank 0, as `weights`."""
+        if not self.strategy.spread:
+            return state.optimizer_tree(self.model, self.optimizer) if self.worker.is_first else {}
+        return gathered_optimizer(state.optimizer_tree(self.model, self.optimizer), self.worker)
 
     def _is_time(self) -> bool:
         return self.every_s is not None and time.monotonic() - self.saved_s >= self.every_s
@@ -235,7 +279,7 @@ class Trainer:
         found = resume.find(self.folder, self.worker)
         lines = [f"snapshot passed over: {reason}" for reason in found.rejected]
         if found.path is None:
-            randomness.begin(self.config.seed, self.worker.rank)
+            randomness.begin(self.config.seed, self.place.stream)
             lines.append(self._introduction())
         else:
             lines += [self._introduction(), f"resumed at step {found.step} of {self.steps}: {self._restore(found)}"]
@@ -243,11 +287,10 @@ class Trainer:
             say("\n".join(lines))
 
     def _introduction(self) -> str:
-        count = sum(parameter.numel() for parameter in self.parameters)
         batch, worker = self.batch, self.worker
         return (
-            f"{self.strategy.name} on {worker.world_size} x {worker.device.type}, {count:,} parameters, "
-            f"{self.config.precision}, global batch {batch.total} = {batch.micro} x {worker.world_size} x "
+            f"{self.strategy.name} on {worker.world_size} x {worker.device.type}, {self.numbers:,} parameters, "
+            f"{self.config.precision}, global batch {batch.total} = {batch.micro} x {batch.world_size} x "
             f"{batch.accumulate}, {self.steps} steps"
         )
 
@@ -257,14 +300,15 @@ class Trainer:
         if self.strategy.has_warm_up and self.step < self.steps:
             # Before anything is restored, so that what it changes (gradients, buffers, random state) is put right.
             self._backward(self.schedule(self.position)[0], 1.0)
-            self.optimizer.zero_grad()
-        state.load_model(self.model, found.parts["model"])
-        state.load_optimizer(self.model, self.optimizer, found.parts["optimizer"])
+            self._clear()
+        state.load_model(self.model, found.parts["model"], elsewhere=self.strategy.elsewhere)
+        state.load_optimizer(self.model, self.optimizer, found.parts["optimizer"], whole=not self.strategy.spread)
         differing = resume.differences(found.facts["circumstances"], self.circumstances)
+        differing += [self.strategy.inexact] if self.strategy.inexact else []
         # Last, since all of the above may draw random numbers.
-        mine = randomness.of_rank(found.parts["random"], self.worker.rank)
+        mine = randomness.of_rank(found.parts["random"], self.place.stream)
         if mine is None:
-            randomness.begin(self.config.seed, self.worker.rank, step=self.step)
+            randomness.begin(self.config.seed, self.place.stream, step=self.step)
         else:
             randomness.restore(mine, self.worker.device)
         return "exact" if not differing else "not exact: " + "; ".join(differing)

@@ -157,6 +157,10 @@ def _scalar(value: Any, option: Any) -> Any:
         if fits:
             _, inner = get_args(option)
             return {str(name): _scalar(item, inner) for name, item in value.items()}
+    elif get_origin(option) is tuple:
+        fits = isinstance(value, list | tuple)
+        if fits:
+            return tuple(_scalar(item, get_args(option)[0]) for item in value)
     elif option is float:
         fits = isinstance(value, int | float) and not isinstance(value, bool)
         value = float(value) if fits else value
@@ -186,7 +190,7 @@ def _expected(hint: Any) -> str:
         if get_origin(option) is Literal:
             parts.append("one of " + ", ".join(get_args(option)))
         else:
-            parts.append(spelt.get(option, "a mapping"))
+            parts.append("a list" if get_origin(option) is tuple else spelt.get(option, "a mapping"))
     return " or ".join(parts)
 
 

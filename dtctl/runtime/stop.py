@@ -14,8 +14,8 @@ from enum import Enum
 from types import FrameType
 from typing import Final
 
-REQUEUE_EXIT: Final = 75
-"""Exit code of a worker that was stopped and can go on from its snapshot. Source: EX_TEMPFAIL of BSD's sysexits.h."""
+from dtctl.names import REQUEUE_EXIT
+
 SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
 
 

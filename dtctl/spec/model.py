@@ -152,6 +152,9 @@ class Job(Section):
     kind: KindName | None = None
     """Who starts the workers. torchrun (default): one torchrun per node. direct: dtctl itself, faster, and unequal
     slots are fine. command (default with `command`): the command once per node."""
+    preload: tuple[Word, ...] | None = None
+    """Modules that each node imports once, in a process that its workers are forked from at the start and at restarts
+    (kind direct). Default: torch, numpy and dtctl.runtime, if the script imports them. `[]`: workers start afresh."""
     grace_s: PositiveOrZero = 10.0
     """Seconds between SIGTERM and SIGKILL when the job is stopped."""
 

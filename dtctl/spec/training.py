@@ -4,24 +4,74 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from dtctl.spec.section import Count, CountOrZero, Positive, PositiveOrZero, Section
+from dtctl.spec.section import Count, CountOrZero, Degree, Positive, PositiveOrZero, Section
 
-StrategyName = Literal["auto", "single", "ddp", "zero1", "fsdp", "hsdp", "pipeline"]
+StrategyName = Literal["auto", "single", "ddp", "zero1", "fsdp", "hsdp", "tp", "pipeline"]
 
 
 class Mesh(Section):
-    """Degrees of parallelism; their product is the number of workers."""
+    """Degrees of parallelism; their product is the number of workers. One may be -1: what the others leave."""
 
-    dp: Count = 1
+    dp: Degree = 1
     """Data parallel replicas."""
-    fsdp: Count = 1
+    fsdp: Degree = 1
     """Workers that share the parameters of one replica."""
-    tp: Count = 1
+    tp: Degree = 1
     """Tensor parallel degree."""
-    pp: Count = 1
-    """Pipeline stages."""
+    pp: Degree = 1
+    """Workers of a pipeline."""
+
+
+class Ddp(Section):
+    """Data parallel; strategies ddp and zero1."""
+
+    bucket_mb: Count = 25
+    """Size in MiB of the buckets in which gradients are exchanged."""
+    static_graph: bool = False
+    """Promise that every step uses the same parameters in the same order."""
+    find_unused_parameters: bool = False
+    """Look in every step for parameters that the loss does not depend on."""
+    comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = "none"
+    """Form of the gradients on the wire."""
+    powersgd_rank: Count = 1
+    """Rank of PowerSGD's approximation."""
+    sync_batchnorm: bool = False
+    """BatchNorm over the batch of all workers; on GPUs only."""
+
+
+class Fsdp(Section):
+    """Sharding of parameters, gradients and optimizer state."""
+
+    reshard_after_forward: bool = True
+    """Give a block's parameters up between forward and backward pass."""
+    cpu_offload: bool = False
+    """Keep shards in the host's memory; on GPUs only."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Number format in which gradients are added up over workers."""
+
+
+class TensorParallel(Section):
+    """Matrices split over workers."""
+
+    plan: dict[str, str] = Field(default_factory=dict)
+    """Pattern of module names -> colwise, rowwise, embedding, replicate. Empty: recognized by names."""
+    sequence_parallel: bool = False
+    """Split what is between the matrices along the sequence too."""
+
+
+class Pipeline(Section):
+    """Blocks split over workers."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"] = "1f1b"
+    """Order of forward and backward passes."""
+    micro_batches: Count | None = None
+    """Forward passes of a step; another word for `accumulate`."""
+    split: list[Count] | None = None
+    """Blocks per stage, in order. Default: balanced by cost."""
+    stages_per_worker: Count | None = None
+    """Stages that each worker has. Default: 1, and 2 with interleaved, zero-bubble and zbv."""
 
 
 class Snapshot(Section):
@@ -44,6 +94,16 @@ class Train(Section):
 
     strategy: StrategyName | Mesh | None = None
     """How the model is spread over the workers. auto: ddp with several workers, else single."""
+    blocks: str | None = None
+    """Name of the list of the model's repeated blocks. Default: the largest ModuleList."""
+    ddp: Ddp | None = None
+    """Settings of ddp and zero1."""
+    fsdp: Fsdp | None = None
+    """Settings of sharding."""
+    tp: TensorParallel | None = None
+    """Settings of tensor parallelism."""
+    pipeline: Pipeline | None = None
+    """Settings of pipelines."""
     precision: Literal["fp32", "bf16", "fp16"] | None = None
     """Number format of the computation. Default fp32."""
     micro_batch: Count | None = None

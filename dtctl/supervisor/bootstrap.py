@@ -18,7 +18,10 @@ from importlib import resources
 
 from dtctl import shell
 
-MODULES = ("environment", "facts", "frames", "group", "lean", "main", "processes", "receive", "supervisor")
+MODULES = (
+    "births", "environment", "facts", "frames", "group", "lean", "link", "main", "nursery", "processes", "receive",
+    "supervisor", "warm",
+)  # fmt: skip
 
 # On one line, because some login shells (csh) do not accept a newline inside quotes.
 _FIRST = (

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 
 from dtctl.supervisor import processes
-from dtctl.supervisor.lean import signal
 
 AGENT = -1
 """Rank under which the output of torchrun's agent, or of a command that is not a worker, is kept."""
@@ -74,26 +73,18 @@ class Group:
         Raises:
             OSError: the process could not be made. What fails later, in the child, is written to its log.
         """
+        self.add(rank, lambda output_fd: processes.spawn(argv, cwd, env, {1: output_fd, 2: output_fd}))
+
+    def add(self, rank: int, start):  # type: ignore[no-untyped-def]  # Callable would have to come from typing
+        """Watch what `start(output_fd)` makes, a process whose id it returns."""
         read_end, write_end = os.pipe()
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os.setsid()
-                processes.die_with_parent(parent)
-                null = os.open(os.devnull, os.O_RDONLY)
-                for source, fd in ((null, 0), (write_end, 1), (write_end, 2)):
-                    os.dup2(source, fd)
-                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD):
-                    signal.signal(number, signal.SIG_DFL)
-                signal.set_wakeup_fd(-1)
-                os.chdir(cwd)
-                os.execvpe(argv[0], argv, env)
-            except OSError as exc:
-                os.write(2, f"dtctl: cannot start {argv[0]} in {cwd}: {exc.strerror}\n".encode())
-            finally:
-                os._exit(127)
-        os.close(write_end)
+        try:
+            pid = start(write_end)
+        except BaseException:
+            os.close(read_end)
+            raise
+        finally:
+            os.close(write_end)
         os.set_blocking(read_end, False)
         self.processes.append(Process(rank, pid, read_end))
 

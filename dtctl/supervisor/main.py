@@ -12,7 +12,8 @@ import time
 
 from dtctl.supervisor import facts, frames, processes
 from dtctl.supervisor.lean import signal
-from dtctl.supervisor.supervisor import Link, Supervisor
+from dtctl.supervisor.link import Link
+from dtctl.supervisor.supervisor import Supervisor
 
 IDLE_LIMIT_S = 120.0
 """Seconds without a word from the control machine before a run has started; it pings nodes that are ready."""
@@ -64,6 +65,8 @@ def serve(link: frames.FdLink, workdir: str) -> int:
         elif op == "prepare":
             prepare(workdir, message)
             link.send_json({"op": "ready"})
+        elif op == "probe":
+            link.send_json({"op": "probed", "port": facts.first_free(message["ports"])})
         elif op == "start":
             return run(link, workdir, message)
         elif op == "attach":
@@ -211,7 +214,7 @@ def replay(link: frames.FdLink, run_dir: str, message: dict) -> None:  # type: i
             record = frames.decode(file.read())
     except (OSError, frames.BrokenFrame):
         record = {"op": "stopped", "left": 0, "killed": True, "exits": [], "lost": True}
-    link.send_json({**record, "attempt": int(attempts[-1][8:])})
+    link.send_json({**record, "attempt": int(attempts[-1][8:]), "gone": True})
 
 
 def sweep(run_dir: str, message: dict) -> dict:  # type: ignore[type-arg]

@@ -79,6 +79,29 @@ def find(token: str, keepers: frozenset[int] = frozenset()) -> list[int]:
     return sorted(ours, key=lambda pid: (table[pid][2], pid))
 
 
+def spawn(argv: list[str], cwd: str, env: dict[str, str], files: dict[int, int]) -> int:
+    """Start a program in a session of its own, with these descriptors (there -> here), without input; its id."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        os.setsid()
+        die_with_parent(parent)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for there, here in files.items():
+            os.dup2(here, there)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        os.chdir(cwd)
+        os.execvpe(argv[0], argv, env)
+    except OSError as exc:
+        os.write(2, f"dtctl: cannot start {argv[0]} in {cwd}: {exc.strerror}\n".encode())
+    finally:
+        os._exit(127)
+
+
 def send(pids: list[int], number: int) -> None:
     """Send a signal to each process that still exists."""
     for pid in pids:

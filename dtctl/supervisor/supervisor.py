@@ -25,14 +25,16 @@ import select
 import time
 
 from dtctl.supervisor import environment, facts, frames, lean, processes
+from dtctl.supervisor.births import Births
 from dtctl.supervisor.group import AGENT, Group, exit_facts
 from dtctl.supervisor.lean import signal
+from dtctl.supervisor.link import CHUNK, Link
+from dtctl.supervisor.nursery import Nursery
 
 METRICS = -2
 """Rank under which the lines of metrics.jsonl travel."""
 STRAY_GRACE_S = 1.0
 """Seconds that processes which outlived the workers get between SIGTERM and SIGKILL."""
-CHUNK = 1 << 16
 
 
 def write_atomically(path: str, data: bytes) -> None:
@@ -43,48 +45,6 @@ def write_atomically(path: str, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
-
-
-class Link:
-    """The way to the control machine: non-blocking frames, with a clock for its last sign of life."""
-
-    def __init__(self, read_fd: int, write_fd: int, before: frames.FdLink | None = None) -> None:
-        """Talk over these descriptors from now on, taking over what `before` has read but not used."""
-        self.read_fd = read_fd
-        self.write_fd = write_fd
-        self.parser = before.parser if before else frames.Parser()
-        self.ready = before.ready if before else []
-        self.out = bytearray()
-        self.heard = time.monotonic()
-        self.fed = True
-        os.set_blocking(read_fd, False)
-        os.set_blocking(write_fd, False)
-
-    def read(self) -> list[dict] | None:  # type: ignore[type-arg]
-        """Messages that have arrived; None when the other end is gone."""
-        taken, self.ready = self.ready, []
-        try:
-            data = os.read(self.read_fd, CHUNK)
-            if not data:
-                return None
-            self.heard = time.monotonic()
-            taken += self.parser.feed(data)
-        except BlockingIOError:
-            pass
-        except OSError:
-            return None
-        return [frames.decode(payload) for kind, _, payload in taken if kind == frames.JSON]
-
-    def flush(self) -> bool:
-        """Write what fits; False when the other end is gone."""
-        try:
-            while self.out:
-                del self.out[: os.write(self.write_fd, self.out[:CHUNK])]
-        except BlockingIOError:
-            pass
-        except OSError:
-            return False
-        return True
 
 
 class Supervisor:
@@ -115,7 +75,15 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         self.adopts = processes.become_subreaper()
-        self.keepers = frozenset((os.getpid(), os.getppid()))
+        self.births: Births | None = None
+        self.nursery: Nursery | None = None
+        self.cold = ""  # why there are no warm starts any more
+
+    @property
+    def keepers(self) -> frozenset[int]:
+        """Processes that serve the run and are not part of it."""
+        warm = (self.nursery.pid,) if self.nursery is not None else ()
+        return frozenset((os.getpid(), os.getppid(), *warm))
 
     def _on_signal(self, number: int, _frame: object) -> None:
         if number == signal.SIGHUP and self.keep:
@@ -143,8 +111,8 @@ class Supervisor:
         group = Group(self.attempt_dir, message["split_ranks"])
         self.group = group
         base = {**os.environ, **message["env"], processes.TOKEN: self.token}
-        for worker in message["workers"]:
-            group.start(["bash", script], message["cwd"], {**base, **worker["env"]}, worker["rank"])
+        self.births = Births(group, script, message["cwd"], base, message["workers"])
+        self._give_birth(message.get("preload", []))
         write_atomically(
             os.path.join(self.run_dir, "supervisor.json"),
             lean.dumps({"pid": os.getpid(), "attempt": message["attempt"], "keep": self.keep, "token": self.token}),
@@ -152,20 +120,43 @@ class Supervisor:
         pids = [process.pid for process in group.processes]
         self.tell({"op": "started", "attempt": message["attempt"], "pids": pids, "interface": message["interface"]})
 
+    def _give_birth(self, modules: list[str]) -> None:
+        if self.births is None:
+            return
+        if not modules or self.cold:
+            self.births.fresh()
+            return
+        if self.nursery is None:
+            self.nursery = Nursery(self.run_dir)
+        self.births.warm(self.nursery, modules)
+
+    def _go_on_with_births(self, births: Births, nursery: Nursery) -> None:
+        try:
+            self.cold = births.step(nursery)
+            if self.cold:
+                self.tell({"op": "cold", "why": self.cold})
+        except OSError as exc:
+            self._give_up(exc)
+
     def try_start(self, message: dict) -> None:  # type: ignore[type-arg]
         """Start an attempt, or say why it cannot be started, and leave."""
         try:
             self.start(message)
         except OSError as exc:
-            self.tell({"op": "error", "code": facts.code_of(exc), "message": facts.describe(exc)})
-            self.leaving = True
-            self.end_attempt()
+            self._give_up(exc)
+
+    def _give_up(self, exc: OSError) -> None:
+        self.tell({"op": "error", "code": facts.code_of(exc), "message": facts.describe(exc)})
+        self.leaving = True
+        self.end_attempt()
 
     def end_attempt(self) -> None:
         """Ask the started processes to end; the loop sees to it that they do."""
         if self.group is None or self.deadline is not None or self.stopped is not None:
             return
         self.deadline = time.monotonic() + self.grace_s
+        if self.births is not None:
+            self.births.cancel(self.nursery)
         # Only those that we started: torchrun passes it on, and a worker needs its data loaders for the last snapshot.
         processes.send([process.pid for process in self.group.running()], signal.SIGTERM)
 
@@ -175,6 +166,8 @@ class Supervisor:
         if group is None or self.stopped is not None:
             processes.reap()
             return
+        if self.births is not None and self.births.waiting and self.nursery is not None:
+            self._go_on_with_births(self.births, self.nursery)
         for process in group.collect():
             group.drain(process)
             code, number = exit_facts(process.status or 0)
@@ -184,7 +177,7 @@ class Supervisor:
             if code:
                 self.end_attempt()
         now = time.monotonic()
-        if group.running():
+        if group.running() or (self.births is not None and self.births.waiting):
             if self.deadline is not None and now >= self.deadline:
                 self._close_attempt(processes.kill(self.token, self.keepers), killed=True)
             return
@@ -338,6 +331,8 @@ class Supervisor:
             if self.link is not None and not self.link.flush():
                 self.lose_link()
             if self._finished():
+                if self.nursery is not None:
+                    self.nursery.close()
                 return
             self._wait()
             self.hear()
@@ -363,6 +358,9 @@ class Supervisor:
                 poll.register(self.link.write_fd, select.POLLIN | select.POLLOUT)
         if self.listener_fd is not None:
             poll.register(self.listener_fd, select.POLLIN)
+        if self.births is not None and self.births.waiting and self.nursery is not None:
+            for fd in self.nursery.descriptors():
+                poll.register(fd, select.POLLIN)
         ending = self.deadline is not None and self.stopped is None
         for fd, _ in poll.poll(50 if ending else 500):
             if fd == self.wake_fd:

@@ -29,7 +29,7 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.width = config.embed // config.heads
         self.norm1 = nn.LayerNorm(config.embed)
         self.qkv = nn.Linear(config.embed, 3 * config.embed)
         self.out = nn.Linear(config.embed, config.embed)
@@ -40,10 +40,11 @@ class Block(nn.Module):
 
     def forward(self, stream: torch.Tensor) -> torch.Tensor:
         """The stream after this block, [B, T, D] as before it."""
-        batch, length, embed = stream.shape
-        q, k, v = self.qkv(self.norm1(stream)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        batch, length, _ = stream.shape
+        # Head by head, and the number of heads left open: so tensor parallelism may give each worker some of them.
+        q, k, v = self.qkv(self.norm1(stream)).view(batch, length, -1, 3, self.width).permute(3, 0, 2, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        stream = stream + self.dropout(self.out(mixed.transpose(1, 2).reshape(batch, length, embed)))
+        stream = stream + self.dropout(self.out(mixed.transpose(1, 2).reshape(batch, length, -1)))
         return stream + self.dropout(self.narrow(nn.functional.gelu(self.wide(self.norm2(stream)))))
 
 

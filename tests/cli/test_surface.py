@@ -30,7 +30,7 @@ def test_help_loads_nothing_heavy(tmp_path: Path) -> None:
 def test_the_commands() -> None:
     from dtctl.cli.app import app
 
-    assert {command.name for command in app.registered_commands} == {
+    assert {command.name for command in app.registered_commands if not command.hidden} == {
         "init", "validate", "launch", "runs", "status", "logs", "watch", "stop",
     }  # fmt: skip
     assert {group.name for group in app.registered_groups} == {"sandbox"}

@@ -31,6 +31,10 @@ cluster: {transport: ssh, nodes: [{name: a, address: 10.0.0.1, slots: 2}, {name:
 job: {name: gpt, module: my.train, kind: direct, setup: [source ~/venv/bin/activate], secrets: [WANDB_API_KEY]}
 network: {interface: eth0}
 """,
+    "warm": """
+cluster: {transport: ssh, nodes: [{name: a, address: 10.0.0.1}], slots: 2}
+job: {name: gpt, script: train.py, kind: direct, preload: [torch, my.package]}
+""",
     "hostile": r"""
 cluster: {transport: ssh, nodes: [{name: "a;b", address: 10.0.0.1, env: {NODE: "it's"}}], slots: 2}
 job:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 
 from dtctl.launch.record import RunRecord
 from dtctl.launch.state import alive
@@ -58,8 +59,8 @@ def test_the_nodes_go_on_when_the_launcher_is_killed_and_stop_still_ends_them(
     project: Project, sandbox: Sandbox
 ) -> None:
     start(project)
-    launcher = record(project).info().pid
-    os.kill(launcher, signal.SIGKILL)
+    launcher = record(project).info()
+    os.kill(launcher.pid, signal.SIGKILL)
     wait_until(lambda: not alive(launcher), 5)
     assert json.loads(project.run("status", "--json").out)["status"] == "abandoned"
     logs = [sandbox.state / "hosts" / node.name / "home" for node in sandbox.nodes]
@@ -96,3 +97,78 @@ def test_a_launch_that_fails_says_so_at_once(project: Project) -> None:
     done = project.run("launch", "--detach")
     assert done.code == 4
     assert "there is no train.py" in done.err
+
+
+def kill_launcher(project: Project) -> None:
+    launcher = record(project).info()
+    os.kill(launcher.pid, signal.SIGKILL)
+    wait_until(lambda: not alive(launcher), 5)
+
+
+def test_a_run_whose_launcher_was_killed_is_taken_up_again_and_no_line_is_lost(project: Project) -> None:
+    start(project, COUNT.replace("10_000", "80"))
+    log = record(project).log_path("node1", 0)
+    wait_until(lambda: "line 5" in log.read_text(), 10, "the log grows")
+    kill_launcher(project)
+    assert json.loads(project.run("status", "--json").out)["status"] == "abandoned"
+    assert "dtctl watch" in project.run("status").out
+    watched = project.run("watch")
+    assert watched.code == 0, watched.err
+    assert "given a new one" in watched.err
+    assert log.read_text().splitlines() == [f"line {n}" for n in range(80)]
+    ended = json.loads(project.run("status", "--json").out)
+    assert ended["status"] == "succeeded"
+    assert ended["done"]["left_behind"] == 0
+    ledger = json.loads((record(project).folder / "ledger.json").read_text())
+    assert abs(sum(ledger["phases_s"].values()) - ledger["wall_s"]) < 0.05
+
+
+def test_a_run_that_has_ended_while_nobody_looked_is_told_to_its_end(project: Project, sandbox: Sandbox) -> None:
+    start(project, COUNT.replace("10_000", "30"))
+    kill_launcher(project)
+    wait_until(lambda: all(workers(node) == {} for node in sandbox.nodes), 20, "the job has ended by itself")
+    followed = project.run("logs", "-f")
+    assert [followed.out.count(f" line {n}\n") for n in range(30)] == [3] * 30
+    assert json.loads(project.run("status", "--json").out)["status"] == "succeeded"
+
+
+def test_a_new_launcher_restarts_the_gang_from_the_same_code(project: Project, sandbox: Sandbox) -> None:
+    """The working tree has changed meanwhile; the run has not."""
+    script = """\
+import os, sys, time
+attempt = int(os.environ["DTCTL_ATTEMPT"])
+print("attempt", attempt, flush=True)
+while attempt == 0 and not os.path.exists("/tmp/go"):
+    time.sleep(0.05)
+sys.exit(3 if attempt == 0 and os.environ["RANK"] == "1" else 0)
+"""
+    project.write("dtctl.yaml", spec_text(grace_s=1).replace("grace_s: 1", "grace_s: 1, max_restarts: 1"))
+    project.write("train.py", script)
+    done = project.run("launch", "--detach", "--name", project.unique)
+    assert done.code == 0, done.err
+    kill_launcher(project)
+    project.write("train.py", "raise SystemExit('not this one')")
+    from dtctl.sandbox import control
+
+    for node in sandbox.nodes:
+        subprocess.run(control.enter_argv(sandbox, node, ["touch", "/tmp/go"]), check=True)
+    try:
+        watched = project.run("watch")
+    finally:
+        for node in sandbox.nodes:
+            subprocess.run(control.enter_argv(sandbox, node, ["rm", "-f", "/tmp/go"]), check=True)
+    assert watched.code == 0, watched.err
+    assert record(project).log_path("node2", 1).read_text().splitlines() == ["attempt 0", "attempt 1"]
+    assert json.loads(project.run("status", "--json").out)["done"]["attempts"] == 2
+
+
+def test_two_who_take_up_a_run_at_once_make_one_launcher(project: Project) -> None:
+    start(project, COUNT.replace("10_000", "60"))
+    kill_launcher(project)
+    both = [project.start("logs", "-f") for _ in range(2)]
+    for process in both:
+        ended = project.finish(process)
+        assert ended.code == 0, ended.err
+        assert ended.out.count(" line 59\n") == 3
+    events = [event for event in record(project).events() if event["event"] == "taken-up"]
+    assert len(events) == 1

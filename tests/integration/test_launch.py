@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -12,8 +14,9 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from dtctl.sandbox import control
 from dtctl.sandbox.layout import Sandbox
-from tests.integration.conftest import Project, spec_text, workers
+from tests.integration.conftest import Project, spec_text, wait_until, workers
 
 pytestmark = pytest.mark.usefixtures("sandbox")
 
@@ -81,9 +84,11 @@ def test_a_worker_ended_by_a_signal_is_the_cause_though_others_end_first(project
     project.write("dtctl.yaml", spec_text())
     project.write(
         "train.py",
-        "import os, signal, socket, sys\n"
-        "rank = os.environ['RANK']\n"
-        "if rank == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "import os, signal, sys, time\n"
+        "if os.environ['RANK'] == '1':\n"  # is told to stop because of the others, and is found to have died by then
+        "    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))\n"
+        "    time.sleep(60)\n"
+        "time.sleep(0.5)\n"  # all have begun
         "sys.exit('RuntimeError: Connection closed by peer [10.0.0.1]:1')\n",
     )
     failure = project.run("launch", "--json").done["first_failure"]
@@ -110,6 +115,22 @@ def test_the_restarts_are_counted(project: Project) -> None:
     project.write("train.py", "import sys; sys.exit(3)")
     done = project.run("launch", "--json", "--set", "job.max_restarts=1")
     assert (done.code, done.done["attempts"]) == (8, 2)
+
+
+@pytest.mark.parametrize("lost", [0, 1], ids=["head", "another"])
+def test_the_gang_is_started_again_after_a_node_was_lost(project: Project, sandbox: Sandbox, lost: int) -> None:
+    project.write("dtctl.yaml", spec_text(grace_s=1))
+    project.write("train.py", "import os, time\nif os.environ['DTCTL_ATTEMPT'] == '0':\n    time.sleep(60)\n")
+    process = project.start("launch", "--json", "--set", "job.max_restarts=1", "--name", project.unique)
+    events = project.folder / ".dtctl" / "runs" / project.unique / "events.jsonl"
+    wait_until(lambda: events.exists() and '"event":"started"' in events.read_text(), what="it runs")
+    node = sandbox.nodes[lost]
+    for pid, line in control.host_processes(node).items():
+        if line.startswith("sshd:") and "listener" not in line:
+            os.kill(pid, signal.SIGKILL)
+    done = project.finish(process)
+    assert done.code == 0, done.err
+    assert (done.done["attempts"], done.done["left_behind"]) == (2, 0)
 
 
 def test_a_command_runs_once_per_node(project: Project) -> None:

@@ -25,17 +25,17 @@ def share(tree: Any, worker: Worker) -> Any:
         return tree
     found: list[torch.Tensor] = []
     if worker.is_first:
-        skeleton = _skeleton(tree, found)
+        outline = skeleton(tree, found)
         shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in found]
-        _send(json.dumps({"skeleton": skeleton, "tensors": shapes}).encode())
+        _send(json.dumps({"skeleton": outline, "tensors": shapes}).encode())
     else:
         header = json.loads(_receive())
-        skeleton = header["skeleton"]
+        outline = header["skeleton"]
         found = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in header["tensors"]]
     for tensor in found:
         if tensor.numel():
             dist.broadcast(raw(tensor), src=0)
-    return tree if worker.is_first else _filled(skeleton, found)
+    return tree if worker.is_first else filled(outline, found)
 
 
 def _send(text: bytes) -> None:
@@ -51,23 +51,39 @@ def _receive() -> bytes:
     return text.numpy().tobytes()
 
 
-def _skeleton(tree: Any, found: list[torch.Tensor]) -> Any:
+def send(text: bytes, rank: int) -> None:
+    """Give bytes, at least one, to one worker, who calls `receive`."""
+    dist.send(torch.tensor([len(text)]), dst=rank)
+    dist.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), dst=rank)
+
+
+def receive(rank: int) -> bytes:
+    """Take the bytes that one worker sends."""
+    length = torch.zeros(1, dtype=torch.int64)
+    dist.recv(length, src=rank)
+    text = torch.empty(int(length), dtype=torch.uint8)
+    dist.recv(text, src=rank)
+    return text.numpy().tobytes()
+
+
+def skeleton(tree: Any, found: list[torch.Tensor]) -> Any:
     """The tree with every tensor replaced by its number in `found`."""
     if isinstance(tree, torch.Tensor):
         found.append(tree)
         return {_TENSOR: len(found) - 1}
     if isinstance(tree, dict):
-        return {key: _skeleton(value, found) for key, value in tree.items()}
+        return {key: skeleton(value, found) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return [_skeleton(value, found) for value in tree]
+        return [skeleton(value, found) for value in tree]
     return tree
 
 
-def _filled(skeleton: Any, found: list[torch.Tensor]) -> Any:
+def filled(skeleton: Any, found: list[torch.Tensor]) -> Any:
+    """The tree of a `skeleton`, with its tensors in their places."""
     if isinstance(skeleton, dict):
         if skeleton.keys() == {_TENSOR}:
             return found[skeleton[_TENSOR]]
-        return {key: _filled(value, found) for key, value in skeleton.items()}
+        return {key: filled(value, found) for key, value in skeleton.items()}
     if isinstance(skeleton, list):
-        return [_filled(value, found) for value in skeleton]
+        return [filled(value, found) for value in skeleton]
     return skeleton

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,38 +28,69 @@ def optimizer_tree(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     return {"state": state, "groups": groups}
 
 
-def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tree: Mapping[str, Any]) -> None:
+def load_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], *, whole: bool = True
+) -> None:
     """Put the state of an `optimizer_tree` back. Learning rate, decay and the like stay as they are configured now.
+
+    Args:
+        model: whose parameters the optimizer has.
+        optimizer: over all of them, or a part.
+        tree: whole.
+        whole: whether the optimizer should have all parameters of the tree; else it may have a part of them.
 
     Raises:
         SnapshotError: the optimizer has other parameters.
     """
     now = optimizer.state_dict()["param_groups"]
     names = [name for group in optimizer_tree(model, optimizer)["groups"] for name in group["params"]]
-    if set(names) != {name for group in tree["groups"] for name in group["params"]}:
+    then = {name for group in tree["groups"] for name in group["params"]}
+    if set(names) != then if whole else not set(names) <= then:
         raise SnapshotError(
             "the optimizer of the snapshot has other parameters",
             hint="resume with the optimizer that the run began with, or begin anew with `train.snapshot.dir`",
         )
     # torch numbers parameters through its groups; which group one is in is a matter of configuration, not of state.
     place = dict(zip(names, (index for group in now for index in group["params"]), strict=True))
-    state = {place[name]: values for name, values in tree["state"].items()}
+    parameters = dict(model.named_parameters())
+    state = {
+        place[name]: {key: _cut(parameters[name], value) for key, value in values.items()}
+        for name, values in tree["state"].items()
+        if name in place
+    }
     optimizer.load_state_dict({"state": state, "param_groups": now})
 
 
-def load_model(model: nn.Module, tree: Mapping[str, Any]) -> None:
+def load_model(model: nn.Module, tree: Mapping[str, Any], *, elsewhere: Collection[str] = ()) -> None:
     """Put a model's state back.
+
+    Args:
+        model: whole, or what this worker has of it.
+        tree: of the whole model.
+        elsewhere: names that belong to other workers.
 
     Raises:
         SnapshotError: names or shapes differ.
     """
+    own = model.state_dict()
+    mine = {name: _cut(own[name], value) if name in own else value for name, value in tree.items()}
     try:
-        model.load_state_dict(dict(tree))
+        model.load_state_dict({name: value for name, value in mine.items() if name in own or name not in elsewhere})
     except RuntimeError as exc:
         raise SnapshotError(
             f"the snapshot is of another model: {' '.join(str(exc).split())[:400]}",
             hint="resume with the model that the run began with, or begin anew with `train.snapshot.dir`",
         ) from exc
+
+
+def _cut(tensor: torch.Tensor, value: Any) -> Any:
+    """What a worker that has `tensor` takes of a value as large as it."""
+    if not isinstance(value, torch.Tensor) or not hasattr(tensor, "device_mesh"):
+        return value
+    # Who reads snapshots without training should not wait for this import.
+    from dtctl.runtime.snapshot.whole import like
+
+    return like(tensor, value)
 
 
 def tensors(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,54 +1,95 @@
-"""How a model is spread over the workers: one file a strategy, and the choice among them."""
+"""How a model is spread over the workers: one file a strategy, and the choice among them.
+
+single.py    one worker
+ddp.py       replicas; gradients averaged during the backward pass
+zero1.py     ddp with an optimizer whose state is divided
+sharded.py   fsdp, hsdp, tp (tensor.py) and their products
+pipeline.py  blocks on other workers (stages.py cuts), and products with all of them
+trial.py     whether a divided model computes what it did in one piece
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager
-from typing import Final, Protocol
+from typing import Protocol
 
+import torch
 from torch import nn
 
-from dtctl.errors import PlanError
-from dtctl.runtime.config import TrainConfig
+from dtctl.runtime.config import Batch, TrainConfig
+from dtctl.runtime.mesh import Degrees, device_mesh
+from dtctl.runtime.strategies import trial
 from dtctl.runtime.strategies.ddp import Ddp
+from dtctl.runtime.strategies.pipeline import Pipeline
+from dtctl.runtime.strategies.sharded import Sharded, begin_alike
 from dtctl.runtime.strategies.single import Single
+from dtctl.runtime.strategies.trial import Probe
+from dtctl.runtime.strategies.zero1 import Zero1
 from dtctl.runtime.worker import Worker
-
-AVAILABLE: Final = ("auto", "single", "ddp")
 
 
 class Strategy(Protocol):
-    """What the loop needs to know of a strategy."""
+    """What the loop needs to know of a strategy. All methods are collective over all workers."""
 
     name: str
     module: nn.Module
     """What the loss function is called with; the user's model, perhaps wrapped."""
+    inference: nn.Module
+    """What an evaluation calls."""
+    together: bool
+    """Whether workers exchange something in each forward pass, so that all must do the same number of them."""
+    spread: bool
+    """Whether a worker may have state that rank 0 lacks."""
+    elsewhere: Collection[str]
+    """Names in the model's state that this worker does not have."""
     has_warm_up: bool
     """Whether the first backward pass differs from all later ones, so that resuming exactly needs one to throw away."""
+    inexact: str | None
+    """Why a resume is not exact with this strategy; None if it is."""
+
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take an optimizer over all trained parameters, just made; it may be changed."""
 
     def accumulating(self) -> AbstractContextManager[None]:
         """The context of a pass whose gradients are not the last of their step: they stay local."""
 
+    def clip(self, max_norm: float | None) -> torch.Tensor:
+        """Scale the gradient to `max_norm` if it is longer; None: never. Returns its true length before that."""
 
-def choose(config: TrainConfig, worker: Worker, model: nn.Module) -> Strategy:
-    """Spread `model`, which is already on the worker's device.
+
+def choose(
+    config: TrainConfig, worker: Worker, degrees: Degrees, batch: Batch, model: nn.Module, probe: Probe
+) -> Strategy:
+    """Spread `model`, which is whole and on the worker's device.
+
+    Args:
+        config: of the training.
+        worker: this worker.
+        degrees: the mesh that `config.strategy` means.
+        batch: sizes of a batch.
+        model: may be changed in place.
+        probe: the loss of a few samples, to see whether the divided model still computes it.
 
     Raises:
-        PlanError: the strategy is not available, or makes no sense with this number of workers.
+        PlanError: an option does not fit the device or the model.
     """
-    wanted = config.strategy
-    if not isinstance(wanted, str) or wanted not in AVAILABLE:
-        named = wanted if isinstance(wanted, str) else "mesh " + ", ".join(f"{axis}={n}" for axis, n in wanted.items())
-        raise PlanError(
-            f"strategy {named} is not available in this version",
-            where="train.strategy",
-            hint=f"available are {', '.join(AVAILABLE)}",
-        )
-    if wanted == "single" and worker.world_size > 1:
-        raise PlanError(
-            f"strategy single with {worker.world_size} workers would train {worker.world_size} models apart",
-            where="train.strategy",
-            hint="use `ddp`, or one worker",
-        )
-    if worker.world_size == 1:
+    if degrees.workers == 1:
         return Single(model)
-    return Ddp(model, worker)
+    if config.strategy == "zero1":
+        return Zero1(model, config.ddp, worker)
+    if degrees.dp == degrees.workers:
+        return Ddp(model, config.ddp, worker)
+    mesh = device_mesh(degrees, worker.device.type)
+    if degrees.tp == 1 and degrees.pp == 1:
+        return Sharded(model, config, worker, degrees, mesh)
+    begin_alike(model)
+    expected = trial.measure(probe, model)
+    divided: Strategy
+    if degrees.pp == 1:
+        divided = Sharded(model, config, worker, degrees, mesh)
+    else:
+        divided = Pipeline(model, config, worker, degrees, mesh, batch, lambda: trial.measure(probe, model))
+    found = trial.measure(probe, divided.inference)
+    trial.require_agreement(expected, found, worker, how=f"spread as {degrees}")
+    return divided

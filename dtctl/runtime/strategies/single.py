@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import nn
+
+from dtctl.runtime.strategies import gradients
 
 
 class Single:
@@ -12,10 +16,24 @@ class Single:
 
     name = "single"
     has_warm_up = False
+    together = False
+    elsewhere: Collection[str] = ()
+    spread = False
+    inexact: str | None = None
 
     def __init__(self, model: nn.Module) -> None:
-        self.module = model
+        self.module = self.inference = model
+        self._wanted = gradients.wanted(model)
+
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing to prepare."""
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Nothing to hold back."""
         return nullcontext()
+
+    def clip(self, max_norm: float | None) -> torch.Tensor:
+        """Measure the gradient, and cut it if it is too long."""
+        total = gradients.norm(self._wanted)
+        gradients.cut(self._wanted, max_norm, total)
+        return total

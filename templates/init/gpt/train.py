@@ -35,19 +35,22 @@ def train(config: TrainConfig, worker: Worker) -> Outcome:
     """What each worker does."""
     shape = build(GPTConfig, config.model, at="train.model", where="the spec or the command line")
     worker.once_per_node(lambda: data.prepare(data.folder()))
-    model = GPT(shape)
     trainer = Trainer(
         config,
         worker,
-        model,
+        GPT(shape),
         lambda model, batch: losses(model, batch).mean(),
         TokenFile(data.folder() / "train.bin", context=shape.context),
         validation=TokenFile(data.folder() / "validation.bin", context=shape.context),
         score=lambda model, batch: {"loss": losses(model, batch).mean(1)},
     )
     outcome = trainer.run()
-    if worker.is_first and outcome is Outcome.FINISHED:
-        print("\n" + model.write("def ", 400).expandtabs(4) + "\n", flush=True)
+    if outcome is Outcome.FINISHED:
+        weights = trainer.weights()  # whole on rank 0, however they were spread over the workers
+        if worker.is_first:
+            whole = GPT(shape)
+            whole.load_state_dict(weights)
+            print("\n" + whole.write("def ", 400).expandtabs(4) + "\n", flush=True)
     return outcome
 
 

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+from dtctl.launch.failure import AGENT
 from dtctl.launch.logs import METRICS, Logs
 from dtctl.launch.record import RunRecord
 
@@ -29,7 +30,7 @@ def test_metrics_start_again_when_a_snapshot_has_taken_rank_0_back(tmp_path: Pat
     logs = Logs(RunRecord(tmp_path))
     logs.write("a", METRICS, b'{"step": 1}\n{"step": 2}\n')
     logs.begin_attempt()
-    logs.begin_metrics()
+    logs.begin_metrics("a")
     logs.write("a", METRICS, b'{"step": 1}\n')
     assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1}\n'
     logs.close()
@@ -39,3 +40,20 @@ def test_bytes_that_are_no_text_do_not_hurt(tmp_path: Path) -> None:
     logs = Logs(RunRecord(tmp_path))
     assert logs.write("a", 0, b"\xff\xfe\n") == ["\ufffd\ufffd"]
     logs.close()
+
+
+def test_another_launcher_goes_on_behind_what_is_on_disk(tmp_path: Path) -> None:
+    first = Logs(RunRecord(tmp_path))
+    first.write("a", 0, b"attempt 0\n")
+    first.begin_attempt()
+    first.write("a", 0, b"attempt 1, li")
+    first.write("b", AGENT, b"agent\n")
+    first.close()
+    second = Logs(RunRecord(tmp_path))
+    second.rejoin()
+    assert second.offsets == {"a": {0: 13}, "b": {AGENT: 6}}
+    second.write("a", 0, b"ne 2\n")
+    assert second.tail("a", 0) == "attempt 1, line 2\n"
+    second.begin_attempt()
+    assert second.tail("a", 0) == ""
+    second.close()

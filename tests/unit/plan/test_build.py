@@ -169,3 +169,27 @@ def test_the_digest_tells_specs_apart() -> None:
 def test_an_ipv6_endpoint_has_brackets() -> None:
     found = plan(TWO + "job: {script: t.py}").rendezvous
     assert replace(found, address="fd00::1", port=1).endpoint == "[fd00::1]:1"
+
+
+@pytest.mark.parametrize(
+    ("job", "wanted"),
+    [
+        ("script: train.py, kind: direct", ("numpy",)),
+        ("script: train.py, kind: direct, preload: [json]", ("json",)),
+        ("script: train.py, kind: direct, preload: []", ()),
+        ("script: train.py, kind: direct, setup: ['export CUDA_VISIBLE_DEVICES=$LOCAL_RANK']", ()),
+        ("module: my.train, kind: direct, preload: [json]", ("json",)),
+        ("command: [./a.out], kind: direct, preload: [json]", ()),
+        ("script: train.py, preload: [json]", ()),
+    ],
+)
+def test_workers_of_a_node_share_what_they_import(job: str, wanted: tuple[str, ...]) -> None:
+    found = plan(TWO + f"job: {{{job}}}", source="import numpy")
+    assert [node.preload for node in found.nodes] == [wanted, wanted]
+
+
+@pytest.mark.parametrize(("restarts", "wanted"), [(0, ()), (1, ("numpy",))])
+def test_a_single_worker_shares_with_its_successor(restarts: int, wanted: tuple[str, ...]) -> None:
+    one = TWO.replace("slots: 2", "slots: 1")
+    found = plan(one + f"job: {{script: t.py, kind: direct, max_restarts: {restarts}}}", source="import numpy")
+    assert found.nodes[0].preload == wanted

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from dtctl.errors import PlanError, SpecError
 from dtctl.names import TRAIN_CONFIG
+from dtctl.runtime import options
 from dtctl.runtime.config import Batch, SnapshotConfig, TrainConfig, batch, length, load
-from dtctl.spec import model
+from dtctl.spec import model, training
 
 
 def from_spec(values: object) -> dict[str, str]:
@@ -22,6 +23,26 @@ def from_spec(values: object) -> dict[str, str]:
 def test_keys_are_those_of_the_spec() -> None:
     assert {field.name for field in dataclasses.fields(TrainConfig)} == set(model.Train.model_fields)
     assert {field.name for field in dataclasses.fields(SnapshotConfig)} == set(model.Snapshot.model_fields)
+    for ours, theirs in (
+        (options.DdpConfig, training.Ddp),
+        (options.FsdpConfig, training.Fsdp),
+        (options.TpConfig, training.TensorParallel),
+        (options.PipelineConfig, training.Pipeline),
+    ):
+        mine = {field.name: field.default for field in dataclasses.fields(ours)}
+        assert set(mine) == set(theirs.model_fields)
+        written = {name: field.default for name, field in theirs.model_fields.items() if name != "plan"}
+        assert written == {name: value for name, value in mine.items() if name != "plan"}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("3", "a list or null is expected"), ("[1.5]", "a list or null is expected"), ('"x"', "a list or null")],
+)
+def test_a_list_is_checked_item_by_item(value: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        load(argv=[f"--train.pipeline.split={value}"], environ={})
+    assert load(argv=["--train.pipeline.split=[2, 3]"], environ={}).pipeline.split == (2, 3)
 
 
 def test_nothing_said_is_all_defaults() -> None:

@@ -195,8 +195,7 @@ def test_an_own_optimizer_keeps_the_ratio_of_its_rates(make: Make) -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"strategy": "fsdp"}, PlanError, "strategy fsdp is not available"),
-        ({"strategy": {"dp": 2, "tp": 2}}, PlanError, "strategy mesh dp=2, tp=2 is not available"),
+        ({"strategy": {"dp": 2, "tp": 2}}, PlanError, "the mesh dp 2 \\* tp 2 has 4 workers, and the job has 1"),
         ({"precision": "fp16"}, PlanError, "precision fp16 is not available"),
         ({"snapshot": {"replicas": 1}}, SpecError, "replicas of snapshots are not available"),
     ],

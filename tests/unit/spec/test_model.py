@@ -53,9 +53,15 @@ job:
   setup: ["true"]
   kind: accelerate
   grace_s: 0
+  preload: [torch]
 network: {interface: {a: eth0}, profile: gcp-tcpxo, rendezvous_port: 1, rendezvous_address: a}
 train:
   strategy: {dp: 1, fsdp: 1, tp: 1, pp: 1}
+  blocks: a.b
+  ddp: {bucket_mb: 1, static_graph: true, find_unused_parameters: true, comm_hook: bf16}
+  fsdp: {reshard_after_forward: true, cpu_offload: true, reduce_dtype: bf16}
+  tp: {plan: {a: colwise}, sequence_parallel: true}
+  pipeline: {schedule: zbv, micro_batches: 1, split: [1], stages_per_worker: 1}
   precision: bf16
   micro_batch: 1
   global_batch: 1

@@ -92,9 +92,9 @@ def test_unknown_keys_at_all_levels(text: str, message: str) -> None:
         ("train: {steps: 1, epochs: 1}",
          "train: steps and epochs are both set; keep one of the two (null unsets the other)"),
         ("train: {strategy: ddpp}",
-         "train.strategy: expected 'auto', 'single', 'ddp', 'zero1', 'fsdp', 'hsdp', 'pipeline' or keys with values, "
-         "got 'ddpp'; did you mean 'ddp'?"),
-        ("train: {strategy: {dp: 0}}", "train.strategy.dp: expected at least 1, got 0"),
+         "train.strategy: expected 'auto', 'single', 'ddp', 'zero1', 'fsdp', 'hsdp', 'tp', 'pipeline' or keys with "
+         "values, got 'ddpp'; did you mean 'ddp'?"),
+        ("train: {strategy: {dp: 0}}", "train.strategy.dp: expected at least 1, or -1 for what is left, got 0"),
         ("train: {model: 5}", "train.model: expected keys with values, got 5"),
         ("slurm: {extra: {a: [1]}}",
          "slurm.extra.a: expected text, a whole number, a number or true or false, got a list"),

@@ -1,0 +1,71 @@
+"""Puts the figures of the newest results into the README, between its marks, so that they are nowhere typed by hand.
+
+python benchmarks/readme.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN, END = "<!-- figures: benchmarks/readme.py -->", "<!-- end of figures -->"
+
+
+def newest(name: str) -> dict[str, Any]:
+    """The newest kept result of a benchmark."""
+    path = max((ROOT / "benchmarks" / "results").glob(f"{name}-*.json"))
+    kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return kept | {"file": path.relative_to(ROOT).as_posix()}
+
+
+def launch() -> str:
+    """Launch latency and pushes."""
+    kept = newest("launch")
+    rows = []
+    for nodes in (16, 8):
+        found = kept.get(f"true on {nodes} nodes", {})
+        rows += [
+            _row(f"`true` on {nodes} nodes", name, row, found["dtctl"])
+            for name, row in found.items()
+            if "median_s" in row and (nodes == 16 or name != "bare paramiko")
+        ]
+    for nodes in (4, 16):
+        found = kept.get(f"push to {nodes} nodes", {})
+        rows += [
+            _row(
+                f"5,000 files, 50 MB to {nodes} nodes, {name.split()[1]}", name.split()[0], row, found[f"dtctl {state}"]
+            )
+            for name, row in found.items()
+            for state in (name.split()[1],)
+        ]
+    return (
+        f"Fresh processes in turn, medians, {kept['date']}, all nodes on one machine of {kept['versions']['cores']} "
+        f"cores ([{kept['file']}]({kept['file']})). dtctl's times hold imports, connections, the push of the code, "
+        "the start and the count of what is left. "
+        f"The launcher takes {kept['client CPU ms per node']} ms of CPU time per node; "
+        f"`dtctl --help` takes {kept['dtctl --help']['median_s']:.2f} s.\n\n"
+        "| what | program | median | times dtctl's |\n|---|---|--:|--:|\n" + "\n".join(rows)
+    )
+
+
+def _row(what: str, program: str, row: dict[str, float], ours: dict[str, float]) -> str:
+    return f"| {what} | {program} | {row['median_s']:.2f} s | {row['median_s'] / ours['median_s']:.2f} |"
+
+
+def filled(text: str) -> str:
+    """A text with the figures between its marks."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{launch()}\n{END}{after}"
+
+
+def main() -> None:
+    """Rewrite the README."""
+    path = ROOT / "README.md"
+    path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Reference pages made from the code at build time, so that they cannot say anything else than the code does.
+
+A hook of mkdocs: https://www.mkdocs.org/user-guide/configuration/#hooks
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages to those on disk."""
+    pages = {"commands": commands(), "spec": spec(), "errors": errors(), "benchmarks": benchmarks()}
+    for name, text in pages.items():
+        files.append(File.generated(config, f"reference/{name}.md", content=text))
+    return files
+
+
+def commands() -> str:
+    """Every command with its help, as the terminal shows it."""
+    from typer.main import get_command
+    from typer.testing import CliRunner
+
+    from dtctl.cli.app import app
+
+    runner = CliRunner()
+
+    def paths(command: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        yield path
+        for name, below in sorted(getattr(command, "commands", {}).items()):
+            if not below.hidden:
+                yield from paths(below, (*path, name))
+
+    parts = ["# Commands\n\n`-h` works everywhere. What stands here is what it prints.\n"]
+    for path in paths(get_command(app), ()):
+        shown = runner.invoke(app, [*path, "--help"], prog_name="dtctl", terminal_width=100)
+        parts.append(f"## {' '.join(('dtctl', *path))}\n\n```text\n{shown.output.strip()}\n```\n")
+    return "\n".join(parts)
+
+
+def spec() -> str:
+    """Every key of dtctl.yaml."""
+    from dtctl.spec.schema import json_schema
+
+    schema = json_schema()
+    parts = [
+        "# The spec\n",
+        "Keys of `dtctl.yaml`. `dtctl validate` checks a file, `dtctl validate --schema` prints this as JSON Schema "
+        "for your editor, and every key can be set on the command line: `dtctl launch --set train.lr=1e-3`.\n",
+    ]
+    sections = [("", schema), *schema["$defs"].items()]
+    for name, section in sections:
+        if not name:
+            continue
+        parts.append(f"## {name}\n\n{_cell(section.get('description', ''))}\n")
+        parts.append("| key | type | default | meaning |\n|---|---|---|---|")
+        parts += [
+            f"| `{key}` | {_type(value)} | {_default(value)} | {_cell(value.get('description', ''))} |"
+            for key, value in section["properties"].items()
+        ]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _type(value: dict[str, Any]) -> str:
+    if "$ref" in value:
+        name = value["$ref"].rsplit("/", 1)[-1]
+        return f"[{name}](#{name.lower()})"
+    if "enum" in value:
+        return ", ".join(f"`{choice}`" for choice in value["enum"])
+    if "anyOf" in value:
+        return " or ".join(dict.fromkeys(_type(option) for option in value["anyOf"] if option.get("type") != "null"))
+    kind = value.get("type", "any")
+    if kind == "array":
+        return f"list of {_type(value.get('items', {}))}"
+    return " or ".join(kind) if isinstance(kind, list) else str(kind)
+
+
+def _default(value: dict[str, Any]) -> str:
+    found = value.get("default")
+    return "" if found is None or found == [] or found == {} else f"`{json.dumps(found)}`"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def errors() -> str:
+    """The tree of errors, and what each ends a command with."""
+    from dtctl import errors as module
+
+    tree = inspect.getdoc(module) or ""
+    head, _, rest = tree.partition("\n\n")
+    drawn = inspect.cleandoc(rest.partition("An error is a fact")[0])
+    return (
+        "# Errors and exit codes\n\nAn error is three lines: the fact, the place, and what to do next. Its class "
+        f"decides the exit code.\n\n{head}\n\n```text\n{drawn}\n```\n"
+    )
+
+
+def benchmarks() -> str:
+    """The newest result of every benchmark that was kept."""
+    parts = [
+        "# Benchmarks\n\nEvery table is made from a kept result in `benchmarks/results/`, which one command makes "
+        "anew: `python benchmarks/NAME.py`. All programs of a table ran in turn on one otherwise idle machine; figures "
+        "are medians.\n"
+    ]
+    newest: dict[str, Path] = {}
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        newest[path.stem.partition("-")[0]] = path
+    for name, path in newest.items():
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        machine = ", ".join(f"{key} {value}" for key, value in kept.get("versions", {}).items())
+        parts.append(f"## {name}\n\n{kept.get('date', '')}. {machine}.\n")
+        parts += [_rows(title, rows) for title, rows in kept.items() if isinstance(rows, dict) and title != "versions"]
+    return "\n".join(parts)
+
+
+def _rows(title: str, rows: dict[str, Any]) -> str:
+    if "median_s" in rows:
+        rows = {title: rows}
+    flat = {
+        (f"{name} nodes: {inner}" if str(name).isdigit() else inner): row
+        for name, row in rows.items()
+        for inner, row in (row.items() if isinstance(row, dict) and "median_s" not in row else [(name, row)])
+        if isinstance(row, dict)
+    }
+    lines = [
+        f"| {name} | {row['median_s']:.3f} | {row['min_s']:.3f} | {row['max_s']:.3f} | {row['client_cpu_s']:.3f} |"
+        for name, row in flat.items()
+        if "median_s" in row
+    ]
+    if not lines:
+        return ""
+    head = "| | median s | min s | max s | client CPU s |\n|---|--:|--:|--:|--:|\n"
+    return f"### {title}\n\n{head}" + "\n".join(lines) + "\n"

@@ -1,0 +1,65 @@
+"""`dtctl take-up`: be the launcher of a kept run whose own is gone. People call `dtctl watch`, which calls this."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dtctl.cli import output
+
+if TYPE_CHECKING:
+    from dtctl.launch.record import RunRecord
+
+
+def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) -> int:
+    """Watch a run that goes on by itself, and restart its workers when they fail, until it is over."""
+    from dtctl.cli.launching import caught_signals, finish
+    from dtctl.launch.assemble import attempt_of_run, job_of_run
+    from dtctl.launch.ledger import Ledger
+    from dtctl.launch.record import RunRecord
+    from dtctl.launch.run import launch
+    from dtctl.launch.state import start_ticks
+
+    record = RunRecord(folder)
+    with record.held():
+        info = record.info()
+        job = job_of_run(record)
+        under_way = attempt_of_run(record, job)
+
+        def emit(event: str, **facts: Any) -> None:
+            if event != "log":
+                record.append_event({"event": event, "time": round(time.time(), 3), **facts})
+
+        record.write_info(replace(info, pid=os.getpid(), pid_started=start_ticks(os.getpid())))
+        emit("taken-up", attempt=under_way.attempt, pid=os.getpid())
+        ledger = Ledger(time.monotonic, begun=time.monotonic() - (time.time() - info.started), phase="run")
+        with caught_signals() as signals:
+            result = launch(job, record, emit=emit, signals=signals, ledger=ledger, under_way=under_way)
+        return finish(result, emit)
+
+
+def take_up_if_alone(record: RunRecord) -> None:
+    """Give a kept run a launcher if it has none.
+
+    Raises:
+        LaunchError: it has none and cannot be given one.
+    """
+    from dtctl.errors import LaunchError
+    from dtctl.launch.background import OUTPUT_FILE, take_up_in_background
+    from dtctl.launch.state import state_of
+
+    if state_of(record).status != "abandoned" or not record.info().detached or not record.plan():
+        return
+    output.err(f"the launcher of run {record.run} has ended; it is given a new one", "yellow")
+    problem = take_up_in_background(record)
+    if problem:
+        raise LaunchError(
+            f"the run could not be taken up again: {problem.removeprefix('error: ')}",
+            where=str(record.folder / OUTPUT_FILE),
+            hint="`dtctl stop` ends what is left of it",
+        )

@@ -1,0 +1,42 @@
+"""Which modules a node imports once for all its workers, going by what the script imports."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+
+WORTH = ("torch", "numpy", "dtctl.runtime")
+"""Slow to import, and safe to fork after: they start no threads and touch no GPU by being imported."""
+WITH_TORCH = "torch._dynamo"
+"""Imported by the first optimizer or DDP that is made; half as slow as torch itself."""
+
+
+def modules_of(source: str) -> tuple[str, ...]:
+    """The modules worth importing beforehand among those that a script imports at its top level.
+
+    Empty for a script that is not Python: whoever runs it will say so.
+    """
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return ()
+    found = dict.fromkeys(name for name in _imported(tree.body) if _is_worth(name))
+    if any(name.partition(".")[0] in ("torch", "dtctl") for name in found):
+        found[WITH_TORCH] = None
+    return tuple(found)
+
+
+def _is_worth(name: str) -> bool:
+    return any(name == module or name.startswith(module + ".") for module in WORTH)
+
+
+def _imported(body: Iterable[ast.stmt]) -> Iterator[str]:
+    for statement in body:
+        match statement:
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(module=str(module), level=0, names=names):
+                yield from (f"{module}.{alias.name}" for alias in names if f"{module}.{alias.name}" in WORTH)
+                yield module
+            case ast.Try(body=inner) | ast.With(body=inner):
+                yield from _imported(inner)

@@ -1,0 +1,201 @@
+"""How many workers go into each kind of parallelism, and where one worker stands among them.
+
+    pp    pipeline stages: other blocks on each
+    dp    replicas: the same parameters, other samples
+    fsdp  sharded replicas: a part of each parameter at rest, other samples
+    tp    a part of each matrix, the same samples
+
+Ranks count through tp first, then fsdp, dp and pp: workers that talk most are neighbours, on one node where that fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from dtctl.errors import PlanError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+AXES: Final = ("pp", "dp", "fsdp", "tp")
+"""From the slowest to the fastest in the order of ranks."""
+FILL: Final = -1
+"""A degree that takes what the others leave."""
+NAMES: Final = ("auto", "single", "ddp", "zero1", "fsdp", "hsdp", "tp", "pipeline")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Degrees:
+    """Workers along each axis; their product is the number of workers."""
+
+    pp: int = 1
+    dp: int = 1
+    fsdp: int = 1
+    tp: int = 1
+
+    @property
+    def workers(self) -> int:
+        """Their number."""
+        return self.pp * self.dp * self.fsdp * self.tp
+
+    @property
+    def data(self) -> int:
+        """Into how many parts a batch is divided."""
+        return self.dp * self.fsdp
+
+    def __str__(self) -> str:
+        found = ", ".join(f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1)
+        return found or "dp=1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where one worker stands in a mesh."""
+
+    degrees: Degrees
+    rank: int
+
+    @property
+    def tp(self) -> int:
+        """Position among the workers that split matrices."""
+        return self.rank % self.degrees.tp
+
+    @property
+    def data(self) -> int:
+        """Which part of every batch this worker takes."""
+        return self.rank // self.degrees.tp % self.degrees.data
+
+    @property
+    def stage(self) -> int:
+        """Position in the pipeline."""
+        return self.rank // (self.degrees.tp * self.degrees.data)
+
+    @property
+    def stream(self) -> int:
+        """The rank whose random numbers this worker draws: those who split a matrix must drop the same entries."""
+        return self.rank - self.tp
+
+    @property
+    def counts(self) -> bool:
+        """Whether this worker stands for its part of the batch, where several have the same samples."""
+        return self.tp == 0 and self.stage == self.degrees.pp - 1
+
+
+def resolve(strategy: str | Mapping[str, int], *, workers: int, per_node: int) -> Degrees:
+    """The degrees that a strategy means for a number of workers.
+
+    Args:
+        strategy: a name of `NAMES`, or degrees by axis: missing is 1, one of them may be -1 and takes what is left.
+        workers: in the whole job.
+        per_node: workers of one node; hsdp shards inside a node, tp splits inside one.
+
+    Raises:
+        PlanError: there is no such mesh, with the nearest one that there is.
+    """
+    if not isinstance(strategy, str):
+        return _filled(strategy, workers)
+    if strategy not in NAMES:
+        raise PlanError(
+            f"there is no strategy {strategy}", where="train.strategy", hint=f"there are {', '.join(NAMES)}"
+        )
+    if strategy == "single" and workers > 1:
+        raise PlanError(
+            f"strategy single with {workers} workers would train {workers} models apart",
+            where="train.strategy",
+            hint="use `ddp`, or one worker",
+        )
+    if strategy == "fsdp":
+        return Degrees(fsdp=workers)
+    if strategy == "pipeline":
+        return Degrees(pp=workers)
+    if strategy in ("hsdp", "tp"):
+        if workers % per_node:
+            raise PlanError(
+                f"{strategy} needs the same number of workers on every node, and {workers} workers are no multiple of "
+                f"the {per_node} here",
+                where="train.strategy",
+                hint="give degrees instead, as in {dp: 2, fsdp: -1}",
+            )
+        if strategy == "tp":
+            return Degrees(tp=per_node, dp=workers // per_node)
+        if workers == per_node and workers > 1:
+            raise PlanError(
+                f"hsdp has one replica per node, and all {workers} workers are on one node",
+                where="train.strategy",
+                hint="use `fsdp`, or give degrees, as in {dp: 2, fsdp: -1}",
+            )
+        return Degrees(dp=workers // per_node, fsdp=per_node)
+    return Degrees(dp=workers)
+
+
+def _filled(wanted: Mapping[str, int], workers: int) -> Degrees:
+    for axis, degree in wanted.items():
+        if axis not in AXES:
+            raise PlanError(
+                f"there is no axis {axis} in a mesh", where="train.strategy", hint=f"there are {', '.join(AXES)}"
+            )
+        if degree < 1 and degree != FILL:
+            raise PlanError(
+                f"the degree of {axis} is {degree}, and must be at least 1, or -1 for what is left",
+                where=f"train.strategy.{axis}",
+            )
+    free = [axis for axis, degree in wanted.items() if degree == FILL]
+    if len(free) > 1:
+        raise PlanError(
+            f"{' and '.join(free)} are both -1, and only one degree can be what is left", where="train.strategy"
+        )
+    fixed = math.prod(degree for degree in wanted.values() if degree != FILL)
+    text = " * ".join(f"{axis} {degree}" for axis, degree in wanted.items() if degree != FILL) or "nothing"
+    if free and workers % fixed:
+        message = f"{workers} workers cannot be divided by {text} = {fixed}, so nothing whole is left for {free[0]}"
+        raise PlanError(message, where="train.strategy", hint=_nearest(wanted, workers))
+    if not free and fixed != workers:
+        message = f"the mesh {text} has {fixed} workers, and the job has {workers}"
+        raise PlanError(message, where="train.strategy", hint=_nearest(wanted, workers))
+    return Degrees(**{**wanted, **({free[0]: workers // fixed} if free else {})})
+
+
+def _nearest(wanted: Mapping[str, int], workers: int) -> str:
+    """The mesh of this many workers that is nearest in ratio, over the axes that were asked for, and dp."""
+    axes = [axis for axis in AXES if wanted.get(axis, 1) != 1 or axis == "dp"]
+
+    def distance(degrees: tuple[int, ...]) -> tuple[float, ...]:
+        asked = [(degree, wanted.get(axis, 1)) for axis, degree in zip(axes, degrees, strict=True)]
+        # Adding replicas changes least of what was meant, so it is counted last.
+        main = sum(
+            abs(math.log(degree / want))
+            for axis, (degree, want) in zip(axes, asked, strict=True)
+            if want != FILL and axis != "dp"
+        )
+        rest = sum(abs(math.log(degree / max(1, want))) for degree, want in asked)
+        return (main, rest)
+
+    best = min(_products(workers, len(axes)), key=distance)
+    return "nearest: {" + ", ".join(f"{axis}: {degree}" for axis, degree in zip(axes, best, strict=True)) + "}"
+
+
+def _products(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as a product of `count` factors."""
+    if count == 1:
+        yield (number,)
+        return
+    for factor in range(1, number + 1):
+        if number % factor == 0:
+            for rest in _products(number // factor, count - 1):
+                yield (factor, *rest)
+
+
+def device_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
+    """The process groups of all axes; collective over all workers.
+
+    Args:
+        degrees: their product is the world size.
+        device_type: cpu or cuda.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = tuple(getattr(degrees, axis) for axis in AXES)
+    return init_device_mesh(device_type, shape, mesh_dim_names=AXES)

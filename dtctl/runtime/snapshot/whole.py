@@ -1,0 +1,109 @@
+"""State that is spread over workers, made whole on rank 0; and whole state, cut to what a worker has.
+
+So that a snapshot is the same file whatever the strategy, and can be resumed with any other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from dtctl.runtime.snapshot.share import filled, receive, send, skeleton
+from dtctl.runtime.snapshot.state import raw
+from dtctl.runtime.worker import Worker
+
+Tree = dict[str, Any]
+
+
+def gathered(entries: Mapping[str, Any], worker: Worker) -> Tree | None:
+    """The entries of all workers, on rank 0; collective.
+
+    Args:
+        entries: name -> tensors and plain values, nested as one likes. Sharded tensors (DTensors) are put together;
+            entries that rank 0 has are taken from there, others from the first worker that has them.
+        worker: this worker.
+
+    Returns:
+        On rank 0 everything, with tensors on the CPU where they had to be moved; None elsewhere.
+    """
+    mine = {name: _whole(entry) for name, entry in entries.items()}
+    if worker.is_first:
+        for rank in range(1, worker.world_size):
+            theirs = json.loads(receive(rank))
+            wanted = [name for name in theirs if name not in mine]
+            send(json.dumps(wanted).encode(), rank)
+            for name in wanted:
+                header = json.loads(receive(rank))
+                tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in header["tensors"]]
+                for tensor in tensors:
+                    if tensor.numel():
+                        dist.recv(raw(tensor), src=rank)
+                mine[name] = filled(header["skeleton"], tensors)
+        return mine
+    # None stands for a DTensor of which another worker of its mesh has the whole.
+    ready = {name: entry for name, entry in mine.items() if entry is not None}
+    send(json.dumps(list(ready)).encode(), 0)
+    for name in json.loads(receive(0)):
+        tensors = []
+        header = skeleton(ready[name], tensors)
+        shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+        send(json.dumps({"skeleton": header, "tensors": shapes}).encode(), 0)
+        for tensor in tensors:
+            if tensor.numel():
+                dist.send(raw(tensor), dst=0)
+    return None
+
+
+def gathered_optimizer(tree: Tree, worker: Worker) -> Tree:
+    """The optimizer trees (`state.optimizer_tree`) of all workers as one on rank 0, empty elsewhere; collective."""
+    states = gathered(tree["state"], worker)
+    groups = gathered({f"{worker.rank}.{index}": group for index, group in enumerate(tree["groups"])}, worker)
+    if states is None or groups is None:
+        return {}
+    seen: set[str] = set()
+    merged = []
+    for group in groups.values():
+        fresh = [name for name in group["params"] if name not in seen]
+        seen.update(fresh)
+        if fresh:
+            merged.append({**group, "params": fresh})
+    return {"state": states, "groups": merged}
+
+
+def _whole(entry: Any) -> Any:
+    """An entry with every DTensor put together; None if it has one and this worker is not the first of its mesh."""
+    if isinstance(entry, DTensor):
+        whole = entry.full_tensor()
+        first = not any(entry.device_mesh.get_coordinate() or ())
+        return whole.cpu() if first else None
+    if isinstance(entry, Mapping):
+        parts = {key: _whole(value) for key, value in entry.items()}
+        gone = any(parts[key] is None and value is not None for key, value in entry.items())
+        return None if gone else parts
+    return entry
+
+
+def like(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """This worker's part of a whole tensor, if `tensor` is sharded, as a DTensor like it; else the whole tensor.
+
+    A tensor of another shape is left whole: who loads it will say so.
+    """
+    if not isinstance(tensor, DTensor) or tensor.shape != whole.shape:
+        return whole
+    mesh, placements = tensor.device_mesh, tensor.placements
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    part = whole[tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))]
+    return DTensor.from_local(
+        part.to(tensor.to_local().device).contiguous(),
+        mesh,
+        placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )

@@ -1,0 +1,86 @@
+"""The length of a gradient that is spread over workers, and cutting it to a length.
+
+Some gradients may be plain tensors and some DTensors over different meshes; torch mixes them in no operation, so they
+are taken mesh by mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Tensors in groups of one mesh each; plain ones are one group."""
+    groups: dict[object, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(groups.values())
+
+
+def norm(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of the gradients of all parameters, over all shards; collective if there are shards."""
+    groups = by_mesh(parameter.grad for parameter in parameters if parameter.grad is not None)
+    norms = [_plain(nn.utils.get_total_norm(group)) for group in groups]
+    if len(norms) == 1:
+        return norms[0]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+def cut(parameters: Sequence[torch.Tensor], max_norm: float | None, total: torch.Tensor) -> None:
+    """Scale gradients down to `max_norm`, if their norm `total` is larger; None leaves them."""
+    if max_norm is None:
+        return
+    for group in by_mesh(parameter for parameter in parameters if parameter.grad is not None):
+        nn.utils.clip_grads_with_norm_(group, max_norm, total)
+
+
+def add_up(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup, *, divide_by: int = 1) -> None:
+    """Add gradients up over a group of workers, in one exchange for each type of number.
+
+    A parameter may have a gradient on some workers only; it counts as zero on the others. One that has none anywhere is
+    left without.
+    """
+    by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        by_type.setdefault(parameter.dtype, []).append(parameter)
+    for some in by_type.values():
+        parts = [_local(p.grad) if p.grad is not None else torch.zeros_like(_local(p)) for p in some]
+        present = torch.tensor([p.grad is not None for p in some], dtype=parts[0].dtype, device=parts[0].device)
+        flat = torch.cat([present, *(part.detach().reshape(-1) for part in parts)])
+        dist.all_reduce(flat, group=group)
+        present, *sums = torch.split_with_sizes(flat, [len(some), *(part.numel() for part in parts)])
+        for parameter, anywhere, part, total in zip(some, present.tolist(), parts, sums, strict=True):
+            if anywhere:
+                part.copy_(total.view_as(part) / divide_by)
+                if parameter.grad is None:
+                    parameter.grad = _like(parameter, part)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        part: torch.Tensor = tensor.to_local()
+        return part
+    return tensor
+
+
+def _like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    if isinstance(parameter, DTensor):
+        return DTensor.from_local(part, parameter.device_mesh, parameter.placements, run_check=False)
+    return part
+
+
+def wanted(model: nn.Module) -> list[torch.Tensor]:
+    """The parameters that are trained."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        whole: torch.Tensor = tensor.full_tensor()
+        return whole
+    return tensor

@@ -1,0 +1,338 @@
+"""Pipeline parallel: every worker has some blocks, and micro batches follow each other through them.
+
+stages.py says what a model must be like, and cuts it; torch's schedules order the passes. The loss function is called
+as ever, `loss(model, batch)`, on every stage, and must call the model once. Accumulation gives the micro batches.
+
+Replicas (dp) average their gradients after the last pass, which is right with every schedule; DDP is not (torch 2.13).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate, pairwise
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from dtctl.errors import PlanError
+from dtctl.runtime import blocks
+from dtctl.runtime.config import Batch, TrainConfig
+from dtctl.runtime.mesh import Degrees
+from dtctl.runtime.options import PipelineConfig
+from dtctl.runtime.snapshot.share import filled, skeleton
+from dtctl.runtime.strategies import gradients, sharded, stages, tensor
+from dtctl.runtime.worker import Worker
+
+SCHEDULES: Final[dict[str, Any]] = {
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved": schedules.ScheduleInterleaved1F1B,
+    "zero-bubble": schedules.ScheduleInterleavedZeroBubble,
+    "zbv": schedules.ScheduleZBVZeroBubble,
+}
+SINGLE: Final = ("gpipe", "1f1b")
+"""Schedules for one stage on each worker."""
+SPLIT_BACKWARD: Final = ("zero-bubble", "zbv")
+"""Schedules that compute gradients of weights later than those of inputs, past the hooks of fully_shard."""
+
+
+class Pipeline:
+    """Some blocks of a model; it is changed in place."""
+
+    has_warm_up = False
+    together = True
+    spread = True
+    inexact: str | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TrainConfig,
+        worker: Worker,
+        degrees: Degrees,
+        mesh: DeviceMesh,
+        batch: Batch,
+        run: Callable[[], Any],
+    ) -> None:
+        """Take this worker's part of a model.
+
+        Args:
+            model: whole, on the worker's device, the same everywhere.
+            config: of the training.
+            worker: this worker.
+            degrees: of the mesh.
+            mesh: with all axes.
+            batch: its micro batches go through the pipeline.
+            run: makes a forward pass of the whole model, to see what costs how much.
+
+        Raises:
+            PlanError: the schedule does not go with the mesh, or the model cannot be cut.
+        """
+        options = config.pipeline
+        per_worker = check(config, degrees, batch.accumulate)
+        found = blocks.find(model, config.blocks)
+        if found is None:
+            raise PlanError(
+                "a pipeline needs a model with a list of blocks", where="train.blocks", hint="name the list"
+            )
+        self.name = f"{degrees}, {options.schedule}"
+        self.module, self._blocks = model, found
+        self._kind, self._single = SCHEDULES[options.schedule], options.schedule in SINGLE
+        self._degrees, self._mesh, self._worker, self._batch = degrees, mesh, worker, batch
+        self.sizes = sizes_of(options, degrees.pp * per_worker, *stages.costs(found, run))
+        state = set(model.state_dict())
+        if degrees.tp > 1:
+            tensor.parallelize(model, found, config.tp, mesh["tp"])
+        self._outside = outside(model, found, self.sizes)
+        self.owners = owners(options.schedule, degrees.pp, per_worker)
+        self._stages = self._take(model, found)
+        self.elsewhere: Collection[str] = frozenset(state - set(model.state_dict()))
+        if degrees.data > 1:
+            sharded.keep_buffers_alike(model, mesh)
+        if degrees.fsdp > 1:
+            for stage in self._stages.values():
+                sharded.shard_blocks(stage, stage.cut.blocks, config, worker, mesh)
+        shared = set(self._outside)
+        self._own = [parameter for parameter in gradients.wanted(model) if parameter not in shared]
+        self.inference: nn.Module = Inference(self._stages, self.owners, mesh["pp"])
+        self._schedule: Any = None
+
+    def _take(self, model: nn.Module, found: blocks.Blocks) -> dict[int, stages.Stage]:
+        """This worker's stages by their numbers; blocks of others are given up."""
+        mine = [number for number, owner in enumerate(self.owners) if owner == self._mesh["pp"].get_local_rank()]
+        ends = list(accumulate(self.sizes))
+        cuts = {number: stages.Cut(model, found, ends[number] - self.sizes[number], ends[number]) for number in mine}
+        kept = {index for number in mine for index in range(ends[number] - self.sizes[number], ends[number])}
+        for index in set(range(len(found))) - kept:
+            found.container[index] = stages.Elsewhere()
+        return {number: stages.Stage(cut, self._outside) for number, cut in cuts.items()}
+
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give tensors of each mesh a group of their own, since fused optimizers do not mix them."""
+        sharded.separate_meshes(optimizer)
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Nothing to hold back: `run` makes all passes of a step."""
+        return nullcontext()
+
+    def run(self, batches: Sequence[stages.Batch], loss: stages.Loss) -> torch.Tensor:
+        """All passes of a step, and the exchange of gradients.
+
+        Args:
+            batches: the micro batches of this worker's part of the global batch, with the weights of their losses.
+            loss: of the user.
+
+        Returns:
+            The sum of weighted losses such that its mean over all workers is the loss of the global batch.
+        """
+        if self._schedule is None:
+            self._schedule = self._scheduled(self._shape(batches[0][0], loss))
+        for stage in self._stages.values():
+            stage.train_on(batches, loss, self._batch.micro)
+        index = torch.arange(len(batches), device=self._worker.device)
+        losses: list[torch.Tensor] = []
+        first = (index,) if 0 in self._stages else ()
+        self._schedule.step(*first, target=index, losses=losses, return_outputs=False, index=index)
+        self._exchange()
+        if not losses:
+            return torch.zeros((), device=self._worker.device)
+        return torch.stack([value.detach() for value in losses]).sum() * self._degrees.pp
+
+    def _shape(self, batch: Any, loss: stages.Loss) -> torch.Tensor:
+        """An empty tensor like the stream between stages: what the model hands to its first block."""
+        probe = stages.Cut(self.module, self._blocks, 0, 0)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            try:
+                loss(stages.Caller(probe, self._batch.micro), batch)
+            except stages.Reached as reached:
+                return torch.empty_like(reached.stream).requires_grad_()
+        raise PlanError("the loss function does not call the model", where="the loss function of the Trainer")
+
+    def _scheduled(self, stream: torch.Tensor) -> Any:
+        """The schedule over this worker's stages, for streams of one shape."""
+        device, last = self._worker.device, len(self.owners) - 1
+        number, scalar = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros((), device=device)
+        made = [
+            PipelineStage(
+                stage,
+                index,
+                len(self.owners),
+                device,
+                input_args=stream if index else number,
+                output_args=stream if index < last else scalar,
+                group=self._mesh["pp"].get_group(),
+            )
+            for index, stage in self._stages.items()
+        ]
+        return self._kind(
+            made[0] if self._single else made,
+            n_microbatches=self._batch.accumulate,
+            loss_fn=lambda output, _: output,  # the last stage has called the loss function
+            scale_grads=False,
+        )
+
+    def _exchange(self) -> None:
+        """Add up over stages what is on all of them, and average over replicas what fully_shard does not."""
+        gradients.add_up(self._outside, self._mesh["pp"].get_group())
+        if self._degrees.data > 1:
+            replicated = self._outside if self._degrees.fsdp > 1 else [*self._outside, *self._own]
+            gradients.add_up(replicated, sharded.data_group(self._mesh), divide_by=self._degrees.data)
+
+    def clip(self, max_norm: float | None) -> torch.Tensor:
+        """Measure the gradient over all stages and shards, and cut it if it is too long; collective."""
+        squared = gradients.norm(self._own).double().to(self._worker.device) ** 2
+        dist.all_reduce(squared, group=self._mesh["pp"].get_group())
+        shared = gradients.norm(self._outside).double().to(self._worker.device)
+        total = (squared + shared**2).sqrt()
+        gradients.cut([*self._own, *self._outside], max_norm, total)
+        return total
+
+
+class Inference(nn.Module):
+    """A pipeline that is called like the model, without gradients, and gives its result to all workers of it."""
+
+    numbered: Mapping[int, stages.Stage]
+
+    def __init__(self, made: Mapping[int, stages.Stage], owners: Sequence[int], mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(made.values())
+        self.__dict__["numbered"] = dict(made)
+        self.owners, self.group, self.rank = owners, mesh.get_group(), mesh.get_local_rank()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns: tensors, in dicts and lists."""
+        kept: torch.Tensor | None = None
+        result: Any = None
+        for number, stage in self.numbered.items():
+            before = self.owners[number - 1] if number else None
+            if before is not None:
+                stage.cut.entrance.source = self._receiving(before, kept)
+            stage.task = lambda *_, stage=stage: stage.cut(*args, **kwargs)
+            result = stage()
+            if number + 1 < len(self.owners):
+                kept = result
+                if self.owners[number + 1] != self.rank:
+                    dist.send(result.contiguous(), group_dst=self.owners[number + 1], group=self.group)
+        return self._given(result)
+
+    def _receiving(self, before: int, kept: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+        def source(like: torch.Tensor) -> torch.Tensor:
+            if before == self.rank and kept is not None:
+                return kept
+            stream = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            dist.recv(stream, group_src=before, group=self.group)
+            return stream
+
+        return source
+
+    def _given(self, result: Any) -> Any:
+        """The last stage's result, on every worker of the pipeline."""
+        owner = self.owners[-1]
+        tensors: list[torch.Tensor] = []
+        text = b""
+        if self.rank == owner:
+            outline = skeleton(result, tensors)
+            shapes = [[str(value.dtype).removeprefix("torch."), list(value.shape)] for value in tensors]
+            text = json.dumps({"skeleton": outline, "tensors": shapes}).encode()
+        size = torch.tensor([len(text)])
+        dist.broadcast(size, group_src=owner, group=self.group)
+        packed = (
+            torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(int(size), dtype=torch.uint8)
+        )
+        dist.broadcast(packed, group_src=owner, group=self.group)
+        header = json.loads(packed.numpy().tobytes())
+        if self.rank != owner:
+            device = next(iter(self.numbered.values())).cut.device
+            tensors = [
+                torch.empty(shape, dtype=getattr(torch, dtype), device=device) for dtype, shape in header["tensors"]
+            ]
+        tensors = [value.contiguous() for value in tensors]
+        for value in tensors:
+            dist.broadcast(value, group_src=owner, group=self.group)
+        return result if self.rank == owner else filled(header["skeleton"], tensors)
+
+
+def check(config: TrainConfig, degrees: Degrees, micro_batches: int) -> int:
+    """Stages per worker, if the settings of a pipeline go together.
+
+    Raises:
+        PlanError: they do not.
+    """
+    options = config.pipeline
+    name, per_worker = options.schedule, options.stages_per_worker or (1 if options.schedule in SINGLE else 2)
+    where = "train.pipeline"
+    if name in SINGLE and per_worker != 1:
+        raise PlanError(
+            f"schedule {name} has one stage per worker, not {per_worker}", where=where, hint="use interleaved"
+        )
+    if name == "zbv" and per_worker != 2:
+        raise PlanError(
+            f"schedule zbv has two stages per worker, not {per_worker}", where=where, hint="use zero-bubble"
+        )
+    if name in SPLIT_BACKWARD and degrees.fsdp > 1:
+        raise PlanError(
+            f"schedule {name} with fsdp gives wrong gradients (torch 2.13): those of weights come up past fully_shard",
+            where=where,
+            hint="use 1f1b or interleaved with fsdp, or dp instead of fsdp",
+        )
+    if config.tp.sequence_parallel and degrees.tp > 1:
+        raise PlanError("sequence parallelism does not go with a pipeline", where="train.tp.sequence_parallel")
+    if micro_batches < degrees.pp:
+        raise PlanError(
+            f"{micro_batches} micro batches are fewer than the {degrees.pp} workers of a pipeline, which would hang",
+            where=where,
+            hint=f"set train.accumulate to {2 * degrees.pp} or more",
+        )
+    rounds = micro_batches // degrees.pp
+    if name in ("interleaved", "zero-bubble") and micro_batches % rounds:
+        raise PlanError(
+            f"schedule {name} takes micro batches in {rounds} rounds, and {micro_batches} cannot be divided by that",
+            where=where,
+            hint=f"use a multiple of {degrees.pp}",
+        )
+    return per_worker
+
+
+def sizes_of(options: PipelineConfig, count: int, costs: Sequence[int], after: int) -> list[int]:
+    """Blocks of each stage.
+
+    Raises:
+        PlanError: the split that was asked for does not fit the model.
+    """
+    if options.split is None:
+        return stages.balanced(costs, after, count)
+    if len(options.split) != count or sum(options.split) != len(costs) or min(options.split) < 1:
+        raise PlanError(
+            f"the split {list(options.split)} does not put {len(costs)} blocks on {count} stages",
+            where="train.pipeline.split",
+            hint=f"balanced by cost it is {stages.balanced(costs, after, count)}",
+        )
+    return list(options.split)
+
+
+def owners(schedule: str, workers: int, per_worker: int) -> list[int]:
+    """Which worker of the pipeline has which stage: round and round, or there and back (zbv)."""
+    there = list(range(workers))
+    return there + there[::-1] if schedule == "zbv" else there * per_worker
+
+
+def outside(model: nn.Module, found: blocks.Blocks, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """The parameters that are trained and do not belong to one stage alone: outside of blocks, or in several stages."""
+    uses: dict[torch.Tensor, set[int]] = {}
+    starts = [0, *accumulate(sizes)]
+    for stage, (first, last) in enumerate(pairwise(starts)):
+        for block in found.modules[first:last]:
+            for parameter in block.parameters():
+                uses.setdefault(parameter, set()).add(stage)
+    inside = {id(module) for block in found.modules for module in block.modules()}
+    for module in model.modules():
+        if id(module) not in inside:
+            for parameter in module.parameters(recurse=False):
+                uses.setdefault(parameter, set()).add(-1)
+    return [p for p in gradients.wanted(model) if uses[p] == {-1} or len(uses[p]) > 1]

@@ -1,0 +1,205 @@
+"""Sharded data parallel (ZeRO 2 and 3) by torch's `fully_shard`, tensor parallel, and both together.
+
+Each block of the model is sharded by itself, so that only one or two are whole at a time; what is outside of blocks is
+one group more. On a mesh of replicas and shards (hsdp) gradients are added up inside a replica first. With tp the
+matrices are split before that.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from dtctl.errors import PlanError
+from dtctl.runtime import blocks
+from dtctl.runtime.config import TrainConfig
+from dtctl.runtime.mesh import Degrees
+from dtctl.runtime.options import FsdpConfig
+from dtctl.runtime.strategies import gradients, tensor
+from dtctl.runtime.worker import Worker
+
+
+class Sharded:
+    """A model whose parameters are DTensors; it is changed in place."""
+
+    has_warm_up = False
+    together = True
+    elsewhere: Collection[str] = ()
+    spread = True
+    inexact: str | None = None
+
+    def __init__(
+        self, model: nn.Module, config: TrainConfig, worker: Worker, degrees: Degrees, mesh: DeviceMesh
+    ) -> None:
+        """Spread a model.
+
+        Args:
+            model: whole, on the worker's device; those of all workers become rank 0's.
+            config: of the training.
+            worker: this worker.
+            degrees: of the mesh; pp is 1.
+            mesh: with all axes.
+
+        Raises:
+            PlanError: an option needs another device, or the model cannot be split.
+        """
+        hush()
+        self.name = str(degrees)
+        self.module = self.inference = model
+        begin_alike(model)
+        if degrees.tp > 1:
+            tensor.parallelize(model, blocks.find(model, config.blocks), config.tp, mesh["tp"])
+        if degrees.data > 1:
+            shard(model, config, worker, mesh)
+            keep_buffers_alike(model, mesh)
+        self._wanted = gradients.wanted(model)
+
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give tensors of each mesh a group of their own, since fused optimizers do not mix them."""
+        separate_meshes(optimizer)
+
+    @contextmanager
+    def _local(self, module: FSDPModule) -> Iterator[None]:
+        module.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            module.set_requires_gradient_sync(True)
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Gradients are added up whole on each worker, and neither exchanged nor sharded."""
+        return self._local(self.module) if isinstance(self.module, FSDPModule) else nullcontext()
+
+    def clip(self, max_norm: float | None) -> torch.Tensor:
+        """Measure the gradient over all shards, and cut it if it is too long; collective."""
+        total = gradients.norm(self._wanted)
+        gradients.cut(self._wanted, max_norm, total)
+        return total
+
+
+def hush() -> None:
+    """Silence two warnings of torch 2.13 that come with every use and ask for nothing."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    # Putting together what is sharded over two axes takes two exchanges, which is known and happens in snapshots only.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+def begin_alike(model: nn.Module) -> None:
+    """Give every worker rank 0's parameters and buffers, as DDP does when it wraps a model."""
+    for value in [*model.parameters(), *model.buffers()]:
+        dist.broadcast(value.detach(), src=0)
+
+
+def shard(model: nn.Module, config: TrainConfig, worker: Worker, mesh: DeviceMesh) -> None:
+    """Apply `fully_shard` to each block and to what is left, over the axes dp and fsdp.
+
+    Raises:
+        PlanError: offloading was asked for where there is no accelerator.
+    """
+    found = blocks.find(model, config.blocks)
+    shard_blocks(model, found.modules if found else [], config, worker, mesh)
+    model.register_forward_hook(_shard_again)
+
+
+def shard_blocks(
+    root: nn.Module, modules: Sequence[nn.Module], config: TrainConfig, worker: Worker, mesh: DeviceMesh
+) -> None:
+    """Apply `fully_shard` to some modules and then to the one that has them.
+
+    Raises:
+        PlanError: as `shard`.
+    """
+    options = config.fsdp
+    # Two axes mean replicas of shards; with one replica, one axis is the cheaper way to say it.
+    over = mesh["fsdp"] if mesh["dp"].size() == 1 else mesh["dp", "fsdp"]
+    policy, offload = precision(options), offloading(options, worker)
+    for block in modules:
+        if any(True for _ in block.parameters()):
+            fully_shard(
+                block,
+                mesh=over,
+                reshard_after_forward=options.reshard_after_forward,
+                mp_policy=policy,
+                offload_policy=offload,
+            )
+    fully_shard(root, mesh=over, mp_policy=policy, offload_policy=offload)
+
+
+def _shard_again(model: nn.Module, *_: Any) -> None:
+    """After a pass without a backward pass, give whole parameters up.
+
+    fully_shard leaves some whole after a forward pass, and `model.parameters()` then has other tensors than the
+    optimizer.
+    """
+    if not torch.is_grad_enabled():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def precision(options: FsdpConfig) -> MixedPrecisionPolicy:
+    """In which format gradients are added up; fp32 means the parameters' own, which may be wider."""
+    return MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if options.reduce_dtype == "bf16" else None)
+
+
+def offloading(options: FsdpConfig, worker: Worker) -> OffloadPolicy:
+    """Where shards are kept.
+
+    Raises:
+        PlanError: in the host's memory, and there is no accelerator.
+    """
+    if not options.cpu_offload:
+        return OffloadPolicy()
+    if worker.device.type == "cpu":
+        raise PlanError(
+            "shards can be kept in the host's memory only if there is a GPU to bring them to",
+            where="train.fsdp.cpu_offload",
+            hint="leave it out: on CPUs everything is in the host's memory",
+        )
+    return CPUOffloadPolicy()
+
+
+def keep_buffers_alike(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Give every worker the first one's buffers before each training pass, as DDP does.
+
+    Only those that snapshots have: running means of BatchNorm, which every worker would else have of its own samples.
+    """
+    state = model.state_dict(keep_vars=True)
+    kept = [buffer for name, buffer in model.named_buffers() if name in state]
+    if not kept:
+        return
+    group = data_group(mesh)
+    source = dist.get_global_rank(group, 0)
+
+    def bring(module: nn.Module, *_: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            for name, buffer in model.named_buffers():
+                if name in state and not isinstance(buffer, DTensor):
+                    dist.broadcast(buffer, src=source, group=group)
+
+    model.register_forward_pre_hook(bring, prepend=True)
+
+
+def data_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The workers that have the same part of the model and other samples."""
+    return mesh["dp", "fsdp"]._flatten("data").get_group()
+
+
+def separate_meshes(optimizer: torch.optim.Optimizer) -> None:
+    """Split parameter groups such that each has tensors of one mesh only, and let go of what DTensors cannot do."""
+    split = []
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, torch.optim.SGD) and any(isinstance(value, DTensor) for value in group["params"]):
+            group["fused"] = False  # torch 2.13: aten._fused_sgd_ has no sharding strategy; AdamW's has
+        split += [{**group, "params": part} for part in gradients.by_mesh(group["params"])]
+    optimizer.param_groups[:] = split

@@ -1,0 +1,86 @@
+"""The start of one attempt's workers on a node: at once, or forked as soon as the warm process is ready.
+
+A warm start is an advantage, never a condition: whatever goes wrong with it, the workers are started afresh, and report
+themselves what is wrong with the program. Stdlib only, Python 3.8.
+"""
+
+from __future__ import annotations
+
+import os
+
+from dtctl.supervisor.group import Group
+from dtctl.supervisor.nursery import Cold, Nursery
+
+
+class Births:
+    """The workers of one attempt and how far they are."""
+
+    def __init__(self, group: Group, script: str, cwd: str, env: dict[str, str], workers: list) -> None:  # type: ignore[type-arg]
+        """Prepare to start.
+
+        Args:
+            group: where the workers are counted.
+            script: path of the node script.
+            cwd: folder to start it in.
+            env: variables that all workers have.
+            workers: rank and further variables of each: `{"rank": 3, "env": {...}}`.
+        """
+        self.group = group
+        self.script = script
+        self.cwd = cwd
+        self.env = env
+        self.missing = list(workers)
+        self.waiting = False
+
+    def fresh(self) -> None:
+        """Start each worker by a node script of its own.
+
+        Raises:
+            OSError: a process could not be made.
+        """
+        self.waiting = False
+        while self.missing:
+            worker = self.missing.pop(0)
+            self.group.start(["bash", self.script], self.cwd, {**self.env, **worker["env"]}, worker["rank"])
+
+    def warm(self, nursery: Nursery, modules: list[str]) -> None:
+        """Begin a warm start; `step` goes on with it.
+
+        Raises:
+            OSError: a process could not be made.
+        """
+        fd = os.open(os.path.join(self.group.folder, "warm.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            if nursery.ready:
+                nursery.ask_again(self.script, self.cwd, self.env, fd)
+            else:
+                nursery.start(self.script, self.cwd, self.env, modules, fd)
+        finally:
+            os.close(fd)
+        self.waiting = True
+
+    def step(self, nursery: Nursery) -> str:
+        """Fork the workers if the warm process is ready; why they were started afresh instead, or an empty text.
+
+        Raises:
+            OSError: a process could not be made.
+        """
+        try:
+            if nursery.look():
+                while self.missing:
+                    worker = self.missing[0]
+                    self.group.add(worker["rank"], lambda fd, env=worker["env"]: nursery.fork(env, fd))
+                    self.missing.pop(0)
+                self.waiting = False
+        except Cold as exc:
+            nursery.close()
+            self.fresh()
+            return str(exc)
+        return ""
+
+    def cancel(self, nursery: Nursery | None) -> None:
+        """The attempt is over; nobody is born any more."""
+        self.missing.clear()
+        if self.waiting and nursery is not None:
+            nursery.stop_asking()
+        self.waiting = False

@@ -1,0 +1,52 @@
+"""A node's end of the link while a run is on: frames that never block, and a clock. Stdlib only, Python 3.8."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from dtctl.supervisor import frames
+
+CHUNK = 1 << 16
+
+
+class Link:
+    """The way to the control machine: non-blocking frames, with a clock for its last sign of life."""
+
+    def __init__(self, read_fd: int, write_fd: int, before: frames.FdLink | None = None) -> None:
+        """Talk over these descriptors from now on, taking over what `before` has read but not used."""
+        self.read_fd = read_fd
+        self.write_fd = write_fd
+        self.parser = before.parser if before else frames.Parser()
+        self.ready = before.ready if before else []
+        self.out = bytearray()
+        self.heard = time.monotonic()
+        self.fed = True
+        os.set_blocking(read_fd, False)
+        os.set_blocking(write_fd, False)
+
+    def read(self) -> list[dict] | None:  # type: ignore[type-arg]
+        """Messages that have arrived; None when the other end is gone."""
+        taken, self.ready = self.ready, []
+        try:
+            data = os.read(self.read_fd, CHUNK)
+            if not data:
+                return None
+            self.heard = time.monotonic()
+            taken += self.parser.feed(data)
+        except BlockingIOError:
+            pass
+        except OSError:
+            return None
+        return [frames.decode(payload) for kind, _, payload in taken if kind == frames.JSON]
+
+    def flush(self) -> bool:
+        """Write what fits; False when the other end is gone."""
+        try:
+            while self.out:
+                del self.out[: os.write(self.write_fd, self.out[:CHUNK])]
+        except BlockingIOError:
+            pass
+        except OSError:
+            return False
+        return True

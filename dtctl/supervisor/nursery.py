@@ -1,0 +1,189 @@
+"""The supervisor's end of a warm start: one process per node that has imported what the workers need, and forks them.
+
+See warm.py, which that process runs. The node script is run as ever; its last line hands the program to `VIA`, a few
+lines of shell in the run's folder, which either start the warm process in the program's place or only tell what would
+have been started: the second for every later attempt, whose variables are others. Stdlib only, Python 3.8.
+"""
+
+from __future__ import annotations
+
+import _socket
+import os
+import struct
+
+from dtctl.supervisor import lean, processes
+from dtctl.supervisor.lean import signal
+
+VIA_FILE = "via.sh"
+VIA = """\
+# Called by the node script with the program that it would have started. See dtctl's supervisor/nursery.py.
+if [ -n "$DTCTL_WARM_FILE" ]; then
+  python=$1
+  [ "$2" = -u ] && shift
+  shift
+  exec "$python" -u "$DTCTL_WARM_FILE" "$@"
+fi
+exec 1>&3
+printf '%s\\0' "$#" "$@"
+exec env -0
+"""
+OURS = ("DTCTL_VIA", "DTCTL_WARM_FILE", "DTCTL_WARM_FD", "DTCTL_WARM_PARENT", "DTCTL_WARM_MODULES")
+FORK_LIMIT_S = 10.0
+LEAVE_LIMIT_S = 1.0
+
+
+class Cold(Exception):
+    """There will be no warm start; the text says why."""
+
+
+class Nursery:
+    """One warm process, from its start to its end, and the program that its workers are to run."""
+
+    def __init__(self, run_dir: str) -> None:
+        """Nothing is started yet; `run_dir` is the run's folder."""
+        self.via = os.path.join(run_dir, VIA_FILE)
+        with open(self.via, "w") as file:
+            file.write(VIA)
+        self.pid = 0
+        self.ready = False
+        self.argv: list[str] = []
+        self.env: dict[str, str] = {}
+        self._link: _socket.socket | None = None
+        self._said = b""
+        self._captured = b""
+        self._capture_fd: int | None = None
+        self._capture_pid = 0
+
+    def start(self, script: str, cwd: str, env: dict[str, str], modules: list[str], output_fd: int) -> None:
+        """Start the warm process by the node script; what it prints goes to `output_fd`."""
+        ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
+        warm = {
+            "DTCTL_VIA": self.via,
+            "DTCTL_WARM_FILE": os.path.join(os.path.dirname(os.path.abspath(__file__)), "warm.py"),
+            "DTCTL_WARM_FD": str(theirs.fileno()),
+            "DTCTL_WARM_PARENT": str(os.getpid()),
+            "DTCTL_WARM_MODULES": ",".join(modules),
+        }
+        os.set_inheritable(theirs.fileno(), True)
+        self.pid = processes.spawn(["bash", script], cwd, {**env, **warm}, {1: output_fd, 2: output_fd})
+        theirs.close()
+        ours.setblocking(False)
+        self._link = ours
+
+    def ask_again(self, script: str, cwd: str, env: dict[str, str], output_fd: int) -> None:
+        """Learn program and variables of another attempt from its node script."""
+        self.argv, self.env, self._captured = [], {}, b""
+        read_end, write_end = os.pipe()
+        env = {**env, "DTCTL_VIA": self.via}
+        self._capture_pid = processes.spawn(["bash", script], cwd, env, {1: output_fd, 2: output_fd, 3: write_end})
+        os.close(write_end)
+        os.set_blocking(read_end, False)
+        self._capture_fd = read_end
+
+    def descriptors(self) -> list[int]:
+        """What to wait on."""
+        link = [self._link.fileno()] if self._link is not None else []
+        return link + ([self._capture_fd] if self._capture_fd is not None else [])
+
+    def look(self) -> bool:
+        """Take in what has arrived; whether workers can be forked now.
+
+        Raises:
+            Cold: they never will be.
+        """
+        if self._link is None:
+            raise Cold("the warm process has ended")
+        if not self.ready:
+            self._hear(self._link)
+        if self._capture_fd is not None:
+            self._read_capture(self._capture_fd)
+        return self.ready and bool(self.argv)
+
+    def _hear(self, link: _socket.socket) -> None:
+        try:
+            data = link.recv(1 << 16)
+        except BlockingIOError:
+            return
+        if not data:
+            raise Cold("the warm process has ended")
+        self._said += data
+        if not self._said.endswith(b"\n"):
+            return
+        message = lean.loads(self._said)
+        self._said = b""
+        if not message["ready"]:
+            raise Cold(str(message["why"]))
+        self.ready = True
+        self.argv, self.env = message["argv"], _cleaned(message["env"])
+
+    def _read_capture(self, fd: int) -> None:
+        while True:
+            try:
+                data = os.read(fd, 1 << 16)
+            except BlockingIOError:
+                return
+            if not data:
+                break
+            self._captured += data
+        os.close(fd)
+        self._capture_fd = None
+        words = self._captured.decode("utf-8", "surrogateescape").split("\0")[:-1]
+        if not words:
+            raise Cold("the node script ended before it came to the program")
+        count = int(words[0])
+        self.argv = words[1 : 1 + count]
+        pairs = (word.partition("=") for word in words[1 + count :])
+        self.env = _cleaned({name: value for name, _, value in pairs})
+
+    def fork(self, env: dict[str, str], output_fd: int) -> int:
+        """A new worker: a child of this process with these variables on top, printing to `output_fd`; its id.
+
+        Raises:
+            Cold: the warm process does not do it.
+        """
+        link = self._link
+        if link is None:
+            raise Cold("the warm process has ended")
+        body = lean.dumps({"argv": _program(self.argv), "env": {**self.env, **env}})
+        try:
+            link.settimeout(FORK_LIMIT_S)
+            rights = (_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack("i", output_fd))
+            header = b"%8d" % len(body)
+            link.sendmsg([header], [rights])
+            link.sendall(body)
+            said = b""
+            while not said.endswith(b"\n"):
+                data = link.recv(4096)
+                if not data:
+                    raise Cold("the warm process has ended")
+                said += data
+            link.setblocking(False)
+        except OSError as exc:
+            raise Cold(f"the warm process does not answer: {exc}") from exc
+        return int(lean.loads(said)["pid"])
+
+    def stop_asking(self) -> None:
+        """Forget what a node script was asked, and end it if it still runs."""
+        if self._capture_fd is not None:
+            os.close(self._capture_fd)
+            self._capture_fd = None
+            processes.send([self._capture_pid], signal.SIGKILL)
+
+    def close(self) -> None:
+        """End the warm process; the workers that it has made go on."""
+        self.stop_asking()
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        if self.pid:
+            processes.send([self.pid], signal.SIGKILL)
+            self.pid = 0
+
+
+def _cleaned(env: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name not in OURS}
+
+
+def _program(argv: list[str]) -> list[str]:
+    """What follows the interpreter and its `-u`."""
+    return argv[2:] if argv[1:2] == ["-u"] else argv[1:]

@@ -1,0 +1,178 @@
+"""A Python that has imported what the workers need, and becomes each of them by forking. Runs on the node.
+
+Importing torch takes seconds, forking a process that has imported it milliseconds: one import per node instead of one
+per worker, and none at a restart. Started by the node script in place of the program, so setup lines and variables are
+the job's own, under the job's Python (3.8 or newer). Imports nothing of dtctl: it stands alone, and what it is becomes
+the user's program.
+
+    from the supervisor, with the pipe for the output    to the supervisor
+    {"argv": [...], "env": {...}}   be this worker       {"ready": true, "argv", "env"} or {"ready": false, "why"}, once
+                                                         {"pid": N} of the worker, by now a child of the supervisor
+
+The end of the supervisor's socket ends this process. Nothing is forked from a process with threads or an initialized
+GPU: then the supervisor starts the workers afresh.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+
+VIA_FD = "DTCTL_WARM_FD"
+PRELOAD = "DTCTL_WARM_MODULES"
+
+
+def main() -> list[str]:
+    """Import, then serve until the supervisor is gone; returns in a worker, with what it is to run."""
+    link = socket.socket(fileno=int(os.environ.pop(VIA_FD)))
+    supervisor = int(os.environ.pop("DTCTL_WARM_PARENT"))
+    modules = os.environ.pop(PRELOAD).split(",")
+    sys.path[0] = ""  # not the folder of this file, whose modules have names that a user's may have, too
+    why = load(modules)
+    tell(link, {"ready": not why, "why": why, "argv": ["", *sys.argv[1:]], "env": dict(os.environ)})
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # for the workers; this one ends with its supervisor
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
+        message, output = receive(link)
+        if message is None:
+            os._exit(0)
+        between = os.fork()
+        if between:
+            os.close(output)
+            os.waitpid(between, 0)
+            continue
+        worker = os.fork()
+        if worker:
+            tell(link, {"pid": worker})
+            os._exit(0)  # which makes the worker a child of the supervisor, as if that had started it
+        link.close()
+        become(message, output, supervisor)
+        return list(message["argv"])
+
+
+def load(modules: list[str]) -> str:
+    """Import modules; why workers cannot be forked after that, or an empty text."""
+    import importlib
+
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except BaseException as exc:  # noqa: BLE001 - the program will meet it, too, and is the one to report it
+            return "import %s: %s: %s" % (name, type(exc).__name__, exc)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "importing has initialized the GPU"
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        return "importing has started %d threads" % (threads - 1)
+    import gc
+
+    gc.collect()
+    gc.freeze()  # pages full of objects that nobody changes stay shared
+    return ""
+
+
+def receive(link: socket.socket) -> tuple[dict | None, int]:  # type: ignore[type-arg]
+    """The next message and the descriptor that came with it; (None, -1) at the end."""
+    import array
+
+    fds = array.array("i")
+    data, ancillary, _, _ = link.recvmsg(8, socket.CMSG_SPACE(fds.itemsize))
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    if not data:
+        return None, -1
+    while len(data) < 8:
+        data += link.recv(8 - len(data))
+    size, body = int(data), b""
+    while len(body) < size:
+        more = link.recv(size - len(body))
+        if not more:
+            return None, -1
+        body += more
+    return json.loads(body.decode("utf-8", "surrogateescape")), fds[0]
+
+
+def tell(link: socket.socket, message: dict) -> None:  # type: ignore[type-arg]
+    """Send one line; nobody to hear it is no error."""
+    try:
+        link.sendall(json.dumps(message).encode() + b"\n")
+    except OSError:
+        pass
+
+
+def become(message: dict, output: int, supervisor: int) -> None:  # type: ignore[type-arg]
+    """Make this process the worker: its session, output, environment and random state."""
+    import time
+
+    os.setsid()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    between = os.getppid()
+    while between != supervisor and os.getppid() == between:
+        time.sleep(0.0005)
+    if os.getppid() != supervisor:
+        os._exit(1)
+    die_with(supervisor)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, fd in ((null, 0), (output, 1), (output, 2)):
+        os.dup2(source, fd)
+    os.close(null)
+    os.close(output)
+    os.environ.clear()
+    os.environ.update(message["env"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()  # as at a fresh start; Python's own generator sees to itself, torch's has a fixed seed
+
+
+def die_with(supervisor: int) -> None:
+    """End this process when the supervisor does."""
+    try:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    except (ImportError, AttributeError, OSError):
+        pass
+    if os.getppid() != supervisor:
+        os._exit(1)
+
+
+def run(argv: list[str]) -> None:
+    """Run a program as `python ARGV` does: a script and its arguments, or -m, a module and its arguments."""
+    sys.excepthook = without_this_file
+    if argv[0] == "-m":
+        import runpy
+
+        sys.argv = argv[1:]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        return
+    import builtins
+    import types
+
+    path = os.path.abspath(argv[0])
+    sys.argv = list(argv)
+    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    module = types.ModuleType("__main__")
+    shown = path if sys.version_info >= (3, 9) else argv[0]  # as Python itself has it
+    module.__dict__.update(__file__=shown, __builtins__=builtins, __cached__=None)
+    sys.modules["__main__"] = module
+    with open(path, "rb") as file:
+        code = compile(file.read(), shown, "exec")
+    exec(code, module.__dict__)  # noqa: S102 - it is what the user asked to run
+
+
+def without_this_file(kind, error, trace) -> None:  # type: ignore[no-untyped-def]
+    """Print a traceback that begins with the user's program."""
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    sys.__excepthook__(kind, error.with_traceback(trace), trace)
+
+
+if __name__ == "__main__":
+    run(main())

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Made by dtctl 0.1.0 for run run-1, attempt 0: node a, node rank 0 of 1, workers 0-1 of 2, spec d0b75002493d4813.
+# Started in the folder of the pushed code, 2 times, each with its own RANK and LOCAL_RANK. Set on the node before this runs:
+# DTCTL_RUN_DIR, DTCTL_METRICS, DTCTL_SNAPSHOT_DIR, PET_LOG_DIR; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (the interface
+# towards the head node).
+set -e -o pipefail
+
+# dtctl: lines reach the log when they are printed
+export PYTHONUNBUFFERED=1
+
+# dtctl: as torchrun does when several workers share a node
+export OMP_NUM_THREADS=1
+
+# dtctl: place in the job
+export DTCTL_RUN_ID=run-1
+export DTCTL_ATTEMPT=0
+export DTCTL_NODE=a
+export DTCTL_NODE_RANK=0
+export DTCTL_NNODES=1
+export DTCTL_SLOTS=2
+export MASTER_ADDR=10.0.0.1
+export MASTER_PORT=31399
+export WORLD_SIZE=2
+export LOCAL_WORLD_SIZE=2
+export GROUP_RANK=0
+
+# Last, and with exec: signals and the exit code pass straight through.
+# DTCTL_VIA, if set: the worker is forked from a process that has imported torch, my.package already.
+exec ${DTCTL_VIA:+sh "$DTCTL_VIA"} python3 \
+  -u \
+  train.py

@@ -1,0 +1,183 @@
+"""Every strategy trains what one process trains: the same losses, gradient norms, weights and optimizer state.
+
+Each number of workers is started once and trains all its cases (equality_worker.py). With DTCTL_EQUALITY=FILE the
+differences are written there as JSON; equality_table.py makes docs/equality.md of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dtctl.runtime.snapshot import layout, read, state
+from tests.integration.equality_worker import Case, written
+
+pytestmark = pytest.mark.torch
+
+WORKER = Path(__file__).with_name("equality_worker.py")
+
+LIMITS = {
+    ("sgd", "float64"): 1e-12,
+    ("sgd", "float32"): 1e-5,
+    ("adamw", "float64"): 1e-8,
+    # A gradient near zero decides by its rounding which way AdamW goes: lr times its relative error.
+    ("adamw", "float32"): 1e-3,
+}
+"""Largest relative difference from one process, of each tensor against its largest entry."""
+
+Meshes = list[tuple[Any, dict[str, Any]]]
+
+MESHES: dict[int, Meshes] = {
+    2: [
+        ("ddp", {}),
+        ("ddp", {"ddp": {"static_graph": True}}),
+        ("ddp", {"ddp": {"find_unused_parameters": True}}),
+        ("zero1", {}),
+        ("fsdp", {}),
+        ("fsdp", {"fsdp": {"reshard_after_forward": False}}),
+        ("tp", {}),
+        ("tp", {"tp": {"sequence_parallel": True}}),
+        ("pipeline", {}),
+        ("pipeline", {"pipeline": {"schedule": "gpipe"}}),
+        ("pipeline", {"pipeline": {"schedule": "interleaved"}}),
+        ("pipeline", {"pipeline": {"schedule": "zero-bubble"}}),
+        ("pipeline", {"pipeline": {"schedule": "zbv"}}),
+    ],
+    4: [
+        ("ddp", {}),
+        ("zero1", {}),
+        ("fsdp", {}),
+        ("tp", {}),
+        ({"dp": 2, "fsdp": 2}, {}),
+        ({"dp": 2, "tp": 2}, {}),
+        ({"fsdp": 2, "tp": 2}, {}),
+        ({"fsdp": 2, "tp": 2}, {"tp": {"sequence_parallel": True}}),
+        ("pipeline", {"pipeline": {"split": [1, 1, 1, 1]}}),
+        ("pipeline", {"pipeline": {"schedule": "zero-bubble", "stages_per_worker": 1}}),
+        ({"dp": 2, "pp": 2}, {}),
+        ({"dp": 2, "pp": 2}, {"pipeline": {"schedule": "interleaved"}}),
+        ({"dp": 2, "pp": 2}, {"pipeline": {"schedule": "zbv"}}),
+        ({"fsdp": 2, "pp": 2}, {}),
+        ({"fsdp": 2, "pp": 2}, {"pipeline": {"schedule": "interleaved"}}),
+        ({"tp": 2, "pp": 2}, {}),
+    ],
+}
+BRIEF = {"ddp", "fsdp"}
+"""Strategies whose fp32 cases are run; the others differ from them in exchanges, not in arithmetic."""
+
+
+def cases_of(workers: int) -> list[Case]:
+    """All cases for a number of workers; 1 has those that the others are compared with."""
+    if workers == 1:
+        return [Case(optimizer=optimizer, dtype=dtype) for optimizer, dtype in LIMITS]
+    found = []
+    for strategy, options in MESHES[workers]:
+        settings = {"strategy": strategy, **options}
+        found.append(Case(settings=settings))
+        tensor = "tp" in strategy
+        if tensor and workers == 4:
+            settings["accumulate"] = 2  # DTensors are slow on CPUs
+        slow = workers == 4 and (strategy == "fsdp" or "pp" in strategy or {"dp", "tp"} <= set(strategy))
+        if not options and not slow:
+            found.append(Case(settings=settings, optimizer="adamw"))
+            if str(strategy) in BRIEF and workers == 2:
+                found += [Case(settings=settings, dtype="float32", optimizer=name) for name in ("sgd", "adamw")]
+    return found
+
+
+ALL = [(workers, case) for workers in MESHES for case in cases_of(workers)]
+
+
+def run(workers: int, folder: Path, base: Path) -> None:
+    """Train all cases of a number of workers."""
+    written(cases_of(workers), folder / "cases.json")
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"] if workers > 1 else []
+    done = subprocess.run(
+        [sys.executable, *start, str(WORKER), str(folder / "cases.json"), str(folder), str(base)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    (folder / "output").write_text(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Path]]:
+    folders = {workers: tmp_path_factory.mktemp(f"workers-{workers}") for workers in (1, *MESHES)}
+    for workers, folder in folders.items():
+        run(workers, folder, folders[1])
+    yield folders
+    if os.environ.get("DTCTL_EQUALITY"):
+        rows = [
+            {
+                "workers": workers,
+                "strategy": case.settings["strategy"],
+                "options": {key: value for key, value in case.settings.items() if key != "strategy"},
+                "optimizer": case.optimizer,
+                "dtype": case.dtype,
+                "limit": LIMITS[case.optimizer, case.dtype],
+                **differences(folders[workers] / case.key(), folders[1] / single(case).key()),
+            }
+            for workers, case in ALL
+        ]
+        Path(os.environ["DTCTL_EQUALITY"]).write_text(json.dumps({"torch": torch.__version__, "cases": rows}, indent=1))
+
+
+def single(case: Case) -> Case:
+    return Case(optimizer=case.optimizer, dtype=case.dtype)
+
+
+def parts(folder: Path) -> dict[str, Any]:
+    ((_, newest), *_) = layout.listing(folder)
+    return read.load(read.verify(newest))
+
+
+def digest(folder: Path) -> str:
+    found = parts(folder)
+    return state.digest(found["model"], found["optimizer"])
+
+
+def apart(one: torch.Tensor, two: torch.Tensor) -> float:
+    """The largest difference, relative to the largest entry."""
+    assert one.shape == two.shape
+    assert one.dtype == two.dtype
+    return float((one.double() - two.double()).abs().max() / two.double().abs().max().clamp(min=1e-12))
+
+
+def differences(found: Path, expected: Path) -> dict[str, float]:
+    one, two = torch.load(found / "result.pt"), torch.load(expected / "result.pt")
+    assert one["weights"].keys() == two["weights"].keys()
+    states = [dict(state.tensors(parts(path / "snapshots")["optimizer"]["state"])) for path in (found, expected)]
+    assert states[0].keys() == states[1].keys()
+    return {
+        "losses": apart(one["losses"], two["losses"]),
+        "weights": max(apart(one["weights"][name], value) for name, value in two["weights"].items()),
+        "optimizer_state": max(apart(states[0][name], value) for name, value in states[1].items()),
+    }
+
+
+@pytest.mark.parametrize(("workers", "case"), ALL, ids=[f"{workers}-{case.key()}" for workers, case in ALL])
+def test_a_strategy_trains_what_one_process_trains(trained: dict[int, Path], workers: int, case: Case) -> None:
+    folder = trained[workers] / case.key()
+    assert (folder / "taken").is_dir(), (trained[workers] / "output").read_text()[-6000:]
+    single_folder = trained[1] / single(case).key()
+    losses = torch.load(single_folder / "result.pt")["losses"]
+    assert losses[-1, 0] < losses[0, 0], "nothing was learnt, so nothing is compared"
+    limit = LIMITS[case.optimizer, case.dtype]
+    found = differences(folder, single_folder)
+    assert max(found["losses"], found["weights"]) <= limit, found
+    assert found["optimizer_state"] <= 1e3 * limit, found
+    # A snapshot holds all there is, and can be taken by any other strategy.
+    assert digest(folder / "again") == digest(folder / "snapshots")
+    assert digest(folder / "taken") == digest(single_folder / "snapshots")

@@ -1,0 +1,144 @@
+"""What is killed goes on exactly, with every strategy; bad settings end all workers with one sentence, in seconds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dtctl.runtime.snapshot import layout, read, state
+from tests.integration.test_runtime_training import rows
+
+pytestmark = pytest.mark.torch
+
+SCRIPT = """
+import os, signal
+import torch
+from torch import nn
+from dtctl.runtime import TensorData, Trainer, run
+
+GARBLED = "GARBLED" in os.environ  # into a model that works whole, and divided in no way
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up, self.down, self.drop = nn.Linear(16, 32), nn.Linear(32, 16), nn.Dropout(0.2)
+
+    def forward(self, stream):
+        wide = torch.relu(self.up(self.norm(stream)))
+        return stream + self.drop(self.down(wide / wide.sum(-1, keepdim=True) if GARBLED else wide))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.batch_norm = nn.Linear(8, 16), nn.BatchNorm1d(16)
+        self.blocks = nn.ModuleList(Block() for _ in range(int(os.environ.get("BLOCKS", "4"))))
+        self.last = nn.Linear(16, 1)
+
+    def forward(self, inputs):
+        stream = self.batch_norm(self.first(inputs)) if os.environ["BATCH_NORM"] == "1" else self.first(inputs)
+        seen = []
+        for block in self.blocks:
+            stream = block(stream)
+            seen.append(stream)
+        return self.last(stream + seen[0]) if GARBLED else self.last(stream)
+
+def train(config, worker):
+    if os.environ.get("ODD_RANK") == str(worker.rank):
+        os.environ["BLOCKS"] = "5"
+    inputs = torch.randn(200, 8, generator=torch.Generator().manual_seed(5))
+    calls = 0
+
+    def loss(model, batch):
+        nonlocal calls
+        calls += 1
+        if os.environ.get("HURT") == f"{worker.rank}:{calls}":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    trainer = Trainer(config, worker, Model(), loss, TensorData(inputs, inputs[:, :1] - inputs[:, 1:2]))
+    return trainer.run()
+
+if __name__ == "__main__":
+    defaults = {
+        "global_batch": 16, "accumulate": 4, "clip_norm": 0.5, "steps": 12, "lr": 1e-2, "log_every": 4, "timeout_s": 40,
+        "snapshot": {"every_steps": 4, "keep": 3},
+    }
+    raise SystemExit(run(train, defaults=defaults))
+"""
+
+
+def launch(folder: Path, workers: int, *settings: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Train in `folder` under torchrun, on a port of its own choice; settings are `key=value`."""
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(SCRIPT)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("DTCTL_")}
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}", "train.py"]
+        + [f"--train.{setting}" for setting in settings],
+        cwd=folder,
+        env={**inherited, "OMP_NUM_THREADS": "1", "BATCH_NORM": "0", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+
+def digest(folder: Path) -> str:
+    ((_, newest), *_) = layout.listing(folder / "snapshots")
+    parts = read.load(read.verify(newest))
+    return state.digest(parts["model"], parts["optimizer"])
+
+
+@pytest.mark.parametrize(
+    ("workers", "strategy", "batch_norm"),
+    [
+        (3, '"zero1"', "1"),
+        (3, '"fsdp"', "1"),
+        (2, '"tp"', "0"),
+        (4, '{"fsdp": 2, "pp": 2}', "0"),
+    ],
+)
+def test_a_killed_run_ends_with_the_bits_of_one_left_alone(
+    tmp_path: Path, workers: int, strategy: str, batch_norm: str
+) -> None:
+    batch = ("global_batch=24", "accumulate=2") if workers == 3 else ()
+    settings = (f"strategy={strategy}", *batch)
+    straight = launch(tmp_path / "straight", workers, *settings, BATCH_NORM=batch_norm)
+    assert straight.returncode == 0, straight.stdout
+    killed = launch(tmp_path / "killed", workers, *settings, BATCH_NORM=batch_norm, HURT="1:19" if batch else "1:30")
+    assert "SIGKILL" in killed.stdout, killed.stdout
+    resumed = launch(tmp_path / "killed", workers, *settings, BATCH_NORM=batch_norm)
+    assert resumed.returncode == 0, resumed.stdout
+    assert "of 12: exact" in resumed.stdout, resumed.stdout
+    assert digest(tmp_path / "killed") == digest(tmp_path / "straight")
+    assert rows(tmp_path / "killed") == rows(tmp_path / "straight")
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment", "message"),
+    [
+        (["strategy=dpp"], {}, '`train.strategy` is "dpp", and one of auto, single, ddp'),
+        (['strategy={"tp": 3}'], {}, "the mesh tp 3 has 3 workers, and the job has 2"),
+        (["strategy=fsdp", "global_batch=15"], {}, "global_batch 15 cannot be divided by 2 workers * accumulate 4 = 8"),
+        (["strategy=tp", "tp.plan={}"], {"GARBLED": "1"}, "spread as tp=2, the model has the loss"),
+        (["strategy=pipeline"], {"BLOCKS": "1"}, "a pipeline needs a model with a list of blocks"),
+        (["strategy=pipeline"], {"GARBLED": "1"}, "spread as pp=2, the model has the loss nan on the first samples"),
+        (["strategy=pipeline"], {"ODD_RANK": "1"}, "the workers do not agree on the model's parameters"),
+    ],
+)  # fmt: skip
+def test_bad_settings_end_all_workers_in_seconds(
+    tmp_path: Path, settings: list[str], environment: dict[str, str], message: str
+) -> None:
+    began_s = time.monotonic()
+    ended = launch(tmp_path, 2, "steps=2", *settings, **environment)
+    assert ended.stdout.count(f"error: {message}") == 2, ended.stdout
+    assert ended.returncode != 0
+    assert time.monotonic() - began_s < 30

@@ -1,0 +1,28 @@
+"""What a node imports beforehand, going by the script."""
+
+from __future__ import annotations
+
+import pytest
+
+from dtctl.plan.preload import WITH_TORCH, modules_of
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        ("import torch", ("torch", WITH_TORCH)),
+        ("import torch.distributed as dist, numpy as np", ("torch.distributed", "numpy", WITH_TORCH)),
+        ("from torch.distributed.fsdp import fully_shard", ("torch.distributed.fsdp", WITH_TORCH)),
+        ("from dtctl.runtime import Trainer", ("dtctl.runtime", WITH_TORCH)),
+        ("from dtctl import runtime, errors", ("dtctl.runtime", WITH_TORCH)),
+        ("try:\n    import numpy\nexcept ImportError:\n    numpy = None", ("numpy",)),
+        ("import torchvision, numpylike, os", ()),
+        ("def f():\n    import torch", ()),
+        ("from . import torch", ()),
+        ("this is no Python", ()),
+        ("import torch\n\0", ()),
+        ("", ()),
+    ],
+)
+def test_slow_modules_that_the_script_imports_at_its_top(source: str, wanted: tuple[str, ...]) -> None:
+    assert modules_of(source) == wanted
