@@ -75,7 +75,7 @@ def dry_launch(options: Options, folder: Path | None) -> int:
     from dtctl.render.scripts import node_scripts
 
     spec = spec_of(options)
-    run = check_run_name(options.name) if options.name else new_run_id(spec.job.name, now=time.time())
+    run = check_run_name(options.name) if options.name is not None else new_run_id(spec.job.name, now=time.time())
     plan = first_plan(spec, cluster_of(spec, start=False), run=run)
     scripts = node_scripts(plan, base_dir=spec.base_dir)
     if folder is not None:
@@ -126,7 +126,7 @@ def real_launch(options: Options) -> int:
     from dtctl.launch.record import RunInfo, RunRecord, check_run_name, new_run_id
 
     spec = spec_of(options)
-    run = check_run_name(options.name) if options.name else new_run_id(spec.job.name, now=time.time())
+    run = check_run_name(options.name) if options.name is not None else new_run_id(spec.job.name, now=time.time())
     background = os.environ.pop(BACKGROUND, None)
     if options.detach and background is None:
         return background_launch(options, spec, run)

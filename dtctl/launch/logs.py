@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import BinaryIO
@@ -27,9 +28,14 @@ class Logs:
         """Node -> rank -> bytes received in this attempt; what a new link asks the rest of."""
 
     def write(self, node: str, rank: int, data: bytes) -> list[str]:
-        """Keep `data` and return the lines that it completes, without their ends."""
+        """Keep `data` and return the lines that it completes, without their ends.
+
+        What a full disk refuses is shown and not kept: the workers are worth more than their logs, and a detached
+        node has them too.
+        """
         key = (node, rank)
-        self._file(key).write(data)
+        with contextlib.suppress(OSError):
+            self._file(key).write(data)
         seen = self.offsets.setdefault(node, {})
         seen[rank] = seen.get(rank, 0) + len(data)
         if rank == METRICS:

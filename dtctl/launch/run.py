@@ -6,6 +6,7 @@ somebody stops it, and then proves that nothing is left.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dtctl import names
-from dtctl.errors import ConnectError, PlanError
+from dtctl.errors import ConnectError, LaunchError, PlanError
 from dtctl.launch import failure as failures
 from dtctl.launch.failure import AGENT, Failure
 from dtctl.launch.gang import Emit, Gang, Outcome
@@ -366,7 +367,8 @@ class _Launcher:
             status, exit_code = "failed", 8
         else:
             status, exit_code = "succeeded", 0
-        self.ledger.write(self.record.folder / names.LEDGER_FILE, attempts=attempt + 1)
+        with contextlib.suppress(LaunchError):  # a full disk changes nothing about how the run ended
+            self.ledger.write(self.record.folder / names.LEDGER_FILE, attempts=attempt + 1)
         return Result(
             run=self.job.run,
             status=status,
