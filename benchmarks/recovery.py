@@ -1,4 +1,4 @@
-"""How long a job stands still when a worker is killed, and how long the first start takes: dtctl warm and cold, torchrun.
+"""How long a job stands still when a worker is killed, and how long its first start takes: dtctl and torchrun.
 
     python benchmarks/recovery.py            100 kills each; some minutes on an idle machine
     python benchmarks/recovery.py --quick    10 kills
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from launch import RESULTS, versions, wait_for_quiet
@@ -87,6 +88,17 @@ def wait(condition, limit_s: float = LIMIT_S):  # type: ignore[no-untyped-def]
     return None
 
 
+def _all_run(steps: list[Path], before: list[int]) -> bool:
+    """Whether all workers, none of which was there before, are well under way."""
+    return all(sum(pid not in before for pid, _, _ in lines(path)) > 20 for path in steps)
+
+
+def _all_again(steps: list[Path], before: list[int]) -> list[tuple[int, int, float]] | None:
+    """The first steps of the workers after those of `before`, when all have done one."""
+    found = [last_of(path, pid) for path, pid in zip(steps, before, strict=True)]
+    return [line for line in found if line is not None] if None not in found else None
+
+
 def kill_again_and_again(argv: list[str], folder: Path, series: Series, kills: int) -> None:
     """One launch whose second worker is killed until the program gives up or all kills are done."""
     for path in folder.glob("steps.*"):
@@ -97,21 +109,13 @@ def kill_again_and_again(argv: list[str], folder: Path, series: Series, kills: i
     pids = [0, 0]
     try:
         while series.kills < kills:
-            found = wait(lambda: all(len([x for x in lines(p) if x[0] not in pids]) > 20 for p in steps))
-            if not found:
+            if not wait(partial(_all_run, steps, pids)):
                 return
             pids = [lines(path)[-1][0] for path in steps]
             series.kills += 1
             killed = time.time()
             os.kill(pids[1], signal.SIGKILL)
-            again = wait(lambda: [last_of(path, pid) for path, pid in zip(steps, pids, strict=True)], 0.01)
-            again = wait(
-                lambda: (
-                    found
-                    if None not in (found := [last_of(p, pid) for p, pid in zip(steps, pids, strict=True)])
-                    else None
-                )
-            )
+            again = wait(partial(_all_again, steps, pids))
             if again is None or process.poll() is not None:
                 return
             series.recovered_s.append(max(line[2] for line in again) - killed)
