@@ -93,7 +93,7 @@ class Trainer:
         self.batch = batch(config, degrees.data, stages=degrees.pp)
         self.samples = len(samples)
         self.steps, end = length(config, samples=len(samples), batch=self.batch)
-        require_equal(fingerprint(model, config, samples=len(samples), steps=self.steps), worker)
+        require_equal(fingerprint(model, config, degrees, samples=len(samples), steps=self.steps), worker)
         self.model = model.to(worker.device)
         self.numbers = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.read = data.reader(samples)
@@ -248,8 +248,11 @@ class Trainer:
         """Write a snapshot of this step; collective over all workers, of which rank 0 writes."""
         began_s = time.perf_counter()
         everyone, model, optimizer = randomness.gather(self.worker), self.weights(), self._optimizer_state()
+        own = self.strategy.state()
+        others = gathered({str(self.worker.rank): own}, self.worker) if own else None
         if self.worker.is_first:
             parts = {"model": model, "optimizer": optimizer, "random": everyone}
+            parts |= {"strategy": others} if others else {}
             facts = {"position": self.position, "circumstances": self.circumstances}
             write.save(self.folder, self.step, parts, facts=facts, keep=self.config.snapshot.keep)
         if metrics is not None:
@@ -304,7 +307,8 @@ class Trainer:
         state.load_model(self.model, found.parts["model"], elsewhere=self.strategy.elsewhere)
         state.load_optimizer(self.model, self.optimizer, found.parts["optimizer"], whole=not self.strategy.spread)
         differing = resume.differences(found.facts["circumstances"], self.circumstances)
-        differing += [self.strategy.inexact] if self.strategy.inexact else []
+        kept = self.strategy.load_state(found.parts.get("strategy", {}).get(str(self.worker.rank), {}))
+        differing += [kept] if kept else []
         # Last, since all of the above may draw random numbers.
         mine = randomness.of_rank(found.parts["random"], self.place.stream)
         if mine is None:

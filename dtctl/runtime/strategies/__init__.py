@@ -10,9 +10,9 @@ trial.py     whether a divided model computes what it did in one piece
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -45,11 +45,15 @@ class Strategy(Protocol):
     """Names in the model's state that this worker does not have."""
     has_warm_up: bool
     """Whether the first backward pass differs from all later ones, so that resuming exactly needs one to throw away."""
-    inexact: str | None
-    """Why a resume is not exact with this strategy; None if it is."""
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Take an optimizer over all trained parameters, just made; it may be changed."""
+
+    def state(self) -> Mapping[str, Any]:
+        """What this worker must keep beside model and optimizer to go on exactly; empty on all workers, or on none."""
+
+    def load_state(self, tree: Mapping[str, Any]) -> str | None:
+        """Put back what `state` returned, empty if there is none. Returns why that is not exact, if it is not."""
 
     def accumulating(self) -> AbstractContextManager[None]:
         """The context of a pass whose gradients are not the last of their step: they stay local."""

@@ -48,7 +48,6 @@ class Pipeline:
     has_warm_up = False
     together = True
     spread = True
-    inexact: str | None = None
 
     def __init__(
         self,
@@ -117,6 +116,13 @@ class Pipeline:
         """Give tensors of each mesh a group of their own, since fused optimizers do not mix them."""
         sharded.separate_meshes(optimizer)
 
+    def state(self) -> Mapping[str, Any]:
+        """Nothing of its own."""
+        return {}
+
+    def load_state(self, tree: Mapping[str, Any]) -> str | None:
+        """Nothing of its own."""
+
     def accumulating(self) -> AbstractContextManager[None]:
         """Nothing to hold back: `run` makes all passes of a step."""
         return nullcontext()
@@ -147,11 +153,15 @@ class Pipeline:
     def _shape(self, batch: Any, loss: stages.Loss) -> torch.Tensor:
         """An empty tensor like the stream between stages: what the model hands to its first block."""
         probe = stages.Cut(self.module, self._blocks, 0, 0)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            try:
+        was_training = self.module.training
+        self.module.eval()  # so that no random number is drawn and no running mean moved
+        try:
+            with torch.no_grad():
                 loss(stages.Caller(probe, self._batch.micro), batch)
-            except stages.Reached as reached:
-                return torch.empty_like(reached.stream).requires_grad_()
+        except stages.Reached as reached:
+            return torch.empty_like(reached.stream).requires_grad_()
+        finally:
+            self.module.train(was_training)
         raise PlanError("the loss function does not call the model", where="the loss function of the Trainer")
 
     def _scheduled(self, stream: torch.Tensor) -> Any:

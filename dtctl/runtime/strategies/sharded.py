@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -36,7 +36,6 @@ class Sharded:
     together = True
     elsewhere: Collection[str] = ()
     spread = True
-    inexact: str | None = None
 
     def __init__(
         self, model: nn.Module, config: TrainConfig, worker: Worker, degrees: Degrees, mesh: DeviceMesh
@@ -75,6 +74,13 @@ class Sharded:
             yield
         finally:
             module.set_requires_gradient_sync(True)
+
+    def state(self) -> Mapping[str, Any]:
+        """Nothing of its own."""
+        return {}
+
+    def load_state(self, tree: Mapping[str, Any]) -> str | None:
+        """Nothing of its own."""
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Gradients are added up whole on each worker, and neither exchanged nor sharded."""

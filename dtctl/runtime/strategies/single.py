@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +20,6 @@ class Single:
     together = False
     elsewhere: Collection[str] = ()
     spread = False
-    inexact: str | None = None
 
     def __init__(self, model: nn.Module) -> None:
         self.module = self.inference = model
@@ -27,6 +27,13 @@ class Single:
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Nothing to prepare."""
+
+    def state(self) -> Mapping[str, Any]:
+        """Nothing of its own."""
+        return {}
+
+    def load_state(self, tree: Mapping[str, Any]) -> str | None:
+        """Nothing of its own."""
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Nothing to hold back."""
