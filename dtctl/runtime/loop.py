@@ -247,7 +247,7 @@ class Trainer:
     def save(self, metrics: Metrics | None = None) -> None:
         """Write a snapshot of this step; collective over all workers, of which rank 0 writes."""
         began_s = time.perf_counter()
-        everyone, model, optimizer = randomness.gather(self.worker), self.weights(), self._optimizer_state()
+        everyone, model, optimizer = randomness.gather(self.worker), self.full_weights(), self._optimizer_state()
         own = self.strategy.state()
         others = gathered({str(self.worker.rank): own}, self.worker) if own else None
         if self.worker.is_first:
@@ -259,13 +259,13 @@ class Trainer:
             metrics.pause(time.perf_counter() - began_s)
         self.saved_s = time.monotonic()
 
-    def weights(self) -> dict[str, Any]:
+    def full_weights(self) -> dict[str, Any]:
         """The whole model's state on rank 0, whatever the strategy; empty elsewhere. Collective over all workers."""
         own = dict(self.model.state_dict()) if self.strategy.spread or self.worker.is_first else {}
         return (gathered(own, self.worker) or {}) if self.strategy.spread else own
 
     def _optimizer_state(self) -> dict[str, Any]:
-        """The whole optimizer's state on rank 0, as `weights`."""
+        """The whole optimizer's state on rank 0, as `full_weights`."""
         if not self.strategy.spread:
             return state.optimizer_tree(self.model, self.optimizer) if self.worker.is_first else {}
         return gathered_optimizer(state.optimizer_tree(self.model, self.optimizer), self.worker)

@@ -46,6 +46,8 @@ class Ddp:
             gradient_as_bucket_view=True,  # gradients live in the buckets: one copy less in memory and time
         )
         self._first_must_exchange = config.static_graph
+        if config.static_graph:
+            self._ddp.register_forward_hook(self._begun)
         self._powersgd = hooks.install(self._ddp, config, worker)
         self._device = worker.device
         self.module: nn.Module = self._ddp
@@ -70,12 +72,12 @@ class Ddp:
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Gradients are added up locally and not exchanged."""
-        if self._first_must_exchange:
-            # Under a static graph DDP learns its order from the first pass, and asserts if nothing is exchanged in it
-            # (torch 2.13). To exchange once more than needed changes nothing: averages are averaged again.
-            self._first_must_exchange = False
-            return nullcontext()
-        return self._ddp.no_sync()
+        # Under a static graph DDP learns its order in the first pass of all, and asserts if that exchanges nothing
+        # (torch 2.13). To exchange once more than needed changes nothing: averages are averaged again.
+        return nullcontext() if self._first_must_exchange else self._ddp.no_sync()
+
+    def _begun(self, *_: Any) -> None:
+        self._first_must_exchange = False
 
     def clip(self, max_norm: float | None) -> torch.Tensor:
         """Measure the gradient, which is the same on all workers, and cut it if it is too long."""

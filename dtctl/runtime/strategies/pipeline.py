@@ -21,12 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from dtctl.errors import PlanError
-from dtctl.runtime import blocks
 from dtctl.runtime.config import Batch, TrainConfig
 from dtctl.runtime.mesh import Degrees
 from dtctl.runtime.options import PipelineConfig
 from dtctl.runtime.snapshot.share import filled, skeleton
-from dtctl.runtime.strategies import gradients, sharded, stages, tensor
+from dtctl.runtime.strategies import blocks, gradients, sharded, stages, tensor
 from dtctl.runtime.worker import Worker
 
 SCHEDULES: Final[dict[str, Any]] = {

@@ -21,11 +21,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from dtctl.errors import PlanError
-from dtctl.runtime import blocks
 from dtctl.runtime.config import TrainConfig
 from dtctl.runtime.mesh import Degrees
 from dtctl.runtime.options import FsdpConfig
-from dtctl.runtime.strategies import gradients, tensor
+from dtctl.runtime.strategies import blocks, gradients, tensor
 from dtctl.runtime.worker import Worker
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dtctl.errors import PlanError
-from dtctl.runtime.blocks import Blocks
+from dtctl.runtime.strategies.blocks import Blocks
 
 Batch = tuple[Any, float]
 """A micro batch, and the weight of its loss."""
