@@ -104,7 +104,7 @@ def digest(folder: Path) -> str:
         (3, '"fsdp"', "1"),
         (2, '"tp"', "0"),
         (4, '{"fsdp": 2, "pp": 2}', "0"),
-        (2, '"ddp" --train.ddp.comm_hook=powersgd', "0"),
+        (2, '"ddp" --train.ddp.comm_hook=powersgd', "1"),
     ],
 )
 def test_a_killed_run_ends_with_the_bits_of_one_left_alone(
