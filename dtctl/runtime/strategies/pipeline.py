@@ -88,6 +88,13 @@ class Pipeline:
         if degrees.tp > 1:
             tensor.parallelize(model, found, config.tp, mesh["tp"])
         self._outside = outside(model, found, self.sizes)
+        in_blocks = {parameter for block in found.modules for parameter in block.parameters()}
+        if degrees.fsdp > 1 and not in_blocks.isdisjoint(self._outside):
+            raise PlanError(
+                "blocks on several stages share parameters, which fully_shard cannot divide",
+                where="train.strategy",
+                hint="use dp instead of fsdp",
+            )
         self.owners = owners(options.schedule, degrees.pp, per_worker)
         self._stages = self._take(model, found)
         self.elsewhere: Collection[str] = frozenset(state - set(model.state_dict()))
@@ -140,7 +147,7 @@ class Pipeline:
             self._schedule = self._scheduled(self._shape(batches[0][0], loss))
         for stage in self._stages.values():
             stage.train_on(batches, loss, self._batch.micro)
-        index = torch.arange(len(batches), device=self._worker.device)
+        index = torch.arange(len(batches))  # on the CPU: a GPU would have to be waited for to read it
         losses: list[torch.Tensor] = []
         first = (index,) if 0 in self._stages else ()
         self._schedule.step(*first, target=index, losses=losses, return_outputs=False, index=index)
@@ -166,7 +173,7 @@ class Pipeline:
     def _scheduled(self, stream: torch.Tensor) -> Any:
         """The schedule over this worker's stages, for streams of one shape."""
         device, last = self._worker.device, len(self.owners) - 1
-        number, scalar = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros((), device=device)
+        number, scalar = torch.zeros(1, dtype=torch.int64), torch.zeros((), device=device)
         made = [
             PipelineStage(
                 stage,
