@@ -157,7 +157,8 @@ class Trainer:
         batches = self.schedule(self.position)
         count = self.schedule.samples(self.position)
         if isinstance(self.strategy, Pipeline):  # which orders the passes of a step in its own way
-            return self.strategy.run([self._weighted(indices, count) for indices in batches], self._loss)
+            passes = [self._weighted(indices, count) for indices in batches]
+            return self.strategy.run(passes, self._loss, self.batch.micro)
         parts = []
         for index, indices in enumerate(batches):
             # Every sample weighs the same, in a short last batch too; gradients are averaged over the workers.
@@ -206,7 +207,13 @@ class Trainer:
 
     def _clip(self, wanted: bool) -> torch.Tensor | None:
         """Scale the gradient down if it is too long. Its length before that; None if neither clipping nor wanted."""
-        return self.strategy.clip(self.config.clip_norm) if wanted or self.config.clip_norm is not None else None
+        limit = self.config.clip_norm
+        if limit is None and not wanted:
+            return None
+        norm = self.strategy.norm()
+        if limit is not None:
+            self.strategy.cut(limit, norm)
+        return norm
 
     def _log(
         self, metrics: Metrics | None, loss: torch.Tensor, lr: float, norm: torch.Tensor | None, *, evaluated: bool

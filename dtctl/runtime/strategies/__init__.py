@@ -58,8 +58,11 @@ class Strategy(Protocol):
     def accumulating(self) -> AbstractContextManager[None]:
         """The context of a pass whose gradients are not the last of their step: they stay local."""
 
-    def clip(self, max_norm: float | None) -> torch.Tensor:
-        """Scale the gradient to `max_norm` if it is longer; None: never. Returns its true length before that."""
+    def norm(self) -> torch.Tensor:
+        """The true length of the gradient, the same on all workers."""
+
+    def cut(self, max_norm: float, norm: torch.Tensor) -> None:
+        """Scale the gradient, whose length is `norm`, down to `max_norm` if it is longer."""
 
 
 def choose(

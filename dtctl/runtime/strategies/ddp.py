@@ -79,11 +79,13 @@ class Ddp:
     def _begun(self, *_: Any) -> None:
         self._first_must_exchange = False
 
-    def clip(self, max_norm: float | None) -> torch.Tensor:
-        """Measure the gradient, which is the same on all workers, and cut it if it is too long."""
-        total = gradients.norm(self._wanted)
-        gradients.cut(self._wanted, max_norm, total)
-        return total
+    def norm(self) -> torch.Tensor:
+        """The length of the gradient, which is the same on all workers."""
+        return gradients.norm(self._wanted)
+
+    def cut(self, max_norm: float, norm: torch.Tensor) -> None:
+        """Scale the gradient down if it is too long."""
+        gradients.cut(self._wanted, max_norm, norm)
 
 
 def _synchronized(model: nn.Module, worker: Worker) -> nn.Module:

@@ -31,10 +31,8 @@ def norm(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
-def cut(parameters: Sequence[torch.Tensor], max_norm: float | None, total: torch.Tensor) -> None:
-    """Scale gradients down to `max_norm`, if their norm `total` is larger; None leaves them."""
-    if max_norm is None:
-        return
+def cut(parameters: Sequence[torch.Tensor], max_norm: float, total: torch.Tensor) -> None:
+    """Scale gradients down to `max_norm`, if their norm `total` is larger."""
     for group in by_mesh(parameter for parameter in parameters if parameter.grad is not None):
         nn.utils.clip_grads_with_norm_(group, max_norm, total)
 

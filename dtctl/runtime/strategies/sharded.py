@@ -85,11 +85,13 @@ class Sharded:
         """Gradients are added up whole on each worker, and neither exchanged nor sharded."""
         return self._local(self.module) if isinstance(self.module, FSDPModule) else nullcontext()
 
-    def clip(self, max_norm: float | None) -> torch.Tensor:
-        """Measure the gradient over all shards, and cut it if it is too long; collective."""
-        total = gradients.norm(self._wanted)
-        gradients.cut(self._wanted, max_norm, total)
-        return total
+    def norm(self) -> torch.Tensor:
+        """The length of the gradient over all shards; collective."""
+        return gradients.norm(self._wanted)
+
+    def cut(self, max_norm: float, norm: torch.Tensor) -> None:
+        """Scale the gradient down if it is too long."""
+        gradients.cut(self._wanted, max_norm, norm)
 
 
 def hush() -> None:

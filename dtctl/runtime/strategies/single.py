@@ -39,8 +39,10 @@ class Single:
         """Nothing to hold back."""
         return nullcontext()
 
-    def clip(self, max_norm: float | None) -> torch.Tensor:
-        """Measure the gradient, and cut it if it is too long."""
-        total = gradients.norm(self._wanted)
-        gradients.cut(self._wanted, max_norm, total)
-        return total
+    def norm(self) -> torch.Tensor:
+        """The length of the gradient."""
+        return gradients.norm(self._wanted)
+
+    def cut(self, max_norm: float, norm: torch.Tensor) -> None:
+        """Scale the gradient down if it is too long."""
+        gradients.cut(self._wanted, max_norm, norm)
