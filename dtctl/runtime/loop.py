@@ -37,7 +37,6 @@ from dtctl.runtime.snapshot import state, write
 from dtctl.runtime.snapshot.whole import gathered, gathered_optimizer
 from dtctl.runtime.stop import Outcome, StopRequest
 from dtctl.runtime.strategies import choose
-from dtctl.runtime.strategies.pipeline import Pipeline
 from dtctl.runtime.worker import Worker
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -156,9 +155,9 @@ class Trainer:
         self._clear()
         batches = self.schedule(self.position)
         count = self.schedule.samples(self.position)
-        if isinstance(self.strategy, Pipeline):  # which orders the passes of a step in its own way
+        if self.strategy.pipeline is not None:  # which orders the passes of a step in its own way
             passes = [self._weighted(indices, count) for indices in batches]
-            return self.strategy.run(passes, self._loss, self.batch.micro)
+            return self.strategy.pipeline.run(passes, self._loss, self.batch.micro)
         parts = []
         for index, indices in enumerate(batches):
             # Every sample weighs the same, in a short last batch too; gradients are averaged over the workers.

@@ -27,6 +27,7 @@ class Ddp:
     name = "ddp"
     has_warm_up = True
     together = False
+    pipeline = None
     elsewhere: Collection[str] = ()
     spread = False
 

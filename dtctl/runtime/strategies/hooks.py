@@ -7,16 +7,18 @@ it left out to its next gradient (Vogels et al. 2019); these remainders are stat
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from dtctl.errors import PlanError
 from dtctl.runtime.options import DdpConfig
 from dtctl.runtime.worker import Worker
+
+if TYPE_CHECKING:
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 MIB: Final = 1 << 20
 FIRST_BUCKET: Final = MIB
@@ -35,6 +37,10 @@ def install(ddp: DistributedDataParallel, config: DdpConfig, worker: Worker) -> 
     Raises:
         PlanError: the hook does not work with this backend and model.
     """
+    if config.comm_hook == "none":
+        return None
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
     if config.comm_hook == "fp16":
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif config.comm_hook == "bf16":
@@ -60,6 +66,8 @@ def install(ddp: DistributedDataParallel, config: DdpConfig, worker: Worker) -> 
 
 def _as_bf16(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """The hook of torch under another name: it refuses gloo by its own name, and works there."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
     return default_hooks.bf16_compress_hook(None, bucket)  # type: ignore[arg-type]
 
 

@@ -119,6 +119,11 @@ class Pipeline:
             found.container[index] = stages.Elsewhere()
         return {number: stages.Stage(cut, self._outside) for number, cut in cuts.items()}
 
+    @property
+    def pipeline(self) -> Pipeline:
+        """Itself."""
+        return self
+
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Give tensors of each mesh a group of their own, since fused optimizers do not mix them."""
         sharded.separate_meshes(optimizer)

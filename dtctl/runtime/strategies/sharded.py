@@ -33,6 +33,7 @@ class Sharded:
 
     has_warm_up = False
     together = True
+    pipeline = None
     elsewhere: Collection[str] = ()
     spread = True
 

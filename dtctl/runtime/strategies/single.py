@@ -18,6 +18,7 @@ class Single:
     name = "single"
     has_warm_up = False
     together = False
+    pipeline = None
     elsewhere: Collection[str] = ()
     spread = False
 
