@@ -44,7 +44,8 @@ def install(ddp: DistributedDataParallel, config: DdpConfig, worker: Worker) -> 
     if config.comm_hook == "fp16":
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif config.comm_hook == "bf16":
-        ddp.register_comm_hook(None, _as_bf16)
+        # Under another name: torch refuses gloo by the name of its hook, which works there.
+        ddp.register_comm_hook(None, lambda _, bucket: default_hooks.bf16_compress_hook(None, bucket))  # type: ignore[arg-type]
     elif config.comm_hook == "powersgd":
         size = sum(p.numel() * p.element_size() for p in ddp.parameters() if p.requires_grad)
         # Its exchanges follow each other in callbacks, whose order gloo does not keep between buckets: it aborts.
@@ -62,13 +63,6 @@ def install(ddp: DistributedDataParallel, config: DdpConfig, worker: Worker) -> 
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         return state
     return None
-
-
-def _as_bf16(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """The hook of torch under another name: it refuses gloo by its own name, and works there."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    return default_hooks.bf16_compress_hook(None, bucket)  # type: ignore[arg-type]
 
 
 def captured(state: powerSGD_hook.PowerSGDState) -> dict[str, Any]:
