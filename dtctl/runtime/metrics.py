@@ -55,6 +55,7 @@ class Metrics:
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         cut(path, step)
+        self._path = path
         self._file: TextIO = path.open("a", encoding="utf-8")
         self._steps = steps
         self._board = _board(tensorboard, step) if tensorboard else None
@@ -120,6 +121,13 @@ class Metrics:
             f"grad {row['grad_norm']:.2f}  {row['step_s'] * 1e3:.1f} ms/step  {speed}"
         )
         return line + "".join(f"  {name} {value:.4f}" for name, value in extra.items())
+
+    def rewind(self, step: int) -> None:
+        """Take back the lines after a step that training went back to."""
+        self._file.close()
+        cut(self._path, step)
+        self._file = self._path.open("a", encoding="utf-8")
+        self._since_s, self._since_step = time.perf_counter(), step
 
     def pause(self, seconds: float) -> None:
         """Leave time that was not spent on steps (evaluation, a snapshot) out of the next `step_s`."""

@@ -57,6 +57,9 @@ network: {interface: {a: eth0}, profile: gcp-tcpxo, rendezvous_port: 1, rendezvo
 train:
   strategy: {dp: 1, fsdp: 1, tp: 1, pp: 1}
   precision: bf16
+  checkpointing: full
+  compile: true
+  on_oom: stop
   micro_batch: 1
   global_batch: 1
   accumulate: 1
@@ -64,10 +67,21 @@ train:
   lr: 1
   min_lr: 0
   warmup_steps: 0
-  schedule: linear
+  schedule: wsd
+  decay_steps: 1
+  on_resize: sqrt
   optimizer: sgd
+  beta1: 0
+  beta2: 0.5
+  eps: 1e-8
+  momentum: 0
+  kernel: loop
   weight_decay: 0
+  ema: {decay: 0.9, every: 1, evaluate: false}
+  on_nan: skip
   steps: 1e3
+  data_workers: thread
+  data_prefetch: 1
   seed: 0
   log_every: 1
   eval_every: 1
