@@ -54,6 +54,31 @@ class EmaConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BestConfig:
+    """Which evaluation is the best; its snapshot is kept beside the newest ones."""
+
+    metric: str = "val_loss"
+    """Name of a score as it is logged."""
+    mode: Literal["min", "max"] = "min"
+    """Whether low or high values are good."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileConfig:
+    """What is recorded of a few steps, into the folder `profile` of the run; SIGUSR2 asks for it at any time."""
+
+    start: int | None = field(default=None, metadata={"at_least": 1})
+    """First step to record, from 1. None: only on SIGUSR2."""
+    steps: int = field(default=3, metadata={"at_least": 1})
+    """How many steps to record."""
+    memory: bool = False
+    """Whether memory is recorded too."""
+    communication: int = field(default=0, metadata={"at_least": 0})
+    """Pairs of passes, with and without exchange of gradients, by whose times the share of communication is measured
+    before training begins. 0: it is not measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """How to train; read by the runtime, not by the model."""
 
@@ -126,6 +151,14 @@ class TrainConfig:
     """Steps between lines of metrics."""
     eval_every: int | None = field(default=None, metadata={"at_least": 1})
     """Steps between evaluations. None: only after the last step."""
+    best: BestConfig | None = None
+    """Which evaluation is the best. None: none is kept."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """What is recorded with torch's profiler."""
+    wandb: str | None = None
+    """Project of Weights & Biases that metrics go to. None: none."""
+    mlflow: str | None = None
+    """Experiment of MLflow that metrics go to. None: none."""
     timeout_s: float = field(default=600.0, metadata={"above": 0})
     """Seconds after which a worker that waits for its peers gives up."""
     snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)

@@ -55,10 +55,19 @@ class Feed:
         self._order: Iterator[tuple[int, int]] = iter(())
         self._processes: list[Any] = []
 
-    def batch(self, schedule: Schedule, start: int, index: int) -> Any:
-        """Micro batch number `index` of the step at position `start`, on the CPU."""
+    def batch(self, indices: Indices, schedule: Schedule, start: int, index: int) -> Any:
+        """A micro batch, on the CPU.
+
+        Args:
+            indices: of its samples; some.
+            schedule: that it is of.
+            start: position that its step begins at.
+            index: its number in the step.
+        """
         if self._workers == 0:
-            return self._reader(schedule(start)[index], schedule.positions(start)[index])
+            if self._reader.at_once is not None:
+                return self._reader.at_once(indices)
+            return self._reader(indices, schedule.positions(start)[index])
         if self._source is None or self._next != (start, index):
             self.close()
             self._begin(schedule, start, index)

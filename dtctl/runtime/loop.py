@@ -10,11 +10,10 @@ knows of the model, so that models stay unmodified.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +21,27 @@ import torch
 from torch import nn
 
 from dtctl import names
-from dtctl.errors import PlanError, SpecError, WorkerFailed
-from dtctl.runtime import blocks, data, optim, randomness, resume
+from dtctl.errors import PlanError, SpecError
+from dtctl.runtime import blocks, data, optim, randomness, recovery, resume
 from dtctl.runtime.agreement import Agreement
-from dtctl.runtime.config import DEFAULT_SNAPSHOT_S, Batch, TrainConfig, batch, length
+from dtctl.runtime.best import Best
+from dtctl.runtime.config import DEFAULT_SNAPSHOT_S, TrainConfig, batch, length
 from dtctl.runtime.console import say
 from dtctl.runtime.ema import Ema
 from dtctl.runtime.equality import fingerprint, require_equal
 from dtctl.runtime.evaluation import Score, evaluate
 from dtctl.runtime.feed import Feed
 from dtctl.runtime.guard import Guard
-from dtctl.runtime.metrics import Metrics
-from dtctl.runtime.oom import MemoryWatch, smaller
+from dtctl.runtime.oom import MemoryWatch
 from dtctl.runtime.order import InSequence, Order, Schedule
 from dtctl.runtime.precision import LossScale, autocast, multiply
+from dtctl.runtime.profile import Profiler, measure_communication
 from dtctl.runtime.reading import Reader
+from dtctl.runtime.report import Report
 from dtctl.runtime.snapshot import state, write
 from dtctl.runtime.stop import Outcome, StopRequest
 from dtctl.runtime.strategies import choose
-from dtctl.runtime.weighing import Weighted, correction
+from dtctl.runtime.weighing import Weighted
 from dtctl.runtime.worker import Worker
 
 Loss = Callable[[nn.Module, Any], "torch.Tensor | Weighted"]
@@ -110,8 +111,12 @@ class Trainer:
         self.order = InSequence() if isinstance(samples, data.Stream) else Order(len(samples), config.seed)
         self.end = end
         self.schedule = Schedule(self.order, self.batch, rank=worker.rank, end=end)
-        self.tokens_per_sample: int | None = getattr(samples, "tokens_per_sample", None)
-        self.validation, self.score, self.tensorboard = validation, score, tensorboard
+        self.validation, self.score = validation, score
+        self.report = Report(
+            config, worker, self.model, tokens_per_sample=getattr(samples, "tokens_per_sample", None), board=tensorboard
+        )
+        self.best = Best(config.best) if config.best else None
+        self.profiler = Profiler(config.profile, worker)
         if config.snapshot.replicas:
             raise SpecError("replicas of snapshots are not available in this version", where="train.snapshot.replicas")
         self.folder = Path(config.snapshot.dir or os.environ.get(names.SNAPSHOT_DIR) or "snapshots").expanduser()
@@ -122,7 +127,7 @@ class Trainer:
             config, worker, self.batch, samples=data.size(samples), steps=self.steps
         )
         self.step = self.position = 0
-        self.saved_s = time.monotonic()
+        self.saved_s = self.forward_s = time.monotonic()
 
     def run(self) -> Outcome:
         """Train until all steps are done or a signal asks to stop; there is a snapshot of the end in both cases.
@@ -130,27 +135,26 @@ class Trainer:
         Raises:
             SnapshotError: a snapshot does not fit this model, or cannot be written.
         """
+        if self.config.profile.communication:  # before the state is restored, since it costs passes
+            measure_communication(self)
         self._resume()
         config, first, outcome = self.config, self.worker.is_first, Outcome.FINISHED
-        agreement = Agreement(self.worker, step=self.step)
-        with (
-            StopRequest().listening() as asked,
-            self.feed.running(),
-            closing(self._metrics()) if first else nullcontext() as metrics,
-        ):
+        agreement, report = Agreement(self.worker, step=self.step), self.report
+        listening = StopRequest().listening()
+        with listening as asked, self.profiler.listening(), self.feed.running(), report.open(self.step, self.steps):
             while self.step < self.steps:
                 last = self.step + 1 == self.steps
                 evaluated = self.validation is not None and (last or _due(self.step + 1, config.eval_every))
                 logged = last or evaluated or _due(self.step + 1, config.log_every)
+                self.profiler.before(self.step + 1)
                 lr = self._set_rate()
-                loss = self._accumulate()
+                loss = recovery.accumulate(self)
                 norm = self._clip(logged)
                 verdict = self.guard.judge(self.step + 1, norm if logged or self.guard.always else None)
                 if verdict == "rollback":
-                    self._go_back()
+                    recovery.go_back(self)
                     agreement.restart(self.step)
-                    if metrics is not None:
-                        metrics.rewind(self.step)
+                    report.rewind(self.step)
                     continue
                 if verdict == "take":
                     self.optimizer.step()
@@ -158,11 +162,15 @@ class Trainer:
                 self.step += 1
                 if self.ema is not None:
                     self.ema.update(self.step)
+                report.times.step()
+                self.profiler.after(self.step)
+                scores = self.evaluate() if evaluated else {}
                 if logged:
-                    self._log(metrics, loss, lr, norm, evaluated=evaluated)
+                    report.log(self.step, loss, lr, norm, self.batch, scores)
+                best = bool(scores) and self.best is not None and self.best.take(self.step, scores)
                 decision = agreement.after(self.step, stop=asked.signal is not None, save=first and self._is_time())
-                if last or decision.stop or decision.save or _due(self.step, config.snapshot.every_steps):
-                    self.save(metrics)
+                if last or best or decision.stop or decision.save or _due(self.step, config.snapshot.every_steps):
+                    self.save()
                 if decision.stop and not last:
                     outcome = Outcome.STOPPED
                     break
@@ -171,32 +179,12 @@ class Trainer:
             say(f"stopped after step {self.step} of {self.steps}, with a snapshot")
         return outcome
 
-    def _accumulate(self) -> torch.Tensor:
-        """Gradients of one global batch, in smaller passes if a worker runs out of memory.
-
-        Returns:
-            This worker's share of the mean loss, not yet added up over workers.
-        """
-        while True:
-            # Two samples to stand in, since BatchNorm refuses one.
-            loss, short = self.memory.attempt(
-                self._passes, lambda: self._backward(self.feed.single(self.schedule.stand_in.repeat(2)), math.nan, 2)
-            )
-            if loss is not None and not short:
-                break
-            self._use(smaller(self.batch))
-            if self.worker.is_first:
-                ranks = ", ".join(map(str, short))
-                say(f"out of memory on rank {ranks} in step {self.step + 1}: again with {self.batch.describe()}")
-        if self.weights:
-            factor = correction(self.weights, self.schedule.samples(self.position), self.worker)
-            multiply(self._gradients(), factor)
-            loss = loss * factor
-        return loss
-
-    def _passes(self) -> torch.Tensor:
-        self.optimizer.zero_grad()
+    def passes(self) -> torch.Tensor:
+        """Gradients of one global batch, and this worker's share of its mean loss, not yet added up over workers."""
+        for parameter in self.parameters:  # as `zero_grad` does it, which spends 15 us on being profiled
+            parameter.grad = None
         self.weights.clear()
+        began_s = time.perf_counter()
         batches = self.schedule(self.position)
         count = self.schedule.samples(self.position)
         parts = []
@@ -204,14 +192,15 @@ class Trainer:
             # Every sample weighs the same, in a short last batch too; gradients are averaged over the workers.
             weight = len(indices) * self.worker.world_size / count
             if len(indices):
-                samples = self.feed.batch(self.schedule, self.position, index)
+                samples = self.feed.batch(indices, self.schedule, self.position, index)
             else:  # the peers have samples and expect this worker's part of the exchange
                 samples = self.feed.single(self.schedule.stand_in)
             with nullcontext() if index + 1 == len(batches) else self.strategy.accumulating():
-                parts.append(self._backward(samples, weight, len(indices)))
+                parts.append(self.backward(samples, weight, len(indices)))
+        self.report.times.own(self.forward_s - began_s)
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
-    def _backward(self, samples: Any, weight: float, count: int) -> torch.Tensor:
+    def backward(self, samples: Any, weight: float, count: int) -> torch.Tensor:
         """Add the gradients of a micro batch to those that are there.
 
         Args:
@@ -230,34 +219,13 @@ class Trainer:
             loss = self.memory.poison(loss)
         elif weight != 1.0:
             loss = loss * weight
+        self.forward_s = time.perf_counter()
         torch.autograd.backward(loss if self.loss_scale is None else loss.float() * self.loss_scale.scale)
         return loss.detach()
 
-    def _gradients(self) -> list[torch.Tensor]:
+    def gradients(self) -> list[torch.Tensor]:
+        """Of the parameters that have one."""
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-
-    def _use(self, sizes: Batch) -> None:
-        """Go on from here with these sizes of a batch; by epochs the number of steps follows them."""
-        self.batch = sizes
-        if self.config.steps is not None:
-            self.end = self.position + (self.steps - self.step) * sizes.total
-        else:
-            self.steps = self.step - (self.position - self.end) // sizes.total
-            self.rate = optim.schedule(self.config, self.steps)
-        self.schedule = Schedule(self.order, sizes, rank=self.worker.rank, end=self.end)
-
-    def _go_back(self) -> None:
-        """To the newest snapshot, and past the samples that were seen since: among them is what spoilt the gradient."""
-        step, position = self.step + 1, self.position + self.schedule.samples(self.position)
-        found = resume.find(self.folder, self.worker)
-        if found.path is None:
-            raise WorkerFailed(f"the gradient of step {step} is not finite, and there is no snapshot to go back to")
-        self._restore(found)
-        if self.worker.is_first:
-            skipped = position - self.position
-            say(f"the gradient of step {step} is not finite: back to step {self.step}, {skipped} samples are left out")
-        self.position = position
-        self._use(self.batch)
 
     def _set_rate(self) -> float:
         rate = self.rate(self.step) * self.rate_factor
@@ -268,32 +236,19 @@ class Trainer:
     def _clip(self, wanted: bool) -> torch.Tensor | None:
         """Scale the gradient down if it is too long. Its length before that; None if neither clipping nor wanted."""
         if self.loss_scale is not None:
-            multiply(self._gradients(), 1 / self.loss_scale.scale)
-        if self.config.clip_norm is not None:
-            return nn.utils.clip_grad_norm_(self.parameters, self.config.clip_norm)
-        return self._norm() if wanted or self.guard.always else None
+            multiply(self.gradients(), 1 / self.loss_scale.scale)
+        limit = self.config.clip_norm
+        if limit is None:
+            return self._norm() if wanted or self.guard.always else None
+        norm = self._norm()
+        if norm.device.type != "cpu" or not norm + 1e-6 <= limit:  # a GPU would have to be waited for to know
+            nn.utils.clip_grads_with_norm_(self.parameters, limit, norm)
+        return norm
 
     def _norm(self) -> torch.Tensor:
-        return nn.utils.get_total_norm(self._gradients())
+        return nn.utils.get_total_norm(self.gradients())
 
-    def _log(
-        self, metrics: Metrics | None, loss: torch.Tensor, lr: float, norm: torch.Tensor | None, *, evaluated: bool
-    ) -> None:
-        """Evaluate if it is time, and write a line; collective over all workers."""
-        mean = self.worker.sum(loss.double().cpu()) / self.worker.world_size
-        extra = self.evaluate(metrics) if evaluated else {}
-        if metrics is not None:
-            metrics.log(
-                self.step,
-                loss=float(mean),
-                lr=lr,
-                grad_norm=float(norm) if norm is not None else 0.0,
-                samples=self.batch.total,
-                tokens=self.tokens_per_sample and self.tokens_per_sample * self.batch.total,
-                extra=extra,
-            )
-
-    def evaluate(self, metrics: Metrics | None = None) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """The means of the scores over the validation set as `val_NAME`; collective over all workers."""
         if self.validation is None or self.score is None:
             raise PlanError("an evaluation needs both `validation` and `score`", where="Trainer")
@@ -302,11 +257,10 @@ class Trainer:
             found = evaluate(
                 self.model, self.validation, self.score, self.worker, batch=self.batch.micro, autocast=self.autocast
             )
-        if metrics is not None:
-            metrics.pause(time.perf_counter() - began_s)
+        self.report.pause(time.perf_counter() - began_s)
         return {f"val_{name}": value for name, value in found.items()}
 
-    def save(self, metrics: Metrics | None = None) -> None:
+    def save(self) -> None:
         """Write a snapshot of this step; collective over all workers, of which rank 0 writes."""
         began_s = time.perf_counter()
         if not self.guard.always:
@@ -323,54 +277,47 @@ class Trainer:
             facts = {"position": self.position, "circumstances": self.circumstances} | {
                 "batch": resume.sizes(self.asked, self.batch),
                 "rate_factor": self.rate_factor,
+                "best": self.best and self.best.state(),
                 "loss_scale": self.loss_scale and self.loss_scale.state(),
             }
-            write.save(self.folder, self.step, parts, facts=facts, keep=self.config.snapshot.keep)
-        if metrics is not None:
-            metrics.pause(time.perf_counter() - began_s)
+            keep, best = self.config.snapshot.keep, self.best.step if self.best else None
+            write.save(self.folder, self.step, parts, facts=facts, keep=keep, best=best)
+        self.report.pause(time.perf_counter() - began_s)
         self.saved_s = time.monotonic()
 
     def _is_time(self) -> bool:
         return self.every_s is not None and time.monotonic() - self.saved_s >= self.every_s
 
-    def _metrics(self) -> Metrics:
-        path = Path(os.environ.get(names.METRICS) or names.METRICS_FILE)
-        return Metrics(path, step=self.step, steps=self.steps, tensorboard=self.tensorboard)
-
     def _resume(self) -> None:
         """Take the newest good snapshot, or begin; and say which on rank 0."""
         found = resume.find(self.folder, self.worker)
         lines = [f"snapshot passed over: {reason}" for reason in found.rejected]
-        if found.path is None:
+        resumed = self.restore(found) if found.path is not None else None
+        lines.append(self.report.introduction(self.strategy.name, self.batch, self.steps))
+        if resumed is None:
             randomness.begin(self.config.seed, self.worker.rank)
-            lines.append(self._introduction())
         else:
-            lines += [self._introduction(), f"resumed at step {found.step} of {self.steps}: {self._restore(found)}"]
+            lines.append(f"resumed at step {self.step} of {self.steps}: {resumed}")
         if self.worker.is_first:
             say("\n".join(lines))
 
-    def _introduction(self) -> str:
-        count = sum(parameter.numel() for parameter in self.parameters)
-        batch, worker = self.batch, self.worker
-        return (
-            f"{self.strategy.name} on {worker.world_size} x {worker.device.type}, {count:,} parameters, "
-            f"{self.config.precision}, {batch.describe()}, {self.steps} steps"
-        )
-
-    def _restore(self, found: resume.Found) -> str:
+    def restore(self, found: resume.Found) -> str:
         """Go on from a snapshot. Returns whether that is exact, and why not."""
         self.step, self.position = found.step, found.facts["position"]
         sizes, factor = resume.batch(self.config, self.asked, found.facts)
         self.rate_factor = factor
-        self._use(sizes)
+        recovery.use(self, sizes)
         if self.loss_scale is not None and found.facts.get("loss_scale"):
             self.loss_scale.load(found.facts["loss_scale"])
         if self.strategy.has_warm_up and self.step < self.steps:
             # Before anything is restored, so that what it changes (gradients, buffers, random state) is put right.
-            self._backward(self.feed.single(self.schedule(self.position)[0]), 1.0, 1)
+            first = self.schedule(self.position)[0]
+            self.backward(self.feed.single(first if len(first) else self.schedule.stand_in), 1.0, 1)
             self.optimizer.zero_grad()
         state.load_model(self.model, found.parts["model"])
         state.load_optimizer(self.model, self.optimizer, found.parts["optimizer"])
+        if self.best is not None:
+            self.best.load(found.facts.get("best"))
         if self.ema is not None:
             self.ema.load(found.parts.get("ema"))
         differing = resume.differences(found.facts["circumstances"], self.circumstances)

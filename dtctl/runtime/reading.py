@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,19 +28,17 @@ class Reader:
     def __init__(self, data: Samples | Batches | Stream, seed: int) -> None:
         self.data, self._seed = data, seed
         self._cursors: dict[int, Cursor] = {}
-        self.read: Callable[[Indices, Indices], Any] = self._one_by_one
+        self.at_once: Callable[[Indices], Any] | None = None
+        """How to get a whole batch, for data sets that make them; what they make does not depend on positions."""
+        self._read: Callable[[Indices, Indices], Any] = self._one_by_one
         if isinstance(data, Stream):
-            self.read = self._from_stream
+            self._read = self._from_stream
         elif isinstance(data, Batches):
-            self.read = self._at_once
+            self.at_once = data.batch
 
     def __call__(self, indices: Indices, positions: Indices) -> Any:
         """The batch of the samples at `indices`, which stand at `positions` in the stream; on the CPU."""
-        return self.read(indices, positions)
-
-    def _at_once(self, indices: Indices, _positions: Indices) -> Any:
-        assert isinstance(self.data, Batches)  # noqa: S101  # for the type checker
-        return self.data.batch(indices)
+        return self.at_once(indices) if self.at_once is not None else self._read(indices, positions)
 
     def _one_by_one(self, indices: Indices, positions: Indices) -> Any:
         seeds = self._seeds(positions)
@@ -53,15 +51,15 @@ class Reader:
         return default_collate(samples)
 
     def _from_stream(self, _indices: Indices, positions: Indices) -> Any:
-        assert isinstance(self.data, Stream)  # noqa: S101  # for the type checker
+        stream = cast(Stream, self.data)
         seeds = self._seeds(positions)
         kept = capture(CPU)
         samples = []
         for position, seed in zip(positions.tolist(), seeds, strict=True):
-            place, shard = divmod(position, self.data.shards)
+            place, shard = divmod(position, stream.shards)
             cursor = self._cursors.get(shard)
             if cursor is None or cursor.place > place:
-                cursor = self._cursors[shard] = Cursor(self.data, shard)
+                cursor = self._cursors[shard] = Cursor(stream, shard)
             cursor.go_to(place)
             _seed_all(seed)
             samples.append(cursor.take())

@@ -21,6 +21,7 @@ from dtctl.runtime.snapshot.share import share
 from dtctl.runtime.worker import Worker
 
 BITS_DO_NOT_DEPEND_ON: Final = (
+    "best",
     "checkpointing",
     "data_prefetch",
     "data_workers",
@@ -28,12 +29,15 @@ BITS_DO_NOT_DEPEND_ON: Final = (
     "eval_every",
     "global_batch",
     "log_every",
+    "mlflow",
     "on_nan",
     "on_oom",
     "on_resize",
+    "profile",
     "snapshot",
     "strategy",
     "timeout_s",
+    "wandb",
 )
 """Keys of the configuration: what they come to is a circumstance of its own, or nothing."""
 

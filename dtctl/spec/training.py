@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import StrictBool, model_validator
 
-from dtctl.spec.section import Count, CountOrZero, Positive, PositiveOrZero, Section, Share
+from dtctl.spec.section import Count, CountOrZero, Positive, PositiveOrZero, Section, Share, Word
 
 StrategyName = Literal["auto", "single", "ddp", "zero1", "fsdp", "hsdp", "pipeline"]
 
@@ -48,6 +48,28 @@ class Ema(Section):
     """Steps between updates."""
     evaluate: StrictBool = True
     """Whether evaluations use the average instead of the weights."""
+
+
+class Best(Section):
+    """Which evaluation is the best; its snapshot is kept."""
+
+    metric: Word = "val_loss"
+    """Name of a score as it is logged."""
+    mode: Literal["min", "max"] = "min"
+    """Whether low or high values are good."""
+
+
+class Profile(Section):
+    """What is recorded of a few steps."""
+
+    start: Count | None = None
+    """First step to record. Default: none, only on SIGUSR2."""
+    steps: Count = 3
+    """How many steps to record."""
+    memory: StrictBool = False
+    """Whether memory is recorded too."""
+    communication: CountOrZero = 0
+    """Pairs of passes by which the share of communication is measured before training begins."""
 
 
 class Train(Section):
@@ -116,6 +138,14 @@ class Train(Section):
     """Steps between lines of metrics."""
     eval_every: Count | None = None
     """Steps between evaluations."""
+    best: Best | None = None
+    """Which evaluation is the best; its snapshot is kept beside the newest ones."""
+    profile: Profile | None = None
+    """What is recorded with torch's profiler."""
+    wandb: Word | None = None
+    """Project of Weights & Biases that metrics go to."""
+    mlflow: Word | None = None
+    """Experiment of MLflow that metrics go to."""
     timeout_s: Positive | None = None
     """Seconds after which a worker that waits for its peers gives up."""
     snapshot: Snapshot | None = None

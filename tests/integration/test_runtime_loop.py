@@ -14,10 +14,10 @@ import pytest
 pytestmark = pytest.mark.torch
 
 SCRIPT = """
-import json, os
+import json, os, time
 import torch
 from torch import nn
-from dtctl.runtime import Outcome, TensorData, Trainer, run
+from dtctl.runtime import TensorData, Trainer, diagnose, run
 from dtctl.runtime.snapshot import state
 
 def network(norm):
@@ -46,7 +46,16 @@ def train(config, worker):
         return value
 
     trainer = Trainer(config, worker, network(wish.get("norm")), loss, data)
+    if wish.get("slow") == worker.rank:
+        read = trainer.feed.batch
+        trainer.feed.batch = lambda *args: (time.sleep(0.02), read(*args))[1]
     outcome = trainer.run()
+    if wish.get("diagnose"):
+        print("first", worker.rank, diagnose.parameters(trainer.model), diagnose.gradients(trainer.model), flush=True)
+        if worker.rank == 1:
+            trainer.model[0].bias.data[3] += 1e-6
+            trainer.model[2].weight.grad = None
+        print("then", worker.rank, diagnose.parameters(trainer.model), diagnose.gradients(trainer.model), flush=True)
     tree = state.optimizer_tree(trainer.model, trainer.optimizer)
     print("digest", worker.rank, state.digest(dict(trainer.model.named_parameters()), tree), flush=True)
     return outcome
@@ -111,3 +120,75 @@ def test_it_may_happen_in_any_pass_and_with_buffers_that_are_exchanged(tmp_path:
     assert straight[0] == 0, straight[1]
     found, expected = samples(tmp_path), samples(tmp_path / "straight")
     assert all(found[step].keys() >= expected[step].keys() for step in expected)
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_a_gradient_that_is_not_finite_on_one_worker_is_nobodys(tmp_path: Path, policy: str) -> None:
+    settings = (
+        "micro_batch=4",
+        f"on_nan={policy}",
+        'data={"nan": 3}',
+        "snapshot.every_steps=2",
+        "steps=8",
+        "log_every=1",
+    )
+    code, output = launch(tmp_path, 2, *settings)
+    assert len(digests(output)) <= 1
+    if policy == "skip":
+        assert code == 0, output
+        assert output.count("step 4 skipped: its gradient is not finite (nan)") == 1
+    else:  # the samples of the third step are met by step number here, so going back cannot help
+        assert [f"back to step 2, {count} samples" in output for count in (16, 24, 32)] == [True] * 3, output
+        assert "after going back 3 times" in output
+        assert code != 0
+
+
+def test_a_run_goes_on_with_other_numbers_of_workers_and_the_same_global_batch(tmp_path: Path) -> None:
+    first = launch(tmp_path, 2, "micro_batch=6", "steps=3")
+    assert first[0] == 0, first[1]
+    kept = launch(tmp_path, 3, "micro_batch=6", "steps=6")
+    assert "global batch 12 = 4 x 3 x 1" in kept[1], kept[1]
+    refused = launch(tmp_path, 5, "micro_batch=6", "steps=7")
+    assert "the run's global batch of 12 cannot be kept with 5 workers" in refused[1]
+    scaled = launch(tmp_path, 2, "micro_batch=8", "steps=7", "on_resize=linear")
+    assert scaled[0] == 0, scaled[1]
+
+
+def test_linear_scales_the_rate_with_the_workers(tmp_path: Path) -> None:
+    for workers, steps in ((1, 3), (2, 6)):
+        code, output = launch(
+            tmp_path, workers, "micro_batch=6", f"steps={steps}", "on_resize=linear", "schedule=constant", "log_every=1"
+        )
+        assert code == 0, output
+    rates = [json.loads(line)["lr"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rates == [pytest.approx(1e-2)] * 3 + [pytest.approx(2e-2)] * 3
+
+
+def test_the_slow_worker_is_named_and_communication_is_measured(tmp_path: Path) -> None:
+    code, output = launch(tmp_path, 3, "micro_batch=4", 'data={"slow": 1}', "profile.communication=3")
+    assert code == 0, output
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["slowest_rank"] for row in rows] == [1, 1, 1]
+    assert all(row["slowest_own_s"] > row["median_own_s"] + 0.01 for row in rows)
+    assert output.count("communication is ") == 1
+
+
+def test_what_differs_between_workers_is_named(tmp_path: Path) -> None:
+    code, output = launch(tmp_path, 3, "micro_batch=4", 'data={"diagnose": true}')
+    assert code == 0, output
+    assert output.count("[] []") == 3
+    bias = "the value of 0.bias is not the same on all workers: rank 1 has another than most"
+    weight = "the gradient of 2.weight is not the same on all workers: none on rank 1"
+    assert output.count(f"['{bias}'] ['{weight}']") == 3, output
+
+
+def test_processes_that_read_data_serve_every_worker(tmp_path: Path) -> None:
+    """And an end in the middle, and going on with another number of them, end with the same bits."""
+    straight = launch(tmp_path / "straight", 2, "micro_batch=4", "steps=8")
+    assert straight[0] == 0, straight[1]
+    first = launch(tmp_path / "run", 2, "micro_batch=4", "steps=8", "data_workers=2", 'data={"hurt": [[0, 8], [1, 8]]}',
+                   "on_oom=stop", "snapshot.every_steps=3")  # fmt: skip
+    assert first[0] != 0
+    second = launch(tmp_path / "run", 2, "micro_batch=4", "steps=8", "data_workers=1")
+    assert "resumed at step 6 of 8: exact" in second[1], second[1]
+    assert digests(second[1]) == digests(straight[1])

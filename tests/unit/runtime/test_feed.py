@@ -148,7 +148,7 @@ def test_workers_share_a_stream(workers: int) -> None:
         with feed.running():
             for start in (8, 16, 24):
                 for index in range(2):
-                    rows += feed.batch(schedule, start, index).tolist()
+                    rows += feed.batch(schedule(start)[index], schedule, start, index).tolist()
     expected = Reader(Counting(), 0)(np.arange(8, 32), np.arange(8, 32)).tolist()
     assert sorted(rows) == sorted(expected)
 
@@ -160,7 +160,10 @@ def test_a_jump_is_followed() -> None:
     feed = Feed(Reader(data, 0), TrainConfig(data_workers=1, data_prefetch=3), CPU)
     with feed.running():
         for start, index in ((0, 0), (0, 1), (6, 0), (0, 0), (0, 1), (36, 0), (36, 1), (12, 1)):
-            assert feed.batch(schedule, start, index)[0].tolist() == schedule(start)[index].tolist()
+            assert (
+                feed.batch(schedule(start)[index], schedule, start, index)[0].tolist()
+                == schedule(start)[index].tolist()
+            )
 
 
 def test_the_death_of_a_process_has_a_name(make: Make) -> None:

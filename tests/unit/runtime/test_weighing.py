@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtctl.runtime import TensorData, Worker
+from dtctl.runtime import TensorData, Worker, recovery
 from dtctl.runtime.weighing import correction
 from tests.unit.runtime.conftest import Make
 
@@ -75,7 +75,7 @@ def test_the_logged_loss_is_the_mean_over_tokens(make: Make) -> None:
         return total, count
 
     trainer.loss = loss
-    mean = float(trainer._accumulate())
+    mean = float(recovery.accumulate(trainer))
     assert mean == pytest.approx(sum(total for total, _ in seen) / sum(count for _, count in seen), rel=1e-5)
 
 

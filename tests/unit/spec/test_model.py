@@ -85,6 +85,10 @@ train:
   seed: 0
   log_every: 1
   eval_every: 1
+  best: {metric: m, mode: max}
+  profile: {start: 1, steps: 1, memory: true, communication: 0}
+  wandb: w
+  mlflow: m
   timeout_s: 1
   snapshot: {dir: d, every_steps: 1, every_s: 1, keep: 1, replicas: 0}
   model: {any: [thing]}
