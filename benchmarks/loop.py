@@ -3,10 +3,10 @@
     python benchmarks/loop.py            everything; some ten minutes on an idle machine
     python benchmarks/loop.py --quick    fewer repetitions, no peers
 
-Every figure is from fresh processes, the programs in turn, A B C A B C, so that a slow moment of the machine hits all of
-them alike. Peers live in a virtual environment of their own (`python -m venv benchmarks/.venv-peers`, then `pip install
-torch lightning accelerate` there), and are compared with a bare loop in that environment. Refuses to measure on a
-machine that is busy with something else. Results are kept in benchmarks/results/ as JSON.
+Every figure is from fresh processes, the programs in turn, A B C A B C, so that a slow moment of the machine hits all
+of them alike. Peers live in a virtual environment of their own (`python -m venv benchmarks/.venv-peers`, then `pip
+install torch lightning accelerate` there), and are compared with a bare loop in that environment. Refuses to measure on
+a machine that is busy with something else. Results are kept in benchmarks/results/ as JSON.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from machine import HERE, keep, wait_for_quiet
 PEERS = HERE / ".venv-peers" / "bin" / "python"
 SCRIPT = str(HERE / "loop_step.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
-STEPS = {"tiny": 3000, "small": 600}
+STEPS = {"tiny": 3000, "small": 600, "large": 150}
 Program = tuple[str, str]
 """Name of a loop, and the Python that runs it."""
 
 
 def run(program: Program, size: str, steps: int, *, workers: int = 1) -> dict[str, float]:
-    """One loop in fresh processes; its answer, and the seconds from the start of the process to the first step."""
+    """One loop in fresh processes; its answer, with the seconds from the start of the process to its first step."""
     name, python = program
     argv = [python, SCRIPT, name, size, str(steps)]
     if workers > 1:
@@ -43,11 +43,10 @@ def run(program: Program, size: str, steps: int, *, workers: int = 1) -> dict[st
         done = subprocess.run(
             argv, env=ENVIRONMENT, cwd=folder, capture_output=True, text=True, timeout=600, check=False
         )
-        ended_s = time.time()
     if done.returncode:
         raise SystemExit(f"{name} failed:\n{done.stderr[-2000:]}")
     answer: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
-    return {**answer, "process_s": ended_s - began_s}
+    return {**answer, "first_step_s": answer["first_step_at"] - began_s}
 
 
 def in_turn(
@@ -85,12 +84,13 @@ def overhead(programs: dict[str, Program], size: str, repetitions: int) -> dict[
 
 
 def start_up(repetitions: int) -> dict[str, object]:
-    """Seconds from nothing to the end of a process that makes one step."""
+    """Seconds from the start of a process to the end of its first step."""
     programs: dict[str, Program] = {"bare": ("bare", sys.executable), "dtctl": ("dtctl", sys.executable)}
-    found = in_turn(programs, "tiny", 1, repetitions, key="process_s")
+    found = in_turn(programs, "tiny", 1, repetitions, key="first_step_s")
     middle = {label: statistics.median(values) for label, values in found.items()}
     ratio = middle["dtctl"] / middle["bare"]
-    print(f"\nstart, one step, end: bare {middle['bare']:.2f} s, dtctl {middle['dtctl']:.2f} s, ratio {ratio:.2f}")
+    times = ", ".join(f"{label} {value:.2f} s" for label, value in middle.items())
+    print(f"\nstart of the process to its first step: {times}, ratio {ratio:.2f}")
     return {**{label: round(value, 3) for label, value in middle.items()}, "ratio": round(ratio, 3)}
 
 
@@ -99,15 +99,15 @@ def two_processes(repetitions: int) -> dict[str, object]:
     rates: dict[str, list[float]] = {"alone": [], "bare DDP": [], "dtctl DDP": []}
     for repetition in range(repetitions + 1):
         wait_for_quiet()
-        argv = [sys.executable, SCRIPT, "dtctl", "small", str(STEPS["small"])]
+        argv = [sys.executable, SCRIPT, "dtctl", "large", str(STEPS["large"])]
         with tempfile.TemporaryDirectory() as folder:
             pair = [
                 subprocess.Popen(argv, env=ENVIRONMENT, cwd=folder, stdout=subprocess.PIPE, text=True) for _ in range(2)
             ]
             outputs = [process.communicate(timeout=600)[0] for process in pair]
         alone = statistics.mean(json.loads(output.strip().splitlines()[-1])["us"] for output in outputs)
-        bare = run(("bare", sys.executable), "small", STEPS["small"], workers=2)["us"]
-        ours = run(("dtctl", sys.executable), "small", STEPS["small"], workers=2)["us"]
+        bare = run(("bare", sys.executable), "large", STEPS["large"], workers=2)["us"]
+        ours = run(("dtctl", sys.executable), "large", STEPS["large"], workers=2)["us"]
         if repetition:
             for label, value in zip(rates, (alone, bare, ours), strict=True):
                 rates[label].append(1e6 / value)

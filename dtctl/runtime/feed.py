@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from typing import Any, Final
 
 import torch
@@ -72,7 +73,13 @@ class Feed:
             self.close()
             self._begin(schedule, start, index)
         assert self._source is not None  # noqa: S101  # for the type checker
-        found = next(self._source)
+        try:
+            found = next(self._source)
+        except (EOFError, ConnectionError):
+            # The pipe of a process that is dying. torch's handler of SIGCHLD raises when it is dead: here, and not in
+            # the middle of what is done about this error.
+            self._let_die()
+            raise
         self._next = next(self._order, None)
         return found
 
@@ -110,17 +117,35 @@ class Feed:
         """
         try:
             yield
-        except RuntimeError as exc:
-            if "DataLoader worker (pid" not in str(exc):
+        except (RuntimeError, EOFError, ConnectionError) as exc:
+            # What is seen first varies: torch's word for it, or the end of the pipe that a batch was to come through.
+            if isinstance(exc, RuntimeError) and "DataLoader worker (pid" not in str(exc):
+                raise
+            died = self._ended()
+            if not died:
                 raise
             raise WorkerFailed(
-                f"a process that reads data died: {' '.join(str(exc).split())}",
+                f"a process that reads data died: {died}",
                 where="train.data_workers",
-                hint="killed means out of memory: use fewer `data_workers`, or a lower `data_prefetch`; a bus error "
+                hint="SIGKILL is mostly a lack of memory: use fewer `data_workers`, or a lower `data_prefetch`; SIGBUS "
                 "means that /dev/shm is full",
             ) from exc
         finally:
             self.close()
+
+    def _ended(self) -> str:
+        """Which of the processes ended badly, and how."""
+        self._let_die()
+        codes = {process.pid: process.exitcode for process in self._processes if process.exitcode}
+        ends = {pid: signal.Signals(-code).name if code < 0 else f"exit code {code}" for pid, code in codes.items()}
+        return ", ".join(f"{end} (pid {pid})" for pid, end in ends.items())
+
+    def _let_die(self) -> None:
+        """Wait a moment for a process to end."""
+        ended = wait([process.sentinel for process in self._processes], timeout=1.0)
+        for process in self._processes:
+            if process.sentinel in ended:
+                process.join(1.0)  # it lets go of its end of the pipe a little before its exit code is there
 
     def close(self) -> None:
         """Throw away what was read ahead, and end what reads."""

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from dtctl.runtime import TensorData, Trainer, diagnose, run
 from dtctl.runtime.snapshot import state
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 def network(norm):
     return nn.Sequential(nn.Linear(16, 32), *([nn.BatchNorm1d(32)] if norm else []), nn.ReLU(), nn.Linear(32, 1))
@@ -49,7 +50,15 @@ def train(config, worker):
     if wish.get("slow") == worker.rank:
         read = trainer.feed.batch
         trainer.feed.batch = lambda *args: (time.sleep(0.02), read(*args))[1]
+    moved = 0
+    def count(_, bucket):
+        nonlocal moved
+        moved += bucket.buffer().numel() * bucket.buffer().element_size()
+        return default_hooks.allreduce_hook(None, bucket)
+    if wish.get("count"):
+        trainer.strategy.module.register_comm_hook(None, count)
     outcome = trainer.run()
+    print("moved", worker.rank, moved, flush=True)
     if wish.get("diagnose"):
         print("first", worker.rank, diagnose.parameters(trainer.model), diagnose.gradients(trainer.model), flush=True)
         if worker.rank == 1:
@@ -192,3 +201,15 @@ def test_processes_that_read_data_serve_every_worker(tmp_path: Path) -> None:
     second = launch(tmp_path / "run", 2, "micro_batch=4", "steps=8", "data_workers=1")
     assert "resumed at step 6 of 8: exact" in second[1], second[1]
     assert digests(second[1]) == digests(straight[1])
+
+
+def test_accumulating_eight_passes_moves_an_eighth_of_the_bytes(tmp_path: Path) -> None:
+    moved = {}
+    for accumulate, steps in ((1, 16), (8, 2)):
+        folder = tmp_path / str(accumulate)
+        settings = ("micro_batch=2", f"accumulate={accumulate}", f"steps={steps}", 'data={"count": true}')
+        code, output = launch(folder, 2, *settings)
+        assert code == 0, output
+        moved[accumulate] = sum(int(line.split()[2]) for line in output.splitlines() if line.startswith("moved "))
+    parameters = 16 * 32 + 32 + 32 + 1
+    assert moved == {1: 2 * 16 * parameters * 4, 8: 2 * 2 * parameters * 4}

@@ -63,6 +63,21 @@ def test_however_the_batch_is_cut(make: Make, precision: str) -> None:
     assert torch.allclose(weights[0], weights[2], atol=close)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_the_gradient_is_that_of_the_mean(make: Make, precision: str) -> None:
+    settings = {"micro_batch": 6, "accumulate": 4, "precision": precision}
+    trainer = make(settings, model=nn.Linear(8, 4), loss=per_token, samples=texts())
+    if trainer.loss_scale is not None:
+        trainer.loss_scale.scale = 64.0
+    recovery.accumulate(trainer)
+    trainer._clip(wanted=True)  # takes the scale out
+    found = [gradient.clone() for gradient in trainer.gradients()]
+    total, count = per_token(trainer.model, texts().tensors)
+    expected = torch.autograd.grad(total / count, list(trainer.model.parameters()))
+    close = {"fp32": 1e-6, "fp16": 1e-3}[precision]
+    assert all(torch.allclose(one, two, atol=close) for one, two in zip(found, expected, strict=True))
+
+
 def test_the_logged_loss_is_the_mean_over_tokens(make: Make) -> None:
     trainer = make(
         {"micro_batch": 5, "accumulate": 4, "steps": 1}, model=nn.Linear(8, 4), loss=per_token, samples=texts()
