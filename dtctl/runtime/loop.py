@@ -92,8 +92,9 @@ class Trainer:
         """
         self.config, self.worker, self.loss = config, worker, loss
         self.batch = self.asked = batch(config, worker.world_size)
-        self.steps, end = length(config, samples=data.size(samples), batch=self.batch)
-        require_equal(fingerprint(model, samples=data.size(samples), steps=self.steps), worker)
+        count, tokens = data.size(samples), getattr(samples, "tokens_per_sample", None)
+        self.steps, self.end = length(config, samples=count, batch=self.batch)
+        require_equal(fingerprint(model, samples=count, steps=self.steps), worker)
         self.model = model.to(worker.device)
         blocks.prepare(self.model, config)
         self.strategy = choose(config, worker, self.model)
@@ -108,13 +109,10 @@ class Trainer:
         self.weights: list[torch.Tensor] = []
         self.memory = MemoryWatch(self.strategy.module, self.parameters, worker, wanted=config.on_oom == "halve")
         self.feed = Feed(Reader(samples, config.seed), config, worker.device)
-        self.order = InSequence() if isinstance(samples, data.Stream) else Order(len(samples), config.seed)
-        self.end = end
-        self.schedule = Schedule(self.order, self.batch, rank=worker.rank, end=end)
+        self.order = InSequence() if isinstance(samples, data.Stream) else Order(count, config.seed)
+        self.schedule = Schedule(self.order, self.batch, rank=worker.rank, end=self.end)
         self.validation, self.score = validation, score
-        self.report = Report(
-            config, worker, self.model, tokens_per_sample=getattr(samples, "tokens_per_sample", None), board=tensorboard
-        )
+        self.report = Report(config, worker, self.model, tokens_per_sample=tokens, board=tensorboard)
         self.best = Best(config.best) if config.best else None
         self.profiler = Profiler(config.profile, worker)
         if config.snapshot.replicas:
@@ -123,9 +121,7 @@ class Trainer:
         self.every_s = config.snapshot.every_s
         if self.every_s is None and config.snapshot.every_steps is None:
             self.every_s = DEFAULT_SNAPSHOT_S
-        self.circumstances = resume.circumstances(
-            config, worker, self.batch, samples=data.size(samples), steps=self.steps
-        )
+        self.circumstances = resume.circumstances(config, worker, self.batch, samples=count, steps=self.steps)
         self.step = self.position = 0
         self.saved_s = self.forward_s = time.monotonic()
 
