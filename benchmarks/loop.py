@@ -1,7 +1,7 @@
 """What the training loop costs, beside a loop written by hand and beside other frameworks.
 
     python benchmarks/loop.py            everything; some ten minutes on an idle machine
-    python benchmarks/loop.py --quick    fewer repetitions, no peers
+    python benchmarks/loop.py --only tiny --programs bare dtctl --repetitions 5
 
 Every figure is from fresh processes, the programs in turn, A B C A B C, so that a slow moment of the machine hits all
 of them alike. Peers live in a virtual environment of their own (`python -m venv benchmarks/.venv-peers`, then `pip
@@ -28,6 +28,7 @@ PEERS = HERE / ".venv-peers" / "bin" / "python"
 SCRIPT = str(HERE / "loop_step.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
 STEPS = {"tiny": 3000, "small": 600, "large": 150}
+PARTS = ("tiny", "small", "start-up", "workers")
 Program = tuple[str, str]
 """Name of a loop, and the Python that runs it."""
 
@@ -136,19 +137,25 @@ def versions() -> dict[str, str]:
 def main() -> None:
     """Measure, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--programs", nargs="+", help="those of the steps' table; default: all that are installed")
+    parser.add_argument("--repetitions", type=int, default=7)
     options = parser.parse_args()
-    repetitions = 3 if options.quick else 7
+    repetitions = options.repetitions
     programs: dict[str, Program] = {"bare": ("bare", sys.executable), "dtctl": ("dtctl", sys.executable)}
-    if PEERS.exists() and not options.quick:
+    if PEERS.exists():
         names = {"bare (peers)": "bare", "fabric": "fabric", "accelerate": "accelerate", "lightning": "lightning"}
         programs |= {label: (name, str(PEERS)) for label, name in names.items()}
+    programs = {label: program for label, program in programs.items() if label in (options.programs or programs)}
     wait_for_quiet()
     kept: dict[str, object] = {"date": time.strftime("%Y-%m-%d %H:%M"), "versions": versions()}
-    kept["tiny"] = overhead(programs, "tiny", repetitions)
-    kept["small"] = overhead(programs, "small", repetitions)
-    kept["start-up"] = start_up(repetitions)
-    kept["two processes"] = two_processes(repetitions)
+    for size in ("tiny", "small"):
+        if size in options.only:
+            kept[size] = overhead(programs, size, repetitions)
+    if "start-up" in options.only:
+        kept["start-up"] = start_up(repetitions)
+    if "workers" in options.only:
+        kept["two workers"] = two_processes(repetitions)
     keep("loop", kept)
 
 

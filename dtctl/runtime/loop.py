@@ -99,15 +99,13 @@ class Trainer:
         degrees = resolve(config.strategy, workers=worker.world_size, per_node=worker.local_world_size)
         self.place = Place(degrees=degrees, rank=worker.rank)
         self.batch = self.asked = batch(config, degrees.data, stages=degrees.pp)
-        self.samples = data.size(samples)
-        self.steps, end = length(config, samples=self.samples, batch=self.batch)
+        self.samples, tokens = data.size(samples), getattr(samples, "tokens_per_sample", None)
+        self.steps, self.end = length(config, samples=self.samples, batch=self.batch)
         require_equal(fingerprint(model, config, degrees, samples=self.samples, steps=self.steps), worker)
         self.model = model.to(worker.device)
         blocks.prepare(self.model, config)
         self.feed = Feed(Reader(samples, config.seed), config, worker.device)
-        self.report = Report(
-            config, worker, self.model, tokens_per_sample=getattr(samples, "tokens_per_sample", None), board=tensorboard
-        )
+        self.report = Report(config, worker, self.model, tokens_per_sample=tokens, board=tensorboard)
         self.strategy = choose(config, worker, degrees, self.batch, self.model, self._probe)
         self.optimizer = optimizer(self.model) if optimizer else optim.optimizer(config, self.model)
         self.parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -120,9 +118,8 @@ class Trainer:
         self.ema = Ema(self.model, config.ema) if config.ema else None
         self.weights: list[torch.Tensor] = []
         self.memory = MemoryWatch(self.strategy.module, self.parameters, worker, wanted=config.on_oom == "halve")
-        self.order = InSequence() if isinstance(samples, data.Stream) else Order(len(samples), config.seed)
-        self.end = end
-        self.schedule = Schedule(self.order, self.batch, rank=self.place.data, end=end)
+        self.order = InSequence() if isinstance(samples, data.Stream) else Order(self.samples, config.seed)
+        self.schedule = Schedule(self.order, self.batch, rank=self.place.data, end=self.end)
         self.validation, self.score = validation, score
         self.best = Best(config.best) if config.best else None
         self.profiler = Profiler(config.profile, worker)
