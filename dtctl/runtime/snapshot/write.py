@@ -14,7 +14,15 @@ from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot import layout, retention
 
 
-def save(folder: Path, step: int, parts: Mapping[str, Any], *, facts: Mapping[str, Any], keep: int) -> Path:
+def save(
+    folder: Path,
+    step: int,
+    parts: Mapping[str, Any],
+    *,
+    facts: Mapping[str, Any],
+    keep: int,
+    best: int | None = None,
+) -> Path:
     """Write the snapshot of a step, commit it, and remove those that are no longer kept.
 
     Args:
@@ -23,6 +31,7 @@ def save(folder: Path, step: int, parts: Mapping[str, Any], *, facts: Mapping[st
         parts: name -> tensors in plain dicts and lists; one file each.
         facts: JSON that the loop wants back.
         keep: how many snapshots to keep, this one included.
+        best: step whose snapshot is kept on top of them.
 
     Returns:
         The snapshot's folder.
@@ -43,7 +52,7 @@ def save(folder: Path, step: int, parts: Mapping[str, Any], *, facts: Mapping[st
             where=str(folder),
             hint="free space, or set `train.snapshot.dir`; older snapshots are untouched",
         ) from exc
-    retention.prune(folder, newest=step, keep=keep)
+    retention.prune(folder, newest=step, keep=keep, best=best)
     return target
 
 
