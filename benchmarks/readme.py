@@ -6,11 +6,11 @@ python benchmarks/readme.py
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-BEGIN, END = "<!-- figures: benchmarks/readme.py -->", "<!-- end of figures -->"
 
 
 def newest(name: str) -> dict[str, Any]:
@@ -54,11 +54,38 @@ def _row(what: str, program: str, row: dict[str, float], ours: dict[str, float])
     return f"| {what} | {program} | {row['median_s']:.2f} s | {row['median_s'] / ours['median_s']:.2f} |"
 
 
+def equality() -> str:
+    """Every strategy beside one process: the largest difference of a parameter, from docs/equality.md."""
+    lines = (ROOT / "docs" / "equality.md").read_text(encoding="utf-8").splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    head, *rows = [row for row in cells if len(row) > 5]
+    # Gradients that travel in fewer bits are not meant to be equal.
+    rows = [row for row in rows if float(row[head.index("limit")]) < 1e-3]
+    at = {name: head.index(name) for name in ("workers", "strategy", "optimizer", "numbers", "parameters")}
+    worst: dict[str, dict[tuple[str, str], float]] = {}
+    for row in rows:
+        found = worst.setdefault(row[at["strategy"]], {})
+        key = (row[at["workers"]], row[at["optimizer"]] + " " + row[at["numbers"]])
+        found[key] = max(found.get(key, 0.0), float(row[at["parameters"]]))
+    columns = [(workers, kind) for workers in ("2", "4") for kind in ("sgd float64", "adamw float64")]
+    told = ["| strategy | " + " | ".join(f"{kind}, {workers} workers" for workers, kind in columns) + " |"]
+    told.append("|---|" + "--:|" * len(columns))
+    for strategy, found in worst.items():
+        told.append(f"| {strategy} | " + " | ".join(f"{found[c]:.0e}" if c in found else "" for c in columns) + " |")
+    return "\n".join(told)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {"figures": launch, "equality": equality}
+
+
 def filled(text: str) -> str:
     """A text with the figures between its marks."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{launch()}\n{END}{after}"
+    for name, make in BLOCKS.items():
+        begin, end = f"<!-- {name}: benchmarks/readme.py -->", f"<!-- end of {name} -->"
+        before, _, rest = text.partition(begin)
+        _, _, after = rest.partition(end)
+        text = f"{before}{begin}\n{make()}\n{end}{after}"
+    return text
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import signal
 import statistics
 import subprocess
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from launch import RESULTS, versions, wait_for_quiet
+from machine import keep, wait_for_quiet
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = """\
@@ -169,7 +170,8 @@ def main() -> None:
     kills = 10 if parser.parse_args().quick else 100
     os.environ["OMP_NUM_THREADS"] = "1"
     wait_for_quiet()
-    kept: dict[str, object] = {"date": time.strftime("%Y-%m-%d %H:%M"), "versions": versions()}
+    versions = {"python": platform.python_version(), "cores": str(os.cpu_count())}
+    kept: dict[str, object] = {"date": time.strftime("%Y-%m-%d %H:%M"), "versions": versions}
     with tempfile.TemporaryDirectory(dir=Path.home(), prefix=".dtctl-bench-") as temporary:
         folder = Path(temporary)
         (folder / "train.py").write_text(SCRIPT)
@@ -206,10 +208,7 @@ def main() -> None:
             "ratio": round(eight / one, 3),
         }
         print(f"first start: 1 worker {one:.2f} s, 8 workers on the node {eight:.2f} s, ratio {eight / one:.2f}")
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"recovery-{time.strftime('%Y%m%d-%H%M')}.json"
-    path.write_text(json.dumps(kept, indent=1) + "\n")
-    print(f"kept in {path.relative_to(HERE.parent)}")
+    keep("recovery", kept)
 
 
 if __name__ == "__main__":

@@ -167,6 +167,8 @@ def test_a_jump_is_followed() -> None:
             )
 
 
+# A batch that was under way is lost with the process, and the file that torch passes it in is closed by nobody.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_death_of_a_process_has_a_name(make: Make) -> None:
     with pytest.raises(WorkerFailed, match="process that reads data died: SIGKILL"):
         make({"data_workers": 1, "steps": 50}, samples=Noisy(dies_at=17)).run()
