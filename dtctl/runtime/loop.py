@@ -26,14 +26,15 @@ from dtctl.errors import PlanError, SpecError
 from dtctl.runtime import data, optim, randomness, resume
 from dtctl.runtime.agreement import Agreement
 from dtctl.runtime.config import DEFAULT_SNAPSHOT_S, TrainConfig, batch, length
-from dtctl.runtime.console import say
+from dtctl.runtime.console import complain, say
 from dtctl.runtime.equality import fingerprint, require_equal
 from dtctl.runtime.evaluation import Score, evaluate
 from dtctl.runtime.mesh import Place, resolve
 from dtctl.runtime.metrics import Metrics
 from dtctl.runtime.order import Indices, Order, Schedule
 from dtctl.runtime.precision import autocast
-from dtctl.runtime.snapshot import state, write
+from dtctl.runtime.snapshot import state
+from dtctl.runtime.snapshot.saver import Saver
 from dtctl.runtime.snapshot.whole import gathered, gathered_optimizer
 from dtctl.runtime.stop import Outcome, StopRequest
 from dtctl.runtime.strategies import choose
@@ -110,6 +111,13 @@ class Trainer:
         if config.snapshot.replicas:
             raise SpecError("replicas of snapshots are not available in this version", where="train.snapshot.replicas")
         self.folder = Path(config.snapshot.dir or os.environ.get(names.SNAPSHOT_DIR) or "snapshots").expanduser()
+        self.saver = Saver(
+            self.folder,
+            keep=config.snapshot.keep,
+            when_busy=config.snapshot.when_busy,
+            max_failed=config.snapshot.max_failed_saves,
+            complain=complain,
+        )
         self.every_s = config.snapshot.every_s
         if self.every_s is None and config.snapshot.every_steps is None:
             self.every_s = DEFAULT_SNAPSHOT_S
@@ -127,7 +135,8 @@ class Trainer:
         self._resume()
         config, first, outcome = self.config, self.worker.is_first, Outcome.FINISHED
         agreement = Agreement(self.worker, step=self.step)
-        with StopRequest().listening() as asked, closing(self._metrics()) if first else nullcontext() as metrics:
+        writing = closing(self._metrics()) if first else nullcontext()
+        with StopRequest().listening() as asked, writing as metrics, self.saver:
             while self.step < self.steps:
                 last = self.step + 1 == self.steps
                 evaluated = self.validation is not None and (last or _due(self.step + 1, config.eval_every))
@@ -142,7 +151,7 @@ class Trainer:
                     self._log(metrics, loss, lr, norm, evaluated=evaluated)
                 decision = agreement.after(self.step, stop=asked.signal is not None, save=first and self._is_time())
                 if last or decision.stop or decision.save or _due(self.step, config.snapshot.every_steps):
-                    self.save(metrics)
+                    self.save(metrics, needed=last or decision.stop)
                 if decision.stop and not last:
                     outcome = Outcome.STOPPED
                     break
@@ -244,14 +253,19 @@ class Trainer:
             metrics.pause(time.perf_counter() - began_s)
         return {f"val_{name}": value for name, value in found.items()}
 
-    def save(self, metrics: Metrics | None = None) -> None:
-        """Write a snapshot of this step; collective over all workers, of which rank 0 writes."""
+    def save(self, metrics: Metrics | None = None, *, needed: bool = True) -> None:
+        """Begin a snapshot of this step; collective over all workers, of which rank 0 writes, beside training.
+
+        Args:
+            metrics: told of the time that it takes.
+            needed: whether it must not be skipped, should another one be under way.
+        """
         began_s = time.perf_counter()
         everyone, model, optimizer = randomness.gather(self.worker), self.weights(), self._optimizer_state()
         if self.worker.is_first:
             parts = {"model": model, "optimizer": optimizer, "random": everyone}
             facts = {"position": self.position, "circumstances": self.circumstances}
-            write.save(self.folder, self.step, parts, facts=facts, keep=self.config.snapshot.keep)
+            self.saver.save(self.step, parts, facts=facts, needed=needed)
         if metrics is not None:
             metrics.pause(time.perf_counter() - began_s)
         self.saved_s = time.monotonic()
