@@ -1,11 +1,6 @@
-"""One part of a snapshot as one file in the format of safetensors, so that others can read it; nothing is pickled.
+"""One part of a snapshot as one file in the format of safetensors; headers.py has the format.
 
-    8 bytes       length of the header, little endian
-    header        JSON: name -> {"dtype", "shape", "data_offsets"}; padded with spaces, so that data begins aligned
-    data          tensors, the widest numbers first, without gaps
-
-`__metadata__.tree` of the header is the part as JSON, with `{"$tensor": name}` in the place of each tensor.
-Source of the format: safetensors 0.6, README.md, "Format".
+The data has the widest numbers first, so that every tensor is aligned without gaps.
 """
 
 from __future__ import annotations
@@ -18,30 +13,10 @@ from typing import Any, Final
 import torch
 
 from dtctl.errors import SnapshotError
+from dtctl.runtime.snapshot import headers
+from dtctl.runtime.snapshot.headers import TENSOR
 
-ALIGNMENT: Final = 64
-TREE: Final = "tree"
-TENSOR: Final = "$tensor"
-
-DTYPES: Final[Mapping[str, torch.dtype]] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-    "C128": torch.complex128,  # ours: safetensors has no name for it
-}
+DTYPES: Final[Mapping[str, torch.dtype]] = {name: getattr(torch, ours) for name, ours in headers.DTYPES.items()}
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -72,16 +47,14 @@ class Outline:
         Raises:
             SnapshotError: the part has a value that is not kept.
         """
-        document: dict[str, Any] = {"__metadata__": {TREE: _text(self.tree)}}
+        document: dict[str, Any] = {}
         for slot in self.slots:
             document[slot.name] = {
                 "dtype": _NAMES[slot.dtype],
                 "shape": list(slot.shape),
                 "data_offsets": [slot.begin, slot.end],
             }
-        text = json.dumps(document, separators=(",", ":")).encode()
-        text += b" " * (-(len(text) + 8) % ALIGNMENT)
-        return len(text).to_bytes(8, "little") + text
+        return headers.to_bytes(document, {headers.TREE: _text(self.tree)})
 
 
 def outline(part: Any) -> tuple[Outline, list[torch.Tensor]]:
@@ -120,15 +93,13 @@ def unpack(file: torch.Tensor) -> Any:
     Args:
         file: uint8, the whole file; tensors of the part are views of it where that is possible.
     """
-    length = int.from_bytes(file[:8].numpy().tobytes(), "little")
-    document = json.loads(file[8 : 8 + length].numpy().tobytes())
-    data = file[8 + length :]
-    tree = json.loads(document.pop("__metadata__")[TREE])
+    header = headers.parse(file.numpy().data)
+    data = file[header.size_bytes :]
     tensors = {
         name: view(data, Slot(name, DTYPES[entry["dtype"]], torch.Size(entry["shape"]), *entry["data_offsets"]))
-        for name, entry in document.items()
+        for name, entry in header.tensors.items()
     }
-    return _filled(tree, tensors)
+    return _filled(header.tree, tensors)
 
 
 def _skeleton(tree: Any, path: str, found: dict[str, torch.Tensor]) -> Any:

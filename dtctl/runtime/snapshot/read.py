@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from dtctl.errors import SnapshotError
-from dtctl.runtime.snapshot import layout, packing
+from dtctl.runtime.snapshot import layout
 
-Contents = MutableMapping[str, torch.Tensor]
-"""File name -> its bytes, uint8."""
+Contents = MutableMapping[str, bytearray]
+"""File name -> its bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +76,8 @@ def _fault(path: Path, entry: layout.FileEntry, name: str, contents: Contents | 
         size_bytes = path.stat().st_size
         if size_bytes != entry.size_bytes:
             return f"{path.name} has {size_bytes} bytes and should have {entry.size_bytes}"
-        buffer = None if contents is None else torch.empty(size_bytes, dtype=torch.uint8)
-        if layout.file_digest(path, name, None if buffer is None else buffer.numpy().data) != entry.digest:
+        buffer = None if contents is None else bytearray(size_bytes)
+        if layout.file_digest(path, name, None if buffer is None else memoryview(buffer)) != entry.digest:
             return f"{path.name} does not have the digest that was recorded"
     except OSError as exc:
         return f"{path.name} cannot be read: {exc.strerror}"
@@ -115,7 +113,7 @@ def load(verdict: Verdict) -> dict[str, Any]:
     Raises:
         SnapshotError: it did not verify, or changed since.
     """
-    contents: dict[str, torch.Tensor] = {}
+    contents: dict[str, bytearray] = {}
     again = verify(verdict.path, contents) if verdict.status == "ok" else verdict
     if again.manifest is None:
         raise SnapshotError(f"the snapshot is {again.status}: {'; '.join(again.bad)}", where=str(verdict.path))
@@ -124,4 +122,12 @@ def load(verdict: Verdict) -> dict[str, Any]:
 
 def parts(contents: Contents) -> dict[str, Any]:
     """The parts in the contents of a snapshot's files; tensors are views of them."""
-    return {name.removesuffix(layout.PART_SUFFIX): packing.unpack(file) for name, file in contents.items()}
+    # Who verifies snapshots need not have torch.
+    import torch
+
+    from dtctl.runtime.snapshot import packing
+
+    return {
+        name.removesuffix(layout.PART_SUFFIX): packing.unpack(torch.frombuffer(file, dtype=torch.uint8))
+        for name, file in contents.items()
+    }

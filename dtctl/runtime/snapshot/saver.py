@@ -8,13 +8,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
-
-from typing_extensions import Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from dtctl.errors import DtctlError, SnapshotError
 from dtctl.runtime.snapshot import write
 from dtctl.runtime.snapshot.staging import Staged, Staging
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Saver:

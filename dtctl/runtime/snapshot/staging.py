@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dtctl.runtime.snapshot import packing
+from dtctl.runtime.snapshot import headers, packing
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Staging:
         begins, size_bytes = [], 0
         for found in outlines:
             begins.append(size_bytes)
-            size_bytes += found.size_bytes + -found.size_bytes % packing.ALIGNMENT
+            size_bytes += found.size_bytes + -found.size_bytes % headers.ALIGNMENT
         device = next((tensor.device for tensor in sources if tensor.device.type == "cuda"), None)
         self._prepare(outlines, begins, size_bytes, pinned=device is not None)
         if sources:

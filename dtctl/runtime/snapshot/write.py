@@ -10,6 +10,7 @@ from typing import Any
 
 from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot import layout, retention
+from dtctl.runtime.snapshot.durable import sync_folder
 from dtctl.runtime.snapshot.staging import Staged, StagedFile, Staging
 
 
@@ -109,12 +110,3 @@ def _publish(draft: Path, target: Path) -> None:
     else:
         draft.rename(target)
     sync_folder(target.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

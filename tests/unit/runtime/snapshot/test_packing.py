@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtctl.runtime.snapshot import packing
+from dtctl.runtime.snapshot import headers, packing
 from dtctl.runtime.snapshot.staging import Staging
 
 
@@ -60,7 +60,7 @@ def test_the_file_is_as_safetensors_says() -> None:
     header = file.outline.header()
     length = int.from_bytes(header[:8], "little")
     assert len(header) == 8 + length
-    assert len(header) % packing.ALIGNMENT == 0
+    assert len(header) % headers.ALIGNMENT == 0
     document = json.loads(header[8:])
     assert set(document) == {"__metadata__", "a.weight", "b"}
     assert document["a.weight"] == {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
