@@ -50,7 +50,7 @@ def _look(folder: Path) -> dict[str, Any]:
     """Rank 0's part of `find`; errors are values here, so that the others hear of them instead of waiting."""
     answer: dict[str, Any] = {"error": None, "where": str(folder), "hint": None}
     answer |= {"path": None, "step": 0, "facts": {}, "parts": {}, "rejected": []}
-    contents: dict[str, bytearray] = {}
+    contents: dict[str, memoryview] = {}
     try:
         good, bad = read.newest_good(folder, contents)
         answer["rejected"] = [f"{verdict.path.name} is {verdict.status}: {'; '.join(verdict.bad)}" for verdict in bad]

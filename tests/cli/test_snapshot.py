@@ -27,16 +27,9 @@ shutil.copytree("made", os.environ["DTCTL_SNAPSHOT_DIR"])
 
 
 def dtctl(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dtctl", *arguments]
     environment = {**os.environ, "NO_COLOR": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "dtctl", *arguments],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    argv = [sys.executable, "-m", "dtctl", *arguments]
+    return subprocess.run(argv, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_a_folder_and_a_run(tmp_path: Path) -> None:

@@ -105,15 +105,15 @@ def digest(place: Path) -> Answer:
     Raises:
         SnapshotError: there is none, or it has no model.
     """
-    contents: dict[str, bytearray] = {}
+    contents: dict[str, memoryview] = {}
     found, answer = newest(place, contents)
     entries: dict[str, tuple[memoryview, Mapping[str, Any]]] = {}
     for part in ("model", "optimizer"):
         file = contents.get(part + layout.PART_SUFFIX)
         if file is None:
             raise SnapshotError(f"the snapshot has no part {part}", where=str(found.path))
-        header = headers.parse(memoryview(file))
-        data = memoryview(file)[header.size_bytes :]
+        header = headers.parse(file)
+        data = file[header.size_bytes :]
         tree = header.tree["state"] if part == "optimizer" else header.tree
         entries |= {path: (data, entry) for path, entry in header.named(tree, part)}
     state = layout.hasher("blake3")
@@ -168,15 +168,15 @@ def export(place: Path, *, part: str, out: Path | BinaryIO) -> Answer:
     Raises:
         SnapshotError: there is no good snapshot, no such part, or it holds more than named tensors.
     """
-    contents: dict[str, bytearray] = {}
+    contents: dict[str, memoryview] = {}
     found, answer = newest(place, contents)
     file = contents.get(part + layout.PART_SUFFIX)
     if file is None:
         known = ", ".join(name.removesuffix(layout.PART_SUFFIX) for name in contents)
         raise SnapshotError(f"the snapshot has no part {part}", where=str(found.path), hint=f"its parts are {known}")
-    header = headers.parse(memoryview(file))
+    header = headers.parse(file)
     beginning = headers.to_bytes(header.tensors, {"format": "pt", "step": str(found.step)})
-    data = memoryview(file)[header.size_bytes :]
+    data = file[header.size_bytes :]
     size_bytes = len(beginning) + len(data)
     if not isinstance(out, Path):
         out.write(beginning)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot import layout
 
-Contents = MutableMapping[str, bytearray]
+Contents = MutableMapping[str, memoryview]
 """File name -> its bytes."""
 
 
@@ -76,8 +76,8 @@ def _fault(path: Path, entry: layout.FileEntry, name: str, contents: Contents | 
         size_bytes = path.stat().st_size
         if size_bytes != entry.size_bytes:
             return f"{path.name} has {size_bytes} bytes and should have {entry.size_bytes}"
-        buffer = None if contents is None else bytearray(size_bytes)
-        if layout.file_digest(path, name, None if buffer is None else memoryview(buffer)) != entry.digest:
+        buffer = None if contents is None else layout.memory(size_bytes)
+        if layout.file_digest(path, name, buffer) != entry.digest:
             return f"{path.name} does not have the digest that was recorded"
     except OSError as exc:
         return f"{path.name} cannot be read: {exc.strerror}"
@@ -113,7 +113,7 @@ def load(verdict: Verdict) -> dict[str, Any]:
     Raises:
         SnapshotError: it did not verify, or changed since.
     """
-    contents: dict[str, bytearray] = {}
+    contents: dict[str, memoryview] = {}
     again = verify(verdict.path, contents) if verdict.status == "ok" else verdict
     if again.manifest is None:
         raise SnapshotError(f"the snapshot is {again.status}: {'; '.join(again.bad)}", where=str(verdict.path))
