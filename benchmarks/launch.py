@@ -12,7 +12,6 @@ machine that is busy with something else. Results are kept in benchmarks/results
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import resource
@@ -26,10 +25,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from machine import keep, wait_for_quiet
+
 HERE = Path(__file__).resolve().parent
 PEERS = HERE / ".venv-peers"
-RESULTS = HERE / "results"
-MAX_BUSY = 0.08
 
 BARE = """\
 import sys, threading
@@ -73,27 +72,6 @@ class Series:
     wall_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     failed: str | None = None
-
-
-def busy_share(over_s: float = 2.0) -> float:
-    """Share of the machine's CPU time that somebody uses, over a moment in which this program uses none."""
-
-    def look() -> tuple[int, int]:
-        fields = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-        return sum(fields), fields[3] + fields[4]
-
-    total, idle = look()
-    time.sleep(over_s)
-    total_now, idle_now = look()
-    return 1 - (idle_now - idle) / max(1, total_now - total)
-
-
-def wait_for_quiet(limit_s: float = 300.0) -> None:
-    """Return when the machine has nothing else to do; give up after a while."""
-    deadline = time.monotonic() + limit_s
-    while (busy := busy_share()) > MAX_BUSY:
-        if time.monotonic() > deadline:
-            raise SystemExit(f"the machine is busy ({busy:.0%} of its CPU time); figures would mean nothing")
 
 
 def measure(argv: list[str], env: dict[str, str] | None, cwd: Path, limit_s: float) -> tuple[float, float, str | None]:
@@ -362,10 +340,7 @@ def main() -> None:
             print(f"\ndtctl --help: {statistics.median(series.wall_s):.3f} s")
         finally:
             bench.close()
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"launch-{time.strftime('%Y%m%d-%H%M')}.json"
-    path.write_text(json.dumps(kept, indent=1) + "\n")
-    print(f"\nkept in {path.relative_to(HERE.parent)}")
+    path = keep("launch", kept)
     if (PEERS / "bin" / "python").exists():
         subprocess.run([str(PEERS / "bin" / "python"), str(HERE / "plot.py"), str(path)], check=False)
 

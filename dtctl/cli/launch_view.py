@@ -83,7 +83,18 @@ class LaunchView:
             self.end_table()
             output.err(f"{facts['node']}: {facts['text']}", "dim")
         elif event == "restart":
-            output.err(f"restart {facts['attempt']} of {facts['of']}: the first failure {facts['reason']}", "yellow")
+            wait = f", in {facts['wait_s']:g} s" if facts.get("wait_s") else ""
+            output.err(
+                f"restart {facts['attempt']} of {facts['of']}{wait}: the first failure {facts['reason']}", "yellow"
+            )
+        elif event == "replaced":
+            self._states[facts["by"]] = self._states.pop(facts["node"], "ready")
+            output.err(f"{facts['node']} is replaced by {facts['by']}: {facts['reason']}", "yellow")
+        elif event == "left-out":
+            self._states.pop(facts["node"], None)
+            output.err(
+                f"on with {_count(facts['nodes'], 'node')}, without {facts['node']}: {facts['reason']}", "yellow"
+            )
 
     def end_table(self) -> None:
         """From now on, lines."""

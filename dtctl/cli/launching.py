@@ -75,7 +75,7 @@ def dry_launch(options: Options, folder: Path | None) -> int:
     from dtctl.render.scripts import node_scripts
 
     spec = spec_of(options)
-    run = check_run_name(options.name) if options.name else new_run_id(spec.job.name, now=time.time())
+    run = check_run_name(options.name) if options.name is not None else new_run_id(spec.job.name, now=time.time())
     plan = first_plan(spec, cluster_of(spec, start=False), run=run)
     scripts = node_scripts(plan, base_dir=spec.base_dir)
     if folder is not None:
@@ -126,7 +126,7 @@ def real_launch(options: Options) -> int:
     from dtctl.launch.record import RunInfo, RunRecord, check_run_name, new_run_id
 
     spec = spec_of(options)
-    run = check_run_name(options.name) if options.name else new_run_id(spec.job.name, now=time.time())
+    run = check_run_name(options.name) if options.name is not None else new_run_id(spec.job.name, now=time.time())
     background = os.environ.pop(BACKGROUND, None)
     if options.detach and background is None:
         return background_launch(options, spec, run)
@@ -179,7 +179,7 @@ def real_launch(options: Options) -> int:
             raise Interrupted("stopped before the job was started", signal=number) if number else exc from None
         finally:
             view.end_table()
-    return finish(result, emit)
+    return finish(result, emit, logs=record.folder / names.LOGS_DIR)
 
 
 def show_left_out(tree: Tree) -> None:
@@ -225,8 +225,8 @@ def _done(run: str, status: str, exit_code: int, **more: Any) -> dict[str, Any]:
     return {**fields, **more}
 
 
-def finish(result: Result, emit: Any) -> int:
-    """Tell how the run ended; the exit code."""
+def finish(result: Result, emit: Any, *, logs: Path) -> int:
+    """Tell how the run ended, and why if its logs say so; the exit code."""
     failure = result.first_failure
     told = None
     if failure is not None:
@@ -252,6 +252,10 @@ def finish(result: Result, emit: Any) -> int:
         ),
     )
     show_end(result)
+    if result.status == "failed":
+        from dtctl.cli.doctor import show_cause
+
+        show_cause(logs)
     return result.exit_code
 
 

@@ -21,7 +21,7 @@ from dtctl.launch.tree import Tree, scan
 from dtctl.plan.build import Facts, build
 from dtctl.plan.model import Plan
 from dtctl.spec.model import Spec
-from dtctl.spec.nodes import NodeSpec, resolve_nodes
+from dtctl.spec.nodes import NodeSpec, resolve_nodes, resolve_spares
 from dtctl.transport.base import Target, Transport
 from dtctl.transport.dial import EarlyCalls, OpenSocket, open_socket
 
@@ -34,7 +34,9 @@ class Cluster:
     """The nodes of a spec and the way to them."""
 
     nodes: tuple[NodeSpec, ...]
+    spares: tuple[NodeSpec, ...] = ()
     targets: Mapping[str, Target]
+    """Of nodes and spares."""
     make_transport: Callable[[], Transport]
     """Calls the nodes and imports what the transport needs, which takes a while; not called in a dry run."""
 
@@ -55,10 +57,12 @@ def cluster_of(spec: Spec, *, start: bool) -> Cluster:
 
         return sandbox_cluster(spec, start=start)
     nodes = resolve_nodes(spec)
-    targets = _targets(spec, nodes)
+    spares = resolve_spares(spec)
+    targets = _targets(spec, (*nodes, *spares))
     if spec.cluster.transport == "local":
         return Cluster(nodes=nodes, targets=targets, make_transport=_local)
-    return Cluster(nodes=nodes, targets=targets, make_transport=lambda: ssh_transport(targets.values()))
+    first = [targets[node.name] for node in nodes]
+    return Cluster(nodes=nodes, spares=spares, targets=targets, make_transport=lambda: ssh_transport(first))
 
 
 def _local() -> Transport:
@@ -140,7 +144,7 @@ def attempt_of_run(record: RunRecord, job: Job) -> Plan:
         raise LaunchError(f"run {record.run} was never started", where=str(record.folder))
     meeting = facts["rendezvous"]
     slots = {node["name"]: int(node["slots"]) for node in facts["nodes"]}
-    return job.make_plan(int(facts["attempt"]), meeting["address"], int(meeting["port"]), slots)
+    return job.make_plan(int(facts["attempt"]), meeting["address"], int(meeting["port"]), slots, list(slots))
 
 
 def first_plan(spec: Spec, cluster: Cluster, *, run: str) -> Plan:
@@ -244,9 +248,13 @@ def job_of(
     fixed = spec.network.rendezvous_port
     source = _source(spec)
 
-    def make_plan(attempt: int, address: str, port: int, gpus: Mapping[str, int]) -> Plan:
+    everyone = {node.name: node for node in (*cluster.nodes, *cluster.spares)}
+
+    def make_plan(attempt: int, address: str, port: int, gpus: Mapping[str, int], nodes: Sequence[str]) -> Plan:
         facts = Facts(environ=os.environ, address=address, port=port, gpus=gpus, source=source)
-        return build(spec, cluster.nodes, run=run, attempt=attempt, facts=facts)
+        return build(spec, [everyone[name] for name in nodes], run=run, attempt=attempt, facts=facts)
+
+    standing_by = build(spec, cluster.spares, run=run, facts=Facts(environ=os.environ)).nodes if cluster.spares else ()
 
     def make_script(plan: Plan, node: NodePlan) -> str:
         from dtctl.render.scripts import node_script  # loaded while the nodes are being connected
@@ -261,6 +269,8 @@ def job_of(
         make_script=make_script,
         transport=cluster.make_transport(),
         targets=cluster.targets,
+        spares={node.name: node for node in standing_by},
+        min_nodes=spec.cluster.min_nodes or len(cluster.nodes),
         push=code,
         fixed_address=spec.network.rendezvous_address is not None,
         fixed_port=fixed if isinstance(fixed, int) else None,

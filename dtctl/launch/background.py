@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dtctl import names
-from dtctl.launch.record import RunRecord
+from dtctl.launch.record import RunRecord, writing
 
 BACKGROUND = "DTCTL_BACKGROUND"
 """Set, to the name of the run, in the launcher that stays behind."""
@@ -52,8 +52,10 @@ def launch_in_background(base_dir: Path, run: str, *, on_event: Callable[[dict[s
         on_event: told every event of the run until then.
     """
     state = base_dir / names.STATE_DIR
-    state.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = state / f".{run}.launcher.log"
+    with writing(partial):
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        partial.touch(mode=0o600)
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "dtctl", *sys.argv[1:]],

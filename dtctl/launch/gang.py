@@ -62,20 +62,26 @@ class Gang:
 
     # -- to the start -----------------------------------------------------------------------------------------------
 
-    def gather(self, names: set[str] | None = None) -> dict[str, dict[str, Any]]:
-        """Wait until every node is ready, or those in `names`; node -> what it said about itself.
+    def gather(self) -> dict[str, dict[str, Any]]:
+        """Wait until every node is ready; node -> what it said about itself.
 
         Nothing has been started anywhere when this fails.
 
         Raises:
             DtctlError: of the one node that failed, or NodeFailures.
         """
-        waiting = set(self.sessions) if names is None else set(names)
+        hellos, failures = self.try_gather(set(self.sessions))
+        raise_failures(failures)
+        return hellos
+
+    def try_gather(self, names: set[str]) -> tuple[dict[str, dict[str, Any]], dict[str, DtctlError]]:
+        """Wait until each of `names` is ready or has failed: what it said about itself, or why; in node rank order."""
+        waiting = set(names)
         hellos: dict[str, dict[str, Any]] = {}
         failures: dict[str, DtctlError] = {}
         while waiting and not self.signals:
             said = self._next(0.2)
-            if said is None or said.session is not self.sessions[said.session.name]:
+            if said is None or said.session is not self.sessions.get(said.session.name):
                 continue  # nothing, or the last word of a link that has been replaced
             name = said.session.name
             if said.what == "hello":
@@ -89,9 +95,13 @@ class Gang:
                 waiting.discard(name)
             facts = {key: value for key, value in said.data.items() if key in PUSH_FACTS}
             self.emit("node", node=name, state=said.what, **({"push": facts} if facts else {}))
-        if failures:
-            raise_failures({name: failures[name] for name in self.sessions if name in failures})
-        return hellos
+        return hellos, {name: failures[name] for name in self.sessions if name in failures}
+
+    def idle(self, seconds: float) -> None:
+        """Wait, with all links kept alive, or until somebody wants to stop."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self.signals:
+            self._next(min(0.2, max(0.0, deadline - time.monotonic())))
 
     def probe(self, node: str, ports: tuple[int, ...]) -> int:
         """The first of `ports` that is free on `node`; 0 when none is, or the node does not answer."""
@@ -194,7 +204,7 @@ class _Attempt:
         name = said.session.name
         if said.what == "log":
             self._log(name, said.data["rank"], said.data["payload"])
-        elif name not in self.open or said.session is not self.gang.sessions[name]:
+        elif name not in self.open or said.session is not self.gang.sessions.get(name):
             return
         elif said.what == "started":
             self._started(name, said.data)
@@ -225,9 +235,10 @@ class _Attempt:
     def _log(self, name: str, rank: int, payload: bytes) -> None:
         for text in self.gang.logs.write(name, rank, payload):
             self.gang.emit("log", node=name, rank=rank, text=text)
-        if name in self.quiet and rank != METRICS:
-            self.quiet.discard(name)
-            self.gang.emit("node", node=name, state="running")
+        # Metrics come from a step that all workers have taken part in, the silent ones too.
+        for node in sorted(self.quiet if rank == METRICS else self.quiet & {name}):
+            self.quiet.discard(node)
+            self.gang.emit("node", node=node, state="running")
 
     def _started(self, name: str, data: dict[str, Any]) -> None:
         self.starting.discard(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import BinaryIO
@@ -27,9 +28,14 @@ class Logs:
         """Node -> rank -> bytes received in this attempt; what a new link asks the rest of."""
 
     def write(self, node: str, rank: int, data: bytes) -> list[str]:
-        """Keep `data` and return the lines that it completes, without their ends."""
+        """Keep `data` and return the lines that it completes, without their ends.
+
+        What a full disk refuses is shown and not kept: the workers are worth more than their logs, and a detached
+        node has them too.
+        """
         key = (node, rank)
-        self._file(key).write(data)
+        with contextlib.suppress(OSError):
+            self._file(key).write(data)
         seen = self.offsets.setdefault(node, {})
         seen[rank] = seen.get(rank, 0) + len(data)
         if rank == METRICS:
@@ -76,6 +82,21 @@ class Logs:
                 return file.read().decode(errors="replace")
         except OSError:
             return ""
+
+    def last_step(self) -> int | None:
+        """The last step that rank 0 has logged; None when it has logged none."""
+        try:
+            with (self._record.folder / names.METRICS_FILE).open("rb") as file:
+                file.seek(max(0, file.seek(0, 2) - 65_536))
+                lines = file.read().splitlines()
+        except OSError:
+            return None
+        for line in reversed(lines):
+            try:
+                return int(json.loads(line)["step"])
+            except (ValueError, KeyError, TypeError):
+                continue  # half a line
+        return None
 
     def ranks(self, node: str) -> list[int]:
         """Ranks of a node that have printed something, in order; without torchrun's agent."""

@@ -58,15 +58,42 @@ def check_run_name(name: str) -> str:
     return name
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the system refuses into an error that names the place.
+
+    Raises:
+        LaunchError: the disk is full, read-only, or the folder is somebody else's.
+    """
+    try:
+        yield
+    except OSError as exc:
+        raise LaunchError(
+            f"this machine cannot keep the run's records: {exc.strerror}",
+            where=str(exc.filename or path),
+            hint=f"dtctl writes below {names.STATE_DIR} in the folder of the spec; is there space, and is it yours?",
+        ) from exc
+
+
 def write_private(path: Path, text: str) -> None:
-    """Replace the file at `path` in one step, mode 0600."""
+    """Replace the file at `path` in one step, mode 0600.
+
+    Raises:
+        LaunchError: it cannot be written.
+    """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(fd, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    with writing(path):
+        try:
+            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(fd, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,23 +130,28 @@ class RunRecord:
         """Make the folder of a new run below `base_dir`.
 
         Raises:
-            LaunchError: a run of this name exists.
+            LaunchError: a run of this name exists, or the folder cannot be written to.
         """
         runs = base_dir / names.STATE_DIR / names.RUNS_DIR
-        runs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with writing(runs):
+            runs.mkdir(mode=0o700, parents=True, exist_ok=True)
         ignore = base_dir / names.STATE_DIR / ".gitignore"
         if not ignore.exists():
             write_private(ignore, "*\n")
         folder = runs / info.run
         try:
-            folder.mkdir(mode=0o700)
-        except FileExistsError:
+            with writing(folder):
+                folder.mkdir(mode=0o700)
+        except LaunchError as exc:
+            if not isinstance(exc.__cause__, FileExistsError):
+                raise
             raise LaunchError(
                 f"there is a run named {info.run} already",
                 where=str(folder),
                 hint="choose another `--name`, or leave it out and dtctl finds one",
             ) from None
-        (folder / names.LOGS_DIR).mkdir(mode=0o700)
+        with writing(folder):
+            (folder / names.LOGS_DIR).mkdir(mode=0o700)
         record = cls(folder)
         record.write_info(info)
         return record
@@ -161,11 +193,12 @@ class RunRecord:
         return found
 
     def append_event(self, event: dict[str, Any]) -> None:
-        """Append one event; whole lines, whoever else reads."""
-        if self._events is None:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            self._events = os.open(self.folder / names.EVENTS_FILE, flags, 0o600)
-        os.write(self._events, (json.dumps(event, separators=(",", ":")) + "\n").encode())
+        """Append one event; whole lines, whoever else reads. A full disk costs the event, not the run."""
+        with contextlib.suppress(OSError):
+            if self._events is None:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+                self._events = os.open(self.folder / names.EVENTS_FILE, flags, 0o600)
+            os.write(self._events, (json.dumps(event, separators=(",", ":")) + "\n").encode())
 
     def code_folders(self) -> dict[str, str]:
         """Node -> folder of the pushed code there; without the nodes that were sent none."""

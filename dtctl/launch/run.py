@@ -6,29 +6,32 @@ somebody stops it, and then proves that nothing is left.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dtctl import names
-from dtctl.errors import ConnectError, PlanError
+from dtctl.errors import ConnectError, LaunchError, PlanError
 from dtctl.launch import failure as failures
 from dtctl.launch.failure import AGENT, Failure
 from dtctl.launch.gang import Emit, Gang, Outcome
 from dtctl.launch.ledger import Ledger
 from dtctl.launch.link import Link
 from dtctl.launch.logs import Logs
+from dtctl.launch.patience import Patience
 from dtctl.launch.record import RunRecord
+from dtctl.launch.regroup import regroup
 from dtctl.launch.session import Errand, Said, Session
 from dtctl.launch.sweep import SweepTarget, sweep
 from dtctl.plan import environment, rendezvous
 from dtctl.plan.model import NodePlan, Plan
 from dtctl.transport.base import Target, Transport
 
-MakePlan = Callable[[int, str, int, Mapping[str, int]], Plan]
-"""(attempt, address of the head node, port, GPUs per node) -> plan."""
+MakePlan = Callable[[int, str, int, Mapping[str, int], Sequence[str]], Plan]
+"""(attempt, address of the head node, port, GPUs per node, nodes in rank order) -> plan."""
 Push = Callable[[Link, Callable[[int], None]], dict[str, Any]]
 
 
@@ -45,6 +48,11 @@ class Job:
     make_script: Callable[[Plan, NodePlan], str]
     transport: Transport
     targets: Mapping[str, Target]
+    """Of nodes and spares."""
+    spares: Mapping[str, NodePlan]
+    """Nodes that stand by, in the order in which they are used; their ranks mean nothing."""
+    min_nodes: int
+    """Nodes that the run needs."""
     push: Push | None
     fixed_port: int | None
     fixed_address: bool
@@ -112,7 +120,14 @@ class _Launcher:
         if job.keep:
             self.gang.reattach = self._reattach
         self.launch_s: float | None = None
+        self.patience = Patience()
+        self.hellos: dict[str, Mapping[str, Any]] = {}
+        """What nodes have said about themselves."""
+        self.spares = list(job.spares)
+        self.gone: dict[str, NodePlan] = {}
+        """Nodes that took part and do no longer."""
         self._attempt_number = 0
+        self._attempt_begun = time.monotonic()
 
     def run(self, under_way: Plan | None) -> Result:
         """Prepare, then attempt until it is over."""
@@ -121,18 +136,25 @@ class _Launcher:
         while not self.gang.signals:
             self.record.write_plan(plan)
             outcome = self._take_up(plan) if plan is under_way else self._attempt(plan)
-            cause = self._first_failure(outcome)
-            failure = failure or cause
-            if cause is None or outcome.stopped_by is not None or attempt >= plan.max_restarts:
-                failure = cause
+            failure = self._first_failure(outcome)
+            if failure is None or outcome.stopped_by is not None or attempt >= plan.max_restarts:
+                break
+            verdict = self.patience.judge(failure, step=self.logs.last_step(), lasted_s=self._lasted_s())
+            if verdict.hopeless:
+                self.emit("note", node=failure.node, text=f"not started again: {verdict.hopeless}")
                 break
             attempt += 1
             self.ledger.enter("restart")
-            self.emit("restart", attempt=attempt, of=plan.max_restarts, reason=failures.describe(cause))
+            reason = failures.describe(failure)
+            self.emit("restart", attempt=attempt, of=plan.max_restarts, reason=reason, wait_s=verdict.wait_s)
+            self.gang.idle(verdict.wait_s)
             plan = self._again(plan, attempt, outcome)
         self.ledger.enter("stop")
         self._ask_lost(plan, outcome)
         return self._result(outcome, failure, attempt)
+
+    def _lasted_s(self) -> float:
+        return time.monotonic() - self._attempt_begun
 
     def close(self) -> None:
         """Drop all links and close all files."""
@@ -185,24 +207,29 @@ class _Launcher:
                 where=f"node {head.name}",
                 hint="free it, or leave `network.rendezvous_port` to dtctl",
             )
-        gpus = {name: int(hello["gpus"]) for name, hello in hellos.items()}
-        plan = self.job.make_plan(0, self._address(facts), port, gpus)
+        self.hellos |= hellos
+        nodes = [node.name for node in self.job.first_plan.nodes]
+        plan = self.job.make_plan(0, self._address(head), port, self._gpus(), nodes)
         rendezvous.check_reachable(plan.rendezvous.address, node=head.name, nodes=len(plan.nodes))
         return plan
 
-    def _address(self, facts: Mapping[str, Any]) -> str:
+    def _gpus(self) -> dict[str, int]:
+        return {name: int(hello["gpus"]) for name, hello in self.hellos.items()}
+
+    def _address(self, head: NodePlan) -> str:
         """Numeric address of the head node, for the other nodes."""
-        planned = self.job.first_plan.rendezvous.address
-        if self.job.fixed_address or rendezvous.is_numeric(planned):
+        first = self.job.first_plan
+        planned = first.rendezvous.address if head.name == first.head.name else rendezvous.numeric(head.address)
+        if (self.job.fixed_address and head.name == first.head.name) or rendezvous.is_numeric(planned):
             return planned
         # Behind a jump host the name means something only there; the node knows the address it was reached at.
-        return str(facts["address"]) or planned
+        return str(self.hellos.get(head.name, {}).get("address", "")) or planned
 
     # -- attempts ---------------------------------------------------------------------------------------------------
 
     def _attempt(self, plan: Plan) -> Outcome:
         meeting = plan.rendezvous
-        self._attempt_number = plan.attempt
+        self._attempt_number, self._attempt_begun = plan.attempt, time.monotonic()
         self.emit("start", attempt=plan.attempt, rendezvous=meeting.endpoint, world_size=plan.world_size)
         self.ledger.enter("start")
         try:
@@ -219,7 +246,8 @@ class _Launcher:
 
     def _take_up(self, plan: Plan) -> Outcome:
         """Watch an attempt that another launcher has started; a node that cannot be reached is called again."""
-        self._attempt_number = plan.attempt
+        self._attempt_number, self._attempt_begun = plan.attempt, time.monotonic()
+        self.hellos |= {node.name: {"gpus": node.slots} for node in plan.nodes}
         self.ledger.enter("run")
         self.logs.rejoin()
         code = self.record.code_folders()
@@ -288,28 +316,31 @@ class _Launcher:
 
     def _again(self, plan: Plan, attempt: int, outcome: Outcome) -> Plan:
         """The plan of the next attempt, with a rendezvous that no straggler of the last one knows."""
+        known = {**self.job.spares, **{node.name: node for node in plan.nodes}}
+        code = {name: session.code for name, session in self.gang.sessions.items()}
+
+        def call(name: str, fresh: bool) -> Session:
+            return self._session(known[name], fresh=fresh, code=code.get(name, ""))
+
         silent = {*outcome.lost, *outcome.gone}
-        for node in plan.nodes:
-            if node.name not in silent:
-                continue
-            old = self.gang.sessions[node.name]
-            old.close()
-            self.gang.sessions[node.name] = self._session(node, fresh=False, code=old.code)
-            self.gang.sessions[node.name].start()
-        if silent:
-            self.gang.gather(silent)
-        candidates = rendezvous.port_candidates(plan.run, attempt, self.job.fixed_port)
-        port = self.gang.probe(plan.head.name, candidates)
-        if port == 0:
-            raise PlanError("no port for the rendezvous is free on the head node", where=f"node {plan.head.name}")
-        gpus = {node.name: node.slots for node in plan.nodes}
-        return self.job.make_plan(attempt, plan.rendezvous.address, port, gpus)
+        now = regroup(self.gang, silent, self.spares, least=self.job.min_nodes, call=call)
+        self.gone |= {name: known[name] for name in now.gone}
+        self.hellos |= now.hellos
+        head = known[now.names[0]]
+        port = self.gang.probe(head.name, rendezvous.port_candidates(plan.run, attempt, self.job.fixed_port))
+        if port == 0 and not self.gang.signals:
+            raise PlanError("no port for the rendezvous is free on the head node", where=f"node {head.name}")
+        same = head.name == plan.head.name
+        address = plan.rendezvous.address if same else self._address(head)
+        return self.job.make_plan(attempt, address, port, self._gpus(), now.names)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def _ask_lost(self, plan: Plan, outcome: Outcome) -> None:
         """Look on the nodes whose link was lost, if they can be reached again, and end what is left there."""
-        silent = [node for node in plan.nodes if node.name in outcome.left and outcome.left[node.name] is None]
+        outcome.left |= dict.fromkeys(self.gone)
+        nodes = [*plan.nodes, *self.gone.values()]
+        silent = [node for node in nodes if node.name in outcome.left and outcome.left[node.name] is None]
         if not silent or self.job.keep:
             return
         targets = [
@@ -336,7 +367,8 @@ class _Launcher:
             status, exit_code = "failed", 8
         else:
             status, exit_code = "succeeded", 0
-        self.ledger.write(self.record.folder / names.LEDGER_FILE, attempts=attempt + 1)
+        with contextlib.suppress(LaunchError):  # a full disk changes nothing about how the run ended
+            self.ledger.write(self.record.folder / names.LEDGER_FILE, attempts=attempt + 1)
         return Result(
             run=self.job.run,
             status=status,

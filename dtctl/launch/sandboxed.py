@@ -9,7 +9,7 @@ from dtctl.errors import PlanError
 from dtctl.launch.assemble import Cluster, ssh_transport
 from dtctl.sandbox import control
 from dtctl.spec.model import Spec
-from dtctl.spec.nodes import NodeSpec, resolve_nodes
+from dtctl.spec.nodes import NodeSpec, resolve_nodes, resolve_spares
 from dtctl.transport.base import Target, Transport
 
 DEFAULT_NODES = 3
@@ -26,13 +26,14 @@ def sandbox_cluster(spec: Spec, *, start: bool) -> Cluster:
         SandboxError: it cannot be started here.
         PlanError: the running sandbox lacks nodes that the spec names.
     """
-    wanted = resolve_nodes(spec)
+    nodes, spares = resolve_nodes(spec), resolve_spares(spec)
+    wanted = (*nodes, *spares)
     name = control.default_name()
     sandbox = control.find(name)
     if sandbox is None and start:
         sandbox = control.up(name, nodes=len(wanted))
     if sandbox is None:
-        return Cluster(nodes=wanted, targets={}, make_transport=_never)
+        return Cluster(nodes=nodes, spares=spares, targets={}, make_transport=_never)
     hosts = {node.name: node for node in sandbox.nodes}
     missing = [node.name for node in wanted if node.name not in hosts]
     if missing:
@@ -41,7 +42,7 @@ def sandbox_cluster(spec: Spec, *, start: bool) -> Cluster:
             where="cluster.nodes",
             hint=f"`dtctl sandbox down`, then `dtctl sandbox up --nodes {len(wanted)}`",
         )
-    nodes = tuple(_placed(node, hosts[node.name].address) for node in wanted)
+    placed = tuple(_placed(node, hosts[node.name].address) for node in wanted)
     targets = {
         node.name: Target(
             name=node.name,
@@ -53,16 +54,17 @@ def sandbox_cluster(spec: Spec, *, start: bool) -> Cluster:
             ssh_config="none",
             connect_timeout_s=spec.cluster.connect_timeout_s,
         )
-        for node in nodes
+        for node in placed
         for host in (hosts[node.name],)
     }
 
     def make_transport() -> Transport:
         from dtctl.sandbox.world import opener
 
-        return ssh_transport(targets.values(), opener(sandbox))
+        return ssh_transport([targets[node.name] for node in nodes], opener(sandbox))
 
-    return Cluster(nodes=nodes, targets=targets, make_transport=make_transport)
+    count = len(nodes)
+    return Cluster(nodes=placed[:count], spares=placed[count:], targets=targets, make_transport=make_transport)
 
 
 def _placed(node: NodeSpec, address: str) -> NodeSpec:

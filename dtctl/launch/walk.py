@@ -84,6 +84,7 @@ class Walk:
             exclude: patterns of files to leave out, whatever else is said.
         """
         self.root = root
+        self._own_output = own_output()
         self.withheld: list[str] = []
         """What was left out because it looks like a secret."""
         self.skipped: list[str] = []
@@ -139,8 +140,8 @@ class Walk:
                     yield prefix + name, level.below(name, ignored=not take, included=included, trusted=trusted)
             elif take:
                 info = _lstat(entry)
-                if info is None:
-                    continue  # an editor's passing file
+                if info is None or (info.st_dev, info.st_ino) in self._own_output:
+                    continue  # an editor's passing file; or `dtctl launch > launch.log`, which grows while it is read
                 if stat.S_ISREG(info.st_mode) or stat.S_ISLNK(info.st_mode):
                     found.append(Found(prefix + name, info, named or level.trusted))
                 else:
@@ -226,3 +227,16 @@ def _read(path: bytes, prefix: bytes = b"") -> list[tuple[bytes, Rules]]:
     except OSError:
         return []
     return [(prefix, rules)] if rules else []
+
+
+def own_output() -> frozenset[tuple[int, int]]:
+    """Device and inode of the files that this process prints to."""
+    found = set()
+    for fd in (1, 2):
+        try:
+            info = os.fstat(fd)
+        except OSError:
+            continue  # closed
+        if stat.S_ISREG(info.st_mode):
+            found.add((info.st_dev, info.st_ino))
+    return frozenset(found)

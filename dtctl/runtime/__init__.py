@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dtctl.runtime import diagnose
     from dtctl.runtime.config import SnapshotConfig, TrainConfig, load
     from dtctl.runtime.data import TensorData, TokenFile
     from dtctl.runtime.evaluation import evaluate
@@ -27,6 +28,7 @@ __all__ = [
     "Trainer",
     "Worker",
     "build",
+    "diagnose",
     "evaluate",
     "load",
     "run",
@@ -50,6 +52,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "diagnose":
+        return import_module(f"{__name__}.diagnose")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -44,6 +44,11 @@ class Agreement:
         self._alone = worker.backend is None
         self._message = torch.zeros(3, dtype=torch.int64)  # stop, save, -(steps until the next question)
         self._posted: dist.Work | None = None
+        self.restart(step)
+
+    def restart(self, step: int) -> None:
+        """Begin again, at a step that may be an earlier one; the same on all workers."""
+        self.close()
         self._asked_at = step
         self._ask_at = step + 1
         self._clock_s = time.monotonic()

@@ -1,61 +1,109 @@
-"""Where a model repeats itself: the list of blocks by which it is sharded, compiled and cut into stages."""
+"""The repeated blocks of a model, and what is done to each: activation checkpointing and compilation.
+
+Both change how a block computes and leave the tree of modules alone, so names of parameters, and with them snapshots,
+are the same with and without. To be applied before a strategy wraps or shards the model.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
 
+import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtctl.errors import PlanError
+from dtctl.runtime.config import TrainConfig
+
+KEPT: Final = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "convolution",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+    if hasattr(torch.ops.aten, name)
+)
+"""What costs more to compute again than to keep, under `selective`. After torchtitan's activation_checkpoint.py."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Blocks:
-    """The repeated part of a model."""
+def find(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a model by name.
 
-    name: str
-    """Of the list in the model; empty if the model itself is it."""
-    container: nn.ModuleList | nn.Sequential
+    They are the members of its ModuleLists that hold parameters; without any, those children of its Sequentials of
+    which there are at least two of one class.
+    """
+    found: dict[str, nn.Module] = {}
+    for kind in (nn.ModuleList, nn.Sequential):
+        for path, parent in model.named_modules():
+            if not isinstance(parent, kind) or any(path == name or path.startswith(f"{name}.") for name in found):
+                continue
+            wanted = {name: child for name, child in parent.named_children() if any(True for _ in child.parameters())}
+            often = Counter(type(child) for child in wanted.values())
+            found |= {
+                f"{path}.{name}" if path else name: child
+                for name, child in wanted.items()
+                if kind is nn.ModuleList or often[type(child)] > 1
+            }
+        if found:
+            return found
+    return found
 
-    def __len__(self) -> int:
-        return len(self.container)
 
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The blocks in order."""
-        return list(self.container)
-
-
-def find(model: nn.Module, name: str | None = None) -> Blocks | None:
-    """The repeated blocks of a model.
-
-    Args:
-        model: any module.
-        name: of a ModuleList or Sequential in it (`train.blocks`). None: the ModuleList with the most parameters among
-            those of two or more modules, else such a Sequential.
-
-    Returns:
-        None if nothing was named and nothing repeats.
+def prepare(model: nn.Module, config: TrainConfig) -> None:
+    """Checkpoint and compile the blocks as the configuration asks for.
 
     Raises:
-        PlanError: what was named is not there, or is no list of modules.
+        PlanError: the model has no blocks, or one that cannot be computed twice.
     """
-    if name is not None:
-        found = dict(model.named_modules()).get(name)
-        if isinstance(found, nn.ModuleList | nn.Sequential):
-            return Blocks(name=name, container=found)
-        lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    every = {"none": None, "full": 1, "selective": 1}.get(str(config.checkpointing), config.checkpointing)
+    if every is None and not config.compile:
+        return
+    found = find(model)
+    if not found:
         raise PlanError(
-            f"the model has no list of modules named {name}",
-            where="train.blocks",
-            hint=f"it has {', '.join(path or '(itself)' for path in lists)}" if lists else "it has none",
+            "the model has no repeated blocks to checkpoint or compile",
+            where="train.checkpointing" if every else "train.compile",
+            hint="keep its blocks in a torch.nn.ModuleList",
         )
-    for kind in (nn.ModuleList, nn.Sequential):
-        several = [
-            Blocks(name=path, container=module)
-            for path, module in model.named_modules()
-            if isinstance(module, kind) and len(module) > 1
-        ]
-        if several:
-            return max(several, key=lambda blocks: sum(p.numel() for p in blocks.container.parameters()))
-    return None
+    if every is not None:
+        for name, block in list(found.items())[int(every) - 1 :: int(every)]:
+            _checkpoint(name, block, selective=config.checkpointing == "selective")
+    if config.compile:
+        for block in found.values():
+            block.compile(backend="inductor" if config.compile is True else config.compile)
+
+
+def _checkpoint(name: str, block: nn.Module, *, selective: bool) -> None:
+    if any(isinstance(part, _BatchNorm) and part.track_running_stats for part in block.modules()):
+        raise PlanError(
+            f"block {name} has BatchNorm, which would count every batch twice",
+            where="train.checkpointing",
+            hint="checkpointing computes a block twice; use GroupNorm or LayerNorm, or `checkpointing: none`",
+        )
+    again: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
+    if selective:
+        again = partial(again, context_fn=partial(create_selective_checkpoint_contexts, _keep))
+    kind = type(block)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        plain = partial(kind.forward, self)
+        return again(plain, *args, **kwargs) if torch.is_grad_enabled() else plain(*args, **kwargs)
+
+    # A class rather than a function on the instance, which a copy of the model would share with the original.
+    block.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def _keep(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    packet = getattr(operation, "overloadpacket", operation)
+    return CheckpointPolicy.MUST_SAVE if packet in KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -22,6 +22,8 @@ StrategyName = Literal["auto", "single", "ddp", "zero1", "fsdp", "hsdp", "tp", "
 
 DEFAULT_MICRO_BATCH: Final = 8
 DEFAULT_SNAPSHOT_S: Final = 300.0
+ENDLESS: Final = 1 << 62
+"""Stands for the number of samples of a data set that has no end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,43 @@ class SnapshotConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EmaConfig:
+    """A moving average of the weights, kept beside them and in snapshots."""
+
+    decay: float = field(default=0.999, metadata={"above": 0, "below": 1})
+    """Share of the average that an update leaves; lower in the first updates."""
+    every: int = field(default=1, metadata={"at_least": 1})
+    """Steps between updates."""
+    evaluate: bool = True
+    """Whether evaluations use the average instead of the weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestConfig:
+    """Which evaluation is the best; its snapshot is kept beside the newest ones."""
+
+    metric: str = "val_loss"
+    """Name of a score as it is logged."""
+    mode: Literal["min", "max"] = "min"
+    """Whether low or high values are good."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileConfig:
+    """What is recorded of a few steps, into the folder `profile` of the run; SIGUSR2 asks for it at any time."""
+
+    start: int | None = field(default=None, metadata={"at_least": 1})
+    """First step to record, from 1. None: only on SIGUSR2."""
+    steps: int = field(default=3, metadata={"at_least": 1})
+    """How many steps to record."""
+    memory: bool = False
+    """Whether memory is recorded too."""
+    communication: int = field(default=0, metadata={"at_least": 0})
+    """Pairs of passes, with and without exchange of gradients, by whose times the share of communication is measured
+    before training begins. 0: it is not measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """How to train; read by the runtime, not by the model."""
 
@@ -63,6 +102,14 @@ class TrainConfig:
     """Settings of pipelines."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format of the computation; parameters and optimizer state stay fp32."""
+    checkpointing: Literal["none", "full", "selective"] | int = field(default="none", metadata={"at_least": 1})
+    """Which blocks of the model forget their activations and compute them again in the backward pass: full, all of
+    them; a number N, every N-th; selective, all, but results of matrix products and attention are kept."""
+    compile: bool | Literal["inductor", "aot_eager", "eager", "cudagraphs"] = False
+    """Whether each block of the model is compiled with torch.compile; true is inductor, or the name of a backend."""
+    on_oom: Literal["halve", "stop"] = "halve"
+    """What to do when a worker runs out of memory in a forward or backward pass. halve: all workers repeat the step
+    with half the micro batch and twice the passes, and stay with it; the global batch is the same (single, ddp)."""
     micro_batch: int | None = field(default=None, metadata={"at_least": 1})
     """Samples per worker and forward pass. None: what the two others leave, else 8."""
     global_batch: int | None = field(default=None, metadata={"at_least": 1})
@@ -77,22 +124,56 @@ class TrainConfig:
     """Learning rate at the last step (schedules linear and cosine)."""
     warmup_steps: int = field(default=0, metadata={"at_least": 0})
     """Steps over which the learning rate rises linearly to `lr`."""
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """How the learning rate falls after the warm-up."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """How the learning rate falls after the warm-up; wsd keeps it until the last `decay_steps`."""
+    decay_steps: int | None = field(default=None, metadata={"at_least": 1})
+    """Steps over which wsd lets the learning rate fall. None: a tenth of all steps."""
+    on_resize: Literal["keep", "linear", "sqrt"] = "keep"
+    """What follows from going on with another number of workers. keep: the global batch stays as it was, by other
+    numbers of samples and passes; linear, sqrt: micro_batch and accumulate stay, and the learning rate is multiplied
+    with the ratio of the global batches, or its root."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    """AdamW with betas 0.9 and 0.95, or SGD with momentum 0.9."""
+    """AdamW, or SGD with momentum."""
+    beta1: float = field(default=0.9, metadata={"at_least": 0, "below": 1})
+    """AdamW: decay of the mean of gradients."""
+    beta2: float = field(default=0.95, metadata={"at_least": 0, "below": 1})
+    """AdamW: decay of the mean of squared gradients."""
+    eps: float = field(default=1e-8, metadata={"above": 0})
+    """AdamW: what is added to the root of the mean of squared gradients."""
+    momentum: float = field(default=0.9, metadata={"at_least": 0, "below": 1})
+    """SGD: momentum."""
+    kernel: Literal["fused", "foreach", "loop"] = "fused"
+    """How the optimizer computes: one kernel for all parameters, one per operation, or parameter by parameter."""
     weight_decay: float = field(default=0.0, metadata={"at_least": 0})
     """Decay of parameters of two and more dimensions; biases and norms are never decayed."""
+    ema: EmaConfig | None = None
+    """A moving average of the weights. None: there is none."""
+    on_nan: Literal["stop", "skip", "rollback"] = "stop"
+    """What to do about a gradient that is not finite. skip: the step does not change the weights; rollback: go back
+    to the newest snapshot and on with the samples that come next. A snapshot never holds what was spoilt."""
     steps: int | None = field(default=None, metadata={"at_least": 1})
     """Length of the training in optimizer steps. None: `epochs`."""
     epochs: int | None = field(default=None, metadata={"at_least": 1})
     """Length of the training in passes over the data. None: `steps`; with neither, one pass."""
+    data_workers: int | Literal["thread"] = field(default=0, metadata={"at_least": 0})
+    """Processes per worker that read data ahead of the loop. thread: a thread reads ahead, for data sets that make
+    whole batches. 0: the loop reads."""
+    data_prefetch: int = field(default=2, metadata={"at_least": 1})
+    """Micro batches that each of those reads ahead."""
     seed: int = field(default=0, metadata={"at_least": 0})
     """Seed of initial weights, sample order and dropout."""
     log_every: int = field(default=10, metadata={"at_least": 1})
     """Steps between lines of metrics."""
     eval_every: int | None = field(default=None, metadata={"at_least": 1})
     """Steps between evaluations. None: only after the last step."""
+    best: BestConfig | None = None
+    """Which evaluation is the best. None: none is kept."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """What is recorded with torch's profiler."""
+    wandb: str | None = None
+    """Project of Weights & Biases that metrics go to. None: none."""
+    mlflow: str | None = None
+    """Experiment of MLflow that metrics go to. None: none."""
     timeout_s: float = field(default=600.0, metadata={"above": 0})
     """Seconds after which a worker that waits for its peers gives up."""
     snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
@@ -162,6 +243,10 @@ class Batch:
     def total(self) -> int:
         """Samples per optimizer step over all workers."""
         return self.micro * self.world_size * self.accumulate
+
+    def describe(self) -> str:
+        """The sizes in words for people."""
+        return f"global batch {self.total} = {self.micro} x {self.world_size} x {self.accumulate}"
 
 
 def batch(config: TrainConfig, world_size: int, *, stages: int = 1) -> Batch:
@@ -237,5 +322,7 @@ def length(config: TrainConfig, *, samples: int, batch: Batch) -> tuple[int, int
         raise PlanError("the data set has no samples", where="train.data")
     if config.steps is not None:
         return config.steps, config.steps * batch.total
+    if samples >= ENDLESS:
+        raise PlanError("a stream of samples has no end", where="train.steps", hint="set `train.steps`")
     end = (config.epochs or 1) * samples
     return -(-end // batch.total), end

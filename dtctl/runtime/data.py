@@ -1,12 +1,12 @@
 """Data sets: what the loop reads batches from, and a file of tokens as one.
 
-A data set is anything with a length and `batch(indices)`, or an ordinary map-style data set of torch. Batches are made
-in the training process: what they cost is seen in `step_s`.
+A data set is anything with a length and `batch(indices)`, or an ordinary map-style data set of torch, or shards that
+can only be read one after the other. Who reads it, and when, is in feed.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, Protocol, runtime_checkable
 
@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import default_collate
 
 from dtctl.errors import SpecError
+from dtctl.runtime.config import ENDLESS
 from dtctl.runtime.order import Indices
 
 TOKEN_TYPES: Final = ("uint16", "uint32")
@@ -32,13 +33,39 @@ class Samples(Protocol):
 
 @runtime_checkable
 class Batches(Protocol):
-    """A data set that makes whole batches at once, which is faster than sample by sample."""
+    """A data set that makes whole batches at once, which is faster than sample by sample.
+
+    What it makes should depend on the indices alone. Random numbers that `batch` draws in the loop are of the worker's
+    stream, which snapshots hold; read ahead by a thread or by processes, they are not the same.
+    """
 
     def __len__(self) -> int:
         """Number of samples."""
 
     def batch(self, indices: Indices) -> Any:
         """The samples at `indices`, stacked, on the CPU."""
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """Samples that can only be read in sequence, cut into a fixed number of shards; it has no end.
+
+    Position p of the training is sample p // shards of shard p % shards, so the order is the same for all numbers of
+    workers and on every resume. A worker opens the shards that its positions fall on, and passes over the samples of
+    others: where a global batch is a multiple of `shards`, or the other way round, that is least. An iterator may
+    have `skip(n)`, which passes up to n samples faster than reading them and returns how many it passed; fewer than n
+    mean that the shard is at its end.
+    """
+
+    shards: int
+
+    def open(self, shard: int, epoch: int) -> Iterator[Any]:
+        """The samples of a shard in its epoch-th reading, in an order that depends on nothing else."""
+
+
+def size(data: Samples | Batches | Stream) -> int:
+    """Number of samples; ENDLESS for a stream."""
+    return ENDLESS if isinstance(data, Stream) else len(data)
 
 
 def reader(data: Samples | Batches) -> Callable[[Indices], Any]:
@@ -50,14 +77,21 @@ def reader(data: Samples | Batches) -> Callable[[Indices], Any]:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """The batch with every tensor on `device`; tuples, lists and dicts keep their shape."""
-    if device.type == "cpu":
-        return batch
+    return batch if device.type == "cpu" else _each(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def pinned(batch: Any) -> Any:
+    """The batch with every tensor in memory that a GPU can copy from while it computes."""
+    return _each(batch, torch.Tensor.pin_memory)
+
+
+def _each(batch: Any, action: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
+        return action(batch)
     if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
+        return {key: _each(value, action) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return type(batch)(to_device(item, device) for item in batch)
+        return type(batch)(_each(item, action) for item in batch)
     return batch
 
 

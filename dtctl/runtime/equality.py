@@ -11,6 +11,7 @@ from torch import nn
 
 from dtctl.errors import PlanError
 from dtctl.runtime.config import TrainConfig
+from dtctl.runtime.mesh import Degrees
 from dtctl.runtime.worker import Worker
 
 
@@ -42,7 +43,7 @@ def require_equal(facts: Mapping[str, int], worker: Worker) -> None:
             )
 
 
-def fingerprint(model: nn.Module, config: TrainConfig, *, samples: int, steps: int) -> dict[str, int]:
+def fingerprint(model: nn.Module, config: TrainConfig, degrees: Degrees, *, samples: int, steps: int) -> dict[str, int]:
     """What two workers of one training have in common."""
     exchanges = (config.strategy, config.ddp, config.fsdp, config.tp, config.pipeline, config.blocks, config.precision)
     sizes = (config.micro_batch, config.global_batch, config.accumulate, config.clip_norm, config.seed)
@@ -50,6 +51,7 @@ def fingerprint(model: nn.Module, config: TrainConfig, *, samples: int, steps: i
     return {
         "the length of the data": samples,
         "the number of steps": steps,
+        "the mesh (checksum)": zlib.crc32(repr(degrees).encode()),
         "the settings (checksum)": zlib.crc32(repr((exchanges, sizes)).encode()),
         "the model's parameters (checksum)": zlib.crc32(repr(shapes).encode()),
     }

@@ -4,8 +4,8 @@
         trainer = Trainer(config, worker, model, loss, data)
         outcome = trainer.run()
 
-`loss(model, batch)` returns the mean over the samples of a batch. It is all that the loop knows of the model, so that
-models stay unmodified.
+`loss(model, batch)` returns the mean over the samples of a batch, or a sum and its weight. It is all that the loop
+knows of the model, so that models stay unmodified.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +23,34 @@ from torch import nn
 
 from dtctl import names
 from dtctl.errors import PlanError, SpecError
-from dtctl.runtime import data, optim, randomness, resume
+from dtctl.runtime import blocks, data, optim, pipelined, randomness, recovery, resume
 from dtctl.runtime.agreement import Agreement
+from dtctl.runtime.best import Best
 from dtctl.runtime.config import DEFAULT_SNAPSHOT_S, TrainConfig, batch, length
 from dtctl.runtime.console import complain, say
+from dtctl.runtime.ema import Ema
 from dtctl.runtime.equality import fingerprint, require_equal
 from dtctl.runtime.evaluation import Score, evaluate
+from dtctl.runtime.feed import Feed
+from dtctl.runtime.guard import Guard
 from dtctl.runtime.mesh import Place, resolve
-from dtctl.runtime.metrics import Metrics
-from dtctl.runtime.order import Indices, Order, Schedule
-from dtctl.runtime.precision import autocast
+from dtctl.runtime.oom import MemoryWatch
+from dtctl.runtime.order import Indices, InSequence, Order, Schedule
+from dtctl.runtime.precision import LossScale, autocast, multiply
+from dtctl.runtime.profile import Profiler, measure_communication
+from dtctl.runtime.reading import Reader
+from dtctl.runtime.report import Report
 from dtctl.runtime.snapshot import state
 from dtctl.runtime.snapshot.saver import Saver
 from dtctl.runtime.snapshot.whole import gathered, gathered_optimizer
 from dtctl.runtime.stop import Outcome, StopRequest
 from dtctl.runtime.strategies import choose
-from dtctl.runtime.strategies.pipeline import Pipeline
+from dtctl.runtime.weighing import Weighted
 from dtctl.runtime.worker import Worker
 
-Loss = Callable[[nn.Module, Any], torch.Tensor]
-"""Mean loss over the samples of a batch, a scalar; called with the model as the strategy wraps it."""
+Loss = Callable[[nn.Module, Any], "torch.Tensor | Weighted"]
+"""Mean loss over the samples of a batch, a scalar, or a sum and how much it is a sum of (see weighing.py); called with
+the model as the strategy wraps it."""
 
 
 class Trainer:
@@ -63,7 +71,7 @@ class Trainer:
         worker: Worker,
         model: nn.Module,
         loss: Loss,
-        samples: data.Samples | data.Batches,
+        samples: data.Samples | data.Batches | data.Stream,
         *,
         validation: data.Samples | data.Batches | None = None,
         score: Score | None = None,
@@ -76,7 +84,7 @@ class Trainer:
             config: how to train.
             worker: this worker.
             model: any module; the same on all workers.
-            loss: mean loss of a batch.
+            loss: mean loss of a batch, or a sum over its tokens and their number.
             samples: what to train on; the same on all workers. With an attribute `tokens_per_sample`, metrics have
                 `tokens_per_s`.
             validation: what to evaluate on, every `eval_every` steps and at the end; needs `score`.
@@ -91,23 +99,31 @@ class Trainer:
         self.config, self.worker, self.loss = config, worker, loss
         degrees = resolve(config.strategy, workers=worker.world_size, per_node=worker.local_world_size)
         self.place = Place(degrees=degrees, rank=worker.rank)
-        self.batch = batch(config, degrees.data, stages=degrees.pp)
-        self.samples = len(samples)
-        self.steps, end = length(config, samples=len(samples), batch=self.batch)
-        require_equal(fingerprint(model, config, samples=len(samples), steps=self.steps), worker)
+        self.batch = self.asked = batch(config, degrees.data, stages=degrees.pp)
+        self.samples, tokens = data.size(samples), getattr(samples, "tokens_per_sample", None)
+        self.steps, self.end = length(config, samples=self.samples, batch=self.batch)
+        require_equal(fingerprint(model, config, degrees, samples=self.samples, steps=self.steps), worker)
         self.model = model.to(worker.device)
-        self.numbers = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        self.read = data.reader(samples)
+        blocks.prepare(self.model, config)
+        self.feed = Feed(Reader(samples, config.seed), config, worker.device)
+        self.report = Report(config, worker, self.model, tokens_per_sample=tokens, board=tensorboard)
         self.strategy = choose(config, worker, degrees, self.batch, self.model, self._probe)
         self.optimizer = optimizer(self.model) if optimizer else optim.optimizer(config, self.model)
         self.parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self.strategy.prepare(self.optimizer)
-        self.rate = optim.schedule(config, self.steps)
+        self.rate, self.rate_factor = optim.schedule(config, self.steps), 1.0
         self.scales = [group["lr"] / config.lr for group in self.optimizer.param_groups]
         self.autocast = autocast(config.precision, worker.device)
-        self.schedule = Schedule(Order(len(samples), config.seed), self.batch, rank=self.place.data, end=end)
-        self.tokens_per_sample: int | None = getattr(samples, "tokens_per_sample", None)
-        self.validation, self.score, self.tensorboard = validation, score, tensorboard
+        self.loss_scale = LossScale() if config.precision == "fp16" else None
+        self.guard = Guard(config.on_nan, self.loss_scale, worker)
+        self.ema = Ema(self.model, config.ema) if config.ema else None
+        self.weights: list[torch.Tensor] = []
+        self.memory = MemoryWatch(self.strategy.module, self.parameters, worker, wanted=config.on_oom == "halve")
+        self.order = InSequence() if isinstance(samples, data.Stream) else Order(self.samples, config.seed)
+        self.schedule = Schedule(self.order, self.batch, rank=self.place.data, end=self.end)
+        self.validation, self.score = validation, score
+        self.best = Best(config.best) if config.best else None
+        self.profiler = Profiler(config.profile, worker)
         if config.snapshot.replicas:
             raise SpecError("replicas of snapshots are not available in this version", where="train.snapshot.replicas")
         self.folder = Path(config.snapshot.dir or os.environ.get(names.SNAPSHOT_DIR) or "snapshots").expanduser()
@@ -121,10 +137,10 @@ class Trainer:
         self.every_s = config.snapshot.every_s
         if self.every_s is None and config.snapshot.every_steps is None:
             self.every_s = DEFAULT_SNAPSHOT_S
-        self.circumstances = resume.circumstances(config, worker, self.batch, samples=len(samples), steps=self.steps)
+        self.circumstances = resume.circumstances(config, worker, self.batch, samples=self.samples, steps=self.steps)
         self.circumstances["mesh"] = str(degrees)
         self.step = self.position = 0
-        self.saved_s = time.monotonic()
+        self.saved_s = self.forward_s = time.monotonic()
 
     def run(self) -> Outcome:
         """Train until all steps are done or a signal asks to stop; there is a snapshot of the end in both cases.
@@ -132,26 +148,43 @@ class Trainer:
         Raises:
             SnapshotError: a snapshot does not fit this model, or cannot be written.
         """
+        if self.config.profile.communication:  # before the state is restored, since it costs passes
+            measure_communication(self)
         self._resume()
         config, first, outcome = self.config, self.worker.is_first, Outcome.FINISHED
-        agreement = Agreement(self.worker, step=self.step)
-        writing = closing(self._metrics()) if first else nullcontext()
-        with StopRequest().listening() as asked, writing as metrics, self.saver:
+        agreement, report = Agreement(self.worker, step=self.step), self.report
+        listening = StopRequest().listening()
+        reporting, saving = report.open(self.step, self.steps), self.saver
+        with listening as asked, self.profiler.listening(), self.feed.running(), reporting, saving:
             while self.step < self.steps:
                 last = self.step + 1 == self.steps
                 evaluated = self.validation is not None and (last or _due(self.step + 1, config.eval_every))
                 logged = last or evaluated or _due(self.step + 1, config.log_every)
+                self.profiler.before(self.step + 1)
                 lr = self._set_rate()
-                loss = self._accumulate()
+                loss = recovery.accumulate(self)
                 norm = self._clip(logged)
-                self.optimizer.step()
+                verdict = self.guard.judge(self.step + 1, norm if logged or self.guard.always else None)
+                if verdict == "rollback":
+                    recovery.go_back(self)
+                    agreement.restart(self.step)
+                    report.rewind(self.step)
+                    continue
+                if verdict == "take":
+                    self.optimizer.step()
                 self.position += self.schedule.samples(self.position)
                 self.step += 1
+                if self.ema is not None:
+                    self.ema.update(self.step)
+                report.times.step()
+                self.profiler.after(self.step)
+                scores = self.evaluate() if evaluated else {}
                 if logged:
-                    self._log(metrics, loss, lr, norm, evaluated=evaluated)
+                    report.log(self.step, loss, lr, norm, self.batch, scores)
+                best = bool(scores) and self.best is not None and self.best.take(self.step, scores)
                 decision = agreement.after(self.step, stop=asked.signal is not None, save=first and self._is_time())
-                if last or decision.stop or decision.save or _due(self.step, config.snapshot.every_steps):
-                    self.save(metrics, needed=last or decision.stop)
+                if last or best or decision.stop or decision.save or _due(self.step, config.snapshot.every_steps):
+                    self.save(needed=last or best or decision.stop)
                 if decision.stop and not last:
                     outcome = Outcome.STOPPED
                     break
@@ -160,165 +193,187 @@ class Trainer:
             say(f"stopped after step {self.step} of {self.steps}, with a snapshot")
         return outcome
 
-    def _accumulate(self) -> torch.Tensor:
+    def passes(self) -> torch.Tensor:
         """Gradients of one global batch, and this worker's share of its mean loss, not yet added up over workers."""
-        self._clear()
+        for parameter in self.parameters:  # as `zero_grad` does it, which spends 15 us on being profiled
+            parameter.grad = None
+        self.weights.clear()
+        began_s = time.perf_counter()
         batches = self.schedule(self.position)
         count = self.schedule.samples(self.position)
-        if isinstance(self.strategy, Pipeline):  # which orders the passes of a step in its own way
-            return self.strategy.run([self._weighted(indices, count) for indices in batches], self._loss)
+        if self.strategy.pipeline is not None:  # which orders the passes of a step in its own way
+            return pipelined.passes(self, self.strategy.pipeline, batches, count)
         parts = []
         for index, indices in enumerate(batches):
             # Every sample weighs the same, in a short last batch too; gradients are averaged over the workers.
             weight = len(indices) * self.place.degrees.data / count
+            samples = self.read(indices, index)
             with nullcontext() if index + 1 == len(batches) else self.strategy.accumulating():
-                parts.append(self._backward(indices, weight))
+                parts.append(self.backward(samples, weight, len(indices)))
+        self.report.times.own(self.forward_s - began_s)
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
-    def _weighted(self, indices: Indices, count: int) -> tuple[Any, float]:
-        """A micro batch and the weight of its loss, in a step of `count` samples."""
-        chosen = indices if len(indices) else self.schedule.stand_in
-        weight = len(indices) * self.place.degrees.data / count
-        return data.to_device(self.read(chosen), self.worker.device), weight
+    def read(self, indices: Indices, index: int) -> Any:
+        """The micro batch of that number in this step, on the CPU."""
+        if len(indices):
+            return self.feed.batch(indices, self.schedule, self.position, index)
+        return self.feed.single(self.schedule.stand_in)  # the peers expect this worker's part of the exchange
 
-    def _loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        with self.autocast:
-            return self.loss(model, batch)
+    def backward(self, samples: Any, weight: float, count: int) -> torch.Tensor:
+        """Add the gradients of a micro batch to those that are there.
 
-    def _backward(self, indices: Indices, weight: float) -> torch.Tensor:
-        """Add the gradients of one micro batch to those that are there."""
-        if len(indices) == 0:  # the peers have samples and expect this worker's part of the exchange
-            indices = self.schedule.stand_in
-        batch = data.to_device(self.read(indices), self.worker.device)
+        Args:
+            samples: the micro batch, on the CPU.
+            weight: of its mean loss; NaN spoils the gradients of all workers.
+            count: of samples that count in it; 0 for one that is there for the exchange only.
+        """
+        batch = data.to_device(samples, self.worker.device)
         with self.autocast:
             loss = self.loss(self.strategy.module, batch)
-        if weight != 1.0:
+        if isinstance(loss, tuple):
+            loss, tokens = loss
+            self.weights.append(torch.as_tensor(tokens if count else 0.0, dtype=torch.float32, device=loss.device))
+            weight /= max(1, count)
+        if weight != weight:
+            loss = self.memory.poison(loss)
+        elif weight != 1.0:
             loss = loss * weight
-        torch.autograd.backward(loss)
+        self.forward_s = time.perf_counter()
+        torch.autograd.backward(loss if self.loss_scale is None else loss.float() * self.loss_scale.scale)
         return loss.detach()
-
-    def _clear(self) -> None:
-        """Forget all gradients; the optimizer may have a share of the parameters only."""
-        for parameter in self.parameters:
-            parameter.grad = None
 
     def _probe(self, model: nn.Module) -> torch.Tensor:
         """The loss of the first samples, the same on all workers."""
         indices = np.arange(min(self.batch.micro, self.samples), dtype=np.int64)
-        return self.loss(model, data.to_device(self.read(indices), self.worker.device))
+        loss = self.loss(model, data.to_device(self.feed.single(indices), self.worker.device))
+        return loss[0] if isinstance(loss, tuple) else loss
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Of the parameters that have one."""
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def _set_rate(self) -> float:
-        rate = self.rate(self.step)
+        rate = self.rate(self.step) * self.rate_factor
         for group, scale in zip(self.optimizer.param_groups, self.scales, strict=True):
             group["lr"] = rate * scale
         return rate
 
     def _clip(self, wanted: bool) -> torch.Tensor | None:
         """Scale the gradient down if it is too long. Its length before that; None if neither clipping nor wanted."""
-        return self.strategy.clip(self.config.clip_norm) if wanted or self.config.clip_norm is not None else None
+        if self.loss_scale is not None:
+            multiply(self.gradients(), 1 / self.loss_scale.scale)
+        limit = self.config.clip_norm
+        if limit is None:
+            return self._norm() if wanted or self.guard.always else None
+        norm = self._norm()
+        if norm.device.type != "cpu" or not norm + 1e-6 <= limit:  # a GPU would have to be waited for to know
+            self.strategy.cut(limit, norm)
+        return norm
 
-    def _log(
-        self, metrics: Metrics | None, loss: torch.Tensor, lr: float, norm: torch.Tensor | None, *, evaluated: bool
-    ) -> None:
-        """Evaluate if it is time, and write a line; collective over all workers."""
-        mean = self.worker.sum(loss.double().cpu()) / self.worker.world_size
-        extra = self.evaluate(metrics) if evaluated else {}
-        if metrics is not None:
-            metrics.log(
-                self.step,
-                loss=float(mean),
-                lr=lr,
-                grad_norm=float(norm) if norm is not None else 0.0,
-                samples=self.batch.total,
-                tokens=self.tokens_per_sample and self.tokens_per_sample * self.batch.total,
-                extra=extra,
-            )
+    def _norm(self) -> torch.Tensor:
+        return self.strategy.norm()
 
-    def evaluate(self, metrics: Metrics | None = None) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """The means of the scores over the validation set as `val_NAME`; collective over all workers."""
         if self.validation is None or self.score is None:
             raise PlanError("an evaluation needs both `validation` and `score`", where="Trainer")
         began_s = time.perf_counter()
-        found = evaluate(
-            self.strategy.inference,
-            self.validation,
-            self.score,
-            self.worker,
-            batch=self.batch.micro,
-            autocast=self.autocast,
-            place=self.place,
-            together=self.strategy.together,
-        )
-        if metrics is not None:
-            metrics.pause(time.perf_counter() - began_s)
+        with self.ema.applied() if self.ema and self.config.ema and self.config.ema.evaluate else nullcontext():
+            found = evaluate(
+                self.strategy.inference,
+                self.validation,
+                self.score,
+                self.worker,
+                batch=self.batch.micro,
+                autocast=self.autocast,
+                place=self.place,
+                together=self.strategy.together,
+            )
+        self.report.pause(time.perf_counter() - began_s)
         return {f"val_{name}": value for name, value in found.items()}
 
-    def save(self, metrics: Metrics | None = None, *, needed: bool = True) -> None:
+    def save(self, *, needed: bool = True) -> None:
         """Begin a snapshot of this step; collective over all workers, of which rank 0 writes, beside training.
 
         Args:
-            metrics: told of the time that it takes.
             needed: whether it must not be skipped, should another one be under way.
         """
         began_s = time.perf_counter()
-        everyone, model, optimizer = randomness.gather(self.worker), self.weights(), self._optimizer_state()
+        if not self.guard.always:
+            self.guard.judge(self.step, self._norm())
+        everyone, model, optimizer = randomness.gather(self.worker), self.full_weights(), self._optimizer_state()
+        own = self.strategy.state()
+        others = gathered({str(self.worker.rank): own}, self.worker) if own else None
+        average = self._whole(self.ema.state()) if self.ema is not None else {}
         if self.worker.is_first:
             parts = {"model": model, "optimizer": optimizer, "random": everyone}
-            facts = {"position": self.position, "circumstances": self.circumstances}
-            self.saver.save(self.step, parts, facts=facts, needed=needed)
-        if metrics is not None:
-            metrics.pause(time.perf_counter() - began_s)
+            parts |= {"strategy": others} if others else {}
+            if self.ema is not None:
+                parts["ema"] = average
+            facts = {"position": self.position, "circumstances": self.circumstances} | {
+                "batch": resume.sizes(self.asked, self.batch),
+                "rate_factor": self.rate_factor,
+                "best": self.best and self.best.state(),
+                "loss_scale": self.loss_scale and self.loss_scale.state(),
+            }
+            best = self.best.step if self.best else None
+            self.saver.save(self.step, parts, facts=facts, best=best, needed=needed)
+        self.report.pause(time.perf_counter() - began_s)
         self.saved_s = time.monotonic()
 
-    def weights(self) -> dict[str, Any]:
+    def full_weights(self) -> dict[str, Any]:
         """The whole model's state on rank 0, whatever the strategy; empty elsewhere. Collective over all workers."""
         own = dict(self.model.state_dict()) if self.strategy.spread or self.worker.is_first else {}
-        return (gathered(own, self.worker) or {}) if self.strategy.spread else own
+        return self._whole(own)
 
     def _optimizer_state(self) -> dict[str, Any]:
-        """The whole optimizer's state on rank 0, as `weights`."""
+        """The whole optimizer's state on rank 0, as `full_weights`."""
         if not self.strategy.spread:
             return state.optimizer_tree(self.model, self.optimizer) if self.worker.is_first else {}
         return gathered_optimizer(state.optimizer_tree(self.model, self.optimizer), self.worker)
 
+    def _whole(self, own: dict[str, Any]) -> dict[str, Any]:
+        return (gathered(own, self.worker) or {}) if self.strategy.spread else own
+
     def _is_time(self) -> bool:
         return self.every_s is not None and time.monotonic() - self.saved_s >= self.every_s
-
-    def _metrics(self) -> Metrics:
-        path = Path(os.environ.get(names.METRICS) or names.METRICS_FILE)
-        return Metrics(path, step=self.step, steps=self.steps, tensorboard=self.tensorboard)
 
     def _resume(self) -> None:
         """Take the newest good snapshot, or begin; and say which on rank 0."""
         found = resume.find(self.folder, self.worker)
         lines = [f"snapshot passed over: {reason}" for reason in found.rejected]
-        if found.path is None:
+        resumed = self.restore(found) if found.path is not None else None
+        lines.append(self.report.introduction(self.strategy.name, self.batch, self.steps))
+        if resumed is None:
             randomness.begin(self.config.seed, self.place.stream)
-            lines.append(self._introduction())
         else:
-            lines += [self._introduction(), f"resumed at step {found.step} of {self.steps}: {self._restore(found)}"]
+            lines.append(f"resumed at step {self.step} of {self.steps}: {resumed}")
         if self.worker.is_first:
             say("\n".join(lines))
 
-    def _introduction(self) -> str:
-        batch, worker = self.batch, self.worker
-        return (
-            f"{self.strategy.name} on {worker.world_size} x {worker.device.type}, {self.numbers:,} parameters, "
-            f"{self.config.precision}, global batch {batch.total} = {batch.micro} x {batch.world_size} x "
-            f"{batch.accumulate}, {self.steps} steps"
-        )
-
-    def _restore(self, found: resume.Found) -> str:
+    def restore(self, found: resume.Found) -> str:
         """Go on from a snapshot. Returns whether that is exact, and why not."""
         self.step, self.position = found.step, found.facts["position"]
+        sizes, factor = resume.batch(self.config, self.asked, found.facts)
+        self.rate_factor = factor
+        recovery.use(self, sizes)
+        if self.loss_scale is not None and found.facts.get("loss_scale"):
+            self.loss_scale.load(found.facts["loss_scale"])
         if self.strategy.has_warm_up and self.step < self.steps:
             # Before anything is restored, so that what it changes (gradients, buffers, random state) is put right.
-            self._backward(self.schedule(self.position)[0], 1.0)
-            self._clear()
+            first = self.schedule(self.position)[0]
+            self.backward(self.feed.single(first if len(first) else self.schedule.stand_in), 1.0, 1)
+            for parameter in self.parameters:
+                parameter.grad = None
         state.load_model(self.model, found.parts["model"], elsewhere=self.strategy.elsewhere)
         state.load_optimizer(self.model, self.optimizer, found.parts["optimizer"], whole=not self.strategy.spread)
+        if self.best is not None:
+            self.best.load(found.facts.get("best"))
+        if self.ema is not None:
+            self.ema.load(found.parts.get("ema"), elsewhere=self.strategy.elsewhere)
         differing = resume.differences(found.facts["circumstances"], self.circumstances)
-        differing += [self.strategy.inexact] if self.strategy.inexact else []
+        kept = self.strategy.load_state(found.parts.get("strategy", {}).get(str(self.worker.rank), {}))
+        differing += [kept] if kept else []
         # Last, since all of the above may draw random numbers.
         mine = randomness.of_rank(found.parts["random"], self.place.stream)
         if mine is None:

@@ -47,8 +47,11 @@ class Degrees:
         return self.dp * self.fsdp
 
     def __str__(self) -> str:
-        found = ", ".join(f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1)
-        return found or "dp=1"
+        """`fsdp` if that is all, else as in `dp 2 x tp 4`."""
+        found = [axis for axis in AXES if getattr(self, axis) > 1]
+        if len(found) < 2:
+            return found[0] if found else "dp"
+        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

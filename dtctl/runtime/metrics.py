@@ -1,4 +1,4 @@
-"""What rank 0 tells about the training: metrics.jsonl, a line on stdout, TensorBoard if asked."""
+"""What rank 0 tells about the training: metrics.jsonl, a line on stdout, and the sinks that are asked for."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from dtctl.errors import PlanError
 from dtctl.runtime.console import say
+from dtctl.runtime.sinks import Sink
 
 
 def cut(path: Path, step: int) -> None:
@@ -41,23 +41,21 @@ def _step(line: str) -> float:
 class Metrics:
     """The log of one attempt. Opened on rank 0 only."""
 
-    def __init__(self, path: Path, *, step: int, steps: int, tensorboard: Path | None = None) -> None:
+    def __init__(self, path: Path, *, step: int, steps: int, sinks: Sequence[Sink] = ()) -> None:
         """Open the log.
 
         Args:
             path: of metrics.jsonl; lines after `step` are removed from it.
             step: steps done before this attempt.
             steps: length of the training.
-            tensorboard: folder for TensorBoard's event files. None: none are written.
-
-        Raises:
-            PlanError: TensorBoard is asked for and not installed.
+            sinks: where numbers go beside.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         cut(path, step)
+        self._path = path
         self._file: TextIO = path.open("a", encoding="utf-8")
         self._steps = steps
-        self._board = _board(tensorboard, step) if tensorboard else None
+        self._sinks = sinks
         self._since_s = time.perf_counter()
         self._since_step = step
 
@@ -71,6 +69,7 @@ class Metrics:
         samples: int,
         tokens: int | None,
         extra: Mapping[str, float],
+        measured: Callable[[float], Mapping[str, float]] = lambda _: {},
     ) -> None:
         """Write one logged step.
 
@@ -82,6 +81,7 @@ class Metrics:
             samples: of a global batch.
             tokens: of a global batch; None if samples have none.
             extra: further values, such as those of an evaluation.
+            measured: values that are not for the line on stdout, for a number of samples per second.
         """
         now_s = time.perf_counter()
         step_s = (now_s - self._since_s) / max(1, step - self._since_step)
@@ -95,6 +95,7 @@ class Metrics:
             "samples_per_s": round(samples / step_s, 3),
             "tokens_per_s": None if tokens is None else round(tokens / step_s, 1),
             "time": round(time.time(), 3),
+            **measured(samples / step_s),
             **extra,
         }
         # JSON knows no NaN and no infinity; a diverged loss is null there, and spelt out on stdout.
@@ -105,10 +106,9 @@ class Metrics:
         self._file.write(json.dumps(known) + "\n")
         self._file.flush()
         say(self._line(row, extra))
-        if self._board is not None:
-            for name, value in row.items():
-                if isinstance(value, float) and name != "time":
-                    self._board.add_scalar(name, value, step)
+        numbers = {name: value for name, value in row.items() if isinstance(value, float) and name != "time"}
+        for sink in self._sinks:
+            sink.log(step, numbers)
 
     def _line(self, row: Mapping[str, Any], extra: Mapping[str, float]) -> str:
         speed = (
@@ -121,6 +121,13 @@ class Metrics:
         )
         return line + "".join(f"  {name} {value:.4f}" for name, value in extra.items())
 
+    def rewind(self, step: int) -> None:
+        """Take back the lines after a step that training went back to."""
+        self._file.close()
+        cut(self._path, step)
+        self._file = self._path.open("a", encoding="utf-8")
+        self._since_s, self._since_step = time.perf_counter(), step
+
     def pause(self, seconds: float) -> None:
         """Leave time that was not spent on steps (evaluation, a snapshot) out of the next `step_s`."""
         self._since_s += seconds
@@ -128,13 +135,5 @@ class Metrics:
     def close(self) -> None:
         """Close the files."""
         self._file.close()
-        if self._board is not None:
-            self._board.close()
-
-
-def _board(folder: Path, step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as exc:
-        raise PlanError("TensorBoard is asked for and not installed", hint="pip install tensorboard") from exc
-    return SummaryWriter(str(folder), purge_step=step + 1)
+        for sink in self._sinks:
+            sink.close()

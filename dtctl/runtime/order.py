@@ -14,7 +14,9 @@ the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -28,7 +30,7 @@ ROUNDS: Final = 8
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """A 64-bit hash of each value; arrays only, since NumPy warns of the wanted overflow on single numbers."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -40,14 +42,14 @@ class Order:
 
     def __init__(self, samples: int, seed: int) -> None:
         self.samples = samples
-        self._seed = _mix(np.array([seed % 2**64], dtype=np.uint64) + _GOLDEN)
+        self._seed = mix(np.array([seed % 2**64], dtype=np.uint64) + _GOLDEN)
         self._rows = np.uint64(math.isqrt(samples - 1) + 1 if samples > 1 else 1)
         self._columns = np.uint64(-(-samples // int(self._rows)))
 
     def __call__(self, positions: Indices) -> Indices:
         """The index of the sample at each position of the endless stream."""
         epochs, indices = np.divmod(positions.ravel().astype(np.uint64), np.uint64(self.samples))
-        keys = _mix(self._seed + (epochs + np.uint64(1)) * _GOLDEN)
+        keys = mix(self._seed + (epochs + np.uint64(1)) * _GOLDEN)
         found = self._permute(indices, keys)
         # The grid has fewer than one row more than N cells, so few indices land outside and walk on.
         outside = np.flatnonzero(found >= self.samples)
@@ -61,10 +63,18 @@ class Order:
         for number in range(ROUNDS):
             keys = keys + _GOLDEN
             if number % 2:
-                column = (column + _mix(row ^ keys) % self._columns) % self._columns
+                column = (column + mix(row ^ keys) % self._columns) % self._columns
             else:
-                row = (row + _mix(column ^ keys) % self._rows) % self._rows
+                row = (row + mix(column ^ keys) % self._rows) % self._rows
         return row * self._columns + column
+
+
+class InSequence:
+    """The order of samples that can only be read one after the other: the index of a sample is its position."""
+
+    def __call__(self, positions: Indices) -> Indices:
+        """The positions."""
+        return positions
 
 
 class Schedule:
@@ -73,7 +83,7 @@ class Schedule:
     WINDOW: Final = 4096
     """Indices computed at a time: NumPy costs as much for one as for hundreds."""
 
-    def __init__(self, order: Order, batch: Batch, *, rank: int, end: int) -> None:
+    def __init__(self, order: Order | InSequence, batch: Batch, *, rank: int, end: int) -> None:
         """Cut the stream of samples into this worker's micro batches.
 
         Args:
@@ -113,3 +123,21 @@ class Schedule:
             return list(rows)
         inside = start + self._offsets < self._end
         return [row[keep] for row, keep in zip(rows, inside, strict=True)]
+
+    def positions(self, start: int) -> list[Indices]:
+        """The positions in the stream of samples of what `schedule(start)` has the indices of."""
+        found = start + self._offsets
+        return [row if row[-1] < self._end else row[row < self._end] for row in found]
+
+    def keys(self, start: int, index: int) -> Iterator[tuple[int, int]]:
+        """From micro batch `index` of the step at `start` on: where each one stands that is not empty."""
+        for place in range(start, self._end, self._batch.total):
+            for number in range(index if place == start else 0, self._batch.accumulate):
+                if place + int(self._offsets[number, 0]) < self._end:
+                    yield place, number
+
+    def requests(self, start: int, index: int) -> Iterator[tuple[Indices, Indices]]:
+        """The indices and positions of what `keys` tells the places of."""
+        ahead = copy.copy(self)  # it is far ahead of the loop, and needs a window of its own
+        for place, number in self.keys(start, index):
+            yield ahead(place)[number], ahead.positions(place)[number]

@@ -1,27 +1,69 @@
-"""The number format of the forward pass; parameters, gradients and optimizer state stay fp32."""
+"""The number format of the forward pass, and loss scaling for fp16; parameters, gradients and optimizer stay fp32."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from dtctl.errors import PlanError
+TYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+# As torch.amp.GradScaler: https://pytorch.org/docs/stable/amp.html#torch.amp.GradScaler
+FIRST_SCALE: Final = 65536.0
+GROWTH_INTERVAL: Final = 2000
+LEAST_SCALE: Final = 1.0
+"""A gradient that is not finite at this scale is not so because of it."""
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """The context for a forward pass; it may be entered again and again.
-
-    Raises:
-        PlanError: the precision is not available.
-    """
+    """The context for a forward pass; it may be entered again and again."""
     if precision == "fp32":
         return nullcontext()
-    if precision == "bf16":
-        return torch.autocast(device.type, dtype=torch.bfloat16)
-    raise PlanError(
-        f"precision {precision} is not available in this version: fp32 and bf16 are",
-        where="train.precision",
-        hint="bf16 needs no loss scaling, and every GPU since 2020 has it",
-    )
+    return torch.autocast(device.type, dtype=TYPES[precision])
+
+
+class LossScale:
+    """Dynamic loss scaling: small gradients of fp16 would be 0 without it.
+
+    The rule and its constants are those of `torch.amp.GradScaler`: halve after a step whose gradient is not finite,
+    which is skipped, and double after 2000 good ones. Other than there, one number judges a step: the norm of the
+    whole gradient. It is the same on all workers under every strategy, so they need not ask each other.
+
+    Attributes:
+        scale: what the loss is multiplied with; a power of two, so that scaling rounds nothing.
+        good_steps: since the scale was last changed.
+    """
+
+    def __init__(self, scale: float = FIRST_SCALE, *, growth_interval: int = GROWTH_INTERVAL) -> None:
+        self.scale = scale
+        self.good_steps = 0
+        self._growth_interval = growth_interval
+
+    def update(self, *, finite: bool) -> bool:
+        """Learn how a step went. Returns whether the scale explains a step that was not finite."""
+        if finite:
+            self.good_steps += 1
+            if self.good_steps == self._growth_interval:
+                self.scale, self.good_steps = self.scale * 2, 0
+            return True
+        explained = self.scale > LEAST_SCALE
+        self.scale, self.good_steps = max(LEAST_SCALE, self.scale / 2), 0
+        return explained
+
+    def state(self) -> dict[str, float]:
+        """What a snapshot keeps; JSON."""
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load(self, state: Mapping[str, float]) -> None:
+        """Put back what `state` returned."""
+        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
+
+
+def multiply(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply all tensors with one number, in place; of sharded ones each worker's own part."""
+    # A DTensor is known by its method: importing the class would cost every training half a second.
+    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    if local:
+        torch._foreach_mul_(local, factor)

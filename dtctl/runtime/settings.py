@@ -86,8 +86,8 @@ def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
 def build(cls: type[T], values: Mapping[str, Any], *, at: str, where: str) -> T:
     """An instance of a dataclass from plain values.
 
-    Fields may carry `metadata={"at_least": x}` or `{"above": x}`. Meant for scripts too: `build(ModelConfig,
-    config.model, at="train.model", where="the spec")`.
+    Fields may carry `metadata={"at_least": x}`, `{"above": x}` or `{"below": x}`. Meant for scripts too:
+    `build(ModelConfig, config.model, at="train.model", where="the spec")`.
 
     Args:
         cls: the dataclass.
@@ -181,6 +181,8 @@ def _check_range(value: Any, limits: Mapping[str, Any], *, key: str, where: str)
             raise SpecError(f"`{key}` is {value}, and must be at least {limits['at_least']}", where=where, key=key)
         if "above" in limits and not value > limits["above"]:
             raise SpecError(f"`{key}` is {value}, and must be more than {limits['above']}", where=where, key=key)
+        if "below" in limits and not value < limits["below"]:
+            raise SpecError(f"`{key}` is {value}, and must be less than {limits['below']}", where=where, key=key)
 
 
 def _expected(hint: Any) -> str:

@@ -70,6 +70,23 @@ def resolve_nodes(spec: Spec) -> tuple[NodeSpec, ...]:
     return nodes
 
 
+def resolve_spares(spec: Spec) -> tuple[NodeSpec, ...]:
+    """The nodes that stand by, in the order in which they are used.
+
+    Raises:
+        SpecError: a name is unusable.
+    """
+    found = []
+    for index, text in enumerate(spec.cluster.spares):
+        key = f"cluster.spares[{index}]"
+        where = spec.written_at(key)
+        for name in _expanded(text, key, where):
+            node = _node(spec.cluster, _entry(name), name)
+            _check_words(node, key, where)
+            found.append(node)
+    return tuple(found)
+
+
 def _both(first: tuple[str, str], second: tuple[str, str]) -> str:
     places = [key if key == where else f"{key} ({where})" for key, where in (first, second)]
     return " and in ".join(places)

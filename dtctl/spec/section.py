@@ -31,6 +31,8 @@ Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 """A number above 0."""
 PositiveOrZero = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 """A number from 0."""
+Share = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
+"""A number from 0 and below 1."""
 
 
 class Section(BaseModel):

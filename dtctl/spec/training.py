@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, StrictBool, model_validator
 
-from dtctl.spec.section import Count, CountOrZero, Degree, Positive, PositiveOrZero, Section
+from dtctl.spec.section import Count, CountOrZero, Degree, Positive, PositiveOrZero, Section, Share, Word
 
 StrategyName = Literal["auto", "single", "ddp", "zero1", "fsdp", "hsdp", "tp", "pipeline"]
 
@@ -93,6 +93,39 @@ class Snapshot(Section):
     """Saves that may fail one after another before training does."""
 
 
+class Ema(Section):
+    """A moving average of the weights."""
+
+    decay: Share = 0.999
+    """Share of the average that an update leaves."""
+    every: Count = 1
+    """Steps between updates."""
+    evaluate: StrictBool = True
+    """Whether evaluations use the average instead of the weights."""
+
+
+class Best(Section):
+    """Which evaluation is the best; its snapshot is kept."""
+
+    metric: Word = "val_loss"
+    """Name of a score as it is logged."""
+    mode: Literal["min", "max"] = "min"
+    """Whether low or high values are good."""
+
+
+class Profile(Section):
+    """What is recorded of a few steps."""
+
+    start: Count | None = None
+    """First step to record. Default: none, only on SIGUSR2."""
+    steps: Count = 3
+    """How many steps to record."""
+    memory: StrictBool = False
+    """Whether memory is recorded too."""
+    communication: CountOrZero = 0
+    """Pairs of passes by which the share of communication is measured before training begins."""
+
+
 class Train(Section):
     """Read by `dtctl.runtime` in the workers; a job that does not use it ignores it."""
 
@@ -110,6 +143,13 @@ class Train(Section):
     """Settings of pipelines."""
     precision: Literal["fp32", "bf16", "fp16"] | None = None
     """Number format of the computation. Default fp32."""
+    checkpointing: Literal["none", "full", "selective"] | Count | None = None
+    """Which blocks compute their activations again in the backward pass: full, all; a number N, every N-th; selective,
+    all but the results of matrix products. Default none."""
+    compile: StrictBool | Literal["inductor", "aot_eager", "eager", "cudagraphs"] | None = None
+    """Whether each block of the model is compiled, or the backend to compile it with."""
+    on_oom: Literal["halve", "stop"] | None = None
+    """Out of memory: halve (default) repeats the step with half the micro batch and the same global batch."""
     micro_batch: Count | None = None
     """Samples per worker and forward pass."""
     global_batch: Count | None = None
@@ -124,22 +164,52 @@ class Train(Section):
     """Learning rate at the end of the schedule."""
     warmup_steps: CountOrZero | None = None
     """Steps over which the learning rate rises to `lr`."""
-    schedule: Literal["constant", "linear", "cosine"] | None = None
-    """How the learning rate falls after the warm-up."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] | None = None
+    """How the learning rate falls after the warm-up; wsd keeps it until the last `decay_steps`."""
+    decay_steps: Count | None = None
+    """Steps over which wsd lets the learning rate fall. Default: a tenth of all."""
+    on_resize: Literal["keep", "linear", "sqrt"] | None = None
+    """Going on with other numbers of workers: keep the global batch (default), or scale the learning rate with it."""
     optimizer: Literal["adamw", "sgd"] | None = None
     """Which optimizer."""
+    beta1: Share | None = None
+    """AdamW: decay of the mean of gradients. Default 0.9."""
+    beta2: Share | None = None
+    """AdamW: decay of the mean of squared gradients. Default 0.95."""
+    eps: Positive | None = None
+    """AdamW: what is added to the denominator. Default 1e-8."""
+    momentum: Share | None = None
+    """SGD: momentum. Default 0.9."""
+    kernel: Literal["fused", "foreach", "loop"] | None = None
+    """How the optimizer computes: one kernel for all parameters (default), one per operation, or one by one."""
     weight_decay: PositiveOrZero | None = None
     """Weight decay of the optimizer."""
+    ema: Ema | None = None
+    """A moving average of the weights."""
+    on_nan: Literal["stop", "skip", "rollback"] | None = None
+    """A gradient that is not finite: stop (default), skip the step, or go back to the last snapshot."""
     steps: Count | None = None
     """Length of the training in optimizer steps."""
     epochs: Count | None = None
     """Length of the training in passes over the data, instead of steps."""
+    data_workers: CountOrZero | Literal["thread"] | None = None
+    """Processes per worker that read data ahead, or a thread. Default 0: the loop reads."""
+    data_prefetch: Count | None = None
+    """Micro batches that each of those reads ahead. Default 2."""
     seed: CountOrZero | None = None
     """Seed of everything random."""
     log_every: Count | None = None
     """Steps between lines of metrics."""
     eval_every: Count | None = None
     """Steps between evaluations."""
+    best: Best | None = None
+    """Which evaluation is the best; its snapshot is kept beside the newest ones."""
+    profile: Profile | None = None
+    """What is recorded with torch's profiler."""
+    wandb: Word | None = None
+    """Project of Weights & Biases that metrics go to."""
+    mlflow: Word | None = None
+    """Experiment of MLflow that metrics go to."""
     timeout_s: Positive | None = None
     """Seconds after which a worker that waits for its peers gives up."""
     snapshot: Snapshot | None = None

@@ -100,7 +100,7 @@ def train(case: Case, worker: Worker, folder: Path, base: Path) -> None:
     """
     trainer = trainer_of(case, worker, folder, folder / "snapshots")
     trainer.run()
-    weights = trainer.weights()
+    weights = trainer.full_weights()
     if worker.is_first:
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         keep = [[row["loss"], row["grad_norm"], row.get("val_loss", 0.0)] for row in rows]

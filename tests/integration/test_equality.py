@@ -33,6 +33,9 @@ LIMITS = {
 }
 """Largest relative difference from one process, of each tensor against its largest entry."""
 
+ROUNDED = {"bf16": 3e-2, "fp16": 3e-3, "powersgd": 1e-1}
+"""And where gradients are rounded on the wire, in any number format; PowerSGD approximates them."""
+
 Meshes = list[tuple[Any, dict[str, Any]]]
 
 MESHES: dict[int, Meshes] = {
@@ -40,8 +43,12 @@ MESHES: dict[int, Meshes] = {
         ("ddp", {}),
         ("ddp", {"ddp": {"static_graph": True}}),
         ("ddp", {"ddp": {"find_unused_parameters": True}}),
+        ("ddp", {"ddp": {"comm_hook": "bf16"}}),
+        ("ddp", {"ddp": {"comm_hook": "fp16"}}),
+        ("ddp", {"ddp": {"comm_hook": "powersgd"}}),
         ("zero1", {}),
         ("fsdp", {}),
+        ("fsdp", {"fsdp": {"reduce_dtype": "bf16"}}),
         ("fsdp", {"fsdp": {"reshard_after_forward": False}}),
         ("tp", {}),
         ("tp", {"tp": {"sequence_parallel": True}}),
@@ -96,6 +103,11 @@ def cases_of(workers: int) -> list[Case]:
 ALL = [(workers, case) for workers in MESHES for case in cases_of(workers)]
 
 
+def limit_of(case: Case) -> float:
+    words = [*case.settings.get("ddp", {}).values(), *case.settings.get("fsdp", {}).values()]
+    return next((ROUNDED[str(word)] for word in words if str(word) in ROUNDED), LIMITS[case.optimizer, case.dtype])
+
+
 def run(workers: int, folder: Path, base: Path) -> None:
     """Train all cases of a number of workers."""
     written(cases_of(workers), folder / "cases.json")
@@ -126,7 +138,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Path
                 "options": {key: value for key, value in case.settings.items() if key != "strategy"},
                 "optimizer": case.optimizer,
                 "dtype": case.dtype,
-                "limit": LIMITS[case.optimizer, case.dtype],
+                "limit": limit_of(case),
                 **differences(folders[workers] / case.key(), folders[1] / single(case).key()),
             }
             for workers, case in ALL
@@ -174,7 +186,7 @@ def test_a_strategy_trains_what_one_process_trains(trained: dict[int, Path], wor
     single_folder = trained[1] / single(case).key()
     losses = torch.load(single_folder / "result.pt")["losses"]
     assert losses[-1, 0] < losses[0, 0], "nothing was learnt, so nothing is compared"
-    limit = LIMITS[case.optimizer, case.dtype]
+    limit = limit_of(case)
     found = differences(folder, single_folder)
     assert max(found["losses"], found["weights"]) <= limit, found
     assert found["optimizer_state"] <= 1e3 * limit, found

@@ -35,7 +35,7 @@ def up(request: pytest.FixtureRequest, project: Project, sandbox: Sandbox) -> It
     """The folder of a run that is up on three nodes."""
     project.write("dtctl.yaml", spec_text().replace("grace_s", "secrets: [API_KEY], grace_s"))
     project.write("train.py", TRAIN)
-    project.env["API_KEY"] = SECRET
+    project.env = {**project.env, "API_KEY": SECRET}  # a copy: all tests share the one of the sandbox
     options = [request.param] if request.param else []
     process = project.start("launch", "--json", "--name", project.unique, *options)
     folder = project.folder / ".dtctl" / "runs" / project.unique

@@ -104,13 +104,14 @@ def digest(folder: Path) -> str:
         (3, '"fsdp"', "1"),
         (2, '"tp"', "0"),
         (4, '{"fsdp": 2, "pp": 2}', "0"),
+        (2, '"ddp" --train.ddp.comm_hook=powersgd', "1"),
     ],
 )
 def test_a_killed_run_ends_with_the_bits_of_one_left_alone(
     tmp_path: Path, workers: int, strategy: str, batch_norm: str
 ) -> None:
     batch = ("global_batch=24", "accumulate=2") if workers == 3 else ()
-    settings = (f"strategy={strategy}", *batch)
+    settings = (*f"strategy={strategy}".split(" --train."), *batch)
     straight = launch(tmp_path / "straight", workers, *settings, BATCH_NORM=batch_norm)
     assert straight.returncode == 0, straight.stdout
     killed = launch(tmp_path / "killed", workers, *settings, BATCH_NORM=batch_norm, HURT="1:19" if batch else "1:30")
@@ -128,9 +129,9 @@ def test_a_killed_run_ends_with_the_bits_of_one_left_alone(
         (["strategy=dpp"], {}, '`train.strategy` is "dpp", and one of auto, single, ddp'),
         (['strategy={"tp": 3}'], {}, "the mesh tp 3 has 3 workers, and the job has 2"),
         (["strategy=fsdp", "global_batch=15"], {}, "global_batch 15 cannot be divided by 2 workers * accumulate 4 = 8"),
-        (["strategy=tp", "tp.plan={}"], {"GARBLED": "1"}, "spread as tp=2, the model has the loss"),
+        (["strategy=tp", "tp.plan={}"], {"GARBLED": "1"}, "spread as tp, the model has the loss"),
         (["strategy=pipeline"], {"BLOCKS": "1"}, "a pipeline needs a model with a list of blocks"),
-        (["strategy=pipeline"], {"GARBLED": "1"}, "spread as pp=2, the model has the loss nan on the first samples"),
+        (["strategy=pipeline"], {"GARBLED": "1"}, "spread as pp, the model has the loss nan on the first samples"),
         (["strategy=pipeline"], {"ODD_RANK": "1"}, "the workers do not agree on the model's parameters"),
     ],
 )  # fmt: skip

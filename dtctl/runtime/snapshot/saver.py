@@ -5,6 +5,7 @@ The thread holds the interpreter's lock for microseconds at a time: hashing, wri
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -81,12 +82,13 @@ class Saver:
         """
         if self._when_busy == "skip" and self.busy and not needed:
             return False
-        self._wait()
+        self.wait()
         if self._error is not None and self.failed >= self._max_failed:
             raise self._error
         staged = self._staging.take(parts)
         # No daemon: should the process end with an error, what was begun is finished.
-        self._thread = threading.Thread(target=self._write, args=(step, staged, facts, best), name="snapshot")
+        now = json.loads(json.dumps(facts))  # who gave them may change them
+        self._thread = threading.Thread(target=self._write, args=(step, staged, now, best), name="snapshot")
         self._thread.start()
         return True
 
@@ -96,7 +98,7 @@ class Saver:
         Raises:
             SnapshotError: it could not be written.
         """
-        self._wait()
+        self.wait()
         if self._error is not None:
             raise self._error
 
@@ -108,9 +110,10 @@ class Saver:
         if kind is None:
             self.finish()
         else:
-            self._wait()
+            self.wait()
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Return when nothing is being written, whether it was written well or not."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dtctl.runtime.snapshot.share import filled, receive, send, skeleton
 from dtctl.runtime.snapshot.state import raw
@@ -78,7 +76,7 @@ def gathered_optimizer(tree: Tree, worker: Worker) -> Tree:
 
 def _whole(entry: Any) -> Any:
     """An entry with every DTensor put together; None if it has one and this worker is not the first of its mesh."""
-    if isinstance(entry, DTensor):
+    if hasattr(entry, "full_tensor"):  # a DTensor; to import the class costs every training half a second
         whole = entry.full_tensor()
         first = not any(entry.device_mesh.get_coordinate() or ())
         return whole.cpu() if first else None
@@ -94,8 +92,12 @@ def like(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
     A tensor of another shape is left whole: who loads it will say so.
     """
-    if not isinstance(tensor, DTensor) or tensor.shape != whole.shape:
+    if not hasattr(tensor, "device_mesh") or tensor.shape != whole.shape:
         return whole
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    assert isinstance(tensor, DTensor)  # noqa: S101  # for the type checker
     mesh, placements = tensor.device_mesh, tensor.placements
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     part = whole[tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))]

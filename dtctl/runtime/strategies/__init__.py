@@ -10,9 +10,9 @@ trial.py     whether a divided model computes what it did in one piece
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -21,12 +21,13 @@ from dtctl.runtime.config import Batch, TrainConfig
 from dtctl.runtime.mesh import Degrees, device_mesh
 from dtctl.runtime.strategies import trial
 from dtctl.runtime.strategies.ddp import Ddp
-from dtctl.runtime.strategies.pipeline import Pipeline
-from dtctl.runtime.strategies.sharded import Sharded, begin_alike
 from dtctl.runtime.strategies.single import Single
 from dtctl.runtime.strategies.trial import Probe
 from dtctl.runtime.strategies.zero1 import Zero1
 from dtctl.runtime.worker import Worker
+
+if TYPE_CHECKING:
+    from dtctl.runtime.strategies.pipeline import Pipeline
 
 
 class Strategy(Protocol):
@@ -45,17 +46,28 @@ class Strategy(Protocol):
     """Names in the model's state that this worker does not have."""
     has_warm_up: bool
     """Whether the first backward pass differs from all later ones, so that resuming exactly needs one to throw away."""
-    inexact: str | None
-    """Why a resume is not exact with this strategy; None if it is."""
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """Itself, if it orders the passes of a step in its own way: then its `run` makes all of them."""
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Take an optimizer over all trained parameters, just made; it may be changed."""
 
+    def state(self) -> Mapping[str, Any]:
+        """What this worker must keep beside model and optimizer to go on exactly; empty on all workers, or on none."""
+
+    def load_state(self, tree: Mapping[str, Any]) -> str | None:
+        """Put back what `state` returned, empty if there is none. Returns why that is not exact, if it is not."""
+
     def accumulating(self) -> AbstractContextManager[None]:
         """The context of a pass whose gradients are not the last of their step: they stay local."""
 
-    def clip(self, max_norm: float | None) -> torch.Tensor:
-        """Scale the gradient to `max_norm` if it is longer; None: never. Returns its true length before that."""
+    def norm(self) -> torch.Tensor:
+        """The true length of the gradient, the same on all workers."""
+
+    def cut(self, max_norm: float, norm: torch.Tensor) -> None:
+        """Scale the gradient, whose length is `norm`, down to `max_norm` if it is longer."""
 
 
 def choose(
@@ -80,6 +92,10 @@ def choose(
         return Zero1(model, config.ddp, worker)
     if degrees.dp == degrees.workers:
         return Ddp(model, config.ddp, worker)
+    # Their parts of torch take half a second to import, which nobody else should wait for.
+    from dtctl.runtime.strategies.pipeline import Pipeline
+    from dtctl.runtime.strategies.sharded import Sharded, begin_alike
+
     mesh = device_mesh(degrees, worker.device.type)
     if degrees.tp == 1 and degrees.pp == 1:
         return Sharded(model, config, worker, degrees, mesh)

@@ -21,12 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from dtctl.errors import PlanError
-from dtctl.runtime import blocks
 from dtctl.runtime.config import Batch, TrainConfig
 from dtctl.runtime.mesh import Degrees
 from dtctl.runtime.options import PipelineConfig
 from dtctl.runtime.snapshot.share import filled, skeleton
-from dtctl.runtime.strategies import gradients, sharded, stages, tensor
+from dtctl.runtime.strategies import blocks, gradients, sharded, stages, tensor
 from dtctl.runtime.worker import Worker
 
 SCHEDULES: Final[dict[str, Any]] = {
@@ -48,7 +47,6 @@ class Pipeline:
     has_warm_up = False
     together = True
     spread = True
-    inexact: str | None = None
 
     def __init__(
         self,
@@ -84,12 +82,19 @@ class Pipeline:
         self.name = f"{degrees}, {options.schedule}"
         self.module, self._blocks = model, found
         self._kind, self._single = SCHEDULES[options.schedule], options.schedule in SINGLE
-        self._degrees, self._mesh, self._worker, self._batch = degrees, mesh, worker, batch
+        self._degrees, self._mesh, self._worker = degrees, mesh, worker
         self.sizes = sizes_of(options, degrees.pp * per_worker, *stages.costs(found, run))
         state = set(model.state_dict())
         if degrees.tp > 1:
             tensor.parallelize(model, found, config.tp, mesh["tp"])
         self._outside = outside(model, found, self.sizes)
+        in_blocks = {parameter for block in found.modules for parameter in block.parameters()}
+        if degrees.fsdp > 1 and not in_blocks.isdisjoint(self._outside):
+            raise PlanError(
+                "blocks on several stages share parameters, which fully_shard cannot divide",
+                where="train.strategy",
+                hint="use dp instead of fsdp",
+            )
         self.owners = owners(options.schedule, degrees.pp, per_worker)
         self._stages = self._take(model, found)
         self.elsewhere: Collection[str] = frozenset(state - set(model.state_dict()))
@@ -102,6 +107,7 @@ class Pipeline:
         self._own = [parameter for parameter in gradients.wanted(model) if parameter not in shared]
         self.inference: nn.Module = Inference(self._stages, self.owners, mesh["pp"])
         self._schedule: Any = None
+        self._scheduled_for = (0, 0)
 
     def _take(self, model: nn.Module, found: blocks.Blocks) -> dict[int, stages.Stage]:
         """This worker's stages by their numbers; blocks of others are given up."""
@@ -113,29 +119,43 @@ class Pipeline:
             found.container[index] = stages.Elsewhere()
         return {number: stages.Stage(cut, self._outside) for number, cut in cuts.items()}
 
+    @property
+    def pipeline(self) -> Pipeline:
+        """Itself."""
+        return self
+
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Give tensors of each mesh a group of their own, since fused optimizers do not mix them."""
         sharded.separate_meshes(optimizer)
+
+    def state(self) -> Mapping[str, Any]:
+        """Nothing of its own."""
+        return {}
+
+    def load_state(self, tree: Mapping[str, Any]) -> str | None:
+        """Nothing of its own."""
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Nothing to hold back: `run` makes all passes of a step."""
         return nullcontext()
 
-    def run(self, batches: Sequence[stages.Batch], loss: stages.Loss) -> torch.Tensor:
+    def run(self, batches: Sequence[stages.Batch], loss: stages.Loss, samples: int) -> torch.Tensor:
         """All passes of a step, and the exchange of gradients.
 
         Args:
             batches: the micro batches of this worker's part of the global batch, with the weights of their losses.
             loss: of the user.
+            samples: of a whole micro batch; shorter ones are filled up on the way.
 
         Returns:
             The sum of weighted losses such that its mean over all workers is the loss of the global batch.
         """
-        if self._schedule is None:
-            self._schedule = self._scheduled(self._shape(batches[0][0], loss))
+        if self._scheduled_for != (len(batches), samples):
+            self._schedule = self._scheduled(self._shape(batches[0][0], loss, samples), len(batches))
+            self._scheduled_for = (len(batches), samples)
         for stage in self._stages.values():
-            stage.train_on(batches, loss, self._batch.micro)
-        index = torch.arange(len(batches), device=self._worker.device)
+            stage.train_on(batches, loss, samples)
+        index = torch.arange(len(batches))  # on the CPU: a GPU would have to be waited for to read it
         losses: list[torch.Tensor] = []
         first = (index,) if 0 in self._stages else ()
         self._schedule.step(*first, target=index, losses=losses, return_outputs=False, index=index)
@@ -144,20 +164,24 @@ class Pipeline:
             return torch.zeros((), device=self._worker.device)
         return torch.stack([value.detach() for value in losses]).sum() * self._degrees.pp
 
-    def _shape(self, batch: Any, loss: stages.Loss) -> torch.Tensor:
+    def _shape(self, batch: Any, loss: stages.Loss, samples: int) -> torch.Tensor:
         """An empty tensor like the stream between stages: what the model hands to its first block."""
         probe = stages.Cut(self.module, self._blocks, 0, 0)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            try:
-                loss(stages.Caller(probe, self._batch.micro), batch)
-            except stages.Reached as reached:
-                return torch.empty_like(reached.stream).requires_grad_()
+        was_training = self.module.training
+        self.module.eval()  # so that no random number is drawn and no running mean moved
+        try:
+            with torch.no_grad():
+                loss(stages.Caller(probe, samples), batch)
+        except stages.Reached as reached:
+            return torch.empty_like(reached.stream).requires_grad_()
+        finally:
+            self.module.train(was_training)
         raise PlanError("the loss function does not call the model", where="the loss function of the Trainer")
 
-    def _scheduled(self, stream: torch.Tensor) -> Any:
+    def _scheduled(self, stream: torch.Tensor, micro_batches: int) -> Any:
         """The schedule over this worker's stages, for streams of one shape."""
         device, last = self._worker.device, len(self.owners) - 1
-        number, scalar = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros((), device=device)
+        number, scalar = torch.zeros(1, dtype=torch.int64), torch.zeros((), device=device)
         made = [
             PipelineStage(
                 stage,
@@ -172,7 +196,7 @@ class Pipeline:
         ]
         return self._kind(
             made[0] if self._single else made,
-            n_microbatches=self._batch.accumulate,
+            n_microbatches=micro_batches,
             loss_fn=lambda output, _: output,  # the last stage has called the loss function
             scale_grads=False,
         )
@@ -184,14 +208,16 @@ class Pipeline:
             replicated = self._outside if self._degrees.fsdp > 1 else [*self._outside, *self._own]
             gradients.add_up(replicated, sharded.data_group(self._mesh), divide_by=self._degrees.data)
 
-    def clip(self, max_norm: float | None) -> torch.Tensor:
-        """Measure the gradient over all stages and shards, and cut it if it is too long; collective."""
+    def norm(self) -> torch.Tensor:
+        """The length of the gradient over all stages and shards; collective."""
         squared = gradients.norm(self._own).double().to(self._worker.device) ** 2
         dist.all_reduce(squared, group=self._mesh["pp"].get_group())
         shared = gradients.norm(self._outside).double().to(self._worker.device)
-        total = (squared + shared**2).sqrt()
-        gradients.cut([*self._own, *self._outside], max_norm, total)
-        return total
+        return (squared + shared**2).sqrt()
+
+    def cut(self, max_norm: float, norm: torch.Tensor) -> None:
+        """Scale the gradient down if it is too long."""
+        gradients.cut([*self._own, *self._outside], max_norm, norm)
 
 
 class Inference(nn.Module):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -21,11 +21,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from dtctl.errors import PlanError
-from dtctl.runtime import blocks
 from dtctl.runtime.config import TrainConfig
 from dtctl.runtime.mesh import Degrees
 from dtctl.runtime.options import FsdpConfig
-from dtctl.runtime.strategies import gradients, tensor
+from dtctl.runtime.strategies import blocks, gradients, tensor
 from dtctl.runtime.worker import Worker
 
 
@@ -34,9 +33,9 @@ class Sharded:
 
     has_warm_up = False
     together = True
+    pipeline = None
     elsewhere: Collection[str] = ()
     spread = True
-    inexact: str | None = None
 
     def __init__(
         self, model: nn.Module, config: TrainConfig, worker: Worker, degrees: Degrees, mesh: DeviceMesh
@@ -76,15 +75,24 @@ class Sharded:
         finally:
             module.set_requires_gradient_sync(True)
 
+    def state(self) -> Mapping[str, Any]:
+        """Nothing of its own."""
+        return {}
+
+    def load_state(self, tree: Mapping[str, Any]) -> str | None:
+        """Nothing of its own."""
+
     def accumulating(self) -> AbstractContextManager[None]:
         """Gradients are added up whole on each worker, and neither exchanged nor sharded."""
         return self._local(self.module) if isinstance(self.module, FSDPModule) else nullcontext()
 
-    def clip(self, max_norm: float | None) -> torch.Tensor:
-        """Measure the gradient over all shards, and cut it if it is too long; collective."""
-        total = gradients.norm(self._wanted)
-        gradients.cut(self._wanted, max_norm, total)
-        return total
+    def norm(self) -> torch.Tensor:
+        """The length of the gradient over all shards; collective."""
+        return gradients.norm(self._wanted)
+
+    def cut(self, max_norm: float, norm: torch.Tensor) -> None:
+        """Scale the gradient down if it is too long."""
+        gradients.cut(self._wanted, max_norm, norm)
 
 
 def hush() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,9 +18,9 @@ class Single:
     name = "single"
     has_warm_up = False
     together = False
+    pipeline = None
     elsewhere: Collection[str] = ()
     spread = False
-    inexact: str | None = None
 
     def __init__(self, model: nn.Module) -> None:
         self.module = self.inference = model
@@ -28,12 +29,21 @@ class Single:
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Nothing to prepare."""
 
+    def state(self) -> Mapping[str, Any]:
+        """Nothing of its own."""
+        return {}
+
+    def load_state(self, tree: Mapping[str, Any]) -> str | None:
+        """Nothing of its own."""
+
     def accumulating(self) -> AbstractContextManager[None]:
         """Nothing to hold back."""
         return nullcontext()
 
-    def clip(self, max_norm: float | None) -> torch.Tensor:
-        """Measure the gradient, and cut it if it is too long."""
-        total = gradients.norm(self._wanted)
-        gradients.cut(self._wanted, max_norm, total)
-        return total
+    def norm(self) -> torch.Tensor:
+        """The length of the gradient."""
+        return gradients.norm(self._wanted)
+
+    def cut(self, max_norm: float, norm: torch.Tensor) -> None:
+        """Scale the gradient down if it is too long."""
+        gradients.cut(self._wanted, max_norm, norm)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dtctl.errors import PlanError
-from dtctl.runtime.blocks import Blocks
+from dtctl.runtime.strategies.blocks import Blocks
 
 Batch = tuple[Any, float]
 """A micro batch, and the weight of its loss."""
@@ -87,7 +87,7 @@ class Cut:
             view[first - 1] = self.entrance
         if last < len(found):
             view += [Exit(), *(Elsewhere() for _ in range(last + 1, len(found)))]
-        self._view = type(found.container)(*((view,) if isinstance(found.container, nn.ModuleList) else view))
+        self._view = nn.ModuleList(view) if isinstance(found.container, nn.ModuleList) else nn.Sequential(*view)
         self._place = found.name.rpartition(".")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

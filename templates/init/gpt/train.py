@@ -46,7 +46,7 @@ def train(config: TrainConfig, worker: Worker) -> Outcome:
     )
     outcome = trainer.run()
     if outcome is Outcome.FINISHED:
-        weights = trainer.weights()  # whole on rank 0, however they were spread over the workers
+        weights = trainer.full_weights()  # whole on rank 0, however they were spread over the workers
         if worker.is_first:
             whole = GPT(shape)
             whole.load_state_dict(weights)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtctl.errors import LaunchError, UsageError
+from dtctl.launch.logs import Logs
 from dtctl.launch.record import (
     RUN_NAME,
     RunInfo,
@@ -148,3 +149,33 @@ def test_logs_lie_by_node_and_rank(tmp_path: Path) -> None:
     record = RunRecord(tmp_path)
     assert record.log_path("gpu1", 12) == tmp_path / "logs" / "gpu1" / "rank-12.log"
     assert record.log_path("gpu1", -1) == tmp_path / "logs" / "gpu1" / "agent.log"
+
+
+@pytest.mark.parametrize("blocked", [".dtctl", ".dtctl/runs"])
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, blocked: str) -> None:
+    (tmp_path / blocked).parent.mkdir(exist_ok=True)
+    (tmp_path / blocked).write_text("a file where a folder belongs")
+    with pytest.raises(LaunchError, match="cannot keep the run's records") as caught:
+        made(tmp_path, "one")
+    assert str(caught.value.where).startswith(str(tmp_path / ".dtctl"))
+    assert caught.value.hint
+
+
+def test_a_full_disk_costs_records_and_not_the_run(tmp_path: Path) -> None:
+    record = made(tmp_path, "one")
+    (record.folder / "events.jsonl").symlink_to("/dev/full")
+    record.append_event({"event": "plan"})
+    logs = Logs(record)
+    logs._files[("a", 0)] = open("/dev/full", "ab", buffering=0)  # noqa: SIM115 - closed with the logs
+    assert logs.write("a", 0, b"shown\n") == ["shown"], "people still see it"
+    assert logs.offsets["a"][0] == 6
+    logs.close()
+
+
+def test_a_file_that_does_not_fit_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
+    write_private(tmp_path / "x", "old")
+    (tmp_path / f"x.{os.getpid()}.partial").symlink_to("/dev/full")
+    with pytest.raises(LaunchError, match="No space left"):
+        write_private(tmp_path / "x", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert (tmp_path / "x").read_text() == "old"

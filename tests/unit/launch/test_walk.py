@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -168,3 +170,12 @@ def test_a_deep_tree_is_no_trouble(tmp_path: Path) -> None:
         folder.mkdir()
     (folder / "x").touch()
     assert taken(tmp_path) == {"d/" * 400 + "x"}
+
+
+def test_the_file_that_the_launch_prints_to_is_left_out(tmp_path: Path) -> None:
+    """`dtctl launch > launch.log` would find it changed while it is pushed."""
+    make(tmp_path, "train.py")
+    code = f"from dtctl.launch.walk import Walk; print([f.path for f in Walk({os.fsencode(tmp_path)!r}).run()])"
+    with (tmp_path / "launch.log").open("w") as output:
+        subprocess.run([sys.executable, "-c", code], stdout=output, check=True)
+    assert (tmp_path / "launch.log").read_text() == "[b'train.py']\n"

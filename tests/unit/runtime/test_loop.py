@@ -54,7 +54,8 @@ def test_a_training_learns_and_logs(make: Make, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"accumulate": 3, "clip_norm": 0.5}, {"optimizer": "sgd"}, {"precision": "bf16"}]
+    "settings",
+    [{}, {"accumulate": 3, "clip_norm": 0.5}, {"optimizer": "sgd"}, {"precision": "bf16"}, {"precision": "fp16"}],
 )
 def test_a_killed_training_ends_with_the_same_bits(make: Make, tmp_path: Path, settings: dict[str, Any]) -> None:
     settings = {**settings, "snapshot": {"every_steps": 4, "dir": "straight"}}
@@ -196,7 +197,6 @@ def test_an_own_optimizer_keeps_the_ratio_of_its_rates(make: Make) -> None:
     ("settings", "error", "message"),
     [
         ({"strategy": {"dp": 2, "tp": 2}}, PlanError, "the mesh dp 2 \\* tp 2 has 4 workers, and the job has 1"),
-        ({"precision": "fp16"}, PlanError, "precision fp16 is not available"),
         ({"snapshot": {"replicas": 1}}, SpecError, "replicas of snapshots are not available"),
     ],
 )

@@ -58,6 +58,14 @@ def test_what_is_no_mesh_is_refused_with_the_nearest_one(
     assert (hint or "") in (caught.value.hint or "")
 
 
+@pytest.mark.parametrize(
+    ("degrees", "text"),
+    [(Degrees(), "dp"), (Degrees(fsdp=4), "fsdp"), (Degrees(tp=2, dp=3, pp=4), "pp 4 x dp 3 x tp 2")],
+)
+def test_degrees_are_said_briefly(degrees: Degrees, text: str) -> None:
+    assert str(degrees) == text
+
+
 def test_names_are_those_of_the_configuration() -> None:
     assert set(NAMES) == set(StrategyName.__args__)  # type: ignore[attr-defined]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dtctl.runtime.metrics import Metrics, cut
+from dtctl.runtime.sinks import TensorBoard
 
 KEYS = {"step", "loss", "lr", "grad_norm", "step_s", "samples_per_s", "tokens_per_s", "time"}
 
@@ -75,7 +76,7 @@ def test_pauses_are_not_part_of_a_step(tmp_path: Path) -> None:
 
 def test_tensorboard_when_asked(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    metrics = Metrics(tmp_path / "metrics.jsonl", step=0, steps=10, tensorboard=tmp_path / "board")
+    metrics = Metrics(tmp_path / "metrics.jsonl", step=0, steps=10, sinks=[TensorBoard(tmp_path / "board", step=0)])
     log(metrics, 10)
     metrics.close()
     assert any(entry.name.startswith("events.") for entry in (tmp_path / "board").iterdir())

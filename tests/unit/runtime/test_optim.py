@@ -30,6 +30,29 @@ def test_linear_and_constant() -> None:
     assert rates(3, lr=2.0, schedule="constant") == [2.0, 2.0, 2.0]
 
 
+def test_wsd_stays_and_falls_at_the_end() -> None:
+    found = rates(100, lr=1.0, min_lr=0.1, warmup_steps=10, schedule="wsd", decay_steps=20)
+    assert found[9:80] == [1.0] * 71
+    assert found[80] < 1.0
+    assert found[84] == pytest.approx(0.1 + 0.9 * (1 - 0.5))
+    assert found[-1] == pytest.approx(0.1)
+    assert all(earlier > later for earlier, later in pairwise(found[79:]))
+    assert rates(50, lr=1.0, schedule="wsd")[44] == 1.0 > rates(50, lr=1.0, schedule="wsd")[45]
+    assert rates(2, lr=1.0, schedule="wsd", decay_steps=9)[-1] == 0.0
+
+
+@pytest.mark.parametrize("kernel", ["fused", "foreach", "loop"])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_kernels_and_numbers_are_those_asked_for(name: str, kernel: str) -> None:
+    settings = {"optimizer": name, "kernel": kernel, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6, "momentum": 0.7}
+    (group,) = optimizer(TrainConfig(**settings), nn.Linear(2, 2)).param_groups  # type: ignore[arg-type]
+    assert (group["fused"], group["foreach"]) == (kernel == "fused", kernel == "foreach")
+    if name == "sgd":
+        assert group["momentum"] == 0.7
+    else:
+        assert (group["betas"], group["eps"]) == ((0.8, 0.9), 1e-6)
+
+
 def test_short_trainings_have_a_rate() -> None:
     assert rates(1, lr=1.0) == [1.0]
     assert rates(2, lr=1.0, warmup_steps=5) == pytest.approx([0.2, 0.4])

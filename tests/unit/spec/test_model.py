@@ -63,6 +63,9 @@ train:
   tp: {plan: {a: colwise}, sequence_parallel: true}
   pipeline: {schedule: zbv, micro_batches: 1, split: [1], stages_per_worker: 1}
   precision: bf16
+  checkpointing: full
+  compile: true
+  on_oom: stop
   micro_batch: 1
   global_batch: 1
   accumulate: 1
@@ -70,13 +73,28 @@ train:
   lr: 1
   min_lr: 0
   warmup_steps: 0
-  schedule: linear
+  schedule: wsd
+  decay_steps: 1
+  on_resize: sqrt
   optimizer: sgd
+  beta1: 0
+  beta2: 0.5
+  eps: 1e-8
+  momentum: 0
+  kernel: loop
   weight_decay: 0
+  ema: {decay: 0.9, every: 1, evaluate: false}
+  on_nan: skip
   steps: 1e3
+  data_workers: thread
+  data_prefetch: 1
   seed: 0
   log_every: 1
   eval_every: 1
+  best: {metric: m, mode: max}
+  profile: {start: 1, steps: 1, memory: true, communication: 0}
+  wandb: w
+  mlflow: m
   timeout_s: 1
   snapshot: {dir: d, every_steps: 1, every_s: 1, keep: 1, replicas: 0, when_busy: skip, max_failed_saves: 1}
   model: {any: [thing]}

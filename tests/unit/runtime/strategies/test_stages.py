@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dtctl.errors import PlanError
-from dtctl.runtime import blocks
 from dtctl.runtime.options import PipelineConfig
-from dtctl.runtime.strategies import pipeline, stages
+from dtctl.runtime.strategies import blocks, pipeline, stages
 
 
 class Block(nn.Module):

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from dtctl.errors import PlanError
-from dtctl.runtime import blocks
+from dtctl.runtime.strategies import blocks
 from dtctl.runtime.strategies.tensor import check, styles
 
 

@@ -1,0 +1,1 @@
+"""Whether a cluster can train, and why a job failed."""

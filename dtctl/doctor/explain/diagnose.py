@@ -1,0 +1,210 @@
+"""From what was found in the logs to one cause, its consequences, and whom to look at. Pure.
+
+A cause beats a text that cannot tell between several, and that beats a consequence; among equals the earliest wins,
+torchrun's own "first observed failure" before the rest. Where no text is known the answer is `unknown`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from dtctl.doctor.explain import collective
+from dtctl.doctor.explain.hits import Hit, collect
+from dtctl.doctor.explain.lines import Line
+from dtctl.doctor.explain.read import Layout, layout_of, lines_of, log_files
+
+Confidence = Literal["high", "medium", "low", "ambiguous", "unknown"]
+MAX_EVIDENCE = 4
+_NEVER = float("inf")
+_ROLES = {"cause": 0, "ambiguous": 1, "effect": 2, "note": 3}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """A line that a diagnosis rests on."""
+
+    file: str
+    line: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """One thing that went wrong."""
+
+    id: str
+    cause: str
+    nodes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    primary: bool
+    confidence: Confidence
+    fix: str
+    source: str
+    evidence: tuple[Evidence, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """As `dtctl doctor --log --json` prints it."""
+        return asdict(self)
+
+
+UNKNOWN = Diagnosis(
+    id="unknown",
+    cause="nothing in these logs is known to dtctl",
+    nodes=(),
+    ranks=(),
+    primary=True,
+    confidence="unknown",
+    fix="give the logs of all ranks, with what they printed on standard error; NCCL_DEBUG=WARN makes NCCL speak",
+    source="",
+    evidence=(),
+)
+
+
+def explain(paths: Sequence[Path]) -> list[Diagnosis]:
+    """Why the job whose logs these are has failed, the primary cause first.
+
+    Raises:
+        UsageError: a path cannot be read.
+    """
+    files = log_files(paths)
+    lines = [line for file in files for line in lines_of(file)]
+    return diagnose(lines, layout_of(paths))
+
+
+def diagnose(lines: Sequence[Line], layout: Layout) -> list[Diagnosis]:
+    """As `explain`, of lines."""
+    hits, ranks, node_of = collect(lines)
+    ranks |= set(layout.node_of)
+    node_of = {**node_of, **layout.node_of}
+    groups: dict[tuple[str, str], list[Hit]] = {}
+    for hit in sorted(hits, key=lambda hit: hit.time if hit.time is not None else _NEVER):
+        groups.setdefault((hit.signature.id, _fill(hit.signature.cause, hit.groups)), []).append(hit)
+    if not groups:
+        return [UNKNOWN]
+    roots = {hit.rank for hit in hits if hit.root}
+    found = [_diagnosis(group, node_of, layout) for group in sorted(groups.values(), key=lambda g: _order(g, roots))]
+    if all(_role(hit) == "note" for hit in hits):
+        return [UNKNOWN, *found]
+    found[0] = _sharpen(found[0], hits, lines, ranks, node_of)
+    return [replace(found[0], primary=True), *found[1:]]
+
+
+def hits_of(id_: str, hits: Iterable[Hit]) -> list[Hit]:
+    """The hits of one signature."""
+    return [hit for hit in hits if hit.signature.id == id_]
+
+
+def _role(hit: Hit) -> str:
+    return "ambiguous" if hit.signature.ambiguous else hit.signature.role
+
+
+def _order(group: list[Hit], roots: set[int | None]) -> tuple[int, bool, float]:
+    first = group[0]
+    not_root = bool(roots) and not any(hit.rank in roots for hit in group)
+    return (_ROLES[_role(first)], not_root, first.time if first.time is not None else _NEVER)
+
+
+def _fill(text: str, groups: dict[str, str]) -> str:
+    for name, value in groups.items():
+        text = text.replace(f"{{{name}}}", value)
+    return " ".join(text.split())
+
+
+def _diagnosis(group: list[Hit], node_of: dict[int, str], layout: Layout) -> Diagnosis:
+    signature = group[0].signature
+    ranks: set[int] = set()
+    nodes: set[str] = set()
+    if signature.blames == "self":
+        ranks = {hit.rank for hit in group if hit.rank is not None}
+        nodes = {hit.node for hit in group if hit.node is not None}
+    elif signature.blames == "group":
+        for hit in group:
+            words = (hit.groups.get("rank", "") + " " + hit.groups.get("ranks", "")).replace(",", " ").split()
+            ranks |= {int(word) for word in words}
+            nodes |= {hit.groups["node"]} if "node" in hit.groups else set()
+    nodes |= {node_of[rank] for rank in ranks if rank in node_of}
+    nodes |= {layout.address_of[hit.groups[key]] for hit in group for key in ("address", "head", "peer")
+              if hit.groups.get(key) in layout.address_of}  # fmt: skip
+    confidence: dict[str, Confidence] = {"cause": "high", "ambiguous": "ambiguous", "effect": "low", "note": "low"}
+    fix = _fill(signature.fix, group[0].groups)
+    if signature.ambiguous and signature.ambiguous not in fix:
+        fix = f"ambiguous; rerun with {signature.ambiguous}; {fix}"
+    return Diagnosis(
+        id=signature.id,
+        cause=_fill(signature.cause, group[0].groups),
+        nodes=tuple(sorted(nodes)),
+        ranks=tuple(sorted(ranks)),
+        primary=False,
+        confidence=confidence[_role(group[0])],
+        fix=fix,
+        source=signature.source,
+        evidence=tuple(_evidence(hit.line) for hit in group[:MAX_EVIDENCE]),
+    )
+
+
+def _evidence(line: Line) -> Evidence:
+    return Evidence(file=line.file, line=line.number, text=line.raw.strip()[:400])
+
+
+def _sharpen(
+    found: Diagnosis, hits: list[Hit], lines: Sequence[Line], ranks: set[int], node_of: dict[int, str]
+) -> Diagnosis:
+    """Say more about a primary cause that cannot be told from one line alone, by comparing the ranks."""
+    if found.id == "watchdog-timeout":
+        verdict = collective.judge((line for line in lines if "work" in line.text or "WorkNCCL" in line.text), ranks)
+        if verdict is not None:
+            return _blame(found, verdict, node_of)
+    if found.id == "gloo-timeout" and {hit.groups.get("way") for hit in hits_of("gloo-timeout", hits)} >= {
+        "send",
+        "recv",
+    }:
+        # Ranks that call different collectives look the same (kept as own-wrong-order.log), so this stays ambiguous.
+        return replace(
+            found,
+            cause="one rank cannot send and another waits for it: large packets are lost between them (MTU), or the "
+            "ranks called different collectives",
+            fix="`dtctl doctor` tests large packets on every pair; else rerun with TORCH_DISTRIBUTED_DEBUG=DETAIL",
+        )
+    if found.confidence == "low":
+        complained = {hit.rank for hit in hits if hit.rank is not None}
+        silent = sorted(ranks - complained)
+        if complained and silent and len(silent) <= len(ranks) / 2:
+            return replace(
+                found,
+                ranks=tuple(silent),
+                nodes=_nodes(silent, node_of),
+                confidence="medium",
+                cause=f"{_ranks(silent)} ended without a word and the others lost the connection to it",
+            )
+    return found
+
+
+def _blame(found: Diagnosis, verdict: collective.Verdict, node_of: dict[int, str]) -> Diagnosis:
+    who = _ranks(verdict.ranks)
+    blamed = replace(found, ranks=verdict.ranks, nodes=_nodes(verdict.ranks, node_of), confidence="high")
+    if verdict.kind == "mismatch":
+        return replace(
+            blamed,
+            id="collective-mismatch",
+            cause=f"the ranks called different collectives: {verdict.said}",
+            fix="let every rank call the same collectives in the same order; look for calls under `if rank == 0`, "
+            "early exits and batches of different shape",
+        )
+    return replace(
+        blamed,
+        id="rank-behind" if verdict.kind == "behind" else "rank-silent",
+        cause=f"{who} kept the others waiting: {verdict.said}",
+        fix=f"see in the log of {who} what it was doing; while it hangs, py-spy dump --pid PID shows it",
+        confidence="high" if verdict.kind == "behind" else "medium",
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(str(rank) for rank in ranks)}"
+
+
+def _nodes(ranks: Iterable[int], node_of: dict[int, str]) -> tuple[str, ...]:
+    return tuple(sorted({node_of[rank] for rank in ranks if rank in node_of}))

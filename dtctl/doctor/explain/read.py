@@ -1,0 +1,87 @@
+"""From paths to lines: log files, folders of them, and the folders of dtctl's runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dtctl import names
+from dtctl.doctor.explain.lines import Line, owner_of, parse
+from dtctl.errors import UsageError
+
+SUFFIXES = (".log", ".out", ".err", ".txt")
+HEAD_BYTES = 32 << 20
+TAIL_BYTES = 32 << 20
+"""Of a longer file the beginning and the end are read: what failed stands there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What is known of a job apart from its output."""
+
+    node_of: dict[int, str] = field(default_factory=dict)
+    """rank -> node"""
+    address_of: dict[str, str] = field(default_factory=dict)
+    """address -> node"""
+
+
+def log_files(paths: Iterable[Path]) -> list[Path]:
+    """The log files that these paths mean, each once, in order.
+
+    Raises:
+        UsageError: a path does not exist, or a folder holds no logs.
+    """
+    found: dict[Path, None] = {}
+    for path in paths:
+        if path.is_dir():
+            inside = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+            if not inside:
+                raise UsageError("there are no logs in this folder", where=str(path), hint="name the files themselves")
+            found.update(dict.fromkeys(inside))
+        elif path.exists():
+            found[path] = None
+        else:
+            raise UsageError("there is no such file or folder", where=str(path))
+    return list(found)
+
+
+def layout_of(paths: Iterable[Path]) -> Layout:
+    """What the plan says, when the paths belong to a run of dtctl."""
+    for path in paths:
+        for folder in (path, *path.absolute().parents[:3]):
+            plan = folder / names.PLAN_FILE
+            if plan.is_file():
+                return _layout(plan)
+    return Layout()
+
+
+def _layout(plan: Path) -> Layout:
+    try:
+        nodes: list[dict[str, Any]] = json.loads(plan.read_text(encoding="utf-8"))["nodes"]
+        node_of = {node["first_rank"] + i: node["name"] for node in nodes for i in range(node["slots"])}
+        return Layout(node_of=node_of, address_of={node["address"]: node["name"] for node in nodes})
+    except (OSError, ValueError, KeyError, TypeError):
+        return Layout()
+
+
+def lines_of(file: Path) -> Iterator[Line]:
+    """The lines of a file.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    rank, node = owner_of(file.absolute())
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(HEAD_BYTES)
+            size = file.stat().st_size if file.is_file() else 0
+            if size > HEAD_BYTES + TAIL_BYTES:
+                opened.seek(size - TAIL_BYTES)
+            data += opened.read()
+    except OSError as exc:
+        raise UsageError(f"it cannot be read: {exc.strerror}", where=str(file)) from exc
+    for number, raw in enumerate(data.decode(errors="replace").split("\n"), 1):
+        yield parse(raw.rstrip("\r"), file=str(file), number=number, rank=rank, node=node)

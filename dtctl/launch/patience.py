@@ -1,0 +1,63 @@
+"""Whether, and when, to start the gang again after a failure. Pure.
+
+A failure that comes back without any progress in between will come back again: the run ends with that as its answer
+instead of using up its restarts on it. Until then the waits grow, because what is wrong may need time (a disk that is
+being cleaned, a file server that boots). That is about failures of the program; who was killed from outside, or whose
+node was lost, is started again at once.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from dtctl.launch.failure import Failure, describe
+
+SAME_LIMIT = 3
+"""Attempts that may end in the same way at the same step."""
+LONG_S = 300.0
+"""An attempt that lasted longer has got somewhere, even if it tells no steps."""
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
+FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What to do after a failure."""
+
+    wait_s: float = 0.0
+    """Before the next attempt."""
+    hopeless: str | None = None
+    """Why there should be no next attempt."""
+
+
+class Patience:
+    """What the attempts so far have come to."""
+
+    def __init__(self) -> None:
+        self._last: tuple[str, int | None, str] | None = None
+        self._step = -1
+        self._same = 0
+
+    def judge(self, failure: Failure, *, step: int | None, lasted_s: float) -> Verdict:
+        """Take in the end of an attempt.
+
+        Args:
+            failure: why it ended.
+            step: the last step that is known to have been done, of the whole run; None when the job tells none.
+            lasted_s: from its start to the failure.
+        """
+        if failure.exit_code is None or failure.signal in FROM_OUTSIDE:
+            return Verdict()
+        kind = (failure.node, failure.rank, f"{describe(failure)} {failure.summary}")
+        progress = lasted_s > LONG_S if step is None else step > self._step
+        self._step = max(self._step, step if step is not None else -1)
+        if progress:
+            self._last, self._same = kind, 1
+            return Verdict()
+        self._same = self._same + 1 if kind == self._last else 1
+        self._last = kind
+        if self._same >= SAME_LIMIT:
+            where = f"at step {step}" if step is not None else "at the start"
+            return Verdict(hopeless=f"{SAME_LIMIT} attempts have failed in the same way {where}")
+        return Verdict(wait_s=0.0 if self._same == 1 else min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (self._same - 2)))

@@ -1,0 +1,76 @@
+"""The nodes of the next attempt: those that are left, spares in the places of those that are lost, or fewer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dtctl.launch.gang import Gang
+from dtctl.launch.session import Session
+from dtctl.transport.fanout import raise_failures
+
+Call = Callable[[str, bool], Session]
+"""(node, whether the run is new to it) -> a session with it, not started yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regrouped:
+    """Who takes part from now on."""
+
+    names: tuple[str, ...]
+    """In node rank order."""
+    hellos: Mapping[str, Mapping[str, Any]]
+    """What the nodes that were called have said about themselves."""
+    gone: tuple[str, ...]
+    """Nodes that were replaced or left out."""
+
+
+def regroup(gang: Gang, silent: set[str], spares: list[str], *, least: int, call: Call) -> Regrouped:
+    """Call nodes whose link was lost again, and do without those that do not answer.
+
+    Args:
+        gang: its sessions are changed to those of the next attempt.
+        silent: nodes to be called again.
+        spares: nodes that stand by; the ones that are called are taken out.
+        least: number of nodes that the run needs.
+        call: opens a session.
+
+    Raises:
+        DtctlError: of a node that cannot be done without.
+    """
+    for name in gang.sessions.keys() & silent:
+        gang.sessions[name].close()
+        gang.sessions[name] = call(name, False)
+        gang.sessions[name].start()
+    hellos, failures = gang.try_gather(silent)
+    names = list(gang.sessions)
+    gone = []
+    for lost in [name for name in names if name in failures]:
+        spare = _spare(gang, spares, call, hellos)
+        if spare is not None:
+            names[names.index(lost)] = spare
+            gang.emit("replaced", node=lost, by=spare, reason=str(failures[lost]))
+        elif len(names) > least:
+            names.remove(lost)
+            gang.emit("left-out", node=lost, nodes=len(names), reason=str(failures[lost]))
+        else:
+            raise_failures(failures)
+        gang.sessions[lost].close()
+        gone.append(lost)
+    gang.sessions = {name: gang.sessions[name] for name in names}
+    return Regrouped(names=tuple(names), hellos=hellos, gone=tuple(gone))
+
+
+def _spare(gang: Gang, spares: list[str], call: Call, hellos: dict[str, dict[str, Any]]) -> str | None:
+    """The first spare that can be made ready; its hello is added to `hellos`."""
+    while spares and not gang.signals:
+        name = spares.pop(0)
+        gang.sessions[name] = call(name, True)
+        gang.sessions[name].start()
+        said, failures = gang.try_gather({name})
+        if name in said and not failures:
+            hellos |= said
+            return name
+        gang.sessions.pop(name).close()
+    return None

@@ -1,0 +1,175 @@
+r"""Questions to a training that runs but does not learn, or not as fast as it should; each usable in any loop.
+
+    print("\n".join(diagnose.placement(model)))
+    loss.backward()
+    print("\n".join(diagnose.unused(model) + diagnose.gradients(model) + diagnose.parameters(model)))
+
+The functions about all workers are collective: every worker calls them, and gets the same answer. Without a process
+group they have nothing to find. An empty list means that all is well.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+Named = Iterable[tuple[str, torch.Tensor]]
+
+
+def placement(model: nn.Module, batch: object = None) -> list[str]:
+    """What lies on another device than most of the model, or is not there at all.
+
+    Args:
+        model: any module.
+        batch: tensors in tuples, lists and dicts that the model is to be called with.
+    """
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    if not tensors:
+        return []
+    usual, _ = Counter(tensor.device for _, tensor in tensors).most_common(1)[0]
+    found = [f"{name} is on {tensor.device}, and most of the model on {usual}" for name, tensor in tensors
+             if tensor.device != usual]  # fmt: skip
+    found += [
+        f"{path} of the batch is on {tensor.device}, and the model on {usual}"
+        for path, tensor in _leaves(batch, "[]")
+        if tensor.device != usual
+    ]
+    if usual.type == "cpu" and torch.cuda.is_available():
+        found.append(f"the model is on the CPU, and there are {torch.cuda.device_count()} GPUs")
+    return found
+
+
+def unused(model: nn.Module) -> list[str]:
+    """Parameters that want a gradient and have none after a backward pass: DDP would wait for them for ever."""
+    return [
+        f"{name} was not used in the forward pass, or its result not in the loss"
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.grad is None
+    ]
+
+
+def gradients(model: nn.Module) -> list[str]:
+    """Parameters whose gradients differ between workers after a backward pass; collective.
+
+    Of sharded parameters every worker has another part; they are left out.
+    """
+    return _differing(
+        "gradient",
+        [(name, parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None],
+        [name for name, parameter in model.named_parameters() if parameter.requires_grad],
+    )
+
+
+def parameters(model: nn.Module) -> list[str]:
+    """Parameters and buffers that differ between workers; collective. Sharded ones are left out."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return _differing("value", tensors, [name for name, _ in tensors])
+
+
+def _differing(what: str, tensors: Named, all_names: list[str]) -> list[str]:
+    """Compare a checksum of each tensor over all workers; one that is missing counts as another value."""
+    if not dist.is_available() or not dist.is_initialized():
+        return []
+    sums = dict.fromkeys(all_names, -1)
+    for name, tensor in tensors:
+        sums[name] = 0 if hasattr(tensor, "to_local") else _checksum(tensor)
+    mine = torch.tensor(list(sums.values()), dtype=torch.int64)
+    if dist.get_backend() == "nccl":
+        mine = mine.cuda()
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    table = torch.stack(everyone).cpu()
+    found = []
+    for index, name in enumerate(sums):
+        column = table[:, index].tolist()
+        usual, _ = Counter(column).most_common(1)[0]
+        others = [rank for rank, value in enumerate(column) if value != usual]
+        if others:
+            missing = [rank for rank in range(len(column)) if column[rank] == -1]
+            detail = f"none on rank {_ranks(missing)}" if missing else f"rank {_ranks(others)} has another than most"
+            found.append(f"the {what} of {name} is not the same on all workers: {detail}")
+    return found
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy().data)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _leaves(tree: object, path: str) -> Iterable[tuple[str, torch.Tensor]]:
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _leaves(value, f"{path.removesuffix('[]')}[{key!r}]")
+    elif isinstance(tree, tuple | list):
+        for index, value in enumerate(tree):
+            yield from _leaves(value, f"{path.removesuffix('[]')}[{index}]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Communication:
+    """What the exchange of gradients costs."""
+
+    with_s: float
+    """A step's passes with exchange; median."""
+    without_s: float
+    """The same without."""
+
+    @property
+    def share(self) -> float:
+        """Of the time of the passes that is spent on exchange that computation does not hide."""
+        return max(0.0, 1 - self.without_s / self.with_s)
+
+    def describe(self) -> str:
+        """In words for people."""
+        return (
+            f"communication is {self.share:.0%} of a step's passes: {self.with_s * 1e3:.2f} ms with exchange of "
+            f"gradients, {self.without_s * 1e3:.2f} ms without"
+        )
+
+
+def communication(passes: Callable[[], object], module: nn.Module, *, pairs: int = 5) -> Communication:
+    """Measure a step's passes with and without exchange of gradients, in turn; collective.
+
+    Profilers show collectives that wait for a slow peer or hide behind computation as communication; what is saved by
+    leaving them out is what they cost.
+
+    Args:
+        passes: forward and backward passes of a step on `module`; gradients are left as they fall.
+        module: the model as DDP wraps it; anything without `no_sync` exchanges nothing.
+        pairs: how often to measure each; one more is done first and not counted.
+    """
+    no_sync: Callable[[], AbstractContextManager[None]] = getattr(module, "no_sync", nullcontext)
+    times_s: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(pairs + 1):
+        for exchange in (True, False):
+            _wait()
+            began_s = time.perf_counter()
+            with nullcontext() if exchange else no_sync():
+                passes()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if number:
+                times_s[exchange].append(time.perf_counter() - began_s)
+    return Communication(with_s=statistics.median(times_s[True]), without_s=statistics.median(times_s[False]))
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()

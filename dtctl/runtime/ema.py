@@ -1,0 +1,76 @@
+"""A moving average of the weights, which often evaluates better than the weights themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from dtctl.errors import SnapshotError
+from dtctl.runtime.config import EmaConfig
+from dtctl.runtime.snapshot.whole import like
+
+
+class Ema:
+    """The average of a model's parameters over the steps; buffers are those of the model.
+
+    Early on the decay is lower, (1 + n) / (10 + n) after n updates, so that the first weights are soon forgotten.
+    Source: tf.train.ExponentialMovingAverage, num_updates.
+    """
+
+    def __init__(self, model: nn.Module, config: EmaConfig) -> None:
+        self._names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self._weights = [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
+        self._average = [weight.clone() for weight in self._weights]
+        self._decay, self._every = config.decay, config.every
+
+    def update(self, step: int) -> None:
+        """Take in the weights after a step, if it is one that counts."""
+        if step % self._every:
+            return
+        updates = step // self._every
+        decay = min(self._decay, (1 + updates) / (10 + updates))
+        torch._foreach_lerp_(_local(self._average), _local(self._weights), 1 - decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The context in which the model has the averages for weights."""
+        own, average = _local(self._weights), _local(self._average)
+        kept = [weight.clone() for weight in own]
+        torch._foreach_copy_(own, average)
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(own, kept)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The averages by name of parameter; not copied."""
+        return dict(zip(self._names, self._average, strict=True))
+
+    def load(self, state: Mapping[str, torch.Tensor] | None, *, elsewhere: Collection[str] = ()) -> None:
+        """Put back what `state` returned. None, for a snapshot without averages: begin at the weights of now.
+
+        Args:
+            state: averages of the whole model.
+            elsewhere: names that belong to other workers.
+
+        Raises:
+            SnapshotError: the averages are of other parameters.
+        """
+        if state is None:
+            torch._foreach_copy_(_local(self._average), _local(self._weights))
+            return
+        if set(state) - set(elsewhere) != set(self._names):
+            raise SnapshotError(
+                "the averaged weights of the snapshot are of other parameters",
+                hint="resume with the model that the run began with, or without `train.ema`",
+            )
+        for name, average in zip(self._names, self._average, strict=True):
+            average.copy_(like(average, state[name]))
+
+
+def _local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Of sharded tensors each worker's own part."""
+    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]

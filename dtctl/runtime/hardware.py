@@ -1,0 +1,57 @@
+"""What GPUs can compute at most, which the use that a training makes of them is measured against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Dense peaks of one GPU, in units of 1e12 floating point operations per second."""
+
+    half: float
+    """bf16 and fp16 on tensor cores, without sparsity; of GPUs before 2020 fp16 alone."""
+    single: float
+    """fp32, without TF32."""
+    source: str
+
+
+_NVIDIA: Final = "https://www.nvidia.com/en-us/data-center/"
+_AMD: Final = "https://www.amd.com/en/products/accelerators/instinct/"
+
+# A name is looked for in the device's name; the first that is found counts, so longer ones come first. Data sheets
+# that give peaks with sparsity are halved.
+PEAKS: Final[dict[str, Peak]] = {
+    "B200": Peak(2250.0, 75.0, "https://www.nvidia.com/en-us/data-center/hgx/ (an eighth of HGX B200)"),
+    "GH200": Peak(989.4, 67.0, _NVIDIA + "grace-hopper-superchip/"),
+    "H200": Peak(989.4, 67.0, _NVIDIA + "h200/"),
+    "H100 NVL": Peak(835.0, 60.0, _NVIDIA + "h100/"),
+    "H100 PCIe": Peak(756.0, 51.0, _NVIDIA + "h100/"),
+    "H100": Peak(989.4, 67.0, _NVIDIA + "h100/"),
+    "A100": Peak(312.0, 19.5, _NVIDIA + "a100/"),
+    "A40": Peak(149.7, 37.4, _NVIDIA + "a40/"),
+    "A30": Peak(165.0, 10.3, _NVIDIA + "products/a30-gpu/"),
+    "L40S": Peak(362.0, 91.6, _NVIDIA + "l40s/"),
+    "L40": Peak(181.0, 90.5, _NVIDIA + "l40/"),
+    "L4": Peak(121.0, 30.3, _NVIDIA + "l4/"),
+    "V100": Peak(125.0, 15.7, _NVIDIA + "v100/ (SXM2)"),
+    "T4": Peak(65.0, 8.1, _NVIDIA + "tesla-t4/"),
+    "MI300X": Peak(1307.4, 163.4, _AMD + "mi300/mi300x.html"),
+    "MI250X": Peak(191.5, 23.9, _AMD + "mi200/mi250x.html (one of its two dies, which is one device)"),
+}
+
+
+def peak_flops(name: str, precision: str) -> float | None:
+    """Floating point operations per second that a device can do at most; None if it is not known.
+
+    Args:
+        name: of the device, as `torch.cuda.get_device_name` gives it.
+        precision: fp32, bf16 or fp16.
+    """
+    words = name.replace("-", " ").split()
+    for known, peak in PEAKS.items():
+        wanted = known.split()
+        if all(word in words for word in wanted):
+            return (peak.single if precision == "fp32" else peak.half) * 1e12
+    return None

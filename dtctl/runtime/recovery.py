@@ -1,0 +1,73 @@
+"""What the loop does when a step cannot be done as it was meant: smaller passes, another batch, back to a snapshot."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from dtctl.errors import WorkerFailed
+from dtctl.runtime import optim, resume
+from dtctl.runtime.config import Batch
+from dtctl.runtime.console import say
+from dtctl.runtime.oom import smaller
+from dtctl.runtime.order import Schedule
+from dtctl.runtime.precision import multiply
+from dtctl.runtime.weighing import correction
+
+if TYPE_CHECKING:
+    from dtctl.runtime.loop import Trainer
+
+
+def accumulate(trainer: Trainer) -> torch.Tensor:
+    """Gradients of one global batch, in smaller passes if a worker runs out of memory.
+
+    Returns:
+        This worker's share of the mean loss, not yet added up over workers.
+    """
+    while True:
+        # Two samples to stand in, since BatchNorm refuses one.
+        loss, short = trainer.memory.attempt(
+            trainer.passes,
+            lambda: trainer.backward(trainer.feed.single(trainer.schedule.stand_in.repeat(2)), math.nan, 2),
+        )
+        if loss is not None and not short:
+            break
+        use(trainer, smaller(trainer.batch))
+        if trainer.worker.is_first:
+            ranks = ", ".join(map(str, short))
+            say(f"out of memory on rank {ranks} in step {trainer.step + 1}: again with {trainer.batch.describe()}")
+    if trainer.weights:
+        factor = correction(
+            trainer.weights, trainer.schedule.samples(trainer.position), trainer.worker, copies=trainer.place.degrees.tp
+        )
+        multiply(trainer.gradients(), factor)
+        loss = loss * factor
+    return loss
+
+
+def use(trainer: Trainer, sizes: Batch) -> None:
+    """Go on from here with these sizes of a batch; by epochs the number of steps follows them."""
+    trainer.batch = sizes
+    if trainer.config.steps is not None:
+        trainer.end = trainer.position + (trainer.steps - trainer.step) * sizes.total
+    else:
+        trainer.steps = trainer.step - (trainer.position - trainer.end) // sizes.total
+        trainer.rate = optim.schedule(trainer.config, trainer.steps)
+    trainer.schedule = Schedule(trainer.order, sizes, rank=trainer.place.data, end=trainer.end)
+
+
+def go_back(trainer: Trainer) -> None:
+    """To the newest snapshot, and past the samples that were seen since: among them is what spoilt the gradient."""
+    step, position = trainer.step + 1, trainer.position + trainer.schedule.samples(trainer.position)
+    trainer.saver.wait()  # the newest may still be on its way
+    found = resume.find(trainer.folder, trainer.worker)
+    if found.path is None:
+        raise WorkerFailed(f"the gradient of step {step} is not finite, and there is no snapshot to go back to")
+    trainer.restore(found)
+    if trainer.worker.is_first:
+        skipped = position - trainer.position
+        say(f"the gradient of step {step} is not finite: back to step {trainer.step}, {skipped} samples are left out")
+    trainer.position = position
+    use(trainer, trainer.batch)

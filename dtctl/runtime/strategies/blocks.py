@@ -1,0 +1,61 @@
+"""Where a model repeats itself: the list of blocks by which it is sharded, compiled and cut into stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from dtctl.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """The repeated part of a model."""
+
+    name: str
+    """Of the list in the model; empty if the model itself is it."""
+    container: nn.ModuleList | nn.Sequential
+
+    def __len__(self) -> int:
+        return len(self.container)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The blocks in order."""
+        return list(self.container)
+
+
+def find(model: nn.Module, name: str | None = None) -> Blocks | None:
+    """The repeated blocks of a model.
+
+    Args:
+        model: any module.
+        name: of a ModuleList or Sequential in it (`train.blocks`). None: the ModuleList with the most parameters among
+            those of two or more modules, else such a Sequential.
+
+    Returns:
+        None if nothing was named and nothing repeats.
+
+    Raises:
+        PlanError: what was named is not there, or is no list of modules.
+    """
+    if name is not None:
+        found = dict(model.named_modules()).get(name)
+        if isinstance(found, nn.ModuleList | nn.Sequential):
+            return Blocks(name=name, container=found)
+        lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+        raise PlanError(
+            f"the model has no list of modules named {name}",
+            where="train.blocks",
+            hint=f"it has {', '.join(path or '(itself)' for path in lists)}" if lists else "it has none",
+        )
+    for kind in (nn.ModuleList, nn.Sequential):
+        several = [
+            Blocks(name=path, container=module)
+            for path, module in model.named_modules()
+            if isinstance(module, kind) and len(module) > 1
+        ]
+        if several:
+            return max(several, key=lambda blocks: sum(p.numel() for p in blocks.container.parameters()))
+    return None

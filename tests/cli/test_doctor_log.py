@@ -1,0 +1,64 @@
+"""`dtctl doctor --log` as people and programs call it, and what a failed launch says by itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DTCTL = [sys.executable, "-m", "dtctl"]
+
+
+def dtctl(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*DTCTL, *arguments], cwd=cwd, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_json_says_cause_culprit_and_evidence(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text("[rank1]: OSError: [Errno 28] No space left on device\n")
+    (tmp_path / "b.log").write_text("[rank0]: RuntimeError: [pair.cc:534] Connection closed by peer [10.0.0.2]:5\n")
+    done = dtctl("doctor", "--log", "a.log", "--log", "b.log", "--json", cwd=tmp_path)
+    assert done.returncode == 9, done.stderr
+    first, second = json.loads(done.stdout)["diagnoses"]
+    assert (first["id"], first["ranks"], first["primary"], first["confidence"]) == ("disk-full", [1], True, "high")
+    assert first["evidence"] == [
+        {"file": "a.log", "line": 1, "text": "[rank1]: OSError: [Errno 28] No space left on device"}
+    ]
+    assert {"cause", "nodes", "fix"} < set(first)
+    assert (second["id"], second["primary"]) == ("peer-closed", False)
+
+
+def test_several_paths_may_follow_one_option_and_a_folder_means_its_logs(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text("OSError: [Errno 28] No space left on device\n")
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "b.out").write_text("torch.OutOfMemoryError: CUDA out of memory.\n")
+    done = dtctl("doctor", "--log", "a.log", "more", "--json", cwd=tmp_path)
+    assert {diagnosis["id"] for diagnosis in json.loads(done.stdout)["diagnoses"]} == {"disk-full", "cuda-oom"}
+
+
+def test_unknown_text_is_called_unknown(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text("all is well\n")
+    done = dtctl("doctor", "--log", "a.log", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "nothing in these logs is known" in done.stdout
+
+
+@pytest.mark.parametrize("path", ["missing.log", "empty"])
+def test_a_path_without_logs_is_an_error_that_names_it(tmp_path: Path, path: str) -> None:
+    (tmp_path / "empty").mkdir()
+    done = dtctl("doctor", "--log", path, cwd=tmp_path)
+    assert done.returncode == 2
+    assert path in done.stderr
+
+
+def test_a_failed_launch_tells_the_cause_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("open('/dev/full', 'w').write('x' * 100000)\n")
+    (tmp_path / "dtctl.yaml").write_text(
+        f"cluster: {{transport: local, workdir: {tmp_path}/node}}\njob: {{script: train.py, kind: direct}}\n"
+    )
+    done = dtctl("launch", cwd=tmp_path)
+    assert done.returncode == 8, done.stderr
+    assert "cause: the disk of this node" in done.stderr
+    assert "fix: df -h" in done.stderr

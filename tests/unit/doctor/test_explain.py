@@ -1,0 +1,106 @@
+"""Logs of failed jobs: right cause, right rank, and no guess."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dtctl.doctor.explain import signatures
+from dtctl.doctor.explain.diagnose import Diagnosis, explain
+from dtctl.doctor.explain.lines import parse
+
+LOGS = Path(__file__).parent / "logs"
+QUOTED: list[dict[str, Any]] = yaml.safe_load((LOGS / "quoted.yaml").read_text())
+OWN: dict[str, dict[str, Any]] = yaml.safe_load((LOGS / "expected.yaml").read_text())
+
+
+def check(found: list[Diagnosis], expected: dict[str, Any]) -> None:
+    first = found[0]
+    said = f"{first.id} {first.cause}\nalso: {[other.id for other in found[1:]]}"
+    assert first.id == expected["id"], said
+    assert [diagnosis.primary for diagnosis in found] == [True] + [False] * (len(found) - 1)
+    if "ranks" in expected:
+        assert list(first.ranks) == expected["ranks"], said
+    if "nodes" in expected:
+        assert list(first.nodes) == expected["nodes"], said
+    if "confidence" in expected:
+        assert first.confidence == expected["confidence"], said
+    assert first.fix
+    assert "{" not in first.cause
+    assert first.evidence or first.id == "unknown"
+
+
+@pytest.mark.parametrize("case", QUOTED, ids=[case["name"] for case in QUOTED])
+def test_a_text_from_an_issue_is_explained(tmp_path: Path, case: dict[str, Any]) -> None:
+    (tmp_path / "job.log").write_text(case["text"])
+    check(explain([tmp_path / "job.log"]), case)
+
+
+@pytest.mark.parametrize("name", sorted(OWN))
+def test_a_real_run_of_torch_is_explained(name: str) -> None:
+    check(explain([LOGS / f"own-{name}.log"]), OWN[name])
+
+
+def test_every_kept_run_has_an_expectation() -> None:
+    assert {path.stem.removeprefix("own-") for path in LOGS.glob("own-*.log")} == set(OWN)
+
+
+def test_every_signature_is_found_in_its_own_example() -> None:
+    for signature in signatures.signatures():
+        line = parse(signature.example, file="", number=1, rank=None, node=None)
+        found = signatures.find(line.text)
+        assert found is not None, signature.id
+        assert found[0].id == signature.id
+
+
+def test_signatures_have_what_a_reader_needs_and_ids_are_unique() -> None:
+    every = signatures.signatures()
+    assert len({signature.id for signature in every}) == len(every) >= 67
+    for signature in every:
+        assert signature.source.startswith("https://"), signature.id
+        assert signature.cause, signature.id
+        assert signature.fix, signature.id
+
+
+@pytest.mark.parametrize(
+    ("raw", "rank", "node", "text"),
+    [
+        ("[rank3]: boom", 3, None, "boom"),
+        ("[node1:3] boom", 3, "node1", "boom"),
+        ("[node1:agent] boom", None, "node1", "boom"),
+        ("[1,13]<stderr>:boom", 13, None, "boom"),
+        ("7: boom", 7, None, "boom"),
+        ("[default5]:boom", 5, None, "boom"),
+        ("gpu-1: [rank2]: boom", 2, "gpu-1", "boom"),
+        ("[2026-04-22 21:34:20] n1:10:20 [0] NCCL WARN boom", None, "n1", "NCCL WARN boom"),
+        ("[rank0]:[E1206 18:44:12.7 ProcessGroupNCCL.cpp:607] [Rank 0] boom", 0, None, "boom"),
+        ("\x1b[31m 10%\r[rank1]: boom\x1b[0m", 1, None, "boom"),
+        ("ValueError: 3: not a rank", None, None, "ValueError: 3: not a rank"),
+    ],
+)
+def test_prefixes_of_launchers_are_taken_off_and_understood(
+    raw: str, rank: int | None, node: str | None, text: str
+) -> None:
+    line = parse(raw, file="f", number=1, rank=None, node=None)
+    assert (line.rank, line.node, line.text) == (rank, node, text)
+
+
+def test_of_two_causes_the_earlier_one_is_the_first_although_it_stands_later(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text("2026-01-05 10:00:09 OSError: [Errno 28] No space left on device\n")
+    (tmp_path / "b.log").write_text("2026-01-05 10:00:02 torch.OutOfMemoryError: CUDA out of memory. Tried\n")
+    assert [diagnosis.id for diagnosis in explain([tmp_path])] == ["cuda-oom", "disk-full"]
+
+
+def test_the_folder_of_a_run_tells_nodes_and_the_rank_that_died_without_a_word(tmp_path: Path) -> None:
+    nodes = [{"name": f"node{i + 1}", "address": f"10.0.0.{i + 1}", "first_rank": i, "slots": 1} for i in range(3)]
+    (tmp_path / "plan.json").write_text(json.dumps({"nodes": nodes}))
+    for rank in (0, 2):
+        folder = tmp_path / "logs" / f"node{rank + 1}"
+        folder.mkdir(parents=True)
+        (folder / f"rank-{rank}.log").write_text("RuntimeError: [pair.cc:534] Connection closed by peer [10.0.0.2]:5\n")
+    first = explain([tmp_path])[0]
+    assert (first.ranks, first.nodes, first.confidence) == ((1,), ("node2",), "medium")

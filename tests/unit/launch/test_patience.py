@@ -1,0 +1,54 @@
+"""When a failed gang is started again, and when it is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dtctl.launch.failure import Failure
+from dtctl.launch.patience import SAME_LIMIT, Patience
+
+FAILURE = Failure(node="a", rank=3, exit_code=1, signal=None, time=0.0, summary="ValueError: no")
+
+
+def test_the_first_failure_is_followed_at_once_and_the_next_ones_later() -> None:
+    patience = Patience()
+    other = replace(FAILURE, rank=4)
+    waits = [patience.judge(each, step=None, lasted_s=1).wait_s for each in (FAILURE, FAILURE, other, other)]
+    assert waits == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_what_fails_in_the_same_way_at_the_same_step_is_hopeless() -> None:
+    patience = Patience()
+    verdicts = [patience.judge(FAILURE, step=70, lasted_s=1) for _ in range(SAME_LIMIT)]
+    assert [verdict.hopeless is None for verdict in verdicts] == [True, True, False]
+    assert verdicts[-1].hopeless == "3 attempts have failed in the same way at step 70"
+
+
+def test_progress_gives_new_patience() -> None:
+    patience = Patience()
+    assert all(patience.judge(FAILURE, step=step, lasted_s=1).hopeless is None for step in range(20))
+    assert all(patience.judge(FAILURE, step=None, lasted_s=1000).hopeless is None for _ in range(20))
+
+
+def test_another_failure_is_not_the_same_one() -> None:
+    patience = Patience()
+    for index in range(20):
+        assert patience.judge(replace(FAILURE, summary=str(index)), step=5, lasted_s=1).hopeless is None
+
+
+def test_a_step_that_was_done_before_is_no_progress() -> None:
+    patience = Patience()
+    patience.judge(FAILURE, step=100, lasted_s=1)
+    verdicts = [patience.judge(FAILURE, step=60, lasted_s=1) for _ in range(SAME_LIMIT)]
+    assert verdicts[-1].hopeless is not None
+
+
+def test_who_was_killed_from_outside_is_started_again_at_once() -> None:
+    patience = Patience()
+    killed = replace(FAILURE, exit_code=137, signal=9)
+    lost = replace(FAILURE, exit_code=None, rank=None)
+    for failure in [killed] * 10 + [lost] * 10:
+        verdict = patience.judge(failure, step=5, lasted_s=1)
+        assert (verdict.wait_s, verdict.hopeless) == (0.0, None)
+    crashed = replace(FAILURE, exit_code=139, signal=11)
+    assert [patience.judge(crashed, step=5, lasted_s=1).hopeless is None for _ in range(3)] == [True, True, False]

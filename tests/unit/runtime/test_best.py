@@ -1,0 +1,57 @@
+"""The best evaluation: found, remembered over a resume, its snapshot kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dtctl.errors import PlanError
+from dtctl.runtime.best import Best
+from dtctl.runtime.config import BestConfig
+from dtctl.runtime.snapshot import layout
+from tests.unit.runtime.conftest import Make, points
+
+
+def scripted(values: list[float]) -> Callable[[nn.Module, Any], dict[str, torch.Tensor]]:
+    left = iter(values)
+    return lambda _, batch: {"loss": torch.full((len(batch[0]),), next(left))}
+
+
+def test_low_or_high_is_best_and_nan_never() -> None:
+    low, high = Best(BestConfig()), Best(BestConfig(metric="val_hits", mode="max"))
+    assert [low.take(step, {"val_loss": value}) for step, value in enumerate([math.nan, 3.0, 4.0, 2.0, 2.0])] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert (low.step, low.value) == (3, 2.0)
+    assert [high.take(step, {"val_hits": value}) for step, value in enumerate([-1.0, -2.0, 0.0])] == [True, False, True]
+    with pytest.raises(PlanError, match="no score val_loss"):
+        low.take(9, {"val_hits": 1.0})
+
+
+def test_its_snapshot_outlives_newer_ones_and_a_resume(make: Make, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"steps": 8, "eval_every": 2, "best": {}, "micro_batch": 4}
+    settings["snapshot"] = {"every_steps": 1, "keep": 2}
+    parts = {"validation": points(3)}
+    make(settings, **parts, score=scripted([3.0, 1.0, 2.0, 5.0])).run()
+    assert [step for step, _ in layout.listing(tmp_path / "snapshots")] == [8, 7, 4]
+    trainer = make({**settings, "steps": 14}, **parts, score=scripted([1.5, 0.5, 7.0]))
+    trainer.run()
+    assert trainer.best is not None
+    assert (trainer.best.step, trainer.best.value) == (12, 0.5)
+    assert [step for step, _ in layout.listing(tmp_path / "snapshots")] == [14, 13, 12]
+
+
+def test_a_best_step_is_kept_although_no_snapshot_was_due(make: Make, tmp_path: Path) -> None:
+    settings = {"steps": 9, "eval_every": 3, "best": {}, "snapshot": {"keep": 1}}
+    make(settings, validation=points(3), score=scripted([3.0, 1.0, 2.0])).run()
+    assert [step for step, _ in layout.listing(tmp_path / "snapshots")] == [9, 6]

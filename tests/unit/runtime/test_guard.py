@@ -1,0 +1,120 @@
+"""Gradients that are not finite: stop, skip, go back."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dtctl.errors import WorkerFailed
+from dtctl.runtime import Trainer, Worker
+from dtctl.runtime.guard import MAX_ROLLBACKS, MAX_SKIPPED, Guard
+from dtctl.runtime.precision import LossScale
+from dtctl.runtime.snapshot import layout, read
+from tests.unit.runtime.conftest import Make, squared
+
+GOOD, BAD = torch.tensor(1.0), torch.tensor(math.nan)
+
+
+def poisoned(*calls: int) -> Callable[[nn.Module, Any], torch.Tensor]:
+    count = 0
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        value = squared(model, batch)
+        return value * math.nan if count in calls else value
+
+    return loss
+
+
+def linear(**parts: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {"model": nn.Linear(8, 1), **parts}
+
+
+def finite(trainer: Trainer) -> bool:
+    return all(bool(parameter.isfinite().all()) for parameter in trainer.model.parameters())
+
+
+def test_an_overflow_that_the_scale_explains_is_skipped_and_is_no_case_for_the_policy(worker: Worker) -> None:
+    guard = Guard("stop", LossScale(4.0), worker)
+    assert [guard.judge(step, BAD) for step in (1, 2)] == ["skip", "skip"]
+    with pytest.raises(WorkerFailed, match="gradient of step 3 is not finite"):
+        guard.judge(3, BAD)
+
+
+def test_skipping_without_end_ends(worker: Worker) -> None:
+    guard = Guard("skip", None, worker)
+    assert guard.judge(1, BAD) == "skip"
+    assert guard.judge(2, GOOD) == "take"
+    for step in range(MAX_SKIPPED):
+        assert guard.judge(3 + step, BAD) == "skip"
+    with pytest.raises(WorkerFailed, match="100 steps in a row"):
+        guard.judge(200, BAD)
+    assert guard.skipped == MAX_SKIPPED + 2
+
+
+def test_going_back_helps_or_ends(worker: Worker) -> None:
+    guard = Guard("rollback", None, worker)
+    for _ in range(MAX_ROLLBACKS):
+        assert guard.judge(10, BAD) == "rollback"
+        assert guard.judge(8, GOOD) == "take"
+    assert guard.judge(11, GOOD) == "take"
+    for _ in range(MAX_ROLLBACKS):
+        assert guard.judge(12, BAD) == "rollback"
+    with pytest.raises(WorkerFailed, match="after going back 3 times"):
+        guard.judge(9, BAD)
+
+
+def test_stop_leaves_no_spoilt_snapshot(make: Make, tmp_path: Path) -> None:
+    settings = {"snapshot": {"every_steps": 2, "keep": 9}, "log_every": 100}
+    with pytest.raises(WorkerFailed, match="gradient of step 6 is not finite"):
+        make(settings, **linear(loss=poisoned(5))).run()
+    assert [step for step, _ in layout.listing(tmp_path / "snapshots")] == [4, 2]
+
+
+def test_skip_leaves_weights_and_moments_as_they_were(make: Make) -> None:
+    ends = []
+    for folder, calls in (("a", ()), ("b", (3, 4))):
+        settings = {"on_nan": "skip", "steps": 2 + len(calls), "schedule": "constant", "snapshot": {"dir": folder}}
+        trainer = make(settings, **linear(loss=poisoned(*calls)))
+        trainer.run()
+        ends.append(trainer.model.state_dict())
+        assert trainer.guard.skipped == len(calls)
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_going_back_leaves_samples_out_and_lines_stand_once(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"on_nan": "rollback", "log_every": 1, "snapshot": {"every_steps": 4}}
+    trainer = make(settings, **linear(loss=poisoned(7)))
+    trainer.run()
+    assert finite(trainer)
+    assert (trainer.step, trainer.position) == (12, 15 * 4)
+    assert "the gradient of step 7 is not finite: back to step 4, 12 samples are left out" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    good, _ = read.newest_good(tmp_path / "snapshots")
+    assert good is not None
+    assert good.manifest is not None
+    assert good.manifest.facts["position"] == 60
+
+
+def test_by_epochs_samples_left_out_are_not_made_up_for(make: Make) -> None:
+    settings = {"on_nan": "rollback", "steps": None, "epochs": 1, "snapshot": {"every_steps": 4}}
+    trainer = make(settings, **linear(loss=poisoned(7)))
+    trainer.run()
+    assert (trainer.step, trainer.position) == (10, 50)
+
+
+def test_without_a_snapshot_there_is_no_way_back(make: Make) -> None:
+    with pytest.raises(WorkerFailed, match="no snapshot to go back to"):
+        make({"on_nan": "rollback"}, **linear(loss=poisoned(1))).run()

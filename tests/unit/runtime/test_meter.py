@@ -1,0 +1,95 @@
+"""What is measured: spreads, stragglers, memory, use of hardware."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dtctl.runtime import Worker, hardware, meter
+from dtctl.runtime.hardware import peak_flops
+from tests.unit.runtime.conftest import Make
+
+
+def test_the_spread_is_of_the_window() -> None:
+    times = meter.StepTimes()
+    for milliseconds in range(1, 101):
+        times.pause(-milliseconds / 1000)  # as if so much time had passed
+        times.own(0.5)
+        times.step()
+    spread, own_s = times.take()
+    assert spread["step_p50_s"] == pytest.approx(0.050, abs=2e-3)
+    assert spread["step_p95_s"] == pytest.approx(0.095, abs=2e-3)
+    assert spread["step_max_s"] == pytest.approx(0.100, abs=5e-3)
+    assert own_s == 0.5
+    assert times.take() == ({}, 0.0)
+
+
+def test_pauses_are_left_out() -> None:
+    times = meter.StepTimes()
+    began_s = time.perf_counter()
+    while time.perf_counter() - began_s < 0.02:
+        pass
+    times.pause(time.perf_counter() - began_s)
+    times.step()
+    assert times.take()[0]["step_max_s"] < 0.01
+
+
+def test_the_slowest_is_named() -> None:
+    assert meter.stragglers(torch.tensor([0.1])) == {}
+    found = meter.stragglers(torch.tensor([0.1, 0.5, 0.2], dtype=torch.float64))
+    assert found == {"slowest_rank": 1, "slowest_own_s": 0.5, "median_own_s": 0.2}
+
+
+def test_memory_is_that_of_the_process() -> None:
+    before = meter.memory(torch.device("cpu"))
+    assert 0.05 < before["rss_gib"] <= before["rss_peak_gib"] * 1.01
+    held = torch.ones(64 << 20, dtype=torch.uint8)
+    after = meter.memory(torch.device("cpu"))
+    assert after["rss_gib"] - before["rss_gib"] == pytest.approx(len(held) / (1 << 30), abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4e12),
+        ("NVIDIA H100 PCIe", "bf16", 756e12),
+        ("NVIDIA H200", "fp32", 67e12),
+        ("NVIDIA GH200 480GB", "fp16", 989.4e12),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
+        ("Tesla V100-SXM2-16GB", "fp16", 125e12),
+        ("Tesla T4", "fp32", 8.1e12),
+        ("NVIDIA L40S", "bf16", 362e12),
+        ("NVIDIA L4", "bf16", 121e12),
+        ("NVIDIA GeForce GTX 1080", "fp32", None),
+    ],
+)
+def test_peaks_are_found_by_name(name: str, precision: str, peak: float | None) -> None:
+    assert peak_flops(name, precision) == peak
+
+
+def test_every_peak_has_a_source_and_half_is_faster() -> None:
+    for name, peak in hardware.PEAKS.items():
+        assert peak.source.startswith("https://"), name
+        assert peak.half > 1.9 * peak.single, name
+
+
+def test_use_is_known_where_peak_and_work_are(worker: Worker) -> None:
+    assert meter.Use(worker, "bf16", 1e9).of(10.0) == {}
+    model = nn.Linear(9, 10)
+    assert meter.flops_per_sample(model, None) is None
+    assert meter.flops_per_sample(model, 7) == 6 * 7 * 100
+    model.flops_per_sample = 5  # type: ignore[assignment]
+    assert meter.flops_per_sample(model, 7) == 5.0
+
+
+def test_lines_have_what_was_measured(make: Make, tmp_path: Path) -> None:
+    make().run()
+    (*_, row) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert 0 < row["step_p50_s"] <= row["step_p95_s"] <= row["step_max_s"]
+    assert row["rss_gib"] > 0
+    assert "slowest_rank" not in row
