@@ -40,6 +40,10 @@ class SnapshotConfig:
     """How many snapshots are kept."""
     replicas: int = field(default=0, metadata={"at_least": 0})
     """Copies of each node's part on other nodes."""
+    when_busy: Literal["wait", "skip"] = "wait"
+    """What a save does that is due while another one is still being written."""
+    max_failed_saves: int = field(default=3, metadata={"at_least": 1})
+    """Saves that may fail one after another before training does. One that fails at the end always counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from dtctl.runtime import blocks, data, optim, pipelined, randomness, recovery, 
 from dtctl.runtime.agreement import Agreement
 from dtctl.runtime.best import Best
 from dtctl.runtime.config import DEFAULT_SNAPSHOT_S, TrainConfig, batch, length
-from dtctl.runtime.console import say
+from dtctl.runtime.console import complain, say
 from dtctl.runtime.ema import Ema
 from dtctl.runtime.equality import fingerprint, require_equal
 from dtctl.runtime.evaluation import Score, evaluate
@@ -40,7 +40,8 @@ from dtctl.runtime.precision import LossScale, autocast, multiply
 from dtctl.runtime.profile import Profiler, measure_communication
 from dtctl.runtime.reading import Reader
 from dtctl.runtime.report import Report
-from dtctl.runtime.snapshot import state, write
+from dtctl.runtime.snapshot import state
+from dtctl.runtime.snapshot.saver import Saver
 from dtctl.runtime.snapshot.whole import gathered, gathered_optimizer
 from dtctl.runtime.stop import Outcome, StopRequest
 from dtctl.runtime.strategies import choose
@@ -126,6 +127,13 @@ class Trainer:
         if config.snapshot.replicas:
             raise SpecError("replicas of snapshots are not available in this version", where="train.snapshot.replicas")
         self.folder = Path(config.snapshot.dir or os.environ.get(names.SNAPSHOT_DIR) or "snapshots").expanduser()
+        self.saver = Saver(
+            self.folder,
+            keep=config.snapshot.keep,
+            when_busy=config.snapshot.when_busy,
+            max_failed=config.snapshot.max_failed_saves,
+            complain=complain,
+        )
         self.every_s = config.snapshot.every_s
         if self.every_s is None and config.snapshot.every_steps is None:
             self.every_s = DEFAULT_SNAPSHOT_S
@@ -146,7 +154,8 @@ class Trainer:
         config, first, outcome = self.config, self.worker.is_first, Outcome.FINISHED
         agreement, report = Agreement(self.worker, step=self.step), self.report
         listening = StopRequest().listening()
-        with listening as asked, self.profiler.listening(), self.feed.running(), report.open(self.step, self.steps):
+        reporting, saving = report.open(self.step, self.steps), self.saver
+        with listening as asked, self.profiler.listening(), self.feed.running(), reporting, saving:
             while self.step < self.steps:
                 last = self.step + 1 == self.steps
                 evaluated = self.validation is not None and (last or _due(self.step + 1, config.eval_every))
@@ -175,7 +184,7 @@ class Trainer:
                 best = bool(scores) and self.best is not None and self.best.take(self.step, scores)
                 decision = agreement.after(self.step, stop=asked.signal is not None, save=first and self._is_time())
                 if last or best or decision.stop or decision.save or _due(self.step, config.snapshot.every_steps):
-                    self.save()
+                    self.save(needed=last or best or decision.stop)
                 if decision.stop and not last:
                     outcome = Outcome.STOPPED
                     break
@@ -283,8 +292,12 @@ class Trainer:
         self.report.pause(time.perf_counter() - began_s)
         return {f"val_{name}": value for name, value in found.items()}
 
-    def save(self) -> None:
-        """Write a snapshot of this step; collective over all workers, of which rank 0 writes."""
+    def save(self, *, needed: bool = True) -> None:
+        """Begin a snapshot of this step; collective over all workers, of which rank 0 writes, beside training.
+
+        Args:
+            needed: whether it must not be skipped, should another one be under way.
+        """
         began_s = time.perf_counter()
         if not self.guard.always:
             self.guard.judge(self.step, self._norm())
@@ -303,8 +316,8 @@ class Trainer:
                 "best": self.best and self.best.state(),
                 "loss_scale": self.loss_scale and self.loss_scale.state(),
             }
-            keep, best = self.config.snapshot.keep, self.best.step if self.best else None
-            write.save(self.folder, self.step, parts, facts=facts, keep=keep, best=best)
+            best = self.best.step if self.best else None
+            self.saver.save(self.step, parts, facts=facts, best=best, needed=needed)
         self.report.pause(time.perf_counter() - began_s)
         self.saved_s = time.monotonic()
 

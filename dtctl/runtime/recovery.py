@@ -61,6 +61,7 @@ def use(trainer: Trainer, sizes: Batch) -> None:
 def go_back(trainer: Trainer) -> None:
     """To the newest snapshot, and past the samples that were seen since: among them is what spoilt the gradient."""
     step, position = trainer.step + 1, trainer.position + trainer.schedule.samples(trainer.position)
+    trainer.saver.wait()  # the newest may still be on its way
     found = resume.find(trainer.folder, trainer.worker)
     if found.path is None:
         raise WorkerFailed(f"the gradient of step {step} is not finite, and there is no snapshot to go back to")

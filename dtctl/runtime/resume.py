@@ -72,12 +72,13 @@ def _look(folder: Path) -> dict[str, Any]:
     """Rank 0's part of `find`; errors are values here, so that the others hear of them instead of waiting."""
     answer: dict[str, Any] = {"error": None, "where": str(folder), "hint": None}
     answer |= {"path": None, "step": 0, "facts": {}, "parts": {}, "rejected": []}
+    contents: dict[str, memoryview] = {}
     try:
-        good, bad = read.newest_good(folder)
+        good, bad = read.newest_good(folder, contents)
         answer["rejected"] = [f"{verdict.path.name} is {verdict.status}: {'; '.join(verdict.bad)}" for verdict in bad]
         if good is not None and good.manifest is not None:
             answer |= {"path": str(good.path), "step": good.step, "facts": dict(good.manifest.facts)}
-            answer["parts"] = read.load(good)
+            answer["parts"] = read.parts(contents)
     except DtctlError as exc:
         answer |= {"error": exc.message, "where": exc.where, "hint": exc.hint}
     except OSError as exc:

@@ -87,6 +87,10 @@ class Snapshot(Section):
     """How many snapshots are kept."""
     replicas: CountOrZero = 0
     """Copies of each node's part on other nodes."""
+    when_busy: Literal["wait", "skip"] = "wait"
+    """What a save does that is due while another one is still being written."""
+    max_failed_saves: Count = 3
+    """Saves that may fail one after another before training does."""
 
 
 class Ema(Section):

@@ -33,7 +33,7 @@ def test_the_commands() -> None:
     assert {command.name for command in app.registered_commands if not command.hidden} == {
         "init", "validate", "launch", "runs", "status", "logs", "watch", "stop", "doctor",
     }  # fmt: skip
-    assert {group.name for group in app.registered_groups} == {"sandbox"}
+    assert {group.name for group in app.registered_groups} == {"sandbox", "snapshot"}
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,10 @@ def test_the_commands() -> None:
         ("validate", "--set --schema --json"),
         ("logs", "-f --node --rank"),
         ("sandbox up", "--nodes --name --json"),
+        ("snapshot", "ls verify show digest prune export"),
+        ("snapshot verify", "--json"),
+        ("snapshot prune", "--keep --every-h --dry-run --json"),
+        ("snapshot export", "--out --part --json"),
         ("doctor", "--log --json"),
     ],
 )

@@ -129,7 +129,7 @@ def test_a_killed_run_ends_with_the_bits_of_one_left_alone(
     newest = (int(hurt.split(":")[1]) - 1) // 2 // 4 * 4
     assert snapshots[0][0] == newest
     if damage:
-        path = snapshots[0][1] / "optimizer.pt"
+        path = snapshots[0][1] / "optimizer.safetensors"
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
@@ -137,7 +137,9 @@ def test_a_killed_run_ends_with_the_bits_of_one_left_alone(
     resumed = launch(tmp_path / "killed", workers)
     assert resumed.code == 0, resumed.output
     if damage:
-        assert f"snapshot passed over: step-{newest:08d} is corrupt: optimizer.pt does not have" in resumed.output
+        assert (
+            f"snapshot passed over: step-{newest:08d} is corrupt: optimizer.safetensors does not have" in resumed.output
+        )
         newest -= 4
     assert f"resumed at step {newest} of 20: exact" in resumed.output
     assert resumed.digest == straight.digest

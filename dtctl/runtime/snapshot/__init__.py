@@ -6,10 +6,10 @@
 A folder per step, made elsewhere and renamed into place, so that it is there whole or not at all:
 
     step-00000100/
-        model.pt, optimizer.pt, random.pt     one file per part: tensors in plain containers (torch.save)
+        model.safetensors, optimizer.safetensors, random.safetensors    one file per part (packing.py)
         manifest.json                         step, facts of the loop, size and digest of every file
         COMMIT                                written last: the digest of manifest.json
 
-Nothing is unpickled: parts are read with `weights_only`, and only after their digest was found right. No format of
-torch notices a flipped byte by itself.
+Nothing is pickled, and nothing is used before its digest was found right: no format of torch notices a flipped byte by
+itself. `saver.Saver` does the same beside training, which stops for a copy only.
 """

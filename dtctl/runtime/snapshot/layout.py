@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import mmap
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,13 +14,14 @@ from typing import Any, Final, Protocol
 
 from dtctl.errors import SnapshotError
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 MANIFEST: Final = "manifest.json"
 COMMIT: Final = "COMMIT"
-PART_SUFFIX: Final = ".pt"
+PART_SUFFIX: Final = ".safetensors"
 DRAFT_SUFFIX: Final = ".draft"
 """Of folders that a writer has not renamed into place (yet, or ever); they begin with a dot."""
-CHUNK_BYTES: Final = 1 << 20
+CHUNK_BYTES: Final = 1 << 18
+"""What is hashed and written, or read and hashed, at a time: it stays in the cache between the two."""
 
 _FOLDER = re.compile(r"step-(\d{8,})\Z")
 
@@ -127,14 +130,41 @@ def hasher(name: str) -> Hasher:
     return blake3()
 
 
-def file_digest(path: Path, name: str) -> str:
-    """The digest of a file's bytes."""
+def file_digest(path: Path, name: str, contents: memoryview | None = None) -> str:
+    """The digest of a file's bytes.
+
+    Args:
+        path: the file.
+        name: of the hash.
+        contents: as large as the file, whose bytes it has afterwards. None: they are not wanted.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     state = hasher(name)
-    buffer = memoryview(bytearray(CHUNK_BYTES))
+    chunk = memoryview(bytearray(CHUNK_BYTES)) if contents is None else contents[:CHUNK_BYTES]
+    place = 0
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            state.update(buffer[:count])
+        while count := file.readinto(chunk):
+            state.update(chunk[:count])
+            if contents is not None:
+                place += count
+                chunk = contents[place : place + CHUNK_BYTES]
     return state.hexdigest()
+
+
+def memory(size_bytes: int) -> memoryview:
+    """Zeroed memory for a file's bytes, in huge pages where the system has them.
+
+    Touching fresh memory 4 KiB at a time takes twice as long as reading a file that is in the cache.
+    """
+    if size_bytes == 0:
+        return memoryview(bytearray())
+    found = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # not on this kernel
+            found.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(found)
 
 
 def commit_record(manifest: bytes, name: str) -> bytes:

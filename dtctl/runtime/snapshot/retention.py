@@ -11,9 +11,9 @@ from dtctl.runtime.snapshot import layout
 def prune(folder: Path, *, newest: int, keep: int, best: int | None = None) -> list[Path]:
     """Remove snapshots that are no longer kept, right after that of step `newest` was committed.
 
-    Kept are `newest`, whose files were read back when it was written, and the whole ones before it, up to `keep` in
-    all; one that lacks files does not count. Those of later steps are of a future that this run did not resume from,
-    because they were found bad. So the only good snapshot is never removed. That of step `best` is kept on top.
+    Kept are `newest`, which the disk has confirmed, and the whole ones before it, up to `keep` in all; one that lacks
+    files does not count. Those of later steps are of a future that this run did not resume from, because they were
+    found bad. So the only good snapshot is never removed. That of step `best` is kept on top.
 
     Returns:
         What was removed.

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot import layout, retention
+from dtctl.runtime.snapshot.durable import sync_folder
+from dtctl.runtime.snapshot.staging import Staged, StagedFile, Staging
 
 
 def save(
@@ -28,7 +28,7 @@ def save(
     Args:
         folder: of all snapshots of the run; made if needed.
         step: optimizer steps done.
-        parts: name -> tensors in plain dicts and lists; one file each.
+        parts: name -> tensors and JSON's values in dicts and lists; one file each.
         facts: JSON that the loop wants back.
         keep: how many snapshots to keep, this one included.
         best: step whose snapshot is kept on top of them.
@@ -39,47 +39,64 @@ def save(
     Raises:
         SnapshotError: the disk is full or cannot be written; older snapshots are untouched.
     """
+    return write(folder, step, Staging().take(parts), facts=facts, keep=keep, best=best)
+
+
+def write(
+    folder: Path, step: int, staged: Staged, *, facts: Mapping[str, Any], keep: int, best: int | None = None
+) -> Path:
+    """As `save`, of a state that was copied before; may run in another thread."""
     target = layout.folder_of(folder, step)
     draft = folder / f".{target.name}.{os.getpid()}{layout.DRAFT_SUFFIX}"
     try:
         draft.mkdir(parents=True)
-        _fill(draft, step, parts, facts)
+        staged.wait()
+        name = layout.default_hash()
+        entries = {f"{file.name}{layout.PART_SUFFIX}": _write_part(draft, file, name) for file in staged.files}
+        _write_record(draft, layout.Manifest(step=step, hash=name, facts=facts, files=entries))
         _publish(draft, target)
-    except (OSError, RuntimeError) as exc:  # torch's writer reports a full disk as RuntimeError
+    except OSError as exc:
         shutil.rmtree(draft, ignore_errors=True)
         raise SnapshotError(
             f"the snapshot of step {step} cannot be written: {exc}",
             where=str(folder),
             hint="free space, or set `train.snapshot.dir`; older snapshots are untouched",
         ) from exc
+    except SnapshotError:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
     retention.prune(folder, newest=step, keep=keep, best=best)
     return target
 
 
-def _fill(draft: Path, step: int, parts: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    name = layout.default_hash()
-    entries = {}
-    for part, tree in parts.items():
-        path = draft / f"{part}{layout.PART_SUFFIX}"
-        with path.open("wb") as file:
-            torch.save(tree, file)
-            _sync(file.fileno(), file.flush)
-        # Read back rather than hashed on the way: what is vouched for is what the file holds.
-        digest = layout.file_digest(path, name)
-        entries[path.name] = layout.FileEntry(size_bytes=path.stat().st_size, digest=digest)
-    manifest = layout.Manifest(step=step, hash=name, facts=facts, files=entries).to_bytes()
-    for path, text in (
-        (draft / layout.MANIFEST, manifest),
-        (draft / layout.COMMIT, layout.commit_record(manifest, name)),
+def _write_part(draft: Path, file: StagedFile, name: str) -> layout.FileEntry:
+    """Write and hash in one pass: a byte that the disk gets wrong is noticed by whoever reads it."""
+    header = file.outline.header()
+    data = file.data.numpy().data
+    state = layout.hasher(name)
+    with (draft / f"{file.name}{layout.PART_SUFFIX}").open("wb", buffering=0) as out:
+        chunks = (data[begin : begin + layout.CHUNK_BYTES] for begin in range(0, len(data), layout.CHUNK_BYTES))
+        for chunk in (memoryview(header), *chunks):
+            state.update(chunk)
+            _write_all(out, chunk)
+        os.fsync(out.fileno())
+    return layout.FileEntry(size_bytes=len(header) + len(data), digest=state.hexdigest())
+
+
+def _write_all(out: Any, chunk: memoryview) -> None:
+    while chunk:
+        chunk = chunk[out.write(chunk) :]
+
+
+def _write_record(draft: Path, manifest: layout.Manifest) -> None:
+    text = manifest.to_bytes()
+    for path, content in (
+        (draft / layout.MANIFEST, text),
+        (draft / layout.COMMIT, layout.commit_record(text, manifest.hash)),
     ):
-        with path.open("wb") as file:
-            file.write(text)
-            _sync(file.fileno(), file.flush)
-
-
-def _sync(descriptor: int, flush: Any) -> None:
-    flush()
-    os.fsync(descriptor)
+        with path.open("wb", buffering=0) as out:
+            _write_all(out, memoryview(content))
+            os.fsync(out.fileno())
 
 
 def _publish(draft: Path, target: Path) -> None:
@@ -93,12 +110,3 @@ def _publish(draft: Path, target: Path) -> None:
     else:
         draft.rename(target)
     sync_folder(target.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

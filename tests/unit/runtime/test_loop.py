@@ -128,13 +128,13 @@ def test_a_damaged_snapshot_gives_way(make: Make, tmp_path: Path, capsys: pytest
     settings = {"snapshot": {"every_steps": 5, "keep": 5}}
     straight = make(settings)
     straight.run()
-    path = tmp_path / "snapshots" / "step-00000012" / "model.pt"
+    path = tmp_path / "snapshots" / "step-00000012" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100] + b"x" * 100)
     capsys.readouterr()
     resumed = make(settings)
     resumed.run()
     out = capsys.readouterr().out
-    assert "passed over: step-00000012 is corrupt: model.pt does not have the digest" in out
+    assert "passed over: step-00000012 is corrupt: model.safetensors does not have the digest" in out
     assert "resumed at step 10 of 12: exact" in out
     assert digest(resumed) == digest(straight)
     assert read.verify(path.parent).status == "ok"

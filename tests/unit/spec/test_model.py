@@ -96,7 +96,7 @@ train:
   wandb: w
   mlflow: m
   timeout_s: 1
-  snapshot: {dir: d, every_steps: 1, every_s: 1, keep: 1, replicas: 0}
+  snapshot: {dir: d, every_steps: 1, every_s: 1, keep: 1, replicas: 0, when_busy: skip, max_failed_saves: 1}
   model: {any: [thing]}
   data: {any: {thing: ~}}
 slurm: {partition: p, account: a, time: "1-12:00:00", qos: q, gres: "gpu:8", extra: {constraint: h100}}

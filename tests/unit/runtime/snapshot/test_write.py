@@ -25,7 +25,7 @@ def test_nothing_but_snapshots_is_left(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "snapshots"
     path = write.save(folder, 7, PARTS, facts={"a": [1, None, 0.1]}, keep=1)
     assert names(folder) == ["step-00000007"] == [path.name]
-    assert names(path) == ["COMMIT", "manifest.json", "model.pt"]
+    assert names(path) == ["COMMIT", "manifest.json", "model.safetensors"]
 
 
 def test_the_same_step_again_replaces(tmp_path: Path) -> None:

@@ -1,0 +1,138 @@
+"""Who notices a damaged file: one flipped bit, a cut end, a missing file, at random places.
+
+    python benchmarks/damage.py                 100 places of each kind; half a minute
+
+Every program saves the same state, and loads it again after each damage. "Noticed" is an error, "harmless" the right
+values all the same, "SILENT" other values without a word. Peers that are not installed are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import random
+import shutil
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from launch import RESULTS
+
+from dtctl.runtime.snapshot import read, write
+
+State = dict[str, torch.Tensor]
+Program = tuple[Callable[[State, Path], object], Callable[[State, Path], State]]
+
+
+def state() -> State:
+    """A small state; most of its bytes are numbers, as in any."""
+    generator = torch.Generator().manual_seed(0)
+    return {f"layer.{index}": torch.randn(64, 64, generator=generator) for index in range(8)}
+
+
+def _load_ours(_: State, folder: Path) -> State:
+    good, rejected = read.newest_good(folder)
+    if good is None or rejected:
+        raise ValueError(f"passed over: {rejected}")
+    loaded: State = read.load(good)["model"]
+    return loaded
+
+
+def _load_dcp(like: State, folder: Path) -> State:
+    targets = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
+    dcp.load(targets, checkpoint_id=folder / "dcp", no_dist=True)
+    return targets
+
+
+def programs() -> dict[str, Program]:
+    """Name -> how it saves and loads."""
+    found: dict[str, Program] = {
+        "dtctl": (lambda state, folder: write.save(folder, 1, {"model": state}, facts={}, keep=1), _load_ours),
+        "torch.load": (
+            lambda state, folder: torch.save(state, folder / "state.pt"),
+            lambda _, folder: torch.load(folder / "state.pt", weights_only=True),
+        ),
+        "dcp.load": (lambda state, folder: dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True), _load_dcp),
+    }
+    try:
+        from safetensors.torch import load_file, save_file
+    except ImportError:
+        return found
+    return found | {
+        "safetensors": (
+            lambda state, folder: save_file(state, folder / "state.safetensors"),
+            lambda _, folder: load_file(folder / "state.safetensors"),
+        )
+    }
+
+
+def hurt(kind: str, folder: Path, source: random.Random) -> None:
+    """Damage one file below a folder; each byte is as likely as any other, each file for `delete`."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    weights = [1 if kind == "delete" else path.stat().st_size for path in files]
+    (path,) = source.choices(files, weights)
+    if kind == "delete":
+        path.unlink()
+        return
+    whole = bytearray(path.read_bytes())
+    place = source.randrange(len(whole))
+    if kind == "truncate":
+        del whole[place:]
+    else:
+        whole[place] ^= 1 << source.randrange(8)
+    path.write_bytes(whole)
+
+
+def outcome(program: Program, expected: State, folder: Path) -> str:
+    """What came of a load."""
+    try:
+        loaded = program[1](expected, folder)
+    except (Exception, dcp.CheckpointException):  # noqa: BLE001  # any error is a notice
+        return "noticed"
+    same = loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in expected)
+    return "harmless" if same else "SILENT"
+
+
+def main() -> None:
+    """Damage, count, print, keep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--places", type=int, default=100)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.disable()  # DCP tells of each of its attempts at length
+    expected, kept = state(), {}
+    print(f"{'':14}{'flip':>34}{'truncate':>34}{'delete':>34}")
+    for name, program in programs().items():
+        source, row = random.Random(7), {}
+        with tempfile.TemporaryDirectory() as temporary:
+            whole = Path(temporary, "whole")
+            whole.mkdir()
+            program[0](expected, whole)
+            for kind in ("flip", "truncate", "delete"):
+                counts: Counter[str] = Counter()
+                for _ in range(options.places):
+                    copy = Path(temporary, "copy")
+                    shutil.copytree(whole, copy)
+                    hurt(kind, copy, source)
+                    counts[outcome(program, expected, copy)] += 1
+                    shutil.rmtree(copy)
+                row[kind] = dict(counts)
+        kept[name] = row
+        cells = [", ".join(f"{what} {count}" for what, count in sorted(row[kind].items())) for kind in row]
+        print(f"{name:14}" + "".join(f"{cell:>34}" for cell in cells), flush=True)
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"damage-{time.strftime('%Y%m%d-%H%M')}.json"
+    path.write_text(
+        json.dumps({"torch": torch.__version__, "places": options.places, "programs": kept}, indent=1) + "\n"
+    )
+    print(f"kept in {path.name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""What a snapshot costs training and how long it takes, beside a bare copy, torch.save and torch's own checkpoints.
+
+    python benchmarks/snapshot.py              128 MiB and 1 GiB; a minute or two on an idle machine
+    python benchmarks/snapshot.py --mib 128    one size
+
+All of them take the same state (a GPT's tensors with AdamW's moments) in turn, A B C A B C, in one process with one
+thread, so that a slow moment of the machine hits all alike. Nobody is measured while another one still writes. Times
+are medians. Refuses to measure on a machine that is busy with something else. Results are kept in benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from launch import RESULTS, wait_for_quiet
+
+from dtctl.runtime.snapshot import read
+from dtctl.runtime.snapshot.saver import Saver
+
+MIB = 1 << 20
+WIDTH = 512
+BARS = (
+    ("stall", "dtctl", "bare copy", 1.25),
+    ("stall", "dtctl", "dcp.async_save", 0.75),
+    ("whole", "dtctl", "torch.save + fsync", 1.3),
+    ("load", "dtctl", "dcp.load", 1.0),
+)
+
+
+def state(size_bytes: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Weights and two moments of as many blocks of a GPT as make up the size."""
+    shapes = {"qkv": (3 * WIDTH, WIDTH), "out": (WIDTH, WIDTH), "up": (4 * WIDTH, WIDTH), "down": (WIDTH, 4 * WIDTH)}
+    shapes |= {f"{name}.bias": (shape[0],) for name, shape in list(shapes.items())} | {"norm": (WIDTH,)}
+    numbers = sum(torch.Size(shape).numel() for shape in shapes.values())
+    blocks = max(1, round(size_bytes / (numbers * 4 * 3)))
+    names = [(f"blocks.{block}.{name}", shape) for block in range(blocks) for name, shape in shapes.items()]
+    generator = torch.Generator().manual_seed(0)
+    return {
+        part: {name: torch.randn(shape, generator=generator) for name, shape in names}
+        for part in ("model", "exp_avg", "exp_avg_sq")
+    }
+
+
+def flat(parts: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """One level of names."""
+    return {f"{part}.{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Seconds that an action takes."""
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+class Round:
+    """One size: its state, and what is measured with it."""
+
+    def __init__(self, size_bytes: int, folder: Path) -> None:
+        self.parts = state(size_bytes)
+        self.flat = flat(self.parts)
+        self.folder = folder
+        self.copies = [torch.empty_like(tensor) for tensor in self.flat.values()]
+        self.saver = Saver(folder / "dtctl", keep=1, complain=lambda error: print(error.message))
+        self.step = 0
+        self.times: dict[str, dict[str, list[float]]] = {"stall": {}, "whole": {}, "load": {}}
+
+    def note(self, what: str, who: str, seconds: float) -> None:
+        """Keep one figure."""
+        self.times[what].setdefault(who, []).append(seconds)
+
+    def saves(self) -> None:
+        """Each once."""
+        sources = list(self.flat.values())
+        self.note("stall", "bare copy", timed(lambda: torch._foreach_copy_(self.copies, sources)))
+        self.step += 1
+        began = time.perf_counter()
+        self.saver.save(self.step, self.parts, facts={})
+        self.note("stall", "dtctl", time.perf_counter() - began)
+        self.saver.finish()
+        self.note("whole", "dtctl", time.perf_counter() - began)
+        began = time.perf_counter()
+        shutil.rmtree(self.folder / "async", ignore_errors=True)
+        began = time.perf_counter()
+        future = dcp.async_save(self.flat, checkpoint_id=self.folder / "async", no_dist=True)
+        self.note("stall", "dcp.async_save", time.perf_counter() - began)
+        future.result()
+        self.note("whole", "dcp.async_save", time.perf_counter() - began)
+        self.note("whole", "torch.save + fsync", timed(self._torch_save))
+
+    def _torch_save(self) -> None:
+        with (self.folder / "state.pt").open("wb") as file:
+            torch.save(self.parts, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def loads(self) -> None:
+        """Each once, into tensors that are there; ours with every digest compared."""
+        targets = {name: torch.empty_like(tensor) for name, tensor in self.flat.items()}
+
+        def ours() -> None:
+            contents: dict[str, memoryview] = {}
+            found, _ = read.newest_good(self.folder / "dtctl", contents)
+            assert found is not None
+            for name, tensor in flat(read.parts(contents)).items():
+                targets[name].copy_(tensor)
+
+        def torchs() -> None:
+            loaded = torch.load(self.folder / "state.pt", weights_only=True)
+            for name, tensor in flat(loaded).items():
+                targets[name].copy_(tensor)
+
+        self.note("load", "dtctl", timed(ours))
+        self.note(
+            "load", "dcp.load", timed(lambda: dcp.load(targets, checkpoint_id=self.folder / "async", no_dist=True))
+        )
+        self.note("load", "torch.load", timed(torchs))
+        assert all(torch.equal(targets[name], tensor) for name, tensor in self.flat.items())
+
+
+def memory_mib() -> int:
+    """The most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+def measure(mib: int, repetitions: int, folder: Path) -> dict[str, object]:
+    """All figures of one size, printed as well."""
+    found = Round(mib * MIB, folder)
+    found.saves()  # memory is touched for the first time, modules are imported
+    found.loads()
+    found.times = {what: {} for what in found.times}
+    for _ in range(repetitions):
+        found.saves()
+        found.loads()
+    print(f"\n{mib} MiB, {len(found.flat)} tensors, median of {repetitions}")
+    medians = {
+        what: {who: statistics.median(times) for who, times in by_program.items()}
+        for what, by_program in found.times.items()
+    }
+    for what, by_program in medians.items():
+        for who, median in sorted(by_program.items(), key=lambda item: item[1]):
+            print(f"  {what:6} {who:20} {1000 * median:9.1f} ms")
+    bars = {}
+    for what, ours, theirs, bar in BARS:
+        ratio = medians[what][ours] / medians[what][theirs]
+        bars[f"{what}: {ours} / {theirs}"] = {"ratio": round(ratio, 3), "bar": bar, "met": ratio <= bar}
+        print(f"  {what}: {ratio:.2f} of {theirs}, bar {bar}: {'met' if ratio <= bar else 'MISSED'}")
+    return {"tensors": len(found.flat), "seconds": found.times, "bars": bars, "max_rss_mib": memory_mib()}
+
+
+def main() -> None:
+    """Measure, print, keep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, action="append", help="size of the state; several are allowed")
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--folder", type=Path, default=Path.home(), help="on the disk that is meant")
+    parser.add_argument("--busy", action="store_true", help="measure on a busy machine too; the result says so")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", module="torch.distributed")
+    torch.set_num_threads(1)
+    if not options.busy:
+        wait_for_quiet()
+    kept: dict[str, object] = {
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "torch": torch.__version__,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "busy": options.busy,
+    }
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix=".dtctl-bench-") as temporary:
+        for mib in options.mib or [128, 1024]:
+            kept[f"{mib} MiB"] = measure(mib, options.repetitions, Path(temporary))
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"snapshot-{time.strftime('%Y%m%d-%H%M')}.json"
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+    print(f"\nkept in {path.name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""`dtctl snapshot`: look at a run's snapshots, where they lie."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dtctl.cli import output
+from dtctl.errors import DtctlError, LaunchError, SnapshotError
+
+if TYPE_CHECKING:
+    from dtctl.launch.snapshots import RunSnapshots
+
+app = typer.Typer(help="Look at snapshots: of a folder, or of a run on its nodes.", no_args_is_help=True)
+
+Place = Annotated[
+    str | None,
+    typer.Argument(metavar="[DIR|RUN]", help="A folder, or a run.  [default: the newest run]", show_default=False),
+]
+Json = Annotated[bool, typer.Option("--json", help="JSON on standard output.")]
+
+
+@app.command("ls")
+def ls(place: Place = None, json_: Json = False) -> int:
+    """List snapshots; nothing is verified."""
+    answer, silent = _all("ls", place, [])
+    rows = _merged(answer)
+    if json_:
+        output.emit_json({"snapshots": rows})
+    else:
+        cells = [
+            [str(row["step"]), "yes" if row["committed"] else "no", f"{row['size_bytes'] / 2**20:.1f}", _where(row)]
+            for row in rows
+        ]
+        output.table(cells, header=["STEP", "COMMITTED", "MIB", "PATH"])
+    return _code(silent)
+
+
+@app.command("verify")
+def verify(place: Place = None, json_: Json = False) -> int:
+    """Read every byte of every snapshot and compare digests; exit code 10 if one is damaged."""
+    answers, silent = _all("verify", place, [])
+    rows = _merged(answers)
+    good = [row["path"] for row in rows if row["status"] == "ok"]
+    newest = good[0] if good else None
+    if json_:
+        output.emit_json({"snapshots": rows, "newest_good": newest})
+    else:
+        for row in rows:
+            colour = "green" if row["status"] == "ok" else "red"
+            output.out(f"{row['status']}: {_where(row)}", colour)
+            for phrase in row["bad"]:
+                output.out(f"  {phrase}")
+        output.out(f"newest good: {newest or 'none'}")
+    damaged = len(good) < len(rows) or not rows
+    return SnapshotError.exit_code if damaged else _code(silent)
+
+
+@app.command("show")
+def show(place: Place = None, json_: Json = False) -> int:
+    """Show what the newest good snapshot consists of, and what it was made with."""
+    answer = _newest("show", place, [])
+    if json_:
+        output.emit_json(answer)
+        return 0
+    output.out(f"step {answer['step']}: {_where(answer)}", "bold")
+    for key, value in answer["facts"].get("circumstances", {}).items():
+        output.out(f"  {key}: {value}")
+    rows = [[name, str(file["size_bytes"]), file["digest"]] for name, file in answer["files"].items()]
+    output.table(rows, header=["FILE", "BYTES", answer["hash"].upper()])
+    tensors = [[name, found["dtype"], str(found["shape"])] for name, found in answer["tensors"].items()]
+    output.table(tensors, header=["TENSOR", "DTYPE", "SHAPE"])
+    return 0
+
+
+@app.command("digest")
+def digest(place: Place = None, json_: Json = False) -> int:
+    """Print the digest of the newest good snapshot's model and optimizer; the same whatever the number of ranks."""
+    answer = _newest("digest", place, [])
+    if json_:
+        output.emit_json({"step": answer["step"], "digest": answer["digest"]})
+    else:
+        output.out(f"{answer['digest']}  step {answer['step']}")
+    return 0
+
+
+@app.command("prune")
+def prune(
+    place: Place = None,
+    keep: Annotated[int, typer.Option(min=1, help="How many of the newest good ones stay.")] = 1,
+    every_h: Annotated[float | None, typer.Option(help="Of older ones, those so many hours apart stay too.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    json_: Json = False,
+) -> int:
+    """Remove old and damaged snapshots; while no good one is left, nothing goes."""
+    options = ["--keep", str(keep)]
+    options += ["--every-h", str(every_h)] if every_h is not None else []
+    options += ["--dry-run"] if dry_run else []
+    answers, silent = _all("prune", place, options)
+    found = [{"kept": answer["kept"], "removed": answer["removed"], **_node(node)} for node, answer in answers.items()]
+    if json_:
+        output.emit_json({"places": found, "dry_run": dry_run})
+    else:
+        for one in found:
+            for path in one["removed"]:
+                output.out(f"{'would remove' if dry_run else 'removed'} {path}")
+            output.out(f"kept {len(one['kept'])}")
+    return _code(silent)
+
+
+@app.command("export")
+def export(
+    place: Place = None,
+    out: Annotated[Path, typer.Option("-o", "--out", help="File to write.")] = Path("model.safetensors"),
+    part: Annotated[str, typer.Option(help="Which part: model, optimizer, ema ...")] = "model",
+    json_: Json = False,
+) -> int:
+    """Write the weights of the newest good snapshot as a safetensors file."""
+    from dtctl.launch import snapshots
+
+    if snapshots.is_folder(place):
+        answer = _newest("export", place, ["--part", part, "--out", str(out)])
+    else:
+        found = _of_run(place)
+        best = _newest("digest", place, [], found)
+        answer = {**best, **_fetch(found, str(best["node"]), part, out), "out": str(out)}
+    answer.pop("digest", None)
+    if json_:
+        output.emit_json(answer)
+    else:
+        output.out(f"{answer['out']}: {part} of step {answer['step']}, {answer['size_bytes'] / 2**20:.1f} MiB")
+    return 0
+
+
+def _fetch(found: RunSnapshots, node: str, part: str, out: Path) -> dict[str, Any]:
+    from dtctl.launch import snapshots
+
+    draft = out.with_name(f".{out.name}.{os.getpid()}.draft")
+    try:
+        with draft.open("wb") as stream:
+            told = found.fetch(node, ["--part", part], stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        if "error" in told.answer:
+            raise snapshots.error_of(told)
+        if draft.stat().st_size != told.answer["size_bytes"]:
+            raise SnapshotError("the export did not arrive whole", where=f"node {node}", hint="try again")
+        draft.replace(out)
+    except OSError as exc:
+        raise SnapshotError(f"the export cannot be written: {exc}", where=str(out)) from exc
+    finally:
+        draft.unlink(missing_ok=True)
+    return dict(told.answer)
+
+
+Answers = dict[str | None, Mapping[str, Any]]
+
+
+def _of_run(place: str | None) -> RunSnapshots:
+    from dtctl.launch.record import find_run
+    from dtctl.launch.snapshots import RunSnapshots
+
+    try:
+        return RunSnapshots(find_run(Path.cwd(), place))
+    except LaunchError as exc:
+        if place is None or "there is no run" not in exc.message:
+            raise
+        raise SnapshotError(f"{place} is neither a folder nor a run", where=exc.where, hint=exc.hint) from exc
+
+
+def _all(
+    verb: str, place: str | None, options: Sequence[str], run: RunSnapshots | None = None
+) -> tuple[Answers, list[DtctlError]]:
+    """The answers by node (None: this machine), and the errors of nodes that could not be asked.
+
+    Raises:
+        DtctlError: nobody has an answer.
+    """
+    from dtctl.launch import snapshots
+
+    if run is None and snapshots.is_folder(place):
+        told = snapshots.here([verb, str(place), *options])
+        if "error" in told.answer:
+            raise snapshots.error_of(told)
+        return {None: told.answer}, []
+    found = (run or _of_run(place)).ask(verb, options)
+    silent = [told for told in found.values() if isinstance(told, DtctlError)]
+    answers: Answers = {}
+    empty: list[DtctlError] = []
+    for node, word in found.items():
+        if isinstance(word, DtctlError):
+            continue
+        if "error" in word.answer:  # a node without snapshots is in order: in many runs only the first has them
+            empty.append(snapshots.error_of(word))
+        else:
+            answers[node] = word.answer
+    if not answers:
+        raise (silent or empty)[0]
+    for error in silent:
+        output.error(error)
+    return answers, silent
+
+
+def _newest(verb: str, place: str | None, options: Sequence[str], run: RunSnapshots | None = None) -> dict[str, Any]:
+    """The answer with the newest good snapshot; says which newer ones were passed over."""
+    answers, _ = _all(verb, place, options, run)
+    node, answer = max(answers.items(), key=lambda item: item[1]["step"])
+    for reason in answer["rejected"]:
+        output.err(f"passed over: {reason}", "yellow")
+    return {**answer, **_node(node)}
+
+
+def _merged(answers: Answers) -> list[dict[str, Any]]:
+    rows = [{**row, **_node(node)} for node, answer in answers.items() for row in answer["snapshots"]]
+    return sorted(rows, key=lambda row: -int(row["step"]))
+
+
+def _node(node: str | None) -> dict[str, str]:
+    return {} if node is None else {"node": node}
+
+
+def _where(row: Mapping[str, Any]) -> str:
+    return f"{row['node']}:{row['path']}" if "node" in row else str(row["path"])
+
+
+def _code(silent: Sequence[DtctlError]) -> int:
+    return silent[0].exit_code if silent else 0

@@ -1,0 +1,160 @@
+"""Snapshots looked at where they lie: `python -m dtctl.runtime.snapshot` here, or on the nodes of a run."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from dtctl import shell
+from dtctl.errors import DtctlError, LaunchError, NodeError, SnapshotError
+from dtctl.launch.assemble import cluster_of_run, spec_of_run
+from dtctl.launch.record import RunRecord
+from dtctl.transport.base import Stream, Target, Transport
+from dtctl.transport.fanout import fan_out
+
+MODULE = "dtctl.runtime.snapshot"
+END_S = 10.0
+"""How long a command may take to end after its last word."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What the module answered."""
+
+    code: int
+    answer: Mapping[str, Any]
+
+
+def here(words: Sequence[str]) -> Told:
+    """Run it on this machine, in a process of its own.
+
+    Raises:
+        LaunchError: it ended without an answer.
+    """
+    done = subprocess.run([sys.executable, "-m", MODULE, *words], capture_output=True, text=True, check=False)
+    return _told(done.returncode, done.stdout, done.stderr, where="this machine")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    target: Target
+    command: str
+    """Shell text up to the arguments of the module."""
+    folder: str
+
+
+class RunSnapshots:
+    """The folders of one run's snapshots, one on each of its nodes."""
+
+    def __init__(self, record: RunRecord) -> None:
+        """Find the nodes; none is called yet.
+
+        Raises:
+            LaunchError: the run was never started.
+            SpecError: the copy of its spec is gone or broken.
+        """
+        plan = record.plan()
+        if not plan:
+            raise LaunchError(f"run {record.run} was never started", where=str(record.folder))
+        cluster, spec = cluster_of_run(record), spec_of_run(record)
+        self._make_transport = cluster.make_transport
+        own = spec.train.snapshot.dir if spec.train and spec.train.snapshot else None
+        code = record.code_folders()
+        self._places = {}
+        for node in plan["nodes"]:
+            name = node["name"]
+            run_dir = posixpath.join(node["workdir"], "runs", record.run)
+            if name in cluster.targets:
+                self._places[name] = _Place(
+                    target=cluster.targets[name],
+                    command=_beginning(node, code.get(name, "")),
+                    folder=own or posixpath.join(run_dir, "snapshots"),
+                )
+
+    def ask(
+        self, verb: str, options: Sequence[str], nodes: Sequence[str] | None = None
+    ) -> dict[str, Told | DtctlError]:
+        """Run it on all nodes at once, or on some: node -> its answer, or why it has none."""
+        transport = self._make_transport()
+        chosen = {name: place for name, place in self._places.items() if nodes is None or name in nodes}
+        return fan_out(chosen, partial(_ask, transport=transport, verb=verb, options=options))
+
+    def fetch(self, node: str, options: Sequence[str], out: IO[bytes]) -> Told:
+        """Bring what an export writes.
+
+        Raises:
+            TransportError: the node, or the way to it, fails.
+            SnapshotError: there is nothing good to export.
+        """
+        place = self._places[node]
+        connection = self._make_transport().connect(place.target)
+        try:
+            stream = _open(connection.open, place, "export", [*options, "--out", "-"])
+            while data := stream.read(1 << 18):
+                out.write(data)
+            code = stream.exit_status(END_S)
+            return _told(code, stream.read_stderr().decode(errors="replace"), "", where=f"node {node}")
+        finally:
+            connection.close()
+
+
+def _ask(place: _Place, *, transport: Transport, verb: str, options: Sequence[str]) -> Told:
+    connection = transport.connect(place.target)
+    try:
+        stream = _open(connection.open, place, verb, options)
+        said = bytearray()
+        while data := stream.read(1 << 16):
+            said += data
+        code = stream.exit_status(END_S)
+        errors = stream.read_stderr().decode(errors="replace")
+        return _told(code, said.decode(errors="replace"), errors, where=place.target.name)
+    finally:
+        connection.close()
+
+
+def _open(start: Any, place: _Place, verb: str, options: Sequence[str]) -> Stream:
+    stream: Stream = start(shell.join(["bash", "-c", f"{place.command} {shell.join([verb, place.folder, *options])}"]))
+    stream.close_stdin()
+    return stream
+
+
+def _beginning(node: Mapping[str, Any], code: str) -> str:
+    """The job's own way to its Python: its folder, its set-up, whose chatter is kept from the answer."""
+    python = node["python"] or "python3"
+    paths = [variable["value"] for variable in node["env"] if variable["name"] == "PYTHONPATH"]
+    lines = ["exec 3>&1 1>&2"]
+    lines += [f"cd {shell.quote(code)} || true"] if code else []
+    lines += [f"export PYTHONPATH={shell.quote(path)}" for path in paths]
+    return "\n".join([*lines, *node["setup"], f"exec {shell.join([python, '-m', MODULE])} 1>&3"])
+
+
+def _told(code: int | None, text: str, errors: str, *, where: str) -> Told:
+    lines = text.strip().splitlines()
+    try:
+        answer = json.loads(lines[-1])
+    except (IndexError, ValueError):
+        reason = (errors.strip().splitlines() or lines or [f"status {code}"])[-1]
+        raise NodeError(
+            f"snapshots cannot be looked at: {reason}",
+            node=where,
+            hint="the job's Python needs dtctl and blake3 (`pip install dtctl[train]`)",
+        ) from None
+    return Told(code=code or 0, answer=answer)
+
+
+def error_of(told: Told) -> DtctlError:
+    """The error that an answer stands for."""
+    answer = told.answer
+    return SnapshotError(answer["error"], where=answer.get("where"), hint=answer.get("hint"))
+
+
+def is_folder(place: str | None) -> bool:
+    """Whether a command's argument is a folder rather than a run's name."""
+    return place is not None and Path(place).expanduser().is_dir()

@@ -1,0 +1,64 @@
+"""`python -m dtctl.runtime.snapshot VERB PLACE`: one JSON object on standard output, exit code 10 on damage.
+
+`dtctl snapshot` runs it where the snapshots lie, and says the same to people.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from dtctl.errors import DtctlError, SnapshotError
+from dtctl.runtime.snapshot import commands
+
+
+def main(argv: list[str]) -> int:
+    """Run one command. Returns the exit code."""
+    options = _options(argv)
+    place = Path(options.place).expanduser()
+    try:
+        answer = _answer(options, place)
+    except DtctlError as exc:
+        answer = {"error": exc.message, "where": exc.where, "hint": exc.hint}
+        code = exc.exit_code
+    else:
+        damaged = any(row.get("status", "ok") != "ok" for row in answer.get("snapshots", []))
+        code = SnapshotError.exit_code if damaged else 0
+    # An export to standard output has that for itself.
+    stream = sys.stderr if getattr(options, "out", None) == "-" else sys.stdout
+    stream.write(json.dumps(answer) + "\n")
+    stream.flush()
+    return code
+
+
+def _answer(options: argparse.Namespace, place: Path) -> dict[str, Any]:
+    if options.verb == "prune":
+        return commands.prune(place, keep=options.keep, every_h=options.every_h, dry_run=options.dry_run)
+    if options.verb == "export":
+        out = sys.stdout.buffer if options.out == "-" else Path(options.out)
+        return commands.export(place, part=options.part, out=out)
+    simple = {"ls": commands.ls, "verify": commands.verify, "show": commands.show, "digest": commands.digest}
+    return simple[options.verb](place)
+
+
+def _options(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m dtctl.runtime.snapshot")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for verb in ("ls", "verify", "show", "digest", "prune", "export"):
+        sub = verbs.add_parser(verb)
+        sub.add_argument("place")
+        if verb == "prune":
+            sub.add_argument("--keep", type=int, required=True)
+            sub.add_argument("--every-h", type=float)
+            sub.add_argument("--dry-run", action="store_true")
+        if verb == "export":
+            sub.add_argument("--part", default="model")
+            sub.add_argument("--out", required=True)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,130 @@
+"""Snapshots beside training: it stops for a copy; digests, writing and waiting for the disk happen in a thread.
+
+The thread holds the interpreter's lock for microseconds at a time: hashing, writing and fsync let go of it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from dtctl.errors import DtctlError, SnapshotError
+from dtctl.runtime.snapshot import write
+from dtctl.runtime.snapshot.staging import Staged, Staging
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Saver:
+    """Writes the snapshots of a training one at a time, with one copy of the state in memory.
+
+    Attributes:
+        failed: saves that failed since the last one that did not.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int = 2,
+        when_busy: Literal["wait", "skip"] = "wait",
+        max_failed: int = 3,
+        complain: Callable[[DtctlError], None],
+    ) -> None:
+        """Nothing is written or allocated yet.
+
+        Args:
+            folder: of all snapshots of the run; made if needed.
+            keep: how many snapshots to keep.
+            when_busy: what a save does that comes while one is under way.
+            max_failed: consecutive saves that may fail before `save` raises.
+            complain: told of each failure at once, from the writing thread.
+        """
+        self._folder, self._keep, self._when_busy, self._max_failed = folder, keep, when_busy, max_failed
+        self._complain = complain
+        self._staging = Staging()
+        self._thread: threading.Thread | None = None
+        self._error: DtctlError | None = None
+        self.failed = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a snapshot is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(
+        self,
+        step: int,
+        parts: Mapping[str, Any],
+        *,
+        facts: Mapping[str, Any],
+        best: int | None = None,
+        needed: bool = False,
+    ) -> bool:
+        """Copy the state and have it written.
+
+        Args:
+            step: optimizer steps done.
+            parts: name -> tensors and JSON's values in dicts and lists; one file each.
+            facts: JSON that the loop wants back.
+            best: step whose snapshot is kept on top of the newest.
+            needed: never skip it.
+
+        Returns:
+            False if it was skipped, since another one is under way.
+
+        Raises:
+            SnapshotError: `max_failed` saves failed one after another, or the state has what snapshots do not keep.
+        """
+        if self._when_busy == "skip" and self.busy and not needed:
+            return False
+        self.wait()
+        if self._error is not None and self.failed >= self._max_failed:
+            raise self._error
+        staged = self._staging.take(parts)
+        # No daemon: should the process end with an error, what was begun is finished.
+        now = json.loads(json.dumps(facts))  # who gave them may change them
+        self._thread = threading.Thread(target=self._write, args=(step, staged, now, best), name="snapshot")
+        self._thread.start()
+        return True
+
+    def finish(self) -> None:
+        """Wait until the last snapshot is durable.
+
+        Raises:
+            SnapshotError: it could not be written.
+        """
+        self.wait()
+        if self._error is not None:
+            raise self._error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """`finish`; after an error, what was begun is written all the same, and that error is the one that counts."""
+        if kind is None:
+            self.finish()
+        else:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when nothing is being written, whether it was written well or not."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write(self, step: int, staged: Staged, facts: Mapping[str, Any], best: int | None) -> None:
+        try:
+            write.write(self._folder, step, staged, facts=facts, keep=self._keep, best=best)
+        except Exception as exc:  # noqa: BLE001  # whatever it is, training must learn of it
+            wrapped = SnapshotError(f"the snapshot of step {step} cannot be written: {exc!r}", where=str(self._folder))
+            self._error = exc if isinstance(exc, DtctlError) else wrapped
+            self.failed += 1
+            self._complain(self._error)
+        else:
+            self._error, self.failed = None, 0
