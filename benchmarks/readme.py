@@ -43,7 +43,7 @@ def launch() -> str:
     return (
         f"Fresh processes in turn, medians, {kept['date']}, all nodes on one machine of {kept['versions']['cores']} "
         f"cores ([{kept['file']}]({kept['file']})). dtctl's times hold imports, connections, the push of the code, "
-        "the start and the count of what is left. "
+        "the start and the count of what is left; the others only connect and run `true`. "
         f"The launcher takes {kept['client CPU ms per node']} ms of CPU time per node; "
         f"`dtctl --help` takes {kept['dtctl --help']['median_s']:.2f} s.\n\n"
         "| what | program | median | times dtctl's |\n|---|---|--:|--:|\n" + "\n".join(rows)
