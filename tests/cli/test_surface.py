@@ -44,7 +44,7 @@ def test_the_commands() -> None:
         ("validate", "--set --schema --json"),
         ("logs", "-f --node --rank"),
         ("sandbox up", "--nodes --name --json"),
-        ("doctor", "--log --json"),
+        ("doctor", "--log --quick --json"),
     ],
 )
 def test_the_options(tmp_path: Path, arguments: str, options: str) -> None:
