@@ -45,7 +45,7 @@ def examine(spec: Spec, cluster: Cluster, *, quick: bool, progress: Progress) ->
     fixed = spec.network.rendezvous_port
     port = fixed if isinstance(fixed, int) else None
     candidates = rendezvous.port_candidates("doctor", 0, port)[:3]
-    wanted = [_wanted(spec, one, cluster) for one in cluster.nodes]
+    wanted = [wanted_of(spec, one, cluster) for one in cluster.nodes]
     seen = observe(
         wanted,
         cluster.make_transport(),
@@ -83,7 +83,8 @@ def _of_nodes(well: list[Seen], spec: Spec, slots: dict[str, int]) -> list[Findi
     ]
 
 
-def _wanted(spec: Spec, one: NodeSpec, cluster: Cluster) -> Wanted:
+def wanted_of(spec: Spec, one: NodeSpec, cluster: Cluster) -> Wanted:
+    """What to ask about a node of the spec."""
     data = (spec.train.data if spec.train is not None else None) or {}
     root = spec.job.files.root
     # Relative ones may lie in the code that a launch brings; only absolute ones have to be there now.

@@ -182,7 +182,7 @@ def _examine(nodes: Sequence[_Node], *, rendezvous: Sequence[int], data_ports: i
     connect_s = max(node.wanted.target.connect_timeout_s for node in nodes)
     progress(f"asking {len(nodes)} nodes")
     _all(nodes, lambda node: node.begin(message), limit_s=connect_s + ANSWER_LIMIT_S, doing="asking for facts")
-    if sum(node.seen.error is None for node in nodes) < 2:
+    if sum(node.seen.error is None for node in nodes) < 2 or not (rendezvous or data_ports):
         return
     token = secrets.token_hex(8)
 

@@ -33,7 +33,7 @@ def test_the_commands() -> None:
     assert {command.name for command in app.registered_commands if not command.hidden} == {
         "init", "validate", "launch", "runs", "status", "logs", "watch", "stop", "doctor",
     }  # fmt: skip
-    assert {group.name for group in app.registered_groups} == {"sandbox"}
+    assert {group.name for group in app.registered_groups} == {"sandbox", "nccl"}
 
 
 @pytest.mark.parametrize(

@@ -429,3 +429,18 @@ def test_people_see_the_pair_and_the_fix(sandbox: Sandbox, project: Any) -> None
     assert "DROP" in done.out
     assert "primary cause: data-ports" in done.out
     assert "fix: on node3: let TCP" in done.out
+
+
+def test_nccl_env_derives_the_interface_of_each_node_from_its_route(sandbox: Sandbox, project: Any) -> None:
+    examine(project, {"job.env": {"NCCL_DEBUG": "WARN"}})
+    done = project.run("nccl", "env", "--json")
+    assert done.code == 0, done.err
+    nodes = json.loads(done.out)["nodes"]
+    assert [node["node"] for node in nodes] == ["node1", "node2", "node3"]
+    for node in nodes:
+        assert node["profile"] == "ethernet"
+        assert {one["name"]: one["value"] for one in node["set"]} == {
+            "NCCL_SOCKET_IFNAME": "=eth0",
+            "GLOO_SOCKET_IFNAME": "eth0",
+        }
+        assert {"name": "NCCL_DEBUG", "value": "WARN", "origin": "the spec"} in node["now"]
