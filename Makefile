@@ -21,13 +21,13 @@ demo: $(BIN)/.ready  ## Train a small GPT on 3 virtual hosts, kill a worker, wat
 
 test: $(BIN)/.ready check  ## Everything that CI runs.
 	$(BIN)/python -m pytest tests/unit tests/golden tests/cli -q -n auto --dist loadfile
-	$(BIN)/python -m pytest tests/integration -q --durations=15
+	$(BIN)/python -m pytest tests/integration tests/fault -q --durations=15
 
 unit: $(BIN)/.ready  ## The tests that need no network, in under a minute.
 	$(BIN)/python -m pytest tests/unit tests/golden tests/cli -q -n auto --dist loadfile
 
 integration: $(BIN)/.ready  ## The tests on virtual hosts.
-	$(BIN)/python -m pytest tests/integration -q --durations=15
+	$(BIN)/python -m pytest tests/integration tests/fault -q --durations=15
 
 check: $(BIN)/.ready  ## Style, types, layers, documentation.
 	$(BIN)/ruff check .

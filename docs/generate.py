@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages to those on disk."""
     pages = {"commands": commands(), "spec": spec(), "errors": errors(), "benchmarks": benchmarks()}
+    pages |= {"variables": variables(), "signatures": signatures()}
     for name, text in pages.items():
         files.append(File.generated(config, f"reference/{name}.md", content=text))
     return files
@@ -105,6 +106,39 @@ def errors() -> str:
         "# Errors and exit codes\n\nAn error is three lines: the fact, the place, and what to do next. Its class "
         f"decides the exit code.\n\n{head}\n\n```text\n{drawn}\n```\n"
     )
+
+
+def variables() -> str:
+    """Every variable of NCCL, torch and gloo that dtctl knows."""
+    from dtctl.nccl.catalogue import catalogue
+
+    parts = [
+        "# Variables of NCCL, torch and gloo\n\n`dtctl nccl explain NAME` says the same, `dtctl nccl env` which ones "
+        "your nodes need, and `dtctl doctor` finds those that differ, are misspelt, dead or dangerous.\n",
+        "| variable | meaning | default | since | danger, or what to use instead |\n|---|---|---|---|---|",
+    ]
+    parts += [
+        f"| `{one.name}` | {_cell(one.meaning)} | {_cell(one.default)} | {one.since} | "
+        f"{_cell(one.danger or one.instead)} |"
+        for one in catalogue().values()
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def signatures() -> str:
+    """Every text of a failed job that dtctl knows."""
+    from dtctl.doctor.explain.signatures import signatures as known
+
+    parts = [
+        "# What failed jobs print\n\n`dtctl doctor --log PATH...` looks for these and tells cause from consequence.\n"
+    ]
+    for one in known():
+        rerun = f" This text alone cannot tell the cause; run {_cell(one.ambiguous)}." if one.ambiguous else ""
+        parts.append(
+            f"## {one.id}\n\n```text\n{one.example.strip()}\n```\n\n{_cell(one.cause)}.{rerun}\n\n"
+            f"**Fix:** {_cell(one.fix)}. [Source]({one.source})\n"
+        )
+    return "\n".join(parts)
 
 
 def benchmarks() -> str:

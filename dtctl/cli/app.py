@@ -49,7 +49,21 @@ def split_rest(arguments: list[str]) -> tuple[list[str], list[str] | None]:
 
 
 def _register() -> None:
-    from dtctl.cli import doctor, init, launch, logs, runs, sandbox, snapshot, status, stop, take_up, validate, watch
+    from dtctl.cli import (
+        doctor,
+        init,
+        launch,
+        logs,
+        nccl,
+        runs,
+        sandbox,
+        snapshot,
+        status,
+        stop,
+        take_up,
+        validate,
+        watch,
+    )
 
     app.command("init")(init.init)
     app.command("validate")(validate.validate)
@@ -63,6 +77,7 @@ def _register() -> None:
     app.command("take-up", hidden=True)(take_up.take_up)
     app.add_typer(sandbox.app, name="sandbox")
     app.add_typer(snapshot.app, name="snapshot")
+    app.add_typer(nccl.app, name="nccl")
 
 
 _register()

@@ -2,32 +2,91 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dtctl import names
 from dtctl.cli import output
+from dtctl.errors import UsageError
 
 if TYPE_CHECKING:
+    from dtctl.doctor.examine import Examination
     from dtctl.doctor.explain.diagnose import Diagnosis
 
 Log = Annotated[
     list[Path] | None,
     typer.Option("--log", metavar="PATH", help="Explain this log, or all logs in this folder; needs no cluster."),
 ]
+Paths = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        metavar="[SPEC]", help="The spec; with --log, more logs.  [default: dtctl.yaml]", show_default=False
+    ),
+]
 
 
 def doctor(
+    paths: Paths = None,
     log: Log = None,
-    more: Annotated[
-        list[Path] | None, typer.Argument(metavar="[SPEC]", help="The spec; with --log, more logs.")
-    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer ports per pair of nodes; takes seconds.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
-    """Explain why a job failed: the first cause, the ranks and nodes to look at, and what to do."""
-    return explain_logs([*(log or ()), *(more or ())], json_lines=json_)
+    """Say which node or pair of a cluster is at fault, why, and what to type; or explain the logs of a failed job."""
+    if log:
+        return explain_logs([*log, *(paths or ())], json_lines=json_)
+    if paths and len(paths) > 1:
+        raise UsageError("there is more than one spec", hint="logs are named behind --log")
+    return examine_cluster(paths[0] if paths else Path(names.SPEC_FILE), quick=quick, json_lines=json_)
+
+
+def examine_cluster(path: Path, *, quick: bool, json_lines: bool) -> int:
+    """Examine a cluster and print what was found; the exit code."""
+    from dtctl.doctor.examine import examine
+    from dtctl.errors import DoctorFailed
+    from dtctl.launch.assemble import cluster_of
+    from dtctl.spec.load import load_spec
+
+    spec = load_spec(path, ())
+    cluster = cluster_of(spec, start=True)
+    begun = time.monotonic()
+    done = examine(spec, cluster, quick=quick, progress=lambda text: output.err(f"{text} ...", "dim"))
+    took_s = round(time.monotonic() - begun, 2)
+    if json_lines:
+        findings = [finding.as_json() for finding in done.findings]
+        output.emit_json(
+            {"ok": done.ok, "nodes": [seen.name for seen in done.seen], "took_s": took_s, "findings": findings}
+        )
+    else:
+        show_examination(done, took_s)
+    return 0 if done.ok else DoctorFailed.exit_code
+
+
+def show_examination(done: Examination, took_s: float) -> None:
+    """Tables of nodes and of pairs, then the findings, the primary one first."""
+    from dtctl.doctor.tables import node_table, pair_table
+
+    header, rows = node_table(done)
+    output.table(rows, header=header)
+    matrix = pair_table(done)
+    if matrix is not None:
+        output.out("")
+        output.table(matrix[1], header=matrix[0])
+    for finding in done.findings:
+        if finding.status not in ("fail", "warn"):
+            continue
+        label = "primary cause" if finding.primary and finding.status == "fail" else finding.status
+        follows = f" (follows from {finding.follows})" if finding.follows else ""
+        output.out(f"\n{label}: {finding.check}: {finding.summary}{follows}", "bold")
+        output.out(f"  fix: {finding.fix}")
+        for line in finding.evidence:
+            output.out(f"  | {line}")
+    nodes = "1 node" if len(done.seen) == 1 else f"{len(done.seen)} nodes"
+    verdict = "can train" if done.ok else "cannot train as they are"
+    output.out(f"\n{nodes} {verdict}; {took_s:.1f} s", "green" if done.ok else "red", "bold")
 
 
 def explain_logs(paths: Sequence[Path], *, json_lines: bool) -> int:
@@ -63,7 +122,6 @@ def show(found: Sequence[Diagnosis]) -> None:
 def show_cause(logs: Path) -> None:
     """Tell the cause of a failed run, if its logs have one; for the end of `dtctl launch`."""
     from dtctl.doctor.explain.diagnose import explain
-    from dtctl.errors import UsageError
 
     try:
         first = explain([logs])[0]

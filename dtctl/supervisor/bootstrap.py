@@ -14,6 +14,7 @@ import functools
 import hashlib
 import json
 import zlib
+from collections.abc import Sequence
 from importlib import resources
 
 from dtctl import shell
@@ -30,6 +31,17 @@ _FIRST = (
 )
 
 # Has to run on any Python that may be found, so that an old one is named in an answer instead of in a syntax error.
+_ANSWER = """
+import os, sys
+def answer(code, text):
+    import json, struct
+    body = json.dumps({"op": "error", "code": code, "message": text}).encode()
+    os.write(1, struct.pack("!cii", b"J", -1, len(body)) + body)
+    os._exit(1)
+def check_version():
+    if sys.version_info < (3, 8):
+        answer("old-python", "%s is Python %d.%d" % (sys.executable, sys.version_info[0], sys.version_info[1]))
+"""
 _LOADER = """
 import os, sys
 def take(size):
@@ -40,11 +52,6 @@ def take(size):
             os._exit(1)
         data += more
     return data
-def answer(code, text):
-    import json, struct
-    body = json.dumps({"op": "error", "code": code, "message": text}).encode()
-    os.write(1, struct.pack("!cii", b"J", -1, len(body)) + body)
-    os._exit(1)
 def load(digest, workdir, bundle):
     os.umask(0o077)
     lib = os.path.join(workdir, "lib")
@@ -82,8 +89,7 @@ sizes = take(16)
 digest = take(32).decode()
 workdir = os.path.expanduser(take(int(sizes[:8])).decode())
 bundle = take(int(sizes[8:]))
-if sys.version_info < (3, 8):
-    answer("old-python", "%s is Python %d.%d" % (sys.executable, sys.version_info[0], sys.version_info[1]))
+check_version()
 if not os.path.isabs(workdir):
     workdir = os.path.join(os.path.expanduser("~"), workdir)
 try:
@@ -101,6 +107,22 @@ except Exception:
     shutil.rmtree(os.path.join(folder, "__pycache__"), ignore_errors=True)
     from dtctl.supervisor.main import main
 os._exit(main(workdir))
+"""
+
+_IN_MEMORY = """
+check_version()
+import types
+for name, text in SOURCES:
+    parts = name.split(".")
+    for depth in range(1, len(parts)):
+        package = ".".join(parts[:depth])
+        if package not in sys.modules:
+            sys.modules[package] = types.ModuleType(package)
+            sys.modules[package].__path__ = []
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(compile(text, name, "exec"), module.__dict__)
+    setattr(sys.modules[name.rpartition(".")[0]], parts[-1], module)
+os._exit(sys.modules[name].main())
 """
 
 
@@ -126,7 +148,21 @@ def command(python: str) -> str:
 def opening(workdir: str) -> bytes:
     """The first bytes to send; frames follow directly. `workdir` may begin with `~`."""
     digest, bundle = _bundle()
-    loader = f"MODULES = {MODULES!r}\n{_LOADER}".encode()
+    loader = f"MODULES = {MODULES!r}\n{_ANSWER}{_LOADER}".encode()
     folder = workdir.encode()
     sizes = b"%08d%08d" % (len(folder), len(bundle))
     return b"%06d" % len(loader) + loader + sizes + digest + folder + bundle
+
+
+def in_memory(modules: Sequence[str]) -> bytes:
+    """The first bytes to send instead of `opening` when nothing may be written on the node.
+
+    Args:
+        modules: full names of modules of dtctl, each after those that it imports; `main()` of the last is called.
+    """
+    sources = []
+    for name in modules:
+        package, _, leaf = name.rpartition(".")
+        sources.append((name, (resources.files(package) / f"{leaf}.py").read_text(encoding="utf-8")))
+    loader = f"SOURCES = {sources!r}\n{_ANSWER}{_IN_MEMORY}".encode()
+    return b"%06d" % len(loader) + loader

@@ -33,7 +33,7 @@ def test_the_commands() -> None:
     assert {command.name for command in app.registered_commands if not command.hidden} == {
         "init", "validate", "launch", "runs", "status", "logs", "watch", "stop", "doctor",
     }  # fmt: skip
-    assert {group.name for group in app.registered_groups} == {"sandbox", "snapshot"}
+    assert {group.name for group in app.registered_groups} == {"sandbox", "snapshot", "nccl"}
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_the_commands() -> None:
         ("snapshot verify", "--json"),
         ("snapshot prune", "--keep --every-h --dry-run --json"),
         ("snapshot export", "--out --part --json"),
-        ("doctor", "--log --json"),
+        ("doctor", "--log --quick --json"),
     ],
 )
 def test_the_options(tmp_path: Path, arguments: str, options: str) -> None:

@@ -1,0 +1,78 @@
+"""`dtctl nccl`: what variables mean, and which ones a cluster needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dtctl import names
+from dtctl.cli import output
+
+app = typer.Typer(
+    help="Variables of NCCL, torch and gloo: what they mean, and which ones a cluster needs.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+Json = Annotated[bool, typer.Option("--json", help="JSON on standard output.")]
+
+
+@app.command("explain")
+def explain(
+    names_: Annotated[list[str], typer.Argument(metavar="NAME...", help="A variable: NCCL_SOCKET_IFNAME.")],
+    json_: Json = False,
+) -> None:
+    """Say what a variable means, its default, since when it exists, and what is dangerous about it."""
+    from dataclasses import asdict
+
+    from dtctl.errors import UsageError
+    from dtctl.nccl.catalogue import catalogue, near
+
+    known = catalogue()
+    for name in (name.upper() for name in names_):
+        if name not in known:
+            meant = near(name)
+            raise UsageError(f"{name} is not known to dtctl", hint=f"did you mean {meant}?" if meant else None)
+    found = [known[name.upper()] for name in names_]
+    if json_:
+        output.emit_json({"variables": [asdict(variable) for variable in found]})
+        return
+    for variable in found:
+        output.out(variable.name, "bold")
+        output.out(f"  {variable.meaning}")
+        rows = {"default": variable.default, "since": variable.since, "danger": variable.danger}
+        rows["use instead"] = variable.instead
+        for label, text in rows.items():
+            if text:
+                output.out(f"  {label}: {text}")
+
+
+@app.command("env")
+def env(spec: Annotated[Path, typer.Argument(help="The spec.")] = Path(names.SPEC_FILE), json_: Json = False) -> None:
+    """Show, per node, the variables that its network needs, each with its reason, and what is set there now."""
+    from dtctl.doctor.settings import node_settings
+    from dtctl.launch.assemble import cluster_of
+    from dtctl.nccl.profiles import NOTES
+    from dtctl.spec.load import load_spec
+
+    checked = load_spec(spec, ())
+    rows = node_settings(checked, cluster_of(checked, start=True))
+    if json_:
+        output.emit_json({"nodes": rows})
+        return
+    for row in rows:
+        _show(row)
+    for profile in dict.fromkeys(row["profile"] for row in rows):
+        if profile in NOTES:
+            output.out(f"note for {profile}: {NOTES[profile]}")
+
+
+def _show(row: dict[str, Any]) -> None:
+    output.out(f"{row['node']}: profile {row['profile']}", "bold")
+    for setting in row["set"]:
+        output.out(f"  {setting['name']}={setting['value']}  # {setting['reason']}")
+    if not row["set"]:
+        output.out("  nothing has to be set")
+    for setting in row["now"]:
+        output.out(f"  now: {setting['name']}={setting['value']} (from {setting['origin']})")

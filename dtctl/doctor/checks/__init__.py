@@ -1,0 +1,1 @@
+"""The checks of a cluster, by layer. Pure: from what was seen to findings."""

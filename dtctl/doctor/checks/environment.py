@@ -1,0 +1,112 @@
+"""Variables of NCCL, torch and gloo: different, misspelt, dead or dangerous ones, and missing interfaces. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from dtctl.doctor.findings import Finding, Status, odd_ones
+from dtctl.doctor.observe import Seen
+from dtctl.nccl.catalogue import catalogue, near
+
+RAN = ("interface", "env-differs", "env-unknown", "env-dead", "env-dangerous")
+_OURS = ("NCCL_", "TORCH_", "GLOO_")
+Environment = dict[str, tuple[str, str]]
+"""variable -> (value, where it is set)"""
+
+
+def effective(node: Seen, job: Mapping[str, str]) -> Environment:
+    """What a worker on this node would see, and where it comes from.
+
+    Args:
+        node: the node.
+        job: what the spec sets there.
+    """
+    found: Environment = {}
+    for path, text in node.facts["conf"].items():
+        for line in text.splitlines():
+            name, equals, value = line.partition("#")[0].strip().partition("=")
+            if equals:
+                found[name.strip()] = (value.strip(), path)
+    # NCCL lets the environment win over its files.
+    found.update({name: (value, "the login environment") for name, value in node.facts["env"].items()})
+    found.update({name: (value, "the spec") for name, value in job.items()})
+    return {name: said for name, said in found.items() if name.startswith(_OURS)}
+
+
+def environment(seen: Sequence[Seen], jobs: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
+    """All findings about variables.
+
+    Args:
+        seen: the nodes.
+        jobs: node -> what the spec sets there.
+    """
+    said = {node.name: effective(node, jobs.get(node.name, {})) for node in seen}
+    for name in dict.fromkeys(name for variables in said.values() for name in variables):
+        yield from _one(name, {node: variables[name] for node, variables in said.items() if name in variables}, said)
+    yield from _interfaces(seen, said)
+
+
+def _one(name: str, where: Mapping[str, tuple[str, str]], said: Mapping[str, Environment]) -> Iterator[Finding]:
+    variable = catalogue().get(name)
+    evidence = tuple(f"{node}: {name}={value} (from {origin})" for node, (value, origin) in where.items())
+    nodes = tuple(where)
+
+    def finding(check: str, status: Status, summary: str, fix: str, who: tuple[str, ...] = nodes) -> Finding:
+        return Finding(check=check, status=status, nodes=who, summary=summary, fix=fix, evidence=evidence)
+
+    if variable is None:
+        meant = near(name)
+        if meant:
+            yield finding("env-unknown", "warn", f"{name} does not exist; {meant} does", f"write {meant}")
+        return
+    if variable.kind != "live":
+        instead = variable.instead
+        fix = f"unset {name}" + (f"; use {instead}" if instead != "nothing" else "")
+        yield finding("env-dead", "warn", f"{name} has no effect or an outdated name: {variable.meaning}", fix)
+        return
+    values = {node: where[node][0] if node in where else "unset" for node in said}
+    odd, usual = odd_ones(values)
+    if odd and not variable.differ:
+        told = ", ".join(f"{node} {value}" for node, value in values.items())
+        fix = f"set it alike on all nodes, best in job.env ({name}: {usual})" if usual else "set it alike on all nodes"
+        if usual == "unset":
+            fix = f"unset {name} on {', '.join(odd)} (it is set in {', '.join(sorted({o for _, o in where.values()}))})"
+        yield finding("env-differs", "fail", f"{name} differs between nodes: {told}", fix, odd)
+    value = next(iter(where.values()))[0]
+    if variable.values and value.upper() not in variable.values:
+        known = ", ".join(variable.values)
+        yield finding("env-unknown", "warn", f"{name}={value} means nothing", f"use one of {known}")
+    elif variable.risky and (value in variable.risky or variable.risky == ("any",)):
+        yield finding("env-dangerous", "warn", f"{name}={value}: {variable.danger}", f"unset {name} for real training")
+
+
+def _interfaces(seen: Sequence[Seen], said: Mapping[str, Environment]) -> Iterator[Finding]:
+    missing: dict[str, str] = {}
+    for node in seen:
+        have = [interface["name"] for interface in node.facts["interfaces"]]
+        nccl = said[node.name].get("NCCL_SOCKET_IFNAME", ("", ""))[0]
+        gloo = said[node.name].get("GLOO_SOCKET_IFNAME", ("", ""))[0]
+        if nccl and not nccl.startswith("^") and not any(matches(part, nccl, have) for part in nccl.split(",")):
+            missing[node.name] = f"NCCL_SOCKET_IFNAME={nccl}"
+        if gloo and not any(part in have for part in gloo.split(",")):
+            missing[node.name] = f"GLOO_SOCKET_IFNAME={gloo}"
+    if missing:
+        yield Finding(
+            check="interface",
+            status="fail",
+            nodes=tuple(missing),
+            summary="an interface is named that the node does not have: "
+            + ", ".join(f"{node} {text}" for node, text in missing.items()),
+            fix="leave it to dtctl (network.interface: auto), or give each node its own: cluster.nodes[].env",
+            evidence=tuple(
+                f"{node.name} has {', '.join(interface['name'] for interface in node.facts['interfaces'])}"
+                for node in seen
+                if node.name in missing
+            ),
+        )
+
+
+def matches(part: str, whole: str, have: Sequence[str]) -> bool:
+    """Whether one word of NCCL_SOCKET_IFNAME fits an interface: a prefix, or with `=` in front the exact name."""
+    name = part.strip().lstrip("=").partition(":")[0]
+    return name in have if whole.startswith("=") else any(one.startswith(name) for one in have)

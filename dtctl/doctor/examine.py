@@ -1,0 +1,98 @@
+"""The examination of a spec's cluster: what to ask, the checks in their order, and the answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dtctl.doctor.checks import environment, network, node
+from dtctl.doctor.findings import Finding, ordered
+from dtctl.doctor.observe import Progress, Seen, Wanted, observe
+from dtctl.launch.assemble import Cluster
+from dtctl.plan import rendezvous
+from dtctl.spec.model import Spec
+from dtctl.spec.nodes import NodeSpec
+
+DATA_PORTS = 3
+"""Random ports that each node listens on: a rule for a part of the range is found with luck, for all of it always."""
+QUICK_DATA_PORTS = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination:
+    """What came of it."""
+
+    findings: tuple[Finding, ...]
+    seen: tuple[Seen, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing has failed."""
+        return not any(finding.status == "fail" for finding in self.findings)
+
+
+def examine(spec: Spec, cluster: Cluster, *, quick: bool, progress: Progress) -> Examination:
+    """Examine all nodes of a spec.
+
+    Args:
+        spec: the checked spec.
+        cluster: its nodes.
+        quick: fewer ports per pair.
+        progress: told what is going on.
+
+    Raises:
+        DtctlError: of this machine's side; what is wrong with the nodes is in the findings.
+    """
+    fixed = spec.network.rendezvous_port
+    port = fixed if isinstance(fixed, int) else None
+    candidates = rendezvous.port_candidates("doctor", 0, port)[:3]
+    wanted = [wanted_of(spec, one, cluster) for one in cluster.nodes]
+    seen = observe(
+        wanted,
+        cluster.make_transport(),
+        rendezvous=candidates,
+        data_ports=QUICK_DATA_PORTS if quick else DATA_PORTS,
+        progress=progress,
+    )
+    found = list(node.reach(seen))
+    well = [one for one in seen if one.error is None]
+    ran = list(node.RAN_REACH)
+    if well:
+        slots = {one.name: one.slots for one in cluster.nodes if isinstance(one.slots, int)}
+        jobs = {one.name: {**spec.job.env, **one.env} for one in cluster.nodes}
+        found += _of_nodes(well, spec, slots)
+        found += environment.environment(well, jobs)
+        ran += [*node.RAN, *environment.RAN]
+    if len(well) > 1:
+        found += network.names(well)
+        found += network.addresses(well)
+        if well[0] is seen[0]:
+            found += network.pairs(well, rendezvous=candidates, fixed=port is not None)
+        else:  # the head node is away; the others are tested all the same
+            found += network.pairs(well, rendezvous=(), fixed=False)
+        ran += network.RAN
+    return Examination(findings=tuple(ordered(found, ran=ran)), seen=tuple(seen))
+
+
+def _of_nodes(well: list[Seen], spec: Spec, slots: dict[str, int]) -> list[Finding]:
+    return [
+        *node.limits(well),
+        *node.storage(well, spec.cluster.workdir),
+        *node.alike(well),
+        *node.clock(well),
+        *node.hardware(well, slots),
+    ]
+
+
+def wanted_of(spec: Spec, one: NodeSpec, cluster: Cluster) -> Wanted:
+    """What to ask about a node of the spec."""
+    data = (spec.train.data if spec.train is not None else None) or {}
+    root = spec.job.files.root
+    # Relative ones may lie in the code that a launch brings; only absolute ones have to be there now.
+    absolute = [value for value in data.values() if isinstance(value, str) and value.startswith(("/", "~"))]
+    return Wanted(
+        target=cluster.targets[one.name],
+        python=one.python,
+        workdir=one.workdir,
+        paths=(*absolute, *(() if spec.pushes else (root,))),
+        code="" if spec.pushes else root,
+    )

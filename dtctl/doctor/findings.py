@@ -1,0 +1,103 @@
+"""What the checks of a cluster say: findings, their order, and the one that everything else follows from. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, TypeVar
+
+Status = Literal["ok", "warn", "fail", "skip"]
+Value = TypeVar("Value")
+
+CHECKS = (
+    "reach", "host-key", "login", "python", "shell-output", "clock",
+    "workdir", "disk", "nofile", "memlock", "shm",
+    "python-version", "torch", "architecture", "code",
+    "gpus", "gpu-busy", "rdma",
+    "duplicate-address", "loopback-name", "names", "interface",
+    "data-ports", "rendezvous-port", "large-packets", "nat", "mtu",
+    "path",
+    "env-differs", "env-unknown", "env-dead", "env-dangerous",
+)  # fmt: skip
+"""All checks, each after those that can be its cause: of several failures the first in this order is the primary."""
+_SEVERITY = {"fail": 0, "warn": 1, "skip": 2, "ok": 3}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The result of one check."""
+
+    check: str
+    status: Status
+    nodes: tuple[str, ...] = ()
+    """The machines to act on."""
+    peers: tuple[str, ...] = ()
+    """Their other ends, where the check is about pairs."""
+    summary: str = ""
+    fix: str = ""
+    evidence: tuple[str, ...] = ()
+    primary: bool = False
+    follows: str = ""
+    """The check whose failure explains this one."""
+
+    def as_json(self) -> dict[str, Any]:
+        """As `dtctl doctor --json` prints it."""
+        return asdict(self)
+
+
+def ordered(found: Iterable[Finding], *, ran: Iterable[str]) -> list[Finding]:
+    """All findings, the primary one first, then by severity; checks that ran and found nothing are ok.
+
+    Args:
+        found: warnings and failures.
+        ran: names of the checks that were made.
+    """
+    bad = sorted(found, key=lambda finding: (_SEVERITY[finding.status], CHECKS.index(finding.check)))
+    if bad:
+        bad[0] = replace(bad[0], primary=True)
+        bad[1:] = [_fold(finding, bad[0]) for finding in bad[1:]]
+    named = {finding.check for finding in bad}
+    return bad + [Finding(check=check, status="ok") for check in CHECKS if check in set(ran) - named]
+
+
+_EXPLAINS = {
+    "duplicate-address": ("data-ports", "rendezvous-port", "large-packets", "nat", "names"),
+    "data-ports": ("rendezvous-port", "large-packets"),
+    "mtu": ("large-packets",),
+    "loopback-name": ("names",),
+    "disk": ("workdir",),
+}
+
+
+def _fold(finding: Finding, primary: Finding) -> Finding:
+    touched = {*finding.nodes, *finding.peers} & {*primary.nodes, *primary.peers}
+    if finding.check in _EXPLAINS.get(primary.check, ()) and touched:
+        return replace(finding, follows=primary.check)
+    return finding
+
+
+def odd_ones(values: Mapping[str, Value]) -> tuple[tuple[str, ...], Value | None]:
+    """The nodes whose value is not that of the majority, and the majority's; all nodes and None without a majority."""
+    counted = Counter(values.values()).most_common()
+    if len(counted) < 2:
+        return (), counted[0][0] if counted else None
+    if counted[0][1] == counted[1][1]:
+        return tuple(values), None
+    return tuple(node for node, value in values.items() if value != counted[0][0]), counted[0][0]
+
+
+def cover(pairs: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """Few machines of which every failing (caller, called) pair has one: whose firewall or cable to look at first.
+
+    Of a single pair it is the called one: what drops packets usually stands before whom they are for.
+    """
+    left = list(dict.fromkeys(pairs))
+    chosen: list[str] = []
+    while left:
+        as_called = Counter(called for _, called in left)
+        as_any = as_called + Counter(caller for caller, _ in left)
+        best = max(as_any, key=lambda node: (as_any[node], as_called[node]))
+        chosen.append(best)
+        left = [pair for pair in left if best not in pair]
+    return tuple(chosen)

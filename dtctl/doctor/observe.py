@@ -1,0 +1,215 @@
+"""Asks all nodes at once what the checks need to know, and lets them call each other. Decides nothing.
+
+Each phase has a limit: a node that does not answer within it is reported, and the others are not kept waiting for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtctl.errors import ConnectError, DtctlError, NodeError
+from dtctl.launch.link import Link
+from dtctl.launch.session import error_of
+from dtctl.supervisor import bootstrap
+from dtctl.transport.base import Connection, Target, Transport
+
+PROBE = (
+    "dtctl.supervisor.lean",
+    "dtctl.supervisor.frames",
+    "dtctl.supervisor.facts",
+    "dtctl.doctor.probe.facts",
+    "dtctl.doctor.probe.pairs",
+    "dtctl.doctor.probe.main",
+)
+ANSWER_LIMIT_S = 15.0
+CALL_TIMEOUT_S = 2.5
+"""Longer than the first repetition of a lost SYN (1 s), shorter than the third."""
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What to ask about one node."""
+
+    target: Target
+    python: str | None
+    workdir: str
+    paths: tuple[str, ...] = ()
+    code: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Seen:
+    """What is known of one node."""
+
+    name: str
+    address: str = ""
+    error: DtctlError | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    offset_s: float = 0.0
+    """Its clock minus ours."""
+    offset_error_s: float = 0.0
+    ports: dict[str, int] = field(default_factory=dict)
+    """kind -> port that it listens on; minus an error number where it could not."""
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    """Of its calls to the others: node, port, kind, result, ..."""
+
+
+class _Node:
+    """The link to one node; used by one thread at a time."""
+
+    def __init__(self, wanted: Wanted, transport: Transport) -> None:
+        self.wanted = wanted
+        self.seen = Seen(name=wanted.target.name)
+        self._transport = transport
+        self._connection: Connection | None = None
+        self._link: Link | None = None
+
+    def begin(self, message: Mapping[str, Any]) -> None:
+        """Connect, start the probe, ask for the time and the facts."""
+        self._connection = self._transport.connect(self.wanted.target)
+        self.seen.address = self._connection.peer_address()
+        stream = self._connection.open(bootstrap.command(self.wanted.python or "python3"))
+        self._link = Link(stream, node=self.seen.name)
+        with contextlib.suppress(ConnectError):  # it has ended already; its exit status tells why
+            stream.write(bootstrap.in_memory(PROBE))
+        self.ask({"op": "time"})  # the first answer comes after the start of Python and says nothing about the clock
+        before = time.time()
+        there = float(self.ask({"op": "time"})["time"])
+        after = time.time()
+        self.seen.offset_s = there - (before + after) / 2
+        self.seen.offset_error_s = (after - before) / 2
+        asked = {"workdir": self.wanted.workdir, "paths": self.wanted.paths, "code": self.wanted.code}
+        python = self.wanted.python or "python3"
+        self.seen.facts = self.ask({"op": "facts", "python": python, **asked, **message})
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Send one question, wait for its answer.
+
+        Raises:
+            DtctlError: the node cannot answer, or the link is gone.
+        """
+        if self._link is None:
+            raise ConnectError("there is no link", node=self.seen.name)
+        with contextlib.suppress(ConnectError):
+            self._link.send_json(message)
+        answer = self._link.receive_json()
+        if answer is None:
+            raise self._why_silent(self._link)
+        if answer.get("op") == "error":
+            raise error_of(answer, self.seen.name)
+        return answer
+
+    def _why_silent(self, link: Link) -> DtctlError:
+        status, said = link.last_words()
+        last = said.splitlines()[-1] if said else ""
+        python = self.wanted.python or "python3"
+        if status in (126, 127):
+            return NodeError(
+                f"{python} cannot be started: {last or 'not found'}",
+                node=self.seen.name,
+                hint="install Python 3.8 or newer there, or set `cluster.python` to where it is",
+            )
+        if status is None:
+            return ConnectError("the link was lost", node=self.seen.name, hint="did the node go down just now?")
+        return NodeError(
+            f"Python ended with status {status}: {last}", node=self.seen.name, hint=f"try {python} -c 'print(1)' there"
+        )
+
+    def close(self) -> None:
+        """Drop the link; the probe ends with it."""
+        if self._link is not None:
+            with contextlib.suppress(DtctlError):
+                self._link.send_json({"op": "quit"})
+        if self._connection is not None:
+            self._connection.close()
+
+
+def _all(nodes: Sequence[_Node], act: Callable[[_Node], None], *, limit_s: float, doing: str) -> None:
+    """Do something on all nodes that are well; whoever does not finish in time has an error from now on."""
+
+    def work(node: _Node) -> None:
+        try:
+            act(node)
+        except DtctlError as exc:
+            node.seen.error = node.seen.error or exc
+
+    well = [node for node in nodes if node.seen.error is None]
+    threads = [threading.Thread(target=work, args=(node,), daemon=True) for node in well]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + limit_s
+    for node, thread in zip(well, threads, strict=True):
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive() and node.seen.error is None:
+            node.seen.error = ConnectError(
+                f"no answer within {limit_s:g} s while {doing}",
+                node=node.seen.name,
+                hint="does it hang? look at its load",
+            )
+
+
+def observe(
+    wanted: Sequence[Wanted], transport: Transport, *, rendezvous: Sequence[int], data_ports: int, progress: Progress
+) -> list[Seen]:
+    """Everything that the checks need, of all nodes, in their order.
+
+    Args:
+        wanted: the nodes; the first is the head node.
+        transport: the way to them.
+        rendezvous: candidates for the rendezvous port on the head node.
+        data_ports: how many random ports each node listens on.
+        progress: told what is going on.
+    """
+    nodes = [_Node(one, transport) for one in wanted]
+    try:
+        _examine(nodes, rendezvous=rendezvous, data_ports=data_ports, progress=progress)
+        return [node.seen for node in nodes]
+    finally:
+        for node in nodes:
+            node.close()
+
+
+def _examine(nodes: Sequence[_Node], *, rendezvous: Sequence[int], data_ports: int, progress: Progress) -> None:
+    addresses = [node.wanted.target.address for node in nodes]
+    message = {"names": addresses, "peers": addresses}
+    connect_s = max(node.wanted.target.connect_timeout_s for node in nodes)
+    progress(f"asking {len(nodes)} nodes")
+    _all(nodes, lambda node: node.begin(message), limit_s=connect_s + ANSWER_LIMIT_S, doing="asking for facts")
+    if sum(node.seen.error is None for node in nodes) < 2 or not (rendezvous or data_ports):
+        return
+    token = secrets.token_hex(8)
+
+    def listen(node: _Node) -> None:
+        first = rendezvous if node is nodes[0] else ()
+        asked = [*first, *([0] * data_ports)]
+        said = node.ask({"op": "listen", "name": node.seen.name, "token": token, "ports": asked})["ports"]
+        if first:
+            node.seen.ports["rendezvous"] = next((port for port in said[: len(first)] if port > 0), said[0])
+        node.seen.ports.update({f"data-{i}": port for i, port in enumerate(said[len(first) :])})
+
+    progress("opening ports")
+    _all(nodes, listen, limit_s=ANSWER_LIMIT_S, doing="opening ports")
+
+    def call(node: _Node) -> None:
+        at = nodes.index(node)
+        targets = [
+            [other.seen.name, other.seen.address, port, kind]
+            for other in (*nodes[at + 1 :], *nodes[:at])
+            if other.seen.error is None
+            for kind, port in other.seen.ports.items()
+            if port > 0
+        ]
+        said = node.ask({"op": "call", "token": token, "targets": targets, "timeout_s": CALL_TIMEOUT_S})
+        node.seen.answers = said["answers"]
+
+    # Every call may run into its limit twice, and each node makes some at a time.
+    longest = 2 * CALL_TIMEOUT_S * (1 + len(nodes) * (data_ports + 1) // 24) + ANSWER_LIMIT_S
+    progress("testing every pair of nodes")
+    _all(nodes, call, limit_s=longest, doing="calling the other nodes")

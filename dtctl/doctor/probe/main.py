@@ -1,0 +1,35 @@
+"""Answers the doctor's questions until it has no more. Stdlib only, Python 3.8."""
+
+from __future__ import annotations
+
+import time
+
+from dtctl.doctor.probe import facts, pairs
+from dtctl.supervisor import frames
+
+IDLE_LIMIT_S = 60.0
+"""Silence after which the doctor is taken for gone; then this process ends, and all it had opened with it."""
+
+
+def main() -> int:
+    """Serve one link; the exit status."""
+    link = frames.FdLink(0, 1, IDLE_LIMIT_S)
+    ears = None
+    try:
+        while True:
+            message = link.receive_json()
+            if message is None or message["op"] == "quit":
+                return 0
+            op = message["op"]
+            if op == "time":
+                link.send_json({"op": "time", "time": time.time()})
+            elif op == "facts":
+                link.send_json(facts.gather(message))
+            elif op == "listen":
+                ears = ears or pairs.Ears(message["name"], message["token"])
+                link.send_json({"op": "listening", "ports": [ears.open(port) for port in message["ports"]]})
+            elif op == "call":
+                said = pairs.call_all(message["targets"], message["token"], message["timeout_s"])
+                link.send_json({"op": "called", "answers": said})
+    except (OSError, frames.BrokenFrame):
+        return 1

@@ -1,0 +1,149 @@
+"""Connections between nodes: every node listens, every node calls all others. Stdlib only, Python 3.8.
+
+A call tells: is there a way, does the right node answer, from which address does it see us come, and do large packets
+arrive. Silence means that packets are dropped; a refusal, since somebody does listen, that they are rejected.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+import time
+
+LARGE_BYTES = 256 << 10
+"""More than a connection carries without any full-size packet getting through."""
+PARALLEL = 24
+_BACKLOG = 512
+
+
+class Ears:
+    """Listening sockets and the threads that answer; gone with the process."""
+
+    def __init__(self, name: str, token: str) -> None:
+        """Listen for calls that know `token`, and answer as `name`."""
+        self._name = name
+        self._token = token.encode()
+        self.sockets: list = []  # type: ignore[type-arg]
+
+    def open(self, port: int) -> int:
+        """Listen on a port, 0 for one that the kernel chooses; the port, or minus the error's number."""
+        ear = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            if port:
+                ear.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            ear.bind(("", port))
+            ear.listen(_BACKLOG)
+        except OSError as exc:
+            ear.close()
+            return -int(exc.errno or 1)
+        self.sockets.append(ear)
+        threading.Thread(target=self._accept, args=(ear,), daemon=True).start()
+        return int(ear.getsockname()[1])
+
+    def _accept(self, ear: socket.socket) -> None:
+        while True:
+            try:
+                call, peer = ear.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._answer, args=(call, str(peer[0])), daemon=True).start()
+
+    def _answer(self, call: socket.socket, peer: str) -> None:
+        with call:
+            call.settimeout(10.0)
+            try:
+                if read_line(call).encode() != self._token:
+                    return
+                call.sendall(f"{self._name} {peer}\n".encode())
+                left = LARGE_BYTES
+                while left:
+                    data = call.recv(min(left, 1 << 16))
+                    if not data:
+                        return
+                    left -= len(data)
+                call.sendall(b"got\n")
+            except OSError:
+                return
+
+
+def read_line(sock: socket.socket) -> str:
+    """Bytes up to a newline, one at a time: what follows is not ours to read."""
+    line = b""
+    while not line.endswith(b"\n") and len(line) < 200:
+        byte = sock.recv(1)
+        if not byte:
+            break
+        line += byte
+    return line.strip().decode(errors="replace")
+
+
+def call_all(targets: list, token: str, timeout_s: float) -> list:  # type: ignore[type-arg]
+    """Call every target, many at once; one answer each, in their order.
+
+    Args:
+        targets: [node, address, port, kind], in an order in which no two nodes begin with the same one.
+        token: known to the nodes of this examination only.
+        timeout_s: seconds to connect, and again to send; two lost packets fit in.
+    """
+    answers: list = [None] * len(targets)  # type: ignore[type-arg]
+    todo = list(enumerate(targets))
+    lock = threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                if not todo:
+                    return
+                index, (node, address, port, kind) = todo.pop(0)
+            said = call(address, port, node, token, timeout_s)
+            answers[index] = {"node": node, "port": port, "kind": kind, **said}
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(PARALLEL, len(targets)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers
+
+
+def call(address: str, port: int, node: str, token: str, timeout_s: float) -> dict:  # type: ignore[type-arg]
+    """One call: `result` is ok, dropped, refused, unreachable, silent, stranger, large-lost or error."""
+    begun = time.monotonic()
+    try:
+        sock = socket.create_connection((address, port), timeout=timeout_s)
+    except OSError as exc:
+        return {"result": word_for(exc), "said": str(exc), "took_ms": _ms(begun)}
+    with sock:
+        took = _ms(begun)
+        sock.settimeout(timeout_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            sock.sendall(token.encode() + b"\n")
+            name, _, seen = read_line(sock).partition(" ")
+        except OSError as exc:
+            return {"result": "silent", "said": str(exc), "took_ms": took}
+        answer = {"took_ms": took, "seen": seen, "own": sock.getsockname()[0]}
+        if name != node:
+            return {**answer, "result": "stranger", "said": name or "nothing"}
+        try:
+            sock.sendall(b"\0" * LARGE_BYTES)
+            whole = read_line(sock) == "got"
+        except OSError:
+            whole = False
+        return {**answer, "result": "ok" if whole else "large-lost"}
+
+
+def word_for(exc: OSError) -> str:
+    """What the failure of a connection means on the way."""
+    if isinstance(exc, socket.timeout) or exc.errno == errno.ETIMEDOUT:
+        return "dropped"
+    if exc.errno in (errno.ECONNREFUSED, errno.ECONNRESET):
+        return "refused"
+    if exc.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM):
+        return "unreachable"
+    return "error"
+
+
+def _ms(begun: float) -> float:
+    return round((time.monotonic() - begun) * 1000, 3)

@@ -1,0 +1,45 @@
+"""Which variables of NCCL and gloo each node needs, and which ones it has now."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from dtctl.doctor.checks.environment import effective
+from dtctl.doctor.examine import wanted_of
+from dtctl.doctor.observe import Seen, observe
+from dtctl.errors import DtctlError
+from dtctl.launch.assemble import Cluster
+from dtctl.nccl import profiles
+from dtctl.spec.model import Spec
+from dtctl.transport.fanout import raise_failures
+
+
+def node_settings(spec: Spec, cluster: Cluster) -> list[dict[str, Any]]:
+    """For each node: `node`, `profile`, `set` (name, value, reason) and `now` (name, value, origin).
+
+    Raises:
+        DtctlError: a node cannot be asked.
+    """
+    wanted = [wanted_of(spec, one, cluster) for one in cluster.nodes]
+    seen = observe(wanted, cluster.make_transport(), rendezvous=(), data_ports=0, progress=lambda _: None)
+    failures: dict[str, DtctlError] = {node.name: node.error for node in seen if node.error is not None}
+    raise_failures(failures)
+    jobs = {one.name: {**spec.job.env, **one.env} for one in cluster.nodes}
+    return [_of(node, seen, spec, jobs[node.name]) for node in seen]
+
+
+def _of(node: Seen, seen: list[Seen], spec: Spec, job: dict[str, str]) -> dict[str, Any]:
+    ways = [way for other in seen if other is not node and (way := node.facts["ways"].get(other.address))]
+    chosen = spec.network.interface
+    named = chosen.get(node.name) if isinstance(chosen, dict) else None if chosen == "auto" else chosen
+    network = profiles.Network(interface=named or (ways[0] if ways else ""), rdma=node.facts["rdma"], nodes=len(seen))
+    profile = profiles.detect(network) if spec.network.profile == "auto" else spec.network.profile
+    return {
+        "node": node.name,
+        "profile": profile,
+        "set": [asdict(setting) for setting in profiles.settings(profile, network)],
+        "now": [
+            {"name": name, "value": value, "origin": origin} for name, (value, origin) in effective(node, job).items()
+        ],
+    }

@@ -1,0 +1,53 @@
+"""What people see of an examination: a table node by layer, and one of the pairs that are not well. Pure."""
+
+from __future__ import annotations
+
+from dtctl.doctor.examine import Examination
+
+_LAYERS = {
+    "REACH": ("reach", "host-key", "login", "python", "shell-output", "clock"),
+    "LIMITS": ("workdir", "disk", "nofile", "memlock", "shm", "path"),
+    "SOFTWARE": ("python-version", "torch", "architecture", "code"),
+    "HARDWARE": ("gpus", "gpu-busy", "rdma"),
+    "NETWORK": ("duplicate-address", "loopback-name", "names", "data-ports", "rendezvous-port", "large-packets", "nat",
+                "mtu"),
+    "SETTINGS": ("interface", "env-differs", "env-unknown", "env-dead", "env-dangerous"),
+}  # fmt: skip
+_SHORT = {
+    "ok": ".", "dropped": "DROP", "refused": "REJECT", "unreachable": "NOROUTE", "silent": "SILENT",
+    "stranger": "OTHER", "large-lost": "MTU", "error": "ERROR",
+}  # fmt: skip
+MAX_MATRIX = 40
+
+
+def node_table(done: Examination) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: each node's worst result in each layer."""
+    rows = []
+    for seen in done.seen:
+        cells = []
+        for checks in _LAYERS.values():
+            bad = [one for one in done.findings if one.check in checks and seen.name in one.nodes]
+            worst = "fail" if any(one.status == "fail" for one in bad) else "warn"
+            gone = seen.error is not None and "reach" not in checks
+            cells.append("-" if gone else worst if bad else "ok")
+        rows.append([seen.name, seen.address, *cells])
+    return ["NODE", "ADDRESS", *_LAYERS], rows
+
+
+def pair_table(done: Examination) -> tuple[list[str], list[list[str]]] | None:
+    """Header and rows of who can call whom; None when all pairs are well, or there are too many to look at."""
+    names = [seen.name for seen in done.seen]
+    worst: dict[tuple[str, str], str] = {}
+    for seen in done.seen:
+        for answer in seen.answers:
+            if answer["result"] != "ok":
+                worst.setdefault((seen.name, answer["node"]), answer["result"])
+    if not worst or len(names) > MAX_MATRIX:
+        return None
+    known = {(seen.name, answer["node"]) for seen in done.seen for answer in seen.answers}
+    rows = [
+        [one, *("" if one == other else _SHORT[worst.get((one, other), "ok")] if (one, other) in known else "?"
+                for other in names)]
+        for one in names
+    ]  # fmt: skip
+    return ["FROM \\ TO", *names], rows

@@ -1,0 +1,55 @@
+"""What is known about the variables of NCCL, torch and gloo, read from catalogue.yaml."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variable:
+    """One variable."""
+
+    name: str
+    meaning: str
+    kind: Literal["live", "alias", "dead"] = "live"
+    default: str = ""
+    since: str = ""
+    """Version of NCCL; empty when it was always there or is not NCCL's."""
+    danger: str = ""
+    instead: str = ""
+    """What to use in place of a dead one."""
+    values: tuple[str, ...] = ()
+    """All values that it knows; empty when any will do."""
+    risky: tuple[str, ...] = ()
+    """Values to warn of; `any` for all."""
+    differ: bool = False
+    """Whether nodes may have different values."""
+
+
+@functools.cache
+def catalogue() -> dict[str, Variable]:
+    """All variables by name, in the order of the file."""
+    import yaml
+
+    text = resources.files("dtctl.nccl").joinpath("catalogue.yaml").read_text(encoding="utf-8")
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    entries: dict[str, dict[str, Any]] = yaml.load(text, Loader=loader)  # noqa: S506 - a safe loader, either of them
+    return {name: _variable(name, entry) for name, entry in entries.items()}
+
+
+def _variable(name: str, entry: dict[str, Any]) -> Variable:
+    risky = entry.pop("risky", ())
+    for key in ("default", "since"):
+        entry[key] = str(entry.get(key, ""))
+    risky = (risky,) if isinstance(risky, str) else tuple(str(value) for value in risky)
+    return Variable(name=name, values=tuple(str(value) for value in entry.pop("values", ())), risky=risky, **entry)
+
+
+def near(name: str) -> str:
+    """The known variable that `name` is probably a misspelling of; empty when none is near."""
+    found = difflib.get_close_matches(name, catalogue(), n=1, cutoff=0.9)
+    return found[0] if found else ""

@@ -1,0 +1,113 @@
+"""Which variables a network needs, each with its reason. Pure; as few as possible, for every value set hides a default.
+
+Sources: NVIDIA's NCCL environment guide; the EFA cheat sheet of AWS; azurehpc-health-checks; NVIDIA's appendix for GCP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A variable to set on a node."""
+
+    name: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """What is known of a node's network."""
+
+    interface: str
+    """Interface that packets to the other nodes leave by; empty when there is none or no other node."""
+    rdma: Sequence[Mapping[str, str]] = ()
+    """Ports of RDMA devices: device, port, state, link_layer."""
+    nodes: int = 1
+
+
+def detect(network: Network) -> str:
+    """The profile that fits what was found; clouds other than AWS cannot be told from what their nodes show."""
+    if network.nodes == 1:
+        return "nvlink"
+    active = [port for port in network.rdma if "ACTIVE" in port["state"]]
+    if any(port["device"].startswith(("efa", "rdmap")) for port in active):
+        return "efa"
+    if any(port["link_layer"] == "InfiniBand" for port in active):
+        return "infiniband"
+    return "roce" if active else "ethernet"
+
+
+def settings(profile: str, network: Network) -> list[Setting]:
+    """What to set for a profile (one of `network.profile`, not auto) on a node."""
+    if network.nodes == 1 or profile == "nvlink":
+        return []  # GPUs of one machine find their ways themselves
+    found = []
+    if network.interface:
+        why = f"{network.interface} is the interface of the route to the other nodes"
+        found = [
+            Setting(
+                name="NCCL_SOCKET_IFNAME", value=f"={network.interface}", reason=f"{why}; = means exactly this one"
+            ),
+            Setting(name="GLOO_SOCKET_IFNAME", value=network.interface, reason=f"{why}; else gloo asks the host name"),
+        ]
+    return found + _PROFILES[profile](network)
+
+
+def _ethernet(network: Network) -> list[Setting]:
+    if not network.rdma:
+        return []
+    return [
+        Setting(name="NCCL_NET", value="Socket", reason="there are RDMA devices, and the profile says not to use them")
+    ]
+
+
+def _rdma(network: Network) -> list[Setting]:
+    found = [
+        Setting(name="NCCL_NET", value="IB", reason="an error instead of a silent, ten times slower fall-back to TCP")
+    ]
+    states = {port["device"]: port["state"] for port in network.rdma}
+    active = [device for device, state in states.items() if "ACTIVE" in state]
+    if active and len(active) < len(states):
+        why = "leaves out devices without a link; == means exactly these"
+        found.append(Setting(name="NCCL_IB_HCA", value="==" + ",".join(active), reason=why))
+    return found
+
+
+def _efa(_: Network) -> list[Setting]:
+    # Nothing of FI_PROVIDER, NCCL_PROTO or FI_EFA_USE_DEVICE_RDMA: aws-ofi-nccl 1.7 and newer decides better.
+    return [Setting(name="NCCL_NET", value="AWS Libfabric", reason="an error instead of a silent fall-back to TCP")]
+
+
+def _azure(network: Network) -> list[Setting]:
+    relaxed = "virtual machines need relaxed ordering for full bandwidth"
+    return [
+        *_rdma(network),
+        Setting(name="NCCL_IB_PCI_RELAXED_ORDERING", value="1", reason=relaxed),
+        Setting(name="UCX_IB_PCI_RELAXED_ORDERING", value="on", reason=relaxed),
+        Setting(name="CUDA_DEVICE_ORDER", value="PCI_BUS_ID", reason="GPUs in the order of the topology file"),
+    ]
+
+
+def _gcp_tcpxo(_: Network) -> list[Setting]:
+    # The plug-in brings a script with two dozen values that change with its version; copies of it go stale.
+    return []
+
+
+_PROFILES = {
+    "ethernet": _ethernet,
+    "roce": _rdma,
+    "infiniband": _rdma,
+    "efa": _efa,
+    "azure": _azure,
+    "gcp-tcpxo": _gcp_tcpxo,
+}
+NOTES = {
+    "gcp-tcpxo": "source the plug-in's own nccl-env-profile.sh in job.setup; its values change with its version",
+    "roce": "the traffic class (NCCL_IB_TC) is the site's: ask its administrator; leave NCCL_IB_GID_INDEX unset",
+    "azure": "set NCCL_TOPO_FILE to the file of your machine size in /opt/microsoft",
+}
+"""What a profile needs that cannot be decided here."""

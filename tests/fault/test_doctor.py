@@ -1,0 +1,446 @@
+"""The doctor against faults injected into real virtual hosts: right check, right node, primary, and a fix."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtctl.sandbox import control, faults
+from dtctl.sandbox.layout import Sandbox
+
+pytestmark = pytest.mark.integration
+
+SPEC = {
+    "cluster": {"transport": "sandbox", "nodes": ["node1", "node2", "node3"], "slots": 1, "connect_timeout_s": 3.0},
+    "job": {"name": "t", "script": "train.py", "kind": "direct"},
+}
+
+
+def examine(project: Any, changes: dict[str, Any] | None = None, *options: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and JSON of `dtctl doctor` with a spec."""
+    spec: dict[str, Any] = json.loads(json.dumps(SPEC))
+    for key, value in (changes or {}).items():
+        *parents, last = key.split(".")
+        place = spec
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    project.write("dtctl.yaml", json.dumps(spec))
+    project.write("train.py", "print(1)\n")
+    done = project.run("doctor", "--json", *options)
+    assert done.out, done.err
+    return done.code, json.loads(done.out)
+
+
+def bad(said: dict[str, Any]) -> list[dict[str, Any]]:
+    return [one for one in said["findings"] if one["status"] in ("fail", "warn")]
+
+
+def expect(
+    result: tuple[int, dict[str, Any]],
+    check: str,
+    nodes: Sequence[str],
+    *,
+    peers: Sequence[str] | None = None,
+    status: str = "fail",
+    said: str = "",
+) -> None:
+    """The primary finding is this one, nothing else is wrong that does not follow from it, and there is a fix."""
+    code, answer = result
+    found = bad(answer)
+    told = json.dumps(found, indent=1)
+    assert found, "nothing was found"
+    first = found[0]
+    assert (first["check"], first["status"], first["primary"]) == (check, status, True), told
+    assert sorted(first["nodes"]) == sorted(nodes), told
+    if peers is not None:
+        assert sorted(first["peers"]) == sorted(peers), told
+    assert said in first["summary"] + first["fix"] + " ".join(first["evidence"]), told
+    assert first["fix"]
+    assert first["evidence"]
+    assert [one["check"] for one in found[1:] if not one["follows"]] == [], told
+    assert (code, answer["ok"]) == ((9, False) if status == "fail" else (0, True))
+
+
+def on(sandbox: Sandbox, node: str, *argv: str, root: bool = True) -> str:
+    """Run something on a host with all rights there."""
+    host = sandbox.node(node)
+    prefix = faults._administrator(sandbox, host) if root else control.enter_argv(sandbox, host, [])
+    return subprocess.run([*prefix, *argv], check=True, capture_output=True, text=True).stdout
+
+
+def note(sandbox: Sandbox) -> None:
+    """Have the sandbox healed when the test is over."""
+    faults.record(sandbox, [*faults.recorded(sandbox), "by a test"])
+
+
+def test_a_healthy_cluster_has_no_finding_run_after_run(sandbox: Sandbox, project: Any) -> None:
+    for _ in range(5):
+        code, said = examine(project)
+        assert (code, said["ok"], bad(said)) == (0, True, [])
+        assert {"reach", "data-ports", "large-packets", "torch"} <= {one["check"] for one in said["findings"]}
+
+
+def test_quick_on_a_healthy_cluster_has_no_finding_either(sandbox: Sandbox, project: Any) -> None:
+    code, said = examine(project, None, "--quick")
+    assert (code, bad(said)) == (0, [])
+
+
+def test_nothing_is_left_on_the_nodes(sandbox: Sandbox, project: Any) -> None:
+    workdir = f"~/{secrets.token_hex(4)}"
+    before = on(sandbox, "node1", "find", str(sandbox.home))
+    examine(project, {"cluster.workdir": workdir})
+    assert on(sandbox, "node1", "find", str(sandbox.home)) == before
+
+
+PORTS: list[tuple[str, Callable[[Sandbox], object], str, list[str], list[str]]] = [
+    (
+        "all random ports dropped on one node",
+        lambda s: faults.block(s, s.node("node2"), ports="32768:60999", source=None, reject=False),
+        "dropped",
+        ["node2"],
+        ["node1", "node3"],
+    ),
+    (
+        "random ports dropped from one node to another, one way",
+        lambda s: faults.block(s, s.node("node3"), ports="32768:60999", source=s.node("node1"), reject=False),
+        "dropped",
+        ["node3"],
+        ["node1"],
+    ),
+    (
+        "random ports rejected",
+        lambda s: faults.block(s, s.node("node1"), ports="32768:60999", source=None, reject=True),
+        "rejected",
+        ["node1"],
+        ["node2", "node3"],
+    ),
+    (
+        "nothing passes between two nodes",
+        lambda s: faults.cut(s, s.node("node1"), s.node("node3")),
+        "dropped",
+        ["node1"],
+        ["node3"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("what", "inject", "said", "nodes", "peers"), PORTS, ids=[case[0] for case in PORTS])
+def test_data_ports(
+    sandbox: Sandbox,
+    project: Any,
+    what: str,
+    inject: Callable[[Sandbox], object],
+    said: str,
+    nodes: list[str],
+    peers: list[str],
+) -> None:
+    inject(sandbox)
+    note(sandbox)
+    result = examine(project)
+    if what == "nothing passes between two nodes":  # both ends are as good a place to look at
+        first = bad(result[1])[0]
+        assert sorted([*first["nodes"], *first["peers"]]) == ["node1", "node3"]
+        assert first["check"] == "data-ports"
+        return
+    expect(result, "data-ports", nodes, peers=peers, said=said)
+
+
+@pytest.mark.parametrize("reject", [False, True], ids=["dropped", "rejected"])
+def test_the_rendezvous_port_alone_is_blocked(sandbox: Sandbox, project: Any, reject: bool) -> None:
+    faults.block(sandbox, sandbox.node("node1"), ports="29555", source=None, reject=reject)
+    note(sandbox)
+    result = examine(project, {"network.rendezvous_port": 29555})
+    said = "rejected" if reject else "dropped"
+    expect(result, "rendezvous-port", ["node1"], peers=["node2", "node3"], said=said)
+
+
+def test_the_rendezvous_port_is_taken(sandbox: Sandbox, project: Any) -> None:
+    hold = "import socket,sys; s=socket.socket(); s.bind(('',29556)); s.listen(); print(1,flush=True); sys.stdin.read()"
+    argv = [*faults._administrator(sandbox, sandbox.node("node1")), sys.executable, "-c", hold]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        result = examine(project, {"network.rendezvous_port": 29556})
+        holder.communicate(b"")
+    expect(result, "rendezvous-port", ["node1"], said=os.strerror(errno.EADDRINUSE))
+
+
+def test_large_packets_are_lost_on_one_pair(sandbox: Sandbox, project: Any) -> None:
+    faults.lose_large(sandbox, sandbox.node("node2"), sandbox.node("node3"))
+    note(sandbox)
+    expect(examine(project), "large-packets", ["node2"], peers=["node3"])
+
+
+def test_large_packets_are_lost_towards_one_node(sandbox: Sandbox, project: Any) -> None:
+    for other in ("node1", "node3"):
+        faults.lose_large(sandbox, sandbox.node("node2"), sandbox.node(other))
+    note(sandbox)
+    expect(examine(project), "large-packets", ["node2"], peers=["node1", "node3"])
+
+
+def test_the_mtu_differs(sandbox: Sandbox, project: Any) -> None:
+    on(sandbox, "node3", "ip", "link", "set", "eth0", "mtu", "1400")
+    try:
+        expect(examine(project), "mtu", ["node3"], status="warn", said="1400")
+    finally:
+        on(sandbox, "node3", "ip", "link", "set", "eth0", "mtu", "1500")
+
+
+def test_a_node_takes_its_own_name_for_a_loopback_address(sandbox: Sandbox, project: Any) -> None:
+    text = on(sandbox, "node2", "cat", "/etc/hosts")
+    own = project.write("hosts", "127.0.0.1 localhost\n127.0.1.1 node2\n" + text.replace(" node2\n", " other\n"))
+    on(sandbox, "node2", "mount", "--bind", str(own), "/etc/hosts")
+    try:
+        expect(examine(project), "loopback-name", ["node2"], said="127.0.1.1")
+    finally:
+        on(sandbox, "node2", "umount", "/etc/hosts")
+
+
+def test_two_nodes_have_the_same_address(sandbox: Sandbox, project: Any) -> None:
+    address = sandbox.node("node1").address
+    on(sandbox, "node3", "ip", "addr", "add", f"{address}/32", "dev", "lo")
+    try:
+        expect(examine(project), "duplicate-address", ["node1", "node3"], said=address)
+    finally:
+        on(sandbox, "node3", "ip", "addr", "del", f"{address}/32", "dev", "lo")
+
+
+def test_addresses_are_translated_on_the_way(sandbox: Sandbox, project: Any) -> None:
+    host = sandbox.node("node2")
+    extra = host.address.rpartition(".")[0] + ".240"
+    on(sandbox, "node2", "ip", "addr", "add", f"{extra}/24", "dev", "eth0")
+    rule = ["POSTROUTING", "-o", "eth0", "-p", "tcp", "-m", "tcp", "!", "--sport", "22", "-j", "SNAT", "--to", extra]
+    try:
+        faults.in_network(sandbox, host, ["iptables", "-w", "-t", "nat", "-A", *rule])
+        expect(examine(project), "nat", ["node2"], peers=["node1", "node3"], said=extra)
+    finally:
+        faults.in_network(sandbox, host, ["iptables", "-w", "-t", "nat", "-F"])
+        on(sandbox, "node2", "ip", "addr", "del", f"{extra}/24", "dev", "eth0")
+
+
+def wrapper(project: Any, name: str, body: str) -> str:
+    """A program that stands for one node's Python."""
+    path: Path = project.write(name, f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def with_python(node: str, python: str) -> dict[str, Any]:
+    names = ["node1", "node2", "node3"]
+    return {"cluster.nodes": [{"name": name, "python": python} if name == node else name for name in names]}
+
+
+def test_few_open_files(sandbox: Sandbox, project: Any) -> None:
+    python = wrapper(project, "python", f'ulimit -n 256; exec {sys.executable} "$@"')
+    expect(examine(project, with_python("node2", python)), "nofile", ["node2"], said="ulimit -n")
+
+
+def test_shared_memory_is_small(sandbox: Sandbox, project: Any) -> None:
+    on(sandbox, "node1", "mount", "-t", "tmpfs", "-o", "size=1m", faults.DISK, "/dev/shm")
+    note(sandbox)
+    expect(examine(project), "shm", ["node1"], said="1 MiB")
+
+
+def test_the_disk_is_full(sandbox: Sandbox, project: Any) -> None:
+    faults.fill_disk(sandbox, sandbox.node("node3"), path="small", size="1m")
+    note(sandbox)
+    expect(examine(project, {"cluster.workdir": "~/small"}), "disk", ["node3"], said="1 MiB")
+
+
+def test_the_workdir_is_read_only(sandbox: Sandbox, project: Any) -> None:
+    folder = sandbox.home / "locked"
+    on(sandbox, "node1", "mkdir", "-p", str(folder))
+    for node in ("node2", "node3"):
+        on(sandbox, node, "mkdir", "-p", str(folder))
+    on(sandbox, "node1", "mount", "-t", "tmpfs", "-o", "size=100g,ro", faults.DISK, str(folder))
+    note(sandbox)
+    expect(examine(project, {"cluster.workdir": "~/locked/x"}), "workdir", ["node1"], said="Read-only")
+
+
+def test_a_data_path_is_missing_on_one_node(sandbox: Sandbox, project: Any) -> None:
+    for node in ("node1", "node3"):
+        on(sandbox, node, "mkdir", "-p", str(sandbox.home / "data"))
+    expect(examine(project, {"train.data": {"path": "~/data"}}), "path", ["node2"], said="~/data")
+
+
+def test_the_code_differs_on_one_node(sandbox: Sandbox, project: Any) -> None:
+    for node in ("node1", "node2", "node3"):
+        text = "print(2)" if node == "node2" else "print(1)"
+        on(sandbox, node, "sh", "-c", f"mkdir -p {sandbox.home}/code && echo '{text}' > {sandbox.home}/code/train.py")
+    changes = {"job.files": {"push": False, "root": "~/code"}}
+    expect(examine(project, changes), "code", ["node2"])
+
+
+def test_another_torch_on_one_node(sandbox: Sandbox, project: Any) -> None:
+    project.write("stub/torch/__init__.py", "")
+    project.write("stub/torch/version.py", "__version__ = '2.1.0'\ncuda = '11.8'\n")
+    python = wrapper(project, "python", f'PYTHONPATH={project.folder}/stub exec {sys.executable} "$@"')
+    expect(examine(project, with_python("node3", python)), "torch", ["node3"], said="2.1.0")
+
+
+def test_a_variable_is_set_on_one_node_only(sandbox: Sandbox, project: Any) -> None:
+    nodes = ["node1", {"name": "node2", "env": {"NCCL_BUFFSIZE": "8388608"}}, "node3"]
+    expect(examine(project, {"cluster.nodes": nodes}), "env-differs", ["node2"], said="NCCL_BUFFSIZE")
+
+
+def test_a_configuration_file_of_nccl_differs(sandbox: Sandbox, project: Any) -> None:
+    conf = sandbox.home / ".nccl.conf"
+    on(sandbox, "node3", "sh", "-c", f"echo NCCL_CROSS_NIC=0 > {conf}")
+    try:
+        expect(examine(project), "env-differs", ["node3"], said=".nccl.conf")
+    finally:
+        on(sandbox, "node3", "rm", str(conf))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "check", "said"),
+    [
+        ("NCCL_SOCKET_IFNAM", "eth0", "env-unknown", "NCCL_SOCKET_IFNAME"),
+        ("NCCL_DEBUG", "DEBUG", "env-unknown", "WARN"),
+        ("NCCL_TIMEOUT", "1800", "env-dead", "timeout"),
+        ("NCCL_TREE_THRESHOLD", "0", "env-dead", "removed"),
+        ("NCCL_ALGO", "Ring", "env-dangerous", "2.24"),
+        ("NCCL_IB_DISABLE", "1", "env-dangerous", "unset"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "env-dangerous", "hang"),
+    ],
+)
+def test_variables_that_do_nothing_good(
+    sandbox: Sandbox, project: Any, name: str, value: str, check: str, said: str
+) -> None:
+    result = examine(project, {"job.env": {name: value}})
+    expect(result, check, ["node1", "node2", "node3"], status="warn", said=said)
+
+
+def test_an_interface_that_a_node_does_not_have(sandbox: Sandbox, project: Any) -> None:
+    nodes = ["node1", "node2", {"name": "node3", "env": {"GLOO_SOCKET_IFNAME": "ib7"}}]
+    expect(examine(project, {"cluster.nodes": nodes}), "interface", ["node3"], said="ib7")
+
+
+def test_the_ssh_server_is_dead(sandbox: Sandbox, project: Any) -> None:
+    host = sandbox.node("node2")
+    for pid, line in control.host_processes(host).items():
+        if "sshd" in line and pid != host.pid:
+            os.kill(pid, signal.SIGKILL)
+    try:
+        expect(examine(project), "reach", ["node2"], said="refuses")
+    finally:
+        faults.kill(sandbox, host)
+        note(sandbox)
+
+
+def test_a_host_is_off(sandbox: Sandbox, project: Any) -> None:
+    faults.kill(sandbox, sandbox.node("node3"))
+    note(sandbox)
+    expect(examine(project), "reach", ["node3"])
+
+
+def test_a_host_is_frozen_and_does_not_delay_the_answer_beyond_its_limit(sandbox: Sandbox, project: Any) -> None:
+    faults.freeze(sandbox.node("node1"))
+    note(sandbox)
+    result = examine(project)
+    expect(result, "reach", ["node1"], said="no answer")
+    assert result[1]["took_s"] < 8
+
+
+def over_ssh(sandbox: Sandbox, project: Any, **changes: Any) -> dict[str, Any]:
+    """The sandbox's hosts as an ordinary cluster."""
+    return {
+        "cluster": {
+            "transport": "ssh",
+            "nodes": [{"name": node.name, "address": node.address} for node in sandbox.nodes],
+            "user": sandbox.user,
+            "identity_file": str(sandbox.identity_file),
+            "known_hosts": str(sandbox.known_hosts),
+            "ssh_config": "none",
+            "python": sys.executable,
+            "connect_timeout_s": 3.0,
+            "slots": 1,
+            **changes,
+        }
+    }
+
+
+needs_root = pytest.mark.skipif(
+    os.getuid() != 0, reason="an ordinary user's sandbox is reached through its keeper only"
+)
+
+
+@needs_root
+def test_a_host_key_has_changed(sandbox: Sandbox, project: Any) -> None:
+    lines = sandbox.known_hosts.read_text().splitlines()
+    keys = [line.split(" ", 1)[1] for line in lines]
+    swapped = [line.split(" ", 1)[0] + " " + (keys[0] if i == 1 else keys[i]) for i, line in enumerate(lines)]
+    known = project.write("known_hosts", "\n".join(swapped) + "\n")
+    expect(examine(project, over_ssh(sandbox, project, known_hosts=str(known))), "host-key", ["node2"])
+
+
+@needs_root
+def test_a_wrong_user(sandbox: Sandbox, project: Any) -> None:
+    nodes = [{"name": node.name, "address": node.address} for node in sandbox.nodes]
+    nodes[1]["user"] = "nobody"
+    expect(examine(project, over_ssh(sandbox, project, nodes=nodes)), "login", ["node2"])
+
+
+def test_no_python(sandbox: Sandbox, project: Any) -> None:
+    expect(examine(project, with_python("node1", "/nowhere/python3")), "python", ["node1"], said="cluster.python")
+
+
+def test_a_start_up_file_prints_a_banner(sandbox: Sandbox, project: Any) -> None:
+    python = wrapper(project, "python", f'echo "Welcome to the cluster"; exec {sys.executable} "$@"')
+    expect(examine(project, with_python("node2", python)), "shell-output", ["node2"], said="Welcome")
+
+
+def test_a_clock_is_off(sandbox: Sandbox, project: Any) -> None:
+    # The wall clock cannot be changed for one host alone; its Python is told another time.
+    project.write("stub/sitecustomize.py", "import time; real = time.time; time.time = lambda: real() + 30\n")
+    stub = f"import sys;sys.path.insert(0,'{project.folder}/stub');import sitecustomize;exec(sys.argv.pop(1))"
+    body = f'shift 3; exec {sys.executable} -I -S -c "{stub}" "$@"'
+    python = wrapper(project, "python", f'case "$1" in -I) {body};; *) exec {sys.executable} "$@";; esac')
+    expect(examine(project, with_python("node3", python)), "clock", ["node3"], status="warn", said="+30")
+
+
+def test_two_faults_at_once_are_both_told(sandbox: Sandbox, project: Any) -> None:
+    faults.block(sandbox, sandbox.node("node2"), ports="32768:60999", source=None, reject=False)
+    on(sandbox, "node3", "mount", "-t", "tmpfs", "-o", "size=1m", faults.DISK, "/dev/shm")
+    note(sandbox)
+    code, said = examine(project)
+    assert code == 9
+    assert {(one["check"], *one["nodes"]) for one in bad(said)} == {("shm", "node3"), ("data-ports", "node2")}
+    assert sum(one["primary"] for one in said["findings"]) == 1
+
+
+def test_people_see_the_pair_and_the_fix(sandbox: Sandbox, project: Any) -> None:
+    faults.block(sandbox, sandbox.node("node3"), ports="32768:60999", source=sandbox.node("node1"), reject=False)
+    note(sandbox)
+    examine(project)
+    done = project.run("doctor")
+    assert done.code == 9
+    assert "DROP" in done.out
+    assert "primary cause: data-ports" in done.out
+    assert "fix: on node3: let TCP" in done.out
+
+
+def test_nccl_env_derives_the_interface_of_each_node_from_its_route(sandbox: Sandbox, project: Any) -> None:
+    examine(project, {"job.env": {"NCCL_DEBUG": "WARN"}})
+    done = project.run("nccl", "env", "--json")
+    assert done.code == 0, done.err
+    nodes = json.loads(done.out)["nodes"]
+    assert [node["node"] for node in nodes] == ["node1", "node2", "node3"]
+    for node in nodes:
+        assert node["profile"] == "ethernet"
+        assert {one["name"]: one["value"] for one in node["set"]} == {
+            "NCCL_SOCKET_IFNAME": "=eth0",
+            "GLOO_SOCKET_IFNAME": "eth0",
+        }
+        assert {"name": "NCCL_DEBUG", "value": "WARN", "origin": "the spec"} in node["now"]
