@@ -16,6 +16,7 @@ from dtctl.errors import UsageError
 if TYPE_CHECKING:
     from dtctl.doctor.examine import Examination
     from dtctl.doctor.explain.diagnose import Diagnosis
+    from dtctl.spec.model import Spec
 
 Log = Annotated[
     list[Path] | None,
@@ -63,6 +64,28 @@ def examine_cluster(path: Path, *, quick: bool, json_lines: bool) -> int:
     else:
         show_examination(done, took_s)
     return 0 if done.ok else DoctorFailed.exit_code
+
+
+HARMLESS_TO_LAUNCH = ("loopback-name", "names")
+"""Failures that hurt other launchers: `dtctl launch` gives workers numeric addresses and the interface to use."""
+
+
+def check_before_launch(spec: Spec) -> None:
+    """Examine the nodes of a job that is about to be launched.
+
+    Raises:
+        DoctorFailed: the job cannot run on them; nothing was started.
+    """
+    from dtctl.doctor.examine import examine
+    from dtctl.errors import DoctorFailed
+    from dtctl.launch.assemble import cluster_of
+
+    done = examine(spec, cluster_of(spec, start=True), quick=True, progress=lambda _: None)
+    failed = [one for one in done.findings if one.status == "fail" and one.check not in HARMLESS_TO_LAUNCH]
+    for finding in failed[1:]:
+        output.err(f"doctor: {finding.check}: {finding.summary}", "red")
+    if failed:
+        raise DoctorFailed(f"nothing was started: {failed[0].summary}", where=failed[0].check, hint=failed[0].fix)
 
 
 def show_examination(done: Examination, took_s: float) -> None:

@@ -27,6 +27,9 @@ def launch(
         Path | None, typer.Option(metavar="DIR", help="Write what would be sent to files, and send nothing.")
     ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Return when the job runs; it goes on without you.")] = False,
+    doctor: Annotated[
+        bool, typer.Option("--doctor/--no-doctor", help="Examine the nodes first, and start nothing on a sick cluster.")
+    ] = False,
     name: Annotated[str | None, typer.Option(metavar="RUN", help="Name of the run.  [default: made up]")] = None,
     json_: Annotated[bool, typer.Option("--json", help="JSON Lines on standard output.")] = False,
 ) -> int:
@@ -44,6 +47,7 @@ def launch(
         rest=ctx.obj,
         name=name,
         detach=detach,
+        doctor=doctor,
         json_lines=json_,
     )
     if dry_run or out is not None:

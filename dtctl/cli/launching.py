@@ -36,6 +36,9 @@ class Options:
     """What stood behind `--`; None when there was none."""
     name: str | None
     detach: bool
+    doctor: bool
+    """Whether to examine the nodes first. Not unless asked: on 16 healthy virtual hosts of one machine with 2 cores it
+    takes 1.0 s, connections included, for it starts a Python of its own on each node and lets all pairs talk."""
     json_lines: bool
 
 
@@ -128,6 +131,10 @@ def real_launch(options: Options) -> int:
     spec = spec_of(options)
     run = check_run_name(options.name) if options.name is not None else new_run_id(spec.job.name, now=time.time())
     background = os.environ.pop(BACKGROUND, None)
+    if options.doctor and background is None:
+        from dtctl.cli.doctor import check_before_launch
+
+        check_before_launch(spec)
     if options.detach and background is None:
         return background_launch(options, spec, run)
     run = background or run

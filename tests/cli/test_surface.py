@@ -39,7 +39,7 @@ def test_the_commands() -> None:
 @pytest.mark.parametrize(
     ("arguments", "options"),
     [
-        ("launch", "--nodes --slots --set --dry-run --out --detach --name --json"),
+        ("launch", "--nodes --slots --set --dry-run --out --detach --doctor --name --json"),
         ("init", "--template --launcher --list --force"),
         ("validate", "--set --schema --json"),
         ("logs", "-f --node --rank"),

@@ -444,3 +444,20 @@ def test_nccl_env_derives_the_interface_of_each_node_from_its_route(sandbox: San
             "GLOO_SOCKET_IFNAME": "eth0",
         }
         assert {"name": "NCCL_DEBUG", "value": "WARN", "origin": "the spec"} in node["now"]
+
+
+def test_a_launch_that_asks_the_doctor_starts_nothing_on_a_sick_cluster(sandbox: Sandbox, project: Any) -> None:
+    faults.block(sandbox, sandbox.node("node2"), ports="32768:60999", source=None, reject=False)
+    note(sandbox)
+    examine(project)
+    done = project.run("launch", "--doctor")
+    assert done.code == 9, done.err
+    assert "nothing was started" in done.err
+    assert "on node2: let TCP" in done.err
+    assert not (project.folder / ".dtctl").exists()
+
+
+def test_a_launch_that_asks_the_doctor_runs_on_a_healthy_cluster(sandbox: Sandbox, project: Any) -> None:
+    examine(project)
+    done = project.run("launch", "--doctor")
+    assert done.code == 0, done.err
