@@ -174,6 +174,11 @@ class TrainConfig:
     """Project of Weights & Biases that metrics go to. None: none."""
     mlflow: str | None = None
     """Experiment of MLflow that metrics go to. None: none."""
+    exact: Literal["elastic"] | None = None
+    """elastic: the same bits on any number of workers (ddp and single only; slower, see elastic.py). None: on the same
+    number."""
+    require_exact: bool = False
+    """Whether to fail rather than to go on from a snapshot with other bits than a run that was never stopped."""
     timeout_s: float = field(default=600.0, metadata={"above": 0})
     """Seconds after which a worker that waits for its peers gives up."""
     snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from dtctl import names
-from dtctl.errors import PlanError, SpecError
-from dtctl.runtime import blocks, data, optim, pipelined, randomness, recovery, resume
+from dtctl.errors import PlanError, SnapshotError, SpecError
+from dtctl.runtime import blocks, data, elastic, optim, pipelined, randomness, recovery, resume
 from dtctl.runtime.agreement import Agreement
 from dtctl.runtime.best import Best
 from dtctl.runtime.config import DEFAULT_SNAPSHOT_S, TrainConfig, batch, length
@@ -118,7 +118,9 @@ class Trainer:
         self.guard = Guard(config.on_nan, self.loss_scale, worker)
         self.ema = Ema(self.model, config.ema) if config.ema else None
         self.weights: list[torch.Tensor] = []
-        self.memory = MemoryWatch(self.strategy.module, self.parameters, worker, wanted=config.on_oom == "halve")
+        self.shards = elastic.Shards(self.parameters, worker, config.seed) if config.exact == "elastic" else None
+        halve = config.on_oom == "halve" and self.shards is None
+        self.memory = MemoryWatch(self.strategy.module, self.parameters, worker, wanted=halve)
         self.order = InSequence() if isinstance(samples, data.Stream) else Order(self.samples, config.seed)
         self.schedule = Schedule(self.order, self.batch, rank=self.place.data, end=self.end)
         self.validation, self.score = validation, score
@@ -138,7 +140,7 @@ class Trainer:
         if self.every_s is None and config.snapshot.every_steps is None:
             self.every_s = DEFAULT_SNAPSHOT_S
         self.circumstances = resume.circumstances(config, worker, self.batch, samples=self.samples, steps=self.steps)
-        self.circumstances["mesh"] = str(degrees)
+        self.circumstances |= {} if self.shards else {"mesh": str(degrees)}
         self.step = self.position = 0
         self.saved_s = self.forward_s = time.monotonic()
 
@@ -201,6 +203,8 @@ class Trainer:
         began_s = time.perf_counter()
         batches = self.schedule(self.position)
         count = self.schedule.samples(self.position)
+        if self.shards is not None:
+            return elastic.passes(self, self.shards, batches, count)
         if self.strategy.pipeline is not None:  # which orders the passes of a step in its own way
             return pipelined.passes(self, self.strategy.pipeline, batches, count)
         parts = []
@@ -380,6 +384,12 @@ class Trainer:
             randomness.begin(self.config.seed, self.place.stream, step=self.step)
         else:
             randomness.restore(mine, self.worker.device)
+        if differing and self.config.require_exact:
+            raise SnapshotError(
+                f"going on from step {self.step} would not be exact: {'; '.join(differing)}",
+                where=found.path,
+                hint="undo these differences, or do without `train.require_exact`",
+            )
         return "exact" if not differing else "not exact: " + "; ".join(differing)
 
 

@@ -34,6 +34,7 @@ BITS_DO_NOT_DEPEND_ON: Final = (
     "on_oom",
     "on_resize",
     "profile",
+    "require_exact",
     "snapshot",
     "strategy",
     "timeout_s",
@@ -91,11 +92,13 @@ def circumstances(config: TrainConfig, worker: Worker, batch: Batch, *, samples:
     chosen = dataclasses.asdict(config)
     for key in BITS_DO_NOT_DEPEND_ON:
         del chosen[key]
+    spread: dict[str, Any] = {"accumulate": batch.accumulate, "workers": worker.world_size}
+    if config.exact == "elastic":
+        spread = {"shards": batch.accumulate * batch.world_size}
     return chosen | {
         "micro_batch": batch.micro,
-        "accumulate": batch.accumulate,
+        **spread,
         "steps": steps,
-        "workers": worker.world_size,
         "samples": samples,
         "device": torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),

@@ -210,6 +210,10 @@ class Train(Section):
     """Project of Weights & Biases that metrics go to."""
     mlflow: Word | None = None
     """Experiment of MLflow that metrics go to."""
+    exact: Literal["elastic"] | None = None
+    """elastic: the same bits on any number of workers. Default: on the same number."""
+    require_exact: bool | None = None
+    """Fail rather than go on from a snapshot with other bits than a run that was never stopped."""
     timeout_s: Positive | None = None
     """Seconds after which a worker that waits for its peers gives up."""
     snapshot: Snapshot | None = None

@@ -1,7 +1,9 @@
 """Snapshots: all that resumes the same run. Format, writing, reading with verification, retention; usable alone.
 
-    write.save(folder, step, {"model": model.state_dict()}, facts={"samples": 1200}, keep=2)
-    found, rejected = read.newest_good(folder)
+    with Saver(folder, keep=2) as saver:
+        found = newest(folder)
+        ...
+        saver.save(step, {"model": model.state_dict()}, facts={"samples": 1200})
 
 A folder per step, made elsewhere and renamed into place, so that it is there whole or not at all:
 
@@ -11,5 +13,25 @@ A folder per step, made elsewhere and renamed into place, so that it is there wh
         COMMIT                                written last: the digest of manifest.json
 
 Nothing is pickled, and nothing is used before its digest was found right: no format of torch notices a flipped byte by
-itself. `saver.Saver` does the same beside training, which stops for a copy only.
+itself. Training stops for a copy of the state only.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dtctl.runtime.snapshot.read import newest
+    from dtctl.runtime.snapshot.saver import Saver
+    from dtctl.runtime.snapshot.state import load_optimizer, optimizer_tree
+
+__all__ = ["Saver", "load_optimizer", "newest", "optimizer_tree"]
+
+_HOME = {"Saver": "saver", "load_optimizer": "state", "newest": "read", "optimizer_tree": "state"}
+
+
+def __getattr__(name: str) -> Any:  # who verifies snapshots should not wait for torch
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,3 +137,30 @@ def parts(contents: Contents) -> dict[str, Any]:
         name.removesuffix(layout.PART_SUFFIX): packing.unpack(torch.frombuffer(file, dtype=torch.uint8))
         for name, file in contents.items()
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """The newest good snapshot of a folder."""
+
+    step: int
+    facts: Mapping[str, Any]
+    """As they were given to `save`."""
+    parts: Mapping[str, Any]
+    """As they were given to `save`, on the CPU; tuples are lists."""
+    rejected: tuple[str, ...]
+    """Newer ones that were passed over, each with the reason."""
+
+
+def newest(folder: Path) -> Loaded | None:
+    """The newest snapshot that verifies, loaded; None if there is none.
+
+    Raises:
+        SnapshotError: as `verify`.
+    """
+    contents: dict[str, memoryview] = {}
+    found, rejected = newest_good(folder, contents)
+    if found is None or found.manifest is None:
+        return None
+    reasons = tuple(f"{bad.path.name} is {bad.status}: {'; '.join(bad.bad)}" for bad in rejected)
+    return Loaded(step=found.step, facts=found.manifest.facts, parts=parts(contents), rejected=reasons)

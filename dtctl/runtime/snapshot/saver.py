@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dtctl.errors import DtctlError, SnapshotError
+from dtctl.runtime.console import complain
 from dtctl.runtime.snapshot import write
 from dtctl.runtime.snapshot.staging import Staged, Staging
 
@@ -33,7 +34,7 @@ class Saver:
         keep: int = 2,
         when_busy: Literal["wait", "skip"] = "wait",
         max_failed: int = 3,
-        complain: Callable[[DtctlError], None],
+        complain: Callable[[DtctlError], None] = complain,
     ) -> None:
         """Nothing is written or allocated yet.
 
@@ -42,7 +43,7 @@ class Saver:
             keep: how many snapshots to keep.
             when_busy: what a save does that comes while one is under way.
             max_failed: consecutive saves that may fail before `save` raises.
-            complain: told of each failure at once, from the writing thread.
+            complain: told of each failure at once, from the writing thread; standard error unless another is given.
         """
         self._folder, self._keep, self._when_busy, self._max_failed = folder, keep, when_busy, max_failed
         self._complain = complain

@@ -1,6 +1,7 @@
 """How a model is spread over the workers: one file a strategy, and the choice among them.
 
 single.py    one worker
+elastic.py   replicas; the same bits on any number of workers
 ddp.py       replicas; gradients averaged during the backward pass
 zero1.py     ddp with an optimizer whose state is divided
 sharded.py   fsdp, hsdp, tp (tensor.py) and their products
@@ -18,9 +19,11 @@ import torch
 from torch import nn
 
 from dtctl.runtime.config import Batch, TrainConfig
+from dtctl.runtime.elastic import require
 from dtctl.runtime.mesh import Degrees, device_mesh
 from dtctl.runtime.strategies import trial
 from dtctl.runtime.strategies.ddp import Ddp
+from dtctl.runtime.strategies.elastic import Elastic
 from dtctl.runtime.strategies.single import Single
 from dtctl.runtime.strategies.trial import Probe
 from dtctl.runtime.strategies.zero1 import Zero1
@@ -86,6 +89,9 @@ def choose(
     Raises:
         PlanError: an option does not fit the device or the model.
     """
+    if config.exact == "elastic":
+        require(config, degrees, model)
+        return Elastic(model, worker)
     if degrees.workers == 1:
         return Single(model)
     if config.strategy == "zero1":

@@ -210,3 +210,16 @@ def test_what_is_not_there_is_refused(
 def test_no_samples(make: Make) -> None:
     with pytest.raises(PlanError, match="no samples"):
         make(samples=TensorData(torch.zeros(0, 8), torch.zeros(0, 1)))
+
+
+def test_a_resume_that_is_not_exact_can_be_refused(make: Make) -> None:
+    make({"seed": 1, "steps": 6}).run()
+    with pytest.raises(SnapshotError, match=r"going on from step 6 would not be exact: .*seed was 1 and is 2"):
+        make({"seed": 2, "steps": 8, "require_exact": True}).run()
+
+
+def test_shards_are_refused_where_they_would_not_be_exact(make: Make) -> None:
+    with pytest.raises(PlanError, match="which must both be set"):
+        make({"exact": "elastic"})
+    with pytest.raises(PlanError, match="1 keeps running statistics"):
+        make({"exact": "elastic", "global_batch": 8})

@@ -95,6 +95,8 @@ train:
   profile: {start: 1, steps: 1, memory: true, communication: 0}
   wandb: w
   mlflow: m
+  exact: elastic
+  require_exact: true
   timeout_s: 1
   snapshot: {dir: d, every_steps: 1, every_s: 1, keep: 1, replicas: 0, when_busy: skip, max_failed_saves: 1}
   model: {any: [thing]}

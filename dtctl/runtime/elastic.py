@@ -1,0 +1,140 @@
+"""The same bits on any number of workers (`train.exact: elastic`).
+
+The micro batches of a step are its shards: with `global_batch` and `micro_batch` fixed, their number and their samples
+are the same however many workers share them. Random state belongs to the shard, and gradients are added up in the order
+of shards: each worker adds up a stretch of the gradient over all of them, and then gives it to everyone. A plain
+all-reduce adds in an order that follows the ranks, so its rounding depends on their number.
+
+A step sends as much as an all-reduce does for each round of passes, and waits for it: gradients are not exchanged
+while the backward pass still runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dtctl.errors import PlanError
+from dtctl.runtime import randomness
+from dtctl.runtime.config import TrainConfig
+from dtctl.runtime.mesh import Degrees
+from dtctl.runtime.order import Indices
+from dtctl.runtime.worker import Worker
+
+if TYPE_CHECKING:
+    from dtctl.runtime.loop import Trainer
+
+
+def require(config: TrainConfig, degrees: Degrees, model: nn.Module) -> None:
+    """Refuse what would not have the same bits.
+
+    Raises:
+        PlanError: the configuration or the model does not go with `exact: elastic`; says why.
+    """
+    if degrees.dp != degrees.workers or config.strategy == "zero1":
+        reason = f"{config.strategy} divides the state over the workers, and adds gradients up in an order of its own"
+    elif config.global_batch is None or config.micro_batch is None:
+        reason = "the shards follow from train.global_batch and train.micro_batch, which must both be set"
+    elif config.ddp.comm_hook != "none":
+        reason = f"train.ddp.comm_hook {config.ddp.comm_hook} rounds what each worker sends"
+    elif names := [name for name, module in model.named_modules() if getattr(module, "running_mean", None) is not None]:
+        reason = f"{names[0]} keeps running statistics, which depend on what else its worker has seen"
+    else:
+        return
+    raise PlanError(f"exact: elastic is not possible: {reason}", where="train.exact")
+
+
+class Shards:
+    """The gradient of one step, shard by shard."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], worker: Worker, seed: int) -> None:
+        """Nothing is allocated yet.
+
+        Args:
+            parameters: those that are trained; the same on all workers.
+            worker: this worker.
+            seed: of the training.
+        """
+        self._worker, self._seed = worker, seed
+        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for parameter in parameters:
+            kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        self._kinds = list(kinds.values())
+        self._sums: list[torch.Tensor] = []
+
+    def begin(self, step: int, shard: int) -> None:
+        """Take on the random state of a shard."""
+        randomness.begin(self._seed, shard, step=step)
+
+    def add(self) -> None:
+        """Add the gradients of a pass of each worker to the sums, in the order of ranks, and clear them; collective."""
+        for index, some in enumerate(self._kinds):
+            rows = self._exchanged(_flat(some))
+            if len(self._sums) <= index:
+                self._sums.append(rows[0].clone())
+                rows = rows[1:]
+            for row in rows:
+                self._sums[index] += row
+            for parameter in some:
+                parameter.grad = None
+
+    def finish(self) -> None:
+        """Give every worker the whole sums as gradients; collective.
+
+        A parameter that had none in any shard has none now.
+        """
+        for some, own in zip(self._kinds, self._sums, strict=True):
+            whole = own
+            if self._worker.backend is not None:
+                parts = [torch.empty_like(own) for _ in range(self._worker.world_size)]
+                dist.all_gather(parts, own)
+                whole = torch.cat(parts)
+            sizes = [parameter.numel() for parameter in some]
+            *gradients, counts, _ = torch.split_with_sizes(
+                whole, [*sizes, len(some), len(whole) - sum(sizes) - len(some)]
+            )
+            for parameter, gradient, count in zip(some, gradients, counts.tolist(), strict=True):
+                parameter.grad = gradient.view_as(parameter) if count else None
+        self._sums.clear()
+
+    def _exchanged(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """This worker's stretch of the vectors of all workers, in the order of ranks."""
+        if self._worker.backend is None:
+            return [flat]
+        workers = self._worker.world_size
+        flat = nn.functional.pad(flat, (0, -len(flat) % workers))
+        received = torch.empty_like(flat)
+        dist.all_to_all_single(received, flat)
+        return list(received.chunk(workers))
+
+
+def _flat(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All gradients in one vector, zero for those that are not there, and then a 1 for each that is."""
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    present = torch.tensor([p.grad is not None for p in parameters], dtype=parts[0].dtype, device=parts[0].device)
+    return torch.cat([*(part.detach().reshape(-1) for part in parts), present])
+
+
+def passes(trainer: Trainer, shards: Shards, batches: Sequence[Indices], count: int) -> torch.Tensor:
+    """As `Trainer.passes`.
+
+    Args:
+        trainer: whose step it is.
+        shards: of its parameters.
+        batches: the indices of this worker's micro batches.
+        count: samples of the step over all workers.
+    """
+    workers, parts = trainer.worker.world_size, []
+    for index, indices in enumerate(batches):
+        shards.begin(trainer.step, index * workers + trainer.worker.rank)
+        samples = trainer.read(indices, index)
+        parts.append(trainer.backward(samples, len(indices) / count, len(indices)))
+        if trainer.weights:
+            raise PlanError("exact: elastic does not go with a loss that counts tokens", where="train.exact")
+        shards.add()
+    shards.finish()
+    return torch.stack(parts).sum() * workers

@@ -1,0 +1,87 @@
+"""`exact: elastic` under torchrun: 4, then 2, 1 and 4 workers end with the bits of 4 throughout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dtctl.runtime.snapshot import commands
+
+pytestmark = pytest.mark.torch
+
+SCRIPT = """
+import os, signal
+import torch
+from torch import nn
+from dtctl.runtime import TensorData, Trainer, run
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 48), nn.LayerNorm(48), nn.GELU(), nn.Dropout(0.2), nn.Linear(48, 1))
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, inputs):
+        return self.body(inputs)
+
+def train(config, worker):
+    inputs = torch.randn(250, 16, generator=torch.Generator().manual_seed(5))
+
+    def loss(model, batch):
+        if worker.is_first and trainer.step == int(os.environ["STOP_AT"]):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    trainer = Trainer(config, worker, Network(), loss, TensorData(inputs, inputs[:, :1] - inputs[:, 1:2]))
+    return trainer.run()
+
+if __name__ == "__main__":
+    raise SystemExit(run(train, defaults={
+        "micro_batch": 3, "global_batch": 24, "clip_norm": 0.3, "epochs": 2, "lr": 1e-2, "weight_decay": 0.1,
+        "log_every": 4, "timeout_s": 60, "exact": "elastic", "require_exact": True, "snapshot": {"every_steps": 100},
+    }))
+"""
+
+
+def launch(folder: Path, workers: int, *settings: str, stop_at: int = -1) -> subprocess.CompletedProcess[str]:
+    """Train in `folder` under torchrun, until SIGTERM in a step."""
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(SCRIPT)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("DTCTL_")}
+    environment |= {"OMP_NUM_THREADS": "1", "STOP_AT": str(stop_at)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}", "train.py"]
+    return subprocess.run(
+        [*command, *(f"--train.{setting}" for setting in settings)],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_any_number_of_workers_ends_with_the_same_bits(tmp_path: Path) -> None:
+    straight = launch(tmp_path / "straight", 4)
+    assert straight.returncode == 0, straight.stdout
+    expected = commands.digest(tmp_path / "straight" / "snapshots")
+    assert expected["step"] == 21  # 500 samples: the last step has 20, in shards of which one is short and one empty
+
+    folder = tmp_path / "elastic"
+    for workers, stop_at in ((4, 4), (2, 9), (1, 14), (4, -1)):
+        ended = launch(folder, workers, stop_at=stop_at)
+        assert (ended.returncode == 0) == (stop_at < 0), ended.stdout
+        assert "not exact" not in ended.stdout
+    assert "of 21: exact" in ended.stdout
+    assert commands.digest(folder / "snapshots")["digest"] == expected["digest"]
+
+
+def test_what_would_not_be_exact_is_refused(tmp_path: Path) -> None:
+    refused = launch(tmp_path / "fsdp", 2, "strategy=fsdp")
+    assert refused.returncode != 0
+    assert "exact: elastic is not possible: fsdp divides the state over the workers" in refused.stdout
