@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Made by dtctl 0.1.0 for run run-1, attempt 0: node b, node rank 1 of 2, workers 4-7 of 8, spec 6e21b6d50ac940b4.
+# Made by dtctl 0.1.0 for run run-1, attempt 0: node b, node rank 1 of 2, workers 4-7 of 8, spec 629efc4141bcdada.
 # Started in the folder of the pushed code. Set on the node before this runs:
 # DTCTL_RUN_DIR, DTCTL_METRICS, DTCTL_SNAPSHOT_DIR, PET_LOG_DIR; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (the interface
 # towards the head node).
