@@ -84,8 +84,11 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
 def digest(spec: Spec) -> str:
     """Digest of the resolved spec: 16 hexadecimal digits, equal when and only when the specs say the same.
 
-    Keys at their defaults do not count, so that a version with more keys gives the same digest."""
-    return hashlib.blake2b(spec.model_dump_json(exclude={"base_dir"}, exclude_defaults=True).encode(), digest_size=8).hexdigest()
+    Keys at their defaults do not count, so that a version with more keys gives the same digest.
+    """
+    return hashlib.blake2b(
+        spec.model_dump_json(exclude={"base_dir"}, exclude_defaults=True).encode(), digest_size=8
+    ).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
