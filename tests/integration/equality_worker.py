@@ -23,6 +23,7 @@ from torch import nn
 
 from dtctl import names
 from dtctl.runtime import TensorData, Trainer, Worker, load, start
+from dtctl.runtime.snapshot.saver import Saver
 from dtctl.runtime.worker import seed_all
 
 SAMPLES = 60  # with a global batch of 16: a short last batch of 12, of which some workers get none
@@ -111,8 +112,9 @@ def train(case: Case, worker: Worker, folder: Path, base: Path) -> None:
     for origin, target in ((folder, folder / "again"), (single, folder / "taken")):
         trainer = trainer_of(case, worker, folder, origin / "snapshots")
         trainer.run()  # no step is left to be done
-        trainer.folder = target
+        trainer.saver = Saver(target, keep=2, complain=print)
         trainer.save()
+        trainer.saver.finish()
 
 
 def main() -> None:
