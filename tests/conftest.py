@@ -5,6 +5,8 @@ import os
 import pytest
 from hypothesis import settings
 
+pytest_plugins = ["tests.hosts"]
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +76,14 @@ def on(sandbox: Sandbox, node: str, *argv: str, root: bool = True) -> str:
     host = sandbox.node(node)
     prefix = faults._administrator(sandbox, host) if root else control.enter_argv(sandbox, host, [])
     return subprocess.run([*prefix, *argv], check=True, capture_output=True, text=True).stdout
+
+
+def placed(sandbox: Sandbox, node: str, name: str, text: str) -> str:
+    """Path of a new file on a host, written there: the host's /tmp is not the one in which this test's files lie."""
+    path = f"/tmp/{secrets.token_hex(4)}/{name}"
+    write = 'mkdir -p "${1%/*}" && chmod 755 "${1%/*}" && printf %s "$2" >"$1" && chmod 755 "$1"'
+    on(sandbox, node, "sh", "-c", write, "sh", path, text, root=False)
+    return path
 
 
 def note(sandbox: Sandbox) -> None:
@@ -199,8 +206,8 @@ def test_the_mtu_differs(sandbox: Sandbox, project: Any) -> None:
 
 def test_a_node_takes_its_own_name_for_a_loopback_address(sandbox: Sandbox, project: Any) -> None:
     text = on(sandbox, "node2", "cat", "/etc/hosts")
-    own = project.write("hosts", "127.0.0.1 localhost\n127.0.1.1 node2\n" + text.replace(" node2\n", " other\n"))
-    on(sandbox, "node2", "mount", "--bind", str(own), "/etc/hosts")
+    own = "127.0.0.1 localhost\n127.0.1.1 node2\n" + text.replace(" node2\n", " other\n")
+    on(sandbox, "node2", "mount", "--bind", placed(sandbox, "node2", "hosts", own), "/etc/hosts")
     try:
         expect(examine(project), "loopback-name", ["node2"], said="127.0.1.1")
     finally:
@@ -229,11 +236,9 @@ def test_addresses_are_translated_on_the_way(sandbox: Sandbox, project: Any) -> 
         on(sandbox, "node2", "ip", "addr", "del", f"{extra}/24", "dev", "eth0")
 
 
-def wrapper(project: Any, name: str, body: str) -> str:
-    """A program that stands for one node's Python."""
-    path: Path = project.write(name, f"#!/bin/sh\n{body}\n")
-    path.chmod(0o755)
-    return str(path)
+def wrapper(sandbox: Sandbox, node: str, body: str) -> str:
+    """A program on a host that stands for its Python."""
+    return placed(sandbox, node, "python", f"#!/bin/sh\n{body}\n")
 
 
 def with_python(node: str, python: str) -> dict[str, Any]:
@@ -242,7 +247,7 @@ def with_python(node: str, python: str) -> dict[str, Any]:
 
 
 def test_few_open_files(sandbox: Sandbox, project: Any) -> None:
-    python = wrapper(project, "python", f'ulimit -n 256; exec {sys.executable} "$@"')
+    python = wrapper(sandbox, "node2", f'ulimit -n 256; exec {sys.executable} "$@"')
     expect(examine(project, with_python("node2", python)), "nofile", ["node2"], said="ulimit -n")
 
 
@@ -283,9 +288,10 @@ def test_the_code_differs_on_one_node(sandbox: Sandbox, project: Any) -> None:
 
 
 def test_another_torch_on_one_node(sandbox: Sandbox, project: Any) -> None:
-    project.write("stub/torch/__init__.py", "")
-    project.write("stub/torch/version.py", "__version__ = '2.1.0'\ncuda = '11.8'\n")
-    python = wrapper(project, "python", f'PYTHONPATH={project.folder}/stub exec {sys.executable} "$@"')
+    version = placed(sandbox, "node3", "torch/version.py", "__version__ = '2.1.0'\ncuda = '11.8'\n")
+    on(sandbox, "node3", "touch", version.replace("version.py", "__init__.py"), root=False)
+    stub = version.removesuffix("/torch/version.py")
+    python = wrapper(sandbox, "node3", f'PYTHONPATH={stub} exec {sys.executable} "$@"')
     expect(examine(project, with_python("node3", python)), "torch", ["node3"], said="2.1.0")
 
 
@@ -397,16 +403,16 @@ def test_no_python(sandbox: Sandbox, project: Any) -> None:
 
 
 def test_a_start_up_file_prints_a_banner(sandbox: Sandbox, project: Any) -> None:
-    python = wrapper(project, "python", f'echo "Welcome to the cluster"; exec {sys.executable} "$@"')
+    python = wrapper(sandbox, "node2", f'echo "Welcome to the cluster"; exec {sys.executable} "$@"')
     expect(examine(project, with_python("node2", python)), "shell-output", ["node2"], said="Welcome")
 
 
 def test_a_clock_is_off(sandbox: Sandbox, project: Any) -> None:
     # The wall clock cannot be changed for one host alone; its Python is told another time.
-    project.write("stub/sitecustomize.py", "import time; real = time.time; time.time = lambda: real() + 30\n")
-    stub = f"import sys;sys.path.insert(0,'{project.folder}/stub');import sitecustomize;exec(sys.argv.pop(1))"
+    late = placed(sandbox, "node3", "late.py", "import time; real = time.time; time.time = lambda: real() + 30\n")
+    stub = f"import sys;sys.path.insert(0,'{late.removesuffix('/late.py')}');import late;exec(sys.argv.pop(1))"
     body = f'shift 3; exec {sys.executable} -I -S -c "{stub}" "$@"'
-    python = wrapper(project, "python", f'case "$1" in -I) {body};; *) exec {sys.executable} "$@";; esac')
+    python = wrapper(sandbox, "node3", f'case "$1" in -I) {body};; *) exec {sys.executable} "$@";; esac')
     expect(examine(project, with_python("node3", python)), "clock", ["node3"], status="warn", said="+30")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from dtctl.sandbox import control, faults
 from dtctl.sandbox.layout import Sandbox
-from tests.integration.conftest import Project, spec_text, workers
+from tests.hosts import Project, spec_text, workers
 
 JOB = "job: {script: train.py, kind: direct}\n"
 

@@ -10,7 +10,7 @@ import subprocess
 from dtctl.launch.record import RunRecord
 from dtctl.launch.state import alive
 from dtctl.sandbox.layout import Sandbox
-from tests.integration.conftest import Project, spec_text, wait_until, workers
+from tests.hosts import Project, spec_text, wait_until, workers
 
 COUNT = """\
 import time

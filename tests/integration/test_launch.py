@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dtctl.sandbox import control
 from dtctl.sandbox.layout import Sandbox
-from tests.integration.conftest import Project, spec_text, wait_until, workers
+from tests.hosts import Project, spec_text, wait_until, workers
 
 pytestmark = pytest.mark.usefixtures("sandbox")
 

@@ -14,7 +14,7 @@ import pytest
 
 from dtctl.sandbox import control, faults
 from dtctl.sandbox.layout import Sandbox
-from tests.integration.conftest import Project, spec_text, wait_until, workers
+from tests.hosts import Project, spec_text, wait_until, workers
 
 LIMIT_S = 5.0
 """What ending a run may take beyond the grace."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dtctl.sandbox.layout import Sandbox
-from tests.integration.conftest import Project, wait_until
+from tests.hosts import Project, wait_until
 
 PRINT = "import os; print('RAN', os.environ['DTCTL_NODE'], os.environ['MASTER_ADDR'], os.environ['RANK'], flush=True)\n"
 

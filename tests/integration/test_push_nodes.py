@@ -11,7 +11,7 @@ import pytest
 
 from dtctl.sandbox import control, faults
 from dtctl.sandbox.layout import Sandbox, SandboxNode
-from tests.integration.conftest import Project, spec_text, wait_until, workers
+from tests.hosts import Project, spec_text, wait_until, workers
 
 pytestmark = pytest.mark.usefixtures("sandbox")
 

@@ -16,7 +16,7 @@ import pytest
 
 from dtctl.sandbox import control, faults, kernel, layout
 from dtctl.sandbox.layout import Sandbox
-from tests.integration.conftest import Project, wait_until
+from tests.hosts import Project, wait_until
 
 
 def sh(sandbox: Sandbox, host: str, script: str, limit_s: float = 20) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from dtctl.sandbox import control
 from dtctl.sandbox.layout import Sandbox, SandboxNode
-from tests.integration.conftest import Project, spec_text, wait_until
+from tests.hosts import Project, spec_text, wait_until
 
 SECRET = "hunter2-$(id)-'x'"
 TRAIN = """\

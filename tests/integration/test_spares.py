@@ -8,7 +8,7 @@ import pytest
 
 from dtctl.sandbox import faults
 from dtctl.sandbox.layout import Sandbox
-from tests.integration.conftest import Finished, Project, wait_until
+from tests.hosts import Finished, Project, wait_until
 
 SPEC = """\
 cluster: {{transport: sandbox, nodes: {nodes}, slots: 1, connect_timeout_s: 2, link_timeout_s: 3, {more}}}
@@ -29,11 +29,17 @@ def events_of(project: Project) -> str:
     return path.read_text() if path.exists() else ""
 
 
+def _running(project: Project) -> int:
+    text = events_of(project)
+    return text.count('"state":"running"') if '"event":"started"' in text else 0
+
+
 def launch_and_lose(project: Project, sandbox: Sandbox, lost: int) -> Finished:
     """Launch, end a host as by power loss when the job runs, and wait for the end."""
     project.write("train.py", WAIT)
     process = project.start("launch", "--json", "--name", project.unique)
-    wait_until(lambda: '"event":"started"' in events_of(project), what="it runs")
+    # Every worker has said its first word: what a host prints in the moment of its death is lost with it.
+    wait_until(lambda: 0 < events_of(project).count('"state":"started"') <= _running(project), what="it runs")
     faults.kill(sandbox, sandbox.nodes[lost])
     faults.record(sandbox, [f"kill {sandbox.nodes[lost].name}"])
     return project.finish(process)

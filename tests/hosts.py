@@ -1,4 +1,4 @@
-"""A sandbox for all integration tests, healed after each, and projects to launch on it."""
+"""Virtual hosts for the tests of integration and of faults: one sandbox, healed after each test, and projects on it."""
 
 from __future__ import annotations
 
