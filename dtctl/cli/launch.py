@@ -13,7 +13,8 @@ from dtctl import names
 def launch(
     ctx: typer.Context,
     spec: Annotated[
-        Path | None, typer.Argument(help=f"The spec.  [default: {names.SPEC_FILE}]", show_default=False)
+        Path | None,
+        typer.Argument(help=f"The spec; - is standard input.  [default: {names.SPEC_FILE}]", show_default=False),
     ] = None,
     nodes: Annotated[
         str | None, typer.Option(help="Nodes for a job without a spec: `a,b` or `gpu[01-04]`; then -- SCRIPT ARGS.")

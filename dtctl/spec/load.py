@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,31 +21,41 @@ from dtctl.spec.places import Places
 
 MAX_BYTES = 4 * 1024 * 1024
 """Largest spec that is read; more is another file, or no file at all (/dev/zero)."""
+STDIN = "<standard input>"
 _INIT = "`dtctl init DIR` makes a project with one"
 
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> Spec:
     """The spec in the file at `path`, or in `dtctl.yaml` of the folder at `path`, with `--set` values applied.
 
+    `-` is the standard input; the working folder is then the project's.
+
     Raises:
         SpecError: the file cannot be read, or says something that is not allowed; all problems in one error.
     """
+    if path == Path("-"):
+        text = _text(sys.stdin.buffer.read(MAX_BYTES + 1), STDIN)
+        return parse_spec(text, source=STDIN, base_dir=Path.cwd(), overrides=overrides)
     if path.is_dir():
         path = path / SPEC_FILE
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
-        text = raw.decode("utf-8-sig")
     except FileNotFoundError:
         raise SpecError(f"there is no spec {path}", where=str(path), hint=_INIT) from None
-    except UnicodeDecodeError as exc:
-        line = raw.count(b"\n", 0, exc.start) + 1
-        raise SpecError("the spec is not UTF-8 text", where=f"{path}:{line}", hint="save it as UTF-8") from exc
     except OSError as exc:
         raise SpecError(f"the spec cannot be read: {exc.strerror}", where=str(path)) from exc
+    return parse_spec(_text(raw, str(path)), source=str(path), base_dir=path.resolve().parent, overrides=overrides)
+
+
+def _text(raw: bytes, source: str) -> str:
     if len(raw) > MAX_BYTES:
-        raise SpecError(f"the spec is larger than {MAX_BYTES:,} bytes", where=str(path), hint="is this the right file?")
-    return parse_spec(text, source=str(path), base_dir=path.resolve().parent, overrides=overrides)
+        raise SpecError(f"the spec is larger than {MAX_BYTES:,} bytes", where=source, hint="is this the right file?")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as exc:
+        line = raw.count(b"\n", 0, exc.start) + 1
+        raise SpecError("the spec is not UTF-8 text", where=f"{source}:{line}", hint="save it as UTF-8") from exc
 
 
 def parse_spec(text: str, *, source: str, base_dir: Path, overrides: Sequence[str] = ()) -> Spec:

@@ -112,8 +112,9 @@ def _one(found: Mapping[str, Sequence[str]], key: str) -> str | None:
 
 
 def _known_hosts_files(found: Mapping[str, Sequence[str]]) -> list[str]:
-    user = (_one(found, "userknownhostsfile") or " ".join(USER_KNOWN_HOSTS)).split()
-    system = (_one(found, "globalknownhostsfile") or " ".join(SYSTEM_KNOWN_HOSTS)).split()
+    # `ssh -G` prints several files on one line and does not quote: a blank parts two only where a path begins.
+    user = re.split(r"\s+(?=[/~])", _one(found, "userknownhostsfile") or " ".join(USER_KNOWN_HOSTS))
+    system = re.split(r"\s+(?=[/~])", _one(found, "globalknownhostsfile") or " ".join(SYSTEM_KNOWN_HOSTS))
     return [*user, *system]
 
 

@@ -1,3 +1,4 @@
+import io
 import os
 import subprocess
 import sys
@@ -133,6 +134,17 @@ def test_a_file(tmp_path: Path) -> None:
     assert (spec.job.script, spec.job.name, spec.base_dir) == ("a.py", "x", tmp_path)
     assert load_spec(tmp_path) == load_spec(path)
     assert load_spec(path).written_at("job.script") == f"{path}:1"
+
+
+def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"job:\n  script: a.py\n")))
+    spec = load_spec(Path("-"), ["job.name=x"])
+    assert (spec.job.script, spec.job.name, spec.base_dir) == ("a.py", "x", tmp_path)
+    assert spec.written_at("job.script") == "<standard input>:2"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"job:\n  name: caf\xe9\n")))
+    with pytest.raises(SpecError, match="not UTF-8"):
+        load_spec(Path("-"))
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -105,6 +105,12 @@ def test_names_of_files_are_filled_in(config: Path, tmp_path: Path, monkeypatch:
     assert (found.host_key_alias, found.identities_only) == ("farm", True)
 
 
+def test_names_of_files_may_have_blanks(tmp_path: Path) -> None:
+    path = tmp_path / "config"
+    path.write_text(f'Host x\n  UserKnownHostsFile "{tmp_path}/my keys" ~/other\n')
+    assert asked(path, "x").known_hosts[:2] == (f"{tmp_path}/my keys", f"{HOME}/other")
+
+
 def test_a_configuration_that_openssh_refuses_is_named(tmp_path: Path) -> None:
     bad = tmp_path / "bad"
     bad.write_text("Host *\n  NoSuchKeyword yes\n")
