@@ -159,6 +159,8 @@ def test_one_signal_stops_all_and_other_numbers_of_workers_go_on(tmp_path: Path)
     assert f"resumed at step {stopped} of 21: not exact: micro_batch was 4 and is 3" in two.output, two.output
     assert "workers was 3 and is 2" in two.output
     ((again, _), *_) = layout.listing(tmp_path / "snapshots")
+    assert "exitcode  : 75" in two.output, two.output
+    assert f"stopped after step {again} of 21, with a snapshot" in two.output, two.output
     assert stopped < again < 21
 
     one = launch(tmp_path, 1, *epochs, "micro_batch=8")
