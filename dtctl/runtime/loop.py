@@ -208,6 +208,7 @@ class Trainer:
         if self.strategy.pipeline is not None:  # which orders the passes of a step in its own way
             return pipelined.passes(self, self.strategy.pipeline, batches, count)
         parts = []
+        del batches[-(-count // (self.batch.micro * self.batch.world_size)) :]  # of a last step: empty on all workers
         for index, indices in enumerate(batches):
             # Every sample weighs the same, in a short last batch too; gradients are averaged over the workers.
             weight = len(indices) * self.place.degrees.data / count

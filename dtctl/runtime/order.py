@@ -92,8 +92,8 @@ class Schedule:
             rank: of this worker.
             end: position at which the training ends; the last step takes what is left before it.
         """
-        self.stand_in: Indices = order(np.zeros(1, dtype=np.int64))
-        """One sample, for a worker whose last micro batch is empty."""
+        self.stand_in: Indices = order(np.zeros(2, dtype=np.int64))
+        """For a worker whose last micro batch is empty: one sample, twice over, since BatchNorm refuses a single one."""
         self._order = order
         self._batch = batch
         self._end = end

@@ -27,10 +27,9 @@ def accumulate(trainer: Trainer) -> torch.Tensor:
         This worker's share of the mean loss, not yet added up over workers.
     """
     while True:
-        # Two samples to stand in, since BatchNorm refuses one.
         loss, short = trainer.memory.attempt(
             trainer.passes,
-            lambda: trainer.backward(trainer.feed.single(trainer.schedule.stand_in.repeat(2)), math.nan, 2),
+            lambda: trainer.backward(trainer.feed.single(trainer.schedule.stand_in), math.nan, 2),
         )
         if loss is not None and not short:
             break

@@ -148,20 +148,20 @@ def test_a_killed_run_ends_with_the_bits_of_one_left_alone(
 
 def test_one_signal_stops_all_and_other_numbers_of_workers_go_on(tmp_path: Path) -> None:
     """SIGTERM to one of three; then two go on, and one: each sample of each epoch is seen exactly once."""
-    epochs = ("steps=null", "epochs=2", "global_batch=24", "accumulate=null")
+    epochs = ("steps=null", "epochs=4", "global_batch=24", "accumulate=null")
     three = launch(tmp_path, 3, *epochs, "micro_batch=4", hurt="1:10", hurt_with="SIGTERM")
     assert "exitcode  : 75" in three.output, three.output
     ((stopped, _), *_) = layout.listing(tmp_path / "snapshots")
-    assert f"stopped after step {stopped} of 21, with a snapshot" in three.output
-    assert 5 <= stopped < 21
+    assert f"stopped after step {stopped} of 42, with a snapshot" in three.output
+    assert 5 <= stopped < 42
 
     two = launch(tmp_path, 2, *epochs, "micro_batch=3", hurt="0:20", hurt_with="SIGUSR1")
-    assert f"resumed at step {stopped} of 21: not exact: micro_batch was 4 and is 3" in two.output, two.output
+    assert f"resumed at step {stopped} of 42: not exact: micro_batch was 4 and is 3" in two.output, two.output
     assert "workers was 3 and is 2" in two.output
     ((again, _), *_) = layout.listing(tmp_path / "snapshots")
     assert "exitcode  : 75" in two.output, two.output
-    assert f"stopped after step {again} of 21, with a snapshot" in two.output, two.output
-    assert stopped < again < 21
+    assert f"stopped after step {again} of 42, with a snapshot" in two.output, two.output
+    assert stopped < again < 42
 
     one = launch(tmp_path, 1, *epochs, "micro_batch=8")
     assert one.code == 0, one.output
@@ -170,7 +170,7 @@ def test_one_signal_stops_all_and_other_numbers_of_workers_go_on(tmp_path: Path)
         # A resume throws one pass away, with the samples of the first that counts: the same line twice.
         for line in dict.fromkeys(path.read_text().splitlines()):
             seen.update(json.loads(line)[1])
-    assert seen == Counter(list(range(SAMPLES)) * 2)
+    assert seen == Counter(list(range(SAMPLES)) * 4)
 
 
 def test_workers_that_differ_are_all_told(tmp_path: Path) -> None:
