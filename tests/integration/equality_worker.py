@@ -1,4 +1,4 @@
-"""Trains many small cases in the workers of one process group; run by test_equality.py under torchrun.
+"""Trains many small cases in the workers of one process group; run by test_equality.py.
 
 Each case leaves its losses and final parameters, to be compared with one process.
 """

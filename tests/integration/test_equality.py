@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import pytest
 import torch
 
 from dtctl.runtime.snapshot import layout, read, state
+from tests import forked
 from tests.integration.equality_worker import Case, written
 
 pytestmark = pytest.mark.torch
@@ -111,17 +110,9 @@ def limit_of(case: Case) -> float:
 def run(workers: int, folder: Path, base: Path) -> None:
     """Train all cases of a number of workers."""
     written(cases_of(workers), folder / "cases.json")
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"] if workers > 1 else []
-    done = subprocess.run(
-        [sys.executable, *start, str(WORKER), str(folder / "cases.json"), str(folder), str(base)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    (folder / "output").write_text(done.stdout)
+    argv = [WORKER, folder / "cases.json", folder, base]
+    ended = forked.launch(argv, workers, cwd=folder, limit_s=280)
+    (folder / "output").write_text(ended.output)
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from tests import forked
 
 pytestmark = pytest.mark.torch
 
@@ -78,22 +77,12 @@ if __name__ == "__main__":
 
 
 def launch(folder: Path, workers: int, *settings: str) -> tuple[int, str]:
-    """Train in `folder` under torchrun. Returns exit code and output."""
+    """Train in `folder`. Returns exit code and output."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("DTCTL_")}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}", "train.py"]
-    done = subprocess.run(
-        [*command, *(f"--train.{setting}" for setting in settings)],
-        cwd=folder,
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return done.returncode, done.stdout
+    argv = ["train.py", *(f"--train.{setting}" for setting in settings)]
+    ended = forked.launch(argv, workers, cwd=folder, limit_s=120)
+    return ended.code, ended.output
 
 
 def digests(output: str) -> set[str]:

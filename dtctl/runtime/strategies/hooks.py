@@ -77,7 +77,8 @@ def captured(state: powerSGD_hook.PowerSGDState) -> dict[str, Any]:
 def restore(state: powerSGD_hook.PowerSGDState, tree: Mapping[str, Any], device: torch.device) -> None:
     """Put back what `captured` returned."""
     for name in TABLES:
-        setattr(state, name, {int(bucket): tensor.to(device) for bucket, tensor in tree[name].items()})
+        # Copies: what was read lies anywhere in a file's bytes, and matrix products round by alignment.
+        setattr(state, name, {int(bucket): tensor.to(device, copy=True) for bucket, tensor in tree[name].items()})
     state.iter = tree["iter"]
     *keys, position = tree["rng"].tolist()
     state.rng.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, 0, 0.0))
