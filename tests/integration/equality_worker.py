@@ -109,8 +109,9 @@ def train(case: Case, worker: Worker, folder: Path, base: Path) -> None:
         torch.save({"losses": torch.tensor(keep, dtype=torch.float64), "weights": weights}, folder / "result.pt")
 
     single = base / Case(optimizer=case.optimizer, dtype=case.dtype).key()
-    for origin, target in ((folder, folder / "again"), (single, folder / "taken")):
-        trainer = trainer_of(case, worker, folder, origin / "snapshots")
+    trainer = trainer_of(case, worker, folder, single / "snapshots")
+    for origin, target in ((single, folder / "taken"), (folder, folder / "again")):  # each into what differs from it
+        trainer.folder, trainer.saver = origin / "snapshots", Saver(folder / "nothing", keep=2, complain=print)
         trainer.run()  # no step is left to be done
         trainer.saver = Saver(target, keep=2, complain=print)
         trainer.save()
