@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from dtctl import names
-from dtctl.errors import PlanError
+from dtctl.errors import PlanError, SpecError
+from dtctl.runtime import network
 
 ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
 """Set by torchrun: where a worker leaves its exception for the agent's summary."""
@@ -134,6 +135,8 @@ def _device(local_rank: int) -> torch.device:
 def start(*, seed: int = 0, timeout_s: float = 600.0) -> Iterator[Worker]:
     """Become a worker: device, seeds, process group; and leave the group at the end, also after an error.
 
+    Variables that workers need to find each other are set if nobody has, each with its reason; see network.py.
+
     Everything random is seeded alike on all workers, so that they build the same model; the Trainer gives each worker a
     seed of its own once that is done.
 
@@ -150,6 +153,7 @@ def start(*, seed: int = 0, timeout_s: float = 600.0) -> Iterator[Worker]:
         torch.cuda.set_device(worker.device)
     seed_all(seed)
     if worker.backend is not None:
+        network.apply(worker, os.environ)
         dist.init_process_group(
             worker.backend,
             timeout=dt.timedelta(seconds=timeout_s),
@@ -162,6 +166,8 @@ def start(*, seed: int = 0, timeout_s: float = 600.0) -> Iterator[Worker]:
     except BaseException as exc:
         if isinstance(exc, Exception):
             record_failure(exc)
+            if not isinstance(exc, PlanError | SpecError):
+                network.record(worker)
         leave(within_s=TEAR_DOWN_S)
         raise
     leave()

@@ -1,4 +1,4 @@
-"""Trains many small cases in the workers of one process group; run by test_equality.py under torchrun.
+"""Trains many small cases in the workers of one process group; run by test_equality.py.
 
 Each case leaves its losses and final parameters, to be compared with one process.
 """
@@ -39,11 +39,13 @@ class Case:
     dtype: str = "float64"
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Of the strategy; the batch is the same in all cases."""
+    common: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that the one process has, too, with which the case is compared."""
 
     def key(self) -> str:
         """Names the case and its files."""
         text = json.dumps(self.settings.get("strategy", "single"))
-        rest = {key: value for key, value in self.settings.items() if key != "strategy"}
+        rest = {key: value for key, value in self.settings.items() if key != "strategy"} | dict(self.common)
         words = [text, self.optimizer, self.dtype, json.dumps(rest) if rest else ""]
         return "".join(c if c.isalnum() or c in ".-=" else "_" for c in " ".join(words)).strip("_")
 
@@ -69,6 +71,14 @@ def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
     return nn.functional.cross_entropy(model(inputs).transpose(1, 2), targets)
 
 
+def by_tokens(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some targets do not count, in some samples more than in others."""
+    inputs, targets = batch
+    targets = torch.where(inputs.cumsum(1) % 3 < inputs[:, :1] % 3, -100, targets)
+    logits = model(inputs).transpose(1, 2)
+    return nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum"), (targets != -100).sum()
+
+
 def score(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
     inputs, targets = batch
     return {"loss": nn.functional.cross_entropy(model(inputs).transpose(1, 2), targets, reduction="none").mean(1)}
@@ -86,11 +96,12 @@ def trainer_of(case: Case, worker: Worker, folder: Path, snapshots: Path) -> Tra
     given = {
         "global_batch": 16, "accumulate": 1 if worker.world_size == 1 else 4, "epochs": 1, "log_every": 1,
         "lr": 0.5 if case.optimizer == "sgd" else 3e-3, "optimizer": case.optimizer, "clip_norm": 0.7,
-        "weight_decay": 0.1, "snapshot": {"dir": str(snapshots)}, **case.settings,
+        "weight_decay": 0.1, "snapshot": {"dir": str(snapshots)}, **case.common, **case.settings,
     }  # fmt: skip
     config = load(given, argv=[], environ={})
     made = model(getattr(torch, case.dtype))
-    return Trainer(config, worker, made, loss, data(SAMPLES), validation=data(13), score=score)
+    wanted = by_tokens if config.data.get("tokens") else loss
+    return Trainer(config, worker, made, wanted, data(SAMPLES), validation=data(13), score=score)
 
 
 def train(case: Case, worker: Worker, folder: Path, base: Path) -> None:
@@ -108,9 +119,10 @@ def train(case: Case, worker: Worker, folder: Path, base: Path) -> None:
         shutil.copyfile(folder / "metrics.jsonl", folder / "first.jsonl")
         torch.save({"losses": torch.tensor(keep, dtype=torch.float64), "weights": weights}, folder / "result.pt")
 
-    single = base / Case(optimizer=case.optimizer, dtype=case.dtype).key()
-    for origin, target in ((folder, folder / "again"), (single, folder / "taken")):
-        trainer = trainer_of(case, worker, folder, origin / "snapshots")
+    single = base / dataclasses.replace(case, settings={}).key()
+    trainer = trainer_of(case, worker, folder, single / "snapshots")
+    for origin, target in ((single, folder / "taken"), (folder, folder / "again")):  # each into what differs from it
+        trainer.folder, trainer.saver = origin / "snapshots", Saver(folder / "nothing", keep=2, complain=print)
         trainer.run()  # no step is left to be done
         trainer.saver = Saver(target, keep=2, complain=print)
         trainer.save()

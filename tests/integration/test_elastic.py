@@ -1,15 +1,13 @@
-"""`exact: elastic` under torchrun: 4, then 2, 1 and 4 workers end with the bits of 4 throughout."""
+"""`exact: elastic`: 4, then 2, 1 and 4 workers end with the bits of 4 throughout."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dtctl.runtime.snapshot import commands
+from tests import forked
 
 pytestmark = pytest.mark.torch
 
@@ -47,41 +45,30 @@ if __name__ == "__main__":
 """
 
 
-def launch(folder: Path, workers: int, *settings: str, stop_at: int = -1) -> subprocess.CompletedProcess[str]:
-    """Train in `folder` under torchrun, until SIGTERM in a step."""
+def launch(folder: Path, workers: int, *settings: str, stop_at: int = -1) -> forked.Ended:
+    """Train in `folder`, until SIGTERM in a step."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("DTCTL_")}
-    environment |= {"OMP_NUM_THREADS": "1", "STOP_AT": str(stop_at)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}", "train.py"]
-    return subprocess.run(
-        [*command, *(f"--train.{setting}" for setting in settings)],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    argv = ["train.py", *(f"--train.{setting}" for setting in settings)]
+    return forked.launch(argv, workers, cwd=folder, environ={"STOP_AT": str(stop_at)}, limit_s=120)
 
 
 def test_any_number_of_workers_ends_with_the_same_bits(tmp_path: Path) -> None:
     straight = launch(tmp_path / "straight", 4)
-    assert straight.returncode == 0, straight.stdout
+    assert straight.code == 0, straight.output
     expected = commands.digest(tmp_path / "straight" / "snapshots")
     assert expected["step"] == 21  # 500 samples: the last step has 20, in shards of which one is short and one empty
 
     folder = tmp_path / "elastic"
     for workers, stop_at in ((4, 4), (2, 9), (1, 14), (4, -1)):
         ended = launch(folder, workers, stop_at=stop_at)
-        assert (ended.returncode == 0) == (stop_at < 0), ended.stdout
-        assert "not exact" not in ended.stdout
-    assert "of 21: exact" in ended.stdout
+        assert (ended.code == 0) == (stop_at < 0), ended.output
+        assert "not exact" not in ended.output
+    assert "of 21: exact" in ended.output
     assert commands.digest(folder / "snapshots")["digest"] == expected["digest"]
 
 
 def test_what_would_not_be_exact_is_refused(tmp_path: Path) -> None:
     refused = launch(tmp_path / "fsdp", 2, "strategy=fsdp")
-    assert refused.returncode != 0
-    assert "exact: elastic is not possible: fsdp divides the state over the workers" in refused.stdout
+    assert refused.code != 0
+    assert "exact: elastic is not possible: fsdp divides the state over the workers" in refused.output

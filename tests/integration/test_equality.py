@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 from dtctl.runtime.snapshot import layout, read, state
+from tests import forked
 from tests.integration.equality_worker import Case, written
 
 pytestmark = pytest.mark.torch
@@ -77,6 +77,24 @@ MESHES: dict[int, Meshes] = {
         ({"tp": 2, "pp": 2}, {}),
     ],
 }
+EXTRAS: dict[int, list[tuple[Case, list[Any]]]] = {
+    2: [
+        # Averaged weights, blocks that are computed twice, a loss that weighs tokens.
+        (
+            Case(common={"ema": {"decay": 0.6}, "data": {"tokens": True}, "checkpointing": "full"}),
+            ["ddp", "zero1", "fsdp", "tp", "pipeline", ("pipeline", "zbv")],
+        ),
+        (Case(dtype="float32", common={"precision": "fp16"}), ["ddp", "fsdp", "tp", "pipeline"]),
+        (Case(common={"compile": "eager"}), ["ddp", "fsdp", "pipeline"]),
+    ],
+    4: [
+        (
+            Case(common={"ema": {"decay": 0.6}, "data": {"tokens": True}}),
+            [{"fsdp": 2, "tp": 2}, {"fsdp": 2, "pp": 2}],
+        ),
+    ],
+}
+"""What else must not depend on the strategy."""
 BRIEF = {"ddp", "fsdp"}
 """Strategies whose fp32 cases are run; the others differ from them in exchanges, not in arithmetic."""
 
@@ -84,8 +102,17 @@ BRIEF = {"ddp", "fsdp"}
 def cases_of(workers: int) -> list[Case]:
     """All cases for a number of workers; 1 has those that the others are compared with."""
     if workers == 1:
-        return [Case(optimizer=optimizer, dtype=dtype) for optimizer, dtype in LIMITS]
+        return [
+            *(Case(optimizer=optimizer, dtype=dtype) for optimizer, dtype in LIMITS),
+            *(case for extras in EXTRAS.values() for case, _ in extras),
+        ]
     found = []
+    for case, strategies in EXTRAS[workers]:
+        for strategy in strategies:
+            name, *schedule = strategy if isinstance(strategy, tuple) else (strategy,)
+            options = {"pipeline": {"schedule": schedule[0]}} if schedule else {}
+            slow = {"accumulate": 2} if "tp" in name and workers == 4 else {}
+            found.append(replace(case, settings={"strategy": name, **options, **slow}))
     for strategy, options in MESHES[workers]:
         settings = {"strategy": strategy, **options}
         found.append(Case(settings=settings))
@@ -104,6 +131,8 @@ ALL = [(workers, case) for workers in MESHES for case in cases_of(workers)]
 
 
 def limit_of(case: Case) -> float:
+    if "precision" in case.common:
+        return ROUNDED["fp16"]
     words = [*case.settings.get("ddp", {}).values(), *case.settings.get("fsdp", {}).values()]
     return next((ROUNDED[str(word)] for word in words if str(word) in ROUNDED), LIMITS[case.optimizer, case.dtype])
 
@@ -111,17 +140,9 @@ def limit_of(case: Case) -> float:
 def run(workers: int, folder: Path, base: Path) -> None:
     """Train all cases of a number of workers."""
     written(cases_of(workers), folder / "cases.json")
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"] if workers > 1 else []
-    done = subprocess.run(
-        [sys.executable, *start, str(WORKER), str(folder / "cases.json"), str(folder), str(base)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    (folder / "output").write_text(done.stdout)
+    argv = [WORKER, folder / "cases.json", folder, base]
+    ended = forked.launch(argv, workers, cwd=folder, limit_s=280)
+    (folder / "output").write_text(ended.output)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +156,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Path
             {
                 "workers": workers,
                 "strategy": case.settings["strategy"],
-                "options": {key: value for key, value in case.settings.items() if key != "strategy"},
+                "options": {key: value for key, value in case.settings.items() if key != "strategy"}
+                | dict(case.common),
                 "optimizer": case.optimizer,
                 "dtype": case.dtype,
                 "limit": limit_of(case),
@@ -147,7 +169,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Path
 
 
 def single(case: Case) -> Case:
-    return Case(optimizer=case.optimizer, dtype=case.dtype)
+    return replace(case, settings={})
 
 
 def parts(folder: Path) -> dict[str, Any]:
@@ -170,7 +192,8 @@ def apart(one: torch.Tensor, two: torch.Tensor) -> float:
 def differences(found: Path, expected: Path) -> dict[str, float]:
     one, two = torch.load(found / "result.pt"), torch.load(expected / "result.pt")
     assert one["weights"].keys() == two["weights"].keys()
-    states = [dict(state.tensors(parts(path / "snapshots")["optimizer"]["state"])) for path in (found, expected)]
+    kept = [parts(path / "snapshots") for path in (found, expected)]
+    states = [dict(state.tensors([one["optimizer"]["state"], one.get("ema", {})])) for one in kept]
     assert states[0].keys() == states[1].keys()
     return {
         "losses": apart(one["losses"], two["losses"]),

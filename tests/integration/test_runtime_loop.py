@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from dtctl import names
+from tests import forked
 
 pytestmark = pytest.mark.torch
 
@@ -77,23 +77,14 @@ if __name__ == "__main__":
 """
 
 
-def launch(folder: Path, workers: int, *settings: str) -> tuple[int, str]:
-    """Train in `folder` under torchrun. Returns exit code and output."""
+def launch(folder: Path, workers: int, *settings: str, run_dir: Path | None = None) -> tuple[int, str]:
+    """Train in `folder`, as if launched by dtctl with a folder of the run. Returns exit code and output."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("DTCTL_")}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}", "train.py"]
-    done = subprocess.run(
-        [*command, *(f"--train.{setting}" for setting in settings)],
-        cwd=folder,
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return done.returncode, done.stdout
+    argv = ["train.py", *(f"--train.{setting}" for setting in settings)]
+    environ = {names.RUN_DIR: str(run_dir)} if run_dir else {}
+    ended = forked.launch(argv, workers, cwd=folder, environ=environ, limit_s=120)
+    return ended.code, ended.output
 
 
 def digests(output: str) -> set[str]:
@@ -217,3 +208,18 @@ def test_accumulating_eight_passes_moves_an_eighth_of_the_bytes(tmp_path: Path) 
         moved[accumulate] = sum(int(line.split()[2]) for line in output.splitlines() if line.startswith("moved "))
     parameters = 16 * 32 + 32 + 32 + 1
     assert moved == {1: 2 * 16 * parameters * 4, 8: 2 * 2 * parameters * 4}
+
+
+def test_workers_that_fail_leave_their_last_collectives_in_the_folder_of_the_run(tmp_path: Path) -> None:
+    wish = 'data={"hurt": [[1, 3]]}'
+    code, output = launch(tmp_path, 2, "micro_batch=4", "on_oom=stop", wish, run_dir=tmp_path / "run")
+    assert code != 0
+    found = {path.name: json.loads(path.read_text()) for path in (tmp_path / "run" / "flight").iterdir()}
+    assert found.keys() == {"rank0.json", "rank1.json"}, output
+    assert all(entries["entries"][-1]["profiling_name"] == "gloo:all_reduce" for entries in found.values())
+
+
+def test_settings_that_are_refused_leave_no_record(tmp_path: Path) -> None:
+    code, _ = launch(tmp_path, 2, "strategy=single", run_dir=tmp_path / "run")
+    assert code != 0
+    assert not (tmp_path / "run").exists()

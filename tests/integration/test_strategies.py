@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from dtctl.runtime.snapshot import layout, read, state
+from tests import forked
 from tests.integration.test_runtime_training import rows
 
 pytestmark = pytest.mark.torch
@@ -73,22 +71,12 @@ if __name__ == "__main__":
 """
 
 
-def launch(folder: Path, workers: int, *settings: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Train in `folder` under torchrun, on a port of its own choice; settings are `key=value`."""
+def launch(folder: Path, workers: int, *settings: str, **environment: str) -> forked.Ended:
+    """Train in `folder`; settings are `key=value`."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT)
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("DTCTL_")}
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}", "train.py"]
-        + [f"--train.{setting}" for setting in settings],
-        cwd=folder,
-        env={**inherited, "OMP_NUM_THREADS": "1", "BATCH_NORM": "0", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    argv = ["train.py", *(f"--train.{setting}" for setting in settings)]
+    return forked.launch(argv, workers, cwd=folder, environ={"BATCH_NORM": "0", **environment}, limit_s=150)
 
 
 def digest(folder: Path) -> str:
@@ -113,12 +101,12 @@ def test_a_killed_run_ends_with_the_bits_of_one_left_alone(
     batch = ("global_batch=24", "accumulate=2") if workers == 3 else ()
     settings = (*f"strategy={strategy}".split(" --train."), *batch)
     straight = launch(tmp_path / "straight", workers, *settings, BATCH_NORM=batch_norm)
-    assert straight.returncode == 0, straight.stdout
+    assert straight.code == 0, straight.output
     killed = launch(tmp_path / "killed", workers, *settings, BATCH_NORM=batch_norm, HURT="1:19" if batch else "1:30")
-    assert "SIGKILL" in killed.stdout, killed.stdout
+    assert "SIGKILL" in killed.output, killed.output
     resumed = launch(tmp_path / "killed", workers, *settings, BATCH_NORM=batch_norm)
-    assert resumed.returncode == 0, resumed.stdout
-    assert "of 12: exact" in resumed.stdout, resumed.stdout
+    assert resumed.code == 0, resumed.output
+    assert "of 12: exact" in resumed.output, resumed.output
     assert digest(tmp_path / "killed") == digest(tmp_path / "straight")
     assert rows(tmp_path / "killed") == rows(tmp_path / "straight")
 
@@ -140,6 +128,6 @@ def test_bad_settings_end_all_workers_in_seconds(
 ) -> None:
     began_s = time.monotonic()
     ended = launch(tmp_path, 2, "steps=2", *settings, **environment)
-    assert ended.stdout.count(f"error: {message}") == 2, ended.stdout
-    assert ended.returncode != 0
+    assert ended.output.count(f"error: {message}") == 2, ended.output
+    assert ended.code != 0
     assert time.monotonic() - began_s < 30

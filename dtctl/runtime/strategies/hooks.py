@@ -77,8 +77,7 @@ def captured(state: powerSGD_hook.PowerSGDState) -> dict[str, Any]:
 def restore(state: powerSGD_hook.PowerSGDState, tree: Mapping[str, Any], device: torch.device) -> None:
     """Put back what `captured` returned."""
     for name in TABLES:
-        # Into memory of their own: as read they are stretches of a file's bytes, and where a matrix begins decides how
-        # a product of it is rounded.
+        # Copies: what was read lies anywhere in a file's bytes, and matrix products round by alignment.
         setattr(state, name, {int(bucket): tensor.to(device, copy=True) for bucket, tensor in tree[name].items()})
     state.iter = tree["iter"]
     *keys, position = tree["rng"].tolist()

@@ -1,0 +1,125 @@
+"""Variables that make workers find each other, and leave a record if they do not; set before the process group.
+
+As few as possible, each with its reason, and none that somebody has set already: `dtctl launch` has chosen the
+interfaces by then. How long a collective waits is an argument of the process group (`train.timeout_s`), not a variable.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from dtctl import names
+from dtctl.nccl import profiles
+from dtctl.nccl.profiles import Network, Setting
+from dtctl.runtime.console import say
+
+if TYPE_CHECKING:
+    from dtctl.runtime.worker import Worker
+
+FLIGHT: Final = "flight"
+"""Folder in that of the run for the last collectives of each worker, if one fails."""
+DUMP: Final = "TORCH_FR_DUMP_TEMP_FILE"
+DEVICES: Final = Path("/sys/class/infiniband")
+ADDRESS_OF: Final = 0x8915
+"""SIOCGIFADDR of linux/sockios.h."""
+
+
+def apply(worker: Worker, environ: MutableMapping[str, str]) -> None:
+    """Set what is missing; rank 0 says what and why, of which names of interfaces may differ on other nodes."""
+    network = look(environ) if worker.world_size > worker.local_world_size else Network(interface="")
+    chosen = wanted(worker, network, environ)
+    environ.update({setting.name: setting.value for setting in chosen})
+    if any(setting.name == DUMP for setting in chosen):
+        Path(environ[DUMP]).parent.mkdir(parents=True, exist_ok=True)
+    if worker.is_first:
+        for setting in chosen:
+            say(f"set {setting.name}={setting.value}: {setting.reason}")
+
+
+def wanted(worker: Worker, network: Network, environ: Mapping[str, str]) -> list[Setting]:
+    """What to set in this worker; nothing for one without peers, and little on one machine."""
+    if worker.backend is None:
+        return []
+    cuda = worker.device.type == "cuda"
+    found = profiles.settings(profiles.detect(network), network)
+    found = [setting for setting in found if cuda or setting.name.startswith("GLOO_")]
+    if cuda and environ.get(names.RUN_DIR):
+        prefix = str(Path(environ[names.RUN_DIR]) / FLIGHT / "nccl_rank")
+        found += [
+            Setting(
+                name=DUMP,
+                value=prefix,
+                reason="the last collectives of each rank belong into the run's folder, not into /tmp",
+            ),
+            Setting(
+                name="TORCH_NCCL_DUMP_ON_TIMEOUT",
+                value="1",
+                reason="a collective that times out is only explained by those of all ranks",
+            ),
+        ]
+    return [setting for setting in found if not environ.get(setting.name)]
+
+
+def look(environ: Mapping[str, str]) -> Network:
+    """The way from here to rank 0, and the RDMA devices."""
+    return Network(interface=interface_of(_own_address(environ)), rdma=rdma(DEVICES), nodes=2)
+
+
+def rdma(folder: Path) -> list[dict[str, str]]:
+    """The ports of RDMA devices as the kernel lists them below /sys/class/infiniband."""
+    found = []
+    for port in sorted(folder.glob("*/ports/*")):
+        facts = {name: (port / name).read_text().strip() for name in ("state", "link_layer") if (port / name).is_file()}
+        found.append({"device": port.parts[-3], "port": port.name, "state": "", "link_layer": "", **facts})
+    return found
+
+
+def _own_address(environ: Mapping[str, str]) -> str:
+    """This node's IPv4 address on the way to rank 0; empty if there is none. Nothing is sent."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((environ[names.MASTER_ADDR], int(environ.get(names.MASTER_PORT, "1"))))
+            address: str = probe.getsockname()[0]
+    except (OSError, KeyError, ValueError):
+        return ""
+    return address
+
+
+def interface_of(address: str) -> str:
+    """The interface that has an IPv4 address; empty for none, and for loopback, which leads to no other node."""
+    if not address or address.startswith("127."):
+        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), ADDRESS_OF, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has no address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return ""
+
+
+def record(worker: Worker) -> Path | None:
+    """Leave the last collectives of this worker in the run's folder; where, or None if there is none.
+
+    NCCL writes its own when one times out; this is for gloo, and for workers that fail otherwise.
+    """
+    folder = os.environ.get(names.RUN_DIR)
+    if not folder or worker.backend is None:
+        return None
+    from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
+
+    path = Path(folder) / FLIGHT / f"rank{worker.rank}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(_dump_fr_trace_json(True, False))
+    except OSError:  # the failure that is being recorded counts, not this one
+        return None
+    return path

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import dataclasses
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtctl import names
+from dtctl.nccl.profiles import Network
+from dtctl.runtime import network
+from dtctl.runtime.worker import Worker
+
+
+@pytest.fixture
+def peer(worker: Worker) -> Worker:
+    """One of 16 workers on two nodes with GPUs."""
+    cuda = torch.device("cuda", 0)
+    return dataclasses.replace(worker, world_size=16, local_world_size=8, backend="cpu:gloo,cuda:nccl", device=cuda)
+
+
+ETHERNET = Network(interface="eth3", nodes=2)
+INFINIBAND = Network(
+    interface="eth3", nodes=2, rdma=[{"device": "mlx5_0", "state": "4: ACTIVE", "link_layer": "InfiniBand"}]
+)
+
+
+def names_of(worker: Worker, found: Network, environ: dict[str, str]) -> dict[str, str]:
+    return {setting.name: setting.value for setting in network.wanted(worker, found, environ)}
+
+
+def test_a_worker_without_peers_needs_nothing(worker: Worker) -> None:
+    assert network.wanted(worker, ETHERNET, {names.RUN_DIR: "/run"}) == []
+
+
+def test_workers_of_one_machine_find_each_other(peer: Worker) -> None:
+    alone = dataclasses.replace(peer, local_world_size=16)
+    environ: dict[str, str] = {}
+    network.apply(alone, environ)
+    assert environ == {}
+
+
+def test_on_cpus_gloo_alone_is_told_its_interface(peer: Worker) -> None:
+    on_cpu = dataclasses.replace(peer, device=torch.device("cpu"), backend="gloo")
+    assert names_of(on_cpu, INFINIBAND, {names.RUN_DIR: "/run"}) == {"GLOO_SOCKET_IFNAME": "eth3"}
+
+
+def test_on_gpus_the_network_and_the_record_are_chosen(peer: Worker) -> None:
+    assert names_of(peer, INFINIBAND, {names.RUN_DIR: "/run"}) == {
+        "NCCL_SOCKET_IFNAME": "=eth3",
+        "GLOO_SOCKET_IFNAME": "eth3",
+        "NCCL_NET": "IB",
+        "TORCH_FR_DUMP_TEMP_FILE": "/run/flight/nccl_rank",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+
+
+def test_what_is_set_stays_and_each_has_a_reason(peer: Worker) -> None:
+    given = {"NCCL_SOCKET_IFNAME": "ib0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", names.RUN_DIR: "/run"}
+    assert names_of(peer, ETHERNET, given).keys() == {"GLOO_SOCKET_IFNAME", "TORCH_FR_DUMP_TEMP_FILE"}
+    assert all(len(setting.reason) > 20 for setting in network.wanted(peer, INFINIBAND, {names.RUN_DIR: "/run"}))
+
+
+def test_rank_0_says_what_was_set_and_why(
+    peer: Worker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(network, "look", lambda _: ETHERNET)
+    environ = {names.RUN_DIR: str(tmp_path)}
+    network.apply(peer, environ)
+    assert environ["GLOO_SOCKET_IFNAME"] == "eth3"
+    assert (tmp_path / "flight").is_dir()
+    said = capsys.readouterr().out
+    assert "set GLOO_SOCKET_IFNAME=eth3: eth3 is the interface of the route to the other nodes; else gloo asks" in said
+    network.apply(dataclasses.replace(peer, rank=3), {})
+    assert capsys.readouterr().out == ""
+
+
+def test_an_interface_is_found_by_its_address() -> None:
+    assert network.interface_of("127.0.0.1") == ""
+    assert network.interface_of("") == ""
+    assert network.interface_of("192.0.2.255") == ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.77", 1))  # reserved for documentation: any way out will do
+        except OSError:
+            pytest.skip("this machine has no way out")
+        own = probe.getsockname()[0]
+    assert network.interface_of(own) in {name for _, name in socket.if_nameindex()} - {"lo"}
+
+
+def test_no_rank_0_means_no_interface() -> None:
+    assert network.look({}).interface == ""
+    assert network.look({names.MASTER_ADDR: "127.0.0.1", names.MASTER_PORT: "1"}).interface == ""
+
+
+def test_ports_of_rdma_devices_are_read(tmp_path: Path) -> None:
+    port = tmp_path / "mlx5_0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE\n")
+    (port / "link_layer").write_text("Ethernet\n")
+    assert network.rdma(tmp_path) == [
+        {"device": "mlx5_0", "port": "1", "state": "4: ACTIVE", "link_layer": "Ethernet"},
+    ]
+    assert network.rdma(tmp_path / "absent") == []
