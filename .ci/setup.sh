@@ -16,6 +16,7 @@ needed=(
   "/usr/bin/unshare util-linux"
   "/usr/bin/rsync rsync"
   "/usr/bin/git git"
+  "/usr/bin/iperf3 iperf3"
 )
 missing=()
 for line in "${needed[@]}"; do

@@ -33,7 +33,9 @@ Paths = Annotated[
 def doctor(
     paths: Paths = None,
     log: Log = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer ports per pair of nodes; takes seconds.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer ports per pair of nodes, and no measurements; takes seconds.")
+    ] = False,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
     """Say which node or pair of a cluster is at fault, why, and what to type; or explain the logs of a failed job."""
@@ -47,6 +49,7 @@ def doctor(
 def examine_cluster(path: Path, *, quick: bool, json_lines: bool) -> int:
     """Examine a cluster and print what was found; the exit code."""
     from dtctl.doctor.examine import examine
+    from dtctl.doctor.tables import links_of
     from dtctl.errors import DoctorFailed
     from dtctl.launch.assemble import cluster_of
     from dtctl.spec.load import load_spec
@@ -59,7 +62,13 @@ def examine_cluster(path: Path, *, quick: bool, json_lines: bool) -> int:
     if json_lines:
         findings = [finding.as_json() for finding in done.findings]
         output.emit_json(
-            {"ok": done.ok, "nodes": [seen.name for seen in done.seen], "took_s": took_s, "findings": findings}
+            {
+                "ok": done.ok,
+                "nodes": [seen.name for seen in done.seen],
+                "took_s": took_s,
+                "findings": findings,
+                "links": links_of(done.seen),
+            }
         )
     else:
         show_examination(done, took_s)
@@ -90,7 +99,7 @@ def check_before_launch(spec: Spec) -> None:
 
 def show_examination(done: Examination, took_s: float) -> None:
     """Tables of nodes and of pairs, then the findings, the primary one first."""
-    from dtctl.doctor.tables import node_table, pair_table
+    from dtctl.doctor.tables import link_table, node_table, pair_table
 
     header, rows = node_table(done)
     output.table(rows, header=header)
@@ -98,6 +107,10 @@ def show_examination(done: Examination, took_s: float) -> None:
     if matrix is not None:
         output.out("")
         output.table(matrix[1], header=matrix[0])
+    speeds = link_table(done)
+    if speeds is not None:
+        output.out("")
+        output.table(speeds[1], header=speeds[0])
     for finding in done.findings:
         if finding.status not in ("fail", "warn"):
             continue

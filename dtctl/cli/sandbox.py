@@ -183,28 +183,30 @@ def fault_lose_large(node: Host, other: Other = None, name: Name = None) -> None
 def fault_loss(
     node: Host,
     percent: Annotated[float, typer.Option(help="How many of 100 packets.")],
+    from_: From = None,
     name: Name = None,
 ) -> None:
     """Lose packets to a host at random."""
     from dtctl.sandbox import faults
 
     sandbox = running(name)
-    faults.lose(sandbox, sandbox.node(node), percent=percent)
-    _note(sandbox, f"loss {node} --percent {percent:g}")
+    faults.lose(sandbox, sandbox.node(node), percent=percent, source=sandbox.peer(from_) if from_ else None)
+    _note(sandbox, f"loss {node} --percent {percent:g}" + (f" --from {from_}" if from_ else ""))
 
 
 @fault.command("limit")
 def fault_limit(
     node: Host,
     rate: Annotated[str, typer.Option(help="Rate, as tc(8) writes it: 50mbit.")],
+    other: Other = None,
     name: Name = None,
 ) -> None:
-    """Limit the bandwidth of a host's cable, both ways."""
+    """Limit the bandwidth of a host's cable, both ways, or of the way to one OTHER host."""
     from dtctl.sandbox import faults
 
     sandbox = running(name)
-    faults.limit(sandbox, sandbox.node(node), rate=rate)
-    _note(sandbox, f"limit {node} --rate {rate}")
+    faults.limit(sandbox, sandbox.node(node), rate=rate, other=sandbox.node(other) if other else None)
+    _note(sandbox, f"limit {node} --rate {rate} {other or ''}".strip())
 
 
 @fault.command("kill")

@@ -17,6 +17,7 @@ CHECKS = (
     "gpus", "gpu-busy", "rdma",
     "duplicate-address", "loopback-name", "names", "interface",
     "data-ports", "rendezvous-port", "large-packets", "nat", "mtu",
+    "packet-loss", "bandwidth", "latency",
     "path",
     "env-differs", "env-unknown", "env-dead", "env-dangerous",
 )  # fmt: skip
@@ -63,7 +64,10 @@ def ordered(found: Iterable[Finding], *, ran: Iterable[str]) -> list[Finding]:
 
 _EXPLAINS = {
     "duplicate-address": ("data-ports", "rendezvous-port", "large-packets", "nat", "names"),
-    "data-ports": ("rendezvous-port", "large-packets"),
+    "data-ports": ("rendezvous-port", "large-packets", "packet-loss", "bandwidth", "latency"),
+    "large-packets": ("bandwidth", "packet-loss"),
+    "packet-loss": ("data-ports", "rendezvous-port", "large-packets", "bandwidth", "latency"),
+    "bandwidth": ("latency", "packet-loss"),
     "mtu": ("large-packets",),
     "loopback-name": ("names",),
     "disk": ("workdir",),

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dtctl.doctor import rounds
+from dtctl.doctor.checks import links
 from dtctl.errors import ConnectError, DtctlError, NodeError
 from dtctl.launch.link import Link
 from dtctl.launch.session import error_of
@@ -24,6 +26,7 @@ PROBE = (
     "dtctl.supervisor.frames",
     "dtctl.supervisor.facts",
     "dtctl.doctor.probe.facts",
+    "dtctl.doctor.probe.quality",
     "dtctl.doctor.probe.pairs",
     "dtctl.doctor.probe.main",
 )
@@ -59,6 +62,8 @@ class Seen:
     """kind -> port that it listens on; minus an error number where it could not."""
     answers: list[dict[str, Any]] = field(default_factory=list)
     """Of its calls to the others: node, port, kind, result, ..."""
+    measured: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """other node -> what was measured on the way to it, once, or twice where the first looked bad."""
 
 
 class _Node:
@@ -156,7 +161,13 @@ def _all(nodes: Sequence[_Node], act: Callable[[_Node], None], *, limit_s: float
 
 
 def observe(
-    wanted: Sequence[Wanted], transport: Transport, *, rendezvous: Sequence[int], data_ports: int, progress: Progress
+    wanted: Sequence[Wanted],
+    transport: Transport,
+    *,
+    rendezvous: Sequence[int],
+    data_ports: int,
+    measure_s: float = 0.0,
+    progress: Progress,
 ) -> list[Seen]:
     """Everything that the checks need, of all nodes, in their order.
 
@@ -165,18 +176,24 @@ def observe(
         transport: the way to them.
         rendezvous: candidates for the rendezvous port on the head node.
         data_ports: how many random ports each node listens on.
+        measure_s: how long the bandwidth of each way is measured; 0 for not at all.
         progress: told what is going on.
     """
     nodes = [_Node(one, transport) for one in wanted]
+    token = secrets.token_hex(8)
     try:
-        _examine(nodes, rendezvous=rendezvous, data_ports=data_ports, progress=progress)
+        _examine(nodes, rendezvous=rendezvous, data_ports=data_ports, token=token, progress=progress)
+        if measure_s:
+            _measure(nodes, measure_s, token=token, progress=progress)
         return [node.seen for node in nodes]
     finally:
         for node in nodes:
             node.close()
 
 
-def _examine(nodes: Sequence[_Node], *, rendezvous: Sequence[int], data_ports: int, progress: Progress) -> None:
+def _examine(
+    nodes: Sequence[_Node], *, rendezvous: Sequence[int], data_ports: int, token: str, progress: Progress
+) -> None:
     addresses = [node.wanted.target.address for node in nodes]
     message = {"names": addresses, "peers": addresses}
     connect_s = max(node.wanted.target.connect_timeout_s for node in nodes)
@@ -184,7 +201,6 @@ def _examine(nodes: Sequence[_Node], *, rendezvous: Sequence[int], data_ports: i
     _all(nodes, lambda node: node.begin(message), limit_s=connect_s + ANSWER_LIMIT_S, doing="asking for facts")
     if sum(node.seen.error is None for node in nodes) < 2 or not (rendezvous or data_ports):
         return
-    token = secrets.token_hex(8)
 
     def listen(node: _Node) -> None:
         first = rendezvous if node is nodes[0] else ()
@@ -213,3 +229,52 @@ def _examine(nodes: Sequence[_Node], *, rendezvous: Sequence[int], data_ports: i
     longest = 2 * CALL_TIMEOUT_S * (1 + len(nodes) * (data_ports + 1) // 24) + ANSWER_LIMIT_S
     progress("testing every pair of nodes")
     _all(nodes, call, limit_s=longest, doing="calling the other nodes")
+
+
+def _measure(nodes: Sequence[_Node], seconds: float, *, token: str, progress: Progress) -> None:
+    """Measure every way on which calls went well, in rounds of disjoint pairs; those that look bad once more."""
+    of = {node.seen.name: node for node in nodes}
+
+    def one_round(ways: Sequence[tuple[str, str]]) -> None:
+        there = {
+            caller: called for caller, called in ways if of[caller].seen.error is None and of[called].seen.error is None
+        }
+
+        def ask(node: _Node) -> None:
+            called = of[there[node.seen.name]].seen
+            answer = node.ask(
+                {
+                    "op": "measure",
+                    "address": called.address,
+                    "port": called.ports["data-0"],
+                    "token": token,
+                    "seconds": seconds,
+                }
+            )
+            node.seen.measured.setdefault(called.name, []).append(answer)
+
+        _all([of[name] for name in there], ask, limit_s=seconds + ANSWER_LIMIT_S, doing="measuring the bandwidth")
+
+    good = good_ways([node.seen for node in nodes])
+    every = rounds.all_pairs([node.seen.name for node in nodes if node.seen.error is None])
+    for number, pairs in enumerate(every, 1):
+        progress(f"measuring bandwidth and loss, round {number} of {len(every)}")
+        for ways in (pairs, [(called, caller) for caller, called in pairs]):
+            one_round([way for way in ways if way in good])
+    for _ in range(links.TRIES - 1):
+        doubtful = links.doubtful([node.seen for node in nodes if node.seen.error is None])
+        if not doubtful:
+            return
+        progress(f"measuring again, to be sure: {', '.join(f'{caller} to {called}' for caller, called in doubtful)}")
+        for ways in rounds.disjoint(doubtful):
+            one_round(ways)
+
+
+def good_ways(seen: Sequence[Seen]) -> set[tuple[str, str]]:
+    """The (caller, called) ways on which every call went well."""
+    said: dict[tuple[str, str], bool] = {}
+    for node in seen:
+        for answer in node.answers:
+            way = (node.name, str(answer["node"]))
+            said[way] = said.get(way, True) and answer["result"] == "ok"
+    return {way for way, well in said.items() if well}

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+from dtctl.doctor.checks.links import RAN, rate_text
 from dtctl.doctor.examine import Examination
+from dtctl.doctor.observe import Seen
 
 _LAYERS = {
     "REACH": ("reach", "host-key", "login", "python", "shell-output", "clock"),
@@ -10,7 +15,7 @@ _LAYERS = {
     "SOFTWARE": ("python-version", "torch", "architecture", "code"),
     "HARDWARE": ("gpus", "gpu-busy", "rdma"),
     "NETWORK": ("duplicate-address", "loopback-name", "names", "data-ports", "rendezvous-port", "large-packets", "nat",
-                "mtu"),
+                "mtu", "packet-loss", "bandwidth", "latency"),
     "SETTINGS": ("interface", "env-differs", "env-unknown", "env-dead", "env-dangerous"),
 }  # fmt: skip
 _SHORT = {
@@ -47,6 +52,32 @@ def pair_table(done: Examination) -> tuple[list[str], list[list[str]]] | None:
     known = {(seen.name, answer["node"]) for seen in done.seen for answer in seen.answers}
     rows = [
         [one, *("" if one == other else _SHORT[worst.get((one, other), "ok")] if (one, other) in known else "?"
+                for other in names)]
+        for one in names
+    ]  # fmt: skip
+    return ["FROM \\ TO", *names], rows
+
+
+def links_of(seen: Sequence[Seen]) -> list[dict[str, Any]]:
+    """What was measured, an object a way: `from`, `to`, `mbit_s`, `rtt_ms`, `sent`, `lost`; the better of two tries."""
+    found = []
+    for node in seen:
+        for other, tries in node.measured.items():
+            best = max(tries, key=lambda one: one.get("mbit_s") or 0.0)
+            facts = {name: best.get(name) for name in ("mbit_s", "sent", "lost")}
+            found.append({"from": node.name, "to": other, "rtt_ms": (best.get("rtt_ms") or [None])[0], **facts})
+    return found
+
+
+def link_table(done: Examination) -> tuple[list[str], list[list[str]]] | None:
+    """Header and rows of the bandwidth from whom to whom; None when no link is at fault, or there are too many."""
+    names = [seen.name for seen in done.seen]
+    bad = any(one.check in RAN and one.status in ("fail", "warn") for one in done.findings)
+    if not bad or len(names) > MAX_MATRIX:
+        return None
+    rates = {(one["from"], one["to"]): one["mbit_s"] for one in links_of(done.seen)}
+    rows = [
+        [one, *("" if one == other else rate_text(rates[one, other]) if rates.get((one, other)) else "?"
                 for other in names)]
         for one in names
     ]  # fmt: skip

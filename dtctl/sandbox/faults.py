@@ -21,6 +21,8 @@ from dtctl.sandbox.layout import Sandbox, SandboxNode
 FAULTS_FILE = "faults.json"
 DISK = "dtctl-full-disk"
 """Name of the small file systems, by which they are found again."""
+BURST_S = 0.008
+"""How long a limited cable may make up for, when the machine was late to let packets go."""
 LARGE_BYTES = 1200
 """IP packets longer than this are lost by `lose-large`: more than any ping, less than a full Ethernet frame."""
 
@@ -84,19 +86,43 @@ def lose_large(sandbox: Sandbox, node: SandboxNode, other: SandboxNode | None) -
     _iptables(sandbox, node, "INPUT", *sender, "-m", "length", "--length", f"{LARGE_BYTES + 1}:65535", "-j", "DROP")
 
 
-def lose(sandbox: Sandbox, node: SandboxNode, *, percent: float) -> None:
-    """Lose packets to a host at random."""
+def lose(sandbox: Sandbox, node: SandboxNode, *, percent: float, source: SandboxNode | None = None) -> None:
+    """Lose packets to a host at random, all or those from one other."""
     if not 0 < percent <= 100:
         raise UsageError(f"{percent:g} % of packets cannot be lost", hint="give a number above 0, at most 100")
+    sender = ["-s", source.address] if source else []
     probability = ["-m", "statistic", "--mode", "random", "--probability", f"{percent / 100:.5f}"]
-    _iptables(sandbox, node, "INPUT", "-i", "eth0", *probability, "-j", "DROP")
+    _iptables(sandbox, node, "INPUT", "-i", "eth0", *sender, *probability, "-j", "DROP")
 
 
-def limit(sandbox: Sandbox, node: SandboxNode, *, rate: str) -> None:
-    """Limit a host's cable, both ways, to a rate such as `50mbit`."""
-    shape = ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "100ms"]
+def limit(sandbox: Sandbox, node: SandboxNode, *, rate: str, other: SandboxNode | None = None) -> None:
+    """Limit a host's cable to a rate such as `50mbit`, both ways; or only what goes between two hosts."""
+    if other is not None:
+        _limit_towards(sandbox, node, other, rate)
+        _limit_towards(sandbox, other, node, rate)
+        return
+    shape = ["root", "tbf", "rate", rate, "burst", _burst(rate), "latency", "100ms"]
     in_network(sandbox, node, ["tc", "qdisc", "replace", "dev", "eth0", *shape])
     in_network(sandbox, None, ["tc", "qdisc", "replace", "dev", layout.link_name(sandbox.state, node.index), *shape])
+
+
+def _burst(rate: str) -> str:
+    """What a bucket has to hold, in bytes: all that is due while a busy machine lets its timers wait."""
+    number = rate.rstrip("bitkmgKMG")
+    unit = {"k": 1e3, "m": 1e6, "g": 1e9}.get(rate[len(number) : len(number) + 1].lower(), 1.0)
+    try:
+        return str(max(65_536, int(float(number) * unit / 8 * BURST_S)))
+    except ValueError as exc:
+        raise UsageError(f"{rate!r} is not a rate", hint="write 50mbit or 1gbit") from exc
+
+
+def _limit_towards(sandbox: Sandbox, node: SandboxNode, other: SandboxNode, rate: str) -> None:
+    """By a class of its own for this one address; everything else goes past it."""
+    at = ["dev", "eth0"]
+    in_network(sandbox, node, ["tc", "qdisc", "replace", *at, "root", "handle", "1:", "htb"])
+    in_network(sandbox, node, ["tc", "class", "replace", *at, "parent", "1:", "classid", "1:1", "htb", "rate", rate])
+    match = ["u32", "match", "ip", "dst", f"{other.address}/32", "flowid", "1:1"]
+    in_network(sandbox, node, ["tc", "filter", "add", *at, "parent", "1:", "protocol", "ip", *match])
 
 
 def kill(sandbox: Sandbox, node: SandboxNode) -> None:

@@ -120,9 +120,11 @@ def pairs(seen: Sequence[Seen], *, rendezvous: Sequence[int], fixed: bool) -> It
     if port < 0:
         yield _taken(head, rendezvous[0], -port, fixed=fixed)
     failed: dict[str, list[tuple[str, str, Mapping[str, Any]]]] = {"data": [], "rendezvous": []}
+    alive = {node.name for node in seen}
     for node in seen:
         for answer in node.answers:
-            if answer["result"] in _WORDS:
+            # A node that has gone in the meantime answers nobody, which is told already.
+            if answer["result"] in _WORDS and answer["node"] in alive:
                 kind = "rendezvous" if answer["kind"] == "rendezvous" else "data"
                 failed[kind].append((node.name, answer["node"], answer))
     # Where the data ports fail too, the rendezvous port is only one more of them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from dtctl.doctor.probe import facts, pairs
+from dtctl.doctor.probe import facts, pairs, quality
 from dtctl.supervisor import frames
 
 IDLE_LIMIT_S = 60.0
@@ -31,5 +31,8 @@ def main() -> int:
             elif op == "call":
                 said = pairs.call_all(message["targets"], message["token"], message["timeout_s"])
                 link.send_json({"op": "called", "answers": said})
+            elif op == "measure":
+                found = quality.measure(message["address"], message["port"], message["token"], message["seconds"])
+                link.send_json({"op": "measured", **found})
     except (OSError, frames.BrokenFrame):
         return 1

@@ -11,6 +11,8 @@ import socket
 import threading
 import time
 
+from dtctl.doctor.probe import quality
+
 LARGE_BYTES = 256 << 10
 """More than a connection carries without any full-size packet getting through."""
 PARALLEL = 24
@@ -53,7 +55,11 @@ class Ears:
         with call:
             call.settimeout(10.0)
             try:
-                if read_line(call).encode() != self._token:
+                token, _, wish = read_line(call).partition(" ")
+                if token.encode() != self._token:
+                    return
+                if wish == "measure":
+                    quality.serve(call)
                     return
                 call.sendall(f"{self._name} {peer}\n".encode())
                 left = LARGE_BYTES
@@ -63,7 +69,7 @@ class Ears:
                         return
                     left -= len(data)
                 call.sendall(b"got\n")
-            except OSError:
+            except (OSError, ValueError):
                 return
 
 

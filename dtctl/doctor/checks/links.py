@@ -1,0 +1,195 @@
+"""Links that are slower, later or lossier than those of the other nodes. Pure.
+
+A node's best way is the measure of it: one slow node spoils a way of each of the others, and of three nodes most ways.
+What looks bad is measured again while the rest is quiet, and only what is bad every time is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from dtctl.doctor.findings import Finding, Status, cover
+from dtctl.doctor.rounds import Way
+
+if TYPE_CHECKING:
+    from dtctl.doctor.observe import Seen
+
+RAN = ("packet-loss", "bandwidth", "latency")
+DOUBT = 0.6
+SLOW = 0.4
+VERY_SLOW = 0.1
+"""Parts of the other nodes' bandwidth: below the first a way is measured again; then told; then called a failure."""
+MIN_MBIT_S = 100.0
+"""Slow whatever the others have: no training over several nodes is worth its time on less."""
+LOSS = 0.004
+MUCH_LOSS = 0.05
+LATE_TIMES = 8.0
+LATE_MS = 0.5
+"""A round trip is late when it takes this many times as long as the others', and this much longer."""
+COMPARABLE_MBIT_S = 10_000.0
+"""What a link has beyond this is not compared: one stream then measures the processors, not the link."""
+AGAIN_PER_NODE = 2
+AGAIN_AT_MOST = 12
+TRIES = 3
+"""How often a way is measured that never looks good."""
+
+
+def doubtful(seen: Sequence[Seen]) -> list[Way]:
+    """Ways to measure again: the worst few of each machine that could be the reason."""
+    said = _said(seen)
+    usual = _usual(_rates(said))
+    rank: dict[Way, float] = {}
+    for way, tries in said.items():
+        if len(tries) >= TRIES:
+            continue
+        rate, lost, late = _rate(tries), _loss(tries), _late(way, said)
+        if lost >= LOSS or late:
+            rank[way] = -lost
+        if rate is None or rate < max(DOUBT * usual, MIN_MBIT_S):
+            rank[way] = min(rank.get(way, 0.0), (rate or 0.0) / usual - 1 if usual else -1.0)
+    chosen: dict[Way, None] = {}
+    for node in cover(list(rank)):
+        worst = sorted((way for way in rank if node in way and way not in chosen), key=lambda way: rank[way])
+        chosen.update(dict.fromkeys(worst[:AGAIN_PER_NODE]))
+    return list(chosen)[:AGAIN_AT_MOST]
+
+
+def links(seen: Sequence[Seen]) -> Iterator[Finding]:
+    """What the measurements of all ways have told."""
+    said = _said(seen)
+    if not said:
+        return
+    usual = _usual(_rates(said))
+    lossy = {way: tries for way, tries in said.items() if _always_lossy(tries) and _loss(tries) >= LOSS}
+    slow = {way: rate for way, tries in said.items() if (rate := _rate(tries)) is not None and _is_slow(rate, usual)}
+    late = {way: tries for way, tries in said.items() if _late(way, said)}
+    for bad in (lossy, slow, late):
+        _only_confirmed(bad, said)
+    if lossy:
+        yield _lossy({way: _loss(tries) for way, tries in lossy.items()}, len(said))
+    if slow:
+        yield _slow(slow, usual, said, seen)
+    if late:
+        yield _tell(
+            "latency",
+            "warn",
+            {way: f"{_trip(tries):.2f} ms there and back" for way, tries in late.items()},
+            f"later than the others ({_usual_trip(said):.2f} ms)",
+            "look for another route or a busy switch: traceroute; ip route get ADDRESS; ethtool -c (interrupt delay)",
+        )
+
+
+def _only_confirmed(bad: dict[Way, Any], said: Mapping[Way, Sequence[Mapping[str, Any]]]) -> None:
+    """Drop what was seen once, unless a way of the same machine was bad twice."""
+    machines = cover([way for way in bad if len(said[way]) > 1])
+    for way in [way for way in bad if not {*way} & {*machines}]:
+        del bad[way]
+
+
+def _said(seen: Sequence[Seen]) -> dict[Way, list[dict[str, Any]]]:
+    names = {node.name for node in seen}
+    return {(node.name, other): tries for node in seen for other, tries in node.measured.items() if other in names}
+
+
+def _rate(tries: Sequence[Mapping[str, Any]]) -> float | None:
+    return max((float(one["mbit_s"]) for one in tries if one.get("mbit_s")), default=None)
+
+
+def _rates(said: Mapping[Way, Sequence[Mapping[str, Any]]]) -> dict[Way, float]:
+    return {way: rate for way, tries in said.items() if (rate := _rate(tries)) is not None}
+
+
+def _usual(rates: Mapping[Way, float]) -> float:
+    """The bandwidth that a node of this cluster has, in Mbit/s: half of the nodes do better on their best way."""
+    best: dict[str, float] = {}
+    for way, rate in rates.items():
+        for node in way:
+            best[node] = max(best.get(node, 0.0), rate)
+    return min(median(best.values()), COMPARABLE_MBIT_S) if best else 0.0
+
+
+def _is_slow(rate: float, usual: float) -> bool:
+    return rate < max(SLOW * usual, MIN_MBIT_S)
+
+
+def _loss(tries: Sequence[Mapping[str, Any]]) -> float:
+    counted = [one for one in tries if one.get("lost") is not None]
+    sent = sum(int(one["sent"]) for one in counted)
+    return sum(int(one["lost"]) for one in counted) / sent if sent else 0.0
+
+
+def _always_lossy(tries: Sequence[Mapping[str, Any]]) -> bool:
+    return all(one["lost"] for one in tries if one.get("lost") is not None)
+
+
+def _trip(tries: Sequence[Mapping[str, Any]]) -> float:
+    return min((float(one["rtt_ms"][0]) for one in tries if one.get("rtt_ms")), default=0.0)
+
+
+def _usual_trip(said: Mapping[Way, Sequence[Mapping[str, Any]]]) -> float:
+    best: dict[str, float] = {}
+    for way, tries in said.items():
+        for node in way if _trip(tries) else ():
+            best[node] = min(best.get(node, float("inf")), _trip(tries))
+    return median(best.values()) if best else 0.0
+
+
+def _late(way: Way, said: Mapping[Way, Sequence[Mapping[str, Any]]]) -> bool:
+    usual, trip = _usual_trip(said), _trip(said[way])
+    return trip > LATE_TIMES * usual and trip > usual + LATE_MS
+
+
+def rate_text(mbit_s: float) -> str:
+    """`47 Mbit/s`, `9.8 Gbit/s`."""
+    return f"{mbit_s / 1000:.1f} Gbit/s" if mbit_s >= 1000 else f"{mbit_s:.0f} Mbit/s"
+
+
+def _lossy(loss: Mapping[Way, float], ways: int) -> Finding:
+    much = max(loss.values()) >= MUCH_LOSS
+    return _tell(
+        "packet-loss",
+        "fail" if much else "warn",
+        {way: f"{part:.1%} of small packets lost" for way, part in loss.items()},
+        f"{len(loss)} of {ways} ways lose packets, up to {max(loss.values()):.1%}",
+        "look at the counters of errors and drops there (ip -s link; ethtool -S INTERFACE | grep -iE 'err|drop|crc'), "
+        "then at cable, transceiver and switch port",
+    )
+
+
+def _slow(
+    slow: Mapping[Way, float], usual: float, said: Mapping[Way, Sequence[Mapping[str, Any]]], seen: Sequence[Seen]
+) -> Finding:
+    worst = min(slow.values())
+    known = {interface for node in seen for interface in node.facts.get("ways", {}).values() if interface}
+    device = next(iter(known)) if len(known) == 1 else "INTERFACE"
+    told = {way: rate_text(rate) + _repeated(said[way]) for way, rate in slow.items()}
+    more = " or more" if usual == COMPARABLE_MBIT_S else ""
+    others = f"the usual is {rate_text(usual)}{more}" if usual > worst / SLOW else "the others are no better"
+    return _tell(
+        "bandwidth",
+        "fail" if worst < VERY_SLOW * usual else "warn",
+        told,
+        f"a slow link, down to {rate_text(worst)}; {others}",
+        f"see what speed it has (ethtool {device}; tc qdisc show dev {device}), whether the route takes another "
+        "interface (ip route get ADDRESS), and who else uses it (ip -s link)",
+    )
+
+
+def _repeated(tries: Sequence[Mapping[str, Any]]) -> str:
+    again = sum(int(one.get("retransmitted") or 0) for one in tries)
+    return f", {again} segments sent again" if again else ""
+
+
+def _tell(check: str, status: Status, ways: Mapping[Way, str], what: str, fix: str) -> Finding:
+    nodes = cover(list(ways))
+    return Finding(
+        check=check,
+        status=status,
+        nodes=nodes,
+        peers=tuple(dict.fromkeys(name for way in ways for name in way if name not in nodes)),
+        summary=f"{', '.join(nodes)}: {what}",
+        fix=f"on {', '.join(nodes)}: {fix}",
+        evidence=tuple(f"{caller} -> {called}: {ways[caller, called]}" for caller, called in list(ways)[:8]),
+    )

@@ -1,0 +1,113 @@
+"""Which way is slow, late or lossy, told from measurements; and who measures with whom."""
+
+from __future__ import annotations
+
+from itertools import combinations, permutations
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtctl.doctor.checks import links
+from dtctl.doctor.observe import Seen
+from dtctl.doctor.probe import pairs, quality
+from dtctl.doctor.rounds import all_pairs, disjoint
+
+
+@given(st.integers(min_value=0, max_value=33))
+def test_every_pair_meets_once_in_rounds_of_disjoint_pairs(count: int) -> None:
+    names = [f"n{i}" for i in range(count)]
+    every = all_pairs(names)
+    assert len(every) == max(0, count - 1 + count % 2 if count > 1 else 0)
+    for one in every:
+        assert len({name for pair in one for name in pair}) == 2 * len(one)
+    met = sorted(tuple(sorted(pair)) for one in every for pair in one)
+    assert met == sorted(tuple(sorted(pair)) for pair in combinations(names, 2))
+
+
+def test_ways_that_share_a_node_are_in_different_rounds() -> None:
+    assert disjoint([("a", "b"), ("c", "d"), ("b", "a"), ("a", "c")]) == [
+        [("a", "b"), ("c", "d")],
+        [("b", "a")],
+        [("a", "c")],
+    ]
+
+
+def cluster(names: str, **changed: list[dict[str, Any]]) -> list[Seen]:
+    """Nodes whose ways carry 10 Gbit/s, apart from those that are named, such as ab=[...]."""
+    well = {"mbit_s": 10_000.0, "rtt_ms": [0.1, 0.2], "sent": 500, "lost": 0}
+    seen = {name: Seen(name=name) for name in names}
+    for one, other in permutations(names, 2):
+        seen[one].measured[other] = [{**well, **tried} for tried in changed.get(one + other, [{}])]
+    return list(seen.values())
+
+
+def found(seen: list[Seen]) -> list[tuple[str, str, tuple[str, ...]]]:
+    return [(one.check, one.status, one.nodes) for one in links.links(seen)]
+
+
+def test_a_healthy_cluster_has_nothing_to_tell_and_nothing_to_repeat() -> None:
+    for names in ("ab", "abc", "abcdefgh"):
+        assert found(cluster(names)) == []
+        assert links.doubtful(cluster(names)) == []
+
+
+@pytest.mark.parametrize(("rate", "status"), [(3000.0, "warn"), (500.0, "fail")])
+@pytest.mark.parametrize("names", ["abc", "abcd", "abcdefgh"])
+def test_a_slow_node_is_named_of_three_nodes_too(names: str, rate: float, status: str) -> None:
+    twice = [{"mbit_s": rate}] * 2
+    ways = {one + other: twice for one, other in permutations(names, 2) if "b" in (one, other)}
+    assert found(cluster(names, **ways)) == [("bandwidth", status, ("b",))]
+
+
+def test_a_slow_way_is_named_once_it_was_slow_twice() -> None:
+    assert links.doubtful(cluster("abcd", ac=[{"mbit_s": 900.0}])) == [("a", "c")]
+    assert found(cluster("abcd", ac=[{"mbit_s": 900.0}])) == []
+    assert found(cluster("abcd", ac=[{"mbit_s": 900.0}, {"mbit_s": 9000.0}])) == []
+    assert found(cluster("abcd", ac=[{"mbit_s": 900.0}, {"mbit_s": 950.0}])) == [("bandwidth", "fail", ("c",))]
+
+
+def test_two_nodes_whose_only_link_is_slow_have_no_others_to_compare_with() -> None:
+    slow = [{"mbit_s": 50.0}] * 2
+    (one,) = links.links(cluster("ab", ab=slow, ba=slow))
+    assert (one.check, one.status) == ("bandwidth", "warn")
+    assert "the others are no better" in one.summary
+
+
+def test_loss_counts_when_it_was_seen_twice() -> None:
+    once, never = {"lost": 10}, {"lost": 0}
+    assert links.doubtful(cluster("abc", ab=[once])) == [("a", "b")]
+    assert found(cluster("abc", ab=[once, never])) == []
+    assert found(cluster("abc", ab=[once, once])) == [("packet-loss", "warn", ("b",))]
+    much = {"lost": 60}
+    assert found(cluster("abc", ab=[much, much])) == [("packet-loss", "fail", ("b",))]
+
+
+def test_loss_is_unknown_where_no_udp_passes() -> None:
+    assert found(cluster("ab", ab=[{"sent": 100, "lost": None}] * 2)) == []
+
+
+def test_a_late_node_is_named() -> None:
+    late = [{"rtt_ms": [4.0, 4.5]}] * 2
+    ways = {one + other: late for one, other in permutations("abcd", 2) if "d" in (one, other)}
+    assert found(cluster("abcd", **ways)) == [("latency", "warn", ("d",))]
+
+
+def test_at_most_a_dozen_ways_are_repeated() -> None:
+    names = "abcdefghijklmnop"
+    ways = {one + other: [{"lost": 5}] for one, other in permutations(names, 2)}
+    assert len(links.doubtful(cluster(names, **ways))) == links.AGAIN_AT_MOST
+
+
+def test_a_way_on_this_machine_is_measured() -> None:
+    ears = pairs.Ears("b", "secret")
+    port = ears.open(0)
+    said = quality.measure("127.0.0.1", port, "secret", 0.05)
+    assert said["mbit_s"] > 100
+    assert (said["sent"], said["lost"]) == (quality.BURSTS * quality.BURST, 0)
+    assert 0 < said["rtt_ms"][0] <= said["rtt_ms"][1]
+    assert said["segments"] > 0
+    assert "error" in quality.measure("127.0.0.1", port, "wrong", 0.05)
+    for ear in ears.sockets:
+        ear.close()
