@@ -93,7 +93,7 @@ class Schedule:
             end: position at which the training ends; the last step takes what is left before it.
         """
         self.stand_in: Indices = order(np.zeros(2, dtype=np.int64))
-        """For a worker whose last micro batch is empty: one sample, twice over, since BatchNorm refuses a single one."""
+        """For a worker whose last micro batch is empty: one sample, twice, since BatchNorm refuses a single one."""
         self._order = order
         self._batch = batch
         self._end = end
