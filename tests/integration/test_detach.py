@@ -79,7 +79,7 @@ def test_the_nodes_go_on_when_the_launcher_is_killed_and_stop_still_ends_them(
 def test_a_link_that_breaks_is_made_again_and_no_line_is_lost(project: Project, sandbox: Sandbox) -> None:
     start(project, COUNT.replace("10_000", "120"))
     log = record(project).log_path("node1", 0)
-    wait_until(lambda: "line 5" in log.read_text(), 10, "the log grows")
+    wait_until(lambda: log.exists() and "line 5" in log.read_text(), what="the log grows")
     node = sandbox.nodes[0]
     from pathlib import Path
 
@@ -108,7 +108,7 @@ def kill_launcher(project: Project) -> None:
 def test_a_run_whose_launcher_was_killed_is_taken_up_again_and_no_line_is_lost(project: Project) -> None:
     start(project, COUNT.replace("10_000", "80"))
     log = record(project).log_path("node1", 0)
-    wait_until(lambda: "line 5" in log.read_text(), 10, "the log grows")
+    wait_until(lambda: log.exists() and "line 5" in log.read_text(), what="the log grows")
     kill_launcher(project)
     assert json.loads(project.run("status", "--json").out)["status"] == "abandoned"
     assert "dtctl watch" in project.run("status").out

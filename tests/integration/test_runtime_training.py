@@ -160,7 +160,7 @@ def test_one_signal_stops_all_and_other_numbers_of_workers_go_on(tmp_path: Path)
     assert f"resumed at step {stopped} of 42: not exact: micro_batch was 4 and is 3" in two.output, two.output
     assert "workers was 3 and is 2" in two.output
     ((again, _), *_) = layout.listing(tmp_path / "snapshots")
-    assert "exitcode  : 75" in two.output, two.output
+    assert "ended with exit code 75" in two.output, two.output
     assert f"stopped after step {again} of 42, with a snapshot" in two.output, two.output
     assert stopped < again < 42
 
