@@ -38,6 +38,8 @@ TRAIN_CONFIG: Final = "DTCTL_TRAIN_CONFIG"
 """The spec's `train:` section as one JSON object; read by `dtctl.runtime.config`."""
 METRICS: Final = "DTCTL_METRICS"
 """Path of metrics.jsonl, appended to by rank 0."""
+PROGRESS: Final = "DTCTL_PROGRESS"
+"""Folder in which each worker notes how far it is, one file a rank; the supervisor reads them."""
 
 # The control machine, below the folder of the spec.
 STATE_DIR: Final = ".dtctl"
@@ -49,6 +51,8 @@ EVENTS_FILE: Final = "events.jsonl"
 LEDGER_FILE: Final = "ledger.json"
 METRICS_FILE: Final = "metrics.jsonl"
 LOGS_DIR: Final = "logs"
+HANGS_DIR: Final = "hangs"
+"""Below it attempt-N/NODE/rank-R.txt: where the workers of an attempt stood when it made no progress."""
 
 SPEC_FILE: Final = "dtctl.yaml"
 """The spec that commands read when none is named."""

@@ -82,6 +82,9 @@ class LaunchView:
         elif event == "note":
             self.end_table()
             output.err(f"{facts['node']}: {facts['text']}", "dim")
+        elif event == "hang":
+            self.end_table()
+            output.err(f"no progress for {facts['silent_s']:.0f} s: all workers are asked where they stand", "yellow")
         elif event == "restart":
             wait = f", in {facts['wait_s']:g} s" if facts.get("wait_s") else ""
             output.err(

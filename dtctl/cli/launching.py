@@ -18,7 +18,7 @@ from dtctl.cli.launch_view import LaunchView
 from dtctl.errors import DtctlError, Interrupted, UsageError
 
 if TYPE_CHECKING:
-    from dtctl.launch.run import Result
+    from dtctl.launch.job import Result
     from dtctl.launch.tree import Tree
     from dtctl.plan.model import Plan
     from dtctl.spec.model import Spec

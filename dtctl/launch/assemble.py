@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from dtctl import names
 from dtctl.errors import LaunchError, PlanError, SpecError
 from dtctl.launch import push as pushing
+from dtctl.launch.job import Job
 from dtctl.launch.link import Link
 from dtctl.launch.record import RunRecord
-from dtctl.launch.run import Job
 from dtctl.launch.tree import Tree, scan
 from dtctl.plan.build import Facts, build
 from dtctl.plan.model import Plan
@@ -276,5 +276,6 @@ def job_of(
         fixed_port=fixed if isinstance(fixed, int) else None,
         secrets=values,
         link_timeout_s=spec.cluster.link_timeout_s,
+        hang_s=spec.job.hang_s,
         keep=keep,
     )

@@ -54,10 +54,16 @@ class Failure:
     """One line for people."""
     tail: tuple[str, ...] = ()
     """Last lines of the log."""
+    why: str = ""
+    """What the node knows about it that its log does not: it was ended for lack of memory, the disk is full."""
+    hang: bool = False
+    """Whether it was ended because it made no progress."""
 
 
 def describe(failure: Failure) -> str:
     """What happened, in one line without a place: `was ended by signal 9 (SIGKILL)`."""
+    if failure.hang:
+        return "made no progress"
     if failure.exit_code is None:
         return "was lost"
     if failure.signal is not None:
@@ -65,7 +71,8 @@ def describe(failure: Failure) -> str:
             name = signal.Signals(failure.signal).name
         except ValueError:
             name = "unknown"
-        return f"was ended by signal {failure.signal} ({name})"
+        why = f": {failure.why}" if failure.why else ""
+        return f"was ended by signal {failure.signal} ({name}){why}"
     if failure.exit_code == REQUEUE_EXIT:
         return f"ended with exit code {REQUEUE_EXIT}: it was told to stop, has made a snapshot and asks to go on"
     return f"ended with exit code {failure.exit_code}"

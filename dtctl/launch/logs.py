@@ -27,6 +27,11 @@ class Logs:
         self.offsets: dict[str, dict[int, int]] = {}
         """Node -> rank -> bytes received in this attempt; what a new link asks the rest of."""
 
+    @property
+    def folder(self) -> Path:
+        """Of the run."""
+        return self._record.folder
+
     def write(self, node: str, rank: int, data: bytes) -> list[str]:
         """Keep `data` and return the lines that it completes, without their ends.
 

@@ -47,9 +47,12 @@ class Patience:
             step: the last step that is known to have been done, of the whole run; None when the job tells none.
             lasted_s: from its start to the failure.
         """
-        if failure.exit_code is None or failure.signal in FROM_OUTSIDE:
+        lost = failure.exit_code is None and not failure.hang
+        if lost or (failure.signal in FROM_OUTSIDE and not failure.why):
             return Verdict()
-        kind = (failure.node, failure.rank, f"{describe(failure)} {failure.summary}")
+        # What a hang says of itself has seconds in it, and why a process was ended has counters.
+        said = "" if failure.hang or failure.why else f"{describe(failure)} {failure.summary}"
+        kind = (failure.node, failure.rank, said)
         progress = lasted_s > LONG_S if step is None else step > self._step
         self._step = max(self._step, step if step is not None else -1)
         if progress:

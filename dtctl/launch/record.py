@@ -8,6 +8,7 @@
         logs/NODE/rank-R.log, logs/NODE/agent.log
         metrics.jsonl    as rank 0 wrote it
         ledger.json      where the time went
+        hangs/attempt-N/NODE/rank-R.txt   where a worker stood when the attempt made no progress
 
 Folders are 0700, files 0600: environments and logs are nobody else's business.
 """

@@ -9,17 +9,18 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from dtctl import names
 from dtctl.errors import ConnectError, LaunchError, PlanError
 from dtctl.launch import failure as failures
+from dtctl.launch.attempt import Emit, Outcome
 from dtctl.launch.failure import AGENT, Failure
-from dtctl.launch.gang import Emit, Gang, Outcome
+from dtctl.launch.gang import Gang
+from dtctl.launch.job import Job, Result
 from dtctl.launch.ledger import Ledger
-from dtctl.launch.link import Link
 from dtctl.launch.logs import Logs
 from dtctl.launch.patience import Patience
 from dtctl.launch.record import RunRecord
@@ -28,57 +29,6 @@ from dtctl.launch.session import Errand, Said, Session
 from dtctl.launch.sweep import SweepTarget, sweep
 from dtctl.plan import environment, rendezvous
 from dtctl.plan.model import NodePlan, Plan
-from dtctl.transport.base import Target, Transport
-
-MakePlan = Callable[[int, str, int, Mapping[str, int], Sequence[str]], Plan]
-"""(attempt, address of the head node, port, GPUs per node, nodes in rank order) -> plan."""
-Push = Callable[[Link, Callable[[int], None]], dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """All that `launch` needs to know, decided before the first connection."""
-
-    run: str
-    token: str
-    first_plan: Plan
-    """The plan as a dry run shows it."""
-    make_plan: MakePlan
-    """Makes the plan again with what only the nodes know."""
-    make_script: Callable[[Plan, NodePlan], str]
-    transport: Transport
-    targets: Mapping[str, Target]
-    """Of nodes and spares."""
-    spares: Mapping[str, NodePlan]
-    """Nodes that stand by, in the order in which they are used; their ranks mean nothing."""
-    min_nodes: int
-    """Nodes that the run needs."""
-    push: Push | None
-    fixed_port: int | None
-    fixed_address: bool
-    """Whether the spec names the head node's address itself, so that the nodes need not be asked."""
-    secrets: Mapping[str, str]
-    link_timeout_s: float
-    keep: bool
-    """Whether nodes go on when the link is lost (`--detach`)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """How a run ended."""
-
-    run: str
-    status: str
-    """succeeded, failed or stopped"""
-    exit_code: int
-    attempts: int
-    first_failure: Failure | None
-    launch_s: float | None
-    """Seconds from the launcher's start to the last node's processes started; None if that was never reached."""
-    duration_s: float
-    left_behind: int | None
-    """Processes of the run left on all nodes; None when a node could not be asked."""
-    nodes: int
 
 
 def launch(
@@ -139,7 +89,7 @@ class _Launcher:
             failure = self._first_failure(outcome)
             if failure is None or outcome.stopped_by is not None or attempt >= plan.max_restarts:
                 break
-            verdict = self.patience.judge(failure, step=self.logs.last_step(), lasted_s=self._lasted_s())
+            verdict = self.patience.judge(failure, step=self._last_step(outcome), lasted_s=self._lasted_s())
             if verdict.hopeless:
                 self.emit("note", node=failure.node, text=f"not started again: {verdict.hopeless}")
                 break
@@ -152,6 +102,10 @@ class _Launcher:
         self.ledger.enter("stop")
         self._ask_lost(plan, outcome)
         return self._result(outcome, failure, attempt)
+
+    def _last_step(self, outcome: Outcome) -> int | None:
+        logged = self.logs.last_step()
+        return logged if outcome.step is None else max(outcome.step, logged or 0)
 
     def _lasted_s(self) -> float:
         return time.monotonic() - self._attempt_begun
@@ -242,7 +196,9 @@ class _Launcher:
                 lost=[exc.node],
                 left={exc.node: None},
             )
-        return self.gang.watch(plan, link_timeout_s=self.job.link_timeout_s, on_started=self._on_started)
+        return self.gang.watch(
+            plan, link_timeout_s=self.job.link_timeout_s, hang_s=self.job.hang_s, on_started=self._on_started
+        )
 
     def _take_up(self, plan: Plan) -> Outcome:
         """Watch an attempt that another launcher has started; a node that cannot be reached is called again."""
@@ -254,7 +210,7 @@ class _Launcher:
         for name, session in self.gang.sessions.items():
             session.code = code.get(name, "")
             self._reattach(name)
-        return self.gang.watch(plan, link_timeout_s=self.job.link_timeout_s, on_started=None)
+        return self.gang.watch(plan, link_timeout_s=self.job.link_timeout_s, hang_s=self.job.hang_s, on_started=None)
 
     def _on_started(self) -> None:
         if self.launch_s is None:
@@ -302,7 +258,9 @@ class _Launcher:
         if not tail:  # a worker that said nothing; torchrun's agent may have
             tail = failures.last_lines(self.logs.tail(found.node, AGENT))
         path = self.record.log_path(found.node, rank)
-        return replace(found, tail=tail, summary=failures.summary(tail), log=str(path))
+        said = failures.summary(tail)
+        why = f"{said} ({found.why})" if said and found.why else said or found.why
+        return replace(found, tail=tail, summary=why, log=str(path))
 
     def _reattach(self, name: str) -> None:
         node = next(node for node in self.job.first_plan.nodes if node.name == name)

@@ -178,7 +178,7 @@ class Trainer:
                 self.step += 1
                 if self.ema is not None:
                     self.ema.update(self.step)
-                report.times.step()
+                report.step(self.step)
                 self.profiler.after(self.step)
                 scores = self.evaluate() if evaluated else {}
                 if logged:
@@ -233,6 +233,7 @@ class Trainer:
             count: of samples that count in it; 0 for one that is there for the exchange only.
         """
         batch = data.to_device(samples, self.worker.device)
+        self.report.progress.forward()
         with self.autocast:
             loss = self.loss(self.strategy.module, batch)
         if isinstance(loss, tuple):
@@ -243,7 +244,7 @@ class Trainer:
             loss = self.memory.poison(loss)
         elif weight != 1.0:
             loss = loss * weight
-        self.forward_s = time.perf_counter()
+        self.forward_s = self.report.progress.backward()
         torch.autograd.backward(loss if self.loss_scale is None else loss.float() * self.loss_scale.scale)
         return loss.detach()
 
@@ -282,8 +283,8 @@ class Trainer:
         """The means of the scores over the validation set as `val_NAME`; collective over all workers."""
         if self.validation is None or self.score is None:
             raise PlanError("an evaluation needs both `validation` and `score`", where="Trainer")
-        began_s = time.perf_counter()
-        with self.ema.applied() if self.ema and self.config.ema and self.config.ema.evaluate else nullcontext():
+        averaged = self.ema is not None and self.config.ema is not None and self.config.ema.evaluate
+        with self.report.evaluating(), self.ema.applied() if self.ema and averaged else nullcontext():
             found = evaluate(
                 self.strategy.inference,
                 self.validation,
@@ -294,7 +295,6 @@ class Trainer:
                 place=self.place,
                 together=self.strategy.together,
             )
-        self.report.pause(time.perf_counter() - began_s)
         return {f"val_{name}": value for name, value in found.items()}
 
     def save(self, *, needed: bool = True) -> None:
@@ -303,7 +303,11 @@ class Trainer:
         Args:
             needed: whether it must not be skipped, should another one be under way.
         """
-        began_s = time.perf_counter()
+        with self.report.saving():
+            self._save(needed=needed)
+        self.saved_s = time.monotonic()
+
+    def _save(self, *, needed: bool) -> None:
         if not self.guard.always:
             self.guard.judge(self.step, self._norm())
         everyone, model, optimizer = randomness.gather(self.worker), self.full_weights(), self._optimizer_state()
@@ -323,8 +327,6 @@ class Trainer:
             }
             best = self.best.step if self.best else None
             self.saver.save(self.step, parts, facts=facts, best=best, needed=needed)
-        self.report.pause(time.perf_counter() - began_s)
-        self.saved_s = time.monotonic()
 
     def full_weights(self) -> dict[str, Any]:
         """The whole model's state on rank 0, whatever the strategy; empty elsewhere. Collective over all workers."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from dtctl import names
 from dtctl.runtime import meter
 from dtctl.runtime.config import Batch, TrainConfig
 from dtctl.runtime.metrics import Metrics
+from dtctl.runtime.progress import Phase, Progress
 from dtctl.runtime.sinks import MlFlow, Sink, TensorBoard, WandB
 from dtctl.runtime.worker import Worker
 
@@ -24,6 +26,7 @@ class Report:
 
     Attributes:
         times: of this worker's steps.
+        progress: of this worker, for those who watch from outside.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Report:
         self._metrics: Metrics | None = None
         self._parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.times = meter.StepTimes()
+        self.progress = Progress(worker.rank, collectives=worker.backend is not None)
 
     def introduction(self, strategy: str, batch: Batch, steps: int) -> str:
         """What is trained, on one line."""
@@ -70,9 +74,11 @@ class Report:
             path = Path(os.environ.get(names.METRICS) or names.METRICS_FILE)
             self._metrics = Metrics(path, step=step, steps=steps, sinks=self._sinks(step))
         self.times = meter.StepTimes()
+        self.progress.begin(step)
         try:
             yield
         finally:
+            self.progress.end()
             if self._metrics is not None:
                 self._metrics.close()
 
@@ -125,8 +131,26 @@ class Report:
             measured=lambda samples_per_s: measured | self._use.of(samples_per_s),
         )
 
-    def pause(self, seconds: float) -> None:
-        """Leave time that was not spent on steps (evaluation, a snapshot) out of the times of steps."""
+    def step(self, step: int) -> None:
+        """A step is done."""
+        self.times.step()
+        self.progress.step(step)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """The context of an evaluation."""
+        return self._apart(Phase.EVALUATION)
+
+    def saving(self) -> AbstractContextManager[None]:
+        """The context of what training stops for when a snapshot is made."""
+        return self._apart(Phase.SNAPSHOT)
+
+    @contextmanager
+    def _apart(self, phase: Phase) -> Iterator[None]:
+        """The context of what is not a step (evaluation, a snapshot): its time is left out of the times of steps."""
+        began_s = time.perf_counter()
+        with self.progress.apart(phase):
+            yield
+        seconds = time.perf_counter() - began_s
         self.times.pause(seconds)
         if self._metrics is not None:
             self._metrics.pause(seconds)
@@ -134,5 +158,6 @@ class Report:
     def rewind(self, step: int) -> None:
         """Take back the lines after a step that training went back to."""
         self.times.take()
+        self.progress.begin(step)
         if self._metrics is not None:
             self._metrics.rewind(step)

@@ -155,8 +155,16 @@ class Job(Section):
     preload: tuple[Word, ...] | None = None
     """Modules that each node imports once, in a process that its workers are forked from at the start and at restarts
     (kind direct). Default: torch, numpy and dtctl.runtime, if the script imports them. `[]`: workers start afresh."""
+    hang_s: Positive | Literal["auto", "off"] = "auto"
+    """Seconds without progress after which a training with dtctl.runtime hangs: stacks are collected, and the gang is
+    started again. auto: ten times the slowest step, at least 30. Programs without dtctl.runtime are left alone."""
     grace_s: PositiveOrZero = 10.0
     """Seconds between SIGTERM and SIGKILL when the job is stopped."""
+
+    @field_validator("hang_s", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        return "off" if value is False else value  # YAML takes it for a truth value
 
     @field_validator("command", mode="before")
     @classmethod

@@ -20,8 +20,8 @@ from importlib import resources
 from dtctl import shell
 
 MODULES = (
-    "births", "environment", "facts", "frames", "group", "lean", "link", "main", "nursery", "processes", "receive",
-    "supervisor", "warm",
+    "autopsy", "births", "environment", "facts", "frames", "group", "lean", "link", "main", "metrics", "nursery",
+    "processes", "progress", "receive", "stacks", "supervisor", "warm",
 )  # fmt: skip
 
 # On one line, because some login shells (csh) do not accept a newline inside quotes.

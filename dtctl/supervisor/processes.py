@@ -50,6 +50,11 @@ def _table() -> dict[int, tuple[int, str, int]]:
     return table
 
 
+def carries(pid: int, token: str) -> bool:
+    """Whether a process was started with the run's token, as far as we may know."""
+    return _carries(pid, f"{TOKEN}={token}".encode())
+
+
 def _carries(pid: int, mark: bytes) -> bool:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:

@@ -14,8 +14,10 @@ One thread, one poll loop; every wait has a deadline. Messages are JSON with the
     stop     end the attempt             exit     rank, code, signal, time      (at once)
     quit     and end yourself            stopped  processes left                (after all output)
     probe    which port is free          probed   port
+                                         progress as in pong, before an exit
     attach   I know logs up to here      log frames from there on
-    ping     are you there               pong
+    stacks   where do the workers stand  stack    of one worker, then stacks-end
+    ping     are you there               pong     how far the workers are (progress.py)
 """
 
 from __future__ import annotations
@@ -24,15 +26,18 @@ import os
 import select
 import time
 
-from dtctl.supervisor import environment, facts, frames, lean, processes
+from dtctl.supervisor import autopsy, environment, facts, frames, lean, processes, progress
 from dtctl.supervisor.births import Births
-from dtctl.supervisor.group import AGENT, Group, exit_facts
+from dtctl.supervisor.group import AGENT, Group, Process, exit_facts
 from dtctl.supervisor.lean import signal
 from dtctl.supervisor.link import CHUNK, Link
+from dtctl.supervisor.metrics import Metrics
 from dtctl.supervisor.nursery import Nursery
 
-METRICS = -2
-"""Rank under which the lines of metrics.jsonl travel."""
+TYPE_CHECKING = False  # as in lean.py
+if TYPE_CHECKING:
+    from dtctl.supervisor.stacks import Inquest
+
 STRAY_GRACE_S = 1.0
 """Seconds that processes which outlived the workers get between SIGTERM and SIGKILL."""
 
@@ -62,7 +67,10 @@ class Supervisor:
         self.group: Group | None = None
         self.attempt_dir = ""
         self.exits: list[dict] = []  # type: ignore[type-arg]
-        self.metrics_sent = 0
+        self.metrics = Metrics(self.run_dir)
+        self.progress_dir = ""
+        self.inquest: Inquest | None = None
+        self.memory: autopsy.Memory | None = None
         self.deadline: float | None = None  # of the SIGTERM phase, while an attempt is being ended
         self.stray_deadline: float | None = None
         self.stopped: dict | None = None  # type: ignore[type-arg]  # goes out when all output has
@@ -102,12 +110,15 @@ class Supervisor:
         message = environment.complete(message, self.run_dir)
         self.attempt_dir = os.path.join(self.run_dir, f"attempt-{message['attempt']}")
         os.makedirs(self.attempt_dir, mode=0o700, exist_ok=True)
+        self.progress_dir = message["env"]["DTCTL_PROGRESS"]
+        os.makedirs(self.progress_dir, mode=0o700, exist_ok=True)
+        self.memory = autopsy.Memory()
         script = os.path.join(self.attempt_dir, "node.sh")
         fd = os.open(script, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o700)
         with os.fdopen(fd, "w") as file:
             file.write(message["script"])
         self.exits, self.stopped, self.deadline, self.stray_deadline = [], None, None, None
-        self.metrics_sent = 0
+        self.metrics.sent = 0
         group = Group(self.attempt_dir, message["split_ranks"])
         self.group = group
         base = {**os.environ, **message["env"], processes.TOKEN: self.token}
@@ -170,11 +181,7 @@ class Supervisor:
             self._go_on_with_births(self.births, self.nursery)
         for process in group.collect():
             group.drain(process)
-            code, number = exit_facts(process.status or 0)
-            fact = {"op": "exit", "rank": process.rank, "code": code, "signal": number, "time": time.time()}
-            self.exits.append(fact)
-            self.tell(fact)
-            if code:
+            if self._tell_end(process):
                 self.end_attempt()
         now = time.monotonic()
         if group.running() or (self.births is not None and self.births.waiting):
@@ -191,6 +198,37 @@ class Supervisor:
         elif now >= self.stray_deadline:
             self._close_attempt(processes.kill(self.token, self.keepers), killed=True)
 
+    def _tell_end(self, process: Process) -> int:
+        """Tell how a process has ended, and what the node knows about why; its exit code."""
+        code, number = exit_facts(process.status or 0)
+        fact = {"op": "exit", "rank": process.rank, "code": code, "signal": number, "time": time.time(), "why": ""}
+        self.tell({"op": "progress", "workers": self._progress()})
+        if code and self.deadline is None:  # what ends because we end it is no riddle
+            if number == signal.SIGKILL and self.memory is not None:
+                fact["why"] = self.memory.why(process.pid)
+            fact["why"] = fact["why"] or autopsy.full_disk(self.run_dir)
+        self.exits.append(fact)
+        self.tell(fact)
+        return code
+
+    def _progress(self) -> list:  # type: ignore[type-arg]
+        """How far the workers of the attempt are, as far as they tell."""
+        return progress.read(self.progress_dir) if self.group is not None and self.stopped is None else []
+
+    def _ask_for_stacks(self) -> None:
+        from dtctl.supervisor.stacks import Inquest  # seldom needed
+
+        self.inquest = Inquest(self.progress_dir, self.token)
+
+    def _answer_for_stacks(self) -> None:
+        """Send the stacks as soon as all workers have shown theirs."""
+        if self.inquest is None or not self.inquest.ready():
+            return
+        for answer in self.inquest.answers():
+            self.tell(answer)
+        self.tell({"op": "stacks-end"})
+        self.inquest = None
+
     def _strays(self) -> list[int]:
         """Processes of the run that outlived its workers."""
         if self.adopts and not processes.has_children():
@@ -202,10 +240,7 @@ class Supervisor:
         if group is None:
             return
         for process in group.collect():
-            code, number = exit_facts(process.status or 0)
-            fact = {"op": "exit", "rank": process.rank, "code": code, "signal": number, "time": time.time()}
-            self.exits.append(fact)
-            self.tell(fact)
+            self._tell_end(process)
         group.close()
         lost = sum(log.lost for log in group.logs.values())
         self.stopped = {"op": "stopped", "left": left, "killed": killed, "exits": self.exits, "log_bytes_lost": lost}
@@ -232,29 +267,10 @@ class Supervisor:
                 data = log.unsent(CHUNK)
                 log.sent += len(data)
                 link.out += frames.pack(frames.LOG, data, rank)
-        self._feed_metrics(link)
+        self.metrics.feed(link)
         if self.stopped is not None and not self.stopped.get("told") and all(log.sent >= log.size for _, log in logs):
             self.tell(self.stopped)
             self.stopped["told"] = True
-
-    def _feed_metrics(self, link: Link) -> None:
-        try:
-            fd = os.open(os.path.join(self.run_dir, "metrics.jsonl"), os.O_RDONLY)
-        except OSError:
-            return
-        try:
-            if os.fstat(fd).st_size < self.metrics_sent:  # cut back to the step that a snapshot resumed at
-                self.metrics_sent = 0
-            while len(link.out) < CHUNK:
-                data = os.pread(fd, CHUNK, self.metrics_sent)
-                if not data:
-                    return
-                if self.metrics_sent == 0:
-                    self.tell({"op": "metrics-begin"})
-                self.metrics_sent += len(data)
-                link.out += frames.pack(frames.LOG, data, METRICS)
-        finally:
-            os.close(fd)
 
     def hear(self) -> None:
         """Act on what the control machine says; its silence for too long is the loss of the link."""
@@ -271,7 +287,7 @@ class Supervisor:
         for message in messages:
             op = message.get("op")
             if op == "ping":
-                self.tell({"op": "pong", "time": time.time(), "sent": message.get("time")})
+                self.tell({"op": "pong", "time": time.time(), "sent": message.get("time"), "workers": self._progress()})
             elif op == "start":
                 self.try_start(message)
             elif op == "stop":
@@ -280,6 +296,8 @@ class Supervisor:
                     self.deadline = time.monotonic()
             elif op == "probe":
                 self.tell({"op": "probed", "port": facts.first_free(message["ports"])})
+            elif op == "stacks":
+                self._ask_for_stacks()
             elif op == "attach":
                 link.fed = True
                 self._rewind(message.get("offsets", {}))
@@ -295,7 +313,7 @@ class Supervisor:
                     self.group.log(AGENT if name == "agent.log" else int(name[5:-4]))
             for rank, log in self.group.logs.items():
                 log.sent = min(int(offsets.get(str(rank), 0)), log.size)
-        self.metrics_sent = 0
+        self.metrics.sent = 0
         if self.stopped is not None:
             self.stopped.pop("told", None)
 
@@ -327,6 +345,7 @@ class Supervisor:
         """Serve until told to quit, or until the run has ended and nobody is to hear of it."""
         while True:
             self.watch()
+            self._answer_for_stacks()
             self.feed_link()
             if self.link is not None and not self.link.flush():
                 self.lose_link()
@@ -362,7 +381,7 @@ class Supervisor:
             for fd in self.nursery.descriptors():
                 poll.register(fd, select.POLLIN)
         ending = self.deadline is not None and self.stopped is None
-        for fd, _ in poll.poll(50 if ending else 500):
+        for fd, _ in poll.poll(50 if ending or self.inquest is not None else 500):
             if fd == self.wake_fd:
                 os.read(self.wake_fd, 512)
             elif fd == self.listener_fd:

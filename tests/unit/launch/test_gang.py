@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from dtctl.errors import ConnectError, NodeError, NodeFailures
-from dtctl.launch.gang import Gang, _Attempt
+from dtctl.launch.attempt import Attempt
+from dtctl.launch.gang import Gang
+from dtctl.launch.inquest import Inquest
 from dtctl.launch.logs import Logs
 from dtctl.launch.record import RunRecord
 from dtctl.launch.session import Errand, Said, Session
@@ -53,7 +55,9 @@ class Rig:
         self.nodes = {name: Deaf(name, self.inbox) for name in "abc"}
         logs = Logs(RunRecord(folder))
         self.gang = Gang([*self.nodes.values()], self.inbox, logs=logs, emit=lambda e, **f: self.events.append((e, f)))
-        self.attempt = _Attempt(self.gang, self.plan, 30.0)
+        self.standings: list[Any] = []
+        inquest = Inquest(world_size=3, limit=5.0, folder=folder / "hangs", on_progress=self.standings.extend)
+        self.attempt = Attempt(self.gang, self.plan, 30.0, inquest=inquest)
 
     def say(self, node: str, what: str, **data: Any) -> None:
         self.attempt.take(Said(self.nodes[node], what, data))

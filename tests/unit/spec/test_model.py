@@ -53,6 +53,7 @@ job:
   setup: ["true"]
   kind: accelerate
   grace_s: 0
+  hang_s: 60
   preload: [torch]
 network: {interface: {a: eth0}, profile: gcp-tcpxo, rendezvous_port: 1, rendezvous_address: a}
 train:

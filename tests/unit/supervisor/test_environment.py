@@ -18,6 +18,7 @@ def test_folders_are_those_of_the_run() -> None:
         names.RUN_DIR: "/work/runs/r1",
         names.METRICS: "/work/runs/r1/metrics.jsonl",
         names.SNAPSHOT_DIR: "/work/runs/r1/snapshots",
+        names.PROGRESS: "/work/runs/r1/attempt-2/progress",
         "PET_LOG_DIR": "/work/runs/r1/attempt-2/torchrun",
     }
     assert (done["cwd"], done["interface"]) == ("/code", "")

@@ -1,0 +1,152 @@
+"""Whether a run hangs, and who is to blame. Pure.
+
+In a synchronous training one worker that stands still soon holds up all others, which wait for it in a collective. So a
+run hangs when no worker has noted progress for longer than steps can take, and the culprit is the one that is behind;
+where all are at the same place, the one whose stack shows that it does not wait for others.
+
+Time is only judged between one step and the next: what has no measure (the first steps, evaluation, compilation, a
+snapshot on a slow disk) is left to the time-outs of the collectives. A process that is stopped (SIGSTOP) has no excuse.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dtctl.launch.failure import Failure
+from dtctl.launch.progress import Phase, Standing
+from dtctl.launch.record import write_private
+
+HangLimit = float | Literal["auto", "off"]
+FLOOR_S = 30.0
+"""auto: no shorter silence is a hang, since file servers and switches have hiccups."""
+FACTOR = 10.0
+"""auto: nor one that is shorter than this many of the slowest step so far."""
+MEASURED_STEPS = 4
+"""auto: steps of an attempt after which there is a measure."""
+
+_WAITING = (
+    "/torch/distributed/", "/torch/autograd/graph.py", "/torch/nn/parallel/", "/dtctl/runtime/agreement.py",
+    "/dtctl/runtime/elastic.py",
+)  # fmt: skip
+"""Files whose code, being the innermost Python code that runs, waits for other workers."""
+_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
+_SPY_FRAME = re.compile(r"^ {4}(?P<name>.+) \((?P<file>[^()]+):(?P<line>\d+)\)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """Where a worker was found to be."""
+
+    state: str
+    how: str
+    """py-spy, faulthandler or none"""
+    text: str
+    flight: str
+    """The last collectives, JSON of torch's flight recorder; empty when it did not answer."""
+
+    @property
+    def frames(self) -> list[tuple[str, int, str]]:
+        """Frames of the main thread as (file, line, function), the innermost first."""
+        blocks = re.split(r"(?m)^(?=(?:Current thread|Thread) )", self.text)
+        blocks = [block for block in blocks if block.startswith(("Thread ", "Current "))]
+        if not blocks:
+            return []
+        # faulthandler has the main thread last; py-spy names it.
+        main = next((block for block in blocks if '"MainThread"' in block.split("\n", 1)[0]), blocks[-1])
+        found = _FRAME.findall(main) or [(file, line, name) for name, file, line in _SPY_FRAME.findall(main)]
+        return [(file, int(line), name) for file, line, name in found]
+
+    @property
+    def waits(self) -> bool | None:
+        """Whether it waits for other workers; None when there is no telling."""
+        frames = self.frames
+        return any(part in frames[0][0] for part in _WAITING) if frames else None
+
+
+def silence(workers: Collection[Standing], *, world_size: int, limit: HangLimit) -> float | None:
+    """For how many seconds the run has been hanging; None when it is not, or when that cannot be told.
+
+    Args:
+        workers: of the workers that have not ended.
+        world_size: workers that there should be.
+        limit: `job.hang_s`.
+    """
+    if limit == "off" or len(workers) < world_size or not workers:
+        return None
+    slowest_s = max(worker.slowest_s for worker in workers)
+    limit_s = max(FLOOR_S, FACTOR * slowest_s) if limit == "auto" else limit
+    stopped = [worker.stale_s for worker in workers if worker.state == "T" and worker.phase != Phase.STARTING]
+    if stopped and min(stopped) >= limit_s:
+        return min(stopped)
+    if any(worker.phase != Phase.STEPPING for worker in workers):
+        return None
+    if min(worker.step - worker.first for worker in workers) < (MEASURED_STEPS if limit == "auto" else 1):
+        return None
+    silent_s = min(worker.stale_s for worker in workers)
+    return silent_s if silent_s >= limit_s else None
+
+
+def culprits(workers: Collection[Standing], stacks: Mapping[int, Stack]) -> list[Standing]:
+    """Those whom the others wait for, by rank; none when all are in the same place and all wait."""
+    everyone = sorted(workers, key=lambda worker: worker.rank)
+    stopped = [worker for worker in everyone if worker.state == "T"]
+    if stopped:
+        return stopped
+    waits = {worker.rank: stacks[worker.rank].waits for worker in everyone if worker.rank in stacks}
+    awake = [worker for worker in everyone if waits.get(worker.rank) is False]
+    least = min(worker.position for worker in everyone)
+    behind = [worker for worker in everyone if worker.position == least]
+    if len(behind) < len(everyone):
+        # One that is ahead and computes holds up those that are behind and wait: it went past a collective of theirs.
+        all_wait = all(waits.get(worker.rank) for worker in behind)
+        return awake if all_wait and awake else behind
+    return awake if len(awake) < len(everyone) else []
+
+
+def failure(workers: Collection[Standing], stacks: Mapping[int, Stack], *, silent_s: float, now: float) -> Failure:
+    """What is said about a run that hangs; `now` is the time of day."""
+    blamed = culprits(workers, stacks)
+    step = min(worker.step for worker in workers) + 1
+    text = f"no progress for {silent_s:.0f} s in step {step}"
+    if not blamed:
+        first = min(workers, key=lambda worker: worker.rank)
+        text += ": all workers wait for each other at the same place; the network between them may be broken"
+        return Failure(node=first.node, rank=None, exit_code=None, signal=None, time=now, summary=text, hang=True)
+    first = blamed[0]
+    others = len(workers) - len(blamed)
+    who = ", ".join(f"rank {worker.rank} on {worker.node}" for worker in blamed[:8])
+    what = "is stopped (SIGSTOP)" if first.state == "T" else f"stands still {first.where}"
+    wait = {0: "", 1: "; the other one waits for it"}.get(others, f"; the {others} others wait for it")
+    stack = stacks.get(first.rank)
+    frames = stack.frames if stack is not None else []
+    at = f" at {frames[0][0]}:{frames[0][1]} in {frames[0][2]}" if frames else ""
+    return Failure(
+        node=first.node,
+        rank=first.rank,
+        exit_code=None,
+        signal=None,
+        time=now,
+        summary=f"{text}: {who} {what}{at}{wait}",
+        tail=tuple(f"{file}:{line} in {name}" for file, line, name in frames[:8]),
+        hang=True,
+    )
+
+
+def keep(folder: Path, node: str, rank: int, stack: Stack) -> Path:
+    """Write what a worker has shown below `folder`; where its stack is.
+
+    Raises:
+        LaunchError: it cannot be written.
+    """
+    below = folder / node
+    below.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = below / f"rank-{rank}.txt"
+    head = f"state {stack.state or 'gone'}, stack by {stack.how}\n\n"
+    write_private(path, head + stack.text)
+    if stack.flight:
+        write_private(below / f"rank-{rank}.flight.json", stack.flight)
+    return path

@@ -1,0 +1,65 @@
+"""What is launched, and how it ended. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dtctl.launch.failure import Failure
+from dtctl.launch.hang import HangLimit
+from dtctl.launch.link import Link
+from dtctl.plan.model import NodePlan, Plan
+from dtctl.transport.base import Target, Transport
+
+MakePlan = Callable[[int, str, int, Mapping[str, int], Sequence[str]], Plan]
+"""(attempt, address of the head node, port, GPUs per node, nodes in rank order) -> plan."""
+Push = Callable[[Link, Callable[[int], None]], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """All that `launch` needs to know, decided before the first connection."""
+
+    run: str
+    token: str
+    first_plan: Plan
+    """The plan as a dry run shows it."""
+    make_plan: MakePlan
+    """Makes the plan again with what only the nodes know."""
+    make_script: Callable[[Plan, NodePlan], str]
+    transport: Transport
+    targets: Mapping[str, Target]
+    """Of nodes and spares."""
+    spares: Mapping[str, NodePlan]
+    """Nodes that stand by, in the order in which they are used; their ranks mean nothing."""
+    min_nodes: int
+    """Nodes that the run needs."""
+    push: Push | None
+    fixed_port: int | None
+    fixed_address: bool
+    """Whether the spec names the head node's address itself, so that the nodes need not be asked."""
+    secrets: Mapping[str, str]
+    link_timeout_s: float
+    hang_s: HangLimit
+    """When a job that makes no progress hangs."""
+    keep: bool
+    """Whether nodes go on when the link is lost (`--detach`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """How a run ended."""
+
+    run: str
+    status: str
+    """succeeded, failed or stopped"""
+    exit_code: int
+    attempts: int
+    first_failure: Failure | None
+    launch_s: float | None
+    """Seconds from the launcher's start to the last node's processes started; None if that was never reached."""
+    duration_s: float
+    left_behind: int | None
+    """Processes of the run left on all nodes; None when a node could not be asked."""
+    nodes: int

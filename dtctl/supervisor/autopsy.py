@@ -1,0 +1,90 @@
+"""What the kernel knows about the end of a process: ended for lack of memory, or beside a full disk. Stdlib only, 3.8.
+
+A process that the kernel ends for lack of memory gets SIGKILL like one that somebody has killed. The difference stands
+in the memory counters of its cgroup, in the counters of the machine, and in the kernel's log where that may be read.
+"""
+
+from __future__ import annotations
+
+import os
+
+FULL_BYTES = 1 << 20
+"""Fewer bytes than this left on a disk are none."""
+
+
+class Memory:
+    """How often processes were ended for lack of memory before an attempt."""
+
+    def __init__(self, root: str = "/") -> None:
+        """Count now; `root` is where /proc and /sys lie."""
+        self.root = root
+        self.before = self._counters()
+
+    def _counters(self) -> dict:  # type: ignore[type-arg]  # place -> count
+        found = {}
+        folder = self._cgroup()
+        for place, path in (("its cgroup", folder + "/memory.events"), ("this machine", "proc/vmstat")):
+            for line in _read(os.path.join(self.root, path)).splitlines():
+                words = line.split()
+                if len(words) == 2 and words[0] == "oom_kill" and words[1].isdigit():
+                    found[place] = int(words[1])
+        return found
+
+    def _cgroup(self) -> str:
+        """Folder of our cgroup, in which the workers are too (version 2)."""
+        for line in _read(os.path.join(self.root, "proc/self/cgroup")).splitlines():
+            if line.startswith("0::"):
+                return "sys/fs/cgroup" + line[3:].rstrip("/")
+        return "sys/fs/cgroup"
+
+    def why(self, pid: int) -> str:
+        """What is known about a process that SIGKILL has ended; empty: nothing, so somebody has sent it."""
+        for line in _kernel_log(os.path.join(self.root, "dev/kmsg")).splitlines()[::-1]:
+            if f"Killed process {pid} " in line:
+                return f"the kernel ended it for lack of memory: {line.rpartition(';')[2]}"
+        now = self._counters()
+        for place, count in now.items():
+            if count > self.before.get(place, count):
+                return (
+                    "the kernel has ended it for lack of memory, as it seems: "
+                    f"oom_kill of {place} went from {self.before[place]} to {count}"
+                )
+        return ""
+
+
+def full_disk(path: str) -> str:
+    """That the disk of `path` is full; empty when it is not."""
+    try:
+        stat = os.statvfs(path)
+    except OSError:
+        return ""
+    if stat.f_blocks == 0 or stat.f_bavail * stat.f_frsize >= FULL_BYTES:
+        return ""
+    return f"the disk of {path} is full"
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return file.read(1 << 18).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _kernel_log(path: str) -> str:
+    """The kernel's messages, newest last; empty where they may not be read."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return ""
+    lines: list = []  # type: ignore[type-arg]
+    try:
+        while len(lines) < 20_000:
+            lines.append(os.read(fd, 8192).decode("utf-8", "replace").rstrip("\n"))
+            if not lines[-1]:
+                break
+    except OSError:
+        pass  # no more of them, or some were overwritten while we read
+    finally:
+        os.close(fd)
+    return "\n".join(lines)

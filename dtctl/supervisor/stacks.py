@@ -1,0 +1,113 @@
+"""Where the workers of a node stand when they make no progress: their stacks and their last collectives.
+
+py-spy reads stacks from outside, also of a process that is stopped; where it is not installed, a signal makes Python's
+faulthandler write them, which needs no lock of the interpreter. The last collectives come from torch's flight recorder,
+if a thread of the worker still gets to run. Stdlib only, Python 3.8.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from dtctl.supervisor import processes, progress
+
+LIMIT_S = 2.0
+"""How long the workers have to answer."""
+SETTLED_S = 0.2
+"""An answer that has not grown for this long is complete."""
+TEXT_BYTES = 1 << 16
+FLIGHT_BYTES = 1 << 18
+
+
+class Inquest:
+    """One question to all workers of a node."""
+
+    def __init__(self, folder: str, token: str) -> None:
+        """Ask; `folder` is where they note their progress."""
+        self.folder = folder
+        self.told = [fact for fact in progress.read(folder) if fact["pid"] and processes.carries(fact["pid"], token)]
+        self.how = {}
+        self.deadline = time.monotonic() + LIMIT_S
+        self.sizes = (-1, 0.0)
+        for fact in self.told:
+            self.how[fact["rank"]] = self._ask(fact)
+
+    def path(self, rank: int, what: str) -> str:
+        """Where the answer of a rank lies: `stack` or `flight`."""
+        return os.path.join(self.folder, f"rank-{rank}.{what}")
+
+    def _ask(self, fact: dict) -> str:  # type: ignore[type-arg]
+        rank, pid = fact["rank"], fact["pid"]
+        stack = os.open(self.path(rank, "stack"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+        try:
+            try:
+                ask = os.open(self.path(rank, "ask"), os.O_WRONLY | os.O_NONBLOCK)
+                os.write(ask, b"?")
+                os.close(ask)
+            except OSError:
+                pass  # it has no flight recorder, or does not listen any more
+            spy = _py_spy(pid)
+            if spy:
+                processes.spawn([spy, "dump", "--pid", str(pid)], "/", dict(os.environ), {1: stack, 2: stack})
+                return "py-spy"
+        finally:
+            os.close(stack)
+        if fact["state"] == "T" or not fact["signal"]:
+            return "none"
+        processes.send([pid], fact["signal"])
+        return "faulthandler"
+
+    def ready(self) -> bool:
+        """Whether all have answered, or had their time."""
+        now = time.monotonic()
+        expected = [rank for rank, how in self.how.items() if how != "none"]
+        sizes = [_size(self.path(rank, "stack")) for rank in expected]
+        total = sum(sizes) + sum(_size(self.path(rank, "flight")) for rank in self.how)
+        if total != self.sizes[0]:
+            self.sizes = (total, now)
+        return now >= self.deadline or (all(sizes) and now - self.sizes[1] >= SETTLED_S)
+
+    def answers(self) -> list:  # type: ignore[type-arg]
+        """One message for each worker."""
+        return [
+            {
+                "op": "stack",
+                "rank": fact["rank"],
+                "pid": fact["pid"],
+                "state": progress.state(fact["pid"]),
+                "how": self.how[fact["rank"]],
+                "text": _text(self.path(fact["rank"], "stack"), TEXT_BYTES),
+                "flight": _text(self.path(fact["rank"], "flight"), FLIGHT_BYTES),
+            }
+            for fact in self.told
+        ]
+
+
+def _py_spy(pid: int) -> str:
+    """Path of py-spy, beside the worker's Python or on the PATH; empty where it is not."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            python = file.read().split(b"\0")[0].decode()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    for folder in [os.path.dirname(python), *os.environ.get("PATH", os.defpath).split(os.pathsep)]:
+        path = os.path.join(folder, "py-spy")
+        if folder and os.access(path, os.X_OK):
+            return path
+    return ""
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
+def _text(path: str, limit: int) -> str:
+    try:
+        with open(path, "rb") as file:
+            return file.read(limit).decode("utf-8", "replace")
+    except OSError:
+        return ""

@@ -1,0 +1,131 @@
+"""A training that makes no progress is noticed from outside, its culprit named, and it is started again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import dtctl
+from tests.hosts import Finished, Project
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(150)]
+
+ROOT = Path(dtctl.__file__).parents[1]
+SPEC = """\
+cluster: {{transport: sandbox, nodes: [node1, node2, node3], slots: 1}}
+job:
+  {{name: test, script: train.py, kind: {kind}, grace_s: 2, max_restarts: {restarts}, hang_s: {hang_s},
+    env: {{PYTHONPATH: "{root}", OMP_NUM_THREADS: 1}}}}
+"""
+SCRIPT = """\
+import os, signal, sys, threading, time
+import torch
+import torch.distributed as dist
+from torch import nn
+from dtctl.runtime import TensorData, Trainer, run
+
+def train(config, worker):
+    first = os.environ["DTCTL_ATTEMPT"] == "0"
+
+    def loss(model, batch):
+        if first and trainer.step == 6 and worker.rank == 1:
+            misbehave()
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    def score(model, batch):
+        if SLOW:
+            time.sleep(SLOW)
+        return {{"loss": (model(batch[0]) - batch[1]).square().mean(1)}}
+
+    def misbehave():
+        {act}
+
+    inputs = torch.randn(96, 8, generator=torch.Generator().manual_seed(1))
+    samples = TensorData(inputs, inputs.sum(1, keepdim=True))
+    trainer = Trainer(config, worker, nn.Linear(8, 1), loss, samples, validation=samples, score=score)
+    return trainer.run()
+
+SLOW = {slow}
+if __name__ == "__main__":
+    if SLOW:
+        time.sleep(SLOW)
+    raise SystemExit(run(train, defaults={{
+        "micro_batch": 4, "steps": 12, "log_every": 4, "snapshot": {{"every_steps": 4}}, "timeout_s": 100,
+        "eval_every": 5,
+    }}))
+"""
+
+
+def launch(project: Project, act: str, *, kind: str = "direct", restarts: int = 1, hang_s: str = "3", slow: float = 0):
+    project.write("train.py", SCRIPT.format(act=act, slow=slow))
+    project.write("dtctl.yaml", SPEC.format(root=ROOT, kind=kind, restarts=restarts, hang_s=hang_s))
+    return project.run("launch", "--json", "--name", project.unique, timeout_s=45)
+
+
+def stacks(project: Project) -> dict[str, str]:
+    folder = project.folder / ".dtctl" / "runs" / project.unique / "hangs" / "attempt-0"
+    return {path.name: path.read_text() for path in sorted(folder.glob("*/*"))}
+
+
+def reasons(done: Finished) -> list[str]:
+    return [str(event["reason"]) for event in done.events if event["event"] == "stopping"]
+
+
+@pytest.mark.parametrize(
+    ("act", "said", "kind"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "rank 1 on node2 is stopped (SIGSTOP)", "direct"),
+        ("time.sleep(1000)", "rank 1 on node2 stands still in a forward pass at ", "torchrun"),
+        ("dist.recv(torch.zeros(1), src=0)", "rank 1 on node2 stands still in a forward pass at ", "direct"),
+    ],
+    ids=["stopped", "sleeps", "never-enters"],
+)
+def test_the_culprit_is_named_and_the_gang_is_started_again(project: Project, act: str, said: str, kind: str) -> None:
+    done = launch(project, act, kind=kind)
+    assert done.code == 0, done.err
+    assert done.done["attempts"] == 2
+    (reason,) = reasons(done)
+    assert reason.startswith("no progress for ")
+    assert "s in step 7: " + said in reason
+    assert "the 2 others wait for it" in reason
+    found = stacks(project)
+    assert {"rank-0.txt", "rank-1.txt", "rank-2.txt"} <= found.keys()
+    assert "train.py" in found["rank-0.txt"]
+    if "sleep" in act:
+        assert "in misbehave" in found["rank-1.txt"]
+    flight = json.loads(found["rank-0.flight.json"])
+    assert any("all_reduce" in str(entry.get("profiling_name", "")) for entry in flight["entries"])
+    assert "resumed at step 4 of 12" in done.err
+    restart = next(event for event in done.events if event["event"] == "restart")
+    assert restart["reason"] == "made no progress"
+
+
+def test_a_hang_at_the_same_step_every_time_is_told_as_one(project: Project) -> None:
+    project.write("train.py", SCRIPT.format(act="time.sleep(1000)", slow=0).replace("first and ", ""))
+    project.write("dtctl.yaml", SPEC.format(root=ROOT, kind="direct", restarts=9, hang_s="2"))
+    done = project.run("launch", "--json", timeout_s=120)
+    assert done.code == 8, done.err
+    assert done.done["attempts"] == 3
+    assert "not started again: 3 attempts have failed in the same way at step 6" in [
+        event["text"] for event in done.events if event["event"] == "note"
+    ]
+    first = done.done["first_failure"]
+    assert (first["node"], first["rank"], first["exit_code"]) == ("node2", 1, None)  # type: ignore[index]
+    assert "hangs/attempt-2/node2/rank-1.txt" in first["log"]  # type: ignore[index]
+
+
+def test_slow_starts_and_evaluations_are_no_hang(project: Project) -> None:
+    done = launch(project, "pass", hang_s="1.5", slow=0.3)
+    assert done.code == 0, done.err
+    assert done.done["attempts"] == 1
+    assert not [event for event in done.events if event["event"] == "hang"]
+
+
+def test_programs_that_tell_no_progress_are_left_alone(project: Project) -> None:
+    project.write("train.py", "import time; time.sleep(4)")
+    project.write("dtctl.yaml", SPEC.format(root=ROOT, kind="direct", restarts=0, hang_s="1"))
+    done = project.run("launch", "--json")
+    assert done.code == 0, done.err
+    assert not [event for event in done.events if event["event"] == "hang"]

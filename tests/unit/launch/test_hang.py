@@ -1,0 +1,130 @@
+"""When a run hangs and who is to blame, from what its workers have noted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dtctl.launch import hang
+from dtctl.launch.hang import Stack, culprits, silence
+from dtctl.launch.progress import Phase, Standing, standings
+from dtctl.runtime import progress as noted
+from dtctl.supervisor import progress as read
+
+WORKER = Standing(
+    node="a", rank=0, pid=1, phase=Phase.STEPPING, step=50, place=2, first=0, saved=40, begun_s=90.0, stale_s=40.0,
+    slowest_s=2.0, stall_s=0.0, evaluation_s=0.0, state="S",
+)  # fmt: skip
+WAITS = Stack(
+    state="S", how="faulthandler", flight="",
+    text='Thread 0x01 (most recent call first):\n  File "/x/threading.py", line 3 in run\n\n'
+    'Current thread 0x02 (most recent call first):\n'
+    '  File "/lib/torch/autograd/graph.py", line 979 in _engine_run_backward\n  File "/me/train.py", line 8 in train\n',
+)  # fmt: skip
+SLEEPS = Stack(
+    state="S", how="py-spy", flight="",
+    text='Process 1: python train.py\n\nThread 1 (idle): "MainThread"\n'
+    '    mine (/me/train.py:5)\n    run (/me/train.py:9)\n'
+    'Thread 2 (idle): "data"\n    wait (threading.py:3)\n',
+)  # fmt: skip
+
+
+def gang(*changes: dict[str, object]) -> list[Standing]:
+    return [replace(WORKER, rank=rank, node=f"n{rank}", **change) for rank, change in enumerate(changes)]
+
+
+@pytest.mark.parametrize(
+    ("limit", "changes", "expected"),
+    [
+        ("auto", [{}, {}], 40.0),
+        ("auto", [{}, {"stale_s": 29.0}], None),  # one has noted something
+        ("auto", [{"slowest_s": 5.0}, {}], None),  # steps may take ten times as long as the slowest
+        (35.0, [{"slowest_s": 5.0}, {}], 40.0),  # but for those who know better
+        ("off", [{}, {}], None),
+        ("auto", [{}], None),  # one worker tells nothing, or not yet
+        ("auto", [{}, {"phase": Phase.COMPILING}], None),
+        ("auto", [{}, {"phase": Phase.EVALUATION}], None),
+        ("auto", [{}, {"phase": Phase.SNAPSHOT}], None),
+        ("auto", [{}, {"phase": Phase.STARTING}], None),
+        ("auto", [{}, {"first": 47}], None),  # not measured yet
+        (35.0, [{}, {"first": 50}], None),  # the first step is never judged
+        (35.0, [{}, {"first": 49}], 40.0),
+        ("auto", [{"stale_s": 1.0}, {"state": "T", "phase": Phase.EVALUATION}], 40.0),  # nobody stops itself
+        ("auto", [{}, {"state": "T", "phase": Phase.STARTING}], None),
+    ],
+)
+def test_a_run_hangs_when_nobody_has_moved_for_longer_than_steps_take(
+    limit: hang.HangLimit, changes: list[dict[str, object]], expected: float | None
+) -> None:
+    assert silence(gang(*changes), world_size=2, limit=limit) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "stacks", "blamed"),
+    [
+        ([{}, {"place": 1}, {}], {}, [1]),
+        ([{}, {}, {"step": 49, "place": 7}], {}, [2]),
+        ([{}, {"state": "T"}, {"step": 49}], {}, [1]),
+        ([{}, {}, {}], {0: WAITS, 1: WAITS, 2: SLEEPS}, [2]),
+        ([{}, {}, {}], {0: WAITS, 1: WAITS, 2: WAITS}, []),
+        ([{}, {}, {}], {}, []),
+        ([{"place": 1}, {"place": 1}, {}], {0: WAITS, 1: WAITS, 2: SLEEPS}, [2]),  # it went past their collective
+        ([{"place": 1}, {"place": 1}, {}], {0: SLEEPS, 1: SLEEPS, 2: WAITS}, [0, 1]),
+    ],
+    ids=["forward", "a step behind", "stopped", "awake", "all wait", "no stacks", "ahead", "two behind"],
+)
+def test_who_is_behind_is_to_blame_and_not_who_waits(
+    changes: list[dict[str, object]], stacks: dict[int, Stack], blamed: list[int]
+) -> None:
+    assert [worker.rank for worker in culprits(gang(*changes), stacks)] == blamed
+
+
+def test_what_is_said() -> None:
+    found = hang.failure(gang({}, {"place": 1}, {}), {1: SLEEPS}, silent_s=40.2, now=5.0)
+    assert found.summary == (
+        "no progress for 40 s in step 51: rank 1 on n1 stands still in a forward pass at /me/train.py:5 in mine; "
+        "the 2 others wait for it"
+    )
+    assert (found.node, found.rank, found.hang, found.tail[0]) == ("n1", 1, True, "/me/train.py:5 in mine")
+    nobody = hang.failure(gang({}, {}), {}, silent_s=40.2, now=5.0)
+    assert (nobody.rank, "the network between them may be broken" in nobody.summary) == (None, True)
+
+
+def test_stacks_of_both_tools_are_read() -> None:
+    assert WAITS.frames[0] == ("/lib/torch/autograd/graph.py", 979, "_engine_run_backward")
+    assert (WAITS.waits, SLEEPS.waits, replace(WAITS, text="").waits) == (True, False, None)
+
+
+def test_what_workers_note_is_what_their_node_reads(tmp_path: Path) -> None:
+    assert (read.FIELDS, read.RECORD.size, read.MAGIC) == (noted.FIELDS, noted.SIZE, noted.MAGIC)
+    assert {phase.name: phase.value for phase in noted.Phase} == {phase.name: phase.value for phase in Phase}
+    mine = noted.Progress(3, folder=str(tmp_path))
+    (begun,) = standings("n", read.read(str(tmp_path)))
+    assert (begun.phase, begun.state) == (Phase.STARTING, "R")
+    mine.begin(7)
+    for step in (8, 9, 10):
+        mine.forward()
+        mine.backward()
+        mine.step(step)
+    with mine.apart(noted.Phase.SNAPSHOT):
+        (saving,) = standings("n", read.read(str(tmp_path)))
+    mine.forward()
+    mine.backward()
+    mine.forward()
+    (last,) = standings("n", read.read(str(tmp_path)))
+    assert saving.phase == Phase.SNAPSHOT
+    assert (last.rank, last.phase, last.step, last.place, last.first, last.saved) == (3, 1, 10, 9, 7, 10)
+    assert last.where == "in a forward pass"
+    assert 0 < last.slowest_s < 1
+    assert 0 < last.stall_s < 1
+    assert last.stale_s < last.begun_s < 5
+
+
+def test_half_a_file_and_others_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "rank-1").write_bytes(b"short")
+    (tmp_path / "rank-2").write_bytes(bytes(read.RECORD.size))
+    (tmp_path / "rank-3.stack").write_bytes(bytes(read.RECORD.size))
+    assert read.read(str(tmp_path)) == []
+    assert read.read(str(tmp_path / "none")) == []
