@@ -91,14 +91,18 @@ def digest(place: Place = None, json_: Json = False) -> int:
 @app.command("prune")
 def prune(
     place: Place = None,
-    keep: Annotated[int, typer.Option(min=1, help="How many of the newest good ones stay.")] = 1,
+    keep: Annotated[
+        int | None, typer.Option(min=1, help="How many of the newest good ones stay.  [default: as the run was told]")
+    ] = None,
     every_h: Annotated[float | None, typer.Option(help="Of older ones, those so many hours apart stay too.")] = None,
+    no_best: Annotated[bool, typer.Option("--no-best", help="The best ones are like any other.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     json_: Json = False,
 ) -> int:
     """Remove old and damaged snapshots; while no good one is left, nothing goes."""
-    options = ["--keep", str(keep)]
-    options += ["--every-h", str(every_h)] if every_h is not None else []
+    options = ["--keep", str(keep)] if keep is not None else []
+    options += ["--every-s", str(every_h * 3600)] if every_h is not None else []
+    options += ["--no-best"] if no_best else []
     options += ["--dry-run"] if dry_run else []
     answers, silent = _all("prune", place, options)
     found = [{"kept": answer["kept"], "removed": answer["removed"], **_node(node)} for node, answer in answers.items()]

@@ -1,4 +1,4 @@
-"""Which step had the best evaluation; its snapshot is kept whatever comes later."""
+"""Which steps had the best evaluations; their snapshots are kept whatever comes later."""
 
 from __future__ import annotations
 
@@ -10,20 +10,39 @@ from dtctl.runtime.config import BestConfig
 
 
 class Best:
-    """The best value so far of one score.
+    """The best values so far of one score."""
 
-    Attributes:
-        step: that had it; None before the first evaluation.
-        value: that it had.
-    """
+    def __init__(self, config: BestConfig, *, keep: int = 1) -> None:
+        """Nothing has been evaluated.
 
-    def __init__(self, config: BestConfig) -> None:
-        self._config = config
-        self.step: int | None = None
-        self.value = 0.0
+        Args:
+            config: which score, and what is good.
+            keep: how many of the best to know.
+        """
+        self._config, self._keep = config, keep
+        self._sign = 1.0 if config.mode == "min" else -1.0
+        self._seen: list[tuple[float, int]] = []  # low is good; the best first, of equal ones the earlier
+
+    @property
+    def step(self) -> int | None:
+        """That had the best value; None before the first evaluation."""
+        return self._seen[0][1] if self._seen else None
+
+    @property
+    def value(self) -> float:
+        """That it had."""
+        return self._sign * self._seen[0][0] if self._seen else 0.0
+
+    @property
+    def steps(self) -> list[int]:
+        """Those whose snapshots are kept, the best first."""
+        return [step for _, step in self._seen[: self._keep]]
 
     def take(self, step: int, scores: Mapping[str, float]) -> bool:
-        """Look at the scores of an evaluation, by the names they are logged under. Returns whether they are the best.
+        """Look at the scores of an evaluation, by the names they are logged under.
+
+        Returns:
+            Whether they are among those that are kept.
 
         Raises:
             PlanError: the score is not among them.
@@ -34,17 +53,17 @@ class Best:
                 f"evaluations have no score {name}", where="train.best.metric", hint=f"there are {', '.join(scores)}"
             )
         value = scores[name]
-        better = value < self.value if self._config.mode == "min" else value > self.value
-        if value == value and (self.step is None or better):
-            self.step, self.value = step, value
-            return True
-        return False
+        if value == value:
+            self._seen = sorted([*self._seen, (self._sign * value, step)])[: max(1, self._keep)]
+        return step in self.steps
 
     def state(self) -> dict[str, Any]:
         """What a snapshot keeps; JSON."""
-        return {"metric": self._config.metric, "step": self.step, "value": self.value}
+        seen = [[self._sign * value, step] for value, step in self._seen]
+        return {"metric": self._config.metric, "step": self.step, "value": self.value, "seen": seen}
 
     def load(self, state: Mapping[str, Any] | None) -> None:
         """Put back what `state` returned, if it is of the same score."""
-        if state is not None and state["metric"] == self._config.metric:
-            self.step, self.value = state["step"], state["value"]
+        if state is not None and state["metric"] == self._config.metric and state["step"] is not None:
+            seen = state.get("seen", [[state["value"], state["step"]]])
+            self._seen = [(self._sign * value, step) for value, step in seen]

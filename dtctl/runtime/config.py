@@ -37,9 +37,16 @@ class SnapshotConfig:
     every_s: float | None = field(default=None, metadata={"above": 0})
     """Seconds between snapshots."""
     keep: int = field(default=2, metadata={"at_least": 1})
-    """How many snapshots are kept."""
+    """How many snapshots are kept, the newest ones."""
+    keep_every_s: float | None = field(default=None, metadata={"above": 0})
+    """Of older ones, those that are at least so many seconds apart are kept as well. None: none of them."""
+    keep_best: int = field(default=1, metadata={"at_least": 0})
+    """And those of so many of the best evaluations, if `train.best` is set."""
+    layout: Literal["auto", "whole", "sharded"] = "auto"
+    """whole: rank 0 gathers the state and writes it; sharded: every worker writes its part. auto: sharded where the
+    strategy divides the state (zero1, fsdp, hsdp, tp, pipeline), else whole."""
     replicas: int = field(default=0, metadata={"at_least": 0})
-    """Copies of each node's part on other nodes."""
+    """On how many other nodes a copy is kept of what a node writes, where nodes have no folder in common."""
     when_busy: Literal["wait", "skip"] = "wait"
     """What a save does that is due while another one is still being written."""
     max_failed_saves: int = field(default=3, metadata={"at_least": 1})

@@ -22,12 +22,12 @@ import torch
 from torch import nn
 
 from dtctl import names
-from dtctl.errors import PlanError, SnapshotError, SpecError
-from dtctl.runtime import blocks, data, elastic, optim, pipelined, randomness, recovery, resume
+from dtctl.errors import PlanError, SnapshotError
+from dtctl.runtime import blocks, data, elastic, keeping, optim, pipelined, randomness, recovery, resume
 from dtctl.runtime.agreement import Agreement
 from dtctl.runtime.best import Best
 from dtctl.runtime.config import DEFAULT_SNAPSHOT_S, TrainConfig, batch, length
-from dtctl.runtime.console import complain, say
+from dtctl.runtime.console import say
 from dtctl.runtime.ema import Ema
 from dtctl.runtime.equality import fingerprint, require_equal
 from dtctl.runtime.evaluation import Score, evaluate
@@ -41,8 +41,6 @@ from dtctl.runtime.profile import Profiler, measure_communication
 from dtctl.runtime.reading import Reader
 from dtctl.runtime.report import Report
 from dtctl.runtime.snapshot import state
-from dtctl.runtime.snapshot.saver import Saver
-from dtctl.runtime.snapshot.whole import gathered, gathered_optimizer
 from dtctl.runtime.stop import Outcome, StopRequest
 from dtctl.runtime.strategies import choose
 from dtctl.runtime.weighing import Weighted
@@ -124,18 +122,10 @@ class Trainer:
         self.order = InSequence() if isinstance(samples, data.Stream) else Order(self.samples, config.seed)
         self.schedule = Schedule(self.order, self.batch, rank=self.place.data, end=self.end)
         self.validation, self.score = validation, score
-        self.best = Best(config.best) if config.best else None
+        self.best = Best(config.best, keep=config.snapshot.keep_best) if config.best else None
         self.profiler = Profiler(config.profile, worker)
-        if config.snapshot.replicas:
-            raise SpecError("replicas of snapshots are not available in this version", where="train.snapshot.replicas")
         self.folder = Path(config.snapshot.dir or os.environ.get(names.SNAPSHOT_DIR) or "snapshots").expanduser()
-        self.saver = Saver(
-            self.folder,
-            keep=config.snapshot.keep,
-            when_busy=config.snapshot.when_busy,
-            max_failed=config.snapshot.max_failed_saves,
-            complain=complain,
-        )
+        self.saver = keeping.saver(config.snapshot, self.folder, worker, self.model, spread=self.strategy.spread)
         self.every_s = config.snapshot.every_s
         if self.every_s is None and config.snapshot.every_steps is None:
             self.every_s = DEFAULT_SNAPSHOT_S
@@ -298,49 +288,20 @@ class Trainer:
         return {f"val_{name}": value for name, value in found.items()}
 
     def save(self, *, needed: bool = True) -> None:
-        """Begin a snapshot of this step; collective over all workers, of which rank 0 writes, beside training.
+        """Begin a snapshot of this step; collective over all workers, which write beside training (keeping.py).
 
         Args:
             needed: whether it must not be skipped, should another one be under way.
         """
         with self.report.saving():
-            self._save(needed=needed)
+            if not self.guard.always:
+                self.guard.judge(self.step, self._norm())
+            keeping.save(self, needed=needed)
         self.saved_s = time.monotonic()
-
-    def _save(self, *, needed: bool) -> None:
-        if not self.guard.always:
-            self.guard.judge(self.step, self._norm())
-        everyone, model, optimizer = randomness.gather(self.worker), self.full_weights(), self._optimizer_state()
-        own = self.strategy.state()
-        others = gathered({str(self.worker.rank): own}, self.worker) if own else None
-        average = self._whole(self.ema.state()) if self.ema is not None else {}
-        if self.worker.is_first:
-            parts = {"model": model, "optimizer": optimizer, "random": everyone}
-            parts |= {"strategy": others} if others else {}
-            if self.ema is not None:
-                parts["ema"] = average
-            facts = {"position": self.position, "circumstances": self.circumstances} | {
-                "batch": resume.sizes(self.asked, self.batch),
-                "rate_factor": self.rate_factor,
-                "best": self.best and self.best.state(),
-                "loss_scale": self.loss_scale and self.loss_scale.state(),
-            }
-            best = self.best.step if self.best else None
-            self.saver.save(self.step, parts, facts=facts, best=best, needed=needed)
 
     def full_weights(self) -> dict[str, Any]:
         """The whole model's state on rank 0, whatever the strategy; empty elsewhere. Collective over all workers."""
-        own = dict(self.model.state_dict()) if self.strategy.spread or self.worker.is_first else {}
-        return self._whole(own)
-
-    def _optimizer_state(self) -> dict[str, Any]:
-        """The whole optimizer's state on rank 0, as `full_weights`."""
-        if not self.strategy.spread:
-            return state.optimizer_tree(self.model, self.optimizer) if self.worker.is_first else {}
-        return gathered_optimizer(state.optimizer_tree(self.model, self.optimizer), self.worker)
-
-    def _whole(self, own: dict[str, Any]) -> dict[str, Any]:
-        return (gathered(own, self.worker) or {}) if self.strategy.spread else own
+        return keeping.weights(self)
 
     def _is_time(self) -> bool:
         return self.every_s is not None and time.monotonic() - self.saved_s >= self.every_s
@@ -372,17 +333,18 @@ class Trainer:
             self.backward(self.feed.single(first if len(first) else self.schedule.stand_in), 1.0, 1)
             for parameter in self.parameters:
                 parameter.grad = None
-        state.load_model(self.model, found.parts["model"], elsewhere=self.strategy.elsewhere)
-        state.load_optimizer(self.model, self.optimizer, found.parts["optimizer"], whole=not self.strategy.spread)
+        parts = found.parts(self.model, self.optimizer, self.worker)
+        state.load_model(self.model, parts["model"], elsewhere=self.strategy.elsewhere)
+        state.load_optimizer(self.model, self.optimizer, parts["optimizer"], whole=not self.strategy.spread)
         if self.best is not None:
             self.best.load(found.facts.get("best"))
         if self.ema is not None:
-            self.ema.load(found.parts.get("ema"), elsewhere=self.strategy.elsewhere)
+            self.ema.load(parts.get("ema"), elsewhere=self.strategy.elsewhere)
         differing = resume.differences(found.facts["circumstances"], self.circumstances)
-        kept = self.strategy.load_state(found.parts.get("strategy", {}).get(str(self.worker.rank), {}))
+        kept = self.strategy.load_state(parts.get("strategy", {}).get(str(self.worker.rank), {}))
         differing += [kept] if kept else []
         # Last, since all of the above may draw random numbers.
-        mine = randomness.of_rank(found.parts["random"], self.place.stream)
+        mine = randomness.of_rank(parts["random"], self.place.stream)
         if mine is None:
             randomness.begin(self.config.seed, self.place.stream, step=self.step)
         else:

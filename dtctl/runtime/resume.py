@@ -1,6 +1,6 @@
 """From the newest good snapshot to a worker that goes on as if nothing had happened; and why not, where that cannot be.
 
-Only rank 0 reads: nodes need no folder in common. Everyone else gets the state from it.
+Nodes need no folder in common: what one lacks it gets from those that have it (snapshot/choose.py, deliver.py).
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import nn
 
-from dtctl.errors import DtctlError, PlanError, SnapshotError
+from dtctl.errors import PlanError
 from dtctl.runtime.config import Batch, TrainConfig
-from dtctl.runtime.snapshot import read
-from dtctl.runtime.snapshot.share import share
+from dtctl.runtime.snapshot.assembly import Leaf
+from dtctl.runtime.snapshot.choose import Chosen, choose
+from dtctl.runtime.snapshot.deliver import Wanted, deliver
 from dtctl.runtime.worker import Worker
 
 BITS_DO_NOT_DEPEND_ON: Final = (
@@ -45,46 +47,58 @@ BITS_DO_NOT_DEPEND_ON: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What the snapshots' folder had to offer; the same on all workers."""
+    """What the snapshots' folders had to offer; the same on all workers."""
 
     path: str | None
     """Of the newest good snapshot; None if there is none."""
     step: int
     facts: Mapping[str, Any]
-    parts: Mapping[str, Any]
     rejected: tuple[str, ...]
     """Newer snapshots that were passed over, each with the reason."""
+    chosen: Chosen
+    """What has been read of it, by whom."""
+
+    def parts(self, model: nn.Module, optimizer: torch.optim.Optimizer, worker: Worker) -> dict[str, Any]:
+        """Its parts, once, as far as this worker needs them; collective over all workers.
+
+        Args:
+            model: as this worker has it.
+            optimizer: of this worker's parameters.
+            worker: this worker.
+        """
+        return deliver(self.chosen, _wanted(model, optimizer, worker), worker)
 
 
 def find(folder: Path, worker: Worker) -> Found:
-    """The newest snapshot that verifies, on every worker.
+    """The newest snapshot that all workers together can read and verify.
 
     Raises:
         SnapshotError: the folder cannot be read; on every worker.
     """
-    found = share(_look(folder) if worker.is_first else None, worker)
-    if found["error"]:
-        raise SnapshotError(found["error"], where=found["where"], hint=found["hint"])
-    del found["error"], found["where"], found["hint"]
-    return Found(**{**found, "rejected": tuple(found["rejected"])})
+    chosen = choose(folder, worker)
+    step, facts = (chosen.manifest.step, chosen.manifest.facts) if chosen.manifest is not None else (0, {})
+    return Found(path=chosen.path, step=step, facts=facts, rejected=chosen.rejected, chosen=chosen)
 
 
-def _look(folder: Path) -> dict[str, Any]:
-    """Rank 0's part of `find`; errors are values here, so that the others hear of them instead of waiting."""
-    answer: dict[str, Any] = {"error": None, "where": str(folder), "hint": None}
-    answer |= {"path": None, "step": 0, "facts": {}, "parts": {}, "rejected": []}
-    contents: dict[str, memoryview] = {}
-    try:
-        good, bad = read.newest_good(folder, contents)
-        answer["rejected"] = [f"{verdict.path.name} is {verdict.status}: {'; '.join(verdict.bad)}" for verdict in bad]
-        if good is not None and good.manifest is not None:
-            answer |= {"path": str(good.path), "step": good.step, "facts": dict(good.manifest.facts)}
-            answer["parts"] = read.parts(contents)
-    except DtctlError as exc:
-        answer |= {"error": exc.message, "where": exc.where, "hint": exc.hint}
-    except OSError as exc:
-        answer["error"] = f"the snapshots cannot be read: {exc}"
-    return answer
+def _wanted(model: nn.Module, optimizer: torch.optim.Optimizer, worker: Worker) -> Wanted:
+    """What a worker needs: its own stretch of what it has of model and optimizer, and of other parts all."""
+    own, parameters = model.state_dict(), dict(model.named_parameters())
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+
+    def wanted(part: str, leaf: Leaf) -> torch.Tensor | bool:
+        if part == "model":
+            held_here: torch.Tensor | bool = own.get(leaf.path[0], False)
+            return held_here
+        if part == "ema":
+            return parameters.get(leaf.path[0], False)
+        if part == "optimizer" and leaf.path[0] == "state":
+            parameter = parameters.get(leaf.path[1])
+            return parameter if parameter is not None and parameter in held else False
+        if part == "strategy":
+            return leaf.path[0] == str(worker.rank)
+        return True
+
+    return wanted
 
 
 def circumstances(config: TrainConfig, worker: Worker, batch: Batch, *, samples: int, steps: int) -> dict[str, Any]:

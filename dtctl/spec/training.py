@@ -84,9 +84,15 @@ class Snapshot(Section):
     every_s: Positive | None = None
     """Seconds between snapshots."""
     keep: Count = 2
-    """How many snapshots are kept."""
+    """How many snapshots are kept, the newest ones."""
+    keep_every_s: Positive | None = None
+    """Of older ones, those that are at least so many seconds apart are kept as well."""
+    keep_best: CountOrZero = 1
+    """And those of so many of the best evaluations, if `train.best` is set."""
+    layout: Literal["auto", "whole", "sharded"] = "auto"
+    """Whole, written by rank 0, or sharded, by every worker its part. Default: as the strategy has the state."""
     replicas: CountOrZero = 0
-    """Copies of each node's part on other nodes."""
+    """On how many other nodes a copy is kept of what a node writes, where nodes have no folder in common."""
     when_busy: Literal["wait", "skip"] = "wait"
     """What a save does that is due while another one is still being written."""
     max_failed_saves: Count = 3

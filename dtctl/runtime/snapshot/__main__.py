@@ -36,7 +36,13 @@ def main(argv: list[str]) -> int:
 
 def _answer(options: argparse.Namespace, place: Path) -> dict[str, Any]:
     if options.verb == "prune":
-        return commands.prune(place, keep=options.keep, every_h=options.every_h, dry_run=options.dry_run)
+        return commands.prune(
+            place,
+            keep=options.keep,
+            every_s=options.every_s,
+            keep_best=not options.no_best,
+            dry_run=options.dry_run,
+        )
     if options.verb == "export":
         out = sys.stdout.buffer if options.out == "-" else Path(options.out)
         return commands.export(place, part=options.part, out=out)
@@ -51,8 +57,9 @@ def _options(argv: list[str]) -> argparse.Namespace:
         sub = verbs.add_parser(verb)
         sub.add_argument("place")
         if verb == "prune":
-            sub.add_argument("--keep", type=int, required=True)
-            sub.add_argument("--every-h", type=float)
+            sub.add_argument("--keep", type=int)
+            sub.add_argument("--every-s", type=float)
+            sub.add_argument("--no-best", action="store_true")
             sub.add_argument("--dry-run", action="store_true")
         if verb == "export":
             sub.add_argument("--part", default="model")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from dtctl.errors import SnapshotError
-from dtctl.runtime.snapshot import headers, layout, read
+from dtctl.runtime.snapshot import assembly, headers, layout, read, retention
 from dtctl.runtime.snapshot.durable import sync_folder
 
 Answer = dict[str, Any]
@@ -82,19 +81,18 @@ def show(place: Path) -> Answer:
     """The manifest of the newest good snapshot, and its tensors."""
     found, answer = newest(place)
     assert found.manifest is not None  # noqa: S101  # for the type checker
-    tensors = {}
-    for name in found.manifest.files:
-        part = name.removesuffix(layout.PART_SUFFIX)
-        header = _header(found.path / name)
-        for path, entry in header.named(header.tree, part):
-            tensors[path] = {"dtype": headers.DTYPES[entry["dtype"]], "shape": entry["shape"]}
-    files = {
-        name: {"size_bytes": file.size_bytes, "digest": file.digest} for name, file in found.manifest.files.items()
+    files = {name: _header(found.path / name) for name in found.manifest.files}
+    trees = assembly.assembled((found.manifest.part_of(name), name, header) for name, header in files.items())
+    tensors = {
+        f"{part}.{leaf.name}": {"dtype": headers.DTYPES[leaf.dtype], "shape": list(leaf.shape)}
+        for part, tree in trees.items()
+        for leaf in assembly.leaves(tree)
     }
+    listed = {name: entry.document() for name, entry in found.manifest.files.items()}
     return answer | {
         "hash": found.manifest.hash,
         "facts": dict(found.manifest.facts),
-        "files": files,
+        "files": listed,
         "tensors": tensors,
     }
 
@@ -107,54 +105,60 @@ def digest(place: Path) -> Answer:
     """
     contents: dict[str, memoryview] = {}
     found, answer = newest(place, contents)
-    entries: dict[str, tuple[memoryview, Mapping[str, Any]]] = {}
+    assert found.manifest is not None  # noqa: S101  # for the type checker
+    trees, data = read.opened(contents, found.manifest)
+    entries: dict[str, assembly.Leaf] = {}
     for part in ("model", "optimizer"):
-        file = contents.get(part + layout.PART_SUFFIX)
-        if file is None:
+        if part not in trees:
             raise SnapshotError(f"the snapshot has no part {part}", where=str(found.path))
-        header = headers.parse(file)
-        data = file[header.size_bytes :]
-        tree = header.tree["state"] if part == "optimizer" else header.tree
-        entries |= {path: (data, entry) for path, entry in header.named(tree, part)}
+        tree = trees[part]["state"] if part == "optimizer" else trees[part]
+        for leaf in assembly.leaves(tree):
+            entries[f"{part}.{'.'.join(leaf.path[part == 'optimizer' :])}"] = leaf
     state = layout.hasher("blake3")
-    for path in sorted(entries):
-        data, entry = entries[path]
-        begin, end = entry["data_offsets"]
-        title = [path, f"torch.{headers.DTYPES[entry['dtype']]}", entry["shape"]]
+    for name in sorted(entries):
+        leaf = entries[name]
+        title = [name, f"torch.{headers.DTYPES[leaf.dtype]}", list(leaf.shape)]
         state.update(json.dumps(title).encode() + b"\n")
-        state.update(data[begin:end])
+        for stretch in assembly.content(leaf, data):
+            state.update(stretch)
     return answer | {"digest": state.hexdigest()}
 
 
-def prune(place: Path, *, keep: int, every_h: float | None = None, dry_run: bool = False) -> Answer:
-    """Remove all but the newest good snapshots; bad ones go too, unless no good one would be left to vouch for it.
+def prune(
+    place: Path,
+    *,
+    keep: int | None = None,
+    every_s: float | None = None,
+    keep_best: bool = True,
+    dry_run: bool = False,
+) -> Answer:
+    """Remove what is no longer kept, and bad ones, unless no good one would be left to vouch for it.
 
     Args:
         place: folder of snapshots.
-        keep: how many good ones stay; at least 1.
-        every_h: of older ones, those that are this many hours apart stay as well.
+        keep: how many good ones stay. None: as the run that made them was told, else one.
+        every_s: of older ones, those that are this many seconds apart stay as well. None: as for `keep`.
+        keep_best: whether the best ones stay, where the run knows of any.
         dry_run: only say what would go.
     """
-    good = 0
-    stays: list[Path] = []
-    goes: list[Path] = []
-    last_s = float("inf")
     verdicts = [read.verify(path) for path in snapshots(place)]
-    if any(found.status == "ok" for found in verdicts):
-        for found in verdicts:
-            made_s = found.path.stat().st_mtime
-            wanted = found.status == "ok" and (
-                good < keep or (every_h is not None and last_s - made_s >= every_h * 3600)
-            )
-            if wanted:
-                good, last_s = good + 1, made_s
-            (stays if wanted else goes).append(found.path)
-    else:
-        stays = [found.path for found in verdicts]  # nothing that is left is certain, so nothing goes
-    for path in goes if not dry_run else []:
-        (path / layout.COMMIT).unlink(missing_ok=True)
-        shutil.rmtree(path, ignore_errors=True)  # nodes with one disk do the same at the same time
-    return {"kept": [str(path) for path in stays], "removed": [str(path) for path in goes], "dry_run": dry_run}
+    good = [found for found in verdicts if found.manifest is not None]
+    stays = {found.path for found in verdicts}  # while nothing is certain, nothing goes
+    if good:
+        assert good[0].manifest is not None  # noqa: S101  # for the type checker
+        told = retention.Rule.of(good[0].manifest.facts)
+        rule = retention.Rule(
+            keep=told.keep if keep is None else keep,
+            every_s=told.every_s if every_s is None else every_s,
+            best=told.best if keep_best else (),
+        )
+        steps = rule.stays([(found.step, retention.made_s(found.path)) for found in good])
+        stays = {found.path for found in good if found.step in steps}
+    gone = [found.path for found in verdicts if found.path not in stays]
+    if not dry_run:
+        retention.remove(gone)
+    left = [str(found.path) for found in verdicts if found.path in stays]
+    return {"kept": left, "removed": [str(path) for path in gone], "dry_run": dry_run}
 
 
 def export(place: Path, *, part: str, out: Path | BinaryIO) -> Answer:
@@ -170,23 +174,28 @@ def export(place: Path, *, part: str, out: Path | BinaryIO) -> Answer:
     """
     contents: dict[str, memoryview] = {}
     found, answer = newest(place, contents)
-    file = contents.get(part + layout.PART_SUFFIX)
-    if file is None:
-        known = ", ".join(name.removesuffix(layout.PART_SUFFIX) for name in contents)
+    assert found.manifest is not None  # noqa: S101  # for the type checker
+    trees, data = read.opened(contents, found.manifest)
+    if part not in trees:
+        known = ", ".join(trees)
         raise SnapshotError(f"the snapshot has no part {part}", where=str(found.path), hint=f"its parts are {known}")
-    header = headers.parse(file)
-    beginning = headers.to_bytes(header.tensors, {"format": "pt", "step": str(found.step)})
-    data = file[header.size_bytes :]
-    size_bytes = len(beginning) + len(data)
+    tensors, chosen = _laid_out(assembly.leaves(trees[part]))
+    beginning = headers.to_bytes(tensors, {"format": "pt", "step": str(found.step)})
+    size_bytes = len(beginning) + sum(leaf.size_bytes for leaf in chosen)
+
+    def pour(stream: BinaryIO) -> None:
+        stream.write(beginning)
+        for leaf in chosen:
+            for stretch in assembly.content(leaf, data):
+                stream.write(stretch)
+
     if not isinstance(out, Path):
-        out.write(beginning)
-        out.write(data)
+        pour(out)
         return answer | {"out": None, "size_bytes": size_bytes}
     draft = out.with_name(f".{out.name}.{os.getpid()}{layout.DRAFT_SUFFIX}")
     try:
         with draft.open("wb") as stream:
-            stream.write(beginning)
-            stream.write(data)
+            pour(stream)
             stream.flush()
             os.fsync(stream.fileno())
         draft.replace(out)
@@ -195,6 +204,24 @@ def export(place: Path, *, part: str, out: Path | BinaryIO) -> Answer:
         draft.unlink(missing_ok=True)
         raise SnapshotError(f"the export cannot be written: {exc}", where=str(out)) from exc
     return answer | {"out": str(out), "size_bytes": size_bytes}
+
+
+def _laid_out(leaves: Iterable[assembly.Leaf]) -> tuple[dict[str, Any], list[assembly.Leaf]]:
+    """The entries of a header, and the tensors in the order of their data: widest numbers first, for alignment."""
+    names: dict[str, assembly.Leaf] = {}
+    for leaf in leaves:
+        name = leaf.name
+        while name in names:  # {"a.b": x, "a": {"b": y}} is allowed
+            name += "_"
+        names[name] = leaf
+    place, entries = 0, {}
+    ordered = sorted(names, key=lambda name: -headers.SIZES[names[name].dtype])
+    for name in ordered:
+        leaf = names[name]
+        end = place + leaf.size_bytes
+        entries[name] = {"dtype": leaf.dtype, "shape": list(leaf.shape), "data_offsets": [place, end]}
+        place = end
+    return entries, [names[name] for name in ordered]
 
 
 def _header(path: Path) -> headers.Header:

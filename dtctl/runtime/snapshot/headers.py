@@ -4,14 +4,15 @@
     header        JSON: name -> {"dtype", "shape", "data_offsets"}; padded with spaces, so that data begins aligned
     data          tensors without gaps
 
-`__metadata__.tree` of the header is the part as JSON, with `{"$tensor": name}` in the place of each tensor.
+`__metadata__.tree` of the header is the part as JSON, with `{"$tensor": name}` in the place of each tensor, and
+`{"$tensor": name, "$of": {"shape": ..., "offset": ...}}` in that of a piece of a larger one.
 Source of the format: README.md of safetensors 0.6, "Format".
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,6 +20,8 @@ ALIGNMENT: Final = 64
 METADATA: Final = "__metadata__"
 TREE: Final = "tree"
 TENSOR: Final = "$tensor"
+OF: Final = "$of"
+"""Beside it: shape of the whole tensor that it is a piece of, and the index of its first number in there."""
 
 DTYPES: Final[Mapping[str, str]] = {
     "F64": "float64",
@@ -40,6 +43,10 @@ DTYPES: Final[Mapping[str, str]] = {
     "C128": "complex128",  # ours: safetensors has no name for it
 }
 """Name in the file -> torch's name."""
+SIZES: Final[Mapping[str, int]] = {
+    name: 1 if name == "BOOL" else int(name.split("_")[0].lstrip("BFICU")) // 8 for name in DTYPES
+}
+"""Name in the file -> bytes of a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +57,6 @@ class Header:
     tree: Any
     size_bytes: int
     """Where the data begins."""
-
-    def named(self, tree: Any, path: str) -> Iterator[tuple[str, Any]]:
-        """Every tensor's entry with its path in a tree of this header, `model.blocks.0.weight`."""
-        if isinstance(tree, dict):
-            if tree.keys() == {TENSOR}:
-                yield path, self.tensors[tree[TENSOR]]
-                return
-            for key, value in tree.items():
-                yield from self.named(value, f"{path}.{key}")
-        elif isinstance(tree, list):
-            for index, value in enumerate(tree):
-                yield from self.named(value, f"{path}.{index}")
 
 
 def to_bytes(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
@@ -74,6 +69,11 @@ def to_bytes(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
     text = json.dumps({METADATA: dict(metadata), **tensors}, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
+
+
+def is_tensor(tree: Any) -> bool:
+    """Whether this place of a tree stands for a tensor or a piece of one."""
+    return isinstance(tree, dict) and TENSOR in tree and tree.keys() <= {TENSOR, OF}
 
 
 def parse(file: memoryview) -> Header:

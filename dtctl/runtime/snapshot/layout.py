@@ -15,6 +15,9 @@ from typing import Any, Final, Protocol
 from dtctl.errors import SnapshotError
 
 FORMAT: Final = 2
+"""Of snapshots whose parts are whole files."""
+FORMAT_SPREAD: Final = 3
+"""Of those whose parts are in several files, a worker's pieces in each."""
 MANIFEST: Final = "manifest.json"
 COMMIT: Final = "COMMIT"
 PART_SUFFIX: Final = ".safetensors"
@@ -23,6 +26,7 @@ DRAFT_SUFFIX: Final = ".draft"
 CHUNK_BYTES: Final = 1 << 18
 """What is hashed and written, or read and hashed, at a time: it stays in the cache between the two."""
 
+_PIECES = re.compile(r"(.+)\.(\d{5,})" + re.escape(PART_SUFFIX) + r"\Z")
 _FOLDER = re.compile(r"step-(\d{8,})\Z")
 
 
@@ -33,6 +37,13 @@ class FileEntry:
     size_bytes: int
     digest: str
     """Hexadecimal, by the manifest's hash."""
+    part: str | None = None
+    """Of which part it has pieces. None: it has a whole part, and its name."""
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        found: dict[str, Any] = {"size_bytes": self.size_bytes, "digest": self.digest}
+        return found if self.part is None else {**found, "part": self.part}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +60,15 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The text of manifest.json."""
-        files = {name: {"size_bytes": entry.size_bytes, "digest": entry.digest} for name, entry in self.files.items()}
-        document = {"format": FORMAT, "step": self.step, "hash": self.hash, "facts": dict(self.facts), "files": files}
+        files = {name: entry.document() for name, entry in self.files.items()}
+        spread = any(entry.part is not None for entry in self.files.values())
+        form = FORMAT_SPREAD if spread else FORMAT
+        document = {"format": form, "step": self.step, "hash": self.hash, "facts": dict(self.facts), "files": files}
         return (json.dumps(document, indent=1) + "\n").encode()
+
+    def part_of(self, name: str) -> str:
+        """The part that a file belongs to."""
+        return self.files[name].part or name.removesuffix(PART_SUFFIX)
 
     @classmethod
     def from_bytes(cls, text: bytes, *, where: str) -> Manifest:
@@ -61,9 +78,9 @@ class Manifest:
             SnapshotError: the format is of a later version.
         """
         document = json.loads(text)
-        if document["format"] != FORMAT:
+        if document["format"] not in (FORMAT, FORMAT_SPREAD):
             raise SnapshotError(
-                f"the snapshot has format {document['format']}, and this version reads {FORMAT}",
+                f"the snapshot has format {document['format']}, and this version reads {FORMAT} and {FORMAT_SPREAD}",
                 where=where,
                 hint="resume with the version of dtctl that wrote it, or later",
             )
@@ -78,6 +95,23 @@ class Manifest:
 def folder_of(folder: Path, step: int) -> Path:
     """Where the snapshot of a step lies."""
     return folder / f"step-{step:08d}"
+
+
+def piece_name(part: str, rank: int) -> str:
+    """What one worker's pieces of a part are called; the file has a suffix on top."""
+    return f"{part}.{rank:05d}"
+
+
+def rank_of(name: str) -> int | None:
+    """The worker whose pieces a file has; None for a whole part."""
+    match = _PIECES.match(name)
+    return int(match[2]) if match else None
+
+
+def part_of_piece(name: str) -> str | None:
+    """The part that a file of `piece_name` has pieces of; None for another name."""
+    match = _PIECES.match(name)
+    return match[1] if match else None
 
 
 def step_of(path: Path) -> int | None:

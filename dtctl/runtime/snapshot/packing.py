@@ -14,7 +14,8 @@ import torch
 
 from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot import headers
-from dtctl.runtime.snapshot.headers import TENSOR
+from dtctl.runtime.snapshot.headers import OF, TENSOR
+from dtctl.runtime.snapshot.pieces import Piece
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {name: getattr(torch, ours) for name, ours in headers.DTYPES.items()}
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
@@ -87,22 +88,10 @@ def view(buffer: torch.Tensor, slot: Slot) -> torch.Tensor:
     return buffer[slot.begin : slot.end].view(slot.dtype).view(slot.shape)
 
 
-def unpack(file: torch.Tensor) -> Any:
-    """The part in the bytes of a file whose digest was found right.
-
-    Args:
-        file: uint8, the whole file; tensors of the part are views of it where that is possible.
-    """
-    header = headers.parse(file.numpy().data)
-    data = file[header.size_bytes :]
-    tensors = {
-        name: view(data, Slot(name, DTYPES[entry["dtype"]], torch.Size(entry["shape"]), *entry["data_offsets"]))
-        for name, entry in header.tensors.items()
-    }
-    return _filled(header.tree, tensors)
-
-
 def _skeleton(tree: Any, path: str, found: dict[str, torch.Tensor]) -> Any:
+    if isinstance(tree, Piece):
+        of = {"shape": list(tree.shape), "offset": list(tree.offset)}
+        return {**_skeleton(tree.tensor, path, found), OF: of}
     if isinstance(tree, torch.Tensor):
         while path in found or path in ("", "__metadata__"):  # {"a.b": x, "a": {"b": y}} is allowed
             path += "_"
@@ -117,16 +106,6 @@ def _skeleton(tree: Any, path: str, found: dict[str, torch.Tensor]) -> Any:
         return {key: _skeleton(value, f"{path}.{key}" if path else key, found) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
         return [_skeleton(value, f"{path}.{index}" if path else str(index), found) for index, value in enumerate(tree)]
-    return tree
-
-
-def _filled(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    if isinstance(tree, dict):
-        if tree.keys() == {TENSOR}:
-            return tensors[tree[TENSOR]]
-        return {key: _filled(value, tensors) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_filled(value, tensors) for value in tree]
     return tree
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from dtctl.errors import SnapshotError
-from dtctl.runtime.snapshot import layout
+from dtctl.runtime.snapshot import assembly, headers, layout
 
 Contents = MutableMapping[str, memoryview]
 """File name -> its bytes."""
@@ -29,6 +29,35 @@ class Verdict:
     """None unless the status is ok."""
 
 
+def record(path: Path) -> Verdict:
+    """Whether manifest and commit record of a snapshot are right; says nothing about its files.
+
+    Raises:
+        SnapshotError: as `verify`.
+    """
+    step = layout.step_of(path)
+    if step is None or not path.is_dir():
+        raise SnapshotError(
+            "there is no snapshot here", where=str(path), hint="a snapshot is a folder like step-00000100"
+        )
+    missing = tuple(f"{name} is missing" for name in (layout.COMMIT, layout.MANIFEST) if not (path / name).is_file())
+    if missing:
+        return Verdict(path=path, step=step, status="incomplete", bad=missing)
+    try:
+        commit, text = (path / layout.COMMIT).read_bytes(), (path / layout.MANIFEST).read_bytes()
+    except OSError as exc:
+        return Verdict(path=path, step=step, status="corrupt", bad=(f"{Path(exc.filename).name}: {exc.strerror}",))
+    name = commit.split(b" ")[0].decode(errors="replace")
+    if name not in ("blake3", "sha256") or commit != layout.commit_record(text, name):
+        bad = f"{layout.MANIFEST} and {layout.COMMIT} do not agree"
+        return Verdict(path=path, step=step, status="corrupt", bad=(bad,))
+    manifest = layout.Manifest.from_bytes(text, where=str(path))
+    if manifest.step != step:
+        bad = f"the folder is named after step {step} and holds step {manifest.step}"
+        return Verdict(path=path, step=step, status="corrupt", bad=(bad,))
+    return Verdict(path=path, step=step, status="ok", manifest=manifest)
+
+
 def verify(path: Path, contents: Contents | None = None) -> Verdict:
     """Read every byte of a snapshot and compare digests.
 
@@ -40,41 +69,34 @@ def verify(path: Path, contents: Contents | None = None) -> Verdict:
         SnapshotError: it is of a later format, or its hash needs a package that is missing; both say nothing about the
             snapshot, so older ones are no way out.
     """
-    step = layout.step_of(path)
-    if step is None or not path.is_dir():
-        raise SnapshotError(
-            "there is no snapshot here", where=str(path), hint="a snapshot is a folder like step-00000100"
-        )
-    missing = tuple(f"{name} is missing" for name in (layout.COMMIT, layout.MANIFEST) if not (path / name).is_file())
-    if missing:
-        return Verdict(path=path, step=step, status="incomplete", bad=missing)
-    try:
-        record, text = (path / layout.COMMIT).read_bytes(), (path / layout.MANIFEST).read_bytes()
-    except OSError as exc:
-        return Verdict(path=path, step=step, status="corrupt", bad=(f"{Path(exc.filename).name}: {exc.strerror}",))
-    name = record.split(b" ")[0].decode(errors="replace")
-    if name not in ("blake3", "sha256") or record != layout.commit_record(text, name):
-        bad = f"{layout.MANIFEST} and {layout.COMMIT} do not agree"
-        return Verdict(path=path, step=step, status="corrupt", bad=(bad,))
-    manifest = layout.Manifest.from_bytes(text, where=str(path))
-    if manifest.step != step:
-        bad = f"the folder is named after step {step} and holds step {manifest.step}"
-        return Verdict(path=path, step=step, status="corrupt", bad=(bad,))
+    found = record(path)
+    manifest, step = found.manifest, found.step
+    if manifest is None:
+        return found
     absent = [f"{name} is missing" for name in manifest.files if not (path / name).is_file()]
     if absent:
         return Verdict(path=path, step=step, status="incomplete", bad=tuple(absent))
+    wrong = faults(path, manifest, list(manifest.files), contents)
+    if wrong:
+        return Verdict(path=path, step=step, status="corrupt", bad=tuple(wrong.values()))
+    return found
+
+
+def faults(
+    path: Path, manifest: layout.Manifest, names: Sequence[str], contents: Contents | None = None
+) -> dict[str, str]:
+    """Read some files of a snapshot: name -> what is wrong with it, of those that are.
+
+    Args:
+        path: folder of the snapshot.
+        manifest: its digests.
+        names: of files.
+        contents: takes the bytes of those that are right.
+    """
     # Reading and hashing let go of the interpreter's lock, so files are read side by side.
     with ThreadPoolExecutor(max_workers=READERS) as pool:
-        phrases = list(
-            pool.map(
-                lambda item: _fault(path / item[0], item[1], manifest.hash, contents),
-                manifest.files.items(),
-            )
-        )
-    wrong = [phrase for phrase in phrases if phrase]
-    if wrong:
-        return Verdict(path=path, step=step, status="corrupt", bad=tuple(wrong))
-    return Verdict(path=path, step=step, status="ok", manifest=manifest)
+        phrases = pool.map(lambda name: _fault(path / name, manifest.files[name], manifest.hash, contents), names)
+        return {name: phrase for name, phrase in zip(names, phrases, strict=True) if phrase}
 
 
 def _fault(path: Path, entry: layout.FileEntry, name: str, contents: Contents | None) -> str | None:
@@ -123,20 +145,43 @@ def load(verdict: Verdict) -> dict[str, Any]:
     again = verify(verdict.path, contents) if verdict.status == "ok" else verdict
     if again.manifest is None:
         raise SnapshotError(f"the snapshot is {again.status}: {'; '.join(again.bad)}", where=str(verdict.path))
-    return parts(contents)
+    return parts(contents, again.manifest)
 
 
-def parts(contents: Contents) -> dict[str, Any]:
-    """The parts in the contents of a snapshot's files; tensors are views of them."""
+def parts(contents: Contents, manifest: layout.Manifest) -> dict[str, Any]:
+    """The parts in the contents of a snapshot's files; tensors are views of them, where they are in one piece.
+
+    Raises:
+        SnapshotError: a tensor is not all there.
+    """
     # Who verifies snapshots need not have torch.
     import torch
 
     from dtctl.runtime.snapshot import packing
 
-    return {
-        name.removesuffix(layout.PART_SUFFIX): packing.unpack(torch.frombuffer(file, dtype=torch.uint8))
-        for name, file in contents.items()
-    }
+    trees, data = opened(contents, manifest)
+    found = {}
+    for part, tree in trees.items():
+        tensors = {}
+        for leaf in assembly.leaves(tree):
+            pieces = list(assembly.content(leaf, data))
+            whole = pieces[0] if len(pieces) == 1 else memoryview(bytearray().join(pieces))
+            shape, dtype = leaf.shape, packing.DTYPES[leaf.dtype]
+            flat = torch.frombuffer(whole, dtype=dtype) if len(whole) else torch.empty(0, dtype=dtype)
+            tensors[leaf.path] = flat.view(shape)
+        found[part] = assembly.replaced(tree, tensors)
+    return found
+
+
+def opened(contents: Contents, manifest: layout.Manifest) -> tuple[dict[str, Any], dict[str, memoryview]]:
+    """Parts as trees of `assembly.Leaf`, and the data of each file.
+
+    Raises:
+        SnapshotError: a tensor is not all there.
+    """
+    headed = {name: headers.parse(contents[name]) for name in manifest.files}
+    trees = assembly.assembled((manifest.part_of(name), name, header) for name, header in headed.items())
+    return trees, {name: contents[name][header.size_bytes :] for name, header in headed.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,4 +208,4 @@ def newest(folder: Path) -> Loaded | None:
     if found is None or found.manifest is None:
         return None
     reasons = tuple(f"{bad.path.name} is {bad.status}: {'; '.join(bad.bad)}" for bad in rejected)
-    return Loaded(step=found.step, facts=found.manifest.facts, parts=parts(contents), rejected=reasons)
+    return Loaded(step=found.step, facts=found.manifest.facts, parts=parts(contents, found.manifest), rejected=reasons)

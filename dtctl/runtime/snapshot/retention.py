@@ -1,35 +1,83 @@
-"""Which snapshots stay."""
+"""Which snapshots stay: the newest, one every so often, and the best."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
 from dtctl.runtime.snapshot import layout
 
+FACT: Final = "retention"
+"""Under which a manifest has the rule that its writer followed."""
 
-def prune(folder: Path, *, newest: int, keep: int, best: int | None = None) -> list[Path]:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What is kept; everything that one of its lines names stays."""
+
+    keep: int = 1
+    """How many of the newest."""
+    every_s: float | None = None
+    """Of older ones, those that are at least so many seconds apart, counted from the oldest."""
+    best: Collection[int] = ()
+    """Steps."""
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"keep": self.keep, "every_s": self.every_s, "best": sorted(self.best)}
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Rule:
+        """The rule that a manifest's facts have; the newest alone if they have none."""
+        return cls(**facts.get(FACT, {}))
+
+    def stays(self, good: Sequence[tuple[int, float]]) -> set[int]:
+        """The steps of snapshots that stay.
+
+        Args:
+            good: step, and when it was made, in seconds; of snapshots that count.
+        """
+        kept = {step for step, _ in sorted(good)[-self.keep :]}
+        # From the oldest on: what is kept once is kept again, whatever comes later.
+        last_s = None
+        for step, made_s in sorted(good) if self.every_s is not None else ():
+            if last_s is None or made_s - last_s >= (self.every_s or 0.0):
+                kept.add(step)
+                last_s = made_s
+        return kept | {step for step, _ in good if step in self.best}
+
+
+def made_s(path: Path) -> float:
+    """When a snapshot was made, in seconds since the epoch."""
+    return path.stat().st_mtime
+
+
+def prune(folder: Path, *, newest: int, rule: Rule) -> list[Path]:
     """Remove snapshots that are no longer kept, right after that of step `newest` was committed.
 
-    Kept are `newest`, which the disk has confirmed, and the whole ones before it, up to `keep` in all; one that lacks
-    files does not count. Those of later steps are of a future that this run did not resume from, because they were
-    found bad. So the only good snapshot is never removed. That of step `best` is kept on top.
+    That one the disk has confirmed, and it always stays; so the only good snapshot is never removed. Those that lack a
+    commit record do not count, and go. So do those of later steps: they are of a future that this run did not resume
+    from, because they were found bad.
 
     Returns:
         What was removed.
     """
-    good = 0
-    gone = []
-    for step, path in layout.listing(folder):
-        if step == best and step <= newest:
-            good += step == newest
-        elif step <= newest and good < keep and (path / layout.COMMIT).is_file():
-            good += 1
-        else:
-            gone.append(path)
+    found = layout.listing(folder)
+    whole = [(step, path) for step, path in found if step <= newest and (path / layout.COMMIT).is_file()]
+    stays = rule.stays([(step, made_s(path)) for step, path in whole]) | {newest}
+    kept = {path for step, path in whole if step in stays}
+    gone = [path for _, path in found if path not in kept]
     gone += [path for path in folder.iterdir() if path.name.startswith(".") and path.name.endswith(layout.DRAFT_SUFFIX)]
-    for path in gone:
+    remove(gone)
+    return gone
+
+
+def remove(paths: Sequence[Path]) -> None:
+    """Remove snapshots and drafts."""
+    for path in paths:
         # Without its commit record it is no snapshot any more, should the removal be cut short.
         (path / layout.COMMIT).unlink(missing_ok=True)
-        shutil.rmtree(path, ignore_errors=True)
-    return gone
+        shutil.rmtree(path, ignore_errors=True)  # nodes with one disk do the same at the same time

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dtctl.errors import DtctlError, SnapshotError
 from dtctl.runtime.console import complain
-from dtctl.runtime.snapshot import write
+from dtctl.runtime.snapshot import retention, write
 from dtctl.runtime.snapshot.staging import Staged, Staging
 
 if TYPE_CHECKING:
@@ -25,13 +25,19 @@ class Saver:
 
     Attributes:
         failed: saves that failed since the last one that did not.
+        together: whether all workers write (together.py).
+        spread: whether each gives what it has, rather than one everything.
     """
+
+    together = False
+    spread = False
 
     def __init__(
         self,
         folder: Path,
         *,
         keep: int = 2,
+        keep_every_s: float | None = None,
         when_busy: Literal["wait", "skip"] = "wait",
         max_failed: int = 3,
         complain: Callable[[DtctlError], None] = complain,
@@ -41,11 +47,13 @@ class Saver:
         Args:
             folder: of all snapshots of the run; made if needed.
             keep: how many snapshots to keep.
+            keep_every_s: of older ones, those that are so many seconds apart are kept as well.
             when_busy: what a save does that comes while one is under way.
             max_failed: consecutive saves that may fail before `save` raises.
             complain: told of each failure at once, from the writing thread; standard error unless another is given.
         """
-        self._folder, self._keep, self._when_busy, self._max_failed = folder, keep, when_busy, max_failed
+        self._folder, self._when_busy, self._max_failed = folder, when_busy, max_failed
+        self._keep, self._keep_every_s = keep, keep_every_s
         self._complain = complain
         self._staging = Staging()
         self._thread: threading.Thread | None = None
@@ -63,7 +71,7 @@ class Saver:
         parts: Mapping[str, Any],
         *,
         facts: Mapping[str, Any],
-        best: int | None = None,
+        best: Collection[int] = (),
         needed: bool = False,
     ) -> bool:
         """Copy the state and have it written.
@@ -72,7 +80,7 @@ class Saver:
             step: optimizer steps done.
             parts: name -> tensors and JSON's values in dicts and lists; one file each.
             facts: JSON that the loop wants back.
-            best: step whose snapshot is kept on top of the newest.
+            best: steps whose snapshots are kept on top of the newest.
             needed: never skip it.
 
         Returns:
@@ -88,8 +96,9 @@ class Saver:
             raise self._error
         staged = self._staging.take(parts)
         # No daemon: should the process end with an error, what was begun is finished.
-        now = json.loads(json.dumps(facts))  # who gave them may change them
-        self._thread = threading.Thread(target=self._write, args=(step, staged, now, best), name="snapshot")
+        rule = retention.Rule(keep=self._keep, every_s=self._keep_every_s, best=frozenset(best))
+        now = json.loads(json.dumps({**facts, retention.FACT: rule.document()}))  # who gave them may change them
+        self._thread = threading.Thread(target=self._write, args=(step, staged, now, rule), name="snapshot")
         self._thread.start()
         return True
 
@@ -119,9 +128,9 @@ class Saver:
             self._thread.join()
             self._thread = None
 
-    def _write(self, step: int, staged: Staged, facts: Mapping[str, Any], best: int | None) -> None:
+    def _write(self, step: int, staged: Staged, facts: Mapping[str, Any], rule: retention.Rule) -> None:
         try:
-            write.write(self._folder, step, staged, facts=facts, keep=self._keep, best=best)
+            self._write_staged(step, staged, facts, rule)
         except Exception as exc:  # noqa: BLE001  # whatever it is, training must learn of it
             wrapped = SnapshotError(f"the snapshot of step {step} cannot be written: {exc!r}", where=str(self._folder))
             self._error = exc if isinstance(exc, DtctlError) else wrapped
@@ -129,3 +138,6 @@ class Saver:
             self._complain(self._error)
         else:
             self._error, self.failed = None, 0
+
+    def _write_staged(self, step: int, staged: Staged, facts: Mapping[str, Any], rule: retention.Rule) -> None:
+        write.write(self._folder, step, staged, facts=facts, rule=rule)

@@ -1,4 +1,4 @@
-"""Giving a tree of tensors to all workers: only the first one's disk has it. No pickle on the way."""
+"""What workers tell each other beside tensors: JSON, no pickle."""
 
 from __future__ import annotations
 
@@ -8,47 +8,41 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtctl.runtime.snapshot.state import raw
 from dtctl.runtime.worker import Worker
 
 _TENSOR = "$tensor"
 
 
-def share(tree: Any, worker: Worker) -> Any:
-    """Rank 0's tree on every worker: tensors bit for bit and on the CPU, tuples as lists, all else as JSON knows it.
+def gathered_json(value: Any, worker: Worker, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Everyone's value, in the order of ranks, on every worker; collective.
 
     Args:
-        tree: on rank 0; ignored elsewhere.
-        worker: this worker; alone, it gets its tree back.
+        value: JSON.
+        worker: this worker; alone, it gets what it gave.
+        group: of all workers. None: the usual one.
     """
+    text = json.dumps(value).encode()
     if worker.backend is None:
-        return tree
-    found: list[torch.Tensor] = []
-    if worker.is_first:
-        outline = skeleton(tree, found)
-        shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in found]
-        _send(json.dumps({"skeleton": outline, "tensors": shapes}).encode())
-    else:
-        header = json.loads(_receive())
-        outline = header["skeleton"]
-        found = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in header["tensors"]]
-    for tensor in found:
-        if tensor.numel():
-            dist.broadcast(raw(tensor), src=0)
-    return tree if worker.is_first else filled(outline, found)
+        return [json.loads(text)]
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(worker.world_size)]
+    dist.all_gather(sizes, torch.tensor([len(text)]), group=group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
+    texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(worker.world_size)]
+    dist.all_gather(texts, padded, group=group)
+    return [json.loads(text.numpy().tobytes()) for text in texts]
 
 
-def _send(text: bytes) -> None:
-    dist.broadcast(torch.tensor([len(text)]), src=0)
-    dist.broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8), src=0)
-
-
-def _receive() -> bytes:
-    length = torch.zeros(1, dtype=torch.int64)
-    dist.broadcast(length, src=0)
-    text = torch.empty(int(length), dtype=torch.uint8)
-    dist.broadcast(text, src=0)
-    return text.numpy().tobytes()
+def spread_json(value: Any, worker: Worker, source: int) -> Any:
+    """One worker's value, JSON, on every worker; collective."""
+    if worker.backend is None:
+        return value
+    text = json.dumps(value).encode() if worker.rank == source else b""
+    length = torch.tensor([len(text)])
+    dist.broadcast(length, src=source)
+    packed = torch.frombuffer(bytearray(text.ljust(int(length))), dtype=torch.uint8)
+    dist.broadcast(packed, src=source)
+    return json.loads(packed.numpy().tobytes())
 
 
 def send(text: bytes, rank: int) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dtctl.runtime.snapshot.assembly import one_group_each
+from dtctl.runtime.snapshot.pieces import box_of
 from dtctl.runtime.snapshot.share import filled, receive, send, skeleton
 from dtctl.runtime.snapshot.state import raw
 from dtctl.runtime.worker import Worker
@@ -64,14 +66,7 @@ def gathered_optimizer(tree: Tree, worker: Worker) -> Tree:
     groups = gathered({f"{worker.rank}.{index}": group for index, group in enumerate(tree["groups"])}, worker)
     if states is None or groups is None:
         return {}
-    seen: set[str] = set()
-    merged = []
-    for group in groups.values():
-        fresh = [name for name in group["params"] if name not in seen]
-        seen.update(fresh)
-        if fresh:
-            merged.append({**group, "params": fresh})
-    return {"state": states, "groups": merged}
+    return {"state": states, "groups": one_group_each(groups.values())}
 
 
 def _whole(entry: Any) -> Any:
@@ -90,21 +85,23 @@ def _whole(entry: Any) -> Any:
 def like(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """This worker's part of a whole tensor, if `tensor` is sharded, as a DTensor like it; else the whole tensor.
 
-    A tensor of another shape is left whole: who loads it will say so.
+    A tensor of another shape is left whole: who loads it will say so. One that is sharded already is left as it is.
     """
-    if not hasattr(tensor, "device_mesh") or tensor.shape != whole.shape:
+    if hasattr(whole, "device_mesh") or not hasattr(tensor, "device_mesh") or tensor.shape != whole.shape:
         return whole
+    offset, shape = box_of(tensor)
+    return sharded_like(tensor, whole[tuple(slice(i, i + size) for i, size in zip(offset, shape, strict=True))])
+
+
+def sharded_like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """A DTensor that is sharded as `tensor` is, of this worker's part."""
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     assert isinstance(tensor, DTensor)  # noqa: S101  # for the type checker
-    mesh, placements = tensor.device_mesh, tensor.placements
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-    part = whole[tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))]
     return DTensor.from_local(
         part.to(tensor.to_local().device).contiguous(),
-        mesh,
-        placements,
+        tensor.device_mesh,
+        tensor.placements,
         run_check=False,
         shape=tensor.shape,
         stride=tensor.stride(),

@@ -20,8 +20,7 @@ def save(
     parts: Mapping[str, Any],
     *,
     facts: Mapping[str, Any],
-    keep: int,
-    best: int | None = None,
+    keep: int = 1,
 ) -> Path:
     """Write the snapshot of a step, commit it, and remove those that are no longer kept.
 
@@ -31,7 +30,6 @@ def save(
         parts: name -> tensors and JSON's values in dicts and lists; one file each.
         facts: JSON that the loop wants back.
         keep: how many snapshots to keep, this one included.
-        best: step whose snapshot is kept on top of them.
 
     Returns:
         The snapshot's folder.
@@ -39,12 +37,10 @@ def save(
     Raises:
         SnapshotError: the disk is full or cannot be written; older snapshots are untouched.
     """
-    return write(folder, step, Staging().take(parts), facts=facts, keep=keep, best=best)
+    return write(folder, step, Staging().take(parts), facts=facts, rule=retention.Rule(keep=keep))
 
 
-def write(
-    folder: Path, step: int, staged: Staged, *, facts: Mapping[str, Any], keep: int, best: int | None = None
-) -> Path:
+def write(folder: Path, step: int, staged: Staged, *, facts: Mapping[str, Any], rule: retention.Rule) -> Path:
     """As `save`, of a state that was copied before; may run in another thread."""
     target = layout.folder_of(folder, step)
     draft = folder / f".{target.name}.{os.getpid()}{layout.DRAFT_SUFFIX}"
@@ -52,54 +48,66 @@ def write(
         draft.mkdir(parents=True)
         staged.wait()
         name = layout.default_hash()
-        entries = {f"{file.name}{layout.PART_SUFFIX}": _write_part(draft, file, name) for file in staged.files}
-        _write_record(draft, layout.Manifest(step=step, hash=name, facts=facts, files=entries))
-        _publish(draft, target)
+        entries = {file_name(file): write_part(draft, file, name) for file in staged.files}
+        write_record(draft, layout.Manifest(step=step, hash=name, facts=facts, files=entries))
+        publish(draft, target)
     except OSError as exc:
         shutil.rmtree(draft, ignore_errors=True)
-        raise SnapshotError(
-            f"the snapshot of step {step} cannot be written: {exc}",
-            where=str(folder),
-            hint="free space, or set `train.snapshot.dir`; older snapshots are untouched",
-        ) from exc
+        raise failure(step, folder, str(exc)) from exc
     except SnapshotError:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    retention.prune(folder, newest=step, keep=keep, best=best)
+    retention.prune(folder, newest=step, rule=rule)
     return target
 
 
-def _write_part(draft: Path, file: StagedFile, name: str) -> layout.FileEntry:
+def failure(step: int, folder: Path, reason: str) -> SnapshotError:
+    """The error of a save that did not succeed."""
+    return SnapshotError(
+        f"the snapshot of step {step} cannot be written: {reason}",
+        where=str(folder),
+        hint="free space, or set `train.snapshot.dir`; older snapshots are untouched",
+    )
+
+
+def file_name(file: StagedFile) -> str:
+    """What a part is called on disk."""
+    return f"{file.name}{layout.PART_SUFFIX}"
+
+
+def write_part(draft: Path, file: StagedFile, name: str) -> layout.FileEntry:
     """Write and hash in one pass: a byte that the disk gets wrong is noticed by whoever reads it."""
     header = file.outline.header()
     data = file.data.numpy().data
     state = layout.hasher(name)
-    with (draft / f"{file.name}{layout.PART_SUFFIX}").open("wb", buffering=0) as out:
+    with (draft / file_name(file)).open("wb", buffering=0) as out:
         chunks = (data[begin : begin + layout.CHUNK_BYTES] for begin in range(0, len(data), layout.CHUNK_BYTES))
         for chunk in (memoryview(header), *chunks):
             state.update(chunk)
-            _write_all(out, chunk)
+            write_all(out, chunk)
         os.fsync(out.fileno())
     return layout.FileEntry(size_bytes=len(header) + len(data), digest=state.hexdigest())
 
 
-def _write_all(out: Any, chunk: memoryview) -> None:
+def write_all(out: Any, chunk: memoryview) -> None:
+    """Write to an unbuffered file, which may take less than it is given."""
     while chunk:
         chunk = chunk[out.write(chunk) :]
 
 
-def _write_record(draft: Path, manifest: layout.Manifest) -> None:
+def write_record(draft: Path, manifest: layout.Manifest) -> None:
+    """Write and sync the manifest, and then the commit record."""
     text = manifest.to_bytes()
     for path, content in (
         (draft / layout.MANIFEST, text),
         (draft / layout.COMMIT, layout.commit_record(text, manifest.hash)),
     ):
         with path.open("wb", buffering=0) as out:
-            _write_all(out, memoryview(content))
+            write_all(out, memoryview(content))
             os.fsync(out.fileno())
 
 
-def _publish(draft: Path, target: Path) -> None:
+def publish(draft: Path, target: Path) -> None:
     """Make the draft durable and give it its name. A folder of that name was found bad at resume, or is made again."""
     sync_folder(draft)
     if target.exists():

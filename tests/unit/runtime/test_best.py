@@ -14,7 +14,7 @@ from torch import nn
 from dtctl.errors import PlanError
 from dtctl.runtime.best import Best
 from dtctl.runtime.config import BestConfig
-from dtctl.runtime.snapshot import layout
+from dtctl.runtime.snapshot import commands, layout
 from tests.unit.runtime.conftest import Make, points
 
 
@@ -49,6 +49,18 @@ def test_its_snapshot_outlives_newer_ones_and_a_resume(make: Make, tmp_path: Pat
     assert trainer.best is not None
     assert (trainer.best.step, trainer.best.value) == (12, 0.5)
     assert [step for step, _ in layout.listing(tmp_path / "snapshots")] == [14, 13, 12]
+
+
+def test_several_of_the_best_are_kept_if_so_wanted(make: Make, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"eval_every": 1, "best": {"mode": "max"}, "snapshot": {"keep": 1, "keep_best": 3}}
+    scores = [5.0, 1.0, 7.0, 2.0, 6.0]
+    make({"steps": 5, **settings}, validation=points(3), score=scripted(scores)).run()
+    assert [step for step, _ in layout.listing(tmp_path / "snapshots")] == [5, 3, 1]
+    make({"steps": 7, **settings}, validation=points(3), score=scripted([5.5, 0.0])).run()
+    assert [step for step, _ in layout.listing(tmp_path / "snapshots")] == [7, 6, 5, 3]
+    assert commands.prune(tmp_path / "snapshots")["removed"] == []
+    commands.prune(tmp_path / "snapshots", keep_best=False)
+    assert [step for step, _ in layout.listing(tmp_path / "snapshots")] == [7]
 
 
 def test_a_best_step_is_kept_although_no_snapshot_was_due(make: Make, tmp_path: Path) -> None:

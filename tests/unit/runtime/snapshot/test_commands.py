@@ -131,8 +131,8 @@ def test_prune_keeps_one_every_so_many_hours(tmp_path: Path) -> None:
     for hour in range(7):
         save(tmp_path, hour)
         os.utime(layout.folder_of(tmp_path, hour), (hour * 3600, hour * 3600))
-    commands.prune(tmp_path, keep=2, every_h=2)
-    assert [step for step, _ in layout.listing(tmp_path)] == [6, 5, 3, 1]
+    commands.prune(tmp_path, keep=2, every_s=7200)
+    assert [step for step, _ in layout.listing(tmp_path)] == [6, 5, 4, 2, 0]
 
 
 def test_headers_are_read_from_their_beginning_alone(tmp_path: Path) -> None:

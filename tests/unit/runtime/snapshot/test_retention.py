@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dtctl.runtime.snapshot import layout, write
+from dtctl.runtime.snapshot.retention import Rule
 
 
 def save(folder: Path, step: int, keep: int) -> None:
@@ -44,3 +48,28 @@ def test_drafts_of_killed_writers_go_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / ".hidden").touch()
     save(tmp_path, 5, keep=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".hidden", "notes", "step-00000005"]
+
+
+@given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 4), st.integers(1, 100))
+def test_one_every_so_often_stays_for_ever_and_gaps_stay_small(gaps: list[int], keep: int, every_s: int) -> None:
+    rule = Rule(keep=keep, every_s=every_s)
+    there: list[tuple[int, float]] = []
+    now_s, often = 0.0, []
+    for step, gap in enumerate(gaps, 1):
+        now_s += gap
+        there.append((step, now_s))
+        stays = rule.stays(there)
+        there = [row for row in there if row[0] in stays]
+        often = list(there[:-keep])
+        assert step in stays
+    # What is older than the newest ones is at least so far apart; and not much more, since saves come every 50 s.
+    apart = [after - before for (_, before), (_, after) in itertools.pairwise(often)]
+    assert all(every_s <= gap < every_s + 50 for gap in apart)
+
+
+def test_the_best_stay_and_a_command_without_options_does_the_same() -> None:
+    rule = Rule(keep=2, every_s=100, best=[3])
+    good = [(step, 30.0 * step) for step in range(1, 9)]
+    assert rule.stays(good) == {8, 7, 3, 1, 5}
+    assert Rule.of({"retention": rule.document()}) == Rule(keep=2, every_s=100, best=[3])
+    assert Rule.of({}) == Rule(keep=1)

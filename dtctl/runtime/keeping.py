@@ -1,0 +1,118 @@
+"""How the loop's state becomes a snapshot: whole, by rank 0, or in pieces, by everyone (`train.snapshot.layout`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from dtctl.runtime import randomness, resume
+from dtctl.runtime.config import SnapshotConfig
+from dtctl.runtime.console import complain
+from dtctl.runtime.snapshot import state
+from dtctl.runtime.snapshot.pieces import Key
+from dtctl.runtime.snapshot.saver import Saver
+from dtctl.runtime.snapshot.whole import gathered, gathered_optimizer
+from dtctl.runtime.worker import Worker
+
+if TYPE_CHECKING:
+    from dtctl.runtime.loop import Trainer
+
+
+def saver(config: SnapshotConfig, folder: Path, worker: Worker, model: nn.Module, *, spread: bool) -> Saver:
+    """What writes the snapshots of a training; collective over all workers.
+
+    Args:
+        config: when and where.
+        folder: of the snapshots.
+        worker: this worker.
+        model: as this worker has it.
+        spread: whether workers have state that rank 0 lacks.
+    """
+    in_pieces = spread if config.layout == "auto" else config.layout == "sharded"
+    if worker.backend is None or not (in_pieces or config.replicas):
+        return Saver(
+            folder,
+            keep=config.keep,
+            keep_every_s=config.keep_every_s,
+            when_busy=config.when_busy,
+            max_failed=config.max_failed_saves,
+            complain=complain,
+        )
+    # Its process group costs a few milliseconds, which others should not pay.
+    from dtctl.runtime.snapshot.together import Together
+
+    trained = {name for name, _ in model.named_parameters()}
+
+    def firsts(key: Key) -> bool:
+        """Buffers: running means are of each worker's own samples, and the first one's count."""
+        return key[0] == "model" and key[1] not in trained
+
+    return Together(
+        folder,
+        worker,
+        keep=config.keep,
+        keep_every_s=config.keep_every_s,
+        spread=in_pieces,
+        replicas=config.replicas,
+        firsts=firsts,
+        when_busy=config.when_busy,
+        max_failed=config.max_failed_saves,
+    )
+
+
+def save(trainer: Trainer, *, needed: bool) -> None:
+    """Begin a snapshot of this step; collective over all workers."""
+    worker, saver = trainer.worker, trainer.saver
+    together, in_pieces = saver.together, saver.spread
+    everyone = randomness.gather(worker)
+    parts = _own(trainer) if in_pieces else _whole(trainer)
+    if worker.is_first:
+        parts["random"] = everyone
+    facts = {"position": trainer.position, "circumstances": trainer.circumstances} | {
+        "batch": resume.sizes(trainer.asked, trainer.batch),
+        "rate_factor": trainer.rate_factor,
+        "best": trainer.best and trainer.best.state(),
+        "loss_scale": trainer.loss_scale and trainer.loss_scale.state(),
+    }
+    if worker.is_first or together:
+        best = trainer.best.steps if trainer.best else ()
+        saver.save(trainer.step, parts, facts=facts, best=best, needed=needed)
+
+
+def _own(trainer: Trainer) -> dict[str, Any]:
+    """What this worker has."""
+    parts: dict[str, Any] = {
+        "model": dict(trainer.model.state_dict()),
+        "optimizer": state.optimizer_tree(trainer.model, trainer.optimizer),
+    }
+    if trainer.ema is not None:
+        parts["ema"] = trainer.ema.state()
+    if own := trainer.strategy.state():
+        parts["strategy"] = {str(trainer.worker.rank): own}
+    return parts
+
+
+def _whole(trainer: Trainer) -> dict[str, Any]:
+    """Everything on rank 0, and nothing elsewhere; collective over all workers."""
+    worker, spread = trainer.worker, trainer.strategy.spread
+    tree = state.optimizer_tree(trainer.model, trainer.optimizer) if spread or worker.is_first else {}
+    parts: dict[str, Any] = {
+        "model": weights(trainer),
+        "optimizer": gathered_optimizer(tree, worker) if spread else tree,
+    }
+    own = trainer.strategy.state()
+    others = gathered({str(worker.rank): own}, worker) if own else None
+    if trainer.ema is not None:
+        average = trainer.ema.state()
+        parts["ema"] = gathered(average, worker) if spread else average
+    parts |= {"strategy": others} if others else {}
+    return parts if worker.is_first else {}
+
+
+def weights(trainer: Trainer) -> dict[str, Any]:
+    """The whole model's state on rank 0, whatever the strategy; empty elsewhere. Collective over all workers."""
+    spread, worker = trainer.strategy.spread, trainer.worker
+    own = dict(trainer.model.state_dict()) if spread or worker.is_first else {}
+    return (gathered(own, worker) or {}) if spread else own

@@ -1,0 +1,193 @@
+"""Parts put together from the files of several workers, each of which has pieces of tensors. Imports no torch.
+
+A tensor of C-contiguous numbers is divided into boxes; a worker's file has some of them. What is no tensor is the same
+in every file, or is added up: dicts by keys, and an optimizer's groups by parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtctl.errors import SnapshotError
+from dtctl.runtime.snapshot import headers
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""A stretch of a tensor: index of its first number, and its shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where a piece of a tensor lies."""
+
+    file: str
+    begin: int
+    """In the data of the file, which follows its header."""
+    end: int
+    box: Box
+
+
+@dataclass(slots=True, kw_only=True)
+class Leaf:
+    """A tensor of a part, wherever its pieces are."""
+
+    path: tuple[str, ...]
+    dtype: str
+    """Name in the format of safetensors."""
+    shape: tuple[int, ...]
+    sources: list[Source] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Of the tensor in its part: `blocks.0.weight`."""
+        return ".".join(self.path)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the whole tensor."""
+        return math.prod(self.shape) * headers.SIZES[self.dtype]
+
+
+def assembled(files: Iterable[tuple[str, str, headers.Header]]) -> dict[str, Any]:
+    """All parts as trees, with a `Leaf` in the place of each tensor.
+
+    Args:
+        files: part, name and header of each file; of what several have, that of the first counts.
+
+    Raises:
+        SnapshotError: a tensor is not all there.
+    """
+    trees: dict[str, list[Any]] = {}
+    for part, name, header in files:
+        trees.setdefault(part, []).append(_leafy(header.tree, header, name, ()))
+    found = {part: _merged(several) for part, several in trees.items()}
+    for part, several in trees.items():
+        if len(several) > 1 and part == "optimizer":
+            found[part]["groups"] = one_group_each(group for tree in several for group in tree["groups"])
+    for part, tree in found.items():
+        for leaf in leaves(tree):
+            count = sum(math.prod(source.box[1]) for source in leaf.sources)
+            if count != math.prod(leaf.shape):
+                raise SnapshotError(f"{part}.{leaf.name} has {count} of {math.prod(leaf.shape)} numbers")
+    return found
+
+
+def leaves(tree: Any) -> Iterator[Leaf]:
+    """The tensors of a tree of `assembled`, in its order."""
+    if isinstance(tree, Leaf):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from leaves(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from leaves(value)
+
+
+def replaced(tree: Any, tensors: Mapping[tuple[str, ...], Any]) -> Any:
+    """The tree with something in the place of each leaf, by its path."""
+    if isinstance(tree, Leaf):
+        return tensors[tree.path]
+    if isinstance(tree, dict):
+        return {key: replaced(value, tensors) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [replaced(value, tensors) for value in tree]
+    return tree
+
+
+def one_group_each(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """An optimizer's groups without the parameters that an earlier one has, and without those that are then empty."""
+    seen: set[str] = set()
+    found = []
+    for group in groups:
+        fresh = [name for name in group["params"] if name not in seen]
+        seen.update(fresh)
+        if fresh:
+            found.append({**group, "params": fresh})
+    return found
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """What two boxes of the same tensor have in common; None if that is nothing."""
+    begin = tuple(map(max, one[0], other[0]))
+    end = [min(a + size, b + other_size) for a, size, b, other_size in zip(*one, *other, strict=True)]
+    shape = tuple(after - before for before, after in zip(begin, end, strict=True))
+    return (begin, shape) if all(size > 0 for size in shape) else None
+
+
+def content(leaf: Leaf, data: Mapping[str, memoryview]) -> Iterator[memoryview]:
+    """The bytes of a whole tensor in their order.
+
+    Args:
+        leaf: the tensor.
+        data: of each file, behind its header.
+    """
+    parts = sorted(leaf.sources, key=lambda source: source.box[0])
+    if all(source.box[1][1:] == leaf.shape[1:] for source in parts):  # in a row: nothing has to be put together
+        for source in parts:
+            yield data[source.file][source.begin : source.end]
+        return
+    whole = memoryview(bytearray(leaf.size_bytes))
+    size = headers.SIZES[leaf.dtype]
+    for source in parts:
+        piece = data[source.file][source.begin : source.end]
+        for place, begin, count in runs(leaf.shape, source.box):
+            whole[place * size : (place + count) * size] = piece[begin * size : (begin + count) * size]
+    yield whole
+
+
+def runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int, int]]:
+    """Where the numbers of a box lie in the whole tensor: place there, place in the box, how many; longest runs."""
+    offset, size = box
+    if not all(size):
+        return
+    dims = len(shape)
+    inner = dims  # the first dim from which on the box has everything
+    while inner and size[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    inner = max(0, inner - 1)
+    count = math.prod(size[inner:])
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(dims)]
+    start = sum(place * stride for place, stride in zip(offset, strides, strict=True))
+    index = [0] * inner
+    for number in range(math.prod(size[:inner])):
+        yield start + sum(i * stride for i, stride in zip(index, strides[:inner], strict=True)), number * count, count
+        for dim in reversed(range(inner)):
+            index[dim] += 1
+            if index[dim] < size[dim]:
+                break
+            index[dim] = 0
+
+
+def _leafy(tree: Any, header: headers.Header, file: str, path: tuple[str, ...]) -> Any:
+    if headers.is_tensor(tree):
+        entry = header.tensors[tree[headers.TENSOR]]
+        own = tuple(entry["shape"])
+        whole = tree.get(headers.OF, {"shape": own, "offset": [0] * len(own)})
+        begin, end = entry["data_offsets"]
+        source = Source(file=file, begin=begin, end=end, box=(tuple(whole["offset"]), own))
+        return Leaf(path=path, dtype=entry["dtype"], shape=tuple(whole["shape"]), sources=[source])
+    if isinstance(tree, dict):
+        return {key: _leafy(value, header, file, (*path, key)) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_leafy(value, header, file, (*path, str(index))) for index, value in enumerate(tree)]
+    return tree
+
+
+def _merged(trees: Sequence[Any]) -> Any:
+    there = [tree for tree in trees if tree is not None]
+    if len(there) < 2:
+        return there[0] if there else None
+    first = there[0]
+    if all(isinstance(tree, Leaf) for tree in there):
+        boxes = {source.box: source for tree in reversed(there) for source in tree.sources}
+        first.sources = list(boxes.values())
+        return first
+    if all(isinstance(tree, dict) for tree in there):
+        keys = dict.fromkeys(key for tree in there for key in tree)
+        return {key: _merged([tree[key] for tree in there if key in tree]) for key in keys}
+    if all(isinstance(tree, list) and len(tree) == len(first) for tree in there):
+        return [_merged(several) for several in zip(*there, strict=True)]
+    return first

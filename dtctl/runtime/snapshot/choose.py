@@ -1,0 +1,164 @@
+"""The newest snapshot that all workers together can read and verify, whatever lies on which node.
+
+Nodes may share a folder or have one each, with all of a snapshot, a part, or nothing. Every file is read once, by a
+worker on whose node it lies; one that is damaged there is taken from another node that has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dtctl.errors import DtctlError, SnapshotError
+from dtctl.runtime.snapshot import layout, read
+from dtctl.runtime.snapshot.share import gathered_json, spread_json
+from dtctl.runtime.worker import Worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """What the folders had to offer; the same on all workers, but for the contents."""
+
+    path: str | None
+    """Of the newest good snapshot; None if there is none."""
+    manifest: layout.Manifest | None
+    rejected: tuple[str, ...]
+    """Newer snapshots that were passed over, each with the reason."""
+    readers: Mapping[str, int] = field(default_factory=dict)
+    """File -> rank of the worker that has read it."""
+    contents: read.Contents = field(default_factory=dict)
+    """The files that this worker has read."""
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """A snapshot as its manifest has it, and what of it lies where."""
+
+    path: Path
+    holders: dict[int, list[int] | None]
+    """First rank of a node -> numbers of the files that lie there; None for all."""
+
+
+def choose(folder: Path, worker: Worker) -> Chosen:
+    """Find and read the newest good snapshot; collective over all workers.
+
+    Raises:
+        SnapshotError: a folder cannot be read, or has what only a later version can read; on every worker.
+    """
+    offers = gathered_json(_look(folder) if worker.local_rank == 0 else None, worker)
+    nodes: dict[int, list[int]] = {}
+    for rank, offer in enumerate(offers):
+        nodes.setdefault(rank if offer is not None else max(nodes), []).append(rank)
+        if offer is not None and offer["error"]:
+            raise SnapshotError(offer["error"], where=offer["where"], hint=offer["hint"])
+    rows = [(node, row) for node in nodes for row in offers[node]["rows"]]
+    rejected: list[str] = []
+    for step in sorted({row["step"] for _, row in rows}, reverse=True):
+        here = [(node, row) for node, row in rows if row["step"] == step]
+        wrong = {(row["status"], phrase): None for _, row in here for phrase in row["bad"]}
+        for candidate in _candidates(folder, here):
+            found = _Reading(candidate, nodes, worker).run(wrong)
+            if found is not None:
+                return Chosen(
+                    path=str(candidate.path),
+                    manifest=found.manifest,
+                    rejected=tuple(rejected),
+                    readers=found.readers,
+                    contents=found.contents,
+                )
+        status = "corrupt" if any(status == "corrupt" for status, _ in wrong) else "incomplete"
+        name = layout.folder_of(folder, step).name
+        rejected.append(f"{name} is {status}: {'; '.join(dict.fromkeys(phrase for _, phrase in wrong))}")
+    return Chosen(path=None, manifest=None, rejected=tuple(rejected))
+
+
+def _look(folder: Path) -> dict[str, Any]:
+    """What lies on this node; errors are values here, so that the others hear of them instead of waiting."""
+    answer: dict[str, Any] = {"error": None, "where": str(folder), "hint": None, "rows": []}
+    try:
+        for step, path in layout.listing(folder):
+            found = read.record(path)
+            row: dict[str, Any] = {
+                "step": step,
+                "status": found.status,
+                "bad": list(found.bad),
+                "digest": None,
+                "has": None,
+            }
+            if found.manifest is not None:
+                row["digest"] = (path / layout.COMMIT).read_text()
+                there = [number for number, name in enumerate(found.manifest.files) if (path / name).is_file()]
+                row["has"] = None if len(there) == len(found.manifest.files) else there
+            answer["rows"].append(row)
+    except DtctlError as exc:
+        answer |= {"error": exc.message, "where": exc.where, "hint": exc.hint}
+    except OSError as exc:
+        answer["error"] = f"the snapshots cannot be read: {exc}"
+    return answer
+
+
+def _candidates(folder: Path, rows: Sequence[tuple[int, Mapping[str, Any]]]) -> Iterator[_Candidate]:
+    """Snapshots of one step, by what their commit records say; that which most nodes know of first."""
+    groups: dict[str, dict[int, list[int] | None]] = {}
+    for node, row in rows:
+        if row["digest"] is not None:
+            groups.setdefault(row["digest"], {})[node] = row["has"]
+    for holders in sorted(groups.values(), key=len, reverse=True):
+        yield _Candidate(layout.folder_of(folder, rows[0][1]["step"]), holders)
+
+
+class _Reading:
+    """One attempt to read a snapshot together."""
+
+    manifest: layout.Manifest
+
+    def __init__(self, candidate: _Candidate, nodes: Mapping[int, Sequence[int]], worker: Worker) -> None:
+        self._path, self._holders = candidate.path, candidate.holders
+        self._nodes, self._worker = nodes, worker
+        self.readers: dict[str, int] = {}
+        self.contents: read.Contents = {}
+
+    def run(self, wrong: dict[tuple[str, str], None]) -> _Reading | None:
+        """Read all files and compare digests; None if one is nowhere good. Adds what is wrong."""
+        source, text = next(iter(self._holders)), None
+        if self._worker.rank == source:
+            text = (self._path / layout.MANIFEST).read_text()
+        self.manifest = layout.Manifest.from_bytes(
+            spread_json(text, self._worker, source).encode(), where=str(self._path)
+        )
+        names = list(self.manifest.files)
+        having = {
+            name: [node for node, has in self._holders.items() if has is None or number in has]
+            for number, name in enumerate(names)
+        }
+        open_ = names
+        while open_:
+            lost = [name for name in open_ if not having[name]]
+            if lost:
+                known = {phrase.split(" ")[0] for _, phrase in wrong}
+                wrong.update({("incomplete", f"{name} is missing"): None for name in lost if name not in known})
+                return None
+            shares = self._shared_out(open_, having)
+            mine = [name for name in open_ if shares[name] == self._worker.rank]
+            bad = read.faults(self._path, self.manifest, mine, self.contents)
+            told = gathered_json(bad, self._worker)
+            open_ = [name for phrases in told for name in phrases]
+            wrong.update({("corrupt", phrase): None for phrases in told for phrase in phrases.values()})
+            self.readers |= {name: rank for name, rank in shares.items() if name not in open_}
+            for name in open_:
+                having[name] = [node for node in having[name] if shares[name] not in self._nodes[node]]
+        return self
+
+    def _shared_out(self, names: Sequence[str], having: Mapping[str, Sequence[int]]) -> dict[str, int]:
+        """Who reads what: the worker that wrote it where that is possible, else the one with least to read."""
+        loads = dict.fromkeys(range(self._worker.world_size), 0)
+        found = {}
+        for name in sorted(names, key=lambda name: -self.manifest.files[name].size_bytes):
+            able = [rank for node in having[name] for rank in self._nodes[node]]
+            writer = layout.rank_of(name)
+            reader = writer if writer in able else min(able, key=lambda rank: (loads[rank], rank))
+            found[name] = reader
+            loads[reader] += self.manifest.files[name].size_bytes
+        return found

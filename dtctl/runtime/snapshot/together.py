@@ -1,0 +1,164 @@
+"""Snapshots that all workers write together: each its pieces, and one manifest over all of them.
+
+Nobody gathers anything. In a thread beside training every worker writes and syncs its files and tells the others their
+digests; when all are durable, one worker of each folder writes the manifest and the commit record, and renames. Older
+snapshots go when every folder has the new one. Nodes with folders of their own may keep copies for each other
+(copies.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+import torch.distributed as dist
+
+from dtctl.errors import DtctlError
+from dtctl.runtime.console import complain
+from dtctl.runtime.snapshot import copies, layout, retention, write
+from dtctl.runtime.snapshot.pieces import Division, Key, local
+from dtctl.runtime.snapshot.saver import Saver
+from dtctl.runtime.snapshot.share import gathered_json
+from dtctl.runtime.snapshot.staging import Staged
+from dtctl.runtime.snapshot.stores import Stores, stores
+from dtctl.runtime.worker import Worker
+
+PATIENCE: Final = dt.timedelta(hours=1)
+"""How long a worker waits for one with a slower disk."""
+
+
+class Together(Saver):
+    """A `Saver` on every worker; all its methods are collective, save for `wait` and `busy`."""
+
+    together = True
+
+    def __init__(
+        self,
+        folder: Path,
+        worker: Worker,
+        *,
+        keep: int = 2,
+        keep_every_s: float | None = None,
+        spread: bool = True,
+        replicas: int = 0,
+        firsts: Callable[[Key], bool] = lambda _: False,
+        when_busy: Literal["wait", "skip"] = "wait",
+        max_failed: int = 3,
+        complain: Callable[[DtctlError], None] = complain,
+    ) -> None:
+        """Make a process group for the writing threads; nothing is written yet. Collective.
+
+        Args:
+            folder: of all snapshots of the run, on each node; made if needed.
+            worker: this worker, which is not alone.
+            keep: how many snapshots to keep.
+            keep_every_s: of older ones, those that are so many seconds apart are kept as well.
+            spread: whether each worker writes its pieces; else all that it is given, which is nothing on most.
+            replicas: how many other nodes keep a copy of what a node writes, where each has a folder of its own.
+            firsts: of what several workers have, that which is taken from the first, since theirs may differ.
+            when_busy: what a save does that comes while one is under way.
+            max_failed: consecutive saves that may fail before `save` raises.
+            complain: told of each failure on the first worker, from the writing thread.
+        """
+        first = worker.is_first
+        super().__init__(
+            folder,
+            keep=keep,
+            keep_every_s=keep_every_s,
+            when_busy=when_busy,
+            max_failed=max_failed,
+            complain=complain if first else lambda _: None,
+        )
+        self.spread = spread
+        self._worker, self._replicas = worker, replicas
+        self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._division = Division(worker, firsts)
+        self._stores: Stores | None = None
+
+    def save(
+        self,
+        step: int,
+        parts: Mapping[str, Any],
+        *,
+        facts: Mapping[str, Any],
+        best: Collection[int] = (),
+        needed: bool = False,
+    ) -> bool:
+        """As `Saver.save`, on every worker with what it has; facts and `best` are taken from the first."""
+        if self._when_busy == "skip" and not needed:
+            # The first one's state of affairs counts, so that all do the same.
+            busy = torch.tensor([int(self.busy)])
+            dist.broadcast(busy, src=0)
+            if int(busy):
+                return False
+        if self._stores is None:
+            self._stores = stores(self._folder, self._worker)
+        mine: Mapping[str, Any] = parts
+        if self.spread:
+            divided = self._division.mine(local(parts))
+            mine = {layout.piece_name(part, self._worker.rank): tree for part, tree in divided.items()}
+        return super().save(step, mine, facts=facts, best=best, needed=True)
+
+    def _write_staged(self, step: int, staged: Staged, facts: Mapping[str, Any], rule: retention.Rule) -> None:
+        """One snapshot; every worker learns of a failure on any, and all fail together."""
+        found, worker = self._stores, self._worker
+        assert found is not None  # noqa: S101  # for the type checker
+        target = layout.folder_of(self._folder, step)
+        draft = self._folder / f".{target.name}.{found.token}{layout.DRAFT_SUFFIX}"
+
+        def written() -> Any:
+            draft.mkdir(parents=True, exist_ok=True)
+            staged.wait()
+            own = {write.file_name(file): write.write_part(draft, file, found.hash).document() for file in staged.files}
+            return {"files": own, "facts": facts if worker.is_first else None}
+
+        try:
+            told = self._attempt(step, written)
+            files = [{name: layout.FileEntry(**entry) for name, entry in row["files"].items()} for row in told]
+            sent = copies.plan(found, [list(row) for row in files], self._replicas)
+            every = {name: _entry(name, entry) for row in files for name, entry in row.items()}
+            self._attempt(step, lambda: copies.exchange(sent, draft, staged, every, found.hash, worker, self._group))
+            manifest = layout.Manifest(step=step, hash=found.hash, facts=told[0]["facts"], files=every)
+            here = found.ranks[found.own]
+            has_some = any(files[rank] for rank in here) or any(one.taker in here for one in sent)
+            leads = worker.rank == found.leader
+            self._attempt(step, lambda: _commit(draft, target, manifest) if leads and has_some else None)
+        except DtctlError:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        if leads:
+            retention.prune(self._folder, newest=step, rule=rule)
+        # Nobody begins the next draft while drafts are cleared away.
+        dist.barrier(self._group)
+
+    def _attempt(self, step: int, action: Callable[[], Any]) -> list[Any]:
+        """Do something on every worker, and return what everyone has to say of it.
+
+        Raises:
+            SnapshotError: it failed on some worker; on all.
+        """
+        error, found = None, None
+        try:
+            found = action()
+        except (OSError, DtctlError) as exc:
+            error = exc.message if isinstance(exc, DtctlError) else str(exc)
+        told = gathered_json([error, found], self._worker, self._group)
+        for rank, (reason, _) in enumerate(told):
+            if reason is not None:
+                raise write.failure(step, self._folder, f"{reason} (rank {rank})")
+        return [answer for _, answer in told]
+
+
+def _entry(name: str, entry: layout.FileEntry) -> layout.FileEntry:
+    part = layout.part_of_piece(name)
+    return entry if part is None else dataclasses.replace(entry, part=part)
+
+
+def _commit(draft: Path, target: Path, manifest: layout.Manifest) -> None:
+    write.write_record(draft, manifest)
+    write.publish(draft, target)

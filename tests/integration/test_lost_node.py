@@ -1,0 +1,94 @@
+"""A node is lost for good, with its disk, and no disk is shared: the run goes on from the copies, to the same bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import dtctl
+from dtctl.sandbox import faults
+from dtctl.sandbox.layout import Sandbox
+from tests.hosts import Project, wait_until
+
+pytestmark = pytest.mark.torch
+
+HERE = Path(dtctl.__file__).parents[1]
+SPEC = """\
+cluster:
+  transport: sandbox
+  nodes: [node1, node2]
+  spares: [node3]
+  slots: 1
+  connect_timeout_s: 2
+  link_timeout_s: 3
+job:
+  name: test
+  script: train.py
+  kind: direct
+  grace_s: 1
+  max_restarts: 1
+  env: {{HALT: "{halt}", OMP_NUM_THREADS: "1", PYTHONPATH: "{here}"}}
+train: {{strategy: {strategy}, snapshot: {{every_steps: 4, replicas: 1}}}}
+"""
+TRAIN = """\
+import os, time
+import torch
+from torch import nn
+from dtctl.runtime import TensorData, Trainer, run
+
+def train(config, worker):
+    inputs = torch.randn(200, 8, generator=torch.Generator().manual_seed(5))
+    model = nn.Sequential(nn.Linear(8, 30), nn.Dropout(0.2), nn.ReLU(), nn.Linear(30, 1))
+    where = (os.environ["HALT"], os.environ["DTCTL_ATTEMPT"])
+
+    def loss(model, batch):
+        if where == ("1", "0") and trainer.step == 10:
+            trainer.saver.finish()  # that of step 8
+            print("HALTED", flush=True)
+            time.sleep(120)
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    trainer = Trainer(config, worker, model, loss, TensorData(inputs, inputs.sum(1, keepdim=True)))
+    return trainer.run()
+
+if __name__ == "__main__":
+    raise SystemExit(run(train, defaults={"micro_batch": 4, "steps": 14, "log_every": 7, "timeout_s": 60}))
+"""
+
+
+def logs(project: Project, run: str) -> str:
+    folder = project.folder / ".dtctl" / "runs" / run / "logs"
+    return "".join(path.read_text() for path in folder.rglob("rank-*.log"))
+
+
+def digest(project: Project, run: str) -> dict[str, object]:
+    done = project.run("snapshot", "digest", run, "--json")
+    assert done.out, done.err
+    found: dict[str, object] = json.loads(done.out)
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_spare_goes_on_from_copies_of_what_the_lost_node_had(
+    project: Project, sandbox: Sandbox, strategy: str
+) -> None:
+    project.write("train.py", TRAIN)
+    project.write("dtctl.yaml", SPEC.format(halt=0, strategy=strategy, here=HERE))
+    undisturbed = f"{project.unique}-straight"
+    done = project.run("launch", "--name", undisturbed)
+    assert done.code == 0, done.err
+    project.write("dtctl.yaml", SPEC.format(halt=1, strategy=strategy, here=HERE))
+    process = project.start("launch", "--json", "--name", project.unique)
+    wait_until(lambda: logs(project, project.unique).count("HALTED") == 2, 60, "both have saved and wait")
+    # With ddp the first node has everything, and is the one that goes; with fsdp each has a half.
+    lost = sandbox.nodes[0 if strategy == "ddp" else 1]
+    faults.kill(sandbox, lost)
+    faults.record(sandbox, [f"kill {lost.name}"])
+    done = project.finish(process)
+    assert done.code == 0, done.err
+    assert f"{lost.name} is replaced by node3" in done.err
+    assert "resumed at step 8 of 14: exact" in logs(project, project.unique)
+    assert digest(project, project.unique) == digest(project, undisturbed)
+    assert digest(project, project.unique)["step"] == 14
