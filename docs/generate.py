@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages to those on disk."""
     pages = {"commands": commands(), "spec": spec(), "errors": errors(), "benchmarks": benchmarks()}
-    pages |= {"variables": variables(), "signatures": signatures()}
+    pages |= {"variables": variables(), "signatures": signatures(), "rules": rules()}
     for name, text in pages.items():
         files.append(File.generated(config, f"reference/{name}.md", content=text))
     return files
@@ -137,6 +137,24 @@ def signatures() -> str:
         parts.append(
             f"## {one.id}\n\n```text\n{one.example.strip()}\n```\n\n{_cell(one.cause)}.{rerun}\n\n"
             f"**Fix:** {_cell(one.fix)}. [Source]({one.source})\n"
+        )
+    return "\n".join(parts)
+
+
+def rules() -> str:
+    """Every rule of the linter."""
+    from dtctl.lint.rules import rules as known
+
+    parts = [
+        "# Rules of the linter\n\n`dtctl lint --explain DT011` says the same. [How to use it](../guides/lint.md).\n"
+    ]
+    for one in known().values():
+        exempt = f"Does not apply: {_cell(one.exempt)}.\n\n" if one.exempt else ""
+        mended = " `--fix` mends the plain cases." if one.fixable else ""
+        parts.append(
+            f"## {one.id}: {one.name}\n\n{one.severity}. {_cell(one.why)}\n\n"
+            f"Wrong:\n\n```python\n{one.wrong.strip()}\n```\n\nRight:\n\n```python\n{one.right.strip()}\n```\n\n"
+            f"{exempt}**Fix:** {_cell(one.fix)}.{mended} [Source]({one.source})\n"
         )
     return "\n".join(parts)
 

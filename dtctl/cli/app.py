@@ -53,6 +53,7 @@ def _register() -> None:
         doctor,
         init,
         launch,
+        lint,
         logs,
         nccl,
         runs,
@@ -74,6 +75,7 @@ def _register() -> None:
     app.command("watch")(watch.watch)
     app.command("stop")(stop.stop)
     app.command("doctor")(doctor.doctor)
+    app.command("lint")(lint.lint)
     app.command("take-up", hidden=True)(take_up.take_up)
     app.add_typer(sandbox.app, name="sandbox")
     app.add_typer(snapshot.app, name="snapshot")

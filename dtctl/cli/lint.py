@@ -1,0 +1,143 @@
+"""`dtctl lint`: mistakes in distributed training code, found by reading it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dtctl import names
+from dtctl.cli import output
+from dtctl.errors import DoctorFailed, DtctlError, UsageError
+
+if TYPE_CHECKING:
+    from dtctl.lint.model import Cluster, Problem
+
+
+class Format(str, Enum):
+    """Forms of output."""
+
+    text = "text"
+    json = "json"
+    sarif = "sarif"
+    github = "github"
+
+
+class Level(str, Enum):
+    """Severities."""
+
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+def lint(
+    paths: Annotated[list[Path] | None, typer.Argument(help="Files and folders: Python, shell, sbatch.")] = None,
+    format_: Annotated[Format, typer.Option("--format", help="Form of the output.")] = Format.text,
+    fix: Annotated[bool, typer.Option("--fix", help="Mend what can be mended without a decision.")] = False,
+    select: Annotated[str, typer.Option("--select", metavar="RULES", help="Only these rules: DT004,DT011.")] = "",
+    severity: Annotated[Level, typer.Option("--severity", help="Show nothing below this.")] = Level.info,
+    spec: Annotated[
+        Path | None, typer.Option("--spec", help="The spec; with several nodes more is wrong. Default: ./dtctl.yaml.")
+    ] = None,
+    explain: Annotated[str | None, typer.Option("--explain", metavar="RULE", help="Explain a rule: DT011.")] = None,
+) -> int:
+    """Find mistakes in distributed training code; exit code 9 if there are any.
+
+    `# dtctl: ignore[DT004]` on a line waves one aside.
+    """
+    if explain is not None:
+        return _explain(explain)
+    if not paths:
+        raise UsageError(
+            "there is nothing to read", hint="`dtctl lint train.py`, or `dtctl lint .` for all of a folder"
+        )
+    from dtctl.lint.engine import lint as linted
+    from dtctl.lint.model import LEVELS
+
+    only = _rules(select)
+    cluster = _cluster(spec)
+    found = linted(paths, cluster=cluster, only=only)
+    if fix:
+        _mend(found)
+        found = linted(paths, cluster=cluster, only=only)
+    shown = [one for one in found if LEVELS.index(one.severity) >= LEVELS.index(severity.value)]
+    _show(shown, format_)
+    return DoctorFailed.exit_code if any(one.severity != "info" for one in found) else 0
+
+
+def _rules(text: str) -> frozenset[str]:
+    """The rules that `--select` names."""
+    from dtctl.lint.rules import rules
+
+    only = frozenset(one.strip().upper() for one in text.split(",") if one.strip())
+    unknown = sorted(only - set(rules()) - {"DT000"})
+    if unknown:
+        raise UsageError(f"there is no rule {unknown[0]}", hint="the rules are DT001 to DT036")
+    return only
+
+
+def _explain(name: str) -> int:
+    from dtctl.lint.formats import explained
+    from dtctl.lint.rules import rules
+
+    rule = rules().get(name.upper())
+    if rule is None:
+        raise UsageError(f"there is no rule {name}", hint="the rules are DT001 to DT036")
+    output.out(explained(rule))
+    return 0
+
+
+def _cluster(path: Path | None) -> Cluster:
+    """What the spec says about the cluster; nothing without one. A spec that was not asked for may be wrong."""
+    from dtctl.lint.model import Cluster
+
+    default = Path(names.SPEC_FILE)
+    if path is None and not default.is_file():
+        return Cluster()
+    from dtctl.spec.load import load_spec
+    from dtctl.spec.nodes import resolve_nodes
+
+    try:
+        return Cluster(nodes=len(resolve_nodes(load_spec(path or default))))
+    except DtctlError as exc:
+        if path is not None:
+            raise
+        output.err(f"note: {default} is left aside: {exc.message}")
+        return Cluster()
+
+
+def _mend(found: Sequence[Problem]) -> None:
+    from dtctl.lint.fixes import apply
+
+    for path in dict.fromkeys(one.path for one in found if one.edits):
+        mended = apply(Path(path), [one for one in found if one.path == path])
+        for problem in mended:
+            output.err(f"fixed {problem.path}:{problem.line}: {problem.rule} {problem.message}")
+
+
+def _show(found: Sequence[Problem], format_: Format) -> None:
+    import dtctl
+    from dtctl.lint import formats
+
+    if format_ is Format.json:
+        output.emit_json(formats.as_json(found))
+    elif format_ is Format.sarif:
+        output.out(formats.dumped(formats.sarif(found, dtctl.__version__)))
+    elif format_ is Format.github:
+        for problem in found:
+            output.out(formats.github(problem))
+    else:
+        styles = {"error": "red", "warning": "yellow", "info": "dim"}
+        for problem in found:
+            head, rest = formats.text_lines(problem)
+            output.out(head, styles[problem.severity])
+            output.out(rest)
+        counts = Counter(one.severity for one in found)
+        fixable = sum(bool(one.edits) for one in found)
+        told = ", ".join(f"{counts[name]} {name}" for name in ("error", "warning", "info") if counts[name])
+        output.err((told or "nothing found") + (f"; {fixable} can be mended with --fix" if fixable else ""))

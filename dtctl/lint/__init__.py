@@ -1,0 +1,1 @@
+"""Mistakes in distributed training code, found by reading it: Python, shell and sbatch files."""

@@ -1,0 +1,214 @@
+"""Rules about devices: DT006, DT007, DT016, DT017."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from dtctl.lint import names
+from dtctl.lint.checks import Check
+from dtctl.lint.model import Edit, Problem, Severity
+from dtctl.lint.module import constant, key, keyword, position
+from dtctl.lint.ranks import guards, rank_kind
+
+_WEIGHTED = ("CrossEntropyLoss", "NLLLoss", "BCELoss", "BCEWithLogitsLoss", "MultiLabelSoftMarginLoss")
+_CUDA_N = re.compile(r"cuda:\d+\Z")
+_ONE_PROCESS = re.compile(r"distributed|ddp|local_rank|world_size|multi|device_count|parallel|n_gpu", re.IGNORECASE)
+_MADE_ON_CPU = re.compile(r"torch\.(?:tensor|as_tensor|ones|zeros|full|from_numpy|FloatTensor|Tensor|arange|rand)\Z")
+
+
+def weights_elsewhere(check: Check) -> Iterator[Problem]:
+    """DT006."""
+    module = check.module
+    losses = module.called(*("torch.nn." + name for name in _WEIGHTED))
+    if not losses or not check.project.trains(module):
+        return
+    for call in losses:
+        given = [value for name in ("weight", "pos_weight") if (value := keyword(call, name)) is not None]
+        if not given or _moved(check, call) or _in_a_module(check, call):
+            continue
+        for value in (value for one in given for value in check.module.values(one)):
+            made = isinstance(value, ast.Call) and _MADE_ON_CPU.match(module.name(value.func) or "")
+            if made and isinstance(value, ast.Call) and keyword(value, "device") is None:
+                yield check.problem("DT006", call, "the loss has weights of its own, and they stay on the CPU")
+                break
+
+
+def _moved(check: Check, call: ast.Call) -> bool:
+    """Whether what a call makes is put on a device, at once or later."""
+    module = check.module
+    above = module.parents.get(call)
+    if isinstance(above, ast.Attribute) and above.attr in ("to", "cuda"):
+        return True
+    statement = module.statement(call)
+    name = key(statement.targets[0]) if isinstance(statement, ast.Assign) else None
+    moves = module.methods["to"] + module.methods["cuda"]
+    moved = {key(one.func.value) for one in moves if isinstance(one.func, ast.Attribute)}
+    return name in moved
+
+
+def _in_a_module(check: Check, call: ast.Call) -> bool:
+    """Whether a call is in a class of nn.Module, which is moved as a whole."""
+    owner = check.module.enclosing(call, (ast.ClassDef,))
+    return isinstance(owner, ast.ClassDef) and any("Module" in ast.unparse(base) for base in owner.bases)
+
+
+def one_gpu_for_all(check: Check) -> Iterator[Problem]:
+    """DT007."""
+    module = check.module
+    fixed = list(_fixed_devices(check))
+    if not fixed or not module.trains or "CUDA_VISIBLE_DEVICES" in module.text or not _wrapped_somewhere(check):
+        return
+    for node, text in fixed:
+        if any(one.at_zero for one in guards(module, node)) or _for_one_process(check, node):
+            continue
+        yield check.problem(
+            "DT007", node, f"`{text}`: every rank of a node uses the same GPU", edits=_own_gpu(check, node)
+        )
+
+
+def _wrapped_somewhere(check: Check) -> bool:
+    return any(check.project.calls(check.module, name) for name in (names.INIT, *names.WRAPPERS))
+
+
+def _fixed_devices(check: Check) -> Iterator[tuple[ast.expr, str]]:
+    """Expressions that name one GPU by number."""
+    module = check.module
+    for call in module.called("torch.device", "torch.cuda.set_device"):
+        if call.args and _is_fixed(call.args[0], number=(module.name(call.func) or "").endswith("set_device")):
+            yield call.args[0], ast.unparse(call)
+        elif len(call.args) == 2 and constant(call.args[0]) == "cuda" and type(constant(call.args[1])) is int:
+            yield call.args[1], ast.unparse(call)
+    for call in module.methods["to"] + module.methods["cuda"]:
+        if (
+            isinstance(call.func, ast.Attribute)
+            and call.args
+            and _is_fixed(call.args[0], number=call.func.attr == "cuda")
+        ):
+            yield call.args[0], ast.unparse(call) if len(ast.unparse(call)) < 50 else f".{call.func.attr}(...)"
+    for call in module.called(names.DDP, "torch.load"):
+        for one in call.keywords:
+            if one.arg == "device_ids" and isinstance(one.value, ast.List) and len(one.value.elts) == 1:
+                if _is_fixed(one.value.elts[0], number=True):
+                    yield one.value.elts[0], f"device_ids={ast.unparse(one.value)}"
+            elif one.arg in ("output_device", "map_location") and _is_fixed(
+                one.value, number=one.arg == "output_device"
+            ):
+                yield one.value, f"{one.arg}={ast.unparse(one.value)}"
+    for node in module.each(ast.Assign):
+        if _is_fixed(node.value, number=False):
+            yield node.value, ast.unparse(node)
+
+
+def _is_fixed(node: ast.expr, *, number: bool) -> bool:
+    value = constant(node)
+    if isinstance(value, str):
+        return _CUDA_N.match(value) is not None
+    return number and type(value) is int and value >= 0
+
+
+def _for_one_process(check: Check, node: ast.AST) -> bool:
+    """Whether a condition around it asks whether the job is distributed at all."""
+    return any(
+        isinstance(parent, ast.If | ast.IfExp)
+        and child is not parent.test
+        and _ONE_PROCESS.search(ast.unparse(parent.test))
+        for parent, child in check.module.chain(node)
+    )
+
+
+def _own_gpu(check: Check, node: ast.expr) -> tuple[Edit, ...]:
+    """The edit that puts the local rank in the place of a number."""
+    rank = _local_rank_here(check, node)
+    if rank is None or node.end_lineno is None or node.end_col_offset is None:
+        return ()
+    text = f'f"cuda:{{{rank}}}"' if isinstance(constant(node), str) else rank
+    if '"' in rank and text.startswith("f"):
+        text = f'"cuda:" + {rank}'
+    return (Edit(position(node), (node.end_lineno, node.end_col_offset), text),)
+
+
+def _local_rank_here(check: Check, node: ast.expr) -> str | None:
+    """A name of the local rank that is set before a node; else the variable, if os is imported."""
+    module = check.module
+    scope: ast.AST | None = module.scope(node)
+    while scope is not None:
+        if any(one.line < node.lineno for one in module.bindings.get((scope, "local_rank"), ())):
+            return "local_rank"
+        scope = module.enclosing(scope, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module))
+    if module.aliases.get("os") != "os":
+        return None
+    return 'os.environ["LOCAL_RANK"]' if isinstance(constant(node), str) else 'int(os.environ["LOCAL_RANK"])'
+
+
+def global_rank_as_device(check: Check) -> Iterator[Problem]:
+    """DT016."""
+    module = check.module
+    chosen = [node for node in _device_numbers(check) if rank_kind(module, node) == "global"]
+    if not chosen or check.cluster.one or not _wrapped_somewhere(check):
+        return
+    seen = set()
+    for node in chosen:
+        if ast.unparse(node) in seen:
+            continue
+        seen.add(ast.unparse(node))
+        sure = any(one.value is not None for one in module.lookup(node)) or not isinstance(node, ast.Name)
+        severity: Severity = "error" if check.cluster.several else "warning" if sure else "info"
+        if isinstance(node, ast.Attribute):
+            sure = False
+        where = "" if check.cluster.several else " on the second node and later ones"
+        yield check.problem(
+            "DT016",
+            node,
+            f"the global rank `{ast.unparse(node)}` chooses the GPU: there is no such device{where}",
+            severity=severity,
+        )
+
+
+def _device_numbers(check: Check) -> Iterator[ast.expr]:
+    """Expressions that choose a GPU by number."""
+    module = check.module
+    for call in module.called("torch.cuda.set_device", "torch.cuda.device", "torch.accelerator.set_device_index"):
+        yield from call.args[:1]
+    for call in module.called("torch.device"):
+        if len(call.args) == 2 and constant(call.args[0]) == "cuda":
+            yield call.args[1]
+        elif call.args:
+            yield from _formatted(call.args[0])
+    for call in module.called(names.DDP):
+        value = keyword(call, "device_ids")
+        if isinstance(value, ast.List):
+            yield from value.elts
+    for call in module.methods["to"] + module.methods["cuda"]:
+        if isinstance(call.func, ast.Attribute) and call.args:
+            if isinstance(call.args[0], ast.Name | ast.Attribute):
+                yield call.args[0]
+            yield from _formatted(call.args[0])
+
+
+def _formatted(node: ast.expr) -> Iterator[ast.expr]:
+    r"""The number in f"cuda:{number}"."""
+    if isinstance(node, ast.JoinedStr) and constant(node.values[0]) == "cuda:" and len(node.values) == 2:
+        inner = node.values[1]
+        if isinstance(inner, ast.FormattedValue):
+            yield inner.value
+
+
+def no_device_chosen(check: Check) -> Iterator[Problem]:
+    """DT017."""
+    module = check.module
+    if not module.called(names.INIT) or any("CUDA_VISIBLE_DEVICES" in one.text for one in check.project.reach(module)):
+        return
+    for name in ("set_device", "set_device_index", "setup_device", "device_count_per_node"):
+        if check.project.methods(module, name):
+            return
+    for call in module.called(names.INIT):
+        backend = keyword(call, "backend") or (call.args[0] if call.args else None)
+        if backend is not None and "nccl" in str(constant(backend)) and keyword(call, "device_id") is None:
+            yield check.problem(
+                "DT017", call, "NCCL, and no rank says which GPU is its own before the first collective"
+            )
+
+
+CHECKS = (weights_elsewhere, one_gpu_for_all, global_rank_as_device, no_device_chosen)

@@ -1,0 +1,105 @@
+"""Rules about what surrounds the job: DT029, DT030, DT035."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from dtctl.lint import names
+from dtctl.lint.checks import Check
+from dtctl.lint.model import Problem, Severity
+from dtctl.lint.module import constant, key, keyword
+from dtctl.lint.variables import NAME, judge
+
+_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK")
+
+
+def _settings(check: Check) -> Iterator[tuple[ast.AST, str, ast.expr | None]]:
+    """Variables that the file sets, whatever the launcher has set: (node, name, value)."""
+    module = check.module
+    for node in module.each(ast.Assign):
+        for target in node.targets:
+            if isinstance(target, ast.Subscript) and _is_environ(check, target.value):
+                name = constant(target.slice)
+                if isinstance(name, str):
+                    yield node, name, node.value
+    for call in module.called("os.putenv"):
+        if len(call.args) == 2 and isinstance(name := constant(call.args[0]), str):
+            yield call, name, call.args[1]
+
+
+def _is_environ(check: Check, node: ast.expr) -> bool:
+    return check.module.name(node) == "os.environ" or key(node) in ("os.environ", "environ")
+
+
+def variables(check: Check) -> Iterator[Problem]:
+    """DT029."""
+    module = check.module
+    if "NCCL_" not in module.text and "GLOO_" not in module.text:
+        return
+    starts = [*module.called(names.INIT)]
+    for function in [one for found in module.functions.values() for one in found]:
+        if any(module.scope(call) is function for call in module.called(names.INIT)):
+            starts += module.methods.get(function.name, [])
+    for node, name, value in _settings(check):
+        if not NAME.match(name):
+            continue
+        line, scope = node.lineno, module.scope(node)  # type: ignore[attr-defined]
+        if any(call.lineno < line and module.scope(call) is scope and module.dominates(call, node) for call in starts):
+            yield check.problem("DT029", node, f"{name} is set after init_process_group, which has read it already")
+            continue
+        known = constant(value)
+        found = judge(name, str(known) if known is not None else None)
+        if found is not None:
+            severity, message, fix = found
+            yield check.problem("DT029", node, message, severity=severity, fix=fix)
+
+
+def never_destroyed(check: Check) -> Iterator[Problem]:
+    """DT030."""
+    module = check.module
+    if not module.called(names.INIT) or check.project.framework(module):
+        return
+    if check.project.methods(module, "destroy_process_group"):
+        return
+    for call in module.called(names.INIT)[:1]:
+        yield check.problem("DT030", call, "the process group is never destroyed")
+
+
+def fixed_meeting_point(check: Check) -> Iterator[Problem]:
+    """DT035."""
+    module = check.module
+    severity: Severity = "error" if check.cluster.several else "info" if check.cluster.one else "warning"
+    for node, name, value in _settings(check):
+        if (
+            name not in _RENDEZVOUS
+            or value is None
+            or not isinstance(constant(value), str | int)
+            or _optional(check, node)
+        ):
+            continue
+        message = f"{name} is fixed to {constant(value)!r}, whatever the launcher says"
+        yield check.problem("DT035", node, message, severity=severity)
+    for call in module.called(names.INIT):
+        if _optional(check, call):
+            continue
+        size, method = keyword(call, "world_size"), keyword(call, "init_method")
+        number, text = constant(size), constant(method)
+        if isinstance(number, int) and number > 1 and size is not None:
+            yield check.problem("DT035", size, f"world_size is fixed to {number}", severity=severity)
+        elif isinstance(text, str) and text.startswith("tcp://") and method is not None:
+            yield check.problem("DT035", method, f"the address is fixed to {text}", severity=severity)
+
+
+def _optional(check: Check, node: ast.AST) -> bool:
+    """Whether a condition around it asks whether a launcher has set it, or stands for one process."""
+    return any(
+        isinstance(parent, ast.If)
+        and any(
+            word in ast.unparse(parent.test) for word in ("environ", "getenv", "distributed", "RANK", "slurm", "debug")
+        )
+        for parent, _ in check.module.chain(node)
+    )
+
+
+CHECKS = (variables, never_destroyed, fixed_meeting_point)

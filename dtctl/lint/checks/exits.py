@@ -1,0 +1,174 @@
+"""Rules about ranks that leave the common way: DT013, DT033, DT034."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from dtctl.lint import names
+from dtctl.lint.checks import Check
+from dtctl.lint.model import Problem
+from dtctl.lint.module import keyword
+from dtctl.lint.ranks import guard, guards, leaves
+
+_NOT_FINITE = re.compile(r"\b(?:isnan|isinf|isfinite)\b")
+_TRAINS = re.compile(r"train|backward|optimizer\.step|fit\b")
+_AGREED = re.compile(r"all_reduce|all_gather|reduce_dict|broadcast|reduce_tensor|reduce_loss|gather_for_metrics")
+_FETCHES = frozenset(
+    "load_dataset snapshot_download hf_hub_download from_pretrained urlretrieve download download_and_prepare "
+    "download_url download_data prepare_data preprocess tokenize build_dataset load_from_hub map".split()
+)
+
+
+def left_alone(check: Check) -> Iterator[Problem]:
+    """DT013."""
+    module = check.module
+    if not module.trains:
+        return
+    for node in module.each(ast.If):
+        if not leaves(node.body) or node.orelse:
+            continue
+        found = guard(module, node.test)
+        if found is not None:
+            made = _collective_after(check, node) if found.sure and found.sure_not else None
+            if made is not None:
+                message = f"some ranks leave here, and {made} further down waits for them"
+                yield check.problem("DT013", node.body[-1], message)
+            continue
+        text = ast.unparse(node.test)
+        apart = _NOT_FINITE.search(text) and not isinstance(node.body[-1], ast.Return)
+        if apart and _waited_for(check, node) and not _agreed(check, node, text):
+            yield check.problem(
+                "DT013",
+                node.body[-1],
+                f"a rank whose `{text}` holds leaves here alone, and the others wait for its gradients",
+                severity="warning",
+            )
+    yield from _out_of_memory(check)
+
+
+def _out_of_memory(check: Check) -> Iterator[Problem]:
+    module = check.module
+    for handler in module.each(ast.ExceptHandler):
+        tried = module.parents[handler]
+        text = ast.unparse(handler).lower()
+        if ("out of memory" not in text and "outofmemoryerror" not in text) or not isinstance(tried, ast.Try):
+            continue
+        exits = [one for one in (*module.each(ast.Continue), *module.each(ast.Break)) if module.within(one, handler)]
+        body = "\n".join(ast.unparse(one) for one in tried.body)
+        if exits and _TRAINS.search(body) and not _AGREED.search(text):
+            yield check.problem(
+                "DT013",
+                exits[0],
+                "a rank that runs out of memory leaves here alone, and the others wait for its gradients",
+                severity="warning",
+            )
+
+
+def _collective_after(check: Check, node: ast.If) -> str | None:
+    """A collective that the ranks which go on come to: in what follows the `if`, up to its function's or loop's end."""
+    module = check.module
+    inside = not isinstance(node.body[-1], ast.Return)
+    last: ast.AST = node
+    for parent, child in module.chain(node):
+        if inside and isinstance(parent, ast.For | ast.While):
+            last = parent
+            break
+        last = child
+    for name in names.COLLECTIVES:
+        for call in module.calls.get(name, ()):
+            below = module.within(call, last) if inside else module.scope(call) is module.scope(node)
+            if call.lineno <= (node.end_lineno or 0) or not below or keyword(call, "group") is not None:
+                continue
+            own = [one for one in guards(module, call) if one.test is not node.test]
+            if not own and _follows(check, node, call):
+                return name.rpartition(".")[2]
+    return None
+
+
+def _follows(check: Check, node: ast.If, call: ast.Call) -> bool:
+    """Whether a call is in a statement that comes after `node` in its block or in a block around it."""
+    module = check.module
+    for parent, child in module.chain(node):
+        if isinstance(child, ast.stmt):
+            block = module.block(child)
+            at = next((index for index, one in enumerate(block) if one is child), len(block))
+            if any(module.within(call, later) for later in block[at + 1 :]):
+                return True
+        if isinstance(parent, ast.For | ast.While) and not isinstance(node.body[-1], ast.Return):
+            return False
+    return False
+
+
+def _waited_for(check: Check, node: ast.If) -> bool:
+    """Whether a loop around it trains a model that is wrapped somewhere."""
+    loop = check.module.enclosing(node, (ast.For, ast.While))
+    if loop is None or not check.module.below(loop, "backward"):
+        return False
+    return any(check.project.calls(check.module, name) for name in names.WRAPPERS)
+
+
+def _agreed(check: Check, node: ast.If, text: str) -> bool:
+    """Whether the ranks have agreed on what is tested."""
+    loop = check.module.enclosing(node, (ast.For, ast.While))
+    if loop is None or _AGREED.search(text):
+        return True
+    before = [one for one in ast.walk(loop) if isinstance(one, ast.Call) and one.lineno <= node.lineno]
+    return any(_AGREED.search(ast.unparse(one.func)) for one in before)
+
+
+def swallowed(check: Check) -> Iterator[Problem]:
+    """DT033."""
+    module = check.module
+    if not module.each(ast.ExceptHandler) or not check.project.trains(module):
+        return
+    for handler in module.each(ast.ExceptHandler):
+        kind = ast.unparse(handler.type) if handler.type else "BaseException"
+        if not re.search(r"\b(?:BaseException|Exception|RuntimeError)\b", kind):
+            continue
+        rest = [one for one in handler.body if not _says_only(one)]
+        if not all(isinstance(one, ast.Pass | ast.Continue) for one in rest):
+            continue
+        tried = module.parents[handler]
+        if isinstance(tried, ast.Try) and any(
+            module.within(call, statement)
+            for statement in tried.body
+            for call in (*module.methods.get("backward", ()), *_steps(check), *module.methods.get("train_step", ()))
+        ):
+            yield check.problem(
+                "DT033", handler, f"`except {kind}` goes on after a step that failed on this rank alone"
+            )
+
+
+def _steps(check: Check) -> list[ast.Call]:
+    return [one for one in check.module.methods.get("step", ()) if "optim" in ast.unparse(one.func).lower()]
+
+
+def _says_only(statement: ast.stmt) -> bool:
+    """Whether a statement only prints or logs."""
+    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
+        return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    return re.match(r"print|log|warn|traceback|tqdm|self\.log", ast.unparse(statement.value.func)) is not None
+
+
+def long_before_barrier(check: Check) -> Iterator[Problem]:
+    """DT034."""
+    module = check.module
+    barriers = module.calls.get("torch.distributed.barrier", [])
+    if not barriers or not module.trains:
+        return
+    for one in check.project.reach(module):
+        if any(keyword(call, "timeout") is not None for call in one.called(names.INIT)):
+            return
+    for name in _FETCHES & set(module.methods):
+        for call in module.methods[name]:
+            found = next(guards(module, call), None)
+            if found is None or found.early or not found.at_zero:
+                continue
+            scope = module.scope(call)
+            if any(module.scope(one) is scope and one.lineno > call.lineno for one in barriers):
+                yield check.problem("DT034", call, f"the other ranks wait in a barrier while one does `{name}`")
+
+
+CHECKS = (left_alone, swallowed, long_before_barrier)

@@ -1,0 +1,166 @@
+"""The rule about names that are gone or on their way out: DT025."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import resources
+
+from dtctl.lint import names
+from dtctl.lint.checks import Check
+from dtctl.lint.model import Edit, Problem
+from dtctl.lint.module import constant, keyword, position
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Legacy:
+    """One name; legacy.yaml says what the fields mean."""
+
+    instead: str
+    since: str = ""
+    gone: str = ""
+    rename: str = ""
+    call: str = ""
+
+
+@functools.cache
+def legacy() -> dict[str, Legacy]:
+    """All of them by dotted name."""
+    import yaml
+
+    text = resources.files("dtctl.lint").joinpath("legacy.yaml").read_text(encoding="utf-8")
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    entries: dict[str, dict[str, str]] = yaml.load(text, Loader=loader)  # noqa: S506 - a safe loader, either of them
+    return {name: Legacy(**entry) for name, entry in entries.items()}
+
+
+@functools.cache
+def _roots() -> frozenset[str]:
+    return frozenset(name.partition(".")[0] for name in legacy())
+
+
+def old_names(check: Check) -> Iterator[Problem]:
+    """DT025."""
+    module = check.module
+    if any(root in _roots() for root in {full.partition(".")[0] for full in module.aliases.values()}):
+        yield from _imported(check)
+        yield from _spelt_out(check)
+    for call in module.called(names.DDP):
+        value = keyword(call, "broadcast_buffers")
+        if value is not None:
+            yield check.problem(
+                "DT025", value, "DDP(broadcast_buffers=) is deprecated since torch 2.13",
+                severity="info", fix="forward_sync_buffers= from torch 2.13 on",
+            )  # fmt: skip
+    if "LOCAL_RANK" in module.text:
+        return
+    for call in module.methods.get("add_argument", ()):
+        if any(constant(one) in ("--local_rank", "--local-rank") for one in call.args) and module.trains:
+            yield check.problem(
+                "DT025", call, "torchrun passes no --local_rank, torch.distributed.launch --local-rank since 2.0",
+                fix='read int(os.environ["LOCAL_RANK"])',
+            )  # fmt: skip
+
+
+def _about(name: str, known: Legacy) -> tuple[str, str]:
+    if known.gone:
+        return f"{name} is not in torch {known.gone} and later", f"use {known.instead}"
+    if name.startswith(("fairscale", "apex")):
+        return f"{name} is no longer maintained", f"use {known.instead}"
+    return f"{name} is deprecated since torch {known.since}", f"use {known.instead}"
+
+
+def _tried(check: Check, node: ast.AST) -> bool:
+    """Whether an import may fail without harm."""
+    return check.module.enclosing(node, (ast.Try,)) is not None
+
+
+def _imported(check: Check) -> Iterator[Problem]:
+    """Imports of such names."""
+    module = check.module
+    statements: list[ast.Import | ast.ImportFrom] = [*module.each(ast.Import), *module.each(ast.ImportFrom)]
+    for node in statements:
+        if _tried(check, node) or (isinstance(node, ast.ImportFrom) and node.level):
+            continue
+        base = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        for alias in node.names:
+            name = base + alias.name
+            known = legacy().get(name) or legacy().get(base.rstrip("."))
+            if known is None or alias.name == "*":
+                continue
+            shown = name if name in legacy() else base.rstrip(".")
+            message, fix = _about(shown, known)
+            yield check.problem(
+                "DT025", alias, message, severity="error" if known.gone else "warning", fix=fix,
+                edits=_renamed_import(check, node, alias, known),
+            )  # fmt: skip
+
+
+def _renamed_import(
+    check: Check, node: ast.Import | ast.ImportFrom, alias: ast.alias, known: Legacy
+) -> tuple[Edit, ...]:
+    """Edits for `from OLD import a, b`, if all of its names move to the same place; made once, at the first name."""
+    if not isinstance(node, ast.ImportFrom) or not known.rename or node.module is None:
+        return ()
+    moved = [legacy().get(f"{node.module}.{one.name}") for one in node.names]
+    targets = {one.rename.rpartition(".")[0] for one in moved if one is not None}
+    same = all(
+        one is not None and one.rename.endswith(f".{other.name}") for one, other in zip(moved, node.names, strict=True)
+    )
+    if len(targets) != 1 or not same:
+        return ()
+    edits = []
+    if alias is node.names[0]:
+        start = (node.lineno, node.col_offset + len("from "))
+        edits.append(Edit(start, (start[0], start[1] + len(node.module)), targets.pop()))
+    name = alias.asname or alias.name
+    if known.call:
+        for call in check.module.methods.get(name, ()):
+            if isinstance(call.func, ast.Name):
+                edits += _first_argument(check, call, known.call)
+    return tuple(edits)
+
+
+def _first_argument(check: Check, call: ast.Call, text: str) -> list[Edit]:
+    """The edit that puts an argument in front of the others of a call."""
+    if call.func.end_lineno is None or call.func.end_col_offset is None:
+        return []
+    line = check.module.text.split("\n")[call.func.end_lineno - 1].encode()
+    if line[call.func.end_col_offset : call.func.end_col_offset + 1] != b"(":
+        return []
+    at = (call.func.end_lineno, call.func.end_col_offset + 1)
+    return [Edit(at, at, text + (", " if call.args or call.keywords else ""))]
+
+
+def _spelt_out(check: Check) -> Iterator[Problem]:
+    """`torch.cuda.amp.autocast` and the like in the code."""
+    module = check.module
+    for node in module.each(ast.Attribute):
+        if node.attr not in _last_parts() or isinstance(module.parents.get(node), ast.Attribute):
+            continue
+        name = module.name(node)
+        known = legacy().get(name or "")
+        if known is None or name is None or _tried(check, node):
+            continue
+        message, fix = _about(name, known)
+        edits: list[Edit] = []
+        if known.rename and ast.unparse(node) == name and node.end_lineno and node.end_col_offset:
+            edits = [Edit(position(node), (node.end_lineno, node.end_col_offset), known.rename)]
+            above = module.parents.get(node)
+            if known.call and isinstance(above, ast.Call) and above.func is node:
+                edits += _first_argument(check, above, known.call)
+            elif known.call:
+                edits = []
+        yield check.problem(
+            "DT025", node, message, severity="error" if known.gone else "warning", fix=fix, edits=tuple(edits)
+        )
+
+
+@functools.cache
+def _last_parts() -> frozenset[str]:
+    return frozenset(name.rpartition(".")[2] for name in legacy())
+
+
+CHECKS = (old_names,)

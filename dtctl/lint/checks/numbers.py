@@ -1,0 +1,164 @@
+"""Rules about figures that are reduced over ranks: DT018, DT019, DT020."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from dtctl.lint.checks import Check
+from dtctl.lint.model import Problem, Severity
+from dtctl.lint.module import constant, key, keyword
+from dtctl.lint.ranks import guards, is_world_size
+
+ALL_REDUCE = "torch.distributed.all_reduce"
+_FIGURE = re.compile(r"(?:^|_)(?:loss|acc|accuracy|error|metric|correct|perplexity|ppl)(?:_|$|\d)")
+_SHOWS = frozenset(
+    "print info log add_scalar log_metric write set_postfix set_description add_scalars log_metrics".split()
+)
+_REDUCES = re.compile(
+    r"all_reduce|reduce|gather|average|sync|global_avg|avg_meter|mean_across|broadcast|metric_logger|compute\("
+)
+
+
+def own_figure(check: Check) -> Iterator[Problem]:
+    """DT018."""
+    module = check.module
+    if not module.trains or check.project.framework(module):
+        return
+    for name in sorted(_SHOWS & set(module.methods)):
+        for call in module.methods[name]:
+            found = next(guards(module, call), None)
+            if found is None or not found.at_zero:
+                continue
+            figure = next((one for one in ast.walk(call) if _is_local(check, one)), None)
+            if figure is not None:
+                yield check.problem("DT018", call, f"`{ast.unparse(figure)}` is that of rank 0 alone")
+                break
+
+
+def _is_local(check: Check, node: ast.AST) -> bool:
+    """Whether a name is a figure that this rank has computed and nobody has reduced."""
+    module = check.module
+    if not isinstance(node, ast.Name) or not _FIGURE.search(node.id):
+        return False
+    bound = [one.value for one in module.lookup(node) if one.value is not None]
+    sums = [one for one in module.each(ast.AugAssign) if isinstance(one, ast.AugAssign) and key(one.target) == node.id]
+    if not bound:
+        return False
+    text = " ".join(ast.unparse(one) for one in bound)
+    if _REDUCES.search(text):
+        return False
+    scope = module.scope(node)
+    for reducing in ("all_reduce", "reduce", "all_gather", "gather", "all_gather_into_tensor", "all_reduce_mean"):
+        for call in module.methods.get(reducing, ()):
+            inside = {part.id for one in call.args for part in ast.walk(one) if isinstance(part, ast.Name)}
+            if module.scope(call) is scope and (node.id in inside or any(name in text for name in inside)):
+                return False
+    own = (
+        any(isinstance(one, ast.BinOp) for one in bound)
+        or ".item()" in text
+        or "criterion" in text
+        or "loss_fn" in text
+    )
+    return own or bool(sums) or "cross_entropy" in text
+
+
+def fixed_divisor(check: Check) -> Iterator[Problem]:
+    """DT019."""
+    module = check.module
+    if check.cluster.one:
+        return
+    for call in module.called(ALL_REDUCE):
+        name = key(call.args[0]) if call.args else None
+        op = keyword(call, "op") or (call.args[1] if len(call.args) > 1 else None)
+        if name is None or (op is not None and not ast.unparse(op).endswith("SUM")):
+            continue
+        for node, divisor in _divisions(check, name, call):
+            for value in module.values(divisor):
+                number = constant(value)
+                counted = isinstance(value, ast.Call) and (key(value.func) or "").endswith("device_count")
+                if counted or (isinstance(number, int | float) and number > 1 and float(number).is_integer()):
+                    severity: Severity = "error" if check.cluster.several else "warning"
+                    what = "the GPUs of one node" if counted else f"{number}"
+                    message = f"`{name}` is a sum over all ranks, and is divided by {what}"
+                    yield check.problem("DT019", node, message, severity=severity)
+
+
+def _divisions(check: Check, name: str, after: ast.Call) -> Iterator[tuple[ast.AST, ast.expr]]:
+    """Divisions of a name after a call in the same function: (node, divisor)."""
+    module = check.module
+    scope = module.scope(after)
+    for node in module.each(ast.BinOp):
+        own = node.lineno >= after.lineno and module.scope(node) is scope
+        if own and isinstance(node.op, ast.Div | ast.FloorDiv) and key(_bare(node.left)) == name:
+            yield node, node.right
+    for changed in module.each(ast.AugAssign):
+        own = changed.lineno > after.lineno and module.scope(changed) is scope
+        if own and isinstance(changed.op, ast.Div) and key(changed.target) == name:
+            yield changed, changed.value
+    for call in [*module.methods.get("div_", ()), *module.methods.get("div", ())]:
+        own = call.lineno > after.lineno and module.scope(call) is scope
+        if own and isinstance(call.func, ast.Attribute) and key(call.func.value) == name and call.args:
+            yield call, call.args[0]
+
+
+def _bare(node: ast.expr) -> ast.expr:
+    """`x` of `x.item()`."""
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("item", "float"):
+        node = node.func.value
+    return node
+
+
+def sum_of_batches(check: Check) -> Iterator[Problem]:
+    """DT020."""
+    module = check.module
+    for call in module.called(ALL_REDUCE):
+        name = key(call.args[0]) if call.args else None
+        op = keyword(call, "op") or (call.args[1] if len(call.args) > 1 else None)
+        if name is None or (op is not None and not ast.unparse(op).endswith("SUM")):
+            continue
+        total = _summed_over_batches(check, call.args[0], name)
+        if total is None or _divided_elsewhere(check, call, {name, total}):
+            continue
+        for node, divisor in _divisions(check, name, call):
+            if is_world_size(module, divisor):
+                yield check.problem(
+                    "DT020", node, f"`{total}` is a sum over batches, and is divided by the number of ranks only"
+                )
+
+
+def _summed_over_batches(check: Check, tensor: ast.expr, name: str) -> str | None:
+    """The name that losses are added to in a loop; None if the tensor is not such a sum."""
+    module = check.module
+    scope = module.scope(tensor)
+    sums = {}
+    for node in module.each(ast.AugAssign):
+        loop = module.enclosing(node, (ast.For,))
+        text = ast.unparse(node.value)
+        own = module.scope(node) is scope and isinstance(node.op, ast.Add) and loop is not None
+        if own and re.search("loss|criterion", text.lower()) and not re.search(r"\*|len\(|size|sum\(|/", text):
+            sums[key(node.target) or ""] = node
+    candidates = {name}
+    for binding in module.lookup(tensor):
+        if binding.value is not None:
+            candidates |= {part.id for part in ast.walk(binding.value) if isinstance(part, ast.Name)}
+    return next((one for one in sums if one in candidates), None)
+
+
+def _divided_elsewhere(check: Check, call: ast.Call, wanted: set[str]) -> bool:
+    """Whether a sum is also divided by something that is not the number of ranks."""
+    module = check.module
+    scope = module.scope(call)
+    divided = [(one, one.op, one.left, one.right) for one in module.each(ast.BinOp)]
+    divided += [(one, one.op, one.target, one.value) for one in module.each(ast.AugAssign)]  # type: ignore[misc]
+    for node, op, left, right in divided:
+        if not isinstance(op, ast.Div) or module.scope(node) is not scope:
+            continue
+        about = {key(part) for part in ast.walk(left) if isinstance(part, ast.Name | ast.Attribute)}
+        if about & wanted and (not is_world_size(module, right) or "len(" in ast.unparse(left)):
+            return True
+    return False
+
+
+CHECKS = (own_figure, fixed_divisor, sum_of_batches)

@@ -1,0 +1,127 @@
+"""Rules about calls that all ranks have to make together: DT011, DT012, DT036."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from dtctl.lint import names
+from dtctl.lint.checks import Check
+from dtctl.lint.model import Problem
+from dtctl.lint.module import key, keyword
+from dtctl.lint.ranks import Guard, guards
+from dtctl.lint.wraps import wrapped, wraps
+
+NEW_GROUP = "torch.distributed.new_group"
+
+
+def _alone(check: Check, call: ast.Call, same: list[ast.Call]) -> Guard | None:
+    """The condition under which only some ranks make a call; None if all make it, here or in another place."""
+    module = check.module
+    found = next((one for one in guards(module, call) if one.sure), None)
+    if found is None:
+        return None
+    scope = module.scope(call)
+    for other in same:
+        if other is not call and module.scope(other) is scope:
+            elsewhere = next(guards(module, other), None)
+            if elsewhere is not None and elsewhere.at_zero != found.at_zero:
+                return None
+    return found
+
+
+def _who(found: Guard) -> str:
+    if found.rank == "local":
+        return "local rank 0 of each node" if found.at_zero else "only some ranks of each node"
+    return "rank 0 alone" if found.at_zero else "not by rank 0"
+
+
+def collective_by_some(check: Check) -> Iterator[Problem]:
+    """DT011."""
+    module = check.module
+    for name in names.COLLECTIVES:
+        calls = module.calls.get(name, [])
+        for call in calls:
+            if keyword(call, "group") is not None or _takes_a_group(name, call):
+                continue
+            found = _alone(check, call, calls)
+            if found is not None and not found.early:
+                short = name.rpartition(".")[2]
+                yield check.problem("DT011", call, f"{short} is called by {_who(found)}, and waits for all")
+    yield from _indirectly(check)
+
+
+def _takes_a_group(name: str, call: ast.Call) -> bool:
+    """Whether the group is given by position."""
+    most = {"barrier": 0, "all_reduce": 2, "broadcast": 2, "all_gather": 2, "reduce": 3, "gather": 3, "scatter": 3}
+    return len(call.args) > most.get(name.rpartition(".")[2], 3)
+
+
+def _indirectly(check: Check) -> Iterator[Problem]:
+    """Functions that make a collective, called by some ranks."""
+    module = check.module
+    if not module.trains:
+        return
+    local = {name for name, full in module.aliases.items() if full.startswith(".") or not full.startswith("torch")}
+    for name in (local | set(module.functions)) & set(module.methods):
+        calls = module.methods[name]
+        for call in calls:
+            found = _alone(check, call, calls)
+            if found is None or found.early:
+                continue
+            made = check.project.collective_called(module, call)
+            if made:
+                message = f"`{key(call.func)}` calls {made}, and is called by {_who(found)}"
+                yield check.problem("DT011", call, message, severity="warning")
+
+
+def wrapped_by_some(check: Check) -> Iterator[Problem]:
+    """DT012."""
+    module = check.module
+    for name in (*names.WRAPPERS, *names.STATE_COLLECTIVES):
+        calls = module.calls.get(name, [])
+        for call in calls:
+            found = _alone(check, call, calls)
+            if found is not None and keyword(call, "process_group") is None:
+                short = name.rpartition(".")[2]
+                yield check.problem("DT012", call, f"{short} is called by {_who(found)}, and waits for all")
+    sharded = any(wrap.kind != "ddp" for wrap in wraps(module))
+    for name in ("full_tensor", "state_dict", "clip_grad_norm_") if module.trains else ():
+        calls = [one for one in module.methods.get(name, []) if isinstance(one.func, ast.Attribute)]
+        for call in calls:
+            if name != "full_tensor" and not (sharded and _sharded(check, call)):
+                continue
+            found = _alone(check, call, calls)
+            if found is not None:
+                yield check.problem("DT012", call, f"{name} gathers from all ranks, and is called by {_who(found)}")
+
+
+def _sharded(check: Check, call: ast.Call) -> bool:
+    """Whether a method is that of a model in shards."""
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else call.func
+    wrap = wrapped(check.module, owner, call)
+    if wrap is None:
+        wrap = next(
+            (
+                one
+                for one in wraps(check.module)
+                if one.kind == "fully_shard"
+                and one.target == key(owner)
+                and check.module.dominates(one.call, call)
+                and one.call.lineno < call.lineno
+            ),
+            None,
+        )
+    return wrap is not None and wrap.kind == "fsdp"
+
+
+def group_of_some(check: Check) -> Iterator[Problem]:
+    """DT036."""
+    calls = check.module.calls.get(NEW_GROUP, [])
+    for call in calls:
+        found = _alone(check, call, [])
+        if found is not None and keyword(call, "use_local_synchronization") is None:
+            yield check.problem("DT036", call, "new_group is called by members only, and every rank has to call it")
+
+
+CHECKS = (collective_by_some, wrapped_by_some, group_of_some)

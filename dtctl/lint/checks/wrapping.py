@@ -1,0 +1,222 @@
+"""Rules about making a model distributed: DT001, DT002, DT010, DT021 to DT024, DT026."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from dtctl.lint import names
+from dtctl.lint.checks import Check
+from dtctl.lint.model import Problem
+from dtctl.lint.module import constant, key, keyword
+from dtctl.lint.signatures import DDP_ATTRIBUTES, KEYWORDS
+from dtctl.lint.wraps import Wrap, wrapped, wraps
+
+
+def data_parallel(check: Check) -> Iterator[Problem]:
+    """DT001."""
+    for call in check.module.called(names.DP):
+        yield check.problem("DT001", call, "nn.DataParallel: one process drives all GPUs, and it cannot leave its node")
+
+
+def moved_after(check: Check) -> Iterator[Problem]:
+    """DT002."""
+    module = check.module
+    for wrap in wraps(module):
+        if wrap.kind != "ddp" or wrap.target is None or _placed(check, wrap):
+            continue
+        for call in module.methods["to"] + module.methods["cuda"]:
+            if (
+                isinstance(call.func, ast.Attribute)
+                and key(call.func.value) == wrap.target
+                and call.lineno > wrap.call.lineno
+                and module.scope(call) is module.scope(wrap.call)
+                and wrapped(module, call.func.value, call) == wrap
+                and not (call.args and "float" in ast.unparse(call.args[0]))
+            ):
+                yield check.problem("DT002", call, f"`{wrap.target}` is moved after it was wrapped in DDP")
+                break
+
+
+def _placed(check: Check, wrap: Wrap) -> bool:
+    """Whether the model was put somewhere before it was wrapped."""
+    module = check.module
+    text = ast.unparse(wrap.call.args[0]) if wrap.call.args else ""
+    if ".to(" in text or ".cuda(" in text or wrap.source is None:
+        return True
+    for call in module.methods["to"] + module.methods["cuda"]:
+        below = call.func.value if isinstance(call.func, ast.Attribute) else None
+        if call.lineno > wrap.call.lineno or below is None or module.scope(call) is not module.scope(wrap.call):
+            continue
+        statement = module.statement(call)
+        target = key(statement.targets[0]) if isinstance(statement, ast.Assign) else key(below)
+        if target == wrap.source:
+            return True
+    return False
+
+
+def unused_parameters(check: Check) -> Iterator[Problem]:
+    """DT010."""
+    for wrap in wraps(check.module):
+        value = keyword(wrap.call, "find_unused_parameters")
+        if wrap.kind == "ddp" and constant(value) is True and value is not None:
+            both = constant(keyword(wrap.call, "static_graph")) is True
+            message = "find_unused_parameters=True walks the graph of every step to look for unused parameters"
+            if both:
+                message = "find_unused_parameters=True beside static_graph=True: the static graph finds them once"
+            yield check.problem("DT010", value, message)
+
+
+def attribute(check: Check) -> Iterator[Problem]:
+    """DT021."""
+    module = check.module
+    targets = {wrap.target for wrap in wraps(module) if wrap.kind == "ddp" and wrap.target}
+    seen = set()
+    for node in module.each(ast.Attribute) if targets else ():
+        name = key(node.value)
+        if name not in targets or node.attr in DDP_ATTRIBUTES or not isinstance(node.ctx, ast.Load):
+            continue
+        wrap = wrapped(module, node.value, node)
+        if wrap is None or wrap.kind != "ddp" or (name, node.attr) in seen or _asked_for(check, node):
+            continue
+        seen.add((name, node.attr))
+        yield check.problem(
+            "DT021", node, f"`{name}` is wrapped in DDP, which has no `{node.attr}`", fix=f"`{name}.module.{node.attr}`"
+        )
+
+
+def _asked_for(check: Check, node: ast.Attribute) -> bool:
+    """Whether a condition around it asks what the model is: hasattr, isinstance."""
+    return any(
+        isinstance(parent, ast.If | ast.IfExp)
+        and ("hasattr" in (text := ast.unparse(parent.test)) or "isinstance" in text)
+        for parent, _ in check.module.chain(node)
+    )
+
+
+def prefixed_state(check: Check) -> Iterator[Problem]:
+    """DT022."""
+    module = check.module
+    for save in module.called("torch.save"):
+        for call in module.below(save, "state_dict"):
+            if not isinstance(call.func, ast.Attribute):
+                continue
+            wrap = wrapped(module, call.func.value, call)
+            if wrap is not None and wrap.kind == "ddp":
+                name = key(call.func.value)
+                yield check.problem(
+                    "DT022", call, "every name in a DDP model's state begins with `module.`, and the bare model cannot "
+                    "load it", fix=f"`{name}.module.state_dict()`",
+                )  # fmt: skip
+
+
+def optimizer_before(check: Check) -> Iterator[Problem]:
+    """DT023."""
+    module = check.module
+    for wrap in wraps(module):
+        if wrap.kind == "ddp" or wrap.source is None:
+            continue
+        for call in module.methods["parameters"] + module.methods["named_parameters"]:
+            above = module.parents.get(call)
+            if (
+                isinstance(call.func, ast.Attribute)
+                and key(call.func.value) == wrap.source
+                and isinstance(above, ast.Call)
+                and (module.name(above.func) or "").startswith("torch.optim.")
+                and module.dominates(module.statement(above), wrap.call)
+                and above.lineno < wrap.call.lineno
+                and not _made_again(check, above, wrap)
+            ):
+                what = "fully_shard" if wrap.kind == "fully_shard" else "FSDP"
+                yield check.problem(
+                    "DT023", above, f"the optimizer is made before {what}, which puts other parameters in their place"
+                )
+
+
+def _made_again(check: Check, optimizer: ast.Call, wrap: Wrap) -> bool:
+    """Whether the optimizer's name gets another one after the wrap."""
+    statement = check.module.statement(optimizer)
+    target = key(statement.targets[0]) if isinstance(statement, ast.Assign) else None
+    bound = check.module.bindings.get((check.module.scope(optimizer), target or ""), [])
+    return any(one.line > wrap.call.lineno for one in bound)
+
+
+def changed_after(check: Check) -> Iterator[Problem]:
+    """DT024."""
+    module = check.module
+    for call in module.called("torch.nn.SyncBatchNorm.convert_sync_batchnorm"):
+        if call.args and (wrap := wrapped(module, call.args[0], call)) is not None and wrap.kind == "ddp":
+            yield check.problem("DT024", call, "BatchNorm layers are replaced after DDP has taken the parameters")
+    for name in ("requires_grad_", "add_module", "register_parameter"):
+        for call in module.methods.get(name, ()):
+            if isinstance(call.func, ast.Attribute) and _of_ddp(check, call.func.value, call):
+                yield check.problem("DT024", call, f"`{name}` after DDP has taken the parameters")
+    for assign in module.each(ast.Assign):
+        target = assign.targets[0]
+        if isinstance(target, ast.Attribute) and target.attr == "requires_grad" and isinstance(target.value, ast.Name):
+            loop = _loop_over_parameters(check, target.value)
+            if loop is not None and _of_ddp(check, loop, assign):
+                yield check.problem("DT024", assign, "parameters are frozen or thawed after DDP has taken them")
+        elif (
+            isinstance(target, ast.Attribute)
+            and isinstance(target.value, ast.Attribute)
+            and target.value.attr == "module"
+            and isinstance(assign.value, ast.Call)
+            and (module.name(assign.value.func) or "").startswith("torch.nn.")
+            and _of_ddp(check, target.value, assign)
+        ):
+            yield check.problem(
+                "DT024", assign, f"`{ast.unparse(target)}` is replaced after DDP has taken the parameters"
+            )
+
+
+def _loop_over_parameters(check: Check, name: ast.Name) -> ast.expr | None:
+    """`model` in `for name in model.parameters()`."""
+    loop = check.module.enclosing(name, (ast.For,))
+    while isinstance(loop, ast.For):
+        if name.id in {part.id for part in ast.walk(loop.target) if isinstance(part, ast.Name)}:
+            call = loop.iter
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and "parameters" in call.func.attr:
+                return call.func.value
+            return None
+        loop = check.module.enclosing(loop, (ast.For,))
+    return None
+
+
+def _of_ddp(check: Check, node: ast.expr, at: ast.AST) -> bool:
+    """Whether an expression is a DDP model, or a part of one."""
+    while True:
+        wrap = wrapped(check.module, node, at)
+        if wrap is not None:
+            return wrap.kind == "ddp"
+        if not isinstance(node, ast.Attribute):
+            return False
+        node = node.value
+
+
+def unknown_keyword(check: Check) -> Iterator[Problem]:
+    """DT026."""
+    for call in check.module.called("torch.cuda.nccl.is_available"):
+        if not call.args:
+            yield check.problem(
+                "DT026", call, "torch.cuda.nccl.is_available needs tensors", fix="torch.distributed.is_nccl_available()"
+            )
+    for name, known in KEYWORDS.items():
+        for call in check.module.called(name):
+            for one in call.keywords:
+                if one.arg is not None and one.arg not in known:
+                    short = name.rpartition(".")[2]
+                    hint = "the time-out is an argument of init_process_group" if one.arg == "timeout" else None
+                    yield check.problem("DT026", one, f"{short} has no argument `{one.arg}`", fix=hint)
+
+
+CHECKS = (
+    data_parallel,
+    moved_after,
+    unused_parameters,
+    attribute,
+    prefixed_state,
+    optimizer_before,
+    changed_after,
+    unknown_keyword,
+)

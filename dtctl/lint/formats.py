@@ -1,0 +1,112 @@
+"""Problems as text for people, JSON, SARIF 2.1.0, and commands for GitHub's checks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any
+
+from dtctl.lint.model import Problem
+from dtctl.lint.rules import Rule, rules
+
+_SARIF_LEVELS = {"error": "error", "warning": "warning", "info": "note"}
+_GITHUB_LEVELS = {"error": "error", "warning": "warning", "info": "notice"}
+
+
+def text_lines(problem: Problem) -> tuple[str, str]:
+    """Place and fact, then what to do."""
+    place = f"{problem.path}:{problem.line}:{problem.column}"
+    return f"{place}: {problem.severity} {problem.rule} {problem.message}", f"    {problem.fix}"
+
+
+def as_json(problems: Sequence[Problem]) -> list[dict[str, object]]:
+    """The list of `--format json`."""
+    return [problem.as_json() for problem in problems]
+
+
+def github(problem: Problem) -> str:
+    """A workflow command, which GitHub shows at the line of a pull request.
+
+    https://docs.github.com/en/actions/reference/workflow-commands-for-github-actions
+    """
+    message = f"{problem.message}. {problem.fix}".replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    path = problem.path.replace("%", "%25").replace(":", "%3A").replace(",", "%2C")
+    return (
+        f"::{_GITHUB_LEVELS[problem.severity]} file={path},line={problem.line},col={problem.column},"
+        f"title={problem.rule}::{message}"
+    )
+
+
+def sarif(problems: Sequence[Problem], version: str) -> dict[str, Any]:
+    """A SARIF log, see https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html."""
+    used = sorted({problem.rule for problem in problems})
+    index = {rule: number for number, rule in enumerate(used)}
+    return {
+        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
+        "version": "2.1.0",
+        "runs": [
+            {
+                "tool": {
+                    "driver": {"name": "dtctl lint", "version": version, "rules": [_sarif_rule(one) for one in used]}
+                },
+                "results": [
+                    {
+                        "ruleId": problem.rule,
+                        "ruleIndex": index[problem.rule],
+                        "level": _SARIF_LEVELS[problem.severity],
+                        "message": {"text": f"{problem.message}. {problem.fix}"},
+                        "locations": [
+                            {
+                                "physicalLocation": {
+                                    "artifactLocation": {"uri": PurePath(problem.path).as_posix()},
+                                    "region": {"startLine": problem.line, "startColumn": problem.column},
+                                }
+                            }
+                        ],
+                    }
+                    for problem in problems
+                ],
+            }
+        ],
+    }
+
+
+def _sarif_rule(id_: str) -> dict[str, Any]:
+    rule = rules().get(id_)
+    if rule is None:
+        return {"id": id_, "shortDescription": {"text": "the file cannot be read"}}
+    return {
+        "id": id_,
+        "name": rule.name,
+        "shortDescription": {"text": rule.name},
+        "fullDescription": {"text": " ".join(rule.why.split())},
+        "helpUri": rule.source,
+    }
+
+
+def explained(rule: Rule) -> str:
+    """All that is known about a rule, for `--explain`."""
+    parts = [
+        f"{rule.id} {rule.name} ({rule.severity})",
+        "",
+        " ".join(rule.why.split()),
+        "",
+        "Wrong:",
+        "",
+        _indented(rule.wrong),
+    ]
+    parts += ["", "Right:", "", _indented(rule.right), ""]
+    if rule.exempt:
+        parts += [f"Does not apply: {' '.join(rule.exempt.split())}", ""]
+    parts += [f"Fix: {rule.fix}{' (--fix mends the plain cases)' if rule.fixable else ''}", f"Source: {rule.source}"]
+    return "\n".join(parts)
+
+
+def _indented(code: str) -> str:
+    return "\n".join(f"    {line}".rstrip() for line in code.rstrip().split("\n"))
+
+
+def dumped(value: object) -> str:
+    """One JSON value, readable."""
+    return json.dumps(value, indent=2)

@@ -1,0 +1,67 @@
+"""What the linter says: problems, and the edits that mend some of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Severity = Literal["error", "warning", "info"]
+LEVELS: tuple[Severity, ...] = ("info", "warning", "error")
+"""From harmless to wrong. A run of the linter fails on warnings and errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """Text to put in place of some other. Lines from 1; columns in UTF-8 bytes from 0, as ast counts them."""
+
+    start: tuple[int, int]
+    end: tuple[int, int]
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One problem at one place."""
+
+    rule: str
+    severity: Severity
+    path: str
+    line: int
+    column: int
+    """From 1, in characters."""
+    message: str
+    fix: str
+    """What to do about it, one sentence."""
+    end_line: int
+    edits: tuple[Edit, ...] = ()
+    """What `--fix` changes; empty when a person has to decide."""
+
+    def as_json(self) -> dict[str, object]:
+        """The object of `--format json`."""
+        return {
+            "rule": self.rule,
+            "severity": self.severity,
+            "path": self.path,
+            "line": self.line,
+            "column": self.column,
+            "message": self.message,
+            "fix": self.fix,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """What is known about where the linted code will run."""
+
+    nodes: int | None = None
+    """Number of nodes; None when no spec says it."""
+
+    @property
+    def several(self) -> bool:
+        """Whether it surely runs on several nodes."""
+        return self.nodes is not None and self.nodes > 1
+
+    @property
+    def one(self) -> bool:
+        """Whether it surely runs on one node."""
+        return self.nodes == 1

@@ -1,0 +1,352 @@
+"""One Python file as rules see it: calls by resolved name, what names were set to, what stands around a node."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar, cast
+
+from dtctl.lint import names
+
+Kind = TypeVar("Kind", bound=ast.AST)
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Module)
+_PLAIN = frozenset(
+    "id ctx attr op ops arg kind type_comment name asname module level simple conversion is_async rest kwd_attrs "
+    "type_ignores".split()
+)
+"""Fields that hold no nodes, or none that rules look at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A name was given a value."""
+
+    line: int
+    value: ast.expr | None
+    """None when it is not known: parameters, loops."""
+    statement: ast.AST
+
+
+class Module:
+    """A parsed file and its index. Made once per file; rules only read it."""
+
+    def __init__(self, path: Path, text: str, tree: ast.Module) -> None:
+        self.path = path
+        self.text = text
+        self.tree = tree
+        self.parents: dict[ast.AST, ast.AST] = {}
+        self.aliases: dict[str, str] = {}
+        self.trains = any(word in text for word in names.TRAINS)
+        """Whether this file takes part in distributed training."""
+        self.imports: list[tuple[str, int]] = []
+        """Dotted names of imported modules (`pkg.mod`, or with a from the name too) and the number of leading dots."""
+        self.stars: list[str] = []
+        self.calls: dict[str, list[ast.Call]] = defaultdict(list)
+        """Resolved name -> calls."""
+        self.methods: dict[str, list[ast.Call]] = defaultdict(list)
+        """Last part of the called name -> calls, whatever stands before it."""
+        self.bindings: dict[tuple[ast.AST, str], list[Binding]] = defaultdict(list)
+        self.nodes: dict[type[ast.AST], list[ast.AST]] = defaultdict(list)
+        self.functions: dict[str, list[Function]] = defaultdict(list)
+        self._index()
+
+    # -- building ---------------------------------------------------------------------------------------------------
+
+    def _index(self) -> None:
+        """Visit every node once, then read off imports, bindings and calls."""
+        calls = self._visit()
+        for found in self.nodes.values():
+            found.sort(key=position)
+        statements: list[ast.Import | ast.ImportFrom] = [*self.each(ast.Import), *self.each(ast.ImportFrom)]
+        for statement in statements:
+            self._imported(statement)
+        functions: list[Function] = [*self.each(ast.FunctionDef), *self.each(ast.AsyncFunctionDef)]
+        for function in functions:
+            self.functions[function.name].append(function)
+            for argument in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs):
+                self.bindings[(function, argument.arg)].append(Binding(function.lineno, None, argument))
+        self._bind()
+        for call in sorted(calls, key=position):
+            name = self.name(call.func)
+            if name is not None:
+                self.calls[name].append(call)
+            if isinstance(call.func, ast.Attribute):
+                self.methods[call.func.attr].append(call)
+            elif isinstance(call.func, ast.Name):
+                self.methods[call.func.id].append(call)
+
+    def _visit(self) -> list[ast.Call]:
+        """Fill `parents` and `nodes`; all calls. Most of the linter's time is spent here."""
+        kept, parents, calls, below = self.nodes, self.parents, [], _BELOW
+        stack: list[ast.AST] = [self.tree]
+        while stack:
+            node = stack.pop()
+            kind = type(node)
+            if kind is ast.Call:
+                calls.append(cast("ast.Call", node))
+            elif kind in _WANTED:
+                kept[kind].append(node)
+            for name in below[kind]:
+                value = getattr(node, name)
+                if type(value) is list:
+                    for item in value:
+                        if item is not None:
+                            parents[item] = node
+                            stack.append(item)
+                elif value is not None:
+                    parents[value] = node
+                    stack.append(value)
+        return calls
+
+    def _imported(self, statement: ast.Import | ast.ImportFrom) -> None:
+        if isinstance(statement, ast.Import):
+            for alias in statement.names:
+                self.imports.append((alias.name, 0))
+                if alias.asname:
+                    self.aliases[alias.asname] = alias.name
+                else:
+                    root = alias.name.partition(".")[0]
+                    self.aliases.setdefault(root, root)
+        else:
+            base = statement.module or ""
+            self.imports.append((base, statement.level))
+            for alias in statement.names:
+                full = f"{base}.{alias.name}" if base else alias.name
+                if alias.name == "*":
+                    self.stars.append(base)
+                    continue
+                self.imports.append((full, statement.level))
+                self.aliases[alias.asname or alias.name] = "." * statement.level + full
+
+    def _bind(self) -> None:
+        for assign in self.each(ast.Assign):
+            for target in assign.targets:
+                self._target(target, assign.value, assign)
+        typed: list[ast.AnnAssign | ast.NamedExpr] = [*self.each(ast.AnnAssign), *self.each(ast.NamedExpr)]
+        for node in typed:
+            self._target(node.target, node.value, node)
+        loops: list[ast.For | ast.AsyncFor] = [*self.each(ast.For), *self.each(ast.AsyncFor)]
+        for loop in loops:
+            self._target(loop.target, None, loop)
+        for block in self.each(ast.With):
+            for item in block.items:
+                if item.optional_vars is not None:
+                    self._target(item.optional_vars, item.context_expr, block)
+        for found in self.bindings.values():
+            found.sort(key=lambda binding: binding.line)
+
+    def _target(self, target: ast.expr, value: ast.expr | None, statement: ast.AST) -> None:
+        if isinstance(target, ast.Tuple | ast.List):
+            values: list[ast.expr | None] = [None] * len(target.elts)
+            if isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(target.elts):
+                values = list(value.elts)
+            for part, part_value in zip(target.elts, values, strict=True):
+                self._target(part, part_value, statement)
+            return
+        name = key(target)
+        if name is not None:
+            line = target.lineno
+            self.bindings[(self._home(target, name), name)].append(Binding(line, value, statement))
+
+    def _home(self, node: ast.AST, name: str) -> ast.AST:
+        """Where a name lives: its function or the module; for `self.x` the class."""
+        if name.startswith("self."):
+            found = self.enclosing(node, (ast.ClassDef,))
+            if found is not None:
+                return found
+        return self.scope(node)
+
+    # -- asking -----------------------------------------------------------------------------------------------------
+
+    def name(self, node: ast.AST, depth: int = 3) -> str | None:
+        """The dotted name that an expression means, imports and simple assignments followed; None for anything else."""
+        if isinstance(node, ast.Name):
+            known = self.aliases.get(node.id)
+            if known is None and depth and (found := self.bindings.get((self.tree, node.id))) and len(found) == 1:
+                value = found[0].value
+                known = self.name(value, depth - 1) if isinstance(value, ast.Name | ast.Attribute) else None
+            if known is None:
+                known = next((f"{star}.{node.id}" for star in self.stars if star.startswith("torch")), None)
+                if node.id in self.functions or (known and names.canonical(known) not in _STARRED):
+                    return None
+            return names.canonical(known) if known else None
+        if isinstance(node, ast.Attribute):
+            below = self.name(node.value, depth)
+            return names.canonical(f"{below}.{node.attr}") if below else None
+        return None
+
+    def each(self, kind: type[Kind]) -> list[Kind]:
+        """All nodes of a kind, in the order of the file. Kinds in `_WANTED` only."""
+        return cast("list[Kind]", self.nodes.get(kind, []))
+
+    def called(self, *wanted: str) -> list[ast.Call]:
+        """Calls of any of these resolved names, in the order of the file."""
+        found = [call for name in wanted for call in self.calls.get(name, ())]
+        return sorted(found, key=position) if len(wanted) > 1 else found
+
+    def scope(self, node: ast.AST) -> ast.AST:
+        """The function around a node, or the module."""
+        return self.enclosing(node, _SCOPES) or self.tree
+
+    def enclosing(self, node: ast.AST, kinds: tuple[type[ast.AST], ...]) -> ast.AST | None:
+        """The nearest node around this one that is of one of these kinds."""
+        above = self.parents.get(node)
+        while above is not None and not isinstance(above, kinds):
+            above = self.parents.get(above)
+        return above
+
+    def chain(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+        """(parent, child) from a node up to its function or the module, that one included."""
+        child = node
+        while (above := self.parents.get(child)) is not None:
+            yield above, child
+            if isinstance(above, _SCOPES):
+                return
+            child = above
+
+    def statement(self, node: ast.AST) -> ast.stmt:
+        """The statement that a node is part of."""
+        while not isinstance(node, ast.stmt):
+            node = self.parents[node]
+        return node
+
+    def block(self, statement: ast.AST) -> list[ast.stmt]:
+        """The list of statements that a statement stands in."""
+        above = self.parents.get(statement)
+        for value in above.__dict__.values() if above is not None else ():
+            if isinstance(value, list) and any(item is statement for item in value):
+                return value
+        return []
+
+    def lookup(self, node: ast.expr) -> list[Binding]:
+        """What a name or `self.x` is set to, in the nearest scope that sets it; in the order of the file."""
+        name = key(node)
+        if name is None:
+            return []
+        if name.startswith("self."):
+            return self.bindings.get((self._home(node, name), name), [])
+        scope: ast.AST | None = self.scope(node)
+        while scope is not None:
+            found = self.bindings.get((scope, name))
+            if found:
+                return found
+            scope = self.enclosing(scope, _SCOPES)
+        return []
+
+    def values(self, node: ast.expr, depth: int = 4) -> list[ast.expr]:
+        """What an expression may be, names replaced by what they were set to; itself when nothing is known."""
+        if isinstance(node, ast.IfExp):
+            return self.values(node.body, depth) + self.values(node.orelse, depth)
+        if isinstance(node, ast.Name | ast.Attribute) and depth:
+            found = [binding.value for binding in self.lookup(node) if binding.value is not None]
+            if found:
+                return [value for one in found[-6:] for value in self.values(one, depth - 1)]
+        return [node]
+
+    def current(self, node: ast.expr, at: ast.AST) -> Binding | None:
+        """The assignment that a name has its value from at a place, if that is certain.
+
+        It is if it stands before, in the same function, and on every way to the place.
+        """
+        name = key(node)
+        if name is None:
+            return None
+        scope = self.scope(at)
+        found = [one for one in self.bindings.get((scope, name), ()) if one.line < position(at)[0]]
+        if not found or not self.dominates(found[-1].statement, at):
+            return None
+        return found[-1]
+
+    def dominates(self, first: ast.AST, second: ast.AST) -> bool:
+        """Whether `second`, further down in the same function, is only reached over `first`."""
+        if first not in self.parents or self.scope(first) is not self.scope(second):
+            return False
+        above = {id(parent): child for parent, child in self.chain(second)}
+        for parent, child in self.chain(self.statement(first)):
+            if isinstance(parent, ast.If | ast.For | ast.While | ast.Try | ast.ExceptHandler | ast.Match):
+                other = above.get(id(parent))
+                if other is None or _branch(parent, other) != _branch(parent, child):
+                    return False
+        return True
+
+    def within(self, node: ast.AST, function: ast.AST) -> bool:
+        """Whether a node is below another one."""
+        above: ast.AST | None = node
+        while above is not None and above is not function:
+            above = self.parents.get(above)
+        return above is function
+
+    def below(self, node: ast.AST, name: str, *, method: bool = True) -> list[ast.Call]:
+        """Calls under a node whose name ends in `name` (method) or resolves to it."""
+        found = self.methods.get(name, []) if method else self.calls.get(name, [])
+        return [call for call in found if self.within(call, node)]
+
+
+def key(node: ast.AST) -> str | None:
+    """`model`, `self.model`, `args.local_rank`: the text of a name; None for other expressions."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        below = key(node.value)
+        return f"{below}.{node.attr}" if below else None
+    return None
+
+
+def keyword(call: ast.Call, name: str) -> ast.expr | None:
+    """The value of a keyword argument."""
+    return next((one.value for one in call.keywords if one.arg == name), None)
+
+
+def constant(node: ast.AST | None) -> object:
+    """The value of a literal; None for anything else."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
+        value = node.operand.value
+        return -value if isinstance(value, int | float) else None
+    return None
+
+
+def position(node: ast.AST) -> tuple[int, int]:
+    """(line from 1, column in bytes from 0)."""
+    return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
+
+
+def _branch(parent: ast.AST, child: ast.AST) -> str:
+    for name, value in parent.__dict__.items():
+        if value is child or (isinstance(value, list) and any(item is child for item in value)):
+            return name
+    return ""
+
+
+_WANTED = frozenset(
+    [
+        ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign,
+        ast.AugAssign, ast.NamedExpr, ast.For, ast.AsyncFor, ast.While, ast.With, ast.If, ast.Try, ast.ExceptHandler,
+        ast.Attribute, ast.Subscript, ast.BinOp, ast.Return, ast.Continue, ast.Break,
+    ]
+)  # fmt: skip
+_STARRED = names.COLLECTIVES | names.WRAPPERS | {names.INIT, names.SAMPLER, names.LOADER, "torch.distributed.get_rank"}
+
+
+class _Below(dict[type[ast.AST], tuple[str, ...]]):
+    """Kind of node -> fields that hold other nodes; filled as kinds are met."""
+
+    def __missing__(self, kind: type[ast.AST]) -> tuple[str, ...]:
+        found = self[kind] = _fields(kind)
+        return found
+
+
+_BELOW = _Below()
+
+
+def _fields(kind: type[ast.AST]) -> tuple[str, ...]:
+    """The fields of a kind of node that hold others."""
+    if issubclass(kind, ast.Constant | ast.Global | ast.Nonlocal | ast.MatchSingleton):
+        return ()
+    return tuple(name for name in kind._fields if name not in _PLAIN)

@@ -1,0 +1,68 @@
+"""Names of torch as they are spelt in many places, brought to one spelling each."""
+
+from __future__ import annotations
+
+from typing import Final
+
+DDP: Final = "torch.nn.parallel.DistributedDataParallel"
+DP: Final = "torch.nn.DataParallel"
+FSDP: Final = "torch.distributed.fsdp.FullyShardedDataParallel"
+FULLY_SHARD: Final = "torch.distributed.fsdp.fully_shard"
+SAMPLER: Final = "torch.utils.data.DistributedSampler"
+LOADER: Final = "torch.utils.data.DataLoader"
+INIT: Final = "torch.distributed.init_process_group"
+WRAPPERS: Final = frozenset({DDP, FSDP, FULLY_SHARD})
+
+_SAME: Final = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": DDP,
+    "torch.nn.parallel.data_parallel.DataParallel": DP,
+    "torch.nn.parallel.DataParallel": DP,
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": FSDP,
+    "torch.distributed._composable.fsdp.fully_shard": FULLY_SHARD,
+    "torch.distributed._composable.fully_shard": FULLY_SHARD,
+    "torch.utils.data.distributed.DistributedSampler": SAMPLER,
+    "torch.utils.data.dataloader.DataLoader": LOADER,
+    "torch.nn.utils.clip_grad.clip_grad_norm_": "torch.nn.utils.clip_grad_norm_",
+}
+
+COLLECTIVES: Final = frozenset(
+    "torch.distributed." + name
+    for name in (
+        "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_gather_single "
+        "all_reduce all_reduce_coalesced all_to_all all_to_all_single barrier broadcast broadcast_object_list "
+        "gather gather_object monitored_barrier reduce reduce_scatter reduce_scatter_tensor scatter "
+        "scatter_object_list _all_gather_base"
+    ).split()
+)
+"""Calls that every member of the group has to make; new_group has a rule of its own."""
+
+STATE_COLLECTIVES: Final = frozenset(
+    [
+        "torch.distributed.checkpoint.save",
+        "torch.distributed.checkpoint.async_save",
+        "torch.distributed.checkpoint.load",
+        "torch.distributed.checkpoint.state_dict.get_state_dict",
+        "torch.distributed.checkpoint.state_dict.get_model_state_dict",
+        "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
+        "torch.distributed.checkpoint.state_dict.set_state_dict",
+    ]
+)
+"""Calls that gather or write the state of all ranks."""
+
+RELEVANT: Final = (
+    "distributed DataParallel DataLoader cuda.amp clip_grad .backward( NCCL_ GLOO_ MASTER_ADDR MASTER_PORT LOCAL_RANK "
+    "local_rank local-rank fully_shard fairscale apex IterableDataset dist."
+).split()
+"""A file without any of these has nothing to look at. Most files have none, and need not be indexed."""
+TRAINS: Final = (
+    "init_process_group DistributedDataParallel FullyShardedDataParallel fully_shard DistributedSampler LOCAL_RANK "
+    "dist.all_reduce dist.broadcast dist.barrier dist.get_rank dist.all_gather"
+).split()
+"""A file that takes part in distributed training has one of these somewhere."""
+
+
+def canonical(name: str) -> str:
+    """The one spelling of a dotted name."""
+    if name.startswith("torch.distributed.distributed_c10d."):
+        name = "torch.distributed." + name.rpartition(".")[2]
+    return _SAME.get(name, name)

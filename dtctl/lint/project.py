@@ -1,0 +1,170 @@
+"""Files and the local files that they import."""
+
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+
+from dtctl.lint import names
+from dtctl.lint.module import Function, Module
+from dtctl.lint.ranks import guards
+
+MAX_FILES = 40
+"""Local files that are looked at for one file."""
+
+
+class Project:
+    """Modules by path; each file is read and parsed once."""
+
+    def __init__(self) -> None:
+        self._modules: dict[str, Module | None] = {}
+        self._collective: dict[Module, dict[str, str]] = {}
+        self._reach: dict[Module, tuple[Module, ...]] = {}
+        self._entries: dict[str, frozenset[str]] = {}
+        self._found: dict[tuple[str, str, int], tuple[str, ...]] = {}
+
+    def add(self, module: Module) -> None:
+        """Remember a module that was read already."""
+        self._modules[str(module.path)] = module
+
+    def module(self, path: str) -> Module | None:
+        """The module in a file; None when it cannot be read or parsed."""
+        if path not in self._modules:
+            try:
+                text = Path(path).read_bytes().decode("utf-8-sig")
+                self._modules[path] = Module(Path(path), text, ast.parse(text))
+            except (OSError, SyntaxError, ValueError, RecursionError):
+                self._modules[path] = None
+        return self._modules[path]
+
+    def reach(self, module: Module) -> tuple[Module, ...]:
+        """A module and the local ones that it imports, directly or over others."""
+        known = self._reach.get(module)
+        if known is None:
+            found, queue = {str(module.path): module}, [module]
+            while queue and len(found) < MAX_FILES:
+                for path in self.imported(queue.pop(0)):
+                    below = self.module(path) if path not in found else None
+                    if below is not None:
+                        found[path] = below
+                        queue.append(below)
+            known = self._reach[module] = tuple(found.values())
+        return known
+
+    def calls(self, module: Module, name: str) -> bool:
+        """Whether the resolved name is called in a module or in what it imports."""
+        return any(one.calls.get(name) for one in self.reach(module))
+
+    def methods(self, module: Module, name: str) -> bool:
+        """Whether anything whose last part is `name` is called in a module or in what it imports."""
+        return any(one.methods.get(name) for one in self.reach(module))
+
+    def trains(self, module: Module) -> bool:
+        """Whether a module, with what it imports, is a distributed training."""
+        return module.trains or any(one.trains for one in self.reach(module))
+
+    def framework(self, module: Module) -> bool:
+        """Whether a framework does the distribution: samplers, devices and saving are its part."""
+        return any(
+            name.partition(".")[0] in _FRAMEWORKS
+            for one in self.reach(module)[:4]
+            for name, dots in one.imports
+            if not dots
+        )
+
+    def collective(self, module: Module) -> dict[str, str]:
+        """Functions of a module in which every rank has to take part: name -> the collective they call."""
+        known = self._collective.get(module)
+        if known is None:
+            known = self._collective[module] = {}
+            for name in names.COLLECTIVES:
+                for call in module.calls.get(name, ()):
+                    function = module.scope(call)
+                    if isinstance(function, Function) and not _conditional(module, call, function):
+                        known.setdefault(function.name, name.rpartition(".")[2])
+        return known
+
+    def collective_called(self, module: Module, call: ast.Call) -> str | None:
+        """The collective that a call of a function of one's own makes; None if it makes none, or is not known."""
+        if isinstance(call.func, ast.Name):
+            if call.func.id in module.functions:
+                return self.collective(module).get(call.func.id)
+            full = module.aliases.get(call.func.id, "")
+        elif isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name):
+            if call.func.value.id == "self":
+                own = module.enclosing(call, (ast.ClassDef,))
+                wanted = module.functions.get(call.func.attr, [])
+                here = any(module.enclosing(one, (ast.ClassDef,)) is own for one in wanted)
+                return self.collective(module).get(call.func.attr) if here else None
+            full = module.aliases.get(call.func.value.id, "") + "." + call.func.attr
+        else:
+            return None
+        if not full or full.startswith("torch."):
+            return None
+        owner, _, name = full.rpartition(".")
+        for path in self.files(module.path, owner.lstrip("."), len(owner) - len(owner.lstrip("."))):
+            other = self.module(path)
+            if other is not None:
+                return self.collective(other).get(name)
+        return None
+
+    def imported(self, module: Module) -> list[str]:
+        """Local files that a module imports."""
+        return [
+            path
+            for name, dots in module.imports
+            if dots or name.partition(".")[0] not in _ELSEWHERE
+            for path in self.files(module.path, name, dots)
+        ]
+
+    def files(self, path: Path, name: str, dots: int) -> tuple[str, ...]:
+        """The file of a module imported from `path`: beside it or, as packages are, further up; empty without one."""
+        folder = os.path.dirname(path) or "."
+        known = self._found.get((folder, name, dots))
+        if known is None:
+            known = self._found[(folder, name, dots)] = self._look(folder, name, dots)
+        return known
+
+    def _look(self, folder: str, name: str, dots: int) -> tuple[str, ...]:
+        parts = [part for part in name.split(".") if part]
+        ups = [dots - 1] if dots else range(4)
+        for up in ups:
+            root = folder
+            for _ in range(up):
+                root = os.path.dirname(root) or "."
+            if parts and not {parts[0], parts[0] + ".py"} & self._names(root):
+                continue
+            base = os.path.join(root, *parts)
+            for candidate in (base + ".py", os.path.join(base, "__init__.py")) if parts else (base + "/__init__.py",):
+                if os.path.isfile(candidate):
+                    return (os.path.normpath(candidate),)
+        return ()
+
+    def _names(self, folder: str) -> frozenset[str]:
+        """What is in a folder; looked at once."""
+        if folder not in self._entries:
+            try:
+                self._entries[folder] = frozenset(os.listdir(folder))
+            except OSError:
+                self._entries[folder] = frozenset()
+        return self._entries[folder]
+
+
+_FRAMEWORKS = frozenset(
+    "accelerate lightning pytorch_lightning deepspeed horovod ray composer ignite colossalai megatron fastai".split()
+)
+
+
+_ELSEWHERE = frozenset(
+    "torch torchvision numpy os sys math time json random argparse typing pathlib functools collections "
+    "logging re datetime contextlib dataclasses itertools copy pickle glob shutil tqdm PIL yaml transformers "
+    "datasets wandb".split()
+)
+
+
+def _conditional(module: Module, call: ast.Call, function: ast.AST) -> bool:
+    """Whether a collective in a function is only for some: of a group, or under a condition on the rank."""
+    if any(one.arg in ("group", "process_group") for one in call.keywords) or len(call.args) > 2:
+        return True
+    return any(True for _ in guards(module, call)) or module.scope(call) is not function

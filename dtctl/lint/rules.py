@@ -1,0 +1,39 @@
+"""The rules, read from rules.yaml: what each is about, why, from which source, a wrong and a right example."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from dtctl.lint.model import Severity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One rule."""
+
+    id: str
+    name: str
+    severity: Severity
+    why: str
+    fix: str
+    source: str
+    wrong: str
+    right: str
+    exempt: str = ""
+    """Where it does not apply although it might look so."""
+    fixable: bool = False
+    """Whether `--fix` mends the plain cases."""
+
+
+@functools.cache
+def rules() -> dict[str, Rule]:
+    """All rules by id, in the order of the file."""
+    import yaml
+
+    text = resources.files("dtctl.lint").joinpath("rules.yaml").read_text(encoding="utf-8")
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    entries: dict[str, dict[str, Any]] = yaml.load(text, Loader=loader)  # noqa: S506 - a safe loader, either of them
+    return {id_: Rule(id=id_, **entry) for id_, entry in entries.items()}

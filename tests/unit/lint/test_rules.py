@@ -1,0 +1,62 @@
+"""Every rule: its own examples, and at least three more pieces of code that break it and three that do not."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from dtctl.lint.rules import rules
+
+sys.path.insert(0, str(Path(__file__).parent))
+from snippets import found
+
+CASES = Path(__file__).parent / "cases"
+_HEAD = re.compile(r"^### (?P<kind>wrong|right)(?: (?P<options>\(.*?\)))?: (?P<title>.*)$", re.MULTILINE)
+
+
+def cases() -> list[tuple[str, str, str, str, str]]:
+    """(rule, kind, title, options, code) of all files in cases/."""
+    read = []
+    for path in sorted(CASES.glob("DT*.txt")):
+        text = path.read_text(encoding="utf-8")
+        heads = list(_HEAD.finditer(text))
+        for head, end in zip(heads, [*(one.start() for one in heads[1:]), len(text)], strict=True):
+            read.append((path.stem, head["kind"], head["title"], head["options"] or "", text[head.end() + 1 : end]))
+    return read
+
+
+def options(text: str) -> dict[str, object]:
+    """`(nodes=2, bare, name=run.sh)`."""
+    given: dict[str, object] = {}
+    for one in text.strip("()").split(","):
+        name, _, value = one.strip().partition("=")
+        if name:
+            given[name] = int(value) if value.isdigit() else value or True
+    return given
+
+
+def test_there_are_36_rules_in_order() -> None:
+    assert list(rules()) == [f"DT{number:03}" for number in range(1, 37)]
+
+
+@pytest.mark.parametrize("rule", rules().values(), ids=lambda rule: rule.id)
+def test_the_wrong_example_breaks_the_rule_and_the_right_one_breaks_none_that_matters(rule) -> None:
+    assert rule.id in found(rule.wrong)
+    assert rule.id not in found(rule.right)
+    assert rule.source.startswith("https://")
+    assert len(rule.why.split()) > 10
+
+
+@pytest.mark.parametrize(("rule", "kind", "title", "given", "code"), cases(), ids=lambda value: str(value)[:60])
+def test_cases(rule: str, kind: str, title: str, given: str, code: str) -> None:
+    assert (rule in found(code, **options(given))) == (kind == "wrong")
+
+
+@pytest.mark.parametrize("rule", rules())
+def test_every_rule_has_three_cases_of_each_kind(rule: str) -> None:
+    kinds = [kind for id_, kind, *_ in cases() if id_ == rule]
+    assert kinds.count("wrong") >= 3
+    assert kinds.count("right") >= 3
