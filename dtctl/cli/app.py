@@ -50,6 +50,7 @@ def split_rest(arguments: list[str]) -> tuple[list[str], list[str] | None]:
 
 def _register() -> None:
     from dtctl.cli import (
+        bench,
         doctor,
         init,
         launch,
@@ -76,6 +77,7 @@ def _register() -> None:
     app.command("stop")(stop.stop)
     app.command("doctor")(doctor.doctor)
     app.command("lint")(lint.lint)
+    app.command("bench")(bench.bench)
     app.command("take-up", hidden=True)(take_up.take_up)
     app.add_typer(sandbox.app, name="sandbox")
     app.add_typer(snapshot.app, name="snapshot")

@@ -34,8 +34,13 @@ def doctor(
     paths: Paths = None,
     log: Log = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer ports per pair of nodes, and no measurements; takes seconds.")
+        bool,
+        typer.Option("--quick", help="Only what takes a moment: fewer ports per pair, nothing measured, no torch."),
     ] = False,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LAYER", help="Leave out links (bandwidth, loss) or collective (sums over all nodes)."),
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
     """Say which node or pair of a cluster is at fault, why, and what to type; or explain the logs of a failed job."""
@@ -43,21 +48,29 @@ def doctor(
         return explain_logs([*log, *(paths or ())], json_lines=json_)
     if paths and len(paths) > 1:
         raise UsageError("there is more than one spec", hint="logs are named behind --log")
-    return examine_cluster(paths[0] if paths else Path(names.SPEC_FILE), quick=quick, json_lines=json_)
+    path = paths[0] if paths else Path(names.SPEC_FILE)
+    return examine_cluster(path, skip=("links", "collective") if quick else tuple(skip or ()), json_lines=json_)
 
 
-def examine_cluster(path: Path, *, quick: bool, json_lines: bool) -> int:
+def examine_cluster(path: Path, *, skip: Sequence[str], json_lines: bool) -> int:
     """Examine a cluster and print what was found; the exit code."""
-    from dtctl.doctor.examine import examine
+    from dtctl.doctor.examine import COSTLY, examine
     from dtctl.doctor.tables import links_of
     from dtctl.errors import DoctorFailed
     from dtctl.launch.assemble import cluster_of
     from dtctl.spec.load import load_spec
 
+    for layer in set(skip) - {*COSTLY}:
+        raise UsageError(f"there is no layer {layer!r} to leave out", where="--skip", hint=" or ".join(COSTLY))
     spec = load_spec(path, ())
     cluster = cluster_of(spec, start=True)
     begun = time.monotonic()
-    done = examine(spec, cluster, quick=quick, progress=lambda text: output.err(f"{text} ...", "dim"))
+    done = examine(
+        spec,
+        cluster,
+        skip=[layer for layer in COSTLY if layer in skip],
+        progress=lambda text: output.err(f"{text} ...", "dim"),
+    )
     took_s = round(time.monotonic() - begun, 2)
     if json_lines:
         findings = [finding.as_json() for finding in done.findings]
@@ -68,6 +81,7 @@ def examine_cluster(path: Path, *, quick: bool, json_lines: bool) -> int:
                 "took_s": took_s,
                 "findings": findings,
                 "links": links_of(done.seen),
+                "all_reduce": done.sums or None,
             }
         )
     else:
@@ -85,11 +99,11 @@ def check_before_launch(spec: Spec) -> None:
     Raises:
         DoctorFailed: the job cannot run on them; nothing was started.
     """
-    from dtctl.doctor.examine import examine
+    from dtctl.doctor.examine import COSTLY, examine
     from dtctl.errors import DoctorFailed
     from dtctl.launch.assemble import cluster_of
 
-    done = examine(spec, cluster_of(spec, start=True), quick=True, progress=lambda _: None)
+    done = examine(spec, cluster_of(spec, start=True), skip=COSTLY, progress=lambda _: None)
     failed = [one for one in done.findings if one.status == "fail" and one.check not in HARMLESS_TO_LAUNCH]
     for finding in failed[1:]:
         output.err(f"doctor: {finding.check}: {finding.summary}", "red")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
+from dtctl.doctor import collective
 from dtctl.doctor.checks import environment, links, network, node
 from dtctl.doctor.findings import Finding, ordered
-from dtctl.doctor.observe import Progress, Seen, Wanted, observe
+from dtctl.doctor.observe import Probes, Progress, Seen, Wanted
 from dtctl.launch.assemble import Cluster
 from dtctl.plan import rendezvous
 from dtctl.spec.model import Spec
@@ -19,12 +23,19 @@ MEASURE_S = 0.3
 """How long the bandwidth of a way is measured: within 10 % of what iperf3 finds in seconds, and 16 nodes take 15 s."""
 
 
+Costly = Literal["links", "collective"]
+COSTLY: tuple[Costly, ...] = get_args(Costly)
+"""Layers that take more than a moment, which the quick examination leaves out."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
     """What came of it."""
 
     findings: tuple[Finding, ...]
     seen: tuple[Seen, ...]
+    sums: dict[str, Any] = field(default_factory=dict)
+    """`backend`, `bytes`, `seconds` and `busbw_gb_s` of an all_reduce over all nodes; empty when there was none."""
 
     @property
     def ok(self) -> bool:
@@ -32,30 +43,51 @@ class Examination:
         return not any(finding.status == "fail" for finding in self.findings)
 
 
-def examine(spec: Spec, cluster: Cluster, *, quick: bool, progress: Progress) -> Examination:
+def examine(spec: Spec, cluster: Cluster, *, skip: Collection[Costly], progress: Progress) -> Examination:
     """Examine all nodes of a spec.
 
     Args:
         spec: the checked spec.
         cluster: its nodes.
-        quick: fewer ports per pair, and nothing is measured.
+        skip: layers to leave out; without all of them (`--quick`), fewer ports per pair are tested too.
         progress: told what is going on.
 
     Raises:
         DtctlError: of this machine's side; what is wrong with the nodes is in the findings.
     """
     fixed = spec.network.rendezvous_port
-    port = fixed if isinstance(fixed, int) else None
-    candidates = rendezvous.port_candidates("doctor", 0, port)[:3]
+    candidates = rendezvous.port_candidates("doctor", 0, fixed if isinstance(fixed, int) else None)[:3]
     wanted = [wanted_of(spec, one, cluster) for one in cluster.nodes]
-    seen = observe(
-        wanted,
-        cluster.make_transport(),
-        rendezvous=candidates,
-        data_ports=QUICK_DATA_PORTS if quick else DATA_PORTS,
-        measure_s=0.0 if quick else MEASURE_S,
-        progress=progress,
-    )
+    quick = set(skip) >= set(COSTLY)
+    with contextlib.closing(Probes(wanted, cluster.make_transport(), progress=progress)) as probes:
+        seen = probes.look(
+            rendezvous=candidates,
+            data_ports=QUICK_DATA_PORTS if quick else DATA_PORTS,
+            measure_s=0.0 if "links" in skip else MEASURE_S,
+        )
+        found, ran = _judge(spec, cluster, seen, candidates, measured="links" not in skip)
+        sums = collective.Sums()
+        if "collective" not in skip and _can_add_up(seen, found):
+            envs = {one.name: {**spec.job.env, **one.env} for one in cluster.nodes}
+            python = {one.name: one.python or "python3" for one in cluster.nodes}
+            sums = collective.add_up(probes, seen, python=python, env=envs, progress=progress)
+            # A node that was lost on the way is not a matter of sums.
+            found += list(node.reach(seen)) or sums.findings
+            ran += collective.RAN
+    return Examination(findings=tuple(ordered(found, ran=ran)), seen=tuple(seen), sums=sums.figures)
+
+
+def _can_add_up(seen: list[Seen], found: list[Finding]) -> bool:
+    """Whether everything below holds: several nodes, all well, all with torch."""
+    if len(seen) < 2 or any(one.status == "fail" for one in found):
+        return False
+    return all(one.error is None and one.facts["job"].get("torch") for one in seen)
+
+
+def _judge(
+    spec: Spec, cluster: Cluster, seen: list[Seen], candidates: tuple[int, ...], *, measured: bool
+) -> tuple[list[Finding], list[str]]:
+    """The findings, and the names of the checks that were made."""
     found = list(node.reach(seen))
     well = [one for one in seen if one.error is None]
     ran = list(node.RAN_REACH)
@@ -69,12 +101,13 @@ def examine(spec: Spec, cluster: Cluster, *, quick: bool, progress: Progress) ->
         found += network.names(well)
         found += network.addresses(well)
         if well[0] is seen[0]:
-            found += network.pairs(well, rendezvous=candidates, fixed=port is not None)
+            fixed = isinstance(spec.network.rendezvous_port, int)
+            found += network.pairs(well, rendezvous=candidates, fixed=fixed)
         else:  # the head node is away; the others are tested all the same
             found += network.pairs(well, rendezvous=(), fixed=False)
         found += links.links(well)
-        ran += [*network.RAN, *(() if quick else links.RAN)]
-    return Examination(findings=tuple(ordered(found, ran=ran)), seen=tuple(seen))
+        ran += [*network.RAN, *(links.RAN if measured else ())]
+    return found, ran
 
 
 def _of_nodes(well: list[Seen], spec: Spec, slots: dict[str, int]) -> list[Finding]:

@@ -20,6 +20,7 @@ CHECKS = (
     "packet-loss", "bandwidth", "latency",
     "path",
     "env-differs", "env-unknown", "env-dead", "env-dangerous",
+    "collective",
 )  # fmt: skip
 """All checks, each after those that can be its cause: of several failures the first in this order is the primary."""
 _SEVERITY = {"fail": 0, "warn": 1, "skip": 2, "ok": 3}

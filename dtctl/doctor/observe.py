@@ -26,6 +26,7 @@ PROBE = (
     "dtctl.supervisor.frames",
     "dtctl.supervisor.facts",
     "dtctl.doctor.probe.facts",
+    "dtctl.doctor.probe.child",
     "dtctl.doctor.probe.quality",
     "dtctl.doctor.probe.pairs",
     "dtctl.doctor.probe.main",
@@ -160,35 +161,58 @@ def _all(nodes: Sequence[_Node], act: Callable[[_Node], None], *, limit_s: float
             )
 
 
+class Probes:
+    """A probe on each node, there until they are closed."""
+
+    def __init__(self, wanted: Sequence[Wanted], transport: Transport, *, progress: Progress) -> None:
+        """`wanted`: the nodes, the first is the head node; `progress` is told what is going on."""
+        self._nodes = [_Node(one, transport) for one in wanted]
+        self._progress = progress
+
+    def look(self, *, rendezvous: Sequence[int], data_ports: int, measure_s: float) -> list[Seen]:
+        """Everything that the checks need, of all nodes, in their order; the arguments are those of `observe`."""
+        token = secrets.token_hex(8)
+        _examine(self._nodes, rendezvous=rendezvous, data_ports=data_ports, token=token, progress=self._progress)
+        if measure_s:
+            _measure(self._nodes, measure_s, token=token, progress=self._progress)
+        return [node.seen for node in self._nodes]
+
+    def ask(self, messages: Mapping[str, dict[str, Any]], *, limit_s: float, doing: str) -> dict[str, dict[str, Any]]:
+        """Send some nodes a question each, at once; the answers of those that gave one.
+
+        Args:
+            messages: node -> question.
+            limit_s: whoever takes longer counts as lost from now on.
+            doing: what for, for people.
+        """
+        answers: dict[str, dict[str, Any]] = {}
+
+        def ask(node: _Node) -> None:
+            answers[node.seen.name] = node.ask(messages[node.seen.name])
+
+        _all([node for node in self._nodes if node.seen.name in messages], ask, limit_s=limit_s, doing=doing)
+        return dict(answers)
+
+    def close(self) -> None:
+        """Drop all links; the probes end with them."""
+        for node in self._nodes:
+            node.close()
+
+
 def observe(
-    wanted: Sequence[Wanted],
-    transport: Transport,
-    *,
-    rendezvous: Sequence[int],
-    data_ports: int,
-    measure_s: float = 0.0,
-    progress: Progress,
+    wanted: Sequence[Wanted], transport: Transport, *, rendezvous: Sequence[int], data_ports: int, progress: Progress
 ) -> list[Seen]:
-    """Everything that the checks need, of all nodes, in their order.
+    """Everything that the checks need, of all nodes, in their order; nothing is measured.
 
     Args:
         wanted: the nodes; the first is the head node.
         transport: the way to them.
         rendezvous: candidates for the rendezvous port on the head node.
         data_ports: how many random ports each node listens on.
-        measure_s: how long the bandwidth of each way is measured; 0 for not at all.
         progress: told what is going on.
     """
-    nodes = [_Node(one, transport) for one in wanted]
-    token = secrets.token_hex(8)
-    try:
-        _examine(nodes, rendezvous=rendezvous, data_ports=data_ports, token=token, progress=progress)
-        if measure_s:
-            _measure(nodes, measure_s, token=token, progress=progress)
-        return [node.seen for node in nodes]
-    finally:
-        for node in nodes:
-            node.close()
+    with contextlib.closing(Probes(wanted, transport, progress=progress)) as probes:
+        return probes.look(rendezvous=rendezvous, data_ports=data_ports, measure_s=0.0)
 
 
 def _examine(

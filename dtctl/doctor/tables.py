@@ -17,6 +17,7 @@ _LAYERS = {
     "NETWORK": ("duplicate-address", "loopback-name", "names", "data-ports", "rendezvous-port", "large-packets", "nat",
                 "mtu", "packet-loss", "bandwidth", "latency"),
     "SETTINGS": ("interface", "env-differs", "env-unknown", "env-dead", "env-dangerous"),
+    "TORCH": ("collective",),
 }  # fmt: skip
 _SHORT = {
     "ok": ".", "dropped": "DROP", "refused": "REJECT", "unreachable": "NOROUTE", "silent": "SILENT",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from dtctl.doctor.probe import facts, pairs, quality
+from dtctl.doctor.probe import child, facts, pairs, quality
 from dtctl.supervisor import frames
 
 IDLE_LIMIT_S = 60.0
@@ -14,7 +14,7 @@ IDLE_LIMIT_S = 60.0
 def main() -> int:
     """Serve one link; the exit status."""
     link = frames.FdLink(0, 1, IDLE_LIMIT_S)
-    ears = None
+    ears = worker = None
     try:
         while True:
             message = link.receive_json()
@@ -34,5 +34,18 @@ def main() -> int:
             elif op == "measure":
                 found = quality.measure(message["address"], message["port"], message["token"], message["seconds"])
                 link.send_json({"op": "measured", **found})
+            elif op == "start":
+                if worker is not None:
+                    worker.kill()
+                env = dict(message["env"])
+                for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if message["interface"] else ():
+                    env.setdefault(name, ("=" if name.startswith("NCCL") else "") + message["interface"])
+                worker = child.Child([message["python"], "-c", message["text"]], env)
+                link.send_json({"op": "started", **worker.ask({}, message["limit_s"])})
+            elif op == "round" and worker is not None:
+                link.send_json({"op": "rounded", **worker.ask(message["ask"], message["limit_s"])})
     except (OSError, frames.BrokenFrame):
         return 1
+    finally:
+        if worker is not None:
+            worker.kill()

@@ -1,0 +1,171 @@
+"""A benchmark as a job over the spec's nodes: launched as any other, its figures read from rank 0's output."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from dtctl.bench.figures import result, training_row
+from dtctl.launch.assemble import CodePush, cluster_of, job_of
+from dtctl.launch.ledger import Ledger
+from dtctl.launch.record import RunInfo, RunRecord, new_run_id
+from dtctl.launch.run import Result, launch
+from dtctl.spec.model import Files, Spec
+
+MARK = "DTCTL-BENCH "
+SCRIPT = "worker.py"
+WORKER = "dtctl.bench.worker"
+CODE = (WORKER, "dtctl.__init__", "dtctl.doctor.__init__", "dtctl.doctor.rounds")
+TRAINING = {"width": 512, "depth": 4, "batch": 256, "steps": 7}
+"""Four layers of 512 x 512: 4 MiB of gradients, and enough work that a step is not only communication."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What to measure."""
+
+    ops: tuple[str, ...]
+    sizes: tuple[int, ...]
+    backend: str = "auto"
+    repeats: int = 20
+    seconds: float = 1.0
+    """About how long one operation of one size may take, all repeats together."""
+    training: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Figures:
+    """What was measured so far."""
+
+    backend: str = ""
+    world: int = 0
+    torch: str = ""
+    results: list[dict[str, Any]] = field(default_factory=list)
+    """Rows as `figures.result` makes them."""
+    pairs: dict[str, Any] = field(default_factory=dict)
+    """Of the largest size: `size`, and `gb_s` from rank (row) to rank (column), None on the diagonal."""
+    training: list[dict[str, Any]] = field(default_factory=list)
+    finished: bool = False
+
+    def take(self, said: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Add one of the worker's lines; the rows that it makes."""
+        if "backend" in said:
+            self.backend, self.world, self.torch = said["backend"], said["world"], said["torch"]
+        elif "training" in said:
+            one_s = self.training[0]["step_s"] if self.training else said["step_s"]
+            self.training.append(training_row(said["training"], said["step_s"], one_s, loss_ok=said["ok"]))
+        elif "finished" in said:
+            self.finished = True
+        elif said["op"] == "p2p":
+            return [self._pairs(said)]
+        else:
+            row = result(said["op"], said["size"], said["seconds"], ranks=self.world, wrong=said["wrong"])
+            self.results.append(row)
+            return [row]
+        return []
+
+    def _pairs(self, said: Mapping[str, Any]) -> dict[str, Any]:
+        size = said["size"]
+        rows: list[list[float | None]] = [[size / s / 1e9 if s > 0 else None for s in row] for row in said["matrix"]]
+        self.pairs = {"size": size, "gb_s": [[r if r is None else round(r, 5) for r in row] for row in rows]}
+        typical = median(s for row in said["matrix"] for s in row if s > 0)
+        row = result("p2p", size, typical, ranks=2, wrong=said["wrong"])
+        self.results.append(row)
+        return row
+
+    @property
+    def wrong(self) -> int:
+        """Elements that were wrong, and training steps after which the workers differed."""
+        return sum(int(row["wrong"]) for row in self.results) + sum(not row["ok"] for row in self.training)
+
+
+def spec_for(spec: Spec, folder: Path, asked: Asked) -> Spec:
+    """The user's spec with the benchmark as its job: same nodes, network, variables and set-up lines.
+
+    Args:
+        spec: the user's.
+        folder: that is brought to the nodes.
+        asked: what to measure.
+    """
+    argument = {
+        "ops": asked.ops,
+        "sizes": asked.sizes,
+        "repeats": asked.repeats,
+        "warm_up": 1,
+        "seconds": asked.seconds,
+        "backend": asked.backend,
+        "training": TRAINING if asked.training else None,
+    }
+    kind = spec.job.kind if spec.job.kind in ("torchrun", "direct") else None
+    changes = {
+        "name": "bench",
+        "script": SCRIPT,
+        "module": None,
+        "command": None,
+        "args": (json.dumps(argument),),
+        "files": Files(root=str(folder)),
+        "env_from": (),
+        "secrets": (),
+        "max_restarts": 0,
+        "kind": kind,
+        "preload": (),
+    }
+    return spec.model_copy(update={"job": spec.job.model_copy(update=changes), "train": None})
+
+
+def write_code(folder: Path) -> None:
+    """Write down all that the workers need; dtctl need not be installed on the nodes."""
+    for name in CODE:
+        package, _, leaf = name.rpartition(".")
+        text = resources.files(package).joinpath(f"{leaf}.py").read_text(encoding="utf-8")
+        path = folder / SCRIPT if name == WORKER else folder / (name.replace(".", "/") + ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def measure(
+    spec: Spec, asked: Asked, folder: Path, *, on_row: Callable[[dict[str, Any]], None], signals: list[int]
+) -> tuple[Figures, Result, tuple[str, ...]]:
+    """Run the benchmark; the figures, how the job ended, and the node of each rank.
+
+    Args:
+        spec: the user's.
+        asked: what to measure.
+        folder: an empty folder of this machine, for the job's files and logs.
+        on_row: told each row of the table when it is known.
+        signals: as `launch` takes them.
+
+    Raises:
+        DtctlError: a node could not be made ready.
+    """
+    code = folder / "code"
+    write_code(code)
+    cluster = cluster_of(spec, start=True)
+    job_spec = spec_for(spec, code, asked)
+    run = new_run_id("bench", now=time.time())
+    pushed = CodePush(job_spec.model_copy(update={"base_dir": folder}))  # what it keeps for the next push goes there
+    job = job_of(job_spec, cluster, run=run, keep=False, code=pushed)
+    record = RunRecord.create(
+        folder, RunInfo(run=run, token=job.token, pid=0, started=time.time(), spec="", command=[], detached=False)
+    )
+    figures = Figures()
+
+    def emit(event: str, **facts: Any) -> None:
+        if event == "log" and (at := str(facts["text"]).find(MARK)) >= 0:
+            for row in figures.take(json.loads(facts["text"][at + len(MARK) :])):
+                on_row(row)
+
+    with record.held():
+        ended = launch(job, record, emit=emit, signals=signals, ledger=Ledger(time.monotonic))
+    return figures, ended, _owners(record.plan())
+
+
+def _owners(plan: Mapping[str, Any]) -> tuple[str, ...]:
+    nodes: Sequence[Mapping[str, Any]] = plan.get("nodes", ())
+    return tuple(str(node["name"]) for node in nodes for _ in range(int(node["slots"])))

@@ -1,0 +1,325 @@
+"""What every worker runs: the operations over the sizes, each checked and timed. Pushed to the nodes alone.
+
+Its argument is one JSON object: ops, sizes (bytes), repeats, warm_up, seconds, backend, training. Rank 0 prints what
+was measured, a line each that begins with MARK.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dtctl.doctor.rounds import all_pairs
+
+MARK = "DTCTL-BENCH "
+WORD = 4
+P2P_REPEATS = 5
+"""Both sides have to call equally often, so that the number is fixed beforehand."""
+PERIOD = 251
+"""Values are small whole numbers, so that float32 adds them exactly on any number of workers that there is."""
+
+
+def say(**facts: Any) -> None:
+    """Tell the control machine something; rank 0 only."""
+    if dist.get_rank() == 0:
+        sys.stdout.write(MARK + json.dumps(facts) + "\n")
+        sys.stdout.flush()
+
+
+def values(rank: int, count: int, device: torch.device, shift: int = 0) -> torch.Tensor:
+    """What a rank brings: different on every rank and at every place."""
+    return ((torch.arange(count, device=device) + shift) % PERIOD + rank % 16).to(torch.float32)
+
+
+def summed(world: int, count: int, device: torch.device, shift: int = 0) -> torch.Tensor:
+    """The sum of `values` over all ranks."""
+    places = (torch.arange(count, device=device) + shift) % PERIOD
+    return (places * world + sum(rank % 16 for rank in range(world))).to(torch.float32)
+
+
+class Operation:
+    """One collective on buffers of one size: how to call it, and how many elements are wrong afterwards."""
+
+    def __init__(self, op: str, size: int, device: torch.device) -> None:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        self.part = max(1, size // WORD // world)
+        self.count = max(1, size // WORD)
+        whole = op in ("all_reduce", "reduce", "broadcast")
+        self.size = WORD * (self.count if whole else self.part * world)
+        prepare: dict[str, Callable[[int, int, torch.device], tuple[Callable[[], Any], Callable[[], int]]]] = {
+            "all_reduce": self._all_reduce,
+            "reduce": self._reduce,
+            "broadcast": self._broadcast,
+            "all_gather": self._all_gather,
+            "reduce_scatter": self._reduce_scatter,
+            "all_to_all": self._all_to_all,
+            "gather": self._gather,
+            "scatter": self._scatter,
+        }
+        self.call, self.wrong = prepare[op](rank, world, device)
+
+    def _all_reduce(self, rank: int, world: int, device: torch.device) -> tuple[Callable[[], Any], Callable[[], int]]:
+        mine = values(rank, self.count, device)
+        data = mine.clone()
+
+        def check() -> int:
+            data.copy_(mine)
+            dist.all_reduce(data)
+            return _differ(data, summed(world, self.count, device))
+
+        return lambda: dist.all_reduce(data), check
+
+    def _reduce(self, rank: int, world: int, device: torch.device) -> tuple[Callable[[], Any], Callable[[], int]]:
+        mine = values(rank, self.count, device)
+        data = mine.clone()
+
+        def check() -> int:
+            data.copy_(mine)
+            dist.reduce(data, 0)
+            return _differ(data, summed(world, self.count, device)) if rank == 0 else 0
+
+        return lambda: dist.reduce(data, 0), check
+
+    def _broadcast(self, rank: int, _: int, device: torch.device) -> tuple[Callable[[], Any], Callable[[], int]]:
+        data = values(rank, self.count, device)
+
+        def check() -> int:
+            dist.broadcast(data, 0)
+            return _differ(data, values(0, self.count, device))
+
+        return lambda: dist.broadcast(data, 0), check
+
+    def _all_gather(self, rank: int, world: int, device: torch.device) -> tuple[Callable[[], Any], Callable[[], int]]:
+        mine = values(rank, self.part, device)
+        got = [torch.zeros(self.part, device=device) for _ in range(world)]
+
+        def check() -> int:
+            dist.all_gather(got, mine)
+            return sum(_differ(part, values(other, self.part, device)) for other, part in enumerate(got))
+
+        return lambda: dist.all_gather(got, mine), check
+
+    def _reduce_scatter(
+        self, rank: int, world: int, device: torch.device
+    ) -> tuple[Callable[[], Any], Callable[[], int]]:
+        mine = values(rank, self.part * world, device)
+        got = torch.zeros(self.part, device=device)
+
+        def check() -> int:
+            dist.reduce_scatter_tensor(got, mine)
+            return _differ(got, summed(world, self.part, device, shift=rank * self.part))
+
+        return lambda: dist.reduce_scatter_tensor(got, mine), check
+
+    def _all_to_all(self, rank: int, world: int, device: torch.device) -> tuple[Callable[[], Any], Callable[[], int]]:
+        mine = values(rank, self.part * world, device)
+        got = torch.zeros(self.part * world, device=device)
+
+        def check() -> int:
+            dist.all_to_all_single(got, mine)
+            expected = [values(other, self.part, device, shift=rank * self.part) for other in range(world)]
+            return _differ(got, torch.cat(expected))
+
+        return lambda: dist.all_to_all_single(got, mine), check
+
+    def _gather(self, rank: int, world: int, device: torch.device) -> tuple[Callable[[], Any], Callable[[], int]]:
+        mine = values(rank, self.part, device)
+        got = [torch.zeros(self.part, device=device) for _ in range(world)] if rank == 0 else None
+
+        def check() -> int:
+            dist.gather(mine, got, 0)
+            return sum(_differ(part, values(other, self.part, device)) for other, part in enumerate(got or []))
+
+        return lambda: dist.gather(mine, got, 0), check
+
+    def _scatter(self, rank: int, world: int, device: torch.device) -> tuple[Callable[[], Any], Callable[[], int]]:
+        parts = [values(other, self.part, device) for other in range(world)] if rank == 0 else None
+        got = torch.zeros(self.part, device=device)
+
+        def check() -> int:
+            dist.scatter(got, parts, 0)
+            return _differ(got, values(rank, self.part, device))
+
+        return lambda: dist.scatter(got, parts, 0), check
+
+
+def _differ(found: torch.Tensor, expected: torch.Tensor) -> int:
+    return int((found != expected).sum())
+
+
+def over_ranks(number: float, device: torch.device, how: Any = dist.ReduceOp.SUM) -> float:
+    """One number made of every rank's."""
+    held = torch.tensor([number], dtype=torch.float64, device=device)
+    dist.all_reduce(held, how)
+    return float(held)
+
+
+def timed(call: Callable[[], Any], device: torch.device, *, repeats: int, warm_up: int, seconds: float) -> float:
+    """Seconds that one call takes, on the rank that needs longest.
+
+    Args:
+        call: the same collective on all ranks.
+        device: where it runs.
+        repeats: how often, at most.
+        warm_up: calls before the clock starts.
+        seconds: about how long it may take altogether; the repeats are lowered to that.
+    """
+    for _ in range(warm_up):
+        call()
+    finish(device)
+    dist.barrier()
+    begun = time.perf_counter()
+    call()
+    finish(device)
+    once = over_ranks(time.perf_counter() - begun, device, dist.ReduceOp.MAX)
+    repeats = max(1, min(repeats, int(seconds / max(once, 1e-9))))
+    dist.barrier()
+    begun = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    finish(device)
+    return over_ranks((time.perf_counter() - begun) / repeats, device, dist.ReduceOp.MAX)
+
+
+def finish(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def collectives(asked: dict[str, Any], device: torch.device) -> None:
+    """Every operation but p2p, over all sizes."""
+    for op in asked["ops"]:
+        for size in asked["sizes"] if op != "p2p" else ():
+            operation = Operation(op, size, device)
+            wrong = int(over_ranks(operation.wrong(), device))
+            limits = {name: asked[name] for name in ("repeats", "warm_up", "seconds")}
+            seconds = timed(operation.call, device, **limits)
+            say(op=op, size=operation.size, seconds=seconds, wrong=wrong)
+
+
+def point_to_point(asked: dict[str, Any], device: torch.device) -> None:
+    """From every rank to every other, in rounds of disjoint pairs: nobody shares its link with another measurement."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rounds = [[(int(one), int(other)) for one, other in pairs] for pairs in all_pairs([str(i) for i in range(world)])]
+    for size in asked["sizes"]:
+        count = max(1, size // WORD)
+        took = torch.zeros(world, world, dtype=torch.float64, device=device)
+        wrong = 0
+        for pairs in rounds:
+            for one, other in [way for pair in pairs for way in (pair, pair[::-1]) if rank in way]:
+                seconds, bad = _ways(one, other, count, min(P2P_REPEATS, asked["repeats"]), device)
+                wrong += bad
+                took[one, other] = seconds if rank == one else 0.0
+            dist.barrier()
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        say(op="p2p", size=count * WORD, matrix=took.tolist(), wrong=int(over_ranks(wrong, device)))
+
+
+def _ways(sender: int, receiver: int, count: int, repeats: int, device: torch.device) -> tuple[float, int]:
+    """One way of one pair: seconds for one message, a round trip less the empty way back; and wrong elements."""
+    mine = dist.get_rank() == sender
+    data = values(sender, count, device) if mine else torch.zeros(count, device=device)
+    token = torch.zeros(1, device=device)
+
+    def trip(there: torch.Tensor) -> None:
+        if mine:
+            dist.send(there, receiver)
+            dist.recv(token, receiver)
+        else:
+            dist.recv(there, sender)
+            dist.send(token, sender)
+
+    trip(data)
+    finish(device)
+    wrong = 0 if mine else _differ(data, values(sender, count, device))
+    whole = _median(lambda: trip(data), repeats, device)
+    empty = _median(lambda: trip(token), repeats, device)
+    return max(whole - empty / 2, 1e-9), wrong
+
+
+def _median(call: Callable[[], None], repeats: int, device: torch.device) -> float:
+    took = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        call()
+        finish(device)
+        took.append(time.perf_counter() - begun)
+    return sorted(took)[len(took) // 2]
+
+
+def training(asked: dict[str, Any], device: torch.device) -> None:
+    """A training step of the same work per worker on 1, 2, 4, ... and all workers."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    counts = sorted({*(2**i for i in range(world.bit_length()) if 2**i <= world), world})
+    for workers in counts:
+        group = dist.new_group(list(range(workers)))
+        if rank < workers:
+            step_s, alike = _steps(asked, device, group)
+        else:
+            step_s, alike = 0.0, True
+        slowest = over_ranks(step_s, device, dist.ReduceOp.MAX)
+        different = over_ranks(0.0 if alike else 1.0, device)
+        say(training=workers, step_s=slowest, ok=different == 0)
+
+
+def _steps(asked: dict[str, Any], device: torch.device, group: Any) -> tuple[float, bool]:
+    """Seconds of one step (median), and whether all workers have the same weights afterwards."""
+    torch.manual_seed(0)
+    width, depth, batch = asked["training"]["width"], asked["training"]["depth"], asked["training"]["batch"]
+    layers = [layer for _ in range(depth) for layer in (torch.nn.Linear(width, width), torch.nn.ReLU())]
+    bare = torch.nn.Sequential(*layers).to(device)
+    ids = [device.index] if device.type == "cuda" else None
+    model = torch.nn.parallel.DistributedDataParallel(bare, process_group=group, device_ids=ids)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    torch.manual_seed(1 + dist.get_rank())
+    data = torch.randn(batch, width, device=device)
+    took = []
+    for _ in range(2 + asked["training"]["steps"]):
+        dist.barrier(group)
+        begun = time.perf_counter()
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        optimizer.step()
+        finish(device)
+        took.append(time.perf_counter() - begun)
+    first = next(bare.parameters()).detach().sum().double().reshape(1)
+    low, high = first.clone(), first.clone()
+    dist.all_reduce(low, dist.ReduceOp.MIN, group)
+    dist.all_reduce(high, dist.ReduceOp.MAX, group)
+    rest = sorted(took[2:])
+    return rest[len(rest) // 2], bool(low == high)
+
+
+def main() -> None:
+    """Run what the argument asks for."""
+    asked = json.loads(sys.argv[1])
+    backend = asked["backend"]
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if backend == "auto":
+        backend = "nccl" if torch.cuda.device_count() > local else "gloo"
+    device = torch.device("cuda", local) if backend == "nccl" else torch.device("cpu")
+    if backend == "nccl":
+        torch.cuda.set_device(device)
+        dist.init_process_group(backend, device_id=device)
+    else:
+        dist.init_process_group(backend)
+    say(backend=backend, world=dist.get_world_size(), torch=str(torch.__version__))
+    collectives(asked, device)
+    if "p2p" in asked["ops"] and dist.get_world_size() > 1:
+        point_to_point(asked, device)
+    if asked["training"]:
+        training(asked, device)
+    say(finished=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

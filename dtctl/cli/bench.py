@@ -1,0 +1,141 @@
+"""`dtctl bench`: how fast the nodes talk when torch does the talking, and whether what arrives is right."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from dtctl import names
+from dtctl.bench.figures import DEFAULT_SIZES, OPS
+from dtctl.cli import output
+
+if TYPE_CHECKING:
+    from dtctl.bench.job import Asked, Figures
+    from dtctl.spec.model import Spec
+
+HEADER = ["OPERATION", "SIZE", "TIME us", "ALGBW GB/s", "BUSBW GB/s", "WRONG"]
+WIDTHS = (15, 10, 11, 11, 11, 6)
+
+
+def bench(
+    spec: Annotated[
+        Path | None, typer.Argument(help=f"The spec.  [default: {names.SPEC_FILE}]", show_default=False)
+    ] = None,
+    op: Annotated[
+        list[str] | None, typer.Option("--op", metavar="NAME", help=f"Only this one: {', '.join(OPS)}.")
+    ] = None,
+    sizes: Annotated[
+        str, typer.Option(metavar="A:B", help="From how many bytes to how many, each size four times the last.")
+    ] = DEFAULT_SIZES,
+    backend: Annotated[
+        Literal["auto", "gloo", "nccl"], typer.Option(help="auto: nccl with GPUs, gloo without.")
+    ] = "auto",
+    repeats: Annotated[int, typer.Option(min=1, help="How often each operation is timed, at most.")] = 20,
+    training: Annotated[
+        bool, typer.Option("--training", help="Also a training step on 1, 2, 4 ... workers, and its efficiency.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the figures into this file.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a value of the spec.")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
+) -> int:
+    """Measure collectives over the nodes of a spec, check every result, and show each pair's bandwidth.
+
+    Time is that of the slowest worker; the bandwidths are those of nccl-tests.
+    """
+    from dtctl.bench.figures import ops_of, sizes_of
+    from dtctl.bench.job import Asked
+    from dtctl.spec.load import load_spec
+
+    asked = Asked(ops=ops_of(op or ()), sizes=sizes_of(sizes), backend=backend, repeats=repeats, training=training)
+    return measure_and_show(
+        load_spec(spec or Path(names.SPEC_FILE), tuple(set_ or ())), asked, plot=plot, json_lines=json_
+    )
+
+
+def measure_and_show(spec: Spec, asked: Asked, *, plot: Path | None, json_lines: bool) -> int:
+    """Run the benchmark and print what came of it; the exit code."""
+    from dtctl.bench.job import measure
+    from dtctl.bench.picture import draw
+    from dtctl.cli.doctor import show_cause
+    from dtctl.cli.launching import caught_signals, show_end
+    from dtctl.errors import WorkerFailed
+
+    if not json_lines:
+        output.out(_line(HEADER), "bold")
+    # What torch says about missing figures of a run that fails stands in its logs, in the folder.
+    with tempfile.TemporaryDirectory(prefix="dtctl-bench-") as name, caught_signals() as signals:
+        on_row = _show_nothing if json_lines else _show_row
+        figures, ended, owners = measure(spec, asked, Path(name), on_row=on_row, signals=signals)
+        if ended.exit_code or not figures.finished:
+            show_end(ended)
+            show_cause(Path(name))
+            return ended.exit_code or WorkerFailed.exit_code
+    facts = as_json(figures, owners)
+    if plot is not None:
+        plot.write_text(draw(facts), encoding="utf-8")
+        output.err(f"drawn in {plot}")
+    if json_lines:
+        output.emit_json(facts)
+    else:
+        show_rest(figures, owners)
+    if figures.wrong:
+        output.err(f"{figures.wrong} results are wrong: what arrives is not what was sent", "red", "bold")
+        return WorkerFailed.exit_code
+    return 0
+
+
+def as_json(figures: Figures, owners: tuple[str, ...]) -> dict[str, Any]:
+    """`backend`, `torch`, `world_size`, `ranks` (the node of each), `results`, `pairs`, `training`, `ok`."""
+    return {
+        "ok": figures.wrong == 0,
+        "backend": figures.backend,
+        "torch": figures.torch,
+        "world_size": figures.world,
+        "ranks": list(owners),
+        "results": figures.results,
+        "pairs": figures.pairs,
+        "training": figures.training,
+    }
+
+
+def _line(cells: list[str]) -> str:
+    numbers = (cell.rjust(width) for cell, width in zip(cells[1:], WIDTHS[1:], strict=True))
+    return "  ".join([cells[0].ljust(WIDTHS[0]), *numbers])
+
+
+def _show_nothing(_: dict[str, Any]) -> None:
+    return
+
+
+def _show_row(row: dict[str, Any]) -> None:
+    from dtctl.bench.figures import size_text
+
+    rates = [f"{row['algbw_gb_s']:.3f}", f"{row['busbw_gb_s']:.3f}"]
+    cells = [row["op"], size_text(row["size"]), f"{row['time_us']:.1f}", *rates, str(row["wrong"])]
+    output.out(_line(cells), *(("red",) if row["wrong"] else ()))
+
+
+def show_rest(figures: Figures, owners: tuple[str, ...]) -> None:
+    """The map of the pairs and the training steps."""
+    from dtctl.bench.figures import size_text
+
+    if figures.pairs:
+        output.out(f"\nGB/s from (row) to (column), messages of {size_text(figures.pairs['size'])}", "bold")
+        labels = [f"{rank} {owners[rank]}" if rank < len(owners) else str(rank) for rank in range(figures.world)]
+        rows = [
+            [label, *("" if rate is None else f"{rate:.3f}" for rate in rates)]
+            for label, rates in zip(labels, figures.pairs["gb_s"], strict=True)
+        ]
+        output.table(rows, header=["FROM \\ TO", *(str(rank) for rank in range(figures.world))])
+    if figures.training:
+        output.out("\ntraining step, the same work for each worker", "bold")
+        rows = [
+            [str(row["workers"]), f"{row['step_s'] * 1e3:.2f}", f"{row['efficiency']:.0%}"] for row in figures.training
+        ]
+        output.table(rows, header=["WORKERS", "STEP ms", "EFFICIENCY"])
+    output.out(f"\n{figures.backend}, torch {figures.torch}, {figures.world} workers", "dim")

@@ -1,0 +1,200 @@
+"""Lets torch of all nodes add up numbers together, and finds whom it fails with: by what each says, else by bisection.
+
+Made only where everything below holds: the nodes reach each other, and all have the same torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
+
+from dtctl.doctor.bisect import bad_ones
+from dtctl.doctor.findings import Finding
+from dtctl.doctor.observe import Probes, Progress, Seen
+from dtctl.plan import rendezvous
+
+RAN = ("collective",)
+STAGES = ("start", "store", "group", "sum", "done")
+LOAD_LIMIT_S = 90.0
+"""For `import torch`, which takes long on a cold file system, or when many nodes share one."""
+TIMEOUT_S = 8.0
+GRACE_S = 6.0
+"""What torch may take beyond its own limit."""
+MAX_ROUNDS = 24
+"""After these whoever has not been cleared is named."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Sums:
+    """What came of it."""
+
+    findings: list[Finding] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+    """`backend`, `bytes`, `seconds` and `busbw_gb_s` of an all_reduce over all nodes."""
+
+
+class _Gang:
+    """One worker per node, and rounds of some of them."""
+
+    def __init__(self, probes: Probes, seen: Sequence[Seen], backend: str, progress: Progress) -> None:
+        self._probes = probes
+        self._seen = {node.name: node for node in seen}
+        self._backend = backend
+        self._progress = progress
+        self.rounds = 0
+        self.broken: set[str] = set()
+        """Nodes whose worker was killed or has ended; they are started again before their next round."""
+
+    def start(self, names: Sequence[str], python: Mapping[str, str], env: Mapping[str, Mapping[str, str]]) -> Any:
+        """Load torch on these nodes; the answers."""
+        self._python, self._env = python, env
+        text = resources.files("dtctl.doctor").joinpath("worker.py").read_text(encoding="utf-8")
+        messages = {
+            name: {
+                "op": "start",
+                "python": python[name],
+                "text": text,
+                "env": dict(env[name]),
+                "interface": self._interface(name),
+                "limit_s": LOAD_LIMIT_S,
+            }
+            for name in names
+        }
+        return self._probes.ask(messages, limit_s=LOAD_LIMIT_S + GRACE_S, doing="loading torch")
+
+    def _interface(self, name: str) -> str:
+        ways = self._seen[name].facts["ways"]
+        others = [node.address for node in self._seen.values() if node.name != name]
+        return next((ways[address] for address in others if ways.get(address)), "")
+
+    def round(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """One all_reduce over these nodes; what each says."""
+        again = [name for name in names if name in self.broken]
+        if again:
+            self.start(again, self._python, self._env)
+            self.broken -= {*again}
+        self.rounds += 1
+        self._progress(f"adding up numbers with torch ({self._backend}) on {len(names)} nodes")
+        port = rendezvous.port_candidates("doctor-sums", self.rounds, None)[0]
+        asked = {
+            "world": len(names),
+            "address": self._seen[names[0]].address,
+            "port": port,
+            "backend": self._backend,
+            "timeout_s": TIMEOUT_S,
+        }
+        limit_s = TIMEOUT_S + GRACE_S
+        messages = {
+            name: {"op": "round", "ask": {**asked, "rank": rank}, "limit_s": limit_s} for rank, name in enumerate(names)
+        }
+        said = self._probes.ask(messages, limit_s=limit_s + GRACE_S, doing="waiting for torch")
+        answers = {name: said.get(name, {"silent": True}) for name in names}
+        self.broken |= {name for name, one in answers.items() if one.get("silent") or "complained" in one}
+        return answers
+
+
+def well(answers: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether all have come to the end, and with the right sums."""
+    return all(one.get("stage") == "done" and not one.get("wrong") for one in answers.values())
+
+
+def culprits(answers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    """The nodes to blame, as far as their answers tell: wrong where others are right, silent, or behind; else none."""
+    few = len(answers) / 2
+    wrong = tuple(name for name, one in answers.items() if one.get("wrong"))
+    silent = tuple(name for name, one in answers.items() if one.get("silent"))
+    ended = tuple(name for name, one in answers.items() if "complained" in one and name not in silent)
+    stages = {name: STAGES.index(one["stage"]) if one.get("stage") in STAGES else -1 for name, one in answers.items()}
+    behind = tuple(name for name, stage in stages.items() if stage < max(stages.values()))
+    for named in (wrong, ended, silent, behind):
+        if 0 < len(named) <= few:
+            return named
+    return ()
+
+
+def add_up(
+    probes: Probes,
+    seen: Sequence[Seen],
+    *,
+    python: Mapping[str, str],
+    env: Mapping[str, Mapping[str, str]],
+    progress: Progress,
+) -> Sums:
+    """Add up numbers on all nodes, with gloo, and with NCCL where all nodes have GPUs.
+
+    Args:
+        probes: the links to the nodes.
+        seen: the nodes that are well, the head node first.
+        python: node -> Python of the job there.
+        env: node -> variables of the job there.
+        progress: told what is going on.
+    """
+    done = Sums()
+    for backend in ("gloo", "nccl") if all(node.facts["gpus"] for node in seen) else ("gloo",):
+        gang = _Gang(probes, seen, backend, progress)
+        names = [node.name for node in seen]
+        loaded = gang.start(names, python, env)
+        failed = {name: loaded.get(name, {}) for name in names if loaded.get(name, {}).get("stage") != "torch"}
+        if failed:
+            done.findings.append(_no_torch(failed))
+            return done
+        answers = gang.round(names)
+        if not well(answers):
+            done.findings += _failed(gang, names, answers, backend)
+            return done
+        seconds = max(float(one["seconds"]) for one in answers.values())
+        size = int(answers[names[0]]["bytes"])
+        bus = size / seconds / 1e9 * 2 * (len(names) - 1) / len(names)
+        done.figures = {"backend": backend, "bytes": size, "seconds": seconds, "busbw_gb_s": round(bus, 4)}
+    return done
+
+
+def _no_torch(failed: Mapping[str, Mapping[str, Any]]) -> Finding:
+    told = {name: _said(one) for name, one in failed.items()}
+    return Finding(
+        check="collective",
+        status="fail",
+        nodes=tuple(failed),
+        summary=f"{', '.join(failed)}: torch cannot be loaded: {next(iter(told.values()))}",
+        fix="try `python -c 'import torch'` there with the job's Python (cluster.python), and install torch again",
+        evidence=tuple(f"{name}: {text}" for name, text in told.items()),
+    )
+
+
+def _failed(
+    gang: _Gang, names: Sequence[str], answers: Mapping[str, Mapping[str, Any]], backend: str
+) -> Iterator[Finding]:
+    nodes, how = culprits(answers), "by what the nodes say"
+    if not nodes:
+
+        def works(group: Sequence[str]) -> bool:
+            return gang.rounds >= MAX_ROUNDS or well(gang.round(group))
+
+        nodes, how = tuple(bad_ones(names, works)), f"by bisection, in {gang.rounds} rounds"
+    wrong = any(one.get("wrong") for one in answers.values())
+    what = "gives wrong sums" if wrong else "does not come to its end"
+    yield Finding(
+        check="collective",
+        status="fail",
+        nodes=nodes,
+        peers=tuple(name for name in names if name not in nodes),
+        summary=f"an all_reduce over {len(names)} nodes ({backend}) {what}; {', '.join(nodes)} found {how}",
+        fix=f"leave {', '.join(nodes)} out (cluster.nodes) and have memory, processors and network card tested there"
+        if wrong
+        else f"on {', '.join(nodes)}: compare torch's build and the job's variables with the others' (dtctl nccl env), "
+        f"then dtctl launch with TORCH_DISTRIBUTED_DEBUG=DETAIL",
+        evidence=tuple(f"{name}: {_told(one)}" for name, one in list(answers.items())[:8]),
+    )
+
+
+def _told(one: Mapping[str, Any]) -> str:
+    if one.get("wrong"):
+        return f"{one['wrong']} numbers are wrong"
+    stage = f"reached stage {one.get('stage', 'none')!r}"
+    return f"{stage}, then nothing for {TIMEOUT_S + GRACE_S:g} s" if one.get("silent") else f"{stage}; {_said(one)}"
+
+
+def _said(one: Mapping[str, Any]) -> str:
+    return str(one.get("complained") or one.get("error") or "it says nothing more")

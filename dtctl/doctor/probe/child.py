@@ -1,0 +1,99 @@
+"""A process of the job's Python beside the probe, asked in JSON lines. Stdlib only, Python 3.8.
+
+It dies with the probe, and is killed when it does not answer in time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import threading
+import time
+
+from dtctl.supervisor import lean
+
+_PR_SET_PDEATHSIG = 1
+KEPT_BYTES = 4096
+
+
+class Child:
+    """One process, its answers, and the end of what it has complained about."""
+
+    def __init__(self, argv: list, env: dict) -> None:  # type: ignore[type-arg]
+        """Start it; `env` is added to this process's own environment."""
+        self._said = b""
+        self._read = b""
+        self._process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **env},
+            preexec_fn=_die_with_parent,  # noqa: PLW1509 - only a system call; this process may hold locks, that one needs none
+        )
+        self._ear = threading.Thread(target=self._listen, daemon=True)
+        self._ear.start()
+
+    def _listen(self) -> None:
+        errors = self._process.stderr
+        while errors is not None:
+            data = os.read(errors.fileno(), 65_536)
+            if not data:
+                return
+            self._said = (self._said + data)[-KEPT_BYTES:]
+
+    def ask(self, message: dict, limit_s: float) -> dict:  # type: ignore[type-arg]
+        """Send a message (none when it is empty) and return its last line, or with `silent` the last that came."""
+        deadline = time.monotonic() + limit_s
+        last: dict = {}  # type: ignore[type-arg]
+        try:
+            if message and self._process.stdin is not None:
+                self._process.stdin.write(json.dumps(message).encode() + b"\n")
+                self._process.stdin.flush()
+            while not last.get("final"):
+                line = self._line(deadline)
+                if not line:
+                    self.kill()
+                    return {**last, "silent": True, "complained": self.complaint()}
+                last = {**last, **json.loads(line.decode())}
+        except (OSError, ValueError) as exc:
+            self.kill()
+            return {**last, "error": str(exc), "complained": self.complaint()}
+        return last
+
+    def _line(self, deadline: float) -> bytes:
+        out = self._process.stdout
+        while out is not None and b"\n" not in self._read:
+            if not select.select([out], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                return b""
+            data = os.read(out.fileno(), 65_536)
+            if not data:
+                self._process.wait()
+                raise OSError("it has ended with status %s" % self._process.returncode)
+            self._read += data
+        line, _, self._read = self._read.partition(b"\n")
+        return line
+
+    def complaint(self) -> str:
+        """The last line of its standard error."""
+        lines = self._said.decode(errors="replace").strip().splitlines()
+        return lines[-1].strip() if lines else ""
+
+    def kill(self) -> None:
+        """End it, whatever it does."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        self._ear.join(1.0)  # it reads standard error to its end
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            try:
+                if pipe is not None:
+                    pipe.close()
+            except OSError:  # what it has not read cannot be sent any more
+                pass
+
+
+def _die_with_parent() -> None:
+    lean.prctl(_PR_SET_PDEATHSIG, 9)

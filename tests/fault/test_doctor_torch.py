@@ -1,0 +1,73 @@
+"""Faults that only torch itself shows: wrong sums, a rank that hangs, a torch that does not load."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from dtctl.sandbox.layout import Sandbox
+from tests.fault.test_doctor import bad, examine, expect, placed
+from tests.hosts import workers
+
+pytestmark = [pytest.mark.integration, pytest.mark.torch]
+
+PATCH = """\
+import torch, torch.distributed as dist, time
+right = dist.all_reduce
+def other(data, *args, **named):
+    {body}
+dist.all_reduce = other
+"""
+WRONG_AFTER = "right(data, *args, **named); data[5] += 1"
+WRONG_BEFORE = "data[5] += 1; right(data, *args, **named)"
+HANGS = "time.sleep(1000)"
+
+
+def with_stub(sandbox: Sandbox, name: str, text: str, **more: Any) -> dict[str, Any]:
+    """The spec's changes that let node2's Python find this file before all others."""
+    path = placed(sandbox, "node2", name, text)
+    folder = path.removesuffix("/" + name)
+    nodes = ["node1", {"name": "node2", "env": {"PYTHONPATH": folder}}, "node3"]
+    return {"cluster.nodes": nodes, "cluster.python": sys.executable, **more}
+
+
+def test_a_healthy_cluster_adds_up_right_and_nothing_is_left_running(sandbox: Sandbox, project: Any) -> None:
+    code, said = examine(project, {"cluster.python": sys.executable}, full=True)
+    assert (code, bad(said)) == (0, [])
+    assert said["all_reduce"]["backend"] == "gloo"
+    assert said["all_reduce"]["busbw_gb_s"] > 0
+    assert {"check": "collective", "status": "ok"}.items() <= said["findings"][-1].items()
+    assert not any(workers(node) for node in sandbox.nodes)
+
+
+def test_a_node_that_receives_wrong_sums_is_named(sandbox: Sandbox, project: Any) -> None:
+    changes = with_stub(sandbox, "sitecustomize.py", PATCH.format(body=WRONG_AFTER))
+    expect(examine(project, changes, full=True), "collective", ["node2"], said="wrong sums")
+
+
+def test_a_node_that_sends_wrong_numbers_is_found_by_bisection(sandbox: Sandbox, project: Any) -> None:
+    changes = with_stub(sandbox, "sitecustomize.py", PATCH.format(body=WRONG_BEFORE))
+    expect(examine(project, changes, full=True), "collective", ["node2"], said="by bisection")
+
+
+def test_a_rank_that_never_comes_is_named(sandbox: Sandbox, project: Any) -> None:
+    changes = with_stub(sandbox, "sitecustomize.py", PATCH.format(body=HANGS))
+    result = examine(project, changes, full=True)
+    expect(result, "collective", ["node2"], peers=["node1", "node3"], said="does not come to its end")
+    assert "then nothing for" in json.dumps(bad(result[1])[0]["evidence"])
+    assert not any(workers(node) for node in sandbox.nodes)
+
+
+def test_a_torch_that_does_not_load_is_named_with_its_own_words(sandbox: Sandbox, project: Any) -> None:
+    changes = with_stub(sandbox, "torch/__init__.py", "raise ImportError('libcudart.so.12: cannot open')\n")
+    expect(examine(project, changes, full=True), "collective", ["node2"], said="libcudart.so.12: cannot open")
+
+
+def test_torch_is_not_asked_where_something_below_it_has_failed(sandbox: Sandbox, project: Any) -> None:
+    nodes = ["node1", {"name": "node2", "env": {"NCCL_BUFFSIZE": "8388608"}}, "node3"]
+    _, said = examine(project, {"cluster.nodes": nodes, "cluster.python": sys.executable}, full=True)
+    assert [one["check"] for one in bad(said)] == ["env-differs"]
+    assert said["all_reduce"] is None
