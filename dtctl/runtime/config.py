@@ -95,8 +95,8 @@ class TrainConfig:
     """How to train; read by the runtime, not by the model."""
 
     strategy: StrategyName | Mapping[str, int] = "auto"
-    """How the model is spread over the workers, by name, or by degrees of dp, fsdp, tp and pp: missing is 1, one may be
-    -1 for what is left (see mesh.py). auto: ddp with several workers, else single."""
+    """How the model is spread over the workers, by name, or by degrees of dp, fsdp, cp, tp and pp: missing is 1, one
+    may be -1 for what is left (see mesh.py). auto: ddp with several workers, else single."""
     blocks: str | None = None
     """Name of the list of the model's repeated blocks, such as `transformer.layers`. None: the largest ModuleList."""
     ddp: DdpConfig = field(default_factory=DdpConfig)

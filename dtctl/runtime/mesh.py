@@ -3,9 +3,11 @@
     pp    pipeline stages: other blocks on each
     dp    replicas: the same parameters, other samples
     fsdp  sharded replicas: a part of each parameter at rest, other samples
+    cp    a part of the tokens, the same samples; parameters are shared as in fsdp
     tp    a part of each matrix, the same samples
 
-Ranks count through tp first, then fsdp, dp and pp: workers that talk most are neighbours, on one node where that fits.
+Ranks count through tp first, then cp, fsdp, dp and pp: workers that talk most are neighbours, on one node where that
+fits.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ from typing import TYPE_CHECKING, Final
 from dtctl.errors import PlanError
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-AXES: Final = ("pp", "dp", "fsdp", "tp")
+AXES: Final = ("pp", "dp", "fsdp", "cp", "tp")
 """From the slowest to the fastest in the order of ranks."""
 FILL: Final = -1
 """A degree that takes what the others leave."""
@@ -34,17 +37,23 @@ class Degrees:
     pp: int = 1
     dp: int = 1
     fsdp: int = 1
+    cp: int = 1
     tp: int = 1
 
     @property
     def workers(self) -> int:
         """Their number."""
-        return self.pp * self.dp * self.fsdp * self.tp
+        return self.pp * self.dp * self.fsdp * self.cp * self.tp
 
     @property
     def data(self) -> int:
         """Into how many parts a batch is divided."""
         return self.dp * self.fsdp
+
+    @property
+    def shards(self) -> int:
+        """Over how many workers parameters are sharded: they have other samples, or other tokens of the same."""
+        return self.fsdp * self.cp
 
     def __str__(self) -> str:
         """`fsdp` if that is all, else as in `dp 2 x tp 4`."""
@@ -69,12 +78,17 @@ class Place:
     @property
     def data(self) -> int:
         """Which part of every batch this worker takes."""
-        return self.rank // self.degrees.tp % self.degrees.data
+        return self.rank // (self.degrees.tp * self.degrees.cp) % self.degrees.data
+
+    @property
+    def cp(self) -> int:
+        """Position among the workers that divide sequences."""
+        return self.rank // self.degrees.tp % self.degrees.cp
 
     @property
     def stage(self) -> int:
         """Position in the pipeline."""
-        return self.rank // (self.degrees.tp * self.degrees.data)
+        return self.rank // (self.degrees.tp * self.degrees.cp * self.degrees.data)
 
     @property
     def stream(self) -> int:
@@ -84,7 +98,7 @@ class Place:
     @property
     def counts(self) -> bool:
         """Whether this worker stands for its part of the batch, where several have the same samples."""
-        return self.tp == 0 and self.stage == self.degrees.pp - 1
+        return self.tp == self.cp == 0 and self.stage == self.degrees.pp - 1
 
 
 def resolve(strategy: str | Mapping[str, int], *, workers: int, per_node: int) -> Degrees:
@@ -137,8 +151,10 @@ def resolve(strategy: str | Mapping[str, int], *, workers: int, per_node: int) -
 def _filled(wanted: Mapping[str, int], workers: int) -> Degrees:
     for axis, degree in wanted.items():
         if axis not in AXES:
+            known = f"there are {', '.join(AXES)}"
+            ep = "torch has no expert parallelism (2.13); fsdp shards experts like everything else; "
             raise PlanError(
-                f"there is no axis {axis} in a mesh", where="train.strategy", hint=f"there are {', '.join(AXES)}"
+                f"there is no axis {axis} in a mesh", where="train.strategy", hint=(ep if axis == "ep" else "") + known
             )
         if degree < 1 and degree != FILL:
             raise PlanError(
@@ -192,7 +208,9 @@ def _products(number: int, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def device_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
-    """The process groups of all axes; collective over all workers.
+    """The process groups of the axes that have more than one worker; collective over all workers.
+
+    cp is a part of fsdp here, which is there always; see `context_group`.
 
     Args:
         degrees: their product is the world size.
@@ -200,5 +218,14 @@ def device_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    shape = tuple(getattr(degrees, axis) for axis in AXES)
-    return init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+    sizes = {"pp": degrees.pp, "dp": degrees.dp, "fsdp": degrees.shards, "tp": degrees.tp}
+    sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis == "fsdp"}
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def context_group(degrees: Degrees, device_type: str) -> ProcessGroup:
+    """The workers that divide this one's sequences; collective over all workers."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = (degrees.pp * degrees.data, degrees.cp, degrees.tp)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("rest", "cp", "tp"))["cp"].get_group()

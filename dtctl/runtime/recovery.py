@@ -38,9 +38,8 @@ def accumulate(trainer: Trainer) -> torch.Tensor:
             ranks = ", ".join(map(str, short))
             say(f"out of memory on rank {ranks} in step {trainer.step + 1}: again with {trainer.batch.describe()}")
     if trainer.weights:
-        factor = correction(
-            trainer.weights, trainer.schedule.samples(trainer.position), trainer.worker, copies=trainer.place.degrees.tp
-        )
+        copies = trainer.place.degrees.tp * trainer.place.degrees.cp
+        factor = correction(trainer.weights, trainer.schedule.samples(trainer.position), trainer.worker, copies=copies)
         multiply(trainer.gradients(), factor)
         loss = loss * factor
     return loss

@@ -18,6 +18,8 @@ class Mesh(Section):
     """Data parallel replicas."""
     fsdp: Degree = 1
     """Workers that share the parameters of one replica."""
+    cp: Degree = 1
+    """Workers that divide the tokens of a sequence."""
     tp: Degree = 1
     """Tensor parallel degree."""
     pp: Degree = 1

@@ -52,6 +52,7 @@ MESHES: dict[int, Meshes] = {
         ("fsdp", {"fsdp": {"reshard_after_forward": False}}),
         ("tp", {}),
         ("tp", {"tp": {"sequence_parallel": True}}),
+        ({"cp": 2}, {}),
         ("pipeline", {}),
         ("pipeline", {"pipeline": {"schedule": "gpipe"}}),
         ("pipeline", {"pipeline": {"schedule": "interleaved"}}),
@@ -67,6 +68,9 @@ MESHES: dict[int, Meshes] = {
         ({"dp": 2, "tp": 2}, {}),
         ({"fsdp": 2, "tp": 2}, {}),
         ({"fsdp": 2, "tp": 2}, {"tp": {"sequence_parallel": True}}),
+        ({"fsdp": 2, "cp": 2}, {}),
+        ({"dp": 2, "cp": 2}, {}),
+        ({"cp": 2, "tp": 2}, {}),
         ("pipeline", {"pipeline": {"split": [1, 1, 1, 1]}}),
         ("pipeline", {"pipeline": {"schedule": "zero-bubble", "stages_per_worker": 1}}),
         ({"dp": 2, "pp": 2}, {}),
@@ -82,7 +86,7 @@ EXTRAS: dict[int, list[tuple[Case, list[Any]]]] = {
         # Averaged weights, blocks that are computed twice, a loss that weighs tokens.
         (
             Case(common={"ema": {"decay": 0.6}, "data": {"tokens": True}, "checkpointing": "full"}),
-            ["ddp", "zero1", "fsdp", "tp", "pipeline", ("pipeline", "zbv")],
+            ["ddp", "zero1", "fsdp", "tp", {"cp": 2}, "pipeline", ("pipeline", "zbv")],
         ),
         (Case(dtype="float32", common={"precision": "fp16"}), ["ddp", "fsdp", "tp", "pipeline"]),
         (Case(common={"compile": "eager"}), ["ddp", "fsdp", "pipeline"]),
@@ -119,7 +123,9 @@ def cases_of(workers: int) -> list[Case]:
         tensor = "tp" in strategy
         if tensor and workers == 4:
             settings["accumulate"] = 2  # DTensors are slow on CPUs
-        slow = workers == 4 and (strategy == "fsdp" or "pp" in strategy or {"dp", "tp"} <= set(strategy))
+        slow = workers == 4 and (
+            strategy == "fsdp" or "pp" in strategy or {"dp", "tp"} <= set(strategy) or "cp" in strategy
+        )
         if not options and not slow:
             found.append(Case(settings=settings, optimizer="adamw"))
             if str(strategy) in BRIEF and workers == 2:

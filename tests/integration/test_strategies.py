@@ -111,6 +111,31 @@ def test_a_killed_run_ends_with_the_bits_of_one_left_alone(
     assert rows(tmp_path / "killed") == rows(tmp_path / "straight")
 
 
+GPT = Path(__file__).parents[2] / "examples" / "gpt" / "train.py"
+
+
+def example(folder: Path, workers: int, *settings: str) -> list[float]:
+    """The losses of the first steps of the GPT of the examples."""
+    folder.mkdir()
+    shape = 'model={"layers": 2, "embed": 32, "context": 64, "dropout": 0}'
+    settings = (shape, "global_batch=8", "steps=4", "log_every=1", *settings)
+    ended = forked.launch([GPT, *(f"--train.{setting}" for setting in settings)], workers, cwd=folder, limit_s=100)
+    assert ended.code == 0, ended.output
+    return [loss for _, loss, _ in rows(folder)]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return example(tmp_path_factory.mktemp("example") / "one", 1, "micro_batch=8")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tp", "pipeline", '{"cp": 2}'])
+def test_the_example_learns_the_same_with_every_strategy(tmp_path: Path, expected: list[float], strategy: str) -> None:
+    """As `--set train.strategy=...` says it; its first losses beside those of one process."""
+    found = example(tmp_path / "two", 2, "accumulate=2", f"strategy={strategy}")
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("settings", "environment", "message"),
     [
@@ -118,6 +143,8 @@ def test_a_killed_run_ends_with_the_bits_of_one_left_alone(
         (['strategy={"tp": 3}'], {}, "the mesh tp 3 has 3 workers, and the job has 2"),
         (["strategy=fsdp", "global_batch=15"], {}, "global_batch 15 cannot be divided by 2 workers * accumulate 4 = 8"),
         (["strategy=tp", "tp.plan={}"], {"GARBLED": "1"}, "spread as tp, the model has the loss"),
+        (['strategy={"cp": 2}'], {}, "the first block is given a tensor of 2 dims, and cp divides"),
+        (['strategy={"cp": 2}', "compile=eager"], {}, "compile does not go with cp"),
         (["strategy=pipeline"], {"BLOCKS": "1"}, "a pipeline needs a model with a list of blocks"),
         (["strategy=pipeline"], {"GARBLED": "1"}, "spread as pp, the model has the loss nan on the first samples"),
         (["strategy=pipeline"], {"ODD_RANK": "1"}, "the workers do not agree on the model's parameters"),

@@ -4,7 +4,7 @@ single.py    one worker
 elastic.py   replicas; the same bits on any number of workers
 ddp.py       replicas; gradients averaged during the backward pass
 zero1.py     ddp with an optimizer whose state is divided
-sharded.py   fsdp, hsdp, tp (tensor.py) and their products
+sharded.py   fsdp, hsdp, tp (tensor.py), cp (context.py) and their products
 pipeline.py  blocks on other workers (stages.py cuts), and products with all of them
 trial.py     whether a divided model computes what it did in one piece
 """
@@ -103,7 +103,7 @@ def choose(
     from dtctl.runtime.strategies.sharded import Sharded, begin_alike
 
     mesh = device_mesh(degrees, worker.device.type)
-    if degrees.tp == 1 and degrees.pp == 1:
+    if degrees.tp == degrees.cp == degrees.pp == 1:
         return Sharded(model, config, worker, degrees, mesh)
     begin_alike(model)
     expected = trial.measure(probe, model)

@@ -307,6 +307,12 @@ def check(config: TrainConfig, degrees: Degrees, micro_batches: int) -> int:
             where=where,
             hint="use 1f1b or interleaved with fsdp, or dp instead of fsdp",
         )
+    if degrees.cp > 1:
+        raise PlanError(
+            "cp does not go with a pipeline: streams between stages would be parts of sequences",
+            where="train.strategy",
+            hint="use fsdp instead of pp beside cp",
+        )
     if config.tp.sequence_parallel and degrees.tp > 1:
         raise PlanError("sequence parallelism does not go with a pipeline", where="train.tp.sequence_parallel")
     if micro_batches < degrees.pp:

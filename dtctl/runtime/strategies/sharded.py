@@ -1,4 +1,4 @@
-"""Sharded data parallel (ZeRO 2 and 3) by torch's `fully_shard`, tensor parallel, and both together.
+"""Sharded data parallel (ZeRO 2 and 3) by torch's `fully_shard`, tensor and context parallel, and all together.
 
 Each block of the model is sharded by itself, so that only one or two are whole at a time; what is outside of blocks is
 one group more. On a mesh of replicas and shards (hsdp) gradients are added up inside a replica first. With tp the
@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from dtctl.errors import PlanError
 from dtctl.runtime.config import TrainConfig
-from dtctl.runtime.mesh import Degrees
+from dtctl.runtime.mesh import Degrees, context_group
 from dtctl.runtime.options import FsdpConfig
-from dtctl.runtime.strategies import blocks, gradients, tensor
+from dtctl.runtime.strategies import blocks, context, gradients, tensor
 from dtctl.runtime.worker import Worker
 
 
@@ -58,7 +58,11 @@ class Sharded:
         begin_alike(model)
         if degrees.tp > 1:
             tensor.parallelize(model, blocks.find(model, config.blocks), config.tp, mesh["tp"])
-        if degrees.data > 1:
+        if degrees.cp > 1:
+            unfit = {"compile": config.compile, "tp.sequence_parallel": degrees.tp > 1 and config.tp.sequence_parallel}
+            group = context_group(degrees, worker.device.type)
+            context.divide(blocks.find(model, config.blocks), group, unfit)
+        if degrees.data * degrees.cp > 1:
             shard(model, config, worker, mesh)
             keep_buffers_alike(model, mesh)
         self._wanted = gradients.wanted(model)
@@ -129,7 +133,7 @@ def shard_blocks(
     """
     options = config.fsdp
     # Two axes mean replicas of shards; with one replica, one axis is the cheaper way to say it.
-    over = mesh["fsdp"] if mesh["dp"].size() == 1 else mesh["dp", "fsdp"]
+    over = mesh["dp", "fsdp"] if "dp" in (mesh.mesh_dim_names or ()) else mesh["fsdp"]
     policy, offload = precision(options), offloading(options, worker)
     for block in modules:
         if any(True for _ in block.parameters()):
@@ -200,7 +204,8 @@ def keep_buffers_alike(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def data_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """The workers that have the same part of the model and other samples."""
-    return mesh["dp", "fsdp"]._flatten("data").get_group()
+    over = mesh["dp", "fsdp"]._flatten("data") if "dp" in (mesh.mesh_dim_names or ()) else mesh["fsdp"]
+    return over.get_group()
 
 
 def separate_meshes(optimizer: torch.optim.Optimizer) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,7 +42,7 @@ def test_strategies_mean_degrees(strategy: object, workers: int, per_node: int, 
         ("dpp", 2, "there is no strategy dpp", "ddp"),
         ("hsdp", 4, "all 4 workers are on one node", "{dp: 2, fsdp: -1}"),
         ("hsdp", 6, "6 workers are no multiple of the 4 here", "{dp: 2, fsdp: -1}"),
-        ({"ep": 2}, 2, "there is no axis ep", "pp, dp, fsdp, tp"),
+        ({"ep": 2}, 2, "there is no axis ep", "pp, dp, fsdp, cp, tp"),
         ({"dp": 0}, 2, "the degree of dp is 0", None),
         ({"dp": -1, "tp": -1}, 4, "dp and tp are both -1", None),
         ({"tp": 3, "dp": -1}, 4, "4 workers cannot be divided by tp 3 = 3", "nearest: {dp: 1, tp: 4}"),
@@ -74,11 +76,14 @@ def test_names_are_those_of_the_configuration() -> None:
 def test_every_worker_has_a_place_of_its_own(sizes: dict[str, int]) -> None:
     degrees = Degrees(**sizes)
     places = [Place(degrees=degrees, rank=rank) for rank in range(degrees.workers)]
-    assert {(place.stage, place.data, place.tp) for place in places} == {
-        (stage, data, tp) for stage in range(degrees.pp) for data in range(degrees.data) for tp in range(degrees.tp)
-    }
+    assert {(place.stage, place.data, place.cp, place.tp) for place in places} == set(
+        product(*map(range, (degrees.pp, degrees.data, degrees.cp, degrees.tp)))
+    )
     counting = [place.data for place in places if place.counts]
     assert sorted(counting) == list(range(degrees.data))
     assert all(
-        one.stream == two.stream for one in places for two in places if (one.stage, one.data) == (two.stage, two.data)
+        one.stream == two.stream
+        for one in places
+        for two in places
+        if (one.stage, one.data, one.cp) == (two.stage, two.data, two.cp)
     )

@@ -1,0 +1,224 @@
+"""Context parallel: the tokens of a long sequence spread over workers that have the same samples.
+
+Between the model's first block and its last, each worker has a part of the tokens, and with it that part of all
+activations. Attention brings the keys and values of all tokens to every worker (as Llama 3 was trained, arXiv
+2407.21783, section 3.3.2) and computes the rows of its own ones. A worker has two pieces of the sequence, the r-th from
+the front and the r-th from the back, so that causal attention is the same work for all (arXiv 2311.09431).
+
+What comes before the blocks and after them sees whole sequences, on every worker: embeddings, positions and the loss
+function are left as they are. A block must take the stream, [samples, tokens, width], as its first argument and return
+it, and mix tokens in `torch.nn.functional.scaled_dot_product_attention` only. Further tensors that are handed to a
+block lose the tokens of other workers, if they have one dim of the sequence's length; a mask, which has two, does not.
+
+torch's own context_parallel (2.13) knows the attention kernels of GPUs only, and wants to be told of every buffer.
+
+Gradients: the way back into the blocks is widened by the number of workers, so that averaging over them, as is done
+with replicas, adds up what each has computed for its tokens, and leaves alone what all have computed alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dtctl.errors import PlanError
+from dtctl.runtime.strategies.blocks import Blocks
+
+ATTENTION: Final = nn.functional.scaled_dot_product_attention
+
+
+class Context:
+    """The part of the sequence that this worker has."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.rank, self.workers = group, group.rank(), group.size()
+        self.inside = False
+        """Whether a forward pass is between the first and the last block."""
+        self.whole = 0
+        """Tokens of the sequence that is being computed."""
+        self._orders: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def piece(self) -> int:
+        """Tokens of one of this worker's two pieces."""
+        return self.whole // (2 * self.workers)
+
+    def own(self, device: torch.device) -> torch.Tensor:
+        """Which tokens this worker has, [tokens / workers]."""
+        return self._order(device)[0][self.rank]
+
+    def natural(self, device: torch.device) -> torch.Tensor:
+        """Where in the workers' parts, one after the other, each token of the sequence is, [tokens]."""
+        return self._order(device)[1]
+
+    def _order(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        key = (self.whole, device)
+        if key not in self._orders:
+            pieces = torch.arange(self.whole, device=device).view(2 * self.workers, self.piece)
+            parts = torch.stack([pieces[: self.workers], pieces[self.workers :].flip(0)], dim=1).flatten(1)
+            self._orders[key] = (parts, parts.flatten().argsort())
+        return self._orders[key]
+
+    def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Before the first block: go on with the own tokens alone."""
+        stream = args[0]
+        if stream.dim() < 3:
+            raise PlanError(
+                f"the first block is given a tensor of {stream.dim()} dims, and cp divides [samples, tokens, width]",
+                where="train.strategy.cp",
+                hint="use fsdp for models without sequences",
+            )
+        self.whole, self.inside = stream.shape[1], True
+        if self.whole % (2 * self.workers):
+            raise PlanError(
+                f"a sequence of {self.whole} tokens cannot be divided into {2 * self.workers} pieces, two for each of "
+                f"{self.workers} workers",
+                where="train.strategy.cp",
+                hint=f"use sequences of a multiple of {2 * self.workers} tokens",
+            )
+        return (stream.index_select(1, self.own(stream.device)), *args[1:]), kwargs
+
+    def beside(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Before every block: what else it is given."""
+        return (args[0], *map(self._part, args[1:])), {name: self._part(value) for name, value in kwargs.items()}
+
+    def leave(self, _: nn.Module, __: Any, stream: torch.Tensor) -> torch.Tensor:
+        """After the last block: bring all tokens together."""
+        self.inside = False
+        return _Join.apply(stream, self)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _part(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        dims = [dim for dim, size in enumerate(value.shape) if size == self.whole]
+        if len(dims) > 1 and value.dim() > 2 and value.shape[-2] != self.whole:
+            dims = [1]  # as many samples as tokens
+        return value.index_select(dims[0], self.own(value.device)) if len(dims) == 1 else value
+
+    def together(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        """The parts of all workers along a dim, in the order of the sequence."""
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.workers)]
+        dist.all_gather(parts, part, group=self.group)
+        return torch.cat(parts, dim).index_select(dim, self.natural(part.device))
+
+    def attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> torch.Tensor:
+        """As torch's scaled_dot_product_attention, of own queries over the keys and values of all tokens.
+
+        Shapes:
+            query, key, value: [..., heads, tokens / workers, width]; the result as the query.
+        """
+        key, value = (_Gather.apply(one, self) for one in (key, value))  # type: ignore[no-untyped-call]
+        if not is_causal:
+            return ATTENTION(query, key, value, self._rows(attn_mask), dropout_p, **options)
+        results = []
+        for index, rows in enumerate(torch.split(query, self.piece, dim=-2)):
+            begin = self.piece * (self.rank if index == 0 else 2 * self.workers - 1 - self.rank)
+            end = begin + self.piece
+            seen = torch.ones(self.piece, end, dtype=torch.bool, device=query.device).tril(begin)
+            results.append(ATTENTION(rows, key[..., :end, :], value[..., :end, :], seen, dropout_p, **options))
+        return torch.cat(results, dim=-2)
+
+    def _rows(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        if mask is None or (mask.shape[-2] == 1 and mask.shape[-1] == self.whole):
+            return mask
+        if mask.shape[-2:] != (self.whole, self.whole):
+            raise PlanError(
+                f"an attention mask of {mask.shape[-2]} x {mask.shape[-1]} does not fit {self.whole} tokens",
+                where="train.strategy.cp",
+                hint="make masks before the blocks, for whole sequences, or use is_causal",
+            )
+        return mask.index_select(-2, self.own(mask.device))
+
+
+class _Join(torch.autograd.Function):
+    """Parts of the stream to the whole one. Every worker goes on with all of it, alike."""
+
+    @staticmethod
+    def forward(node: Any, part: torch.Tensor, context: Context) -> torch.Tensor:
+        node.context, node.whole = context, context.whole
+        return context.together(part, 1)
+
+    @staticmethod
+    def backward(node: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        context: Context = node.context
+        context.whole = node.whole
+        return gradient.index_select(1, context.own(gradient.device)) * context.workers, None
+
+
+class _Gather(torch.autograd.Function):
+    """Keys or values of the own tokens to those of all; back, what all workers found out about the own ones."""
+
+    @staticmethod
+    def forward(node: Any, part: torch.Tensor, context: Context) -> torch.Tensor:
+        node.context, node.whole = context, context.whole
+        return context.together(part, part.dim() - 2)
+
+    @staticmethod
+    def backward(node: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        context: Context = node.context
+        context.whole = node.whole
+        parts = [
+            gradient.index_select(-2, tokens).contiguous() for tokens in context._order(gradient.device)[0].unbind()
+        ]
+        own = torch.empty_like(parts[0])
+        dist.reduce_scatter(own, parts, group=context.group)
+        return own, None
+
+
+_current: list[Context] = []
+"""The one that attention asks; a process trains one model at a time, and the newest counts."""
+
+
+def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+    if _current:
+        context = _current[-1]
+        # Blocks that are computed again are so in the backward pass, which computes nothing else with attention.
+        if context.inside or torch._C._current_graph_task_id() != -1:
+            return context.attention(*args, **kwargs)
+    return ATTENTION(*args, **kwargs)
+
+
+def divide(found: Blocks | None, group: dist.ProcessGroup, options: Mapping[str, object]) -> None:
+    """Spread the tokens inside of a model's blocks over a group.
+
+    Args:
+        found: the model's blocks.
+        group: workers with the same samples.
+        options: settings that do not go with it -> whether they are on.
+
+    Raises:
+        PlanError: the model has no blocks, or they mix tokens otherwise, or an option does not go with it.
+    """
+    wrong = [name for name, on in options.items() if on]
+    if wrong:
+        raise PlanError(f"{wrong[0]} does not go with cp", where="train.strategy.cp", hint=f"leave {wrong[0]} out")
+    if found is None:
+        raise PlanError("cp needs a model with a list of blocks", where="train.blocks", hint="name the list")
+    if any(isinstance(part, _BatchNorm) for block in found.modules for part in block.modules()):
+        raise PlanError(
+            "the blocks have BatchNorm, whose means would be of each worker's tokens alone",
+            where="train.strategy.cp",
+            hint="use LayerNorm or RMSNorm",
+        )
+    context = Context(group)
+    for block in found.modules:
+        block.register_forward_pre_hook(context.beside, with_kwargs=True)
+    found.modules[0].register_forward_pre_hook(context.enter, with_kwargs=True, prepend=True)
+    found.modules[-1].register_forward_hook(context.leave)
+    _current[:] = [context]
+    nn.functional.scaled_dot_product_attention = _attention

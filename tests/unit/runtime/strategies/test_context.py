@@ -1,0 +1,98 @@
+"""The parts of a sequence, and what attention makes of them; what several workers do with it is in test_equality.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dtctl.errors import PlanError
+from dtctl.runtime.strategies import blocks, context
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    """A group of one worker."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+    context._current.clear()
+
+
+class Block(nn.Module):
+    """Attention over the stream, with a mask or causal, and something for each token."""
+
+    def forward(
+        self, stream: torch.Tensor, each: torch.Tensor | None = None, *, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        stream = stream if each is None else stream + each
+        return nn.functional.scaled_dot_product_attention(stream, stream, stream, mask, is_causal=mask is None)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, stream: torch.Tensor, *args: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        for block in self.blocks:
+            stream = block(stream, *args, mask=mask)
+        return stream
+
+
+def of(rank: int, workers: int, tokens: int) -> context.Context:
+    made = context.Context.__new__(context.Context)
+    made.rank, made.workers, made.whole, made._orders = rank, workers, tokens, {}
+    return made
+
+
+def test_every_token_has_one_worker_and_causal_attention_is_the_same_work_for_all() -> None:
+    parts = [of(rank, 3, 12).own(torch.device("cpu")).tolist() for rank in range(3)]
+    assert parts == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+    assert len({sum(part) for part in parts}) == 1
+    together = torch.tensor(parts).flatten()
+    assert together[of(0, 3, 12).natural(torch.device("cpu"))].tolist() == list(range(12))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_model_with_one_worker_computes_what_it_did(alone: dist.ProcessGroup, masked: bool) -> None:
+    model, stream, each = Model(), torch.randn(2, 8, 4, requires_grad=True), torch.randn(8, 4)
+    mask = torch.rand(8, 8) > 0.5
+    mask |= torch.eye(8, dtype=torch.bool)
+    given = {"mask": mask} if masked else {}
+    expected = model(stream, each, **given)
+    (slope,) = torch.autograd.grad(expected.square().sum(), stream)
+    context.divide(blocks.find(model), alone, {})
+    found = model(stream, each, **given)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found.square().sum(), stream)[0], slope)
+
+
+def test_attention_outside_of_the_blocks_is_as_ever(alone: dist.ProcessGroup) -> None:
+    model, stream = Model(), torch.randn(2, 8, 4)
+    context.divide(blocks.find(model), alone, {})
+    model(stream)
+    odd = torch.randn(2, 5, 4)
+    torch.testing.assert_close(
+        nn.functional.scaled_dot_product_attention(odd, odd, odd), context.ATTENTION(odd, odd, odd)
+    )
+
+
+def test_what_cannot_be_divided_is_refused(alone: dist.ProcessGroup) -> None:
+    model = Model()
+    with pytest.raises(PlanError, match=r"tp\.sequence_parallel does not go with cp"):
+        context.divide(blocks.find(model), alone, {"tp.sequence_parallel": True})
+    with pytest.raises(PlanError, match="needs a model with a list of blocks"):
+        context.divide(None, alone, {})
+    with_norm = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    with pytest.raises(PlanError, match="BatchNorm"):
+        context.divide(blocks.find(with_norm), alone, {})
+    context.divide(blocks.find(model), alone, {})
+    with pytest.raises(PlanError, match="a sequence of 7 tokens cannot be divided into 2 pieces"):
+        model(torch.randn(2, 7, 4))
+    with pytest.raises(PlanError, match="an attention mask of 3 x 3 does not fit 8 tokens"):
+        model(torch.randn(2, 8, 4), mask=torch.ones(3, 3, dtype=torch.bool))
