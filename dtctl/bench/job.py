@@ -13,9 +13,10 @@ from typing import Any
 
 from dtctl.bench.figures import result, training_row
 from dtctl.launch.assemble import CodePush, cluster_of, job_of
+from dtctl.launch.job import Result
 from dtctl.launch.ledger import Ledger
 from dtctl.launch.record import RunInfo, RunRecord, new_run_id
-from dtctl.launch.run import Result, launch
+from dtctl.launch.run import launch
 from dtctl.spec.model import Files, Spec
 
 MARK = "DTCTL-BENCH "
