@@ -16,6 +16,10 @@ needed=(
   "/usr/bin/unshare util-linux"
   "/usr/bin/rsync rsync"
   "/usr/bin/git git"
+  "/usr/sbin/munged munge"
+  "/usr/sbin/slurmctld slurmctld"
+  "/usr/sbin/slurmd slurmd"
+  "/usr/bin/sbatch slurm-client"
   "/usr/bin/iperf3 iperf3"
 )
 missing=()

@@ -42,11 +42,16 @@ def running(name: str | None) -> Sandbox:
 
 
 @app.command("up")
-def up(nodes: Annotated[int, typer.Option(help="How many hosts.")] = 3, name: Name = None, json_: Json = False) -> None:
+def up(
+    nodes: Annotated[int, typer.Option(help="How many hosts.")] = 3,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Make them a Slurm cluster too.")] = False,
+    name: Name = None,
+    json_: Json = False,
+) -> None:
     """Start virtual hosts: node1, node2, ..."""
     from dtctl.sandbox import control
 
-    sandbox = control.up(name or control.default_name(), nodes=nodes)
+    sandbox = control.up(name or control.default_name(), nodes=nodes, with_slurm=slurm)
     if json_:
         output.emit_json(as_json(sandbox))
         return
@@ -246,7 +251,7 @@ def fault_full_disk(
 
 def as_json(sandbox: Sandbox) -> dict[str, object]:
     """What `status --json` prints."""
-    from dtctl.sandbox import faults, kernel
+    from dtctl.sandbox import faults, kernel, slurm
 
     return {
         "up": True,
@@ -266,17 +271,20 @@ def as_json(sandbox: Sandbox) -> dict[str, object]:
             }
             for node in sandbox.nodes
         ],
-        "slurm": False,
+        "slurm": sandbox.slurm,
+        "slurm_conf": slurm.environment(sandbox).get("SLURM_CONF"),
         "faults": faults.recorded(sandbox),
     }
 
 
 def show(sandbox: Sandbox) -> None:
     """What `status` prints for people."""
-    from dtctl.sandbox import faults, kernel
+    from dtctl.sandbox import faults, kernel, slurm
 
     rows = [[n.name, n.address, "on" if kernel.start_time(n.pid) else "off"] for n in sandbox.nodes]
     output.table(rows, header=["HOST", "ADDRESS", "POWER"])
+    if sandbox.slurm:
+        output.out(f"Slurm: export SLURM_CONF={slurm.environment(sandbox)['SLURM_CONF']}")
     for text in faults.recorded(sandbox):
         output.out(f"fault: {text}", "yellow")
     first = sandbox.nodes[0]

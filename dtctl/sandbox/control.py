@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dtctl.errors import SandboxError
-from dtctl.sandbox import kernel, layout
+from dtctl.sandbox import kernel, layout, slurm
 from dtctl.sandbox.layout import Sandbox, SandboxNode, default_name
 
 __all__ = ["default_name", "down", "enter_argv", "find", "host_processes", "up"]
@@ -63,8 +63,13 @@ def find(name: str) -> Sandbox | None:
     return sandbox
 
 
-def up(name: str, *, nodes: int) -> Sandbox:
+def up(name: str, *, nodes: int, with_slurm: bool = False) -> Sandbox:
     """Start a sandbox; what an earlier one of this name has left is removed first.
+
+    Args:
+        name: of the sandbox.
+        nodes: how many hosts.
+        with_slurm: whether they are a Slurm cluster too.
 
     Raises:
         SandboxError: it is up already, or cannot be made here. Nothing is left in that case.
@@ -77,6 +82,8 @@ def up(name: str, *, nodes: int) -> Sandbox:
             f"sandbox {name} is up already, with {len(running.nodes)} hosts", hint="`dtctl sandbox down` ends it"
         )
     check_requirements()
+    if with_slurm:
+        slurm.check_requirements()
     state = layout.state_dir(name)
     try:
         down(name)
@@ -86,7 +93,7 @@ def up(name: str, *, nodes: int) -> Sandbox:
             f"the sandbox's folder cannot be made: {exc.strerror}", where=str(state), hint="set DTCTL_SANDBOX_DIR"
         ) from exc
     try:
-        _start_keeper(state, name, nodes)
+        _start_keeper(state, name, nodes, with_slurm=with_slurm)
     except BaseException:
         down(name)
         raise
@@ -94,14 +101,28 @@ def up(name: str, *, nodes: int) -> Sandbox:
     if sandbox is None:
         down(name)
         raise SandboxError("the sandbox came up and went down again", where=str(state))
+    if with_slurm:
+        try:
+            slurm.wait_ready(sandbox)
+        except BaseException:
+            down(name)
+            raise
     return sandbox
 
 
-def _start_keeper(state: Path, name: str, nodes: int) -> None:
+def _start_keeper(state: Path, name: str, nodes: int, *, with_slurm: bool) -> None:
     log = state / "keeper.log"
     with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as errors:
         keeper = subprocess.Popen(
-            [sys.executable, "-m", "dtctl.sandbox.keeper", str(state), name, str(nodes)],
+            [
+                sys.executable,
+                "-m",
+                "dtctl.sandbox.keeper",
+                str(state),
+                name,
+                str(nodes),
+                *(["slurm"] if with_slurm else []),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -193,6 +214,7 @@ def enter_argv(sandbox: Sandbox, node: SandboxNode, command: Sequence[str]) -> l
         home,
         f"HOME={home}",
         f"USER={sandbox.user}",
+        *(f"{key}={value}" for key, value in slurm.environment(sandbox).items()),
         *command,
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dtctl.sandbox.layout import SandboxNode
@@ -29,10 +29,13 @@ MaxStartups 500
 MaxSessions 500
 KexAlgorithms curve25519-sha256,curve25519-sha256@libssh.org,ecdh-sha2-nistp256
 Subsystem sftp internal-sftp
+{more}
 """
 
 
-def write_all(state: Path, nodes: Sequence[SandboxNode], *, uid: int, bridge_address: str) -> None:
+def write_all(
+    state: Path, nodes: Sequence[SandboxNode], *, uid: int, bridge_address: str, environ: Mapping[str, str]
+) -> None:
     """Write everything that the hosts need before they come up.
 
     Args:
@@ -40,6 +43,7 @@ def write_all(state: Path, nodes: Sequence[SandboxNode], *, uid: int, bridge_add
         nodes: its hosts.
         uid: of the login user.
         bridge_address: this machine's address on the hosts' network.
+        environ: variables of whoever logs in.
     """
     (state / "self").mkdir(exist_ok=True)
     public = _write_key(state / "id")
@@ -51,13 +55,14 @@ def write_all(state: Path, nodes: Sequence[SandboxNode], *, uid: int, bridge_add
     # A server on an IPv6 socket sees its IPv4 clients under these, and torch looks up their names.
     hosts += "".join(f"::ffff:{node.address} {node.name}\n" for node in nodes) + "::ffff:127.0.0.1 localhost\n"
     known = []
+    more = "".join(f"SetEnv {key}={value}\n" for key, value in environ.items())
     for node in nodes:
         folder = state / "hosts" / node.name
         for part in ("home", "ssh", "etc"):
             (folder / part).mkdir(parents=True, exist_ok=True)
         (folder / "home").chmod(0o700)
         known.append(f"{node.address},{node.name} {_write_key(folder / 'ssh' / 'host_key')}\n")
-        config = SSHD_CONFIG.format(folder=state / "self" / "ssh", state=state)
+        config = SSHD_CONFIG.format(folder=state / "self" / "ssh", state=state, more=more)
         (folder / "ssh" / "sshd_config").write_text(config, encoding="utf-8")
         etc = folder / "etc"
         (etc / "passwd").write_text(passwd, encoding="utf-8")

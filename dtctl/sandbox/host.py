@@ -10,7 +10,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtctl.sandbox import kernel
+from dtctl.sandbox import kernel, slurm
 
 SSHD = "/usr/sbin/sshd"
 NAMESPACES = kernel.CLONE_NEWNET | kernel.CLONE_NEWNS | kernel.CLONE_NEWUTS | kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC
@@ -44,6 +44,8 @@ def main(host: Host, go_fd: int) -> None:
         _mounts(host)
         _network(host)
         start_sshd(host)
+        if slurm.config_file(host.state).exists():
+            slurm.start_daemon(host.state, host.name)
         _reap_forever()
     except BaseException:  # noqa: BLE001 - nothing above could handle it: this is the host's init
         traceback.print_exc(file=sys.stderr)

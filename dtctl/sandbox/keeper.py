@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from dtctl.sandbox import files, host, kernel, layout
+from dtctl.sandbox import files, host, kernel, layout, slurm
 from dtctl.sandbox.layout import Sandbox, SandboxNode
 
 SOCKET = "keeper.sock"
@@ -28,7 +28,7 @@ READY_LIMIT_S = 20.0
 class Keeper:
     """One sandbox, from the inside."""
 
-    def __init__(self, state: Path, name: str, count: int) -> None:
+    def __init__(self, state: Path, name: str, count: int, *, with_slurm: bool) -> None:
         self.state = state
         self.uid, self.gid = os.getuid(), os.getgid()
         self.rootless = self.uid != 0
@@ -53,11 +53,15 @@ class Keeper:
             bridge=layout.bridge_name(state),
             bridge_address=str(network[254]),
             nodes=nodes,
+            slurm=with_slurm,
         )
 
     def build(self) -> None:
         """Bring everything up; every host answers on port 22 when this returns."""
-        files.write_all(self.state, self.sandbox.nodes, uid=self.uid, bridge_address=self.sandbox.bridge_address)
+        environ, bridge_address = slurm.environment(self.sandbox), self.sandbox.bridge_address
+        files.write_all(self.state, self.sandbox.nodes, uid=self.uid, bridge_address=bridge_address, environ=environ)
+        if self.sandbox.slurm:
+            slurm.write_files(self.state, self.sandbox.nodes, bridge_address=bridge_address)
         bridge = self.sandbox.bridge
         _ip(
             [
@@ -66,6 +70,8 @@ class Keeper:
                 f"link set {bridge} up",
             ]
         )
+        if self.sandbox.slurm:
+            slurm.start_control(self.state)
         self.power_on([node.name for node in self.sandbox.nodes])
 
     def power_on(self, names: list[str]) -> None:
@@ -203,14 +209,14 @@ def _inside(folder: Path) -> Iterator[None]:
 
 
 def main() -> None:
-    """`python -m dtctl.sandbox.keeper STATE NAME COUNT`, with a descriptor to report on as standard output."""
+    """`python -m dtctl.sandbox.keeper STATE NAME COUNT [slurm]`, with a descriptor to report on as standard output."""
     state, name, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
-        keeper = Keeper(state, name, count)
+        keeper = Keeper(state, name, count, with_slurm=sys.argv[4:] == ["slurm"])
         keeper.build()
     except Exception as exc:  # noqa: BLE001 - told to whoever waits for the sandbox
         print(json.dumps({"error": f"{type(exc).__name__}: {exc}"}), flush=True)  # noqa: T201 - a pipe, not a person

@@ -5,6 +5,7 @@ STATE/id, id.pub          the key that logs in to every host
 STATE/known_hosts         the hosts' keys
 STATE/keeper.sock         where the keeper takes requests
 STATE/hosts/NAME/         a host's own files: home/, ssh/, etc/; no host sees those of another
+STATE/slurm/              Slurm's files, if the hosts are a cluster of it
 STATE/self/               on every host, its own folder of hosts/
 """
 
@@ -57,6 +58,8 @@ class Sandbox:
     bridge_address: str
     """This machine's address on the hosts' network."""
     nodes: tuple[SandboxNode, ...]
+    slurm: bool = False
+    """Whether the hosts are a Slurm cluster."""
 
     @property
     def state(self) -> Path:

@@ -43,7 +43,7 @@ def test_the_commands() -> None:
         ("init", "--template --launcher --list --force"),
         ("validate", "--set --schema --json"),
         ("logs", "-f --node --rank"),
-        ("sandbox up", "--nodes --name --json"),
+        ("sandbox up", "--nodes --slurm --name --json"),
         ("snapshot", "ls verify show digest prune export"),
         ("snapshot verify", "--json"),
         ("snapshot prune", "--keep --every-h --dry-run --json"),
