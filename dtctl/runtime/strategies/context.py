@@ -193,6 +193,12 @@ def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
     return ATTENTION(*args, **kwargs)
 
 
+def forget() -> None:
+    """Let attention be torch's own again: another model is to be trained."""
+    _current.clear()
+    nn.functional.scaled_dot_product_attention = ATTENTION
+
+
 def divide(found: Blocks | None, group: dist.ProcessGroup, options: Mapping[str, object]) -> None:
     """Spread the tokens inside of a model's blocks over a group.
 
