@@ -9,12 +9,20 @@ from collections.abc import Iterable
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
+class Late(str):
+    """Text with `$NAME` in it that the shell fills in where the script runs. Never made of a user's words."""
+
+    __slots__ = ()
+
+
 def quote(text: str) -> str:
     """One shell word that means exactly `text`.
 
     Raises:
         ValueError: `text` holds a NUL character, which no program can be given as an argument.
     """
+    if isinstance(text, Late):
+        return f'"{text}"'
     if "\0" in text:
         raise ValueError("a NUL character cannot be passed to a program")
     return shlex.quote(text)

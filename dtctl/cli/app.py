@@ -59,6 +59,7 @@ def _register() -> None:
         nccl,
         runs,
         sandbox,
+        sbatch,
         snapshot,
         status,
         stop,
@@ -75,6 +76,7 @@ def _register() -> None:
     app.command("logs")(logs.logs)
     app.command("watch")(watch.watch)
     app.command("stop")(stop.stop)
+    app.command("sbatch")(sbatch.sbatch)
     app.command("doctor")(doctor.doctor)
     app.command("lint")(lint.lint)
     app.command("bench")(bench.bench)

@@ -59,10 +59,20 @@ def cluster_of(spec: Spec, *, start: bool) -> Cluster:
     nodes = resolve_nodes(spec)
     spares = resolve_spares(spec)
     targets = _targets(spec, (*nodes, *spares))
+    if spec.cluster.transport == "slurm":
+        return Cluster(nodes=nodes, spares=spares, targets=targets, make_transport=_slurm)
     if spec.cluster.transport == "local":
         return Cluster(nodes=nodes, targets=targets, make_transport=_local)
     first = [targets[node.name] for node in nodes]
     return Cluster(nodes=nodes, spares=spares, targets=targets, make_transport=lambda: ssh_transport(first))
+
+
+def _slurm() -> Transport:
+    raise PlanError(
+        "a launch cannot wait for Slurm in this version",
+        where="cluster.transport",
+        hint="`dtctl sbatch --submit` gives the same job to Slurm",
+    )
 
 
 def _local() -> Transport:

@@ -203,12 +203,6 @@ def _check_transport(spec: Spec, nodes: Sequence[NodeSpec]) -> None:
             where="cluster.transport",
             hint="use `transport: ssh`, or `transport: sandbox` for virtual hosts on this machine",
         )
-    if transport == "slurm":
-        raise PlanError(
-            "transport slurm cannot be launched by this version",
-            where="cluster.transport",
-            hint="use `transport: ssh` on nodes that you may log in to",
-        )
 
 
 def _notes(spec: Spec, nodes: Sequence[NodeSpec], meeting: Rendezvous, facts: Facts) -> list[str]:

@@ -210,6 +210,14 @@ class Slurm(Section):
     """Quality of service."""
     gres: str | None = None
     """Generic resources per node: `gpu:8`."""
+    array: str | None = None
+    """Indexes of a job array: `0-9%2`; each runs the whole job."""
+    requeues: int = Field(default=10, ge=0)
+    """How often a job that was stopped before its end is started again, from its snapshot."""
+    warn_s: int = Field(default=120, ge=1)
+    """Seconds before the end of the time limit at which the workers are told to save and end."""
+    srun: list[str] = Field(default=[])
+    """Further options of srun: `["--container-image=docker://pytorch/pytorch"]`."""
     extra: dict[str, str | int | float | bool] = Field(default={})
     """Further directives: `{constraint: h100}`."""
 

@@ -164,7 +164,7 @@ def test_a_program_that_is_not_there(project: Project, sandbox: Sandbox) -> None
         ("cluster: [1]\n", 3, "expected keys with values"),
         ("cluster: {transport: ssh, nodes: [a, a]}\n" + JOB, 3, "node a stands twice"),
         ("cluster: {transport: ssh, nodes: [a], slotz: 1}\n" + JOB, 3, "did you mean `slots`?"),
-        ("cluster: {transport: slurm, nodes: 2}\n" + JOB, 4, "transport slurm cannot be launched by this version"),
+        ("cluster: {transport: slurm, nodes: 2}\n" + JOB, 4, "a launch cannot wait for Slurm in this version"),
     ],
 )
 def test_specs_that_are_wrong(project: Project, sandbox: Sandbox, spec: str, code: int, text: str) -> None:

@@ -102,7 +102,8 @@ train:
   snapshot: {dir: d, every_steps: 1, every_s: 1, keep: 1, replicas: 0, when_busy: skip, max_failed_saves: 1}
   model: {any: [thing]}
   data: {any: {thing: ~}}
-slurm: {partition: p, account: a, time: "1-12:00:00", qos: q, gres: "gpu:8", extra: {constraint: h100}}
+slurm: {partition: p, account: a, time: "1-12:00:00", qos: q, gres: "gpu:8", array: 0-3, requeues: 2, warn_s: 60,
+  srun: [--exact], extra: {constraint: h100}}
 """)
     unset = {
         f"{type(section).__name__}.{name}"

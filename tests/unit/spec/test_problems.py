@@ -23,7 +23,10 @@ def test_an_unknown_key_names_file_line_and_near_match() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("slurm: {xyzzy: 1}", "slurm.xyzzy: unknown key; here may stand: account, extra, gres, partition, qos, time"),
+        (
+            "slurm: {xyzzy: 1}",
+            "slurm.xyzzy: unknown key; here may stand: account, array, extra, gres, partition, qos, requeues, srun, time, warn_s",
+        ),
         ("xyzzy: 1", "xyzzy: unknown key; here may stand: cluster, job, network, slurm, train"),
         ("jobs: {}", "jobs: unknown key; did you mean `job`?"),
         ("xyzzy:", "xyzzy: unknown key; here may stand: cluster, job, network, slurm, train"),

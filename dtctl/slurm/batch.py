@@ -1,0 +1,142 @@
+"""A plan as an sbatch file. Pure: the same spec gives the same text.
+
+What is known only inside the allocation (the nodes, the address and the port to meet at, which start this is) is worked
+out there by a few lines of shell, and by two small programs that are sent along as text. The rest is what a launch over
+SSH would use: the same argv, the same variables.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import dtctl
+from dtctl import names, shell
+from dtctl.errors import PlanError
+from dtctl.plan.model import Plan
+from dtctl.render import catalogue, engine
+from dtctl.spec.model import Slurm, Spec
+
+TEMPLATE: Final = "job.sbatch.j2"
+PLACE: Final = "dtctl: place in the job"
+_TIME: Final = re.compile(r"\d+(:\d\d){0,2}\Z|\d+-\d\d?(:\d\d){0,2}\Z|(?i:infinite|unlimited)\Z")
+_KEY: Final = re.compile(r"[a-z][a-z0-9-]*\Z")
+LATE: Final = {
+    "--node-rank": shell.Late("--node-rank=$SLURM_NODEID"),
+    "--master-addr": shell.Late("--master-addr=$MASTER_ADDR"),
+    "--master-port": shell.Late("--master-port=$MASTER_PORT"),
+    "--rdzv-id": shell.Late(f"--rdzv-id=${names.RUN_ID}.${names.ATTEMPT}"),
+}
+"""Options of torchrun whose values are known only inside the allocation."""
+
+
+def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path) -> str:
+    """The file.
+
+    Args:
+        spec: the spec.
+        plan: what it comes to; its nodes are only counted.
+        chdir: folder of the code, which all nodes see.
+        output: file for the output of the job; `%j` in it is the job's id.
+
+    Raises:
+        PlanError: a key of the spec cannot be said to Slurm.
+        RenderError: the template is missing or wrong.
+    """
+    slurm = spec.slurm or Slurm()
+    node, direct = plan.head, plan.kind == "direct"
+    _check(spec, plan)
+    here = Path(__file__).parent
+    programs = {name: (here / f"{name}.py").read_text(encoding="utf-8").rstrip() for name in ("meet", "route")}
+    fixed = spec.network.rendezvous_port
+    values = {
+        "version": dtctl.__version__,
+        "names": names,
+        "plan": plan,
+        "node": node,
+        "groups": [group for group in node.env_by_origin if group.origin != PLACE],
+        "directives": directives(slurm, plan, chdir=chdir, output=output),
+        "unit": "worker" if direct else "node",
+        "tasks": node.slots if direct else 1,
+        "srun": list(slurm.srun),
+        "python": node.python or "python3",
+        "port": fixed if isinstance(fixed, int) else 0,
+        "meeting": programs["meet"],
+        "route": programs["route"],
+        "argv": _late(node.argv) if plan.kind == "torchrun" else node.argv,
+        "mark": f"TASK_{hashlib.blake2b(repr(node).encode(), digest_size=6).hexdigest()}",
+        "requeues": slurm.requeues,
+        "requeue_exit": names.REQUEUE_EXIT,
+    }
+    return engine.render(TEMPLATE, values, folders=catalogue.folders(spec.base_dir))
+
+
+def directives(slurm: Slurm, plan: Plan, *, chdir: Path, output: Path) -> list[str]:
+    """What follows `#SBATCH`, an option each; those of `slurm.extra` come last, and win.
+
+    Raises:
+        PlanError: a value cannot be said in a batch file.
+    """
+    tasks = plan.head.slots if plan.kind == "direct" else 1
+    asked: dict[str, object] = {
+        "job-name": plan.job,
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "time": slurm.time,
+        "nodes": len(plan.nodes),
+        "ntasks-per-node": tasks,
+        "gres": slurm.gres,
+        "array": slurm.array,
+        "chdir": str(chdir),
+        "output": str(output),
+        "open-mode": "append",  # a job that is started again goes on in the same file
+        "requeue": True,
+        "signal": f"B:USR1@{slurm.warn_s}",  # to the batch script alone, before the time is over
+        **slurm.extra,
+    }
+    lines = []
+    for key, value in asked.items():
+        if value is None or value is False:
+            continue
+        if not _KEY.match(key):
+            raise PlanError(f"{key!r} cannot be an option of sbatch", where="slurm.extra")
+        lines.append(f"--{key}" if value is True else f"--{key}={_word(key, str(value))}")
+    return lines
+
+
+def _word(key: str, value: str) -> str:
+    """As sbatch reads the words of a directive: blanks and `#` need quotation marks, and a line is a line."""
+    if not value.isprintable():
+        raise PlanError(f"{value!r} cannot stand in a line of a batch file", where=f"slurm: {key}")
+    if re.fullmatch(r"[\w@%+=:,./\[\]&|*!-]+", value):
+        return value
+    return '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
+
+
+def _late(argv: Sequence[str]) -> list[str]:
+    """The argv of torchrun with what is known in the allocation only; nothing behind the script is touched."""
+    end = next(
+        (at for at, word in enumerate(argv) if at and not word.startswith("-") and argv[at - 1] != "-m"), len(argv)
+    )
+    return [LATE.get(word.partition("=")[0], word) if at < end else word for at, word in enumerate(argv)]
+
+
+def _check(spec: Spec, plan: Plan) -> None:
+    slots = {node.slots for node in plan.nodes}
+    if len(slots) > 1:
+        raise PlanError(
+            f"nodes with {' and '.join(map(str, sorted(slots)))} workers are more than one kind of node",
+            where="cluster.nodes",
+            hint="give all nodes of a Slurm job the same slots",
+        )
+    time = spec.slurm.time if spec.slurm else None
+    if time is not None and not _TIME.match(time):
+        raise PlanError(
+            f"{time!r} is not a time limit of Slurm",
+            where=spec.written_at("slurm.time"),
+            hint='write minutes, H:MM:SS or D-HH:MM:SS, as text: `time: "12:00:00"`',
+        )

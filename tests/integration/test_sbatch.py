@@ -1,0 +1,145 @@
+"""Batch files given to real Slurm: the same workers as over SSH, and what ends early is gone on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dtctl.sandbox import control, slurm
+from dtctl.sandbox.layout import Sandbox
+from tests.hosts import Project, wait_until
+
+SPEC = """\
+cluster: {{transport: {transport}, nodes: 2, slots: 2}}
+job:
+  name: "a b"
+  {program}
+  args: ["it's", "$HOME", "a,b", "", "x\\ny", "é"]
+  env: {{VALUE: "a,b 'c' \\"d\\"\\n$(e) `f` \\\\", LIST: "mlx5_0,mlx5_1"}}
+train: {{steps: 5}}
+"""
+PYTHON = f"python: {json.dumps(sys.executable)}"
+PLACES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "DTCTL_NNODES", "DTCTL_NODE_RANK"}
+PLACES |= {"DTCTL_SLOTS", "DTCTL_NODE", "DTCTL_ATTEMPT", "DTCTL_TRAIN_CONFIG", "VALUE", "LIST", "OMP_NUM_THREADS"}
+TELL = f"""\
+import json, os, sys
+found = {{name: os.environ.get(name, "") for name in {sorted(PLACES)}}}
+print("SAID", json.dumps([os.environ["RANK"], sys.argv[1:], found]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(sandbox_env: dict[str, str]) -> Iterator[Sandbox]:
+    sandbox = control.up(f"slurm-{secrets.token_hex(3)}", nodes=2, with_slurm=True)
+    yield sandbox
+    control.down(sandbox.name)
+
+
+@pytest.fixture
+def shared(sandbox_env: dict[str, str], cluster: Sandbox) -> Iterator[Project]:
+    """A project in a folder that all hosts see."""
+    folder = Path(os.environ["DTCTL_SANDBOX_DIR"]) / f"shared-{secrets.token_hex(3)}"
+    folder.mkdir()
+    path = f"{Path(shutil.which('python3') or '').parent}:{os.environ['PATH']}"
+    yield Project(folder, {**sandbox_env, **slurm.environment(cluster), "DTCTL_SANDBOX": cluster.name, "PATH": path})
+    shutil.rmtree(folder)
+
+
+def submitted(project: Project) -> tuple[str, Path]:
+    done = project.run("sbatch", "--submit", "--json")
+    assert done.code == 0, done.err
+    said = json.loads(done.out)
+    return said["job"], Path(said["log"])
+
+
+def state(project: Project, job: str) -> str:
+    shown = subprocess.run(
+        ["scontrol", "show", "job", "-o", job], env=project.env, capture_output=True, text=True, check=True
+    )
+    found = re.search(r"JobState=(\w+)", shown.stdout)
+    assert found
+    return found[1]
+
+
+def told(text: str) -> dict[str, tuple[list[str], dict[str, str]]]:
+    """Rank -> its argv and the part of its environment that a launcher decides on. Short: srun cuts long lines."""
+    rows = [json.loads(line.partition("SAID ")[2]) for line in text.splitlines() if "SAID " in line]
+    return {rank: (argv, env) for rank, argv, env in rows}
+
+
+@pytest.mark.parametrize("program", ["kind: direct\n  script: tell.py", "kind: torchrun\n  script: tell.py"])
+def test_the_workers_are_those_of_a_launch(shared: Project, program: str) -> None:
+    shared.write("tell.py", TELL)
+    shared.write(
+        "dtctl.yaml", SPEC.format(transport="slurm", program=program).replace("slots: 2", "slots: 2, " + PYTHON)
+    )
+    job, log = submitted(shared)
+    wait_until(lambda: state(shared, job) in ("COMPLETED", "FAILED"), 60, "the job ends")
+    by_slurm = told(log.read_text())
+    shared.write("dtctl.yaml", SPEC.format(transport="sandbox", program=program))
+    launched = shared.run("launch")
+    assert launched.code == 0, launched.err
+    assert sorted(by_slurm) == ["0", "1", "2", "3"], log.read_text()
+    assert by_slurm == told(launched.out + launched.err)
+
+
+def test_a_worker_that_fails_fails_the_job(shared: Project) -> None:
+    shared.write("bad.py", "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(60)\n")
+    shared.write("dtctl.yaml", SPEC.format(transport="slurm", program="kind: direct\n  script: bad.py"))
+    job, log = submitted(shared)
+    wait_until(lambda: state(shared, job) == "FAILED", 30, "the job fails")
+    assert "exited with exit code 3" in log.read_text().lower() or "exit code 3" in log.read_text()
+
+
+@pytest.mark.parametrize(("requeues", "ends"), [(1, "PENDING"), (0, "FAILED")])
+def test_what_is_warned_saves_and_is_started_again_within_its_budget(shared: Project, requeues: int, ends: str) -> None:
+    shared.write("wait.py", WAIT)
+    spec = SPEC.format(transport="slurm", program="kind: direct\n  script: wait.py")
+    shared.write("dtctl.yaml", spec + f"slurm: {{requeues: {requeues}}}\n")
+    job, log = submitted(shared)
+    wait_until(lambda: log.exists() and log.read_text().count("start 0 ready") == 4, what="it runs")
+    subprocess.run(["scancel", "--signal=USR1", "--batch", job], env=shared.env, check=True)
+    wait_until(lambda: state(shared, job) == ends, 30, "Slurm has it again, or not")
+    again = (
+        "dtctl: to be started again" if requeues else "started 0 times again, which is all that slurm.requeues allows"
+    )
+    assert again in log.read_text()
+    subprocess.run(["scancel", job], env=shared.env, check=True)
+
+
+WAIT = """\
+import os, signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+print("start", os.environ["DTCTL_ATTEMPT"], "ready", flush=True)
+time.sleep(120)
+"""
+
+
+def test_slurm_refuses_in_its_own_words(shared: Project) -> None:
+    shared.write("tell.py", TELL)
+    text = SPEC.format(transport="slurm", program="script: tell.py")
+    for more, words in (
+        ("slurm: {partition: nowhere}", "invalid partition"),
+        ("slurm: {extra: {nodes: 99}}", "node configuration is not available"),
+    ):
+        shared.write("dtctl.yaml", text + more + "\n")
+        done = shared.run("sbatch", "--submit")
+        assert done.code == 7, done.err
+        assert words.lower() in done.err.lower(), done.err
+
+
+def test_a_machine_without_slurm(shared: Project, tmp_path: Path) -> None:
+    shared.write("tell.py", TELL)
+    shared.write("dtctl.yaml", SPEC.format(transport="slurm", program="script: tell.py"))
+    done = shared.run("sbatch", "--submit", env={"PATH": str(tmp_path)})
+    assert done.code == 7
+    assert "there is no sbatch on this machine" in done.err
