@@ -52,3 +52,21 @@ def test_who_was_killed_from_outside_is_started_again_at_once() -> None:
         assert (verdict.wait_s, verdict.hopeless) == (0.0, None)
     crashed = replace(FAILURE, exit_code=139, signal=11)
     assert [patience.judge(crashed, step=5, lasted_s=1).hopeless is None for _ in range(3)] == [True, True, False]
+
+
+def test_a_hang_at_the_same_step_is_a_failure_of_the_program() -> None:
+    patience = Patience()
+    verdicts = []
+    for seconds in (31, 32, 33):
+        hung = replace(FAILURE, exit_code=None, hang=True, summary=f"no progress for {seconds} s in step 71: rank 3")
+        verdicts.append(patience.judge(hung, step=70, lasted_s=1))
+    assert [verdict.hopeless is None for verdict in verdicts] == [True, True, False]
+
+
+def test_a_lack_of_memory_comes_back_and_a_kill_by_somebody_does_not() -> None:
+    patience = Patience()
+    verdicts = []
+    for count in range(3):
+        starved = replace(FAILURE, exit_code=137, signal=9, why=f"oom_kill went from {count} to {count + 1}")
+        verdicts.append(patience.judge(starved, step=70, lasted_s=1))
+    assert [verdict.hopeless is None for verdict in verdicts] == [True, True, False]
