@@ -90,3 +90,23 @@ def test_the_time_of_a_job_is_up(project: Project) -> None:
     ledger, _, done = launch(project, "pass", "time_s: 2,")
     assert (done["status"], done["exit_code"], done["left_behind"]) == ("stopped", 75, 0)
     assert ledger["phases_s"]["restart"] == 0
+
+
+def test_a_failure_at_the_same_step_every_time_ends_the_run_and_names_the_step(project: Project) -> None:
+    script = """\
+import os
+from dtctl.runtime.progress import Progress
+
+progress = Progress(int(os.environ["RANK"]))
+progress.begin(0)
+for step in range(1, 8):
+    progress.step(step)
+raise ValueError("the gradient of step 8 is not finite")
+"""
+    project.write("train.py", script)
+    text = SPEC.format(workdir=project.folder.parent / "work", root=ROOT, more="")
+    project.write("dtctl.yaml", text.replace("max_restarts: 1", "max_restarts: 20"))
+    done = project.run("launch", "--json")
+    assert (done.code, done.done["attempts"]) == (8, 3)
+    notes = [event["text"] for event in done.events if event["event"] == "note"]
+    assert notes == ["not started again: 3 attempts have failed in the same way at step 7"]

@@ -12,7 +12,7 @@ FAILURE = Failure(node="a", rank=3, exit_code=1, signal=None, time=0.0, summary=
 
 def test_the_first_failure_is_followed_at_once_and_the_next_ones_later() -> None:
     patience = Patience()
-    other = replace(FAILURE, rank=4)
+    other = replace(FAILURE, summary="KeyError: no")
     waits = [patience.judge(each, step=None, lasted_s=1).wait_s for each in (FAILURE, FAILURE, other, other)]
     assert waits == [0.0, 1.0, 0.0, 1.0]
 
@@ -22,6 +22,12 @@ def test_what_fails_in_the_same_way_at_the_same_step_is_hopeless() -> None:
     verdicts = [patience.judge(FAILURE, step=70, lasted_s=1) for _ in range(SAME_LIMIT)]
     assert [verdict.hopeless is None for verdict in verdicts] == [True, True, False]
     assert verdicts[-1].hopeless == "3 attempts have failed in the same way at step 70"
+
+
+def test_what_another_worker_says_in_the_same_words_is_the_same_failure() -> None:
+    patience = Patience()
+    verdicts = [patience.judge(replace(FAILURE, rank=rank, node=f"n{rank}"), step=70, lasted_s=1) for rank in range(3)]
+    assert verdicts[-1].hopeless is not None, "which of them was first is chance"
 
 
 def test_progress_gives_new_patience() -> None:
