@@ -85,6 +85,9 @@ class LaunchView:
         elif event == "hang":
             self.end_table()
             output.err(f"no progress for {facts['silent_s']:.0f} s: all workers are asked where they stand", "yellow")
+        elif event == "time-is-up":
+            self.end_table()
+            output.err("the time of the job is up (job.time_s)", "yellow")
         elif event == "restart":
             wait = f", in {facts['wait_s']:g} s" if facts.get("wait_s") else ""
             output.err(

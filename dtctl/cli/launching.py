@@ -256,6 +256,7 @@ def finish(result: Result, emit: Any, *, logs: Path) -> int:
             launch_s=round(result.launch_s, 3) if result.launch_s is not None else None,
             duration_s=round(result.duration_s, 3),
             left_behind=result.left_behind,
+            goodput=result.goodput,
         ),
     )
     show_end(result)
@@ -282,7 +283,8 @@ def show_end(result: Result) -> None:
             output.err(f"  log: {failure.log}")
     colour = {"succeeded": "green", "failed": "red"}.get(result.status, "yellow")
     attempts = f" in {result.attempts} attempts" if result.attempts > 1 else ""
-    output.err(f"{result.status} after {result.duration_s:.1f} s{attempts}", colour, "bold")
+    goodput = f", {result.goodput:.0%} of it useful steps" if result.goodput is not None else ""
+    output.err(f"{result.status} after {result.duration_s:.1f} s{attempts}{goodput}", colour, "bold")
     if result.left_behind is None:
         output.err("a node could not be asked whether processes are left; `dtctl stop` asks again", "red")
     else:
@@ -307,11 +309,11 @@ def process_start() -> float:
 
 @contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM are written down, for the launcher to act upon between two messages."""
+    """Signals that ask to stop are written down, for the launcher to act upon between two messages."""
     received: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _frame: received.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     }
     try:
         yield received

@@ -17,7 +17,7 @@ def status(
 ) -> None:
     """Show the state of a run and of its nodes."""
     from dtctl.launch.record import find_run
-    from dtctl.launch.state import state_of
+    from dtctl.launch.state import state_of, where_the_time_went
 
     record = find_run(Path.cwd(), run)
     state = state_of(record)
@@ -29,6 +29,8 @@ def status(
         f"run {state.run}: {state.status} after {state.duration_s:.0f} s, attempt {state.attempt}", colour, "bold"
     )
     output.table([[node, what] for node, what in state.nodes.items()], header=["NODE", "STATE"])
+    if state.ledger is not None:
+        output.out(f"time: {where_the_time_went(state.ledger)}")
     failure = (state.done or {}).get("first_failure")
     if failure:
         who = f"rank {failure['rank']} on {failure['node']}" if failure["rank"] is not None else failure["node"]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dtctl import names
 from dtctl.cli.launch_view import STATES
 from dtctl.launch.logs import rank_of
-from dtctl.launch.state import RunState, state_of
+from dtctl.launch.state import RunState, state_of, where_the_time_went
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -52,6 +52,8 @@ class Screen:
         parts: list[RenderableType] = [self._head(), Text(), self._nodes(width)]
         if rows:
             parts += [Text(), *self._progress(rows, width)]
+        if self.state.ledger is not None and self.state.ledger.get("goodput") is not None:
+            parts.append(Text(where_the_time_went(self.state.ledger), style="dim", no_wrap=True, overflow="ellipsis"))
         if self._lines:
             parts.append(Text())
             for who, line in self._lines:

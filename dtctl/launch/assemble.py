@@ -287,5 +287,6 @@ def job_of(
         secrets=values,
         link_timeout_s=spec.cluster.link_timeout_s,
         hang_s=spec.job.hang_s,
+        time_s=spec.job.time_s,
         keep=keep,
     )

@@ -7,6 +7,7 @@ a single node. What a message means while an attempt is on stands in attempt.py.
 from __future__ import annotations
 
 import queue
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,9 @@ class Gang:
         """Signals that the launcher received, oldest first; appended to by the signal handler."""
         self.reattach: Callable[[str], None] | None = None
         """Opens a new link to a node that goes on by itself; None when losing the link ends the run there."""
+        self.time_s: float | None = None
+        """`job.time_s`, from now on; at its end the run is stopped as by a signal."""
+        self._begun = time.monotonic()
         self._pinged = 0.0
 
     # -- to the start -----------------------------------------------------------------------------------------------
@@ -157,6 +161,10 @@ class Gang:
             self._pinged = now
             for session in self.sessions.values():
                 session.send({"op": "ping", "time": time.time()})
+            if self.time_s is not None and now - self._begun > self.time_s:
+                self.time_s = None
+                self.emit("time-is-up")
+                self.signals.append(signal.SIGUSR1)
         try:
             return self.inbox.get(timeout=timeout_s)
         except queue.Empty:

@@ -43,6 +43,8 @@ class Job:
     link_timeout_s: float
     hang_s: HangLimit
     """When a job that makes no progress hangs."""
+    time_s: float | None
+    """When the run is stopped with snapshots; None: never."""
     keep: bool
     """Whether nodes go on when the link is lost (`--detach`)."""
 
@@ -63,3 +65,5 @@ class Result:
     left_behind: int | None
     """Processes of the run left on all nodes; None when a node could not be asked."""
     nodes: int
+    goodput: float | None
+    """Share of the time that went into steps which count; None when the job tells no progress."""

@@ -35,7 +35,7 @@ class Patience:
     """What the attempts so far have come to."""
 
     def __init__(self) -> None:
-        self._last: tuple[str, int | None, str] | None = None
+        self._last: str | None = None
         self._step = -1
         self._same = 0
 
@@ -50,9 +50,10 @@ class Patience:
         lost = failure.exit_code is None and not failure.hang
         if lost or (failure.signal in FROM_OUTSIDE and not failure.why):
             return Verdict()
-        # What a hang says of itself has seconds in it, and why a process was ended has counters.
-        said = "" if failure.hang or failure.why else f"{describe(failure)} {failure.summary}"
-        kind = (failure.node, failure.rank, said)
+        # What all workers run into is told by whoever is first, so words count and not who says them. But what a hang
+        # says of itself has seconds in it, and why a process was ended has counters: there the worker counts.
+        blank = failure.hang or bool(failure.why)
+        kind = f"{failure.node} {failure.rank}" if blank else f"{describe(failure)} {failure.summary}"
         progress = lasted_s > LONG_S if step is None else step > self._step
         self._step = max(self._step, step if step is not None else -1)
         if progress:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -63,10 +64,12 @@ class _Launcher:
         self.record = record
         self.emit = emit
         self.ledger = ledger
+        self.ledger.path = record.folder / names.LEDGER_FILE
         self.inbox: queue.Queue[Said] = queue.Queue(maxsize=10_000)
         self.logs = Logs(record)
         self.gang = Gang([self._session(node) for node in job.first_plan.nodes], self.inbox, logs=self.logs, emit=emit)
         self.gang.signals = signals
+        self.gang.time_s = job.time_s
         if job.keep:
             self.gang.reattach = self._reattach
         self.launch_s: float | None = None
@@ -87,6 +90,7 @@ class _Launcher:
             self.record.write_plan(plan)
             outcome = self._take_up(plan) if plan is under_way else self._attempt(plan)
             failure = self._first_failure(outcome)
+            self._count(outcome)
             if failure is None or outcome.stopped_by is not None or attempt >= plan.max_restarts:
                 break
             verdict = self.patience.judge(failure, step=self._last_step(outcome), lasted_s=self._lasted_s())
@@ -94,14 +98,22 @@ class _Launcher:
                 self.emit("note", node=failure.node, text=f"not started again: {verdict.hopeless}")
                 break
             attempt += 1
-            self.ledger.enter("restart")
+            self.ledger.enter("idle" if verdict.wait_s else "restart")
             reason = failures.describe(failure)
             self.emit("restart", attempt=attempt, of=plan.max_restarts, reason=reason, wait_s=verdict.wait_s)
             self.gang.idle(verdict.wait_s)
+            self.ledger.enter("restart")
             plan = self._again(plan, attempt, outcome)
         self.ledger.enter("stop")
+        self.ledger.close(succeeded=failure is None and outcome.stopped_by is None)
         self._ask_lost(plan, outcome)
         return self._result(outcome, failure, attempt)
+
+    def _count(self, outcome: Outcome) -> None:
+        """Tell the ledger that an attempt is over."""
+        failed = min((found.time for found in outcome.failures), default=None)
+        failed_s = 0.0 if failed is None else max(0.0, time.time() - failed)
+        self.ledger.ended(failed_s=failed_s, hung_s=outcome.hung_s)
 
     def _last_step(self, outcome: Outcome) -> int | None:
         logged = self.logs.last_step()
@@ -186,6 +198,7 @@ class _Launcher:
         self._attempt_number, self._attempt_begun = plan.attempt, time.monotonic()
         self.emit("start", attempt=plan.attempt, rendezvous=meeting.endpoint, world_size=plan.world_size)
         self.ledger.enter("start")
+        self.ledger.attempts = plan.attempt + 1
         try:
             self.gang.start({node.name: self._start_message(plan, node) for node in plan.nodes})
         except ConnectError as exc:
@@ -196,26 +209,33 @@ class _Launcher:
                 lost=[exc.node],
                 left={exc.node: None},
             )
+        return self._watch(plan, on_started=self._on_started)
+
+    def _watch(self, plan: Plan, *, on_started: Callable[[], None] | None) -> Outcome:
         return self.gang.watch(
-            plan, link_timeout_s=self.job.link_timeout_s, hang_s=self.job.hang_s, on_started=self._on_started
+            plan,
+            link_timeout_s=self.job.link_timeout_s,
+            hang_s=self.job.hang_s,
+            on_started=on_started,
+            on_progress=self.ledger.watch,
         )
 
     def _take_up(self, plan: Plan) -> Outcome:
         """Watch an attempt that another launcher has started; a node that cannot be reached is called again."""
         self._attempt_number, self._attempt_begun = plan.attempt, time.monotonic()
         self.hellos |= {node.name: {"gpus": node.slots} for node in plan.nodes}
-        self.ledger.enter("run")
+        self.ledger.resume(self.record.folder / names.LEDGER_FILE)
         self.logs.rejoin()
         code = self.record.code_folders()
         for name, session in self.gang.sessions.items():
             session.code = code.get(name, "")
             self._reattach(name)
-        return self.gang.watch(plan, link_timeout_s=self.job.link_timeout_s, hang_s=self.job.hang_s, on_started=None)
+        return self._watch(plan, on_started=None)
 
     def _on_started(self) -> None:
         if self.launch_s is None:
             self.launch_s = self.ledger.total_s()
-        self.ledger.enter("run")
+        self.ledger.started()
         self.emit("started", attempt=self._attempt_number, launch_s=round(self.launch_s, 3))
 
     def _start_message(self, plan: Plan, node: NodePlan) -> dict[str, Any]:
@@ -320,7 +340,8 @@ class _Launcher:
         counts = list(outcome.left.values())
         left = None if None in counts else sum(count or 0 for count in counts)
         if stopped_by is not None:
-            status, exit_code = "stopped", 128 + stopped_by
+            # SIGUSR1 is how batch systems say that the time is nearly up, and ours is: the run is to be launched again.
+            status, exit_code = "stopped", names.REQUEUE_EXIT if stopped_by == signal.SIGUSR1 else 128 + stopped_by
         elif failure is not None:
             status, exit_code = "failed", 8
         else:
@@ -335,6 +356,7 @@ class _Launcher:
             first_failure=failure if status == "failed" else None,
             launch_s=self.launch_s,
             duration_s=self.ledger.total_s(),
+            goodput=self.ledger.facts()["goodput"],
             left_behind=left,
             nodes=len(self.gang.sessions),
         )

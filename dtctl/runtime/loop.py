@@ -178,7 +178,7 @@ class Trainer:
                 if last or best or decision.stop or decision.save or _due(self.step, config.snapshot.every_steps):
                     self.save(needed=last or best or decision.stop)
                 if decision.stop and not last:
-                    outcome = Outcome.STOPPED
+                    outcome = asked.granted()
                     break
             agreement.close()
         if first and outcome is Outcome.STOPPED:

@@ -38,6 +38,16 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._granted = False
+
+    def granted(self) -> Outcome:
+        """All workers stop, this one too whether it was asked itself or not; how its training ends.
+
+        From now on it has only to end, with the exit code that says so: a launcher that sees its peers end sends
+        SIGTERM to whoever is not through yet.
+        """
+        self._granted = True
+        return Outcome.STOPPED
 
     @contextmanager
     def listening(self) -> Iterator[StopRequest]:
@@ -50,7 +60,8 @@ class StopRequest:
             yield self
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                # A function, not SIG_IGN, which programs that this process starts would inherit.
+                signal.signal(number, self._note if self._granted else handler)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.signal = number

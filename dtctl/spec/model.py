@@ -158,6 +158,9 @@ class Job(Section):
     hang_s: Positive | Literal["auto", "off"] = "auto"
     """Seconds without progress after which a training with dtctl.runtime hangs: stacks are collected, and the gang is
     started again. auto: ten times the slowest step, at least 30. Programs without dtctl.runtime are left alone."""
+    time_s: Positive | None = None
+    """Seconds after which the job is stopped as by SIGUSR1: workers with dtctl.runtime end with a snapshot, and `dtctl
+    launch` with exit code 75, for "once more, please". Default: no limit."""
     grace_s: PositiveOrZero = 10.0
     """Seconds between SIGTERM and SIGKILL when the job is stopped."""
 

@@ -98,6 +98,10 @@ def test_the_culprit_is_named_and_the_gang_is_started_again(project: Project, ac
     flight = json.loads(found["rank-0.flight.json"])
     assert any("all_reduce" in str(entry.get("profiling_name", "")) for entry in flight["entries"])
     assert "resumed at step 4 of 12" in done.err
+    ledger = json.loads((project.folder / ".dtctl" / "runs" / project.unique / "ledger.json").read_text())
+    assert sum(ledger["phases_s"].values()) == pytest.approx(ledger["wall_s"], rel=0.01)
+    assert ledger["phases_s"]["hang"] >= 2.5
+    assert (ledger["steps"], ledger["steps_lost"]) == (12, 2)
     restart = next(event for event in done.events if event["event"] == "restart")
     assert restart["reason"] == "made no progress"
 

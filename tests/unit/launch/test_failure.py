@@ -88,3 +88,10 @@ def test_the_summary_is_the_exception_and_not_the_advice_after_it() -> None:
     assert summary(tail) == "torch.OutOfMemoryError: CUDA out of memory"
     assert summary(["just text"]) == "just text"
     assert summary([]) == ""
+
+
+def test_a_hang_and_a_lack_of_memory_are_named() -> None:
+    hung = Failure(node="a", rank=1, exit_code=None, signal=None, time=0.0, hang=True)
+    assert describe(hung) == "made no progress"
+    starved = Failure(node="a", rank=1, exit_code=137, signal=9, time=0.0, why="the kernel ended it for lack of memory")
+    assert describe(starved) == "was ended by signal 9 (SIGKILL): the kernel ended it for lack of memory"

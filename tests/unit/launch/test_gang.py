@@ -240,3 +240,65 @@ def test_a_bug_in_a_session_is_told_as_one(rig: Rig) -> None:
         rig.gang.gather()
     assert "bug in dtctl" in str(getattr(caught.value, "hint", ""))
     assert type(caught.value.__cause__) is KeyError
+
+
+def worker(rank: int, **more: Any) -> dict[str, Any]:
+    return {
+        "rank": rank, "pid": 10 + rank, "signal": 40, "phase": 1, "step": 8, "place": 2, "first": 0, "saved": 4,
+        "begun_s": 60.0, "stale_s": 9.0, "slowest_s": 0.1, "stall_s": 0.0, "evaluation_s": 0.0, "state": "S", **more,
+    }  # fmt: skip
+
+
+def test_who_hangs_is_asked_named_and_ended_at_once(rig: Rig, tmp_path: Path) -> None:
+    for node, place in zip("abc", (2, 1, 2), strict=True):
+        rig.say(node, "started")
+        rig.nodes[node].heard = time.monotonic()
+        rig.say(node, "pong", workers=[worker("abc".index(node), place=place)])
+    assert [standing.rank for standing in rig.standings] == [0, 1, 2]
+    rig.attempt.look_at_the_clock()
+    assert [rig.told(node) for node in "abc"] == [["stacks"]] * 3
+    rig.attempt.look_at_the_clock()
+    assert rig.attempt.outcome.failures == [], "nobody has answered yet"
+    for node in "abc":
+        rig.say(node, "pong", workers=[worker("abc".index(node), stale_s=0.0)])  # too late to matter
+        text = f'Current thread 0x1 (most recent call first):\n  File "/{node}.py", line 3 in f\n'
+        rig.say(node, "stack", rank="abc".index(node), pid=1, state="S", how="faulthandler", text=text, flight="{}")
+        rig.say(node, "stacks-end")
+    rig.attempt.look_at_the_clock()
+    (failure,) = rig.attempt.outcome.failures
+    assert (failure.node, failure.rank, failure.exit_code, failure.hang) == ("b", 1, None, True)
+    assert failure.summary == (
+        "no progress for 9 s in step 9: rank 1 on b stands still in a forward pass at /b.py:3 in f; "
+        "the 2 others wait for it"
+    )
+    assert (rig.attempt.outcome.hung_s, rig.attempt.outcome.step) == (9.0, 8)
+    assert all(rig.nodes[node].sent[-1] == {"op": "stop", "now": True} for node in "abc")
+    assert "/b.py" in Path(failure.log).read_text()
+    assert (tmp_path / "hangs" / "c" / "rank-2.flight.json").read_text() == "{}"
+
+
+def test_a_node_that_cannot_show_stacks_is_not_waited_for_longer_than_it_may_take(rig: Rig) -> None:
+    for node in "abc":
+        rig.say(node, "started")
+        rig.nodes[node].heard = time.monotonic()
+        rig.say(node, "pong", workers=[worker("abc".index(node))])
+    rig.attempt.look_at_the_clock()
+    for node in "ab":
+        rig.say(node, "stacks-end")
+    rig.attempt.look_at_the_clock()
+    assert rig.attempt.outcome.failures == []
+    rig.attempt.inquest._deadline = time.monotonic() - 1
+    rig.attempt.look_at_the_clock()
+    assert rig.attempt.outcome.failures[0].rank is None, "no stacks and all at the same place: nobody can be blamed"
+
+
+def test_a_worker_that_has_ended_well_is_not_waited_for(rig: Rig) -> None:
+    for node in "abc":
+        rig.say(node, "started")
+        rig.nodes[node].heard = time.monotonic()
+        rig.say(node, "pong", workers=[worker("abc".index(node), stale_s=0.0 if node == "a" else 9.0)])
+    rig.attempt.look_at_the_clock()
+    assert rig.told("b") == []
+    rig.exit("a")
+    rig.attempt.look_at_the_clock()
+    assert rig.told("b") == ["stacks"]

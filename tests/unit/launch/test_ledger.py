@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtctl.launch.ledger import PHASES, Ledger
+from dtctl.launch.progress import Phase, Standing
 
 
 class Clock:
@@ -42,7 +43,143 @@ def test_what_is_written(tmp_path: Path) -> None:
     ledger.write(tmp_path / "ledger.json", attempts=2)
     found = json.loads((tmp_path / "ledger.json").read_text())
     assert (found["wall_s"], found["attempts"]) == (10.25, 2)
-    assert found["phases_s"] == {"connect": 1.0, "push": 2.5, "start": 0.0, "run": 6.5, "stop": 0.25, "restart": 0.0}
+    spent = {"connect": 1.0, "push": 2.5, "run": 6.5, "stop": 0.25}
+    assert found["phases_s"] == dict.fromkeys(PHASES, 0.0) | spent
+    assert found["goodput"] is None, "it has told no progress"
     clock.now = 61.25
     ledger.write(tmp_path / "ledger.json", attempts=2)
     assert json.loads((tmp_path / "ledger.json").read_text())["wall_s"] == 11.25, "it may be written again later"
+
+
+def standing(step: int, *, first: int = 0, begun_s: float = 0.0, stall_s: float = 0.0, saved: int = 0) -> Standing:
+    return Standing(
+        node="a", rank=0, pid=1, phase=Phase.STEPPING, step=step, place=0, first=first, saved=saved, begun_s=begun_s,
+        stale_s=0.0, slowest_s=1.0, stall_s=stall_s, evaluation_s=0.0, state="S",
+    )  # fmt: skip
+
+
+class Run:
+    """A ledger, and a clock that is moved by hand; one step a second."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.ledger = Ledger(self.clock)
+
+    def start(self, after_s: float) -> None:
+        self.ledger.enter("start")
+        self.pass_(1.0)
+        self.ledger.started()
+        self.pass_(after_s)
+
+    def pass_(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    def spent(self) -> dict[str, float]:
+        facts = self.ledger.facts()
+        assert sum(facts["phases_s"].values()) == pytest.approx(facts["wall_s"])
+        return {phase: spent for phase, spent in facts["phases_s"].items() if spent}
+
+
+def test_steps_that_are_done_again_are_lost_and_not_useful() -> None:
+    run = Run()
+    run.start(4.5)
+    run.ledger.watch([standing(0, begun_s=0.5)])  # heard of half a second late
+    for step in range(1, 11):
+        run.pass_(1.0)
+        run.ledger.watch([standing(step, saved=4)])
+    run.pass_(2.0)  # nobody knew at first
+    run.ledger.ended(failed_s=1.5)
+    run.ledger.enter("restart")
+    assert run.spent() == {"start": 5.0, "useful": 11.0, "restart": 1.5}
+    run.start(3.0)
+    run.ledger.watch([standing(4, first=4)])
+    assert run.spent() == {"start": 9.0, "useful": 4.5, "lost": 6.5, "restart": 1.5}
+    run.pass_(8.0)
+    run.ledger.watch([standing(12, first=4)])
+    run.ledger.ended()
+    run.ledger.close(succeeded=True)
+    assert run.spent()["useful"] == 12.5
+    assert (run.ledger.facts()["steps"], run.ledger.facts()["steps_lost"]) == (12, 6)
+    assert run.ledger.facts()["goodput"] == pytest.approx(12.5 / 29.5, abs=1e-3)
+
+
+def test_waiting_for_snapshots_is_not_useful() -> None:
+    run = Run()
+    run.start(0.0)
+    run.ledger.watch([standing(0)])
+    run.pass_(10.0)
+    run.ledger.watch([standing(8, stall_s=2.0)])
+    run.pass_(5.0)
+    run.ledger.watch([standing(12, stall_s=3.0)])
+    assert run.spent() == {"start": 1.0, "useful": 12.0, "stall": 3.0}
+
+
+def test_a_hang_costs_the_time_since_the_last_sign_of_progress() -> None:
+    run = Run()
+    run.start(0.0)
+    run.ledger.watch([standing(0)])
+    run.pass_(4.0)
+    run.ledger.watch([standing(4, saved=4)])
+    run.pass_(33.0)
+    run.ledger.ended(failed_s=1.0, hung_s=32.0)
+    run.ledger.close(succeeded=False)
+    assert run.spent() == {"start": 1.0, "useful": 4.0, "hang": 32.0, "restart": 1.0}
+
+
+def test_a_run_that_ends_badly_has_lost_what_came_after_its_last_snapshot() -> None:
+    run = Run()
+    run.start(0.0)
+    run.ledger.watch([standing(0)])
+    run.pass_(9.0)
+    run.ledger.watch([standing(9, saved=6)])
+    run.ledger.ended()
+    run.ledger.close(succeeded=False)
+    assert run.spent() == {"start": 1.0, "useful": 6.0, "lost": 3.0}
+
+
+def test_another_launcher_goes_on_with_what_one_that_was_killed_has_written(tmp_path: Path) -> None:
+    run = Run()
+    run.ledger.path = tmp_path / "ledger.json"
+    run.start(2.0)
+    run.ledger.watch([standing(0)])
+    run.pass_(6.0)
+    run.ledger.watch([standing(5, stall_s=1.0)])  # which writes it down
+    run.pass_(4.0)
+    after = Run()
+    after.clock.now = run.clock.now
+    after.ledger = Ledger(after.clock, begun=run.ledger.begun, phase="run")
+    after.ledger.resume(tmp_path / "ledger.json")
+    assert after.spent() == {"start": 3.0, "useful": 9.0, "stall": 1.0}
+    after.pass_(1.0)
+    after.ledger.watch([standing(9, stall_s=1.5)])
+    assert after.spent() == {"start": 3.0, "useful": 9.5, "stall": 1.5}
+
+
+def test_a_ledger_that_cannot_be_read_is_none(tmp_path: Path) -> None:
+    (tmp_path / "ledger.json").write_text("{")
+    run = Run()
+    run.pass_(5.0)
+    run.ledger.resume(tmp_path / "ledger.json")
+    assert run.spent() == {"connect": 5.0}
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["start", "watch", "fail", "hang"]), st.floats(0, 50), st.integers(0, 30)),
+        max_size=30,
+    )
+)
+def test_whatever_workers_tell_the_phases_add_up(acts: list[tuple[str, float, int]]) -> None:
+    run = Run()
+    for act, seconds, number in acts:
+        run.pass_(seconds)
+        if act == "start":
+            run.start(seconds)
+        elif act == "watch":
+            run.ledger.watch([standing(number, first=number // 2, begun_s=seconds, stall_s=seconds / 3)])
+        else:
+            run.ledger.ended(failed_s=seconds / 2, hung_s=seconds if act == "hang" else 0.0)
+    run.ledger.close(succeeded=False)
+    facts = run.ledger.facts()
+    assert sum(facts["phases_s"].values()) == pytest.approx(facts["wall_s"], abs=0.02)
+    assert all(spent >= -1e-6 for spent in run.ledger.spent.values())

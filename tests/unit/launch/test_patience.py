@@ -12,7 +12,7 @@ FAILURE = Failure(node="a", rank=3, exit_code=1, signal=None, time=0.0, summary=
 
 def test_the_first_failure_is_followed_at_once_and_the_next_ones_later() -> None:
     patience = Patience()
-    other = replace(FAILURE, rank=4)
+    other = replace(FAILURE, summary="KeyError: no")
     waits = [patience.judge(each, step=None, lasted_s=1).wait_s for each in (FAILURE, FAILURE, other, other)]
     assert waits == [0.0, 1.0, 0.0, 1.0]
 
@@ -22,6 +22,12 @@ def test_what_fails_in_the_same_way_at_the_same_step_is_hopeless() -> None:
     verdicts = [patience.judge(FAILURE, step=70, lasted_s=1) for _ in range(SAME_LIMIT)]
     assert [verdict.hopeless is None for verdict in verdicts] == [True, True, False]
     assert verdicts[-1].hopeless == "3 attempts have failed in the same way at step 70"
+
+
+def test_what_another_worker_says_in_the_same_words_is_the_same_failure() -> None:
+    patience = Patience()
+    verdicts = [patience.judge(replace(FAILURE, rank=rank, node=f"n{rank}"), step=70, lasted_s=1) for rank in range(3)]
+    assert verdicts[-1].hopeless is not None, "which of them was first is chance"
 
 
 def test_progress_gives_new_patience() -> None:
@@ -52,3 +58,21 @@ def test_who_was_killed_from_outside_is_started_again_at_once() -> None:
         assert (verdict.wait_s, verdict.hopeless) == (0.0, None)
     crashed = replace(FAILURE, exit_code=139, signal=11)
     assert [patience.judge(crashed, step=5, lasted_s=1).hopeless is None for _ in range(3)] == [True, True, False]
+
+
+def test_a_hang_at_the_same_step_is_a_failure_of_the_program() -> None:
+    patience = Patience()
+    verdicts = []
+    for seconds in (31, 32, 33):
+        hung = replace(FAILURE, exit_code=None, hang=True, summary=f"no progress for {seconds} s in step 71: rank 3")
+        verdicts.append(patience.judge(hung, step=70, lasted_s=1))
+    assert [verdict.hopeless is None for verdict in verdicts] == [True, True, False]
+
+
+def test_a_lack_of_memory_comes_back_and_a_kill_by_somebody_does_not() -> None:
+    patience = Patience()
+    verdicts = []
+    for count in range(3):
+        starved = replace(FAILURE, exit_code=137, signal=9, why=f"oom_kill went from {count} to {count + 1}")
+        verdicts.append(patience.judge(starved, step=70, lasted_s=1))
+    assert [verdict.hopeless is None for verdict in verdicts] == [True, True, False]

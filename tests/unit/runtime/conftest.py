@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,12 @@ def make(worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mak
         return Trainer(config, worker, model, loss, samples, **parts)
 
     return made
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """A training that was stopped by a signal hears no second one; the tests' own process is to hear it."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

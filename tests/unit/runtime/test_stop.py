@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from dtctl.runtime.stop import REQUEUE_EXIT, Outcome, StopRequest
+from dtctl.runtime.stop import REQUEUE_EXIT, SIGNALS, Outcome, StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -20,6 +20,19 @@ def test_a_signal_is_noted_and_handlers_are_put_back(number: signal.Signals) -> 
         os.kill(os.getpid(), number)
         assert asked.signal == number
     assert signal.getsignal(number) is before
+
+
+def test_who_has_stopped_is_not_ended_by_a_second_signal() -> None:
+    """It comes from a launcher that has seen another worker end."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with StopRequest().listening() as asked:
+            assert asked.granted() is Outcome.STOPPED
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_other_threads_listen_to_nothing() -> None:

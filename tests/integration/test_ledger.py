@@ -1,0 +1,112 @@
+"""The ledger of real runs, whose workers note their progress as a training does, but without torch."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dtctl
+from tests.hosts import Project
+
+ROOT = Path(dtctl.__file__).parents[1]
+SPEC = """\
+cluster: {{transport: local, slots: 2, workdir: "{workdir}"}}
+job:
+  {{name: test, script: train.py, kind: direct, grace_s: 1, max_restarts: 1, hang_s: 2, preload: [], {more}
+    env: {{PYTHONPATH: "{root}"}}}}
+"""
+SCRIPT = """\
+import os, signal, sys, time
+from dtctl.runtime.progress import Phase, Progress
+
+attempt, rank = int(os.environ["DTCTL_ATTEMPT"]), int(os.environ["RANK"])
+progress = Progress(rank)
+time.sleep(0.3)
+first = 20 if attempt else 0
+progress.begin(first)
+for step in range(first, 40):
+    progress.forward()
+    progress.backward()
+    time.sleep(0.05)
+    progress.step(step + 1)
+    if (step + 1) % 10 == 0:
+        with progress.apart(Phase.SNAPSHOT):
+            time.sleep(0.1)
+    if step + 1 == 30 and attempt == 0 and rank == 1:
+        ACT
+    while step + 1 >= 30 and attempt == 0:
+        time.sleep(0.01)
+progress.end()
+"""
+
+
+def launch(project: Project, act: str, more: str = "") -> tuple[dict[str, Any], float, dict[str, Any]]:
+    """Its ledger, the seconds that it took by a clock outside, and its last event."""
+    project.write("train.py", SCRIPT.replace("ACT", act))
+    project.write("dtctl.yaml", SPEC.format(workdir=project.folder.parent / "work", root=ROOT, more=more))
+    begun = time.monotonic()
+    done = project.run("launch", "--json", "--name", project.unique)
+    wall_s = time.monotonic() - begun
+    assert done.events[-1]["event"] == "done", done.err
+    ledger = json.loads((project.folder / ".dtctl" / "runs" / project.unique / "ledger.json").read_text())
+    return ledger, wall_s, done.done
+
+
+def test_each_second_of_a_run_that_was_killed_is_accounted_for_once(project: Project) -> None:
+    ledger, wall_s, done = launch(project, "os.kill(os.getpid(), signal.SIGKILL)")
+    assert (done["exit_code"], done["attempts"]) == (0, 2)
+    spent = ledger["phases_s"]
+    assert sum(spent.values()) == pytest.approx(ledger["wall_s"], abs=0.01)
+    assert ledger["wall_s"] == pytest.approx(wall_s, abs=0.3 + 0.03 * wall_s), "the end of the interpreter is not in it"
+    assert (ledger["steps"], ledger["steps_lost"]) == (40, 10)
+    # 40 steps of 50 ms count and 10 do not; snapshots are made after 10, 20, 30, 30 and 40 steps.
+    assert spent["useful"] > 1.9
+    assert 0.2 < spent["lost"] < spent["useful"]
+    assert 0.45 < spent["stall"] < spent["useful"]
+    assert spent["start"] > 0.6
+    assert spent["run"] == 0
+    assert ledger["goodput"] == pytest.approx(spent["useful"] / ledger["wall_s"], abs=0.001)
+    assert done["goodput"] == pytest.approx(ledger["goodput"], abs=0.01)
+    shown = project.run("status", project.unique)
+    assert "time: useful " in shown.out
+    assert json.loads(project.run("status", project.unique, "--json").out)["ledger"] == ledger
+
+
+def test_a_worker_that_is_stopped_is_named_and_its_time_is_a_hang(project: Project) -> None:
+    ledger, _, done = launch(project, "os.kill(os.getpid(), signal.SIGSTOP)")
+    assert (done["exit_code"], done["attempts"]) == (0, 2)
+    assert 1.9 < ledger["phases_s"]["hang"] < 5
+    assert sum(ledger["phases_s"].values()) == pytest.approx(ledger["wall_s"], abs=0.01)
+    folder = project.folder / ".dtctl" / "runs" / project.unique / "hangs" / "attempt-0" / "localhost"
+    assert (folder / "rank-1.txt").read_text().startswith("state T")
+    assert "train.py" in (folder / "rank-0.txt").read_text()
+
+
+def test_the_time_of_a_job_is_up(project: Project) -> None:
+    ledger, _, done = launch(project, "pass", "time_s: 2,")
+    assert (done["status"], done["exit_code"], done["left_behind"]) == ("stopped", 75, 0)
+    assert ledger["phases_s"]["restart"] == 0
+
+
+def test_a_failure_at_the_same_step_every_time_ends_the_run_and_names_the_step(project: Project) -> None:
+    script = """\
+import os
+from dtctl.runtime.progress import Progress
+
+progress = Progress(int(os.environ["RANK"]))
+progress.begin(0)
+for step in range(1, 8):
+    progress.step(step)
+raise ValueError("the gradient of step 8 is not finite")
+"""
+    project.write("train.py", script)
+    text = SPEC.format(workdir=project.folder.parent / "work", root=ROOT, more="")
+    project.write("dtctl.yaml", text.replace("max_restarts: 1", "max_restarts: 20"))
+    done = project.run("launch", "--json")
+    assert (done.code, done.done["attempts"]) == (8, 3)
+    notes = [event["text"] for event in done.events if event["event"] == "note"]
+    assert notes == ["not started again: 3 attempts have failed in the same way at step 7"]
