@@ -11,9 +11,11 @@ from dtctl.doctor.observe import Seen
 
 _LAYERS = {
     "REACH": ("reach", "host-key", "login", "python", "shell-output", "clock"),
-    "LIMITS": ("workdir", "disk", "nofile", "memlock", "shm", "path"),
+    "LIMITS": ("workdir", "disk", "nofile", "memlock", "shm", "path", "shared", "visibility", "time-left",
+               "tasks"),
     "SOFTWARE": ("python-version", "torch", "architecture", "code"),
-    "HARDWARE": ("gpus", "gpu-busy", "rdma"),
+    "HARDWARE": ("gpus", "gpu-xid", "gpu-ecc", "gpu-driver", "gpu-model", "gpu-links", "gpu-busy", "rdma",
+                 "link-speed"),
     "NETWORK": ("duplicate-address", "loopback-name", "names", "data-ports", "rendezvous-port", "large-packets", "nat",
                 "mtu", "packet-loss", "bandwidth", "latency"),
     "SETTINGS": ("interface", "env-differs", "env-unknown", "env-dead", "env-dangerous"),
