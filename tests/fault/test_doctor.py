@@ -448,12 +448,21 @@ def test_nccl_env_derives_the_interface_of_each_node_from_its_route(sandbox: San
     nodes = json.loads(done.out)["nodes"]
     assert [node["node"] for node in nodes] == ["node1", "node2", "node3"]
     for node in nodes:
-        assert node["profile"] == "ethernet"
+        assert (node["profile"], node["unreached"]) == ("ethernet", [])
         assert {one["name"]: one["value"] for one in node["set"]} == {
             "NCCL_SOCKET_IFNAME": "=eth0",
             "GLOO_SOCKET_IFNAME": "eth0",
         }
         assert {"name": "NCCL_DEBUG", "value": "WARN", "origin": "the spec"} in node["now"]
+
+
+def test_nccl_env_has_tried_whether_the_nodes_reach_each_other_that_way(sandbox: Sandbox, project: Any) -> None:
+    examine(project, None, "--quick")
+    faults.block(sandbox, sandbox.node("node3"), ports="32768:60999", source=sandbox.node("node1"), reject=False)
+    note(sandbox)
+    nodes = json.loads(project.run("nccl", "env", "--json").out)["nodes"]
+    assert [node["unreached"] for node in nodes] == [["node3"], [], ["node1"]], "answers to node3 are dropped too"
+    assert "cannot call node3 that way" in project.run("nccl", "env").out
 
 
 def test_a_launch_that_asks_the_doctor_starts_nothing_on_a_sick_cluster(sandbox: Sandbox, project: Any) -> None:
