@@ -38,8 +38,18 @@ class Sums:
 class _Gang:
     """One worker per node, and rounds of some of them."""
 
-    def __init__(self, probes: Probes, seen: Sequence[Seen], backend: str, progress: Progress) -> None:
+    def __init__(
+        self,
+        probes: Probes,
+        seen: Sequence[Seen],
+        *,
+        backend: str,
+        python: Mapping[str, str],
+        env: Mapping[str, Mapping[str, str]],
+        progress: Progress,
+    ) -> None:
         self._probes = probes
+        self._python, self._env = python, env
         self._seen = {node.name: node for node in seen}
         self._backend = backend
         self._progress = progress
@@ -47,16 +57,15 @@ class _Gang:
         self.broken: set[str] = set()
         """Nodes whose worker was killed or has ended; they are started again before their next round."""
 
-    def start(self, names: Sequence[str], python: Mapping[str, str], env: Mapping[str, Mapping[str, str]]) -> Any:
+    def start(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Load torch on these nodes; the answers."""
-        self._python, self._env = python, env
         text = resources.files("dtctl.doctor").joinpath("worker.py").read_text(encoding="utf-8")
         messages = {
             name: {
                 "op": "start",
-                "python": python[name],
+                "python": self._python[name],
                 "text": text,
-                "env": dict(env[name]),
+                "env": dict(self._env[name]),
                 "interface": self._interface(name),
                 "limit_s": LOAD_LIMIT_S,
             }
@@ -73,7 +82,7 @@ class _Gang:
         """One all_reduce over these nodes; what each says."""
         again = [name for name in names if name in self.broken]
         if again:
-            self.start(again, self._python, self._env)
+            self.start(again)
             self.broken -= {*again}
         self.rounds += 1
         self._progress(f"adding up numbers with torch ({self._backend}) on {len(names)} nodes")
@@ -133,9 +142,9 @@ def add_up(
     """
     done = Sums()
     for backend in ("gloo", "nccl") if all(node.facts["gpus"] for node in seen) else ("gloo",):
-        gang = _Gang(probes, seen, backend, progress)
+        gang = _Gang(probes, seen, backend=backend, python=python, env=env, progress=progress)
         names = [node.name for node in seen]
-        loaded = gang.start(names, python, env)
+        loaded = gang.start(names)
         failed = {name: loaded.get(name, {}) for name in names if loaded.get(name, {}).get("stage") != "torch"}
         if failed:
             done.findings.append(_no_torch(failed))

@@ -107,11 +107,18 @@ def test_quick_on_a_healthy_cluster_has_no_finding_either(sandbox: Sandbox, proj
     assert (code, bad(said)) == (0, [])
 
 
+READ_SETTINGS = "grep -rs . /proc/sys/net/ipv4 || true"
+
+
 def test_nothing_is_left_on_the_nodes(sandbox: Sandbox, project: Any) -> None:
     workdir = f"~/{secrets.token_hex(4)}"
     before = on(sandbox, "node1", "find", str(sandbox.home))
+    settings = on(sandbox, "node1", "sh", "-c", READ_SETTINGS)
     examine(project, {"cluster.workdir": workdir})
     assert on(sandbox, "node1", "find", str(sandbox.home)) == before
+    assert on(sandbox, "node1", "sh", "-c", READ_SETTINGS) == settings
+    listening = [line.split()[4] for line in on(sandbox, "node1", "ss", "-Hltun").splitlines() if "LISTEN" in line]
+    assert {address.rpartition(":")[2] for address in listening} == {"22"}, "its ports are open only while it runs"
 
 
 PORTS: list[tuple[str, Callable[[Sandbox], object], str, list[str], list[str]]] = [
