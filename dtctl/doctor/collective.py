@@ -149,6 +149,11 @@ def add_up(
         if failed:
             done.findings.append(_no_torch(failed))
             return done
+        done.findings += other_nccl(
+            {node.name: (node.facts["job"].get("nccl") or "", str(loaded[node.name].get("nccl", ""))) for node in seen}
+        )
+        if done.findings:
+            return done
         answers = gang.round(names)
         if not well(answers):
             done.findings += _failed(gang, names, answers, backend)
@@ -158,6 +163,28 @@ def add_up(
         bus = size / seconds / 1e9 * 2 * (len(names) - 1) / len(names)
         done.figures = {"backend": backend, "bytes": size, "seconds": seconds, "busbw_gb_s": round(bus, 4)}
     return done
+
+
+def other_nccl(versions: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
+    """Nodes on which torch has loaded another NCCL than its wheel brought.
+
+    Args:
+        versions: node -> version of the wheel, version that was loaded; empty where there is none.
+    """
+    other = {node: said for node, said in versions.items() if all(said) and not _same(*said)}
+    if other:
+        yield Finding(
+            check="nccl",
+            status="fail" if len(other) < len(versions) else "warn",
+            nodes=tuple(other),
+            summary=f"{', '.join(other)}: torch has loaded another NCCL than the one that was installed with it",
+            fix="take the other libnccl out of LD_LIBRARY_PATH and LD_PRELOAD: find it with ldconfig -p | grep nccl",
+            evidence=tuple(f"{node}: installed {wheel}, loaded {loaded}" for node, (wheel, loaded) in other.items()),
+        )
+
+
+def _same(wheel: str, loaded: str) -> bool:
+    return wheel.split(".")[:3] == loaded.split(".")[:3]
 
 
 def _no_torch(failed: Mapping[str, Mapping[str, Any]]) -> Finding:

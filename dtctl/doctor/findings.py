@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 CHECKS = (
     "reach", "host-key", "login", "python", "shell-output", "clock",
     "workdir", "disk", "nofile", "memlock", "shm",
-    "python-version", "torch", "architecture", "code",
+    "python-version", "torch", "nccl", "architecture", "code",
     "gpus", "gpu-xid", "gpu-ecc", "gpu-driver", "gpu-model", "gpu-links", "gpu-busy", "rdma", "link-speed",
     "duplicate-address", "loopback-name", "names", "interface",
     "data-ports", "rendezvous-port", "large-packets", "nat", "mtu",
@@ -73,6 +73,7 @@ _EXPLAINS = {
     "mtu": ("large-packets",),
     "loopback-name": ("names",),
     "disk": ("workdir",),
+    "torch": ("nccl",),
     "path": ("shared",),
 }
 

@@ -13,7 +13,7 @@ _LAYERS = {
     "REACH": ("reach", "host-key", "login", "python", "shell-output", "clock"),
     "LIMITS": ("workdir", "disk", "nofile", "memlock", "shm", "path", "shared", "visibility", "time-left",
                "tasks"),
-    "SOFTWARE": ("python-version", "torch", "architecture", "code"),
+    "SOFTWARE": ("python-version", "torch", "nccl", "architecture", "code"),
     "HARDWARE": ("gpus", "gpu-xid", "gpu-ecc", "gpu-driver", "gpu-model", "gpu-links", "gpu-busy", "rdma",
                  "link-speed"),
     "NETWORK": ("duplicate-address", "loopback-name", "names", "data-ports", "rendezvous-port", "large-packets", "nat",

@@ -20,19 +20,8 @@ CLOCK_WARN_S = 1.0
 CLOCK_FAIL_S = 300.0
 """munge, Slurm's authentication, refuses credentials older than this."""
 RAN_REACH = ("reach", "host-key", "login", "python", "shell-output")
-RAN = (
-    "clock",
-    "workdir",
-    "disk",
-    "nofile",
-    "memlock",
-    "shm",
-    "python-version",
-    "torch",
-    "architecture",
-    "code",
-    "path",
-)
+RAN = ("clock", "workdir", "disk", "nofile", "memlock", "shm", "python-version", "torch", "nccl", "architecture",
+       "code", "path")  # fmt: skip
 
 
 def reach(seen: Sequence[Seen]) -> Iterator[Finding]:
@@ -144,6 +133,10 @@ def alike(seen: Sequence[Seen]) -> Iterator[Finding]:
         n: f"{said['torch']} (CUDA {said['cuda']})" if said["torch"] else "none" for n, said in job.items() if said
     }
     yield from differ("torch", torch, "pip install torch==VERSION, the same on every node", what="torch")
+    nccl = {n: said.get("nccl") or "none" for n, said in job.items() if said}
+    yield from differ(
+        "nccl", nccl, "pip install --force-reinstall torch==VERSION, the same on every node", what="NCCL's wheel"
+    )
     machine = {n.name: n.facts["machine"] for n in seen}
     yield from differ("architecture", machine, "train on nodes of one kind", what="processor architecture")
     code = {n.name: n.facts["code"] for n in seen}

@@ -22,7 +22,7 @@ LOOK_UP_LIMIT_S = 2.0
 _TORCH = """
 import importlib.util, json, os, sys
 found = importlib.util.find_spec("torch")
-said = {"executable": sys.executable, "python": sys.version.split()[0], "torch": None, "cuda": None}
+said = {"executable": sys.executable, "python": sys.version.split()[0], "torch": None, "cuda": None, "nccl": None}
 if found and found.origin:
     names = {}
     try:
@@ -31,6 +31,9 @@ if found and found.origin:
     except Exception:
         pass
     said["torch"], said["cuda"] = names.get("__version__", "unknown"), names.get("cuda")
+    for name in os.listdir(os.path.dirname(os.path.dirname(found.origin))):
+        if name.startswith("nvidia_nccl_cu") and name.endswith(".dist-info"):
+            said["nccl"] = name[:-len(".dist-info")].partition("-")[2]
 print(json.dumps(said))
 """
 
@@ -182,7 +185,7 @@ def conf() -> dict:  # type: ignore[type-arg]
 
 
 def job_python(python: str) -> dict:  # type: ignore[type-arg]
-    """Version of the job's Python and of the torch that it would import; torch itself is not loaded."""
+    """Versions of the job's Python, of the torch that it would import, and of NCCL's wheel; torch is not loaded."""
     try:
         said: dict = json.loads(devices.tool([python, "-c", _TORCH]) or "{}")  # type: ignore[type-arg]
     except ValueError:
