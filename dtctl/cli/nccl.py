@@ -74,5 +74,7 @@ def _show(row: dict[str, Any]) -> None:
         output.out(f"  {setting['name']}={setting['value']}  # {setting['reason']}")
     if not row["set"]:
         output.out("  nothing has to be set")
+    if row["unreached"]:
+        output.out(f"  cannot call {', '.join(row['unreached'])} that way; dtctl doctor says why", "red")
     for setting in row["now"]:
         output.out(f"  now: {setting['name']}={setting['value']} (from {setting['origin']})")

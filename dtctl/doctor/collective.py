@@ -38,8 +38,18 @@ class Sums:
 class _Gang:
     """One worker per node, and rounds of some of them."""
 
-    def __init__(self, probes: Probes, seen: Sequence[Seen], backend: str, progress: Progress) -> None:
+    def __init__(
+        self,
+        probes: Probes,
+        seen: Sequence[Seen],
+        *,
+        backend: str,
+        python: Mapping[str, str],
+        env: Mapping[str, Mapping[str, str]],
+        progress: Progress,
+    ) -> None:
         self._probes = probes
+        self._python, self._env = python, env
         self._seen = {node.name: node for node in seen}
         self._backend = backend
         self._progress = progress
@@ -47,16 +57,15 @@ class _Gang:
         self.broken: set[str] = set()
         """Nodes whose worker was killed or has ended; they are started again before their next round."""
 
-    def start(self, names: Sequence[str], python: Mapping[str, str], env: Mapping[str, Mapping[str, str]]) -> Any:
+    def start(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Load torch on these nodes; the answers."""
-        self._python, self._env = python, env
         text = resources.files("dtctl.doctor").joinpath("worker.py").read_text(encoding="utf-8")
         messages = {
             name: {
                 "op": "start",
-                "python": python[name],
+                "python": self._python[name],
                 "text": text,
-                "env": dict(env[name]),
+                "env": dict(self._env[name]),
                 "interface": self._interface(name),
                 "limit_s": LOAD_LIMIT_S,
             }
@@ -73,7 +82,7 @@ class _Gang:
         """One all_reduce over these nodes; what each says."""
         again = [name for name in names if name in self.broken]
         if again:
-            self.start(again, self._python, self._env)
+            self.start(again)
             self.broken -= {*again}
         self.rounds += 1
         self._progress(f"adding up numbers with torch ({self._backend}) on {len(names)} nodes")
@@ -133,12 +142,17 @@ def add_up(
     """
     done = Sums()
     for backend in ("gloo", "nccl") if all(node.facts["gpus"] for node in seen) else ("gloo",):
-        gang = _Gang(probes, seen, backend, progress)
+        gang = _Gang(probes, seen, backend=backend, python=python, env=env, progress=progress)
         names = [node.name for node in seen]
-        loaded = gang.start(names, python, env)
+        loaded = gang.start(names)
         failed = {name: loaded.get(name, {}) for name in names if loaded.get(name, {}).get("stage") != "torch"}
         if failed:
             done.findings.append(_no_torch(failed))
+            return done
+        done.findings += other_nccl(
+            {node.name: (node.facts["job"].get("nccl") or "", str(loaded[node.name].get("nccl", ""))) for node in seen}
+        )
+        if done.findings:
             return done
         answers = gang.round(names)
         if not well(answers):
@@ -149,6 +163,28 @@ def add_up(
         bus = size / seconds / 1e9 * 2 * (len(names) - 1) / len(names)
         done.figures = {"backend": backend, "bytes": size, "seconds": seconds, "busbw_gb_s": round(bus, 4)}
     return done
+
+
+def other_nccl(versions: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
+    """Nodes on which torch has loaded another NCCL than its wheel brought.
+
+    Args:
+        versions: node -> version of the wheel, version that was loaded; empty where there is none.
+    """
+    other = {node: said for node, said in versions.items() if all(said) and not _same(*said)}
+    if other:
+        yield Finding(
+            check="nccl",
+            status="fail" if len(other) < len(versions) else "warn",
+            nodes=tuple(other),
+            summary=f"{', '.join(other)}: torch has loaded another NCCL than the one that was installed with it",
+            fix="take the other libnccl out of LD_LIBRARY_PATH and LD_PRELOAD: find it with ldconfig -p | grep nccl",
+            evidence=tuple(f"{node}: installed {wheel}, loaded {loaded}" for node, (wheel, loaded) in other.items()),
+        )
+
+
+def _same(wheel: str, loaded: str) -> bool:
+    return wheel.split(".")[:3] == loaded.split(".")[:3]
 
 
 def _no_torch(failed: Mapping[str, Mapping[str, Any]]) -> Finding:

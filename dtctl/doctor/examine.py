@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from dtctl.doctor import collective
-from dtctl.doctor.checks import environment, links, network, node
+from dtctl.doctor import collective, shared
+from dtctl.doctor.checks import environment, hardware, links, network, node, scheduler
 from dtctl.doctor.findings import Finding, ordered
 from dtctl.doctor.observe import Probes, Progress, Seen, Wanted
 from dtctl.launch.assemble import Cluster
@@ -66,6 +68,10 @@ def examine(spec: Spec, cluster: Cluster, *, skip: Collection[Costly], progress:
             measure_s=0.0 if "links" in skip else MEASURE_S,
         )
         found, ran = _judge(spec, cluster, seen, candidates, measured="links" not in skip)
+        folders = list(dict.fromkeys(path for one in wanted for path in one.paths))
+        if folders and not quick and len(seen) > 1:
+            found += shared.judge(shared.look(probes, seen, folders))
+            ran += shared.RAN
         sums = collective.Sums()
         if "collective" not in skip and _can_add_up(seen, found):
             envs = {one.name: {**spec.job.env, **one.env} for one in cluster.nodes}
@@ -96,7 +102,16 @@ def _judge(
         jobs = {one.name: {**spec.job.env, **one.env} for one in cluster.nodes}
         found += _of_nodes(well, spec, slots)
         found += environment.environment(well, jobs)
-        ran += [*node.RAN, *environment.RAN]
+        fixed = spec.network.rendezvous_port
+        found += scheduler.scheduler(
+            os.environ,
+            node=well[0].name,
+            nodes=len(seen),
+            kind=spec.job.kind,
+            now=time.time(),
+            fixed_port=fixed if isinstance(fixed, int) else None,
+        )
+        ran += [*node.RAN, *hardware.RAN, *environment.RAN, *(scheduler.RAN if "SLURM_JOB_ID" in os.environ else ())]
     if len(well) > 1:
         found += network.names(well)
         found += network.addresses(well)
@@ -116,7 +131,7 @@ def _of_nodes(well: list[Seen], spec: Spec, slots: dict[str, int]) -> list[Findi
         *node.storage(well, spec.cluster.workdir),
         *node.alike(well),
         *node.clock(well),
-        *node.hardware(well, slots),
+        *hardware.hardware(well, slots),
     ]
 
 

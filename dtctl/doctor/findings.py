@@ -13,13 +13,14 @@ Value = TypeVar("Value")
 CHECKS = (
     "reach", "host-key", "login", "python", "shell-output", "clock",
     "workdir", "disk", "nofile", "memlock", "shm",
-    "python-version", "torch", "architecture", "code",
-    "gpus", "gpu-busy", "rdma",
+    "python-version", "torch", "nccl", "architecture", "code",
+    "gpus", "gpu-xid", "gpu-ecc", "gpu-driver", "gpu-model", "gpu-links", "gpu-busy", "rdma", "link-speed",
     "duplicate-address", "loopback-name", "names", "interface",
     "data-ports", "rendezvous-port", "large-packets", "nat", "mtu",
     "packet-loss", "bandwidth", "latency",
-    "path",
+    "path", "shared", "visibility",
     "env-differs", "env-unknown", "env-dead", "env-dangerous",
+    "tasks", "time-left",
     "collective",
 )  # fmt: skip
 """All checks, each after those that can be its cause: of several failures the first in this order is the primary."""
@@ -72,6 +73,8 @@ _EXPLAINS = {
     "mtu": ("large-packets",),
     "loopback-name": ("names",),
     "disk": ("workdir",),
+    "torch": ("nccl",),
+    "path": ("shared",),
 }
 
 

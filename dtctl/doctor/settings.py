@@ -7,7 +7,7 @@ from typing import Any
 
 from dtctl.doctor.checks.environment import effective
 from dtctl.doctor.examine import wanted_of
-from dtctl.doctor.observe import Seen, observe
+from dtctl.doctor.observe import Seen, good_ways, observe
 from dtctl.errors import DtctlError
 from dtctl.launch.assemble import Cluster
 from dtctl.nccl import profiles
@@ -16,13 +16,15 @@ from dtctl.transport.fanout import raise_failures
 
 
 def node_settings(spec: Spec, cluster: Cluster) -> list[dict[str, Any]]:
-    """For each node: `node`, `profile`, `set` (name, value, reason) and `now` (name, value, origin).
+    """For each node: `node`, `profile`, `set` (name, value, reason), `now` (name, value, origin), `unreached`.
+
+    The last are the nodes that it cannot call on its route to them: what is to be set is tried, not only derived.
 
     Raises:
         DtctlError: a node cannot be asked.
     """
     wanted = [wanted_of(spec, one, cluster) for one in cluster.nodes]
-    seen = observe(wanted, cluster.make_transport(), rendezvous=(), data_ports=0, progress=lambda _: None)
+    seen = observe(wanted, cluster.make_transport(), rendezvous=(), data_ports=1, progress=lambda _: None)
     failures: dict[str, DtctlError] = {node.name: node.error for node in seen if node.error is not None}
     raise_failures(failures)
     jobs = {one.name: {**spec.job.env, **one.env} for one in cluster.nodes}
@@ -35,8 +37,10 @@ def _of(node: Seen, seen: list[Seen], spec: Spec, job: dict[str, str]) -> dict[s
     named = chosen.get(node.name) if isinstance(chosen, dict) else None if chosen == "auto" else chosen
     network = profiles.Network(interface=named or (ways[0] if ways else ""), rdma=node.facts["rdma"], nodes=len(seen))
     profile = profiles.detect(network) if spec.network.profile == "auto" else spec.network.profile
+    good = good_ways([node])
     return {
         "node": node.name,
+        "unreached": [other.name for other in seen if other is not node and (node.name, other.name) not in good],
         "profile": profile,
         "set": [asdict(setting) for setting in profiles.settings(profile, network)],
         "now": [

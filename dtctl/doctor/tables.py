@@ -11,9 +11,11 @@ from dtctl.doctor.observe import Seen
 
 _LAYERS = {
     "REACH": ("reach", "host-key", "login", "python", "shell-output", "clock"),
-    "LIMITS": ("workdir", "disk", "nofile", "memlock", "shm", "path"),
-    "SOFTWARE": ("python-version", "torch", "architecture", "code"),
-    "HARDWARE": ("gpus", "gpu-busy", "rdma"),
+    "LIMITS": ("workdir", "disk", "nofile", "memlock", "shm", "path", "shared", "visibility", "time-left",
+               "tasks"),
+    "SOFTWARE": ("python-version", "torch", "nccl", "architecture", "code"),
+    "HARDWARE": ("gpus", "gpu-xid", "gpu-ecc", "gpu-driver", "gpu-model", "gpu-links", "gpu-busy", "rdma",
+                 "link-speed"),
     "NETWORK": ("duplicate-address", "loopback-name", "names", "data-ports", "rendezvous-port", "large-packets", "nat",
                 "mtu", "packet-loss", "bandwidth", "latency"),
     "SETTINGS": ("interface", "env-differs", "env-unknown", "env-dead", "env-dangerous"),
@@ -27,14 +29,15 @@ MAX_MATRIX = 40
 
 
 def node_table(done: Examination) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: each node's worst result in each layer."""
+    """Header and rows: each node's worst result in each layer; `-` where nothing was examined."""
     rows = []
+    made = {one.check for one in done.findings}
     for seen in done.seen:
         cells = []
         for checks in _LAYERS.values():
             bad = [one for one in done.findings if one.check in checks and seen.name in one.nodes]
             worst = "fail" if any(one.status == "fail" for one in bad) else "warn"
-            gone = seen.error is not None and "reach" not in checks
+            gone = not made & {*checks} or (seen.error is not None and "reach" not in checks)
             cells.append("-" if gone else worst if bad else "ok")
         rows.append([seen.name, seen.address, *cells])
     return ["NODE", "ADDRESS", *_LAYERS], rows

@@ -29,7 +29,9 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
-    say(stage="torch", gpus=torch.cuda.device_count(), final=True)
+    versions: Any = torch.cuda.nccl
+    loaded = ".".join(map(str, versions.version())) if torch.cuda.is_available() else ""
+    say(stage="torch", nccl=loaded, final=True)
     for line in sys.stdin:
         asked = json.loads(line)
         try:

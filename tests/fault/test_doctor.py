@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import secrets
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -105,11 +107,18 @@ def test_quick_on_a_healthy_cluster_has_no_finding_either(sandbox: Sandbox, proj
     assert (code, bad(said)) == (0, [])
 
 
+READ_SETTINGS = "grep -rs . /proc/sys/net/ipv4 || true"
+
+
 def test_nothing_is_left_on_the_nodes(sandbox: Sandbox, project: Any) -> None:
     workdir = f"~/{secrets.token_hex(4)}"
     before = on(sandbox, "node1", "find", str(sandbox.home))
+    settings = on(sandbox, "node1", "sh", "-c", READ_SETTINGS)
     examine(project, {"cluster.workdir": workdir})
     assert on(sandbox, "node1", "find", str(sandbox.home)) == before
+    assert on(sandbox, "node1", "sh", "-c", READ_SETTINGS) == settings
+    listening = [line.split()[4] for line in on(sandbox, "node1", "ss", "-Hltun").splitlines() if "LISTEN" in line]
+    assert {address.rpartition(":")[2] for address in listening} == {"22"}, "its ports are open only while it runs"
 
 
 PORTS: list[tuple[str, Callable[[Sandbox], object], str, list[str], list[str]]] = [
@@ -446,12 +455,21 @@ def test_nccl_env_derives_the_interface_of_each_node_from_its_route(sandbox: San
     nodes = json.loads(done.out)["nodes"]
     assert [node["node"] for node in nodes] == ["node1", "node2", "node3"]
     for node in nodes:
-        assert node["profile"] == "ethernet"
+        assert (node["profile"], node["unreached"]) == ("ethernet", [])
         assert {one["name"]: one["value"] for one in node["set"]} == {
             "NCCL_SOCKET_IFNAME": "=eth0",
             "GLOO_SOCKET_IFNAME": "eth0",
         }
         assert {"name": "NCCL_DEBUG", "value": "WARN", "origin": "the spec"} in node["now"]
+
+
+def test_nccl_env_has_tried_whether_the_nodes_reach_each_other_that_way(sandbox: Sandbox, project: Any) -> None:
+    examine(project, None, "--quick")
+    faults.block(sandbox, sandbox.node("node3"), ports="32768:60999", source=sandbox.node("node1"), reject=False)
+    note(sandbox)
+    nodes = json.loads(project.run("nccl", "env", "--json").out)["nodes"]
+    assert [node["unreached"] for node in nodes] == [["node3"], [], ["node1"]], "answers to node3 are dropped too"
+    assert "cannot call node3 that way" in project.run("nccl", "env").out
 
 
 def test_a_launch_that_asks_the_doctor_starts_nothing_on_a_sick_cluster(sandbox: Sandbox, project: Any) -> None:
@@ -469,3 +487,122 @@ def test_a_launch_that_asks_the_doctor_runs_on_a_healthy_cluster(sandbox: Sandbo
     examine(project)
     done = project.run("launch", "--doctor")
     assert done.code == 0, done.err
+
+
+def test_a_shared_folder_is_not_mounted_on_one_node(sandbox: Sandbox, project: Any) -> None:
+    folder = f"/var/tmp/dtctl-{secrets.token_hex(4)}"  # all hosts see the machine's own, as if it were on a file server
+    on(sandbox, "node1", "mkdir", folder)
+    changes = {"train.data": {"path": folder}}
+    try:
+        code, said = examine(project, changes)
+        assert (code, bad(said)) == (0, [])
+        assert "shared" in [one["check"] for one in said["findings"]]
+        on(sandbox, "node3", "mount", "-t", "tmpfs", "-o", "size=100m", faults.DISK, folder)
+        note(sandbox)
+        expect(examine(project, changes), "shared", ["node3"], peers=["node1", "node2"], said="findmnt")
+        assert on(sandbox, "node1", "ls", "-A", folder) == "", "the doctor's marks are gone"
+    finally:
+        on(sandbox, "node1", "rm", "-r", folder)
+
+
+def fake_class(sandbox: Sandbox, node: str, ports: dict[str, tuple[str, str]]) -> None:
+    """Lay RDMA ports, as (state, rate) by name, over a host's /sys/class."""
+    path = placed(sandbox, node, "infiniband/.keep", "")
+    root = path.removesuffix("/infiniband/.keep")
+    on(sandbox, node, "rm", path)
+    for device, (state, rate) in ports.items():
+        files = {"state": state, "rate": rate, "link_layer": "InfiniBand"}
+        for name, text in files.items():
+            write = 'mkdir -p "${1%/*}" && printf %s "$2" >"$1"'
+            on(sandbox, node, "sh", "-c", write, "sh", f"{root}/infiniband/{device}/ports/1/{name}", text, root=False)
+    on(sandbox, node, "mount", "--bind", root, "/sys/class")
+
+
+@pytest.fixture
+def infiniband(sandbox: Sandbox) -> Any:
+    """Two active ports on every host; node2's second one as the test wants it."""
+
+    def lay(state: str = "4: ACTIVE", rate: str = "400 Gb/sec (4X NDR)") -> None:
+        good = ("4: ACTIVE", "400 Gb/sec (4X NDR)")
+        for node in ("node1", "node2", "node3"):
+            fake_class(sandbox, node, {"mlx5_0": good, "mlx5_1": (state, rate) if node == "node2" else good})
+
+    yield lay
+    for node in ("node1", "node2", "node3"):
+        on(sandbox, node, "umount", "/sys/class")
+
+
+def locking(sandbox: Sandbox, little: str) -> tuple[dict[str, Any], list[str]]:
+    """The spec's changes that let one node lock 64 KiB, and the nodes that may not lock enough.
+
+    Nobody without a capability can raise the limit, so where the machine's own is low all nodes have too little.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+    enough = hard == resource.RLIM_INFINITY or hard >= 64 << 20
+    python = wrapper(sandbox, little, f'ulimit -l 64; exec {sys.executable} "$@"')
+    return with_python(little, python), [little] if enough else ["node1", "node2", "node3"]
+
+
+@needs_root
+def test_little_memory_may_be_locked_where_there_is_rdma(sandbox: Sandbox, project: Any, infiniband: Any) -> None:
+    changes, low = locking(sandbox, "node2")
+    assert "memlock" not in [one["check"] for one in bad(examine(project, changes, "--quick")[1])]
+    infiniband()
+    expect(examine(project, changes), "memlock", low, said="node2: soft 65536 bytes")
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("port", "said"), [({"state": "1: DOWN"}, "mlx5_1:1 1: DOWN"), ({"rate": "200 Gb/sec (2X NDR)"}, "200 Gb/sec")]
+)
+def test_a_port_of_infiniband_is_down_or_slow(
+    sandbox: Sandbox, project: Any, infiniband: Any, port: dict[str, str], said: str
+) -> None:
+    infiniband(**port)
+    _, answer = examine(project)
+    (found,) = [one for one in bad(answer) if one["check"] != "memlock"]  # this machine's limit may be low everywhere
+    assert (found["check"], found["status"], found["nodes"]) == ("rdma", "warn", ["node2"])
+    assert said in json.dumps(found)
+
+
+def test_a_gpu_has_fallen_off_the_bus_says_the_kernel(sandbox: Sandbox, project: Any) -> None:
+    xid = "[ 99.1] NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus."
+    row = "0, NVIDIA H100 80GB HBM3, 4, 81559, 535.129.03, 0"
+    nodes = []
+    for node in ("node1", "node2", "node3"):
+        tools = placed(sandbox, node, "nvidia-smi", f'#!/bin/sh\ncase "$1" in *query-gpu*) echo "{row}";; esac\n')
+        folder = tools.removesuffix("/nvidia-smi")
+        said = xid if node == "node3" else ""
+        on(
+            sandbox,
+            node,
+            "sh",
+            "-c",
+            f"printf '#!/bin/sh\\necho \"{said}\"\\n' > {folder}/dmesg; chmod 755 {folder}/dmesg",
+            root=False,
+        )
+        nodes.append(
+            {"name": node, "python": wrapper(sandbox, node, f'PATH={folder}:$PATH exec {sys.executable} "$@"')}
+        )
+    expect(examine(project, {"cluster.nodes": nodes}), "gpu-xid", ["node3"], said="fallen off the bus")
+
+
+def test_a_host_dies_while_it_is_examined(sandbox: Sandbox, project: Any) -> None:
+    examine(project, None, "--quick")  # writes the spec
+    process = project.start("doctor", "--json", "--skip", "collective")
+    for line in process.stderr:
+        if "round 1 of 3" in line:
+            break
+    faults.kill(sandbox, sandbox.node("node3"))
+    note(sandbox)
+    done = project.finish(process)
+    found = json.loads(done.out)
+    expect((done.code, found), "reach", ["node3"])
+    assert found["took_s"] < 30
+
+
+def test_slurm_says_that_the_time_is_over(sandbox: Sandbox, project: Any) -> None:
+    examine(project, None, "--quick")
+    inside = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 300), "SLURM_JOB_NUM_NODES": "3"}
+    done = project.run("doctor", "--json", "--quick", env=inside)
+    expect((done.code, json.loads(done.out)), "time-left", ["node1"], status="warn", said="sbatch --time")

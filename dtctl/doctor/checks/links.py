@@ -39,12 +39,12 @@ TRIES = 3
 def doubtful(seen: Sequence[Seen]) -> list[Way]:
     """Ways to measure again: the worst few of each machine that could be the reason."""
     said = _said(seen)
-    usual = _usual(_rates(said))
+    usual, usual_trip = _usual(_rates(said)), _usual_trip(said)
     rank: dict[Way, float] = {}
     for way, tries in said.items():
         if len(tries) >= TRIES:
             continue
-        rate, lost, late = _rate(tries), _loss(tries), _late(way, said)
+        rate, lost, late = _rate(tries), _loss(tries), _late(tries, usual_trip)
         if lost >= LOSS or late:
             rank[way] = -lost
         if rate is None or rate < max(DOUBT * usual, MIN_MBIT_S):
@@ -61,10 +61,10 @@ def links(seen: Sequence[Seen]) -> Iterator[Finding]:
     said = _said(seen)
     if not said:
         return
-    usual = _usual(_rates(said))
+    usual, usual_trip = _usual(_rates(said)), _usual_trip(said)
     lossy = {way: tries for way, tries in said.items() if _always_lossy(tries) and _loss(tries) >= LOSS}
     slow = {way: rate for way, tries in said.items() if (rate := _rate(tries)) is not None and _is_slow(rate, usual)}
-    late = {way: tries for way, tries in said.items() if _late(way, said)}
+    late = {way: tries for way, tries in said.items() if _late(tries, usual_trip)}
     for bad in (lossy, slow, late):
         _only_confirmed(bad, said)
     if lossy:
@@ -76,7 +76,7 @@ def links(seen: Sequence[Seen]) -> Iterator[Finding]:
             "latency",
             "warn",
             {way: f"{_trip(tries):.2f} ms there and back" for way, tries in late.items()},
-            f"later than the others ({_usual_trip(said):.2f} ms)",
+            f"later than the others ({usual_trip:.2f} ms)",
             "look for another route or a busy switch: traceroute; ip route get ADDRESS; ethtool -c (interrupt delay)",
         )
 
@@ -136,8 +136,8 @@ def _usual_trip(said: Mapping[Way, Sequence[Mapping[str, Any]]]) -> float:
     return median(best.values()) if best else 0.0
 
 
-def _late(way: Way, said: Mapping[Way, Sequence[Mapping[str, Any]]]) -> bool:
-    usual, trip = _usual_trip(said), _trip(said[way])
+def _late(tries: Sequence[Mapping[str, Any]], usual: float) -> bool:
+    trip = _trip(tries)
     return trip > LATE_TIMES * usual and trip > usual + LATE_MS
 
 

@@ -1,4 +1,4 @@
-"""Checks of single nodes: reach, limits, storage, hardware; and what differs between them. Pure."""
+"""Checks of single nodes: reach, limits, storage; and what differs between them. Pure."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ CLOCK_WARN_S = 1.0
 CLOCK_FAIL_S = 300.0
 """munge, Slurm's authentication, refuses credentials older than this."""
 RAN_REACH = ("reach", "host-key", "login", "python", "shell-output")
-RAN = ("clock", "workdir", "disk", "nofile", "memlock", "shm", "python-version", "torch", "architecture", "code",
-       "gpus", "gpu-busy", "rdma", "path")  # fmt: skip
+RAN = ("clock", "workdir", "disk", "nofile", "memlock", "shm", "python-version", "torch", "nccl", "architecture",
+       "code", "path")  # fmt: skip
 
 
 def reach(seen: Sequence[Seen]) -> Iterator[Finding]:
@@ -48,7 +48,7 @@ def _reach_check(error: DtctlError) -> str:
     return "reach"
 
 
-def _per_node(
+def per_node(
     check: str, said: Mapping[str, str], fix: str, *, summary: str, status: Status = "fail"
 ) -> Iterator[Finding]:
     """One finding for all nodes that have the same trouble."""
@@ -64,21 +64,21 @@ def limits(seen: Sequence[Seen]) -> Iterator[Finding]:
     """Limits of a process started over the link, which is what workers get."""
     nofile = {n.name: n.facts["limits"]["nofile"] for n in seen}
     low = {name: f"soft {soft}, hard {hard}" for name, (soft, hard) in nofile.items() if 0 <= soft < MIN_NOFILE}
-    yield from _per_node(
+    yield from per_node(
         "nofile",
         low,
         "add `ulimit -n $(ulimit -Hn)` to job.setup, or raise nofile in /etc/security/limits.conf and restart sshd",
         summary="too few files may be open; NCCL and gloo need some per peer",
     )
     memlock = {n.name: n.facts["limits"]["memlock"] for n in seen if n.facts["rdma"]}
-    yield from _per_node(
+    yield from per_node(
         "memlock",
         {name: f"soft {soft} bytes" for name, (soft, _) in memlock.items() if 0 <= soft < MIN_MEMLOCK},
         "set `* - memlock unlimited` in /etc/security/limits.conf and restart sshd (or slurmd)",
         summary="RDMA may not lock enough memory",
     )
     shm = {n.name: n.facts["shm"] for n in seen if n.facts["shm"]["total"]}
-    yield from _per_node(
+    yield from per_node(
         "shm",
         {
             name: f"{space['total'] // MIB} MiB, {space['free'] // MIB} MiB free"
@@ -96,15 +96,15 @@ def storage(seen: Sequence[Seen], workdir: str) -> Iterator[Finding]:
     full = {n: d for n, d in disks.items() if d["free"] < MIN_DISK or (d["inodes"] and d["free_inodes"] < MIN_INODES)}
     low = {n: d for n, d in disks.items() if n not in full and d["free"] < LOW_DISK}
     fix = f"free some space (`df -h {workdir}; df -i {workdir}`), or set cluster.workdir to another disk"
-    yield from _per_node("disk", _spaces(full), fix, summary=f"the disk of {workdir} is full")
-    yield from _per_node("disk", _spaces(low), fix, summary=f"the disk of {workdir} is nearly full", status="warn")
-    yield from _per_node(
+    yield from per_node("disk", _spaces(full), fix, summary=f"the disk of {workdir} is full")
+    yield from per_node("disk", _spaces(low), fix, summary=f"the disk of {workdir} is nearly full", status="warn")
+    yield from per_node(
         "workdir",
         {n.name: n.facts["writable"] for n in seen if n.facts["writable"]},
         "set cluster.workdir to a folder that the login user may write to",
         summary=f"{workdir} cannot be written to",
     )
-    yield from _per_node(
+    yield from per_node(
         "path",
         {n.name: ", ".join(n.facts["missing"]) for n in seen if n.facts["missing"]},
         "bring it to the same path on these nodes (rsync -a), or put it on a shared file system",
@@ -123,7 +123,7 @@ def _spaces(disks: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 def alike(seen: Sequence[Seen]) -> Iterator[Finding]:
     """Software that has to be the same everywhere; the odd node out is named."""
     job = {n.name: n.facts["job"] for n in seen}
-    yield from _differ(
+    yield from differ(
         "python-version",
         {n: ".".join(said["python"].split(".")[:2]) for n, said in job.items() if said},
         "install the same minor version everywhere, or set cluster.python to one path that has it",
@@ -132,84 +132,38 @@ def alike(seen: Sequence[Seen]) -> Iterator[Finding]:
     torch = {
         n: f"{said['torch']} (CUDA {said['cuda']})" if said["torch"] else "none" for n, said in job.items() if said
     }
-    yield from _differ("torch", torch, "pip install torch==VERSION, the same on every node", what="torch")
+    yield from differ("torch", torch, "pip install torch==VERSION, the same on every node", what="torch")
+    nccl = {n: said.get("nccl") or "none" for n, said in job.items() if said}
+    yield from differ(
+        "nccl", nccl, "pip install --force-reinstall torch==VERSION, the same on every node", what="NCCL's wheel"
+    )
     machine = {n.name: n.facts["machine"] for n in seen}
-    yield from _differ("architecture", machine, "train on nodes of one kind", what="processor architecture")
+    yield from differ("architecture", machine, "train on nodes of one kind", what="processor architecture")
     code = {n.name: n.facts["code"] for n in seen}
-    yield from _differ(
+    yield from differ(
         "code", code, "bring the same code to every node: rsync -a, or job.files.push: true", what="code of the job"
     )
 
 
-def _differ(check: str, values: Mapping[str, str], fix: str, *, what: str) -> Iterator[Finding]:
+def differ(check: str, values: Mapping[str, str], fix: str, *, what: str, status: Status = "fail") -> Iterator[Finding]:
+    """One finding when nodes differ in what has to be alike; the odd ones are named."""
     odd, usual = odd_ones(values)
     if odd:
         told = f"; the others have {usual}" if usual is not None else ""
         said = ", ".join(f"{node} has {values[node] or 'none'}" for node in odd)
         evidence = tuple(f"{node}: {value or 'none'}" for node, value in values.items())
         summary = f"{what} differs between nodes: {said}{told}"
-        yield Finding(check=check, status="fail", nodes=odd, summary=summary, fix=fix, evidence=evidence)
+        yield Finding(check=check, status=status, nodes=odd, summary=summary, fix=fix, evidence=evidence)
 
 
 def clock(seen: Sequence[Seen]) -> Iterator[Finding]:
     """Clocks that are off by more than the way there and back explains."""
     off = {n.name: n.offset_s for n in seen if abs(n.offset_s) - n.offset_error_s > CLOCK_WARN_S}
     worst = max((abs(offset) for offset in off.values()), default=0.0)
-    yield from _per_node(
+    yield from per_node(
         "clock",
         {name: f"{offset:+.1f} s against this machine" for name, offset in off.items()},
         "sudo timedatectl set-ntp true (or systemctl restart chrony)",
         summary="the clock is off; logs cannot be merged, and munge, Kerberos and TLS may refuse",
         status="fail" if worst > CLOCK_FAIL_S else "warn",
     )
-
-
-def hardware(seen: Sequence[Seen], slots: Mapping[str, int]) -> Iterator[Finding]:
-    """GPUs and RDMA ports.
-
-    Args:
-        seen: the nodes.
-        slots: workers per node, where the spec gives a number.
-    """
-    yield from _per_node(
-        "gpus",
-        {
-            n.name: f"{n.facts['gpus']} GPUs for {slots[n.name]} workers"
-            for n in seen
-            if n.name in slots and 0 < n.facts["gpus"] < slots[n.name]
-        },
-        "lower cluster.slots; if a GPU should be there, read `dmesg | grep Xid` (79: it fell off the bus)",
-        summary="fewer GPUs than workers",
-    )
-    busy = {n.name: text for n in seen if (text := ", ".join(busy_gpus(n.facts["gpu"])))}
-    yield from _per_node(
-        "gpu-busy",
-        busy,
-        "nvidia-smi --query-compute-apps=pid,used_memory --format=csv; end what a killed job has left",
-        summary="GPU memory is in use already",
-        status="warn",
-    )
-    yield from _per_node(
-        "rdma",
-        {n.name: text for n in seen if (text := ", ".join(dead_ports(n.facts["rdma"])))},
-        "check cable, switch port and subnet manager (ibstat); or leave the port out with NCCL_IB_HCA",
-        summary="an RDMA port is not active",
-        status="warn",
-    )
-
-
-def busy_gpus(said: str) -> list[str]:
-    """GPUs of which more than a tenth is in use, from `nvidia-smi --query-gpu=index,name,memory.used,memory.total`."""
-    found = []
-    for line in said.splitlines():
-        words = [word.strip() for word in line.split(",")]
-        if len(words) == 4 and words[2].isdigit() and words[3].isdigit() and int(words[2]) * 10 > int(words[3]):
-            found.append(f"GPU {words[0]} {words[2]} of {words[3]} MiB")
-    return found
-
-
-def dead_ports(ports: Sequence[Mapping[str, str]]) -> list[str]:
-    """RDMA ports that are down although others of the node are up."""
-    states = {f"{port['device']}:{port['port']}": port["state"] for port in ports}
-    up = [name for name, state in states.items() if "ACTIVE" in state]
-    return [f"{name} {state}" for name, state in states.items() if up and "ACTIVE" not in state]

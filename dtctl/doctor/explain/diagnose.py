@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dtctl.doctor.explain import collective
+from dtctl.doctor.explain.dumps import Dump, judge_dumps, read_dump
 from dtctl.doctor.explain.hits import Hit, collect
 from dtctl.doctor.explain.lines import Line
-from dtctl.doctor.explain.read import Layout, layout_of, lines_of, log_files
+from dtctl.doctor.explain.read import Layout, dump_files, layout_of, lines_of, log_files
 
 Confidence = Literal["high", "medium", "low", "ambiguous", "unknown"]
 MAX_EVIDENCE = 4
+DUMPS_SOURCE = "https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html"
+_BY_WATCHDOG = ("watchdog-timeout", "rank-behind", "rank-silent", "collective-mismatch")
 _NEVER = float("inf")
 _ROLES = {"cause": 0, "ambiguous": 1, "effect": 2, "note": 3}
 
@@ -71,7 +74,25 @@ def explain(paths: Sequence[Path]) -> list[Diagnosis]:
     """
     files = log_files(paths)
     lines = [line for file in files for line in lines_of(file)]
-    return diagnose(lines, layout_of(paths))
+    layout = layout_of(paths)
+    dumps = [dump for file in dump_files(paths) if (dump := read_dump(file)) is not None]
+    return _with_dumps(diagnose(lines, layout), dumps, layout)
+
+
+def _with_dumps(found: list[Diagnosis], dumps: Sequence[Dump], layout: Layout) -> list[Diagnosis]:
+    """Add what flight recorders say: they know who was late better than watchdogs do, and not why a program ended."""
+    verdict = judge_dumps(dumps)
+    if verdict is None:
+        return found
+    told = tuple(
+        Evidence(file=dump.file, line=0, text=f"rank {dump.rank}: {dump.last}")
+        for dump in sorted(dumps, key=lambda dump: dump.rank not in verdict.ranks)[:MAX_EVIDENCE]
+    )
+    blamed = _blame(replace(UNKNOWN, primary=False, source=DUMPS_SOURCE, evidence=told), verdict, layout.node_of)
+    first, *rest = found
+    if first.confidence == "high" and first.id not in _BY_WATCHDOG:
+        return [first, blamed, *rest]
+    return [replace(blamed, primary=True), *(replace(one, primary=False) for one in found if one.id != "unknown")]
 
 
 def diagnose(lines: Sequence[Line], layout: Layout) -> list[Diagnosis]:

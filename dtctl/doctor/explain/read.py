@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dtctl import names
+from dtctl.doctor.explain.dumps import is_dump
 from dtctl.doctor.explain.lines import Line, owner_of, parse
 from dtctl.errors import UsageError
 
@@ -28,8 +29,17 @@ class Layout:
     """address -> node"""
 
 
+def dump_files(paths: Iterable[Path]) -> list[Path]:
+    """The flight-recorder dumps that these paths mean, each once, in order."""
+    found: dict[Path, None] = {}
+    for path in paths:
+        inside = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+        found.update(dict.fromkeys(file for file in inside if is_dump(file)))
+    return list(found)
+
+
 def log_files(paths: Iterable[Path]) -> list[Path]:
-    """The log files that these paths mean, each once, in order.
+    """The log files that these paths mean, each once, in order; without dumps.
 
     Raises:
         UsageError: a path does not exist, or a folder holds no logs.
@@ -38,11 +48,11 @@ def log_files(paths: Iterable[Path]) -> list[Path]:
     for path in paths:
         if path.is_dir():
             inside = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
-            if not inside:
+            if not inside and not dump_files([path]):
                 raise UsageError("there are no logs in this folder", where=str(path), hint="name the files themselves")
             found.update(dict.fromkeys(inside))
         elif path.exists():
-            found[path] = None
+            found.update({} if is_dump(path) else {path: None})
         else:
             raise UsageError("there is no such file or folder", where=str(path))
     return list(found)

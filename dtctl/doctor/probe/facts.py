@@ -8,22 +8,21 @@ import os
 import resource
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
 
+from dtctl.doctor.probe import devices
 from dtctl.supervisor import facts as basic
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _SIOCGIFMTU = 0x8921
 WATCHED = ("NCCL_", "TORCH_", "GLOO_", "UCX_", "FI_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "MASTER_", "PYTORCH_")
 LOOK_UP_LIMIT_S = 2.0
-TOOL_LIMIT_S = 8.0
 _TORCH = """
 import importlib.util, json, os, sys
 found = importlib.util.find_spec("torch")
-said = {"executable": sys.executable, "python": sys.version.split()[0], "torch": None, "cuda": None}
+said = {"executable": sys.executable, "python": sys.version.split()[0], "torch": None, "cuda": None, "nccl": None}
 if found and found.origin:
     names = {}
     try:
@@ -32,6 +31,9 @@ if found and found.origin:
     except Exception:
         pass
     said["torch"], said["cuda"] = names.get("__version__", "unknown"), names.get("cuda")
+    for name in os.listdir(os.path.dirname(os.path.dirname(found.origin))):
+        if name.startswith("nvidia_nccl_cu") and name.endswith(".dist-info"):
+            said["nccl"] = name[:-len(".dist-info")].partition("-")[2]
 print(json.dumps(said))
 """
 
@@ -69,9 +71,7 @@ def gather(message: dict) -> dict:  # type: ignore[type-arg]
         "env": {name: value for name, value in os.environ.items() if name.startswith(WATCHED)},
         "conf": conf(),
         "job": job_python(message["python"]),
-        "gpus": basic.count_gpus(),
-        "gpu": tool(["nvidia-smi", "--query-gpu=index,name,memory.used,memory.total", "--format=csv,noheader,nounits"]),
-        "rdma": rdma(),
+        **devices.devices(),
         "code": digest(message["code"]) if message["code"] else "",
         "took_s": time.monotonic() - begun,
     }
@@ -107,7 +107,7 @@ def look_up(names: list) -> dict:  # type: ignore[type-arg]
 
 
 def interfaces() -> list:  # type: ignore[type-arg]
-    """Every interface with its address (IPv4) and MTU in bytes."""
+    """Every interface with its address (IPv4), MTU in bytes, and speed in Mbit/s (0 when it has none)."""
     found = []
     probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     for _, name in socket.if_nameindex():
@@ -121,7 +121,8 @@ def interfaces() -> list:  # type: ignore[type-arg]
             mtu = struct.unpack_from("i", answer, 16)[0]
         except OSError:
             mtu = 0
-        found.append({"name": name, "address": address, "mtu": mtu})
+        speed = devices.read("/sys/class/net/%s/speed" % name)
+        found.append({"name": name, "address": address, "mtu": mtu, "mbit_s": int(speed) if speed.isdigit() else 0})
     probe.close()
     return found
 
@@ -129,22 +130,13 @@ def interfaces() -> list:  # type: ignore[type-arg]
 def local_addresses() -> list:  # type: ignore[type-arg]
     """All IPv4 addresses of this machine, second ones too, from the kernel's routing trie."""
     found, address = [], ""
-    for line in read("/proc/net/fib_trie").splitlines():
+    for line in devices.read("/proc/net/fib_trie").splitlines():
         words = line.split()
         if words[:1] in (["|--"], ["+--"]):
             address = words[1]
         elif words[:3] == ["/32", "host", "LOCAL"] and address not in found:
             found.append(address)
     return found
-
-
-def read(path: str) -> str:
-    """What a small file says; empty when it cannot be read."""
-    try:
-        with open(path, errors="replace") as file:
-            return file.read(1 << 16).strip()
-    except OSError:
-        return ""
 
 
 def nearest(path: str) -> str:
@@ -189,37 +181,16 @@ def writable(folder: str) -> str:
 def conf() -> dict:  # type: ignore[type-arg]
     """NCCL's configuration files that are there: path -> text."""
     paths = ["/etc/nccl.conf", os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf")]
-    return {path: read(path) for path in paths if os.path.isfile(path)}
-
-
-def tool(argv: list) -> str:  # type: ignore[type-arg]
-    """What a program prints; empty when it is not there or does not end."""
-    try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=TOOL_LIMIT_S, check=False)
-        return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else ""
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    return {path: devices.read(path) for path in paths if os.path.isfile(path)}
 
 
 def job_python(python: str) -> dict:  # type: ignore[type-arg]
-    """Version of the job's Python and of the torch that it would import; torch itself is not loaded."""
+    """Versions of the job's Python, of the torch that it would import, and of NCCL's wheel; torch is not loaded."""
     try:
-        said: dict = json.loads(tool([python, "-c", _TORCH]) or "{}")  # type: ignore[type-arg]
+        said: dict = json.loads(devices.tool([python, "-c", _TORCH]) or "{}")  # type: ignore[type-arg]
     except ValueError:
         return {}
     return said
-
-
-def rdma() -> list:  # type: ignore[type-arg]
-    """Ports of RDMA devices, as the kernel shows them."""
-    found = []
-    base = "/sys/class/infiniband"
-    for device in sorted(os.listdir(base)) if os.path.isdir(base) else []:
-        for port in sorted(os.listdir(os.path.join(base, device, "ports"))):
-            folder = os.path.join(base, device, "ports", port)
-            said = {name: read(os.path.join(folder, name)) for name in ("state", "rate", "link_layer")}
-            found.append({"device": device, "port": port, **said})
-    return found
 
 
 def digest(folder: str) -> str:
@@ -235,5 +206,5 @@ def digest(folder: str) -> str:
             if name.endswith(".py") and count < 5000:
                 count += 1
                 found.update(os.path.relpath(os.path.join(where, name), folder).encode() + b"\0")
-                found.update(read(os.path.join(where, name)).encode() + b"\0")
+                found.update(devices.read(os.path.join(where, name)).encode() + b"\0")
     return found.hexdigest() if count else ""

@@ -4,48 +4,91 @@ from __future__ import annotations
 
 import time
 
-from dtctl.doctor.probe import child, facts, pairs, quality
+from dtctl.doctor.probe import child, facts, pairs, quality, shared
 from dtctl.supervisor import frames
 
 IDLE_LIMIT_S = 60.0
 """Silence after which the doctor is taken for gone; then this process ends, and all it had opened with it."""
 
 
+class Probe:
+    """What there is from one question to the next; `on_X` answers the question whose `op` is X."""
+
+    _ears = None  # type: pairs.Ears | None
+    _worker = None  # type: child.Child | None
+    _marks = None  # type: shared.Marks | None
+
+    def on_time(self, _: dict) -> dict:  # type: ignore[type-arg]
+        """The clock."""
+        return {"time": time.time()}
+
+    def on_facts(self, message: dict) -> dict:  # type: ignore[type-arg]
+        """What this node says of itself."""
+        return facts.gather(message)
+
+    def on_listen(self, message: dict) -> dict:  # type: ignore[type-arg]
+        """Open ports for the others' calls."""
+        ears = self._ears = self._ears or pairs.Ears(message["name"], message["token"])
+        return {"ports": [ears.open(port) for port in message["ports"]]}
+
+    def on_call(self, message: dict) -> dict:  # type: ignore[type-arg]
+        """Call the others."""
+        return {"answers": pairs.call_all(message["targets"], message["token"], message["timeout_s"])}
+
+    def on_measure(self, message: dict) -> dict:  # type: ignore[type-arg]
+        """Measure the way to one other."""
+        return quality.measure(message["address"], message["port"], message["token"], message["seconds"])
+
+    def on_mark(self, message: dict) -> dict:  # type: ignore[type-arg]
+        """Leave marks in folders."""
+        marks = self._marks = self._marks or shared.Marks(message["token"])
+        return {"folders": marks.leave(message["folders"], message["node"])}
+
+    def on_look(self, message: dict) -> dict:  # type: ignore[type-arg]
+        """Look for the others' marks."""
+        return {"seen": self._marks.look(message["wanted"]) if self._marks else []}
+
+    def on_unmark(self, _: dict) -> dict:  # type: ignore[type-arg]
+        """Take the marks away."""
+        if self._marks:
+            self._marks.remove()
+        return {}
+
+    def on_start(self, message: dict) -> dict:  # type: ignore[type-arg]
+        """Start the job's Python beside this."""
+        if self._worker:
+            self._worker.kill()
+        env = dict(message["env"])
+        if message["interface"]:
+            env.setdefault("GLOO_SOCKET_IFNAME", message["interface"])
+            env.setdefault("NCCL_SOCKET_IFNAME", "=" + message["interface"])
+        worker = self._worker = child.Child([message["python"], "-c", message["text"]], env)
+        return worker.ask({}, message["limit_s"])
+
+    def on_round(self, message: dict) -> dict:  # type: ignore[type-arg]
+        """Ask that Python something."""
+        return self._worker.ask(message["ask"], message["limit_s"]) if self._worker else {"silent": True}
+
+    def close(self) -> None:
+        """Leave nothing."""
+        if self._marks:
+            self._marks.remove()
+        if self._worker:
+            self._worker.kill()
+
+
 def main() -> int:
     """Serve one link; the exit status."""
     link = frames.FdLink(0, 1, IDLE_LIMIT_S)
-    ears = worker = None
+    probe = Probe()
     try:
         while True:
             message = link.receive_json()
             if message is None or message["op"] == "quit":
                 return 0
-            op = message["op"]
-            if op == "time":
-                link.send_json({"op": "time", "time": time.time()})
-            elif op == "facts":
-                link.send_json(facts.gather(message))
-            elif op == "listen":
-                ears = ears or pairs.Ears(message["name"], message["token"])
-                link.send_json({"op": "listening", "ports": [ears.open(port) for port in message["ports"]]})
-            elif op == "call":
-                said = pairs.call_all(message["targets"], message["token"], message["timeout_s"])
-                link.send_json({"op": "called", "answers": said})
-            elif op == "measure":
-                found = quality.measure(message["address"], message["port"], message["token"], message["seconds"])
-                link.send_json({"op": "measured", **found})
-            elif op == "start":
-                if worker is not None:
-                    worker.kill()
-                env = dict(message["env"])
-                for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if message["interface"] else ():
-                    env.setdefault(name, ("=" if name.startswith("NCCL") else "") + message["interface"])
-                worker = child.Child([message["python"], "-c", message["text"]], env)
-                link.send_json({"op": "started", **worker.ask({}, message["limit_s"])})
-            elif op == "round" and worker is not None:
-                link.send_json({"op": "rounded", **worker.ask(message["ask"], message["limit_s"])})
+            answer = getattr(probe, "on_" + message["op"])(message)
+            link.send_json({**answer, "op": message["op"]})
     except (OSError, frames.BrokenFrame):
         return 1
     finally:
-        if worker is not None:
-            worker.kill()
+        probe.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dtctl.doctor.checks.environment import matches
-from dtctl.doctor.checks.node import busy_gpus, dead_ports
+from dtctl.doctor.checks.hardware import busy_gpus, dead_ports
 from dtctl.doctor.findings import CHECKS, Finding, cover, odd_ones, ordered
 
 
@@ -49,10 +49,11 @@ def test_the_lower_layer_is_primary_and_its_consequences_say_so() -> None:
 
 
 def test_every_check_that_a_module_says_it_makes_is_known() -> None:
-    from dtctl.doctor import collective
-    from dtctl.doctor.checks import environment, links, network, node
+    from dtctl.doctor import collective, shared
+    from dtctl.doctor.checks import environment, hardware, links, network, node, scheduler
 
-    made = {*node.RAN_REACH, *node.RAN, *network.RAN, *links.RAN, *environment.RAN, *collective.RAN}
+    made = {*node.RAN_REACH, *node.RAN, *hardware.RAN, *network.RAN, *links.RAN, *environment.RAN, *collective.RAN}
+    made |= {*shared.RAN, *scheduler.RAN}
     assert made == set(CHECKS)
 
 
@@ -75,3 +76,48 @@ def test_an_rdma_port_is_dead_only_beside_living_ones() -> None:
 )
 def test_names_of_interfaces_are_matched_as_nccl_does(value: str, fits: bool) -> None:
     assert matches(value, value, ["lo", "eth0"]) is fits
+
+
+JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "100000", "SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_NUM_NODES": "4"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "check", "status", "said"),
+    [
+        ({"SLURM_JOB_END_TIME": "10300"}, "time-left", "warn", "5 minutes"),
+        ({"SLURM_JOB_END_TIME": "10030"}, "time-left", "fail", "0 minutes"),
+        ({"SLURM_NTASKS_PER_NODE": "8"}, "tasks", "warn", "8 tasks"),
+        ({"SLURM_JOB_NUM_NODES": "2"}, "tasks", "fail", "has 2"),
+        ({"SLURM_OVERSUBSCRIBE": "YES"}, "tasks", "warn", "port 29500"),
+    ],
+)
+def test_what_slurm_has_set_is_held_against_the_spec(
+    changed: dict[str, str], check: str, status: str, said: str
+) -> None:
+    from dtctl.doctor.checks.scheduler import scheduler
+
+    def found(environ: dict[str, str]) -> list[Finding]:
+        return list(scheduler(environ, node="a", nodes=4, kind=None, now=10_000.0, fixed_port=29500))
+
+    assert found(JOB) == []
+    assert found({name: value for name, value in {**JOB, **changed}.items() if name != "SLURM_JOB_ID"}) == []
+    (one,) = found({**JOB, **changed})
+    assert (one.check, one.status, one.nodes) == (check, status, ("a",))
+    assert said in one.summary
+    assert one.fix
+    assert one.evidence
+
+
+def test_a_folder_that_is_another_one_on_some_nodes_and_files_that_come_late() -> None:
+    from dtctl.doctor.shared import Sights, judge
+
+    def sights(**after: float | None) -> Sights:
+        return {("/data", who, whose): after.get(who + whose, 0.01) for who in "abc" for whose in "abc" if who != whose}
+
+    assert list(judge(sights())) == []
+    assert list(judge(dict.fromkeys(sights()))) == [], "each has its own, and nobody has said that it is shared"
+    (one,) = judge(sights(ac=None, bc=None, ca=None, cb=None))
+    assert (one.check, one.status, one.nodes, one.peers) == ("shared", "fail", ("c",), ("a", "b"))
+    (one,) = judge(sights(ba=2.5))
+    assert (one.check, one.status, one.nodes) == ("visibility", "warn", ("b",))
+    assert "2.5 s" in one.summary

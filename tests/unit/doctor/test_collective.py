@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dtctl.doctor.collective import culprits, well
+from dtctl.doctor.collective import culprits, other_nccl, well
 from dtctl.doctor.probe.child import Child
 
 DONE: dict[str, Any] = {"stage": "done", "wrong": 0, "final": True}
@@ -59,3 +59,14 @@ def test_a_child_that_says_nothing_more_is_ended_in_time() -> None:
 def test_a_child_that_ends_leaves_its_last_words() -> None:
     said = child("raise SystemExit('no disk')").ask({}, 10.0)
     assert said == {"error": "it has ended with status 1", "complained": "no disk"}
+
+
+def test_an_nccl_that_is_not_the_one_of_the_wheel_is_named() -> None:
+    good = ("2.27.3", "2.27.3")
+    assert list(other_nccl({"a": good, "b": good, "c": ("", "2.20.5"), "d": ("2.27.3", "")})) == []
+    assert list(other_nccl({"a": ("2.27.3.post1", "2.27.3")})) == []
+    (one,) = other_nccl({"a": good, "b": ("2.27.3", "2.18.5")})
+    assert (one.check, one.status, one.nodes) == ("nccl", "fail", ("b",))
+    assert one.evidence == ("b: installed 2.27.3, loaded 2.18.5",)
+    (every,) = other_nccl({"a": ("2.27.3", "2.18.5")})
+    assert every.status == "warn", "alike everywhere: odd, and it may work"

@@ -6,11 +6,12 @@ import ast
 import subprocess
 import sys
 from importlib import resources
+from pathlib import Path
 
 import pytest
 
 from dtctl.doctor.observe import PROBE
-from dtctl.doctor.probe import pairs
+from dtctl.doctor.probe import facts, pairs
 from dtctl.supervisor import bootstrap, frames
 
 
@@ -57,3 +58,15 @@ def test_a_port_on_which_nobody_listens_refuses() -> None:
     ear.shutdown(2)
     ear.close()
     assert pairs.call("127.0.0.1", port, "b", "secret", 5.0)["result"] == "refused"
+
+
+def test_the_versions_of_torch_and_nccl_are_read_without_loading_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('loaded')")
+    (tmp_path / "torch" / "version.py").write_text("__version__ = '2.9.1'\ncuda = '12.8'\n")
+    (tmp_path / "nvidia_nccl_cu12-2.27.5.dist-info").mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    said = facts.job_python(sys.executable)
+    assert (said["torch"], said["cuda"], said["nccl"]) == ("2.9.1", "12.8", "2.27.5")

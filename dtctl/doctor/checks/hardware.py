@@ -1,0 +1,221 @@
+"""GPUs, their links, and network cards: broken, busy, or not like those of the other nodes. Pure.
+
+Reads what nvidia-smi, dmesg and /sys/class/infiniband say; a tool that is not there says nothing, and nothing is
+concluded from that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from dtctl.doctor.checks.node import differ, per_node
+from dtctl.doctor.findings import Finding
+from dtctl.doctor.observe import Seen
+
+RAN = ("gpus", "gpu-xid", "gpu-ecc", "gpu-driver", "gpu-model", "gpu-links", "gpu-busy", "rdma", "link-speed")
+XID = {
+    31: "memory page fault, mostly of the program",
+    48: "double-bit ECC error",
+    63: "row remapping",
+    64: "row remapping has failed",
+    74: "NVLink error",
+    79: "it has fallen off the bus",
+    92: "many single-bit ECC errors",
+    94: "contained ECC error",
+    95: "uncontained ECC error",
+    119: "its firmware (GSP) does not answer",
+    120: "its firmware (GSP) has failed",
+}
+"""Numbers that say something about the hardware. Source: https://docs.nvidia.com/deploy/xid-errors/"""
+DEADLY_XID = (48, 64, 74, 79, 95, 119, 120)
+_XID = re.compile(r"NVRM: Xid \((?P<gpu>[^)]*)\): (?P<number>\d+)")
+_ROW = re.compile(r"GPU\d+\s")
+
+
+def hardware(seen: Sequence[Seen], slots: Mapping[str, int]) -> Iterator[Finding]:
+    """GPUs, RDMA ports and network cards.
+
+    Args:
+        seen: the nodes.
+        slots: workers per node, where the spec gives a number.
+    """
+    yield from _counts(seen, slots)
+    yield from _health(seen)
+    gpus = {node.name: rows for node in seen if (rows := gpu_rows(node.facts["gpu"]))}
+    yield from differ(
+        "gpu-driver",
+        {name: rows[0].get("driver", "") for name, rows in gpus.items()},
+        "install the same driver on every node",
+        what="NVIDIA driver",
+        status="warn",
+    )
+    yield from differ(
+        "gpu-model",
+        {
+            name: ", ".join(f"{n} x {model}" for model, n in Counter(r["name"] for r in rows).items())
+            for name, rows in gpus.items()
+        },
+        "put unlike nodes into jobs of their own: all wait for the slowest GPU",
+        what="kind of GPU",
+        status="warn",
+    )
+    yield from _links(seen)
+    yield from per_node(
+        "gpu-busy",
+        {n.name: text for n in seen if (text := ", ".join(busy_gpus(n.facts["gpu"])))},
+        "nvidia-smi --query-compute-apps=pid,used_memory --format=csv; end what a killed job has left",
+        summary="GPU memory is in use already",
+        status="warn",
+    )
+    yield from _network(seen)
+
+
+def _counts(seen: Sequence[Seen], slots: Mapping[str, int]) -> Iterator[Finding]:
+    fix = "if a GPU should be there, read `dmesg | grep Xid` (79: it fell off the bus) and `nvidia-smi -L`"
+    few = {
+        n.name: f"{n.facts['gpus']} GPUs for {slots[n.name]} workers"
+        for n in seen
+        if n.name in slots and 0 < n.facts["gpus"] < slots[n.name]
+    }
+    yield from per_node("gpus", few, f"lower cluster.slots; {fix}", summary="fewer GPUs than workers")
+    if not few:
+        counts = {n.name: str(n.facts["gpus"]) for n in seen}
+        yield from differ("gpus", counts, fix, what="number of GPUs", status="warn")
+
+
+def _health(seen: Sequence[Seen]) -> Iterator[Finding]:
+    xids = {n.name: found for n in seen if (found := xid_errors(n.facts["xid"]))}
+    for status, deadly in (("fail", True), ("warn", False)):
+        yield from per_node(
+            "gpu-xid",
+            {
+                name: ", ".join(f"{gpu}: Xid {number}, {XID[number]}" for gpu, number in found)
+                for name, found in xids.items()
+                if any(number in DEADLY_XID for _, number in found) == deadly
+            },
+            "leave the node out (cluster.nodes) and reset the GPU or restart the node; dmesg | grep -i xid",
+            summary="the kernel tells of GPU errors",
+            status="fail" if status == "fail" else "warn",
+        )
+    yield from per_node(
+        "gpu-ecc",
+        {n.name: text for n in seen if (text := ", ".join(ecc_errors(n.facts["gpu"], n.facts["remapped"])))},
+        "nvidia-smi --gpu-reset -i INDEX when nothing runs there; nvidia-smi -q -d ECC,ROW_REMAPPER",
+        summary="GPU memory has errors that were not corrected, or waits for a reset",
+    )
+
+
+def _links(seen: Sequence[Seen]) -> Iterator[Finding]:
+    """NVLinks: of GPUs that should be alike, those with fewer. Some models have dead links by design, on every GPU."""
+    active = {(n.name, gpu): links for n in seen for gpu, links in nvlinks(n.facts["nvlink"]).items()}
+    usual = Counter(active.values()).most_common(1)
+    few: dict[str, str] = {}
+    for (node, gpu), links in active.items():
+        if links < usual[0][0]:
+            few[node] = few.get(node, "") + f"GPU {gpu} has {links} of {usual[0][0]} NVLinks; "
+    yield from per_node(
+        "gpu-links",
+        {node: text.rstrip("; ") for node, text in few.items()},
+        "nvidia-smi nvlink --status; dmesg | grep -iE 'nvlink|xid'; is nvidia-fabricmanager running?",
+        summary="NVLinks are down",
+        status="warn",
+    )
+    if not few:
+        maps = {n.name: text for n in seen if (text := topology(n.facts["topology"]))}
+        yield from differ(
+            "gpu-links",
+            maps,
+            "nvidia-smi topo -m shows which; leave such nodes out",
+            what="GPU topology",
+            status="warn",
+        )
+
+
+def _network(seen: Sequence[Seen]) -> Iterator[Finding]:
+    dead = {n.name: text for n in seen if (text := ", ".join(dead_ports(n.facts["rdma"])))}
+    yield from per_node(
+        "rdma",
+        dead,
+        "check cable, switch port and subnet manager (ibstat); or leave the port out with NCCL_IB_HCA",
+        summary="an RDMA port is not active",
+        status="warn",
+    )
+    if not dead:
+        ports = {n.name: ", ".join(f"{p['device']}:{p['port']} {p['rate']}" for p in n.facts["rdma"]) for n in seen}
+        fix = "check cables and switch ports (ibstat): a port that has trained down runs at half or a quarter"
+        yield from differ("rdma", ports, fix, what="rate or number of RDMA ports", status="warn")
+    speeds = {n.name: f"{speed} Mbit/s" for n in seen if (speed := _speed(n, seen))}
+    fix = "ethtool INTERFACE shows what it has agreed on with the switch; check cable and port"
+    yield from differ("link-speed", speeds, fix, what="speed of the network card", status="warn")
+
+
+def _speed(node: Seen, seen: Sequence[Seen]) -> int:
+    """Mbit/s that the interface towards the other nodes says it has; 0 when it does not say."""
+    speeds = {interface["name"]: int(interface.get("mbit_s", 0)) for interface in node.facts["interfaces"]}
+    ways = [node.facts["ways"].get(other.address, "") for other in seen if other is not node]
+    return next((speeds[way] for way in ways if way in speeds), 0)
+
+
+def gpu_rows(said: str) -> list[dict[str, str]]:
+    """`index`, `name`, `used`, `total` (MiB), `driver`, `ecc` of each GPU, from the probe's query of nvidia-smi."""
+    names = ("index", "name", "used", "total", "driver", "ecc")
+    rows = (line.split(",") for line in said.splitlines())
+    return [dict(zip(names, (word.strip() for word in row), strict=False)) for row in rows if len(row) >= 4]
+
+
+def busy_gpus(said: str) -> list[str]:
+    """GPUs of which more than a tenth is in use."""
+    return [
+        f"GPU {row['index']} {row['used']} of {row['total']} MiB"
+        for row in gpu_rows(said)
+        if row["used"].isdigit() and row["total"].isdigit() and int(row["used"]) * 10 > int(row["total"])
+    ]
+
+
+def ecc_errors(said: str, remapped: str) -> list[str]:
+    """GPUs with errors of memory that could not be corrected since the last reset, or rows that wait for one."""
+    found = [
+        f"GPU {row['index']} has {row['ecc']} uncorrected errors"
+        for row in gpu_rows(said)
+        if row.get("ecc", "").isdigit() and int(row["ecc"])
+    ]
+    for line in remapped.splitlines():
+        words = [word.strip() for word in line.split(",")]
+        if len(words) == 3 and words[2] in ("Yes", "1"):
+            found.append(f"{words[0]} could not remap a row")
+        elif len(words) == 3 and words[1] in ("Yes", "1"):
+            found.append(f"{words[0]} waits for a reset to remap a row")
+    return found
+
+
+def xid_errors(said: str) -> list[tuple[str, int]]:
+    """(GPU, number) of the kernel's messages that tell of hardware, each once."""
+    found = [(match["gpu"], int(match["number"])) for match in _XID.finditer(said)]
+    return [one for one in dict.fromkeys(found) if one[1] in XID]
+
+
+def nvlinks(said: str) -> dict[str, int]:
+    """GPU -> active links, from `nvidia-smi nvlink --status`; without GPUs that have none."""
+    found: dict[str, int] = {}
+    gpu = ""
+    for line in said.splitlines():
+        if line.startswith("GPU "):
+            gpu = line[4:].partition(":")[0]
+        elif line.strip().startswith("Link ") and gpu:
+            found[gpu] = found.get(gpu, 0) + ("GB/s" in line)
+    return {gpu: links for gpu, links in found.items() if links}
+
+
+def topology(said: str) -> str:
+    """The GPUs' part of `nvidia-smi topo -m`: how each reaches each, a row each."""
+    rows = [line.split() for line in said.splitlines() if _ROW.match(line)]
+    return "; ".join(" ".join(row[1 : len(rows) + 1]) for row in rows)
+
+
+def dead_ports(ports: Sequence[Mapping[str, str]]) -> list[str]:
+    """RDMA ports that are down although others of the node are up."""
+    states = {f"{port['device']}:{port['port']}": port["state"] for port in ports}
+    up = [name for name, state in states.items() if "ACTIVE" in state]
+    return [f"{name} {state}" for name, state in states.items() if up and "ACTIVE" not in state]

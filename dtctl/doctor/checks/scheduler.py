@@ -1,0 +1,68 @@
+"""What Slurm has set around this process: time that is left, tasks and nodes that do not fit the spec. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from dtctl.doctor.findings import Finding
+
+RAN = ("time-left", "tasks")
+SHORT_S = 900.0
+NO_TIME_S = 60.0
+
+
+def scheduler(
+    environ: Mapping[str, str], *, node: str, nodes: int, kind: str | None, now: float, fixed_port: int | None
+) -> Iterator[Finding]:
+    """Findings inside a Slurm job; none outside.
+
+    Args:
+        environ: of this process.
+        node: the head node, which findings are about.
+        nodes: how many the spec has.
+        kind: `job.kind`.
+        now: seconds since the epoch.
+        fixed_port: the rendezvous port, where the spec demands one.
+    """
+    job = environ.get("SLURM_JOB_ID")
+    if not job:
+        return
+
+    def finding(check: str, summary: str, fix: str, *names: str, fail: bool = False) -> Finding:
+        evidence = tuple(f"{name}={environ[name]}" for name in names)
+        status = "fail" if fail else "warn"
+        return Finding(check=check, status=status, nodes=(node,), summary=summary, fix=fix, evidence=evidence)  # type: ignore[arg-type]
+
+    ends = environ.get("SLURM_JOB_END_TIME", "")
+    if ends.isdigit() and (left := int(ends) - now) < SHORT_S:
+        yield finding(
+            "time-left",
+            f"job {job} ends in {max(0.0, left) / 60:.0f} minutes",
+            "ask for more (sbatch --time), or let it go on from a snapshot: sbatch --requeue --signal=B:TERM@120",
+            "SLURM_JOB_END_TIME",
+            fail=left < NO_TIME_S,
+        )
+    tasks = environ.get("SLURM_NTASKS_PER_NODE", "1")
+    if tasks != "1" and kind in (None, "torchrun"):
+        yield finding(
+            "tasks",
+            f"Slurm starts {tasks} tasks on a node, and each would start a torchrun of its own",
+            "#SBATCH --ntasks-per-node=1; torchrun starts the workers",
+            "SLURM_NTASKS_PER_NODE",
+        )
+    given = environ.get("SLURM_JOB_NUM_NODES", "")
+    if given.isdigit() and int(given) < nodes:
+        yield finding(
+            "tasks",
+            f"the spec has {nodes} nodes and job {job} has {given}",
+            f"#SBATCH --nodes={nodes}, or fewer nodes in the spec",
+            "SLURM_JOB_NUM_NODES",
+            fail=True,
+        )
+    if fixed_port is not None and environ.get("SLURM_OVERSUBSCRIBE", "").upper() in ("YES", "OK", "FORCE"):
+        yield finding(
+            "tasks",
+            f"nodes may be shared with other jobs, and every job of this spec wants port {fixed_port}",
+            "network.rendezvous_port: auto",
+            "SLURM_OVERSUBSCRIBE",
+        )

@@ -1,0 +1,174 @@
+"""Flight-recorder dumps of torch: which rank had not entered, or entered something else, when a collective timed out.
+
+torch writes one file per rank (`TORCH_FR_DUMP_TEMP_FILE`, by default `..._trace_rank_N`): a pickle, and JSON on
+request. A pickle can run any program when it is read, so only plain containers, numbers and texts are taken from it:
+whatever names a class or a function is refused, and the file is passed over. Dumps of torch hold nothing of the kind.
+
+Sources: torch/distributed/flight_recorder/ and FlightRecorder.hpp of torch 2.13 (format 2.10).
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dtctl.doctor.explain.collective import Verdict
+
+NAME = re.compile(r"trace_rank_?(?P<rank>\d+)(?:\.json|\.pickle|\.pkl)?\Z")
+MAX_BYTES = 512 << 20
+
+
+class _Plain(pickle.Unpickler):
+    """Reads containers, numbers and texts, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError(f"it refers to {pid!r}, which is somewhere else")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One collective that a rank has entered."""
+
+    op: str
+    sizes: str
+    done: bool
+    where: str
+    """File and line of the program, when the dump has stack traces."""
+
+    @property
+    def said(self) -> str:
+        """`all_reduce of [[4]]`."""
+        return f"{self.op} of {self.sizes}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dump:
+    """What one rank's dump says: group -> number of the collective -> call; and the groups' ranks."""
+
+    file: str
+    rank: int
+    calls: Mapping[str, Mapping[int, Call]]
+    members: Mapping[str, tuple[int, ...]]
+
+    @property
+    def last(self) -> str:
+        """What the rank was doing: the last collective of each group."""
+        told = []
+        for group, calls in self.calls.items():
+            number = max(calls)
+            state = "finished" if calls[number].done else "waiting"
+            told.append(f"group {group}: collective {number}, {_told(calls[number])}, {state}")
+        return "; ".join(told) or "no collective at all"
+
+
+def is_dump(path: Path) -> bool:
+    """Whether the file is called like a dump."""
+    return NAME.search(path.name) is not None
+
+
+def read_dump(path: Path) -> Dump | None:
+    """The dump in a file; None when it holds none, or anything but plain data."""
+    named = NAME.search(path.name)
+    try:
+        if named is None or path.stat().st_size > MAX_BYTES:
+            return None
+        with path.open("rb") as file:
+            head = file.read(1)
+            file.seek(0)
+            data = json.load(file) if head == b"{" else _Plain(file).load()
+        return _dump(data, str(path), int(named["rank"]))
+    except (OSError, ValueError, EOFError, pickle.UnpicklingError, KeyError, TypeError, AttributeError, IndexError):
+        return None
+
+
+def _dump(data: Mapping[str, Any], file: str, rank: int) -> Dump:
+    calls: dict[str, dict[int, Call]] = {}
+    for entry in data["entries"]:
+        if entry.get("is_p2p"):
+            continue
+        group = str(entry["process_group"][0])
+        op = str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"])
+        calls.setdefault(group, {})[int(entry["collective_seq_id"])] = Call(
+            op=op,
+            sizes=json.dumps(entry.get("input_sizes", [])),
+            done=bool(entry.get("retired")) or entry.get("state") == "completed",
+            where=_where(entry.get("frames") or ()),
+        )
+    members = {
+        str(config.get("name") or key): tuple(int(word) for word in re.findall(r"\d+", str(config["ranks"])))
+        for key, config in data.get("pg_config", {}).items()
+    }
+    return Dump(file=file, rank=rank, calls=calls, members=members)
+
+
+def _where(frames: Iterable[Mapping[str, Any]]) -> str:
+    for frame in frames:
+        name = str(frame.get("filename", ""))
+        if name and "/torch/" not in name and not name.startswith("<"):
+            return f"{name}:{frame.get('line')}"
+    return ""
+
+
+def judge_dumps(dumps: Iterable[Dump]) -> Verdict | None:
+    """Who is to blame; None when all ranks have entered the same collectives, or there are fewer than two dumps."""
+    by_rank = {dump.rank: dump for dump in dumps}
+    if len(by_rank) < 2:
+        return None
+    groups = dict.fromkeys(group for dump in by_rank.values() for group in dump.calls)
+    for group in groups:
+        entered = {rank: dump.calls[group] for rank, dump in by_rank.items() if group in dump.calls}
+        found = _mismatch(entered) or _behind(entered) or _missing(entered, by_rank, group)
+        if found is not None:
+            return found
+    return None
+
+
+def _mismatch(entered: Mapping[int, Mapping[int, Call]]) -> Verdict | None:
+    for number in sorted({number for calls in entered.values() for number in calls}):
+        said = {rank: calls[number] for rank, calls in entered.items() if number in calls}
+        counted = Counter(call.said if call.op == "all_reduce" else call.op for call in said.values()).most_common()
+        if len(counted) < 2:
+            continue
+        tied = counted[0][1] == counted[1][1]
+        odd = sorted(
+            rank
+            for rank, call in said.items()
+            if tied or (call.said if call.op == "all_reduce" else call.op) != counted[0][0]
+        )
+        others = [] if tied else [min(rank for rank in said if rank not in odd)]
+        told = "; ".join(f"rank {rank} called {_told(said[rank])}" for rank in (*odd, *others))
+        return Verdict(kind="mismatch", ranks=tuple(odd), said=f"at collective {number}, {told}")
+    return None
+
+
+def _behind(entered: Mapping[int, Mapping[int, Call]]) -> Verdict | None:
+    last = {rank: max(calls) for rank, calls in entered.items()}
+    low, high = min(last.values()), max(last.values())
+    late = tuple(sorted(rank for rank, number in last.items() if number == low))
+    if low == high:
+        return None
+    waiting = next(calls[high] for rank, calls in entered.items() if last[rank] == high)
+    said = f"it had entered {low} collectives when others were in number {high}, {_told(waiting)}"
+    return Verdict(kind="behind", ranks=late, said=said)
+
+
+def _missing(entered: Mapping[int, Mapping[int, Call]], dumps: Mapping[int, Dump], group: str) -> Verdict | None:
+    known = {rank for dump in dumps.values() for rank in dump.members.get(group, dump.members.get("", ()))}
+    silent = tuple(sorted(known - set(entered)))
+    unfinished = any(not call.done for calls in entered.values() for call in calls.values())
+    if silent and unfinished and len(silent) <= len(known) / 2:
+        return Verdict(kind="silent", ranks=silent, said="it has left no dump, and the others were waiting")
+    return None
+
+
+def _told(call: Call) -> str:
+    return call.said + (f" at {call.where}" if call.where else "")

@@ -1,0 +1,77 @@
+"""Folders that a job needs on all nodes: are they one folder, and how soon does one node see what another writes?"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+
+from dtctl.doctor.findings import Finding
+from dtctl.doctor.observe import Probes, Seen
+
+RAN = ("shared", "visibility")
+LIMIT_S = 12.0
+LATE_S = 1.0
+Sights = dict[tuple[str, str, str], float | None]
+"""(folder, who looks, whose mark) -> seconds until it was seen; None when it never was"""
+
+
+def look(probes: Probes, seen: Sequence[Seen], folders: Sequence[str]) -> Sights:
+    """Let each node leave a mark in each folder and look for those of all others; no mark is left.
+
+    Only folders that several nodes can write to are looked at.
+    """
+    names = [node.name for node in seen if node.error is None]
+    token = secrets.token_hex(6)
+    found: Sights = {}
+    place = {name: {"op": "mark", "token": token, "node": name, "folders": list(folders)} for name in names}
+    placed = probes.ask(place, limit_s=LIMIT_S, doing="writing to the job's folders")
+    wanted = {
+        name: [
+            (folder, other)
+            for folder in folders
+            for other in placed
+            if other != name and folder in placed[other]["folders"]
+        ]
+        for name in placed
+    }
+    try:
+        messages = {name: {"op": "look", "wanted": ways} for name, ways in wanted.items() if ways}
+        for name, answer in probes.ask(messages, limit_s=LIMIT_S, doing="looking into the job's folders").items():
+            for (folder, other), after_s in zip(wanted[name], answer["seen"], strict=True):
+                found[folder, name, other] = after_s
+    finally:
+        probes.ask({name: {"op": "unmark"} for name in placed}, limit_s=LIMIT_S, doing="removing marks")
+    return found
+
+
+def judge(sights: Sights) -> Iterator[Finding]:
+    """A folder that some nodes share and others do not, and files that appear late. Pure."""
+    for folder in dict.fromkeys(folder for folder, _, _ in sights):
+        here = {(who, whose): after_s for (where, who, whose), after_s in sights.items() if where == folder}
+        names = list(dict.fromkeys(name for pair in here for name in pair))
+        sharing = {name: sum(after_s is not None for pair, after_s in here.items() if name in pair) for name in names}
+        apart = tuple(name for name, count in sharing.items() if not count)
+        if apart and len(apart) < len(names):
+            together = [name for name in names if name not in apart]
+            yield Finding(
+                check="shared",
+                status="fail",
+                nodes=apart,
+                peers=tuple(together),
+                summary=f"{folder} is one folder for {', '.join(together)}, and another one on {', '.join(apart)}",
+                fix=f"mount the shared file system on {', '.join(apart)}: compare `findmnt -T {folder}` with others",
+                evidence=tuple(f"{name} sees no other node's file in {folder}" for name in apart),
+            )
+        late = {pair: after_s for pair, after_s in here.items() if after_s is not None and after_s > LATE_S}
+        if late:
+            slow = tuple(dict.fromkeys(who for who, _ in late))
+            yield Finding(
+                check="visibility",
+                status="warn",
+                nodes=slow,
+                summary=f"what is written to {folder} is seen late, after up to {max(late.values()):.1f} s",
+                fix="mount it with less attribute caching (NFS: actimeo=1 or noac), or keep snapshots on local disks",
+                evidence=tuple(
+                    f"{who} saw the file of {whose} after {after_s:.1f} s" for (who, whose), after_s in late.items()
+                ),
+            )

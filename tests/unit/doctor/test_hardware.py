@@ -1,0 +1,133 @@
+"""What nvidia-smi, dmesg and the kernel's files say of GPUs and RDMA ports, and who is the odd one out.
+
+The texts have the form of real ones: `nvlink --status` of Azure/azhpc-diagnostics#73, `topo -m` of NVIDIA/DCGM#149, Xid
+lines of NVIDIA/open-gpu-kernel-modules#1150, ports as the kernel's ABI documentation describes them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dtctl.doctor.checks import hardware
+from dtctl.doctor.observe import Seen
+
+GPUS = "0, NVIDIA H100 80GB HBM3, 4, 81559, 535.129.03, 0\n1, NVIDIA H100 80GB HBM3, 4, 81559, 535.129.03, 0"
+REMAPPED = "00000000:3B:00.0, No, No\n00000000:5E:00.0, No, No"
+V100 = "GPU {}: Tesla V100-SXM2-32GB (UUID: GPU-0)\n"
+LINKS = [f"         Link {i}: 25.781 GB/s\n" for i in range(6)]
+DEAD_LINKS = [line if i not in (3, 5) else f"         Link {i}: <inactive>\n" for i, line in enumerate(LINKS)]
+NVLINK = "".join([V100.format(0), *LINKS, V100.format(1), *LINKS])
+TOPOLOGY = """\
+        GPU0    GPU1    NIC0    CPU Affinity    NUMA Affinity   GPU NUMA ID
+GPU0     X      NV12    PXB     {cpus}          3               N/A
+GPU1    NV12     X      PXB     {cpus}          3               N/A
+NIC0    PXB     PXB      X
+
+Legend:
+"""
+XID = "[ 1234.5] NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
+OWN_FAULT = "[ 12.5] NVRM: Xid (PCI:0000:3b:00): 31, pid=77, name=python3, Ch 00000001, intr 10000000. MMU Fault"
+HARMLESS = "[ 13.5] NVRM: Xid (PCI:0000:dc:00): 45, pid=1818990, name=python3, Ch 00000001 caused by previous Xid 149"
+ACTIVE = {
+    "device": "mlx5_0",
+    "port": "1",
+    "state": "4: ACTIVE",
+    "rate": "400 Gb/sec (4X NDR)",
+    "link_layer": "InfiniBand",
+}
+
+
+def node(name: str, **changed: Any) -> Seen:
+    facts = {
+        "gpus": 2,
+        "gpu": GPUS,
+        "remapped": REMAPPED,
+        "nvlink": NVLINK,
+        "topology": TOPOLOGY.format(cpus="48-63"),
+        "xid": HARMLESS,
+        "rdma": [ACTIVE],
+        "interfaces": [{"name": "eth0", "mbit_s": 25_000}],
+        "ways": {"a": "eth0", "b": "eth0", "c": "eth0"},
+    }
+    return Seen(name=name, address=name, facts={**facts, **changed})
+
+
+def found(**changed: Any) -> list[tuple[str, str, tuple[str, ...], str]]:
+    """What is found when b is different."""
+    seen = [node("a"), node("b", **changed), node("c", topology=TOPOLOGY.format(cpus="0-15"))]
+    return [
+        (one.check, one.status, one.nodes, one.summary + "".join(one.evidence)) for one in hardware.hardware(seen, {})
+    ]
+
+
+def expect(check: str, status: str, said: str, **changed: Any) -> None:
+    (one,) = found(**changed)
+    assert one[:3] == (check, status, ("b",))
+    assert said in one[3], one[3]
+
+
+def test_nodes_that_are_alike_have_nothing_to_tell() -> None:
+    assert found() == []
+
+
+def test_a_gpu_that_has_fallen_off_the_bus() -> None:
+    expect("gpu-xid", "fail", "it has fallen off the bus", xid=XID)
+
+
+def test_an_error_that_a_program_may_have_made_is_a_warning() -> None:
+    expect("gpu-xid", "warn", "page fault", xid=OWN_FAULT)
+
+
+def test_errors_of_memory() -> None:
+    expect("gpu-ecc", "fail", "GPU 1 has 3 uncorrected", gpu=GPUS[:-1] + "3")
+    expect("gpu-ecc", "fail", "5E:00.0 waits for a reset", remapped=REMAPPED.replace("5E:00.0, No", "5E:00.0, Yes"))
+    expect("gpu-ecc", "fail", "5E:00.0 could not remap", remapped=REMAPPED[:-2] + "Yes")
+    assert found(gpu=GPUS.replace(", 0\n", ", [N/A]\n")) == [], "a GPU without ECC"
+
+
+def test_a_driver_and_a_model_that_differ() -> None:
+    expect("gpu-driver", "warn", "550.54", gpu=GPUS.replace("535.129.03", "550.54.15"))
+    expect("gpu-model", "warn", "A100", gpu=GPUS.replace("H100", "A100"))
+
+
+def test_another_number_of_gpus() -> None:
+    assert ("gpus", "warn", ("b",)) in [one[:3] for one in found(gpus=1)]
+    (few, *_) = hardware.hardware([node("a", gpus=1), node("b")], {"a": 2, "b": 2})
+    assert (few.check, few.status, few.nodes) == ("gpus", "fail", ("a",))
+
+
+def test_links_that_are_down_on_some_gpus_only() -> None:
+    half = "".join([V100.format(0), *LINKS, V100.format(1), *DEAD_LINKS])
+    expect("gpu-links", "warn", "GPU 1 has 4 of 6 NVLinks", nvlink=half)
+    dead = "".join([V100.format(0), *DEAD_LINKS, V100.format(1), *DEAD_LINKS])
+    every = [node(name, nvlink=dead) for name in "abc"]
+    assert list(hardware.hardware(every, {})) == [], "some models have links that are dead by design"
+
+
+def test_gpus_that_reach_each_other_another_way() -> None:
+    expect("gpu-links", "warn", "SYS", topology=TOPOLOGY.format(cpus="1").replace("NV12", "SYS "))
+
+
+def test_memory_in_use() -> None:
+    expect(
+        "gpu-busy",
+        "warn",
+        "GPU 1 34000 of 81559 MiB",
+        gpu=GPUS.replace("1, NVIDIA H100 80GB HBM3, 4", "1, NVIDIA H100 80GB HBM3, 34000"),
+    )
+
+
+def test_rdma_ports_that_are_down_slower_or_missing() -> None:
+    down = {**ACTIVE, "device": "mlx5_1", "state": "1: DOWN"}
+    expect("rdma", "warn", "mlx5_1:1 1: DOWN", rdma=[ACTIVE, down])
+    expect("rdma", "warn", "200 Gb/sec", rdma=[{**ACTIVE, "rate": "200 Gb/sec (2X NDR)"}])
+    expect("rdma", "warn", "none", rdma=[])
+
+
+def test_a_network_card_that_has_agreed_on_less() -> None:
+    expect("link-speed", "warn", "1000 Mbit/s", interfaces=[{"name": "eth0", "mbit_s": 1000}])
+
+
+def test_tools_that_say_nothing_find_nothing() -> None:
+    bare = {"gpus": 0, "gpu": "", "remapped": "", "nvlink": "", "topology": "", "xid": "", "rdma": []}
+    assert list(hardware.hardware([node(name, **bare) for name in "abc"], {"a": 1})) == []

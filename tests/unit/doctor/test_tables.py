@@ -1,0 +1,55 @@
+"""What people see: nodes by layer, pairs that fail, and the bandwidth of every way when one is bad."""
+
+from __future__ import annotations
+
+from dtctl.doctor.examine import Examination
+from dtctl.doctor.findings import Finding
+from dtctl.doctor.observe import Seen, good_ways
+from dtctl.doctor.tables import link_table, links_of, node_table, pair_table
+from dtctl.errors import ConnectError
+
+OK = tuple(Finding(check=check, status="ok") for check in ("reach", "disk", "torch", "gpus", "mtu"))
+
+
+def nodes() -> tuple[Seen, ...]:
+    a, b = Seen(name="a", address="10.0.0.1"), Seen(name="b", address="10.0.0.2")
+    a.answers = [{"node": "b", "kind": "data-0", "result": "ok"}, {"node": "b", "kind": "data-1", "result": "dropped"}]
+    b.answers = [{"node": "a", "kind": "data-0", "result": "ok"}]
+    b.measured = {
+        "a": [{"mbit_s": 40.0, "rtt_ms": [0.1, 0.2], "sent": 500, "lost": 9}, {"mbit_s": 48.0, "rtt_ms": [0.2, 0.2]}]
+    }
+    return a, b
+
+
+def test_layers_that_were_not_examined_are_told_from_those_that_are_well() -> None:
+    bad = Finding(check="disk", status="warn", nodes=("b",))
+    header, rows = node_table(Examination(findings=(bad, *OK), seen=nodes()))
+    assert header[2:] == ["REACH", "LIMITS", "SOFTWARE", "HARDWARE", "NETWORK", "SETTINGS", "TORCH"]
+    assert rows == [
+        ["a", "10.0.0.1", "ok", "ok", "ok", "ok", "ok", "-", "-"],
+        ["b", "10.0.0.2", "ok", "warn", "ok", "ok", "ok", "-", "-"],
+    ]
+
+
+def test_of_a_node_that_is_away_only_that_is_known() -> None:
+    a, b = nodes()
+    b.error = ConnectError("no route", node="b")
+    away = Finding(check="reach", status="fail", nodes=("b",))
+    _, rows = node_table(Examination(findings=(away, *OK), seen=(a, b)))
+    assert rows[1] == ["b", "10.0.0.2", "fail", "-", "-", "-", "-", "-", "-"]
+
+
+def test_the_worst_answer_of_a_way_is_shown_and_only_good_ways_are_measured() -> None:
+    done = Examination(findings=OK, seen=nodes())
+    assert pair_table(done) == (["FROM \\ TO", "a", "b"], [["a", "", "DROP"], ["b", ".", ""]])
+    assert good_ways(done.seen) == {("b", "a")}
+
+
+def test_the_better_of_two_measurements_counts_and_the_map_is_shown_when_a_link_is_bad() -> None:
+    slow = Finding(check="bandwidth", status="fail", nodes=("b",))
+    assert links_of(nodes()) == [{"from": "b", "to": "a", "rtt_ms": 0.2, "mbit_s": 48.0, "sent": None, "lost": None}]
+    assert link_table(Examination(findings=OK, seen=nodes())) is None
+    assert link_table(Examination(findings=(slow, *OK), seen=nodes())) == (
+        ["FROM \\ TO", "a", "b"],
+        [["a", "", "?"], ["b", "48 Mbit/s", ""]],
+    )
