@@ -108,6 +108,11 @@ def test_each_writes_its_pieces_and_each_gets_what_it_needs(tmp_path: Path) -> N
     found = read.newest(tmp_path / "all")
     assert found is not None
     assert torch.equal(found.parts["model"]["weight"], torch.arange(70.0).view(7, 10) + 2)
+    same = torch.zeros(5)
+    filled = read.newest(tmp_path / "all", into={"model": {"weight": torch.zeros(7, 10), "same": same}})
+    assert filled is not None
+    assert torch.equal(filled.parts["model"]["weight"], found.parts["model"]["weight"])
+    assert same.tolist() == [2.0] * 5
 
 
 def test_the_digest_is_that_of_the_whole(tmp_path: Path) -> None:
