@@ -63,12 +63,26 @@ def programs() -> dict[str, Program]:
         from safetensors.torch import load_file, save_file
     except ImportError:
         return found
-    return found | {
+    found |= {
         "safetensors": (
             lambda state, folder: save_file(state, folder / "state.safetensors"),
             lambda _, folder: load_file(folder / "state.safetensors"),
         )
     }
+    try:
+        from torchsnapshot import Snapshot, StateDict
+    except ImportError:
+        return found
+
+    def restore(like: State, folder: Path) -> State:
+        holder = StateDict(**{name: torch.zeros_like(tensor) for name, tensor in like.items()})
+        Snapshot(str(folder / "torchsnapshot")).restore({"state": holder})
+        return dict(holder)
+
+    def take(state: State, folder: Path) -> object:
+        return Snapshot.take(str(folder / "torchsnapshot"), {"state": StateDict(**state)})
+
+    return found | {"torchsnapshot": (take, restore)}
 
 
 def hurt(kind: str, folder: Path, source: random.Random) -> None:
