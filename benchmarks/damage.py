@@ -9,7 +9,6 @@ values all the same, "SILENT" other values without a word. Peers that are not in
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import random
 import shutil
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from launch import RESULTS
+from machine import keep
 
 from dtctl.runtime.snapshot import read, write
 
@@ -64,12 +63,26 @@ def programs() -> dict[str, Program]:
         from safetensors.torch import load_file, save_file
     except ImportError:
         return found
-    return found | {
+    found |= {
         "safetensors": (
             lambda state, folder: save_file(state, folder / "state.safetensors"),
             lambda _, folder: load_file(folder / "state.safetensors"),
         )
     }
+    try:
+        from torchsnapshot import Snapshot, StateDict
+    except ImportError:
+        return found
+
+    def restore(like: State, folder: Path) -> State:
+        holder = StateDict(**{name: torch.zeros_like(tensor) for name, tensor in like.items()})
+        Snapshot(str(folder / "torchsnapshot")).restore({"state": holder})
+        return dict(holder)
+
+    def take(state: State, folder: Path) -> object:
+        return Snapshot.take(str(folder / "torchsnapshot"), {"state": StateDict(**state)})
+
+    return found | {"torchsnapshot": (take, restore)}
 
 
 def hurt(kind: str, folder: Path, source: random.Random) -> None:
@@ -126,12 +139,11 @@ def main() -> None:
         kept[name] = row
         cells = [", ".join(f"{what} {count}" for what, count in sorted(row[kind].items())) for kind in row]
         print(f"{name:14}" + "".join(f"{cell:>34}" for cell in cells), flush=True)
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"damage-{time.strftime('%Y%m%d-%H%M')}.json"
-    path.write_text(
-        json.dumps({"torch": torch.__version__, "places": options.places, "programs": kept}, indent=1) + "\n"
+    keep(
+        "damage",
+        {"date": time.strftime("%Y-%m-%d %H:%M"), "torch": torch.__version__, "places": options.places}
+        | {"programs": kept},
     )
-    print(f"kept in {path.name}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ are medians. Refuses to measure on a machine that is busy with something else. R
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import resource
@@ -25,7 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from launch import RESULTS, wait_for_quiet
+from machine import keep, wait_for_quiet
 
 from dtctl.runtime.snapshot import read
 from dtctl.runtime.snapshot.saver import Saver
@@ -109,14 +108,18 @@ class Round:
 
     def loads(self) -> None:
         """Each once, into tensors that are there; ours with every digest compared."""
-        targets = {name: torch.empty_like(tensor) for name, tensor in self.flat.items()}
+        # Touched: who comes first would else pay for everyone's memory.
+        targets = {name: torch.zeros_like(tensor) for name, tensor in self.flat.items()}
+        nested = {part: {name: targets[f"{part}.{name}"] for name in names} for part, names in self.parts.items()}
+
+        def check() -> None:
+            assert all(torch.equal(targets[name], tensor) for name, tensor in self.flat.items())
+            for tensor in targets.values():
+                tensor.zero_()
 
         def ours() -> None:
-            contents: dict[str, memoryview] = {}
-            found, _ = read.newest_good(self.folder / "dtctl", contents)
+            found = read.newest(self.folder / "dtctl", into=nested)
             assert found is not None
-            for name, tensor in flat(read.parts(contents)).items():
-                targets[name].copy_(tensor)
 
         def torchs() -> None:
             loaded = torch.load(self.folder / "state.pt", weights_only=True)
@@ -124,11 +127,13 @@ class Round:
                 targets[name].copy_(tensor)
 
         self.note("load", "dtctl", timed(ours))
+        check()
         self.note(
             "load", "dcp.load", timed(lambda: dcp.load(targets, checkpoint_id=self.folder / "async", no_dist=True))
         )
+        check()
         self.note("load", "torch.load", timed(torchs))
-        assert all(torch.equal(targets[name], tensor) for name, tensor in self.flat.items())
+        check()
 
 
 def memory_mib() -> int:
@@ -182,10 +187,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder, prefix=".dtctl-bench-") as temporary:
         for mib in options.mib or [128, 1024]:
             kept[f"{mib} MiB"] = measure(mib, options.repetitions, Path(temporary))
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"snapshot-{time.strftime('%Y%m%d-%H%M')}.json"
-    path.write_text(json.dumps(kept, indent=1) + "\n")
-    print(f"\nkept in {path.name}")
+    keep("snapshot", kept)
 
 
 if __name__ == "__main__":

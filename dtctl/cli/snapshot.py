@@ -43,8 +43,15 @@ def ls(place: Place = None, json_: Json = False) -> int:
 @app.command("verify")
 def verify(place: Place = None, json_: Json = False) -> int:
     """Read every byte of every snapshot and compare digests; exit code 10 if one is damaged."""
-    answers, silent = _all("verify", place, [])
-    rows = _merged(answers)
+    from dtctl.launch import snapshots
+    from dtctl.launch.gathering import spread
+
+    if snapshots.is_folder(place):
+        answers, silent = _all("verify", place, [])
+        rows = _merged(answers)
+    else:
+        answers, silent = _all("pieces", place, [])
+        rows = [one.row() for one in spread(answers)]
     good = [row["path"] for row in rows if row["status"] == "ok"]
     newest = good[0] if good else None
     if json_:
@@ -56,7 +63,7 @@ def verify(place: Place = None, json_: Json = False) -> int:
             for phrase in row["bad"]:
                 output.out(f"  {phrase}")
         output.out(f"newest good: {newest or 'none'}")
-    damaged = len(good) < len(rows) or not rows
+    damaged = not rows or any(row["status"] != "ok" or row["bad"] for row in rows)
     return SnapshotError.exit_code if damaged else _code(silent)
 
 
@@ -129,10 +136,7 @@ def export(
     if snapshots.is_folder(place):
         answer = _newest("export", place, ["--part", part, "--out", str(out)])
     else:
-        found = _of_run(place)
-        best = _newest("digest", place, [], found)
-        answer = {**best, **_fetch(found, str(best["node"]), part, out), "out": str(out)}
-    answer.pop("digest", None)
+        answer = {**_of_nodes("export", _of_run(place), ["--part", part], out), "out": str(out)}
     if json_:
         output.emit_json(answer)
     else:
@@ -140,13 +144,13 @@ def export(
     return 0
 
 
-def _fetch(found: RunSnapshots, node: str, part: str, out: Path) -> dict[str, Any]:
+def _fetch(found: RunSnapshots, node: str, options: Sequence[str], out: Path) -> dict[str, Any]:
     from dtctl.launch import snapshots
 
     draft = out.with_name(f".{out.name}.{os.getpid()}.draft")
     try:
         with draft.open("wb") as stream:
-            told = found.fetch(node, ["--part", part], stream)
+            told = found.fetch(node, "export", [*options, "--out", "-"], stream)
             stream.flush()
             os.fsync(stream.fileno())
         if "error" in told.answer:
@@ -161,7 +165,7 @@ def _fetch(found: RunSnapshots, node: str, part: str, out: Path) -> dict[str, An
     return dict(told.answer)
 
 
-Answers = dict[str | None, Mapping[str, Any]]
+Answers = dict[Any, Mapping[str, Any]]
 
 
 def _of_run(place: str | None) -> RunSnapshots:
@@ -209,13 +213,46 @@ def _all(
     return answers, silent
 
 
-def _newest(verb: str, place: str | None, options: Sequence[str], run: RunSnapshots | None = None) -> dict[str, Any]:
+def _newest(verb: str, place: str | None, options: Sequence[str]) -> dict[str, Any]:
     """The answer with the newest good snapshot; says which newer ones were passed over."""
-    answers, _ = _all(verb, place, options, run)
-    node, answer = max(answers.items(), key=lambda item: item[1]["step"])
+    from dtctl.launch import snapshots
+
+    if not snapshots.is_folder(place):
+        return _of_nodes(verb, _of_run(place), options)
+    answers, _ = _all(verb, place, options)
+    answer = answers[None]
     for reason in answer["rejected"]:
         output.err(f"passed over: {reason}", "yellow")
-    return {**answer, **_node(node)}
+    return dict(answer)
+
+
+def _of_nodes(verb: str, run: RunSnapshots, options: Sequence[str], out: Path | None = None) -> dict[str, Any]:
+    """The same for a run: where one node has all of the snapshot, there; else here, with what the nodes send."""
+    from dtctl.launch import gathering, snapshots
+
+    answers, _ = _all("pieces", None, [], run)
+    found = gathering.spread(answers)
+    chosen = next((one for one in found if one.whole), None)
+    newer = found[: found.index(chosen)] if chosen is not None else found
+    reasons = [f"{Path(one.path).name} is {one.row()['status']}: {'; '.join(one.row()['bad'])}" for one in newer]
+    if chosen is None:
+        reason = f"there is no good snapshot: {'; '.join(reasons)}" if reasons else "there is no snapshot"
+        raise SnapshotError(reason, where=", ".join(map(str, answers)))
+    for reason in reasons:
+        output.err(f"passed over: {reason}", "yellow")
+    if not chosen.complete:
+        with gathering.brought(run, chosen) as folder:
+            told = snapshots.here([verb, str(folder), *options, *(["--out", str(out)] if out else [])])
+    elif out is not None:
+        return {**_fetch(run, chosen.complete[0], options, out), "node": chosen.complete[0]}
+    else:
+        word = run.ask(verb, options, chosen.complete[:1])[chosen.complete[0]]
+        if isinstance(word, DtctlError):
+            raise word
+        told = word
+    if "error" in told.answer:
+        raise snapshots.error_of(told)
+    return {**told.answer, "path": chosen.path, "node": ", ".join(chosen.complete[:1] or chosen.nodes)}
 
 
 def _merged(answers: Answers) -> list[dict[str, Any]]:

@@ -86,8 +86,8 @@ class RunSnapshots:
         chosen = {name: place for name, place in self._places.items() if nodes is None or name in nodes}
         return fan_out(chosen, partial(_ask, transport=transport, verb=verb, options=options))
 
-    def fetch(self, node: str, options: Sequence[str], out: IO[bytes]) -> Told:
-        """Bring what an export writes.
+    def fetch(self, node: str, verb: str, options: Sequence[str], out: IO[bytes]) -> Told:
+        """Bring what an export or a `send` writes.
 
         Raises:
             TransportError: the node, or the way to it, fails.
@@ -96,7 +96,7 @@ class RunSnapshots:
         place = self._places[node]
         connection = self._make_transport().connect(place.target)
         try:
-            stream = _open(connection.open, place, "export", [*options, "--out", "-"])
+            stream = _open(connection.open, place, verb, options)
             while data := stream.read(1 << 18):
                 out.write(data)
             code = stream.exit_status(END_S)

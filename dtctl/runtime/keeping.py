@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from dtctl import names
+from dtctl.errors import SpecError
 from dtctl.runtime import randomness, resume
 from dtctl.runtime.config import SnapshotConfig
 from dtctl.runtime.console import complain
@@ -18,6 +21,22 @@ from dtctl.runtime.worker import Worker
 
 if TYPE_CHECKING:
     from dtctl.runtime.loop import Trainer
+
+
+def folder(config: SnapshotConfig, environ: Mapping[str, str]) -> Path:
+    """Where the snapshots of a run lie.
+
+    Raises:
+        SpecError: at a URL, where nothing can be synced and renamed.
+    """
+    place = config.dir or environ.get(names.SNAPSHOT_DIR) or "snapshots"
+    if "://" in place:
+        raise SpecError(
+            f"snapshots are kept in folders, and {place} is a URL",
+            where="train.snapshot.dir",
+            hint="use a mounted folder, or node-local ones with `train.snapshot.replicas`, and copy from there",
+        )
+    return Path(place).expanduser()
 
 
 def saver(config: SnapshotConfig, folder: Path, worker: Worker, model: nn.Module, *, spread: bool) -> Saver:

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from dtctl import names
 from dtctl.errors import PlanError, SnapshotError
 from dtctl.runtime import blocks, data, elastic, keeping, optim, pipelined, randomness, recovery, resume
 from dtctl.runtime.agreement import Agreement
@@ -124,7 +123,7 @@ class Trainer:
         self.validation, self.score = validation, score
         self.best = Best(config.best, keep=config.snapshot.keep_best) if config.best else None
         self.profiler = Profiler(config.profile, worker)
-        self.folder = Path(config.snapshot.dir or os.environ.get(names.SNAPSHOT_DIR) or "snapshots").expanduser()
+        self.folder = keeping.folder(config.snapshot, os.environ)
         self.saver = keeping.saver(config.snapshot, self.folder, worker, self.model, spread=self.strategy.spread)
         self.every_s = config.snapshot.every_s
         if self.every_s is None and config.snapshot.every_steps is None:

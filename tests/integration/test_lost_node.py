@@ -30,7 +30,7 @@ job:
   grace_s: 1
   max_restarts: 1
   env: {{HALT: "{halt}", OMP_NUM_THREADS: "1", PYTHONPATH: "{here}"}}
-train: {{strategy: {strategy}, snapshot: {{every_steps: 4, replicas: 1}}}}
+train: {{strategy: {strategy}, snapshot: {{every_steps: 4, replicas: {replicas}}}}}
 """
 TRAIN = """\
 import os, time
@@ -75,11 +75,14 @@ def test_a_spare_goes_on_from_copies_of_what_the_lost_node_had(
     project: Project, sandbox: Sandbox, strategy: str
 ) -> None:
     project.write("train.py", TRAIN)
-    project.write("dtctl.yaml", SPEC.format(halt=0, strategy=strategy, here=HERE))
+    project.write("dtctl.yaml", SPEC.format(halt=0, strategy=strategy, replicas=0, here=HERE))
     undisturbed = f"{project.unique}-straight"
     done = project.run("launch", "--name", undisturbed)
     assert done.code == 0, done.err
-    project.write("dtctl.yaml", SPEC.format(halt=1, strategy=strategy, here=HERE))
+    expected = digest(project, undisturbed)
+    if strategy == "fsdp":
+        look_at_halves(project, undisturbed)
+    project.write("dtctl.yaml", SPEC.format(halt=1, strategy=strategy, replicas=1, here=HERE))
     process = project.start("launch", "--json", "--name", project.unique)
     wait_until(lambda: logs(project, project.unique).count("HALTED") == 2, 60, "both have saved and wait")
     # With ddp the first node has everything, and is the one that goes; with fsdp each has a half.
@@ -90,5 +93,28 @@ def test_a_spare_goes_on_from_copies_of_what_the_lost_node_had(
     assert done.code == 0, done.err
     assert f"{lost.name} is replaced by node3" in done.err
     assert "resumed at step 8 of 14: exact" in logs(project, project.unique)
-    assert digest(project, project.unique) == digest(project, undisturbed)
-    assert digest(project, project.unique)["step"] == 14
+    assert digest(project, project.unique) == expected
+    assert expected["step"] == 14
+
+
+def look_at_halves(project: Project, run: str) -> None:
+    """Commands on a run without copies, whose two nodes have half of every snapshot each."""
+    done = project.run("snapshot", "verify", run, "--json")
+    assert done.code == 0, done.err
+    rows = json.loads(done.out)["snapshots"]
+    assert [(row["step"], row["status"], row["node"]) for row in rows] == [
+        (14, "ok", "node1, node2"),
+        (12, "ok", "node1, node2"),
+    ]
+    assert project.run("snapshot", "export", run, "-o", "w.safetensors").code == 0
+    assert (project.folder / "w.safetensors").stat().st_size > 301 * 4
+    assert project.run("snapshot", "show", run).code == 0
+    spoilt = f"{rows[0]['path']}/model.00001.safetensors"
+    assert project.run("sandbox", "exec", "node2", "--", "truncate", "-s", "-1", spoilt).code == 0
+    done = project.run("snapshot", "verify", run, "--json")
+    assert done.code == 10
+    found = json.loads(done.out)
+    assert [row["status"] for row in found["snapshots"]] == ["corrupt", "ok"]
+    assert found["snapshots"][0]["bad"][0].startswith("node2: model.00001.safetensors has ")
+    assert found["newest_good"] == rows[1]["path"]
+    assert digest(project, run)["step"] == 12

@@ -27,8 +27,8 @@ def main(argv: list[str]) -> int:
     else:
         damaged = any(row.get("status", "ok") != "ok" for row in answer.get("snapshots", []))
         code = SnapshotError.exit_code if damaged else 0
-    # An export to standard output has that for itself.
-    stream = sys.stderr if getattr(options, "out", None) == "-" else sys.stdout
+    # What is sent or exported to standard output has that for itself.
+    stream = sys.stderr if options.verb == "send" or getattr(options, "out", None) == "-" else sys.stdout
     stream.write(json.dumps(answer) + "\n")
     stream.flush()
     return code
@@ -46,14 +46,22 @@ def _answer(options: argparse.Namespace, place: Path) -> dict[str, Any]:
     if options.verb == "export":
         out = sys.stdout.buffer if options.out == "-" else Path(options.out)
         return commands.export(place, part=options.part, out=out)
-    simple = {"ls": commands.ls, "verify": commands.verify, "show": commands.show, "digest": commands.digest}
+    if options.verb == "send":
+        return commands.send(place, step=options.step, names=options.name, out=sys.stdout.buffer)
+    simple = {
+        "ls": commands.ls,
+        "pieces": commands.pieces,
+        "verify": commands.verify,
+        "show": commands.show,
+        "digest": commands.digest,
+    }
     return simple[options.verb](place)
 
 
 def _options(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m dtctl.runtime.snapshot")
     verbs = parser.add_subparsers(dest="verb", required=True)
-    for verb in ("ls", "verify", "show", "digest", "prune", "export"):
+    for verb in ("ls", "verify", "show", "digest", "prune", "export", "pieces", "send"):
         sub = verbs.add_parser(verb)
         sub.add_argument("place")
         if verb == "prune":
@@ -64,6 +72,9 @@ def _options(argv: list[str]) -> argparse.Namespace:
         if verb == "export":
             sub.add_argument("--part", default="model")
             sub.add_argument("--out", required=True)
+        if verb == "send":
+            sub.add_argument("--step", type=int, required=True)
+            sub.add_argument("--name", action="append", required=True)
     return parser.parse_args(argv)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -55,6 +56,52 @@ def verify(place: Path) -> Answer:
     ]
     good = [str(found.path) for found in verdicts if found.status == "ok"]
     return {"snapshots": rows, "newest_good": good[0] if good else None}
+
+
+def pieces(place: Path) -> Answer:
+    """What of each snapshot is good here, file by file: of one that lies on several nodes, this is a node's part.
+
+    Returns:
+        Rows, newest first: path, step, the commit record that all nodes of it have, all files of its manifest, those
+        that are here and right, and what is wrong.
+    """
+    rows = []
+    for path in snapshots(place):
+        found = read.record(path)
+        row: Answer = {"path": str(path), "step": found.step, "record": None, "files": [], "good": []}
+        row |= {"bad": list(found.bad)}
+        if found.manifest is not None:
+            here = [name for name in found.manifest.files if (path / name).is_file()]
+            wrong = read.faults(path, found.manifest, here)
+            row["record"] = (path / layout.COMMIT).read_text()
+            row |= {"files": list(found.manifest.files), "good": [name for name in here if name not in wrong]}
+            row["bad"] = list(wrong.values())
+        rows.append(row)
+    return {"rows": rows}
+
+
+def send(place: Path, *, step: int, names: Iterable[str], out: BinaryIO) -> Answer:
+    """Write some files of a snapshot as a tar archive, for whoever has the others.
+
+    Args:
+        place: folder of snapshots.
+        step: of the snapshot.
+        names: of files, without folders.
+        out: where to.
+
+    Raises:
+        SnapshotError: a file is not there.
+    """
+    folder = next((path for path in snapshots(place) if layout.step_of(path) == step), None)
+    if folder is None:
+        raise SnapshotError(f"there is no snapshot of step {step} here", where=str(place))
+    try:
+        with tarfile.open(fileobj=out, mode="w|") as archive:
+            for name in names:
+                archive.add(folder / Path(name).name, arcname=Path(name).name, recursive=False)
+    except OSError as exc:
+        raise SnapshotError(f"the snapshot cannot be sent: {exc}", where=str(folder)) from exc
+    return {"path": str(folder), "step": step}
 
 
 def newest(place: Path, contents: read.Contents | None = None) -> tuple[read.Verdict, Answer]:

@@ -101,12 +101,11 @@ def _received(copy: Copy, draft: Path, entry: layout.FileEntry, hash_name: str, 
     """Write one file as it comes. Returns what went wrong."""
     state, reason = layout.hasher(hash_name), None
     buffer = torch.empty(min(CHUNK_BYTES, entry.size_bytes), dtype=torch.uint8)
-    header_first = _sizes(entry.size_bytes)
     try:
         out = (draft / copy.name).open("wb", buffering=0)
     except OSError as exc:
         out, reason = None, str(exc)
-    for size in header_first:
+    for size in _sizes(entry.size_bytes):
         chunk = buffer[:size]
         dist.recv(chunk, src=copy.source, group=group)
         if out is None or reason is not None:
@@ -117,9 +116,11 @@ def _received(copy: Copy, draft: Path, entry: layout.FileEntry, hash_name: str, 
         except OSError as exc:
             reason = str(exc)
     if out is not None:
-        with out:
-            if reason is None:
+        try:
+            with out:
                 os.fsync(out.fileno())
+        except OSError as exc:
+            reason = reason or str(exc)
     if reason is None and state.hexdigest() != entry.digest:
         reason = "it did not arrive as it was sent"
     return reason and f"{copy.name}: {reason}"

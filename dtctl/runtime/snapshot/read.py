@@ -197,12 +197,21 @@ class Loaded:
     """Newer ones that were passed over, each with the reason."""
 
 
-def newest(folder: Path) -> Loaded | None:
+def newest(folder: Path, *, into: Mapping[str, Any] | None = None) -> Loaded | None:
     """The newest snapshot that verifies, loaded; None if there is none.
 
+    Args:
+        folder: of all snapshots.
+        into: tensors to be filled, by part and name, such as `{"model": model.state_dict()}`: the fastest way to load.
+            Those that fit are then part of what is returned; others are made as ever.
+
     Raises:
-        SnapshotError: as `verify`.
+        SnapshotError: as `verify`; or there are snapshots, none is right, and what was to be filled is spoilt.
     """
+    if into is not None:
+        from dtctl.runtime.snapshot.filling import newest_into
+
+        return newest_into(folder, into)
     contents: dict[str, memoryview] = {}
     found, rejected = newest_good(folder, contents)
     if found is None or found.manifest is None:

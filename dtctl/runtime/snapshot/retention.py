@@ -78,6 +78,9 @@ def prune(folder: Path, *, newest: int, rule: Rule) -> list[Path]:
 def remove(paths: Sequence[Path]) -> None:
     """Remove snapshots and drafts."""
     for path in paths:
+        if not path.is_dir():  # a sign that a worker left which was killed before it took it away (stores.py)
+            path.unlink(missing_ok=True)
+            continue
         # Without its commit record it is no snapshot any more, should the removal be cut short.
         (path / layout.COMMIT).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)  # nodes with one disk do the same at the same time

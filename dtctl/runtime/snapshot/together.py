@@ -131,10 +131,13 @@ class Together(Saver):
         except DtctlError:
             shutil.rmtree(draft, ignore_errors=True)
             raise
-        if leads:
-            retention.prune(self._folder, newest=step, rule=rule)
-        # Nobody begins the next draft while drafts are cleared away.
-        dist.barrier(self._group)
+
+        def pruned() -> None:
+            if leads:
+                retention.prune(self._folder, newest=step, rule=rule)
+
+        # Together: nobody begins the next draft while drafts are cleared away.
+        self._attempt(step, pruned)
 
     def _attempt(self, step: int, action: Callable[[], Any]) -> list[Any]:
         """Do something on every worker, and return what everyone has to say of it.
@@ -145,8 +148,8 @@ class Together(Saver):
         error, found = None, None
         try:
             found = action()
-        except (OSError, DtctlError) as exc:
-            error = exc.message if isinstance(exc, DtctlError) else str(exc)
+        except Exception as exc:  # noqa: BLE001  # whatever it is, the others wait to hear of it
+            error = exc.message if isinstance(exc, DtctlError) else str(exc) or repr(exc)
         told = gathered_json([error, found], self._worker, self._group)
         for rank, (reason, _) in enumerate(told):
             if reason is not None:

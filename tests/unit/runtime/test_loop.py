@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtctl.errors import PlanError, SnapshotError
+from dtctl.errors import PlanError, SnapshotError, SpecError
 from dtctl.runtime import Outcome, TensorData, Trainer
 from dtctl.runtime.snapshot import layout, read, state
 from tests.unit.runtime.conftest import Make, points, squared
@@ -197,6 +197,7 @@ def test_an_own_optimizer_keeps_the_ratio_of_its_rates(make: Make) -> None:
     ("settings", "error", "message"),
     [
         ({"strategy": {"dp": 2, "tp": 2}}, PlanError, "the mesh dp 2 \\* tp 2 has 4 workers, and the job has 1"),
+        ({"snapshot": {"dir": "s3://bucket/run"}}, SpecError, "kept in folders, and s3://bucket/run is a URL"),
     ],
 )
 def test_what_is_not_there_is_refused(

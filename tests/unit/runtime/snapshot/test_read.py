@@ -124,3 +124,39 @@ def test_sha256_where_blake3_is_missing(folder: Path, monkeypatch: pytest.Monkey
     assert good.manifest.hash == "sha256"
     with pytest.raises(SnapshotError, match="need the package blake3"):
         read.verify(layout.folder_of(folder, 20))
+
+
+def test_tensors_that_are_there_are_filled_and_others_made(folder: Path) -> None:
+    weight, other = torch.zeros(40, 30), torch.zeros(99)
+    found = read.newest(folder, into={"model": {"weight": weight}, "random": {"torch": other}})
+    assert found is not None
+    assert (found.step, found.facts["position"], found.rejected) == (20, 160, ())
+    assert found.parts["model"]["weight"].data_ptr() == weight.data_ptr()
+    assert torch.equal(weight, torch.full((40, 30), 20.0))
+    assert torch.equal(found.parts["random"]["torch"], torch.arange(100))
+    assert not other.any(), "another shape is left alone"
+    assert read.newest(folder / "nowhere", into={}) is None
+
+
+def test_filling_notices_every_flip_cut_and_loss(folder: Path) -> None:
+    weight = torch.zeros(40, 30)
+    source = random.Random(6)
+    path = layout.folder_of(folder, 20) / "model.safetensors"
+    whole = path.read_bytes()
+    for _ in range(150):
+        hurt = bytearray(whole)
+        # Half of them in the header, which is read before it can be believed.
+        place = source.randrange(200 if source.random() < 0.5 else len(whole))
+        if source.random() < 0.3:
+            del hurt[place:]
+        else:
+            hurt[place] ^= 1 << source.randrange(8)
+        path.write_bytes(hurt)
+        found = read.newest(folder, into={"model": {"weight": weight}})
+        assert found is not None
+        assert (found.step, len(found.rejected)) == (10, 1)
+        assert torch.equal(weight, torch.full((40, 30), 10.0))
+    path.unlink()
+    shutil.rmtree(layout.folder_of(folder, 10))
+    with pytest.raises(SnapshotError, match="no snapshot is right: step-00000020 is incomplete"):
+        read.newest(folder, into={"model": {"weight": weight}})

@@ -44,6 +44,7 @@ def test_a_future_that_was_not_resumed_from_goes(tmp_path: Path) -> None:
 
 def test_drafts_of_killed_writers_go_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / ".step-00000004.99.draft").mkdir(parents=True)
+    (tmp_path / ".here-0123-4.draft").touch()
     (tmp_path / "notes").mkdir()
     (tmp_path / ".hidden").touch()
     save(tmp_path, 5, keep=1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from dtctl.runtime.snapshot import commands, layout, read, write
 from dtctl.runtime.snapshot.assembly import Leaf
 from dtctl.runtime.snapshot.choose import choose
 from dtctl.runtime.snapshot.deliver import deliver
+from dtctl.runtime.snapshot.stores import stores
 from dtctl.runtime.snapshot.together import Together
 from tests.unit.runtime.snapshot.gang import gang
 
@@ -108,6 +111,11 @@ def test_each_writes_its_pieces_and_each_gets_what_it_needs(tmp_path: Path) -> N
     found = read.newest(tmp_path / "all")
     assert found is not None
     assert torch.equal(found.parts["model"]["weight"], torch.arange(70.0).view(7, 10) + 2)
+    same = torch.zeros(5)
+    filled = read.newest(tmp_path / "all", into={"model": {"weight": torch.zeros(7, 10), "same": same}})
+    assert filled is not None
+    assert torch.equal(filled.parts["model"]["weight"], found.parts["model"]["weight"])
+    assert same.tolist() == [2.0] * 5
 
 
 def test_the_digest_is_that_of_the_whole(tmp_path: Path) -> None:
@@ -229,3 +237,37 @@ def test_what_nobody_would_write_is_found_in_any_mesh(tmp_path: Path) -> None:
     assert found is not None
     names = {f"block{half}.{index}" for half in range(2) for index in range(5)} | {"tied"}
     assert found.parts["model"].keys() == names
+
+
+def test_nodes_with_one_disk_are_recognized_and_keep_one_copy(tmp_path: Path) -> None:
+    def action(worker: Worker) -> list[list[int]]:
+        return [list(ranks) for ranks in stores(folder_of(tmp_path, worker, shared=worker.rank < 3), worker).ranks]
+
+    assert gang(4, tmp_path, action) == [[[0, 1, 2], [3]]] * 4
+    assert list((tmp_path / "all").iterdir()) == [], "no sign is left behind"
+    sizes = []
+    for replicas in (0, 1):
+        base = tmp_path / str(replicas)
+        base.mkdir()
+        gang(COUNT, base, saving(base, shared=True, replicas=replicas))
+        sizes.append(sum(path.stat().st_size for path in (base / "all" / "step-00000002").iterdir()))
+    assert sizes[0] == sizes[1]
+
+
+def test_a_worker_that_is_killed_in_a_save_fails_it_for_the_others(tmp_path: Path) -> None:
+    gang(2, tmp_path, saving(tmp_path, shared=False, steps=(1,)))
+
+    def action(worker: Worker) -> None:
+        saver = Together(folder_of(tmp_path, worker, shared=False), worker, complain=lambda _: None)
+        saver.save(2, parts(2, worker), facts={})
+        saver.wait()
+        if worker.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        saver.save(3, {"model": {"alone": torch.zeros(3)}}, facts={})
+
+    with pytest.raises(AssertionError, match=r"rank 0: (?s:.*)rank 1: it died"):
+        gang(2, tmp_path, action)
+    drafts = [path for node in range(2) for path in (tmp_path / f"node{node}").iterdir() if path.name.startswith(".")]
+    assert drafts == []
+    for step in (2, 1):
+        assert all((tmp_path / f"node{node}" / f"step-0000000{step}" / layout.COMMIT).is_file() for node in range(2))
