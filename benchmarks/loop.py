@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from machine import HERE, keep, wait_for_quiet
@@ -27,7 +28,7 @@ from machine import HERE, keep, wait_for_quiet
 PEERS = HERE / ".venv-peers" / "bin" / "python"
 SCRIPT = str(HERE / "loop_step.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
-STEPS = {"tiny": 3000, "small": 600, "large": 150}
+STEPS = {"tiny": 3000, "small": 600, "large": 100}
 PARTS = ("tiny", "small", "start-up", "workers")
 Program = tuple[str, str]
 """Name of a loop, and the Python that runs it."""
@@ -50,13 +51,24 @@ def run(program: Program, size: str, steps: int, *, workers: int = 1) -> dict[st
     return {**answer, "first_step_s": answer["first_step_at"] - began_s}
 
 
+def rounds(repetitions: int, limit_s: float) -> Iterator[int]:
+    """Numbers of rounds on a quiet machine, 0 for the one that does not count; no round that would end too late."""
+    began_s = before_s = time.monotonic()
+    for repetition in range(repetitions + 1):
+        wait_for_quiet()
+        yield repetition
+        now_s = time.monotonic()
+        if repetition and now_s + (now_s - before_s) > began_s + limit_s:
+            return
+        before_s = now_s
+
+
 def in_turn(
-    programs: dict[str, Program], size: str, steps: int, repetitions: int, *, key: str
+    programs: dict[str, Program], size: str, steps: int, repetitions: Iterator[int], *, key: str
 ) -> dict[str, list[float]]:
     """One figure of every program, several times over, after one round that does not count."""
     found: dict[str, list[float]] = {label: [] for label in programs}
-    for repetition in range(repetitions + 1):
-        wait_for_quiet()
+    for repetition in repetitions:
         for label, program in programs.items():
             value = run(program, size, steps)[key]
             if repetition:
@@ -64,7 +76,7 @@ def in_turn(
     return found
 
 
-def overhead(programs: dict[str, Program], size: str, repetitions: int) -> dict[str, object]:
+def overhead(programs: dict[str, Program], size: str, repetitions: Iterator[int]) -> dict[str, object]:
     """Microseconds that each loop adds to those of a bare loop in the same environment, pair by pair."""
     found = in_turn(programs, size, STEPS[size], repetitions, key="us")
     print(f"\na step of the {size} model\n{'':22} {'us':>8} {'added us':>9} {'ratio':>6}")
@@ -84,7 +96,7 @@ def overhead(programs: dict[str, Program], size: str, repetitions: int) -> dict[
     return kept
 
 
-def start_up(repetitions: int) -> dict[str, object]:
+def start_up(repetitions: Iterator[int]) -> dict[str, object]:
     """Seconds from the start of a process to the end of its first step."""
     programs: dict[str, Program] = {"bare": ("bare", sys.executable), "dtctl": ("dtctl", sys.executable)}
     found = in_turn(programs, "tiny", 1, repetitions, key="first_step_s")
@@ -95,11 +107,10 @@ def start_up(repetitions: int) -> dict[str, object]:
     return {**{label: round(value, 3) for label, value in middle.items()}, "ratio": round(ratio, 3)}
 
 
-def two_processes(repetitions: int) -> dict[str, object]:
+def two_processes(repetitions: Iterator[int]) -> dict[str, object]:
     """Steps per second of two workers that exchange gradients, against two that have nothing to do with each other."""
     rates: dict[str, list[float]] = {"alone": [], "bare DDP": [], "dtctl DDP": []}
-    for repetition in range(repetitions + 1):
-        wait_for_quiet()
+    for repetition in repetitions:
         argv = [sys.executable, SCRIPT, "dtctl", "large", str(STEPS["large"])]
         with tempfile.TemporaryDirectory() as folder:
             pair = [
@@ -140,8 +151,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--programs", nargs="+", help="those of the steps' table; default: all that are installed")
     parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="of each part; it has fewer rounds then")
     options = parser.parse_args()
-    repetitions = options.repetitions
     programs: dict[str, Program] = {"bare": ("bare", sys.executable), "dtctl": ("dtctl", sys.executable)}
     if PEERS.exists():
         names = {"bare (peers)": "bare", "fabric": "fabric", "accelerate": "accelerate", "lightning": "lightning"}
@@ -151,11 +162,11 @@ def main() -> None:
     kept: dict[str, object] = {"date": time.strftime("%Y-%m-%d %H:%M"), "versions": versions()}
     for size in ("tiny", "small"):
         if size in options.only:
-            kept[size] = overhead(programs, size, repetitions)
+            kept[size] = overhead(programs, size, rounds(options.repetitions, options.seconds))
     if "start-up" in options.only:
-        kept["start-up"] = start_up(repetitions)
+        kept["start-up"] = start_up(rounds(options.repetitions, options.seconds))
     if "workers" in options.only:
-        kept["two workers"] = two_processes(repetitions)
+        kept["two workers"] = two_processes(rounds(options.repetitions, options.seconds))
     keep("loop", kept)
 
 

@@ -328,13 +328,17 @@ def length(config: TrainConfig, *, samples: int, batch: Batch) -> tuple[int, int
     """Optimizer steps of the training, and the number of samples that it ends after.
 
     Raises:
-        PlanError: there are no samples.
+        PlanError: there are no samples, or so few that one would be twice in a step.
     """
     if samples == 0:
         raise PlanError("the data set has no samples", where="train.data")
-    if config.steps is not None:
-        return config.steps, config.steps * batch.total
-    if samples >= ENDLESS:
+    if config.steps is None and samples >= ENDLESS:
         raise PlanError("a stream of samples has no end", where="train.steps", hint="set `train.steps`")
-    end = (config.epochs or 1) * samples
+    end = config.steps * batch.total if config.steps is not None else (config.epochs or 1) * samples
+    if samples < min(end, batch.total):
+        raise PlanError(
+            f"the data set has {samples} samples, fewer than one step takes: {batch.describe()}",
+            where="train.global_batch",
+            hint="a sample would be twice in one step; lower global_batch, micro_batch or accumulate",
+        )
     return -(-end // batch.total), end

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dtctl.errors import PlanError
-from dtctl.runtime import randomness
+from dtctl.runtime import micro, randomness
 from dtctl.runtime.config import TrainConfig
 from dtctl.runtime.mesh import Degrees
 from dtctl.runtime.order import Indices
@@ -120,7 +120,7 @@ def _flat(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def passes(trainer: Trainer, shards: Shards, batches: Sequence[Indices], count: int) -> torch.Tensor:
-    """As `Trainer.passes`.
+    """As `passes.run`.
 
     Args:
         trainer: whose step it is.
@@ -131,8 +131,8 @@ def passes(trainer: Trainer, shards: Shards, batches: Sequence[Indices], count: 
     workers, parts = trainer.worker.world_size, []
     for index, indices in enumerate(batches):
         shards.begin(trainer.step, index * workers + trainer.worker.rank)
-        samples = trainer.read(indices, index)
-        parts.append(trainer.backward(samples, len(indices) / count, len(indices)))
+        samples = micro.read(trainer, indices, index)
+        parts.append(micro.backward(trainer, samples, len(indices) / count, len(indices)))
         if trainer.weights:
             raise PlanError("exact: elastic does not go with a loss that counts tokens", where="train.exact")
         shards.add()

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from dtctl.errors import PlanError, SnapshotError
-from dtctl.runtime import blocks, data, elastic, keeping, optim, pipelined, randomness, recovery, resume
+from dtctl.runtime import blocks, data, elastic, keeping, micro, optim, randomness, recovery, resume
 from dtctl.runtime.agreement import Agreement
 from dtctl.runtime.best import Best
 from dtctl.runtime.config import DEFAULT_SNAPSHOT_S, TrainConfig, batch, length
@@ -34,14 +34,14 @@ from dtctl.runtime.feed import Feed
 from dtctl.runtime.guard import Guard
 from dtctl.runtime.mesh import Place, resolve
 from dtctl.runtime.oom import MemoryWatch
-from dtctl.runtime.order import Indices, InSequence, Order, Schedule
+from dtctl.runtime.order import InSequence, Order, Schedule
 from dtctl.runtime.precision import LossScale, autocast, multiply
 from dtctl.runtime.profile import Profiler, measure_communication
 from dtctl.runtime.reading import Reader
 from dtctl.runtime.report import Report
 from dtctl.runtime.snapshot import state
 from dtctl.runtime.stop import Outcome, StopRequest
-from dtctl.runtime.strategies import choose
+from dtctl.runtime.strategies import arrival, choose
 from dtctl.runtime.weighing import Weighted
 from dtctl.runtime.worker import Worker
 
@@ -66,7 +66,7 @@ class Trainer:
         self,
         config: TrainConfig,
         worker: Worker,
-        model: nn.Module,
+        model: nn.Module | Callable[[], nn.Module],
         loss: Loss,
         samples: data.Samples | data.Batches | data.Stream,
         *,
@@ -80,7 +80,8 @@ class Trainer:
         Args:
             config: how to train.
             worker: this worker.
-            model: any module; the same on all workers.
+            model: any module, or a function that makes it; the same on all workers. Given a function, fsdp and hsdp
+                train models that are too large for one worker (strategies/arrival.py).
             loss: mean loss of a batch, or a sum over its tokens and their number.
             samples: what to train on; the same on all workers. With an attribute `tokens_per_sample`, metrics have
                 `tokens_per_s`.
@@ -99,8 +100,8 @@ class Trainer:
         self.batch = self.asked = batch(config, degrees.data, stages=degrees.pp)
         self.samples, tokens = data.size(samples), getattr(samples, "tokens_per_sample", None)
         self.steps, self.end = length(config, samples=self.samples, batch=self.batch)
-        require_equal(fingerprint(model, config, degrees, samples=self.samples, steps=self.steps), worker)
-        self.model = model.to(worker.device)
+        self.model = arrival.build(model, worker, degrees)
+        require_equal(fingerprint(self.model, config, degrees, samples=self.samples, steps=self.steps), worker)
         blocks.prepare(self.model, config)
         self.feed = Feed(Reader(samples, config.seed), config, worker.device)
         self.report = Report(config, worker, self.model, tokens_per_sample=tokens, board=tensorboard)
@@ -183,59 +184,6 @@ class Trainer:
         if first and outcome is Outcome.STOPPED:
             say(f"stopped after step {self.step} of {self.steps}, with a snapshot")
         return outcome
-
-    def passes(self) -> torch.Tensor:
-        """Gradients of one global batch, and this worker's share of its mean loss, not yet added up over workers."""
-        for parameter in self.parameters:  # as `zero_grad` does it, which spends 15 us on being profiled
-            parameter.grad = None
-        self.weights.clear()
-        began_s = time.perf_counter()
-        batches = self.schedule(self.position)
-        count = self.schedule.samples(self.position)
-        if self.shards is not None:
-            return elastic.passes(self, self.shards, batches, count)
-        if self.strategy.pipeline is not None:  # which orders the passes of a step in its own way
-            return pipelined.passes(self, self.strategy.pipeline, batches, count)
-        parts = []
-        del batches[-(-count // (self.batch.micro * self.batch.world_size)) :]  # of a last step: empty on all workers
-        for index, indices in enumerate(batches):
-            # Every sample weighs the same, in a short last batch too; gradients are averaged over the workers.
-            weight = len(indices) * self.place.degrees.data / count
-            samples = self.read(indices, index)
-            with nullcontext() if index + 1 == len(batches) else self.strategy.accumulating():
-                parts.append(self.backward(samples, weight, len(indices)))
-        self.report.times.own(self.forward_s - began_s)
-        return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
-
-    def read(self, indices: Indices, index: int) -> Any:
-        """The micro batch of that number in this step, on the CPU."""
-        if len(indices):
-            return self.feed.batch(indices, self.schedule, self.position, index)
-        return self.feed.single(self.schedule.stand_in)  # the peers expect this worker's part of the exchange
-
-    def backward(self, samples: Any, weight: float, count: int) -> torch.Tensor:
-        """Add the gradients of a micro batch to those that are there.
-
-        Args:
-            samples: the micro batch, on the CPU.
-            weight: of its mean loss; NaN spoils the gradients of all workers.
-            count: of samples that count in it; 0 for one that is there for the exchange only.
-        """
-        batch = data.to_device(samples, self.worker.device)
-        self.report.progress.forward()
-        with self.autocast:
-            loss = self.loss(self.strategy.module, batch)
-        if isinstance(loss, tuple):
-            loss, tokens = loss
-            self.weights.append(torch.as_tensor(tokens if count else 0.0, dtype=torch.float32, device=loss.device))
-            weight /= max(1, count)
-        if weight != weight:
-            loss = self.memory.poison(loss)
-        elif weight != 1.0:
-            loss = loss * weight
-        self.forward_s = self.report.progress.backward()
-        torch.autograd.backward(loss if self.loss_scale is None else loss.float() * self.loss_scale.scale)
-        return loss.detach()
 
     def _probe(self, model: nn.Module) -> torch.Tensor:
         """The loss of the first samples, the same on all workers."""
@@ -329,7 +277,7 @@ class Trainer:
         if self.strategy.has_warm_up and self.step < self.steps:
             # Before anything is restored, so that what it changes (gradients, buffers, random state) is put right.
             first = self.schedule(self.position)[0]
-            self.backward(self.feed.single(first if len(first) else self.schedule.stand_in), 1.0, 1)
+            micro.backward(self, self.feed.single(first if len(first) else self.schedule.stand_in), 1.0, 1)
             for parameter in self.parameters:
                 parameter.grad = None
         parts = found.parts(self.model, self.optimizer, self.worker)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dtctl.runtime import data
+from dtctl.runtime import data, micro
 from dtctl.runtime.order import Indices
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def passes(trainer: Trainer, pipeline: Pipeline, batches: Sequence[Indices], count: int) -> torch.Tensor:
-    """As `Trainer.passes`.
+    """As `passes.run`.
 
     Args:
         trainer: whose step it is.
@@ -28,11 +28,11 @@ def passes(trainer: Trainer, pipeline: Pipeline, batches: Sequence[Indices], cou
     scale = 1.0 if trainer.loss_scale is None else trainer.loss_scale.scale
     made = []
     for index, indices in enumerate(batches):
-        batch = data.to_device(trainer.read(indices, index), trainer.worker.device)
+        batch = data.to_device(micro.read(trainer, indices, index), trainer.worker.device)
         made.append(((batch, len(indices)), scale * len(indices) * trainer.place.degrees.data / count))
 
-    def loss(model: nn.Module, micro: tuple[Any, int]) -> torch.Tensor:
-        batch, samples = micro
+    def loss(model: nn.Module, part: tuple[Any, int]) -> torch.Tensor:
+        batch, samples = part
         with trainer.autocast:
             found = trainer.loss(model, batch)
         if not isinstance(found, tuple):

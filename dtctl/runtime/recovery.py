@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from dtctl.errors import WorkerFailed
-from dtctl.runtime import optim, resume
+from dtctl.runtime import micro, optim, passes, resume
 from dtctl.runtime.config import Batch
 from dtctl.runtime.console import say
 from dtctl.runtime.oom import smaller
@@ -28,8 +29,8 @@ def accumulate(trainer: Trainer) -> torch.Tensor:
     """
     while True:
         loss, short = trainer.memory.attempt(
-            trainer.passes,
-            lambda: trainer.backward(trainer.feed.single(trainer.schedule.stand_in), math.nan, 2),
+            partial(passes.run, trainer),
+            lambda: micro.backward(trainer, trainer.feed.single(trainer.schedule.stand_in), math.nan, 2),
         )
         if loss is not None and not short:
             break

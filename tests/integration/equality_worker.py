@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,8 @@ def trainer_of(case: Case, worker: Worker, folder: Path, snapshots: Path) -> Tra
         "weight_decay": 0.1, "snapshot": {"dir": str(snapshots)}, **case.common, **case.settings,
     }  # fmt: skip
     config = load(given, argv=[], environ={})
-    made = model(getattr(torch, case.dtype))
+    dtype = getattr(torch, case.dtype)
+    made = partial(model, dtype) if config.data.get("function") else model(dtype)
     wanted = by_tokens if config.data.get("tokens") else loss
     return Trainer(config, worker, made, wanted, data(SAMPLES), validation=data(13), score=score)
 

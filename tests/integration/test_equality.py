@@ -89,6 +89,8 @@ EXTRAS: dict[int, list[tuple[Case, list[Any]]]] = {
             ["ddp", "zero1", "fsdp", "tp", {"cp": 2}, "pipeline", ("pipeline", "zbv")],
         ),
         (Case(dtype="float32", common={"precision": "fp16"}), ["ddp", "fsdp", "tp", "pipeline"]),
+        # A function that makes the model, which the second worker builds on the meta device.
+        (Case(common={"data": {"function": True}}), ["fsdp"]),
         (Case(common={"compile": "eager"}), ["ddp", "fsdp", "pipeline"]),
     ],
     4: [

@@ -25,6 +25,7 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(16)
+        self.num_heads = int(os.environ.get("HEADS", "2"))
         self.up, self.down, self.drop = nn.Linear(16, 32), nn.Linear(32, 16), nn.Dropout(0.2)
 
     def forward(self, stream):
@@ -142,6 +143,13 @@ def test_the_example_learns_the_same_with_every_strategy(tmp_path: Path, expecte
         (["strategy=dpp"], {}, '`train.strategy` is "dpp", and one of auto, single, ddp'),
         (['strategy={"tp": 3}'], {}, "the mesh tp 3 has 3 workers, and the job has 2"),
         (["strategy=fsdp", "global_batch=15"], {}, "global_batch 15 cannot be divided by 2 workers * accumulate 4 = 8"),
+        (["global_batch=208"], {}, "the data set has 200 samples, fewer than one step takes: global batch 208"),
+        (["strategy=pipeline", "accumulate=1"], {}, "1 micro batches are fewer than the 2 workers of a pipeline"),
+        (["strategy=tp"], {"HEADS": "3"}, "the model has 3 heads (Block.num_heads), which 2 workers cannot divide"),
+        (["strategy=tp", 'tp.plan={"blocks.*.upp": "colwise"}'], {}, "no Linear or Embedding of the model is named"),
+        (["fsdp.cpu_offload=true", "strategy=fsdp"], {}, "shards can be kept in the host's memory only if there is a"),
+        (["ddp.sync_batchnorm=true"], {}, "torch's SyncBatchNorm runs on GPUs only, and this worker has none"),
+        (['strategy={"ep": 2}'], {}, "there is no axis ep in a mesh"),
         (["strategy=tp", "tp.plan={}"], {"GARBLED": "1"}, "spread as tp, the model has the loss"),
         (['strategy={"cp": 2}'], {}, "the first block is given a tensor of 2 dims, and cp divides"),
         (['strategy={"cp": 2}', "compile=eager"], {}, "compile does not go with cp"),

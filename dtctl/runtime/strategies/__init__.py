@@ -3,6 +3,7 @@
 single.py    one worker
 elastic.py   replicas; the same bits on any number of workers
 ddp.py       replicas; gradients averaged during the backward pass
+arrival.py   models that are too large for one worker
 zero1.py     ddp with an optimizer whose state is divided
 sharded.py   fsdp, hsdp, tp (tensor.py), cp (context.py) and their products
 pipeline.py  blocks on other workers (stages.py cuts), and products with all of them

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from dtctl.errors import PlanError
 from dtctl.runtime.config import TrainConfig
 from dtctl.runtime.mesh import Degrees, context_group
 from dtctl.runtime.options import FsdpConfig
-from dtctl.runtime.strategies import blocks, context, gradients, tensor
+from dtctl.runtime.strategies import arrival, blocks, context, gradients, tensor
 from dtctl.runtime.worker import Worker
 
 
@@ -43,7 +44,7 @@ class Sharded:
         """Spread a model.
 
         Args:
-            model: whole, on the worker's device; those of all workers become rank 0's.
+            model: those of all workers become rank 0's. With tp and cp whole, alike, and on the worker's device.
             config: of the training.
             worker: this worker.
             degrees: of the mesh; pp is 1.
@@ -55,7 +56,6 @@ class Sharded:
         hush()
         self.name = str(degrees)
         self.module = self.inference = model
-        begin_alike(model)
         if degrees.tp > 1:
             tensor.parallelize(model, blocks.find(model, config.blocks), config.tp, mesh["tp"])
         if degrees.cp > 1:
@@ -116,17 +116,48 @@ def shard(model: nn.Module, config: TrainConfig, worker: Worker, mesh: DeviceMes
     """Apply `fully_shard` to each block and to what is left, over the axes dp and fsdp.
 
     Raises:
-        PlanError: offloading was asked for where there is no accelerator.
+        PlanError: offloading was asked for where there is no accelerator, or a block shares parameters with what is
+            outside of it, which fully_shard would part without a word (torch 2.13).
     """
     found = blocks.find(model, config.blocks)
-    shard_blocks(model, found.modules if found else [], config, worker, mesh)
+    require_apart(model, found.modules if found else [])
+    bring = partial(arrival.bring, model=model, worker=worker)
+    shard_blocks(model, found.modules if found else [], config, worker, mesh, first=bring)
     model.register_forward_hook(_shard_again)
 
 
+def require_apart(model: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """See that no block shares a parameter with another, or with what is outside of blocks.
+
+    Raises:
+        PlanError: one does.
+    """
+    inside = {id(part) for block in modules for part in block.modules()}
+    groups = [list(block.parameters()) for block in modules]
+    groups.append([p for part in model.modules() if id(part) not in inside for p in part.parameters(recurse=False)])
+    seen: set[torch.Tensor] = set()
+    for group in map(set, groups):
+        if not seen.isdisjoint(group):
+            shared = seen & group
+            names = [name for name, value in model.named_parameters(remove_duplicate=False) if value in shared]
+            raise PlanError(
+                f"{' and '.join(names[:2])} are one parameter in several blocks, which fully_shard cannot divide",
+                where="train.strategy",
+                hint="use ddp or zero1, or name other blocks with `train.blocks`",
+            )
+        seen |= group
+
+
 def shard_blocks(
-    root: nn.Module, modules: Sequence[nn.Module], config: TrainConfig, worker: Worker, mesh: DeviceMesh
+    root: nn.Module,
+    modules: Sequence[nn.Module],
+    config: TrainConfig,
+    worker: Worker,
+    mesh: DeviceMesh,
+    *,
+    first: Callable[[nn.Module], None] = lambda _: None,
 ) -> None:
-    """Apply `fully_shard` to some modules and then to the one that has them.
+    """Apply `fully_shard` to some modules and then to the one that has them; before that, `first`.
 
     Raises:
         PlanError: as `shard`.
@@ -136,6 +167,7 @@ def shard_blocks(
     over = mesh["dp", "fsdp"] if "dp" in (mesh.mesh_dim_names or ()) else mesh["fsdp"]
     policy, offload = precision(options), offloading(options, worker)
     for block in modules:
+        first(block)
         if any(True for _ in block.parameters()):
             fully_shard(
                 block,
@@ -144,6 +176,7 @@ def shard_blocks(
                 mp_policy=policy,
                 offload_policy=offload,
             )
+    first(root)
     fully_shard(root, mesh=over, mp_policy=policy, offload_policy=offload)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dtctl.errors import PlanError, SpecError
@@ -168,6 +168,17 @@ def test_length_by_epochs_covers_every_sample(
     samples: int, micro: int, workers: int, accumulate: int, epochs: int
 ) -> None:
     sizes = Batch(micro=micro, accumulate=accumulate, world_size=workers)
+    assume(epochs == 1 or samples >= sizes.total)
     steps, end = length(TrainConfig(epochs=epochs), samples=samples, batch=sizes)
     assert end == epochs * samples
     assert (steps - 1) * sizes.total < end <= steps * sizes.total
+
+
+def test_no_sample_is_twice_in_one_step() -> None:
+    sizes = Batch(micro=3, accumulate=2, world_size=4)
+    assert length(TrainConfig(steps=2), samples=24, batch=sizes) == (2, 48)
+    assert length(TrainConfig(epochs=1), samples=23, batch=sizes) == (1, 23)
+    with pytest.raises(PlanError, match="fewer than one step takes"):
+        length(TrainConfig(epochs=2), samples=23, batch=sizes)
+    with pytest.raises(PlanError, match="the data set has 23 samples, fewer than one step takes: global batch 24 ="):
+        length(TrainConfig(steps=2), samples=23, batch=sizes)

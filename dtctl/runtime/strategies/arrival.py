@@ -1,0 +1,74 @@
+"""Models that are too large for one worker: they are built on rank 0 alone, and reach the others block by block.
+
+Who gives the Trainer a function that makes the model, instead of the model, lets the other workers build it on torch's
+meta device, without memory. Each block then comes from rank 0 right before it is sharded, so that a worker has its
+share and one whole block at most, and the weights are those that one process begins with. Rank 0 builds the model in
+its host's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dtctl.errors import PlanError
+from dtctl.runtime.mesh import Degrees
+from dtctl.runtime.worker import Worker
+
+
+def build(model: nn.Module | Callable[[], nn.Module], worker: Worker, degrees: Degrees) -> nn.Module:
+    """The model, on the worker's device; on none yet, if it was given as a function and will be sharded.
+
+    Raises:
+        PlanError: its code needs values, which the meta device does not have.
+    """
+    if isinstance(model, nn.Module):
+        return model.to(worker.device)
+    if degrees.fsdp == 1 or degrees.tp > 1 or degrees.cp > 1 or degrees.pp > 1:  # these try the whole model out first
+        return model().to(worker.device)
+    if worker.is_first:
+        return model()
+    try:
+        with torch.device("meta"):
+            return model()
+    except (RuntimeError, NotImplementedError) as exc:
+        raise PlanError(
+            f"the model cannot be built on the meta device: {exc}",
+            where="the function that makes the model",
+            hint="give the Trainer the model itself, if one worker has the memory for all of it",
+        ) from exc
+
+
+def bring(part: nn.Module, model: nn.Module, worker: Worker) -> None:
+    """Give every worker rank 0's parameters and buffers of a part of the model, except what is sharded already.
+
+    Args:
+        part: a block, or the model itself for what is left.
+        model: whose modules may share parameters with the part.
+        worker: this worker. All of them bring the same parts in the same order.
+    """
+    for tensor in [*part.parameters(), *part.buffers()]:
+        if hasattr(tensor, "device_mesh"):
+            continue
+        here = tensor
+        if tensor.device != worker.device:
+            here = torch.empty_like(tensor, device=worker.device)
+            if not tensor.is_meta:
+                here.copy_(tensor.detach())
+            here = _replaced(model, tensor, here)
+        dist.broadcast(here.detach(), src=0)
+
+
+def _replaced(model: nn.Module, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Put a tensor in the place of another, wherever the model has that."""
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(new.detach(), requires_grad=old.requires_grad)
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, value in tensors.items():
+                if value is old:
+                    tensors[name] = new  # type: ignore[assignment]
+    return new

@@ -1,0 +1,75 @@
+"""Who builds a model where, and what a part of it becomes on arrival; for several workers see tests/integration."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dtctl.errors import PlanError
+from dtctl.runtime.mesh import Degrees
+from dtctl.runtime.strategies import arrival
+from dtctl.runtime.worker import Worker
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.last.weight = self.first.weight
+        self.first.bias.requires_grad_(False)
+        self.register_buffer("scale", torch.ones(3), persistent=False)
+
+
+@pytest.fixture
+def second(worker: Worker) -> Worker:
+    return dataclasses.replace(worker, rank=1, world_size=2, backend="gloo")
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A group of one worker, in which nothing changes on the way."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_function_makes_it_on_rank_0_and_without_memory_elsewhere(worker: Worker, second: Worker) -> None:
+    assert {p.device.type for p in arrival.build(Model, worker, Degrees(fsdp=2)).parameters()} == {"cpu"}
+    assert {p.device.type for p in arrival.build(Model, second, Degrees(fsdp=2)).parameters()} == {"meta"}
+    for degrees in (Degrees(dp=2), Degrees(fsdp=2, tp=2), Degrees(fsdp=2, cp=2), Degrees(fsdp=2, pp=2)):
+        assert {p.device.type for p in arrival.build(Model, second, degrees).parameters()} == {"cpu"}
+    whole = Model()
+    assert arrival.build(whole, second, Degrees(fsdp=2)) is whole
+
+
+def test_code_that_needs_values_is_refused(second: Worker) -> None:
+    def looking() -> nn.Module:
+        torch.ones(2).sum().item()
+        return Model()
+
+    with pytest.raises(PlanError, match="cannot be built on the meta device"):
+        arrival.build(looking, second, Degrees(fsdp=2))
+
+
+def test_what_arrives_keeps_ties_and_what_is_frozen(second: Worker, alone: None) -> None:
+    model = arrival.build(Model, second, Degrees(fsdp=2))
+    arrival.bring(model.get_submodule("first"), model, second)
+    assert model.get_parameter("last.bias").is_meta
+    arrival.bring(model, model, second)
+    assert not any(value.is_meta for value in [*model.parameters(), *model.buffers()])
+    assert model.get_parameter("first.weight") is model.get_parameter("last.weight")
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["first.bias"]
+    assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+
+
+def test_values_that_are_there_stay(worker: Worker, alone: None) -> None:
+    model = Model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    arrival.bring(model, model, worker)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
