@@ -50,6 +50,7 @@ def split_rest(arguments: list[str]) -> tuple[list[str], list[str] | None]:
 
 def _register() -> None:
     from dtctl.cli import (
+        advise,
         doctor,
         init,
         launch,
@@ -75,6 +76,7 @@ def _register() -> None:
     app.command("watch")(watch.watch)
     app.command("stop")(stop.stop)
     app.command("doctor")(doctor.doctor)
+    app.command("advise")(advise.advise)
     app.command("lint")(lint.lint)
     app.command("take-up", hidden=True)(take_up.take_up)
     app.add_typer(sandbox.app, name="sandbox")

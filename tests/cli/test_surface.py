@@ -31,7 +31,7 @@ def test_the_commands() -> None:
     from dtctl.cli.app import app
 
     assert {command.name for command in app.registered_commands if not command.hidden} == {
-        "init", "validate", "launch", "runs", "status", "logs", "watch", "stop", "doctor", "lint",
+        "init", "validate", "launch", "runs", "status", "logs", "watch", "stop", "doctor", "lint", "advise",
     }  # fmt: skip
     assert {group.name for group in app.registered_groups} == {"sandbox", "snapshot", "nccl"}
 
@@ -49,6 +49,7 @@ def test_the_commands() -> None:
         ("snapshot prune", "--keep --every-h --dry-run --json"),
         ("snapshot export", "--out --part --json"),
         ("doctor", "--log --quick --json"),
+        ("advise", "--config --model --params --gpus --gpu-memory --batch --write --json"),
         ("lint", "--format --fix --select --severity --spec --explain"),
     ],
 )
