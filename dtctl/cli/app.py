@@ -50,6 +50,7 @@ def split_rest(arguments: list[str]) -> tuple[list[str], list[str] | None]:
 
 def _register() -> None:
     from dtctl.cli import (
+        advise,
         bench,
         doctor,
         init,
@@ -78,6 +79,7 @@ def _register() -> None:
     app.command("stop")(stop.stop)
     app.command("sbatch")(sbatch.sbatch)
     app.command("doctor")(doctor.doctor)
+    app.command("advise")(advise.advise)
     app.command("lint")(lint.lint)
     app.command("bench")(bench.bench)
     app.command("take-up", hidden=True)(take_up.take_up)

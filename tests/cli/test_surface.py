@@ -31,7 +31,7 @@ def test_the_commands() -> None:
     from dtctl.cli.app import app
 
     assert {command.name for command in app.registered_commands if not command.hidden} == {
-        "init", "validate", "launch", "runs", "status", "logs", "watch", "stop", "doctor", "bench", "lint", "sbatch",
+        "init", "validate", "launch", "runs", "status", "logs", "watch", "stop", "doctor", "bench", "lint", "sbatch", "advise",
     }  # fmt: skip
     assert {group.name for group in app.registered_groups} == {"sandbox", "snapshot", "nccl"}
 
@@ -50,6 +50,7 @@ def test_the_commands() -> None:
         ("snapshot export", "--out --part --json"),
         ("doctor", "--log --quick --json"),
         ("sbatch", "--out --submit --set --json"),
+        ("advise", "--config --model --params --gpus --gpu-memory --batch --write --json"),
         ("lint", "--format --fix --select --severity --spec --explain"),
         ("bench", "--op --sizes --backend --repeats --training --plot --set --json"),
     ],

@@ -25,7 +25,8 @@ def test_an_unknown_key_names_file_line_and_near_match() -> None:
     [
         (
             "slurm: {xyzzy: 1}",
-            "slurm.xyzzy: unknown key; here may stand: account, array, extra, gres, partition, qos, requeues, srun, time, warn_s",
+            "slurm.xyzzy: unknown key; here may stand: "
+            "account, array, extra, gres, partition, qos, requeues, srun, time, warn_s",
         ),
         ("xyzzy: 1", "xyzzy: unknown key; here may stand: cluster, job, network, slurm, train"),
         ("jobs: {}", "jobs: unknown key; did you mean `job`?"),

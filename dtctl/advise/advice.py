@@ -1,0 +1,158 @@
+"""From choices to advice: one recommendation with its reasons, the runner-up, and what does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dtctl.advise.hardware import GIB
+from dtctl.advise.search import Choice, Task, choices, families, ranked
+from dtctl.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What to do."""
+
+    best: Choice
+    """Fits, or is the nearest to it when nothing does."""
+    others: tuple[Choice, ...]
+    """The best of each other kind, the runner-up first, and those that do not fit last."""
+    reasons: tuple[str, ...]
+    tried: int
+    """How many ways were looked at."""
+
+
+def advise(task: Task) -> Advice:
+    """The best way to train.
+
+    Raises:
+        UsageError: no way exists, as with a batch that no number of workers divides.
+    """
+    found = choices(task)
+    if not found:
+        raise UsageError(
+            f"a batch of {task.global_batch} cannot be divided over {task.hardware.gpus} GPUs",
+            hint="a multiple of the number of GPUs always can",
+        )
+    order = families(ranked(found))
+    best, others = order[0], tuple(order[1:])
+    return Advice(best=best, others=others, reasons=tuple(_reasons(task, best, others)), tried=len(found))
+
+
+def _reasons(task: Task, best: Choice, others: tuple[Choice, ...]) -> list[str]:
+    """Why this one: figures, not names."""
+    said = []
+    memory, speed, layout = best.memory, best.speed, best.layout
+    room = best.budget / GIB
+    if not best.fits:
+        said.append(
+            f"nothing fits: the nearest needs {memory.total / GIB:.1f} GiB of the {room:.1f} that can be used, "
+            f"{best.short / GIB:.1f} too many"
+        )
+        said.append(_what_helps(task, best))
+        return said
+    said.append(f"needs {memory.total / GIB:.1f} GiB of the {room:.1f} that can be used on each GPU")
+    simple = next((one for one in others if one.strategy == "ddp"), None)
+    if simple is not None and best.strategy != "ddp":
+        if simple.fits:
+            gain = speed.tokens_per_s_per_gpu / simple.speed.tokens_per_s_per_gpu - 1
+            said.append(f"{gain:.0%} faster than plain ddp, which fits too")
+        else:
+            said.append(
+                f"plain ddp lacks {simple.short / GIB:.1f} GiB: its states alone are "
+                f"{simple.memory.states / GIB:.1f} GiB"
+            )
+    if speed.exchange_s > 0:
+        hidden = 1 - speed.exposed_s / speed.exchange_s
+        said.append(
+            f"exchange takes {speed.exchange_s:.3g} s of a step of {speed.step_s:.3g} s, and {max(0.0, hidden):.0%} of "
+            "it hides behind computation"
+        )
+    if layout.recompute != "none":
+        said.append(f"{layout.recompute} recomputation makes room for a micro batch of {layout.micro_batch}")
+    if layout.pp > 1:
+        said.append(f"the pipeline waits {speed.bubble_s / speed.step_s:.0%} of a step")
+    second = others[0] if others else None
+    if second is not None and second.fits:
+        less = 1 - second.speed.tokens_per_s_per_gpu / speed.tokens_per_s_per_gpu
+        told = f"{less:.0%} slower" if less > 0.005 else "as fast, and has more to set up"
+        said.append(f"the runner-up is {described(second)}: {told}")
+    elif second is not None:
+        said.append(f"nothing else fits; {described(second)} lacks {second.short / GIB:.1f} GiB")
+    return said
+
+
+def _what_helps(task: Task, best: Choice) -> str:
+    """What would make it fit."""
+    memory = best.memory
+    parts = {
+        "states (more GPUs to share them, or offloading)": memory.states,
+        "activations (recomputation, shorter samples)": memory.activations,
+        "logits (shorter samples, or a loss in pieces)": memory.logits,
+        "weights at work (smaller blocks, tensor parallelism)": memory.temporary,
+    }
+    largest = max(parts, key=lambda name: parts[name])
+    return f"most of it are {largest}: {parts[largest] / GIB:.1f} GiB on {task.hardware.gpu.name}"
+
+
+def described(choice: Choice) -> str:
+    """`fsdp 8 x tp 2, full recomputation, micro batch 4`."""
+    layout = choice.layout
+    axes = " x ".join(
+        f"{name} {getattr(layout, name)}"
+        for name in ("dp", "fsdp", "tp", "pp", "cp", "ep")
+        if getattr(layout, name) > 1
+    )
+    axes = axes.replace("dp", "zero1", 1) if layout.zero1 else axes
+    parts = [axes or "one GPU"]
+    if layout.recompute != "none":
+        parts.append(f"{layout.recompute} recomputation")
+    if layout.offload:
+        parts.append("offloading")
+    parts.append(f"micro batch {layout.micro_batch}")
+    return ", ".join(parts)
+
+
+def as_json(choice: Choice, reasons: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The object of `--json`."""
+    layout, memory = choice.layout, choice.memory
+    parts = ("total", "states", "activations", "logits", "temporary", "overhead")
+    return {
+        "strategy": choice.strategy,
+        "mesh": {name: getattr(layout, name) for name in ("dp", "fsdp", "tp", "pp", "cp", "ep")},
+        "micro_batch": layout.micro_batch,
+        "accumulate": layout.accumulate,
+        "recompute": layout.recompute,
+        "offload": layout.offload,
+        "memory_gib": {name: round(getattr(memory, name) / GIB, 3) for name in parts},
+        "fits": choice.fits,
+        "short_gib": round(choice.short / GIB, 3),
+        "tokens_per_s_per_gpu": round(choice.speed.tokens_per_s_per_gpu, 1),
+        "step_s": round(choice.speed.step_s, 4),
+        "reasons": list(reasons),
+    }
+
+
+def settings(task: Task, choice: Choice) -> dict[str, Any]:
+    """The keys of a spec's `train:` section that say this.
+
+    Raises:
+        UsageError: the runtime has no such axis.
+    """
+    layout = choice.layout
+    if layout.cp > 1 or layout.ep > 1:
+        raise UsageError("dtctl.runtime has neither cp nor ep, so this cannot be written", hint="leave out --beyond")
+    found: dict[str, Any] = {"strategy": choice.strategy}
+    if choice.strategy in ("mesh", "hsdp"):
+        degrees = {name: getattr(layout, name) for name in ("dp", "fsdp", "tp", "pp")}
+        found["strategy"] = {name: degree for name, degree in degrees.items() if degree > 1}
+    found["precision"] = layout.precision
+    found["micro_batch"] = layout.micro_batch
+    found["accumulate"] = layout.accumulate
+    found["checkpointing"] = layout.recompute
+    if task.compiled:
+        found["compile"] = True
+    if layout.offload:
+        found["fsdp"] = {"cpu_offload": True}
+    return found

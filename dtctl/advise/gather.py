@@ -1,0 +1,181 @@
+"""Where the figures of a task come from: options, a config.json, a module, or the spec."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dtctl
+from dtctl.advise import hardware
+from dtctl.advise.hardware import Hardware
+from dtctl.advise.memory import Precision
+from dtctl.advise.model import Model, from_config, from_inspection, read_config, transformer
+from dtctl.advise.search import Task
+from dtctl.advise.sizes import count, gibibytes
+from dtctl.errors import UsageError
+from dtctl.spec.model import Spec
+from dtctl.spec.nodes import resolve_nodes
+
+INSPECT_S = 120.0
+"""Seconds that building a model on the meta device may take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What was said on the command line; None for what was not."""
+
+    config: Path | None = None
+    module: str | None = None
+    params: str | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    ffn: int | None = None
+    vocab: int | None = None
+    gated: bool = False
+    experts: int | None = None
+    seq: int | None = None
+    batch: int | None = None
+    gpus: int | None = None
+    per_node: int | None = None
+    gpu: str | None = None
+    gpu_memory: str | None = None
+    network: str | None = None
+    precision: Precision = "bf16"
+    compiled: bool = False
+    beyond: bool = False
+
+
+def task(options: Options, spec: Spec | None) -> Task:
+    """The task that options and spec describe; options win.
+
+    Raises:
+        UsageError: something is missing, unknown or not above 0.
+    """
+    for name in (
+        "seq",
+        "batch",
+        "gpus",
+        "per_node",
+        "layers",
+        "hidden",
+        "heads",
+        "kv_heads",
+        "ffn",
+        "vocab",
+        "experts",
+    ):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, and is {value}")
+    train = spec.train if spec is not None else None
+    batch = options.batch or (train.global_batch if train is not None else None)
+    return Task(
+        model=_model(options, spec),
+        hardware=_hardware(options, spec),
+        global_batch=batch,
+        precision=options.precision,
+        compiled=options.compiled,
+        beyond=options.beyond,
+    )
+
+
+def _hardware(options: Options, spec: Spec | None) -> Hardware:
+    nodes = resolve_nodes(spec) if spec is not None else ()
+    slots = [node.slots for node in nodes]
+    known = [one for one in slots if isinstance(one, int)]
+    per_node = options.per_node or (max(known) if known else None)
+    if options.gpus is not None:
+        gpus = options.gpus
+        per_node = min(per_node or 8, gpus)
+    elif nodes:
+        per_node = per_node or 8  # `auto` is known on the nodes only
+        gpus = sum(one if isinstance(one, int) else per_node for one in slots)
+    else:
+        raise UsageError("how many GPUs are there?", hint="--gpus 16 --gpus-per-node 8, or a spec")
+    if gpus % per_node:
+        raise UsageError(f"{gpus} GPUs cannot be divided into nodes of {per_node}")
+    memory = gibibytes(options.gpu_memory) if options.gpu_memory else None
+    gpu = hardware.gpu(options.gpu or "H100", memory)
+    default = "ndr-8" if per_node >= 8 else "ethernet-100"
+    return Hardware(gpu=gpu, gpus=gpus, per_node=per_node, network=hardware.network(options.network or default))
+
+
+def _model(options: Options, spec: Spec | None) -> Model:
+    if options.config is not None:
+        return read_config(options.config, seq=options.seq)
+    if options.module is not None:
+        python = spec.cluster.python if spec is not None and spec.cluster.transport in ("local", "sandbox") else None
+        found = inspected(options.module, seq=options.seq or 1024, python=python or sys.executable)
+        return from_inspection(found, name=options.module)
+    if options.layers is not None and options.hidden is not None:
+        return transformer(
+            layers=options.layers,
+            hidden=options.hidden,
+            heads=options.heads,
+            kv_heads=options.kv_heads,
+            ffn=options.ffn,
+            vocab=options.vocab or 50257,
+            seq=options.seq or 2048,
+            gated=options.gated,
+            experts=options.experts or 1,
+            experts_used=min(2, options.experts or 1),
+            params=count(options.params) if options.params else None,
+            name=options.params or "model",
+        )
+    if options.params is not None:
+        return _usual(count(options.params), options)
+    train = spec.train if spec is not None else None
+    if train is not None and train.model:
+        return from_config(train.model, source="train.model", seq=options.seq, name=spec.job.name if spec else "")
+    raise UsageError(
+        "which model?", hint="--config config.json, --model module:factory, --params 7B, --layers and --hidden, or "
+        "train.model in the spec",
+    )  # fmt: skip
+
+
+def _usual(params: float, options: Options) -> Model:
+    """A model with so many parameters in the usual proportions: width 128 times the number of blocks, near enough."""
+    layers = options.layers or max(1, round((params / (12 * 128**2)) ** (1 / 3)))
+    hidden = options.hidden or max(128, round((params / (12 * layers)) ** 0.5 / 128) * 128)
+    vocab = options.vocab or min(50257, max(256, int(params / 4 / hidden)))
+    return transformer(
+        layers=layers, hidden=hidden, vocab=vocab, seq=options.seq or 2048, params=params, tied=True,
+        heads=options.heads, kv_heads=options.kv_heads, name=options.params or "model",
+    )  # fmt: skip
+
+
+def inspected(name: str, *, seq: int, python: str) -> dict[str, Any]:
+    """What `dtctl.advise.inspect` says about a model, in a process of the job's Python.
+
+    Raises:
+        UsageError: the model cannot be built, with what torch says about it.
+    """
+    root = str(Path(dtctl.__file__).resolve().parent.parent)
+    path = os.pathsep.join(one for one in (root, os.environ.get("PYTHONPATH")) if one)
+    argv = [python, "-m", "dtctl.advise.inspect", name, str(seq)]
+    try:
+        done = subprocess.run(
+            argv, capture_output=True, text=True, timeout=INSPECT_S, check=False, env={**os.environ, "PYTHONPATH": path}
+        )
+    except OSError as exc:
+        raise UsageError(
+            f"{python} cannot be run: {exc.strerror}", hint="cluster.python names the job's Python"
+        ) from exc
+    except subprocess.TimeoutExpired as exc:
+        raise UsageError(f"{name} is not built after {INSPECT_S:.0f} s") from exc
+    lines = done.stdout.strip().splitlines()
+    try:
+        found: dict[str, Any] = json.loads(lines[-1])
+    except (IndexError, ValueError):
+        last = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        raise UsageError(f"{name} cannot be looked at: {last}", hint=f"{python} needs torch") from None
+    if "error" in found:
+        raise UsageError(str(found["error"]))
+    return found

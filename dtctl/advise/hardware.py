@@ -1,0 +1,99 @@
+"""GPUs and networks, read from hardware.yaml, and the cluster that is made of them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from importlib import resources
+from typing import Any
+
+from dtctl.errors import UsageError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU; hardware.yaml says the units."""
+
+    name: str
+    memory: float
+    half: float
+    single: float
+    link: float
+    host: float
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """A cluster of equal nodes."""
+
+    gpu: Gpu
+    gpus: int
+    """In all nodes."""
+    per_node: int
+    network: float
+    """GB/s in one direction for each node."""
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return -(-self.gpus // self.per_node)
+
+    @property
+    def network_per_gpu(self) -> float:
+        """GB/s of the network that each GPU of a node has when all of them use it."""
+        return self.network / min(self.per_node, self.gpus)
+
+
+@functools.cache
+def _read() -> dict[str, dict[str, dict[str, Any]]]:
+    import yaml
+
+    text = resources.files("dtctl.advise").joinpath("hardware.yaml").read_text(encoding="utf-8")
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    entries: dict[str, dict[str, dict[str, Any]]] = yaml.load(text, Loader=loader)  # noqa: S506 - a safe loader
+    return entries
+
+
+def gpus() -> dict[str, Gpu]:
+    """All known GPUs by name."""
+    return {name: Gpu(name=name, **entry) for name, entry in _read()["gpus"].items()}
+
+
+def networks() -> dict[str, float]:
+    """All known networks: name -> GB/s of a node."""
+    return {name: float(entry["node"]) for name, entry in _read()["networks"].items()}
+
+
+def gpu(name: str, memory_gib: float | None = None) -> Gpu:
+    """A GPU by name, with another memory if that is given.
+
+    Raises:
+        UsageError: it is not known.
+    """
+    known = {one.casefold(): value for one, value in gpus().items()}
+    found = known.get(name.casefold().replace(" ", "-"))
+    if found is None:
+        raise UsageError(f"GPU {name} is not known", hint=f"there are {', '.join(gpus())}; or --gpu-memory and --peak")
+    return replace(found, memory=memory_gib) if memory_gib is not None else found
+
+
+def network(text: str) -> float:
+    """GB/s of a node's network, from a name or a number.
+
+    Raises:
+        UsageError: neither of the two, or not above 0.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        if text not in networks():
+            raise UsageError(
+                f"network {text} is not known", hint=f"there are {', '.join(networks())}; or GB/s of a node"
+            ) from None
+        return networks()[text]
+    if not 0 < value < float("inf"):
+        raise UsageError(f"a network has more than 0 GB/s, and not {text}")
+    return value

@@ -1,0 +1,128 @@
+"""Figures of a model of one's own: `python -m dtctl.advise.inspect MODULE:FACTORY [SEQ]`, under the job's Python.
+
+Builds the model on torch's meta device, where it needs no memory, runs its forward pass on tokens [1, SEQ], and prints
+one JSON object: what it has and what it would keep for the backward pass. The factory returns a model, or a model and
+the tuple of its inputs. An object with `error` says why it could not be done.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def load(name: str) -> Callable[[], Any]:
+    """The factory `module:name`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    module, colon, attribute = name.partition(":")
+    if not colon or not module or not attribute:
+        raise ValueError(f"{name} is not MODULE:FACTORY")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: Any = importlib.import_module(module)
+    except ImportError as exc:
+        raise ValueError(f"module {module} cannot be imported: {exc}") from exc
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"module {module} has no {attribute}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ValueError(f"{name} is not a function or class")
+    return found  # type: ignore[no-any-return]
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks: the ModuleList or Sequential with the most parameters that has more than one member."""
+    lists = [one for one in model.modules() if isinstance(one, nn.ModuleList | nn.Sequential) and len(one) > 1]
+    best = max(lists, key=lambda one: sum(p.numel() for p in one.parameters()), default=None)
+    return list(best) if best is not None else [model]
+
+
+def figures(built: Any, seq: int) -> dict[str, Any]:
+    """All figures of a model that is on the meta device.
+
+    Raises:
+        ValueError: it is no model, or its forward pass cannot be run.
+    """
+    model, inputs = built if isinstance(built, tuple) else (built, None)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"the factory returns {type(model).__name__}, and not a model")
+    found = blocks(model)
+    sizes = [sum(p.numel() for p in block.parameters()) for block in found]
+    tables = [one for one in model.modules() if isinstance(one, nn.Embedding)]
+    widths = [one.embedding_dim for one in tables]
+    heads = [one.num_heads for one in model.modules() if isinstance(one, nn.MultiheadAttention)]
+    if inputs is None:
+        inputs = (torch.zeros(1, seq, dtype=torch.int64, device="meta"),)
+    kept, output = _kept(model, inputs)
+    shape = tuple(output.shape) if isinstance(output, torch.Tensor) else ()
+    # An embedding whose weight is also the output's is multiplied with, not only looked up.
+    tied = any(one.num_embeddings == (shape[-1] if shape else -1) for one in tables) and not any(
+        isinstance(one, nn.Linear) and one.out_features == shape[-1] for one in model.modules()
+    )
+    looked_up = 0 if tied else sum(one.weight.numel() for one in tables)
+    vocab = shape[-1] if len(shape) == 3 and tables else 0
+    return {
+        "params": sum(p.numel() for p in model.parameters()),
+        "looked_up": looked_up,
+        "layers": len(found),
+        "block_params": max(sizes),
+        "hidden": widths[0] if widths else 1,
+        "heads": heads[0] if heads else None,
+        "vocab": vocab,
+        "seq": seq if vocab else 1,
+        "kept_bytes": kept,
+    }
+
+
+def _kept(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[int, Any]:
+    """Bytes that autograd keeps of a forward pass in fp32, each storage once, and what the pass returns."""
+    own = {one.untyped_storage()._cdata for one in model.parameters()}
+    seen: dict[int, Any] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            seen[storage._cdata] = storage  # held, so that no other takes its place
+        return tensor
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = model(*inputs)
+    except Exception as exc:
+        raise ValueError(
+            f"the forward pass cannot be run on the meta device: {type(exc).__name__}: {exc}; a factory that returns "
+            "(model, inputs) says what it takes"
+        ) from exc
+    return sum(storage.nbytes() for storage in seen.values()), output
+
+
+def main(argv: list[str]) -> int:
+    """Print the figures, or why there are none."""
+    try:
+        factory = load(argv[0])
+        try:
+            with torch.device("meta"):
+                built = factory()
+        except Exception as exc:
+            raise ValueError(f"the model cannot be built on the meta device: {type(exc).__name__}: {exc}") from exc
+        found = figures(built, int(argv[1]) if len(argv) > 1 else 1024)
+    except ValueError as exc:
+        print(json.dumps({"error": str(exc)}))  # noqa: T201 - this is the answer
+        return 1
+    print(json.dumps(found))  # noqa: T201
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

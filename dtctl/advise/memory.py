@@ -1,0 +1,190 @@
+"""Memory of a GPU by part, for one way to spread a training. Pure arithmetic; all results in bytes.
+
+Sources: ZeRO (https://arxiv.org/abs/1910.02054) for states; Korthikanti et al. (https://arxiv.org/abs/2205.05198) for
+activations; torch's FSDP2, DDP and autocast as dtctl.runtime uses them for what is temporary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dtctl.advise.hardware import GIB
+from dtctl.advise.model import Model
+
+Recompute = Literal["none", "selective", "full"]
+Precision = Literal["fp32", "bf16", "fp16"]
+
+CONTEXT = 0.7 * GIB
+"""CUDA's own, measured on NVIDIA GPUs (https://github.com/stas00/ml-engineering)."""
+EXCHANGE = 1.0 * GIB
+"""Buffers of NCCL."""
+FRAGMENTS = 0.08
+"""Share that torch's allocator reserves and cannot use."""
+BUDGET = 0.95
+"""Share of a GPU's memory that may be planned for; what is advertised is not all there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How a framework holds a model; the defaults are dtctl.runtime's."""
+
+    autocast: bool = True
+    """Weights stay fp32 and are cast for every product; the casts live until the backward pass. False: FSDP2's own
+    mixed precision, which gathers half precision."""
+    loss_parallel: bool = False
+    """Logits stay split over tensor parallel workers."""
+    sequence_parallel: bool = False
+    """What is between the matrices is split over tensor parallel workers too."""
+    kept_products: float = 1.0
+    """Share of matrix products that selective recomputation keeps."""
+    gradient_bytes: int = 4
+    """Bytes of a gradient's number."""
+
+
+RUNTIME = Recipe()
+TORCHTITAN = Recipe(autocast=False, loss_parallel=True, sequence_parallel=True, kept_products=0.5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """One way to spread a training. The product of the degrees is the number of GPUs; ep lies within dp and fsdp."""
+
+    dp: int = 1
+    fsdp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    zero1: bool = False
+    """Optimizer state is split over dp."""
+    recompute: Recompute = "none"
+    offload: bool = False
+    """Shards lie in the host's memory."""
+    micro_batch: int = 1
+    accumulate: int = 1
+    """Micro batches of a step."""
+    precision: Precision = "bf16"
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs."""
+        return self.dp * self.fsdp * self.tp * self.pp * self.cp
+
+    @property
+    def replicas(self) -> int:
+        """Workers with batches of their own."""
+        return self.dp * self.fsdp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes of the fullest GPU."""
+
+    states: float
+    """Parameters, gradients, optimizer."""
+    activations: float
+    logits: float
+    temporary: float
+    """Weights gathered or cast, gradients on their way."""
+    overhead: float
+    """The context of the device, buffers of exchange, fragments."""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.states + self.activations + self.logits + self.temporary + self.overhead
+
+    @property
+    def tensors(self) -> float:
+        """What tensors need, without overhead."""
+        return self.total - self.overhead
+
+
+def states(params: float, *, stage: Literal[0, 1, 2, 3], shards: int, gradient_bytes: int = 2) -> float:
+    """Bytes of weights, gradients and Adam's state under ZeRO, mixed precision: 2, 2 (or 4) and 12 for a parameter.
+
+    Args:
+        params: on a GPU, before they are shared.
+        stage: of ZeRO: 0 none, 1 optimizer, 2 gradients too, 3 weights too.
+        shards: GPUs that share.
+        gradient_bytes: 2 as in the paper; DeepSpeed's own estimators count 4.
+    """
+    parts = [(2.0, 3), (float(gradient_bytes), 2), (12.0, 1)]
+    return params * sum(size / (shards if stage >= first else 1) for size, first in parts)
+
+
+def memory(model: Model, layout: Layout, recipe: Recipe = RUNTIME) -> Memory:
+    """Memory of the fullest GPU."""
+    # The first stage has the embeddings, the last one the output: half of what is outside of blocks, with a pipeline.
+    root = model.root_params / layout.tp / (2 if layout.pp > 1 else 1)
+    blocks = -(-model.layers // layout.pp)
+    experts = model.expert_params / model.params if layout.ep > 1 else 0.0
+    held = root + blocks * model.block_params * (1 - experts + experts / layout.ep) / layout.tp
+    block = model.block_params / layout.tp
+    shared = layout.fsdp * layout.cp
+    sharded = shared > 1
+    own = held / shared
+    kept, working = _activations(model, layout, recipe, blocks)
+    logits = _logits(model, layout, recipe)
+    state = own * (4 + recipe.gradient_bytes) + own * 8 / (layout.dp if layout.zero1 else 1)
+    temporary = _temporary(layout, recipe, held=held, block=block, root=root, sharded=sharded)
+    if layout.offload:
+        state = 0.0
+        temporary += 2 * block * 4
+    dynamic = state + kept + max(logits, working) + temporary
+    exchange = EXCHANGE if layout.gpus > 1 else 0.0
+    return Memory(
+        states=state,
+        activations=kept + max(0.0, working - logits),
+        logits=logits,
+        temporary=temporary,
+        overhead=CONTEXT + exchange + FRAGMENTS * dynamic,
+    )
+
+
+def _activations(model: Model, layout: Layout, recipe: Recipe, blocks: int) -> tuple[float, float]:
+    """Bytes kept for the backward pass, and of the block at work, which needs all of its own."""
+    scale = 2.0 if layout.precision == "fp32" else 1.0
+    tokens = layout.micro_batch * model.seq / layout.cp
+    # Between the matrices (norms, what enters a block) nothing is split by tensor parallelism alone.
+    between = 4 * model.block_input if not recipe.sequence_parallel else 0.0
+    between = min(between, model.block_kept)
+    whole = between + (model.block_kept - between) / layout.tp
+    entering = model.block_input / (layout.tp if recipe.sequence_parallel else 1)
+    one = {
+        "none": whole,
+        "selective": entering + recipe.kept_products * model.block_products / layout.tp,
+        "full": entering,
+    }[layout.recompute]
+    # 1F1B: the first stage has as many micro batches under way as there are stages.
+    flying = min(layout.pp, layout.accumulate) if layout.pp > 1 else 1
+    kept = one * scale * tokens * blocks * flying
+    working = 0.0 if layout.recompute == "none" else whole * scale * tokens
+    return kept, working
+
+
+def _logits(model: Model, layout: Layout, recipe: Recipe) -> float:
+    """Bytes of the output over the vocabulary while the loss is computed.
+
+    In half precision once, in fp32 as the loss sees it and as log-softmax keeps it; split over workers, torch's loss
+    makes two more.
+    """
+    tokens = layout.micro_batch * model.seq / layout.cp
+    split = layout.tp if recipe.loss_parallel else 1
+    copies = 4.5 if recipe.loss_parallel and layout.tp > 1 else 3.0 if layout.precision == "fp32" else 2.5
+    return copies * 4 * tokens * model.vocab / split
+
+
+def _temporary(layout: Layout, recipe: Recipe, *, held: float, block: float, root: float, sharded: bool) -> float:
+    """Bytes of weights that are gathered or cast, and of gradients on their way."""
+    half = layout.precision != "fp32"
+    casts = 0.0
+    if half and recipe.autocast:
+        casts = 2 * (held if layout.recompute == "none" else root + block)
+    if not sharded:
+        return casts
+    if layout.pp > 1:  # weights stay gathered over all micro batches, and gradients are added up whole
+        return casts + held * (2 if half and not recipe.autocast else 4) + held * 4
+    gathered = (2 if half and not recipe.autocast else 4) * (2 * block + root)
+    return casts + gathered + recipe.gradient_bytes * (2 * block + root)

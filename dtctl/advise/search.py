@@ -1,0 +1,155 @@
+"""All ways to spread a training over a cluster that make sense, with their memory and speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from dtctl.advise.hardware import GIB, Hardware
+from dtctl.advise.memory import BUDGET, RUNTIME, Layout, Memory, Precision, Recipe, memory
+from dtctl.advise.model import Model
+from dtctl.advise.speed import Speed, speed
+
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+SIMPLER = 0.03
+"""A choice that is this much faster is worth an axis more, recomputation or offloading."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What is to be trained, and how."""
+
+    model: Model
+    hardware: Hardware
+    global_batch: int | None = None
+    """Samples of a step; None leaves it open, and 1 micro batch of each worker is taken."""
+    precision: Precision = "bf16"
+    compiled: bool = False
+    beyond: bool = False
+    """Whether axes are tried that dtctl.runtime does not have: cp and ep."""
+    recipe: Recipe = RUNTIME
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One way, with its price."""
+
+    layout: Layout
+    memory: Memory
+    speed: Speed
+    budget: float
+    """Bytes of a GPU that may be planned for."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest GPU has room for it."""
+        return self.memory.total <= self.budget
+
+    @property
+    def short(self) -> float:
+        """Bytes that are missing; 0 when it fits."""
+        return max(0.0, self.memory.total - self.budget)
+
+    @property
+    def strategy(self) -> str:
+        """Its name in a spec; `mesh` when only degrees say it."""
+        layout = self.layout
+        axes = [name for name in ("dp", "fsdp", "tp", "pp", "cp", "ep") if getattr(layout, name) > 1]
+        if not axes:
+            return "single"
+        if axes == ["dp"]:
+            return "zero1" if layout.zero1 else "ddp"
+        named = {("fsdp",): "fsdp", ("tp",): "tp", ("pp",): "pipeline", ("dp", "fsdp"): "hsdp"}
+        return named.get(tuple(axes), "mesh")
+
+    @property
+    def axes(self) -> int:
+        """How many things are to be understood: axes, recomputation, offloading."""
+        layout = self.layout
+        degrees = sum(int(getattr(layout, name) > 1) for name in ("dp", "fsdp", "tp", "pp", "cp", "ep"))
+        again = {"none": 0, "selective": 1, "full": 1}[layout.recompute]
+        return degrees + again + 2 * layout.offload + (layout.fsdp > 1) + layout.zero1 + 2 * (layout.pp > 1)
+
+
+def choices(task: Task) -> list[Choice]:
+    """Every way that can run, whether it fits or not."""
+    budget = task.hardware.gpu.memory * GIB * BUDGET
+    found = []
+    for layout in _layouts(task):
+        need = memory(task.model, layout, task.recipe)
+        cost = speed(task.model, layout, task.hardware, task.recipe, compiled=task.compiled)
+        found.append(Choice(layout=layout, memory=need, speed=cost, budget=budget))
+    return found
+
+
+def _layouts(task: Task) -> Iterator[Layout]:
+    """Meshes, then what can be chosen on each; micro batches only up to the first that does not fit."""
+    budget = task.hardware.gpu.memory * GIB * BUDGET
+    for mesh in _meshes(task):
+        for recompute in ("none", "selective", "full"):
+            for offload in (False, True) if mesh.fsdp > 1 and mesh.pp == 1 else (False,):
+                base = replace(mesh, recompute=recompute, offload=offload, precision=task.precision)
+                for layout in _batches(task, base):
+                    yield layout
+                    if memory(task.model, layout, task.recipe).total > budget:
+                        break
+
+
+def _batches(task: Task, base: Layout) -> Iterator[Layout]:
+    """The same mesh with all micro batches that divide the batch."""
+    for micro in MICRO_BATCHES:
+        if task.global_batch is None:
+            yield replace(base, micro_batch=micro, accumulate=4 * base.pp if base.pp > 1 else 1)
+            continue
+        step = micro * base.replicas
+        if step <= task.global_batch and task.global_batch % step == 0:
+            yield replace(base, micro_batch=micro, accumulate=task.global_batch // step)
+
+
+def _meshes(task: Task) -> Iterator[Layout]:
+    """All products of degrees that give the number of GPUs and suit the model."""
+    model, hardware = task.model, task.hardware
+    for tp in _divisors(min(hardware.gpus, hardware.per_node)):
+        if hardware.gpus % tp or model.heads % tp or model.kv_heads % tp:
+            continue
+        for pp in _divisors(hardware.gpus // tp):
+            if pp > model.layers:
+                continue
+            for cp in _divisors(hardware.gpus // tp // pp) if task.beyond else (1,):
+                if model.seq % (2 * cp) and cp > 1:
+                    continue
+                rest = hardware.gpus // tp // pp // cp
+                for fsdp in _divisors(rest):
+                    layout = Layout(dp=rest // fsdp, fsdp=fsdp, tp=tp, pp=pp, cp=cp)
+                    yield layout
+                    if layout.dp > 1 and layout.gpus == layout.dp:
+                        yield replace(layout, zero1=True)
+                    if task.beyond and model.expert_params and fsdp > 1:
+                        yield replace(layout, ep=min(fsdp, hardware.per_node))
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+def ranked(found: list[Choice]) -> list[Choice]:
+    """The best first: what fits before what does not; then fast, or of those about as fast the simplest; then near."""
+    fitting = [one for one in found if one.fits]
+    rest = sorted((one for one in found if not one.fits), key=lambda one: (one.short, one.axes))
+    if not fitting:
+        return rest
+    fitting.sort(key=lambda one: (-one.speed.tokens_per_s_per_gpu, one.axes))
+    fastest = fitting[0].speed.tokens_per_s_per_gpu
+    near = [one for one in fitting if one.speed.tokens_per_s_per_gpu >= fastest * (1 - SIMPLER)]
+    best = min(near, key=lambda one: (one.axes, -one.speed.tokens_per_s_per_gpu, one.memory.total))
+    return [best, *(one for one in fitting if one is not best), *rest]
+
+
+def families(found: list[Choice]) -> list[Choice]:
+    """Of ranked choices the best of each strategy and mesh shape, the best first."""
+    seen: dict[tuple[object, ...], Choice] = {}
+    for one in found:
+        layout = one.layout
+        shape = tuple(getattr(layout, name) > 1 for name in ("dp", "fsdp", "tp", "pp", "cp", "ep"))
+        seen.setdefault((shape, layout.zero1), one)
+    return list(seen.values())

@@ -1,0 +1,42 @@
+"""Numbers as people write them: `7B`, `80GiB`."""
+
+from __future__ import annotations
+
+import re
+
+from dtctl.errors import UsageError
+
+_COUNT = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+_SIZE = {"": 2**30, "gib": 2**30, "gb": 1e9, "mib": 2**20, "mb": 1e6, "tib": 2**40, "g": 2**30}
+
+
+def count(text: str) -> float:
+    """A number of things: `7B`, `125M`, `7e9`.
+
+    Raises:
+        UsageError: it is none, or not above 0.
+    """
+    return _number(text, _COUNT, "a number such as 7B, 125M or 7e9")
+
+
+def gibibytes(text: str) -> float:
+    """A size in GiB: `80`, `80GiB`, `80GB`.
+
+    Raises:
+        UsageError: it is none, or not above 0.
+    """
+    return _number(text, _SIZE, "a size such as 80GiB") / 2**30
+
+
+def _number(text: str, units: dict[str, float], wanted: str) -> float:
+    found = re.fullmatch(r"\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = units.get(found[2].lower()) if found else None
+    try:
+        value = float(found[1]) if found else 0.0
+    except ValueError:
+        unit = None
+    if unit is None:
+        raise UsageError(f"{text} is not {wanted}")
+    if not 0 < value < float("inf"):
+        raise UsageError(f"{text} must be above 0")
+    return value * unit

@@ -1,0 +1,79 @@
+"""Putting settings into the `train:` section of a spec, and leaving everything else as it was written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dtctl.errors import UsageError
+from dtctl.spec.load import parse_spec
+
+_SECTION = re.compile(r"train:\s*(?:#.*)?\Z")
+
+
+def with_settings(text: str, settings: Mapping[str, Any]) -> str:
+    """A spec's text with keys of its `train:` section set; comments and other keys stay.
+
+    Raises:
+        UsageError: the section is written in one line, which cannot be changed without losing how it was written.
+    """
+    lines = text.split("\n")
+    at = next((number for number, line in enumerate(lines) if line.startswith("train:")), None)
+    wanted = {key: f"{key}: {_value(value)}" for key, value in settings.items()}
+    if at is None:
+        above = text if not text or text.endswith("\n") else f"{text}\n"
+        return above + "\n".join(["train:", *(f"  {one}" for one in wanted.values())]) + "\n"
+    if not _SECTION.match(lines[at].rstrip()):
+        raise UsageError(
+            "the train section stands in one line", hint="write its keys below each other; these are to be set: "
+            + ", ".join(wanted.values()),
+        )  # fmt: skip
+    end = at + 1
+    while end < len(lines) and (not lines[end].strip() or lines[end][0] in " \t#"):
+        end += 1
+    body = lines[at + 1 : end]
+    written = (line for line in body if line.strip() and not line.lstrip().startswith("#"))
+    indent = next((line[: len(line) - len(line.lstrip())] for line in written), "  ")
+    kept, dropping = [], False
+    for line in body:
+        found = re.match(rf"{indent}([A-Za-z_0-9]+):", line)
+        if found:
+            dropping = found[1] in wanted
+            if dropping:
+                comment = re.search(r"\s+#.*\Z", line)
+                kept.append(indent + wanted.pop(found[1]) + (comment[0] if comment else ""))
+        if not found and not (dropping and line.strip() and len(line) - len(line.lstrip()) > len(indent)):
+            dropping = False
+        if not dropping:
+            kept.append(line)
+    new = [indent + one for one in wanted.values()]
+    return "\n".join([*lines[: at + 1], *new, *kept, *lines[end:]])
+
+
+def _value(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_value(one)}" for key, one in value.items()) + "}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def write(path: Path, settings: Mapping[str, Any]) -> None:
+    """Change a spec in place; it is replaced whole, and only by one that is right.
+
+    Raises:
+        UsageError: as `with_settings`.
+        SpecError: the spec cannot be read, or would not be right afterwards.
+    """
+    text = path.read_text(encoding="utf-8")
+    changed = with_settings(text, settings)
+    parse_spec(changed, source=str(path), base_dir=path.resolve().parent)
+    temporary = path.with_name(f".{path.name}.dtctl-{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(changed)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.chmod(path.stat().st_mode & 0o777)
+    temporary.replace(path)

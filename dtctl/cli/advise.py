@@ -1,0 +1,159 @@
+"""`dtctl advise`: how to spread a training, from its memory and its speed."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dtctl import names
+from dtctl.cli import output
+from dtctl.errors import PlanError, UsageError
+
+if TYPE_CHECKING:
+    from dtctl.advise.advice import Advice
+    from dtctl.advise.search import Choice, Task
+    from dtctl.spec.model import Spec
+
+SHOWN = 7
+"""Choices of the table beside the best one."""
+
+
+class PrecisionName(str, Enum):
+    """Number formats."""
+
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
+
+
+def advise(
+    spec: Annotated[Path | None, typer.Argument(help="The spec. Default: ./dtctl.yaml, if it is there.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="A config.json as Hugging Face has it.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="MODULE:FACTORY", help="A model of your own, built on meta.")
+    ] = None,
+    params: Annotated[str | None, typer.Option("--params", help="Parameters: 7B.")] = None,
+    layers: Annotated[int | None, typer.Option("--layers", help="Blocks.")] = None,
+    hidden: Annotated[int | None, typer.Option("--hidden", help="Width.")] = None,
+    heads: Annotated[int | None, typer.Option("--heads", help="Attention heads.")] = None,
+    kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="Heads of keys and values.")] = None,
+    ffn: Annotated[int | None, typer.Option("--ffn", help="Inner width of the feed-forward network.")] = None,
+    gated: Annotated[bool, typer.Option("--gated", help="The feed-forward network has a gate (SwiGLU).")] = False,
+    vocab: Annotated[int | None, typer.Option("--vocab", help="Size of the vocabulary.")] = None,
+    experts: Annotated[int | None, typer.Option("--experts", help="Experts of a block, two of them used.")] = None,
+    seq: Annotated[int | None, typer.Option("--seq", help="Tokens of a sample.")] = None,
+    batch: Annotated[int | None, typer.Option("--batch", help="Samples of a step, over all GPUs.")] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", help="GPUs of all nodes.")] = None,
+    per_node: Annotated[int | None, typer.Option("--gpus-per-node", help="GPUs of a node.")] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", help="H100, A100, ...")] = None,
+    gpu_memory: Annotated[str | None, typer.Option("--gpu-memory", help="80GiB; the GPU's own otherwise.")] = None,
+    network: Annotated[
+        str | None, typer.Option("--network", help="Between nodes: ethernet-100, ndr-8, ... or GB/s of a node.")
+    ] = None,
+    precision: Annotated[PrecisionName, typer.Option("--precision", help="Number format.")] = PrecisionName.bf16,
+    compiled: Annotated[bool, typer.Option("--compile", help="Blocks are compiled.")] = False,
+    beyond: Annotated[
+        bool, typer.Option("--beyond", help="Try context and expert parallelism too, which dtctl.runtime has not.")
+    ] = False,
+    write: Annotated[bool, typer.Option("--write", help="Put the recommendation into the spec.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
+) -> int:
+    """Say how to spread a training over GPUs: memory by part, speed, the best choice and why, and what does not fit."""
+    from dtctl.advise.advice import advise as advised
+    from dtctl.advise.advice import as_json
+    from dtctl.advise.gather import Options, task
+
+    path = spec or Path(names.SPEC_FILE)
+    loaded = _loaded(path, asked=spec is not None or write)
+    wanted = task(
+        Options(
+            config=config, module=model, params=params, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads,
+            ffn=ffn, gated=gated, vocab=vocab, experts=experts, seq=seq, batch=batch, gpus=gpus, per_node=per_node,
+            gpu=gpu, gpu_memory=gpu_memory, network=network, precision=precision.value, compiled=compiled,
+            beyond=beyond,
+        ),
+        loaded,
+    )  # fmt: skip
+    found = advised(wanted)
+    if json_:
+        output.emit_json(
+            {
+                "recommendation": as_json(found.best, found.reasons),
+                "alternatives": [as_json(one) for one in found.others],
+                "tried": found.tried,
+            }
+        )
+    else:
+        _show(wanted, found)
+    if write and found.best.fits:
+        _write(path, wanted, found)
+    return 0 if found.best.fits else PlanError.exit_code
+
+
+def _loaded(path: Path, *, asked: bool) -> Spec | None:
+    if not asked and not path.is_file():
+        return None
+    from dtctl.spec.load import load_spec
+
+    return load_spec(path)
+
+
+def _write(path: Path, task: Task, found: Advice) -> None:
+    from dtctl.advise.advice import settings
+    from dtctl.advise.write import write
+
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder", hint="name the spec itself")
+    changed = settings(task, found.best)
+    write(path, changed)
+    output.err(f"{path}: train: {', '.join(f'{key} {value}' for key, value in changed.items())}")
+
+
+def _show(task: Task, found: Advice) -> None:
+    from dtctl.advise.advice import described
+
+    model, hardware = task.model, task.hardware
+    output.out(
+        f"{model.name}: {model.params / 1e9:.3g}B parameters, {model.layers} blocks, {model.seq} tokens a sample; "
+        f"{hardware.gpus} x {hardware.gpu.name} with {hardware.gpu.memory:g} GiB, {hardware.nodes} nodes"
+    )
+    verdict = "use" if found.best.fits else "nearest"
+    output.out(f"{verdict} {found.best.strategy}: {described(found.best)}", "bold")
+    for reason in found.reasons:
+        output.out(f"  {reason}")
+    output.out("")
+    shown = [found.best, *found.others[:SHOWN]]
+    output.table(
+        [_row(one) for one in shown],
+        header=["", "GiB", "states", "activ.", "logits", "temp.", "over", "tok/s/GPU", "memory"],
+    )
+    output.out("memory: S states, A activations, L logits, T temporary, O overhead; | is what can be used", "dim")
+
+
+def _row(choice: Choice) -> list[str]:
+    from dtctl.advise.advice import described
+    from dtctl.advise.hardware import GIB
+
+    memory = choice.memory
+    parts = (memory.states, memory.activations, memory.logits, memory.temporary, memory.overhead)
+    told = described(choice) if choice.fits else f"{described(choice)} (lacks {choice.short / GIB:.1f})"
+    figures = [f"{part / GIB:.1f}" for part in parts]
+    return [told, f"{memory.total / GIB:.1f}", *figures, f"{choice.speed.tokens_per_s_per_gpu:.0f}", bar(choice)]
+
+
+def bar(choice: Choice, width: int = 30) -> str:
+    """Memory as a bar: a letter for each part, up to the mark what can be used."""
+    memory = choice.memory
+    scale = width / choice.budget
+    parts = {
+        "S": memory.states,
+        "A": memory.activations,
+        "L": memory.logits,
+        "T": memory.temporary,
+        "O": memory.overhead,
+    }
+    drawn = "".join(letter * round(size * scale) for letter, size in parts.items())
+    return f"{drawn[:width]:<{width}}|{drawn[width : width + 12]}{'>' if len(drawn) > width + 12 else ''}"

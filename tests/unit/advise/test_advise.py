@@ -1,0 +1,251 @@
+"""Advice: what fits and what does not, the search, where figures come from, and what is written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dtctl.advise.advice import advise, as_json, settings
+from dtctl.advise.gather import Options, inspected, task
+from dtctl.advise.hardware import GIB, Hardware, gpu, gpus, networks
+from dtctl.advise.memory import Layout, memory
+from dtctl.advise.model import Model, from_config, read_config, transformer
+from dtctl.advise.search import Task, choices
+from dtctl.advise.write import with_settings, write
+from dtctl.errors import UsageError
+
+SMALL = transformer(layers=12, hidden=768, vocab=50257, seq=1024, tied=True, name="GPT-2")
+BIG = transformer(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256, seq=8192, gated=True)
+
+
+def cluster(count: int, *, kind: str = "H100", per_node: int = 8) -> Hardware:
+    return Hardware(gpu=gpu(kind), gpus=count, per_node=min(per_node, count), network=400)
+
+
+def plain(params: float) -> Model:
+    return transformer(layers=40, hidden=5120, vocab=32000, seq=2048, params=params)
+
+
+def test_a_search_over_1024_gpus_takes_less_than_2_seconds() -> None:
+    begun = time.process_time()
+    found = advise(Task(model=BIG, hardware=cluster(1024), global_batch=2048, beyond=True))
+    assert time.process_time() - begun < 2
+    assert found.best.fits
+
+
+def test_every_layout_uses_all_gpus_and_the_whole_batch() -> None:
+    for one in choices(Task(model=BIG, hardware=cluster(64), global_batch=256, beyond=True)):
+        layout = one.layout
+        assert layout.gpus == 64
+        assert layout.micro_batch * layout.accumulate * layout.replicas == 256
+        assert BIG.kv_heads % layout.tp == 0
+
+
+def test_a_small_model_needs_nothing_but_ddp() -> None:
+    best = advise(Task(model=SMALL, hardware=cluster(8))).best
+    assert (best.strategy, best.layout.recompute) == ("ddp", "none")
+
+
+def test_one_gpu_is_single() -> None:
+    assert advise(Task(model=SMALL, hardware=cluster(1))).best.strategy == "single"
+
+
+@pytest.mark.parametrize(("params", "count"), [(13e9, 4), (70e9, 8)])
+def test_known_lies_of_tables_by_size_do_not_fit_without_sharding_or_offloading(params: float, count: int) -> None:
+    """A guide gives ZeRO-2 on 4 GPUs for 13B and ZeRO-3 on 8 for 70B: states alone are 71.5 and 140 GB."""
+    for one in choices(Task(model=plain(params), hardware=cluster(count, kind="A100"))):
+        layout = one.layout
+        if layout.dp * layout.fsdp == count and not layout.offload and (layout.zero1 or params > 60e9):
+            assert not one.fits
+            assert one.short > 0
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_it_is() -> None:
+    found = advise(Task(model=plain(70e9), hardware=cluster(1)))
+    assert not found.best.fits
+    assert "nothing fits" in found.reasons[0]
+    assert f"{found.best.short / GIB:.1f} too many" in found.reasons[0]
+    assert "states" in found.reasons[1]
+
+
+def test_sharing_and_recomputing_only_ever_save_memory() -> None:
+    def total(**how: object) -> float:
+        return memory(BIG, Layout(**how)).tensors  # type: ignore[arg-type]
+
+    assert total(fsdp=8) > total(fsdp=16) > total(fsdp=64)
+    assert total(recompute="none") > total(recompute="selective") > total(recompute="full")
+    assert total(dp=8) > total(dp=8, zero1=True)
+    assert total(tp=2) > total(tp=8)
+    assert total(fsdp=8) > total(fsdp=8, offload=True)
+    assert total(micro_batch=2) > total(micro_batch=1)
+
+
+def test_the_json_has_the_keys_of_the_contract() -> None:
+    found = advise(Task(model=SMALL, hardware=cluster(8)))
+    shown = as_json(found.best, found.reasons)
+    assert {"strategy", "mesh", "micro_batch", "memory_gib", "fits", "tokens_per_s_per_gpu", "reasons"} <= set(shown)
+    assert {"total", "states", "activations", "overhead"} <= set(shown["memory_gib"])
+    assert {"dp", "fsdp", "tp", "pp"} <= set(shown["mesh"])
+    parts = sum(value for name, value in shown["memory_gib"].items() if name != "total")
+    assert parts == pytest.approx(shown["memory_gib"]["total"], abs=0.01)
+
+
+def test_hardware_has_sources_and_the_runtimes_peaks() -> None:
+    from dtctl.runtime.hardware import peak_flops
+
+    for one in gpus().values():
+        assert one.source.startswith("https://"), one.name
+        known = peak_flops(one.name.replace("-", " "), "bf16")
+        if known is not None:
+            assert one.half * 1e12 == pytest.approx(known), one.name
+    assert min(networks().values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"params": "7B"}, "how many GPUs"),
+        ({"gpus": 8}, "which model"),
+        ({"gpus": 0, "params": "7B"}, "--gpus must be at least 1"),
+        ({"gpus": 8, "params": "-7B"}, "must be above 0"),
+        ({"gpus": 8, "params": "many"}, "not a number such as"),
+        ({"gpus": 8, "params": "7B", "gpu": "H1000"}, "GPU H1000 is not known"),
+        ({"gpus": 8, "params": "7B", "gpu_memory": "0GiB"}, "must be above 0"),
+        ({"gpus": 8, "params": "7B", "network": "string"}, "network string is not known"),
+        ({"gpus": 8, "params": "7B", "network": "-1"}, "more than 0 GB/s"),
+        ({"gpus": 12, "per_node": 8, "params": "7B"}, "cannot be divided into nodes"),
+        ({"gpus": 8, "layers": 4, "hidden": 100, "heads": 7}, "cannot be divided by 7 heads"),
+        ({"gpus": 8, "layers": 4, "hidden": 4096, "params": "1M"}, "fewer than"),
+        ({"gpus": 8, "layers": -4, "hidden": 64}, "--layers must be at least 1"),
+        ({"gpus": 8, "config": Path("nothing.json")}, "cannot be read"),
+    ],
+)
+def test_bad_input_is_told(options: dict[str, object], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        task(Options(**options), None)  # type: ignore[arg-type]
+
+
+def test_a_batch_that_cannot_be_divided_is_told() -> None:
+    with pytest.raises(UsageError, match="cannot be divided over 64"):
+        advise(Task(model=SMALL, hardware=cluster(64), global_batch=1))
+
+
+def test_a_config_of_hugging_face(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps(
+            {
+                "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+                "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "hidden_act": "silu",
+                "max_position_embeddings": 131072, "tie_word_embeddings": False,
+            }
+        )
+    )  # fmt: skip
+    model = read_config(path, seq=None)
+    assert model.params == pytest.approx(8.03e9, rel=1e-3)
+    assert model.seq == 8192
+    gpt2 = from_config({"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257}, source="x", seq=1024)
+    assert gpt2.params == pytest.approx(124e6, rel=0.01)
+    for text, wanted in (("{", "is not JSON"), ("[]", "holds no object"), ('{"n_layer": 3}', "hidden cannot be found")):
+        path.write_text(text)
+        with pytest.raises(UsageError, match=wanted):
+            read_config(path, seq=None)
+
+
+@pytest.mark.torch
+def test_a_module_is_built_on_meta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.table = nn.Embedding(1000, 64)\n"
+        "        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(),\n"
+        "            nn.Linear(256, 64)) for _ in range(6))\n        self.head = nn.Linear(64, 1000, bias=False)\n"
+        "    def forward(self, x):\n        x = self.table(x)\n        for block in self.blocks:\n"
+        "            x = x + block(x)\n        return self.head(x)\n"
+        "def broken():\n    raise RuntimeError('no such weights')\n"
+        "def number():\n    return 3\n"
+        "def odd():\n    return nn.Conv2d(3, 4, 5)\n"
+        "def told():\n    return nn.Conv2d(3, 4, 5), (torch.zeros(1, 3, 8, 8, device='meta'),)\n"
+    )
+    found = inspected("mine:Net", seq=128, python=sys.executable)
+    block = 64 * 2 + 64 * 256 + 256 + 256 * 64 + 64
+    assert (found["params"], found["layers"], found["block_params"]) == (2 * 64_000 + 6 * block, 6, block)
+    assert (found["vocab"], found["seq"], found["looked_up"]) == (1000, 128, 64_000)
+    # For each block, fp32: input and output of the norm (64 each), 256 before and after GELU, statistics.
+    assert found["kept_bytes"] / 6 / 128 / 4 == pytest.approx(64 * 2 + 256 * 2 + 2, rel=0.1)
+    assert inspected("mine:told", seq=8, python=sys.executable)["params"] == 4 * 3 * 25 + 4
+    for name, text in (
+        ("mine:broken", "cannot be built on the meta device: RuntimeError: no such weights"),
+        ("mine:number", "returns int, and not a model"),
+        ("mine:odd", "forward pass cannot be run"),
+        ("mine:nothing", "has no nothing"),
+        ("nowhere:x", "cannot be imported"),
+        ("mine", "is not MODULE:FACTORY"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            inspected(name, seq=8, python=sys.executable)
+    with pytest.raises(UsageError, match="cannot be run"):
+        inspected("mine:Net", seq=8, python=str(tmp_path / "no-python"))
+
+
+SPEC = """\
+# my job
+cluster: {transport: local, slots: 2}
+job:
+  script: train.py
+train:                 # how
+  strategy: ddp        # for now
+  lr: 1.0e-3
+  fsdp:
+    reshard_after_forward: true
+  model: {layers: 4}
+# the end
+"""
+
+
+def test_writing_keeps_everything_else_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "dtctl.yaml"
+    path.write_text(SPEC)
+    write(path, {"strategy": {"dp": 2, "tp": 2}, "fsdp": {"cpu_offload": True}, "micro_batch": 4})
+    wanted = SPEC.replace("  strategy: ddp        # for now\n", "  strategy: {dp: 2, tp: 2}        # for now\n")
+    wanted = wanted.replace("  fsdp:\n    reshard_after_forward: true\n", "  fsdp: {cpu_offload: true}\n")
+    wanted = wanted.replace("# how\n", "# how\n  micro_batch: 4\n")
+    assert path.read_text() == wanted
+    assert [one.name for one in tmp_path.iterdir()] == ["dtctl.yaml"]
+
+
+def test_writing_adds_a_section_and_leaves_one_in_one_line_alone() -> None:
+    assert with_settings("job: {script: t.py}", {"strategy": "ddp"}) == "job: {script: t.py}\ntrain:\n  strategy: ddp\n"
+    with pytest.raises(UsageError, match="stands in one line"):
+        with_settings("train: {lr: 1.0}\n", {"strategy": "ddp"})
+
+
+def test_what_the_runtime_has_no_axis_for_is_not_written() -> None:
+    asked = Task(model=BIG, hardware=cluster(64), beyond=True)
+    with_cp = next(one for one in choices(asked) if one.layout.cp > 1)
+    with pytest.raises(UsageError, match="neither cp nor ep"):
+        settings(asked, with_cp)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "dtctl", "advise", *arguments]
+        return subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    done = run("--params", "7B", "--gpus", "16", "--gpu", "A100", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["recommendation"]["fits"] is True
+    done = run("--params", "70B", "--gpus", "1")
+    assert done.returncode == 4
+    assert "nothing fits" in done.stdout
+    assert run("--params", "7B").returncode == 2
+    (tmp_path / "dtctl.yaml").write_text(SPEC.replace("{layers: 4}", "{layers: 4, embed: 128, heads: 4, context: 128}"))
+    done = run("--write")
+    assert done.returncode == 0, done.stderr
+    assert "precision: bf16" in (tmp_path / "dtctl.yaml").read_text()

@@ -1,0 +1,107 @@
+"""Memory and speed beside published figures.
+
+torchtitan's: https://github.com/pytorch/torchtitan/blob/b5bcd76c/benchmarks/llama3_h100_202412_torchtitan.md (tables
+1 to 4) and asyncTP_llama3_h100_2025-06_torchtitan.md beside it; memory is what torch reserves, without the context and
+NCCL. ZeRO's table is table 1 of https://arxiv.org/abs/1910.02054. DeepSpeed's estimate is that of its documentation:
+https://deepspeed.readthedocs.io/en/latest/memory.html.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dtctl.advise.hardware import GIB, Hardware, gpu
+from dtctl.advise.memory import CONTEXT, EXCHANGE, TORCHTITAN, Layout, memory, states
+from dtctl.advise.model import transformer
+from dtctl.advise.speed import speed
+
+LLAMA_8B = transformer(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, seq=8192, gated=True)
+LLAMA_70B = transformer(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256, seq=8192, gated=True)
+SAC_8 = Layout(fsdp=8, micro_batch=2, recompute="selective")
+SAC_128 = Layout(fsdp=128, micro_batch=2, recompute="selective")
+TWO_D = Layout(fsdp=32, tp=8, micro_batch=16, recompute="full")
+SMALL_TP = Layout(fsdp=8, tp=8, micro_batch=12, recompute="selective")
+
+# name, model, layout, compiled, fp8, GiB, tokens per second and GPU
+CASES = [
+    ("H1, table 1", LLAMA_8B, SAC_8, False, False, 82.4, 5762),
+    ("H1, compiled", LLAMA_8B, SAC_8, True, False, 77.0, 6667),
+    ("H1, fp8", LLAMA_8B, SAC_8, True, True, 76.8, 8532),
+    ("table 3", LLAMA_8B, SAC_128, False, False, 67.0, 5605),
+    ("table 3, compiled", LLAMA_8B, SAC_128, True, False, 62.0, 6514),
+    ("table 3, fp8", LLAMA_8B, SAC_128, True, True, 61.8, 8380),
+    ("H4, table 4", LLAMA_70B, TWO_D, True, True, 71.9, 829),
+    ("async TP's baseline, bf16", LLAMA_70B, TWO_D, True, False, None, 597.3),
+    ("async TP's baseline, fp8", LLAMA_70B, TWO_D, True, True, None, 809.8),
+    ("async TP's baseline, 8B, bf16", LLAMA_8B, SMALL_TP, True, False, None, 4378),
+    ("async TP's baseline, 8B, fp8", LLAMA_8B, SMALL_TP, True, True, None, 5078.1),
+    ("table 2, cp 1", replace(LLAMA_8B, seq=32768), Layout(fsdp=8, recompute="full"), True, True, 83.9, 3890),
+    ("table 2, cp 2", replace(LLAMA_8B, seq=65536), Layout(fsdp=4, cp=2, recompute="full"), True, True, 84.2, 2540),
+    ("table 2, cp 4", replace(LLAMA_8B, seq=131072), Layout(fsdp=2, cp=4, recompute="full"), True, True, 84.0, 1071),
+    ("table 2, cp 8", replace(LLAMA_8B, seq=262144), Layout(cp=8, recompute="full"), True, True, 84.5, 548),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "layout", "compiled", "fp8", "gib", "tokens"), CASES, ids=lambda v: str(v)[:30]
+)
+def test_torchtitan(name, model, layout, compiled, fp8, gib, tokens) -> None:
+    if gib is not None:
+        reserved = (memory(model, layout, TORCHTITAN).total - CONTEXT - EXCHANGE) / GIB
+        assert reserved == pytest.approx(gib, rel=0.15), name
+    hardware = Hardware(gpu=gpu("H100-96"), gpus=layout.gpus, per_node=8, network=400)
+    found = speed(model, layout, hardware, TORCHTITAN, compiled=compiled, fp8=fp8)
+    assert found.tokens_per_s_per_gpu == pytest.approx(tokens, rel=0.30), name
+
+
+def test_the_models_have_the_parameters_that_are_published() -> None:
+    assert LLAMA_8B.params == pytest.approx(8.03e9, rel=1e-3)
+    assert LLAMA_70B.params == pytest.approx(70.55e9, rel=1e-3)
+
+
+# Parameters -> shards -> GB with stages 1, 2, 3, as printed there.
+ZERO = {
+    7.5e9: {
+        1: ("120", "120", "120"),
+        4: ("52.5", "41.3", "30.0"),
+        16: ("35.6", "21.6", "7.5"),
+        64: ("31.4", "16.6", "1.88"),
+        256: ("30.4", "15.4", "0.47"),
+        1024: ("30.1", "15.1", "0.12"),
+    },
+    128e9: {
+        1: ("2048", "2048", "2048"),
+        4: ("896", "704", "512"),
+        16: ("608", "368", "128"),
+        64: ("536", "284", "32"),
+        256: ("518", "263", "8"),
+        1024: ("513", "257", "2"),
+    },
+    1e12: {
+        1: ("16000", "16000", "16000"),
+        4: ("7000", "5500", "4000"),
+        16: ("4750", "2875", "1000"),
+        64: ("4187", "2218", "250"),
+        256: ("4046", "2054", "62.5"),
+        1024: ("4011", "2013", "15.6"),
+    },
+}
+
+
+@pytest.mark.parametrize("params", ZERO)
+def test_zeros_table(params: float) -> None:
+    """H13: all 54 cells to the digits that are printed; the paper cuts some last digits off instead of rounding."""
+    for shards, row in ZERO[params].items():
+        for stage, printed in zip((1, 2, 3), row, strict=True):
+            gigabytes = states(params, stage=stage, shards=shards) / 1e9  # type: ignore[arg-type]
+            last = 10.0 ** -len(printed.partition(".")[2])
+            assert abs(gigabytes - float(printed)) < last, (params, shards, stage)
+
+
+@pytest.mark.parametrize(("gpus", "gib"), [(1, 47.91), (8, 6.10)])
+def test_deepspeeds_estimate_of_t5_3b(gpus: int, gib: float) -> None:
+    """H14: 2851M parameters, 32M in the largest layer; DeepSpeed counts gradients in fp32 and one layer gathered."""
+    estimate = states(2851e6, stage=3, shards=gpus, gradient_bytes=4) + 4 * 32e6
+    assert estimate / GIB == pytest.approx(gib, rel=0.005)
