@@ -31,7 +31,8 @@ def test_the_commands() -> None:
     from dtctl.cli.app import app
 
     assert {command.name for command in app.registered_commands if not command.hidden} == {
-        "init", "validate", "launch", "runs", "status", "logs", "watch", "stop", "doctor", "bench", "lint", "sbatch", "advise",
+        "init", "validate", "launch", "runs", "status", "logs", "watch", "stop", "doctor", "bench", "lint",
+        "sbatch", "advise",
     }  # fmt: skip
     assert {group.name for group in app.registered_groups} == {"sandbox", "snapshot", "nccl"}
 
