@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 # Torch workers share few cores here; more threads than cores only make them wait for each other.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test check unit integration bench clean
+.PHONY: help demo test check unit integration soak bench clean
 .DEFAULT_GOAL := help
 
 help:  ## Show what there is to make.
@@ -35,6 +35,9 @@ check: $(BIN)/.ready  ## Style, types, layers, documentation.
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+soak: $(BIN)/.ready  ## Kill trainings at random for an hour; each must end with the bits of one left alone.
+	$(BIN)/python -m tests.fault.soak
 
 bench: $(BIN)/.ready  ## Launch latency and push beside other launchers; takes some minutes on an idle machine.
 	$(BIN)/python benchmarks/launch.py
