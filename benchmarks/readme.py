@@ -75,7 +75,51 @@ def equality() -> str:
     return "\n".join(told)
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"figures": launch, "equality": equality}
+def newest_with(name: str, part: str) -> dict[str, Any] | None:
+    """The newest kept result of a benchmark that has a part; parts may be measured apart, where a machine is shared."""
+    for path in sorted((ROOT / "benchmarks" / "results").glob(f"{name}-*.json"), reverse=True):
+        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if part in kept:
+            return kept | {"file": path.relative_to(ROOT).as_posix()}
+    return None
+
+
+def loop() -> str:
+    """What the training loop costs, as far as it was measured."""
+    told = []
+    if tiny := newest_with("loop", "tiny"):
+        versions = tiny["versions"]
+        told += [
+            f"A step of a tiny model (8-32-1, 4 samples) beside a loop written by hand, which takes "
+            f"{tiny['tiny']['bare']['us']:.0f} us; fresh processes in turn, torch {versions['torch']}, Lightning "
+            f"{versions.get('lightning')}, accelerate {versions.get('accelerate')}, one thread "
+            f"([{tiny['file']}]({tiny['file']})):",
+            "",
+            "| loop | step | added | ratio |",
+            "|---|--:|--:|--:|",
+            *(
+                f"| {name} | {row['us']:.0f} us | {row['added_us']:+.0f} us | {row['ratio']:.2f} |"
+                for name, row in tiny["tiny"].items()
+                if not name.startswith("bare")
+            ),
+            "",
+        ]
+    if start := newest_with("loop", "start-up"):
+        told.append(
+            f"From the start of the process to the end of its first step: {start['start-up']['ratio']:.2f} times a "
+            f"bare script ([{start['file']}]({start['file']}))."
+        )
+    if pair := newest_with("loop", "two workers"):
+        share = pair["two workers"]["share"]
+        told.append(
+            f"Two workers of one thread reach {share['dtctl DDP']:.0%} of the throughput of two that have nothing "
+            f"to do with each other, in the same run; torch's DDP by hand: {share['bare DDP']:.0%} "
+            f"([{pair['file']}]({pair['file']}))."
+        )
+    return "\n".join(told)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {"figures": launch, "equality": equality, "loop": loop}
 
 
 def filled(text: str) -> str:
