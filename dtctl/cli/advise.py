@@ -62,8 +62,6 @@ def advise(
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
     """Say how to spread a training over GPUs: memory by part, speed, the best choice and why, and what does not fit."""
-    from dtctl.advise.advice import advise as advised
-    from dtctl.advise.advice import as_json
     from dtctl.advise.gather import Options, task
 
     path = spec or Path(names.SPEC_FILE)
@@ -77,8 +75,16 @@ def advise(
         ),
         loaded,
     )  # fmt: skip
-    found = advised(wanted)
-    if json_:
+    return _recommend(wanted, path, write=write, json_lines=json_)
+
+
+def _recommend(task: Task, path: Path, *, write: bool, json_lines: bool) -> int:
+    """Search, show, and write into the spec if that is wanted; the exit code."""
+    from dtctl.advise.advice import advise as advised
+    from dtctl.advise.advice import as_json
+
+    found = advised(task)
+    if json_lines:
         output.emit_json(
             {
                 "recommendation": as_json(found.best, found.reasons),
@@ -87,9 +93,9 @@ def advise(
             }
         )
     else:
-        _show(wanted, found)
+        _show(task, found)
     if write and found.best.fits:
-        _write(path, wanted, found)
+        _write(path, task, found)
     return 0 if found.best.fits else PlanError.exit_code
 
 

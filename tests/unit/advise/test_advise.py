@@ -85,6 +85,32 @@ def test_sharing_and_recomputing_only_ever_save_memory() -> None:
     assert total(micro_batch=2) > total(micro_batch=1)
 
 
+@pytest.mark.parametrize(
+    ("layout", "bytes_each"),
+    [
+        (Layout(), 16),
+        (Layout(dp=4), 16),
+        (Layout(dp=4, zero1=True), 8 + 8 / 4),
+        (Layout(fsdp=4), 16 / 4),
+        (Layout(dp=2, fsdp=4), 16 / 4),
+        (Layout(tp=2), 16 / 2),
+        (Layout(fsdp=4, tp=2), 16 / 8),
+    ],
+)
+def test_states_are_what_adamw_in_fp32_needs(layout: Layout, bytes_each: float) -> None:
+    assert memory(SMALL, layout).states == pytest.approx(bytes_each * SMALL.params)
+
+
+def test_the_fastest_that_fits_wins_and_of_those_as_fast_the_simplest() -> None:
+    asked = Task(model=BIG, hardware=cluster(64), global_batch=256)
+    found = advise(asked)
+    fastest = max(one.speed.tokens_per_s_per_gpu for one in choices(asked) if one.fits)
+    assert found.best.fits
+    assert found.best.speed.tokens_per_s_per_gpu >= 0.97 * fastest
+    speeds = [one.speed.tokens_per_s_per_gpu for one in found.others if one.fits]
+    assert speeds == sorted(speeds, reverse=True)
+
+
 def test_the_json_has_the_keys_of_the_contract() -> None:
     found = advise(Task(model=SMALL, hardware=cluster(8)))
     shown = as_json(found.best, found.reasons)
