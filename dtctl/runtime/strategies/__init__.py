@@ -22,7 +22,7 @@ from torch import nn
 from dtctl.runtime.config import Batch, TrainConfig
 from dtctl.runtime.elastic import require
 from dtctl.runtime.mesh import Degrees, device_mesh
-from dtctl.runtime.strategies import trial
+from dtctl.runtime.strategies import context, trial
 from dtctl.runtime.strategies.ddp import Ddp
 from dtctl.runtime.strategies.elastic import Elastic
 from dtctl.runtime.strategies.single import Single
@@ -90,6 +90,7 @@ def choose(
     Raises:
         PlanError: an option does not fit the device or the model.
     """
+    context.forget()
     if config.exact == "elastic":
         require(config, degrees, model)
         return Elastic(model, worker)

@@ -193,6 +193,11 @@ def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
     return ATTENTION(*args, **kwargs)
 
 
+def forget() -> None:
+    """Attention is torch's again: another model is trained now, perhaps without cp."""
+    _current.clear()
+
+
 def divide(found: Blocks | None, group: dist.ProcessGroup, options: Mapping[str, object]) -> None:
     """Spread the tokens inside of a model's blocks over a group.
 
