@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from dtctl import shell
 from dtctl.cli import output
 
 
@@ -34,4 +35,6 @@ def init(
     output.err(f"made {folder} from template {template}: {len(written)} files")
     for path in written:
         output.err(f"  {path}", "dim")
-    output.out(f"next: cd {folder} && dtctl launch")
+    run = "dtctl sbatch --submit" if launcher == "slurm" else "dtctl launch"
+    place = str(folder) if not str(folder).startswith("-") else f"./{folder}"
+    output.out(f"next: cd {shell.quote(place)} && {run}")

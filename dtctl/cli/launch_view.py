@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from dtctl.cli import output
@@ -59,6 +60,10 @@ class LaunchView:
                 console=Console(stderr=True), auto_refresh=False, transient=True, get_renderable=self._table
             )
             self._live.start(refresh=True)
+
+    def expect(self, nodes: Iterable[str]) -> None:
+        """Show these nodes, of a run that another process has begun."""
+        self._states = dict.fromkeys(nodes, "connecting")
 
     def event(self, event: str, facts: dict[str, Any]) -> None:
         """Show one event."""

@@ -200,8 +200,10 @@ def show_left_out(tree: Tree) -> None:
 def background_launch(options: Options, spec: Spec, run: str) -> int:
     """Leave a launcher of its own behind, and return when it says that the job runs."""
     from dtctl.launch.background import launch_in_background
+    from dtctl.spec.nodes import resolve_nodes
 
     view = LaunchView(json_lines=options.json_lines)
+    view.expect(node.name for node in resolve_nodes(spec))
 
     def on_event(event: dict[str, Any]) -> None:
         if options.json_lines:

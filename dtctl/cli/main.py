@@ -19,6 +19,7 @@ def main(argv: list[str] | None = None) -> None:
     # Loading modules makes tens of thousands of objects that all stay; looking for garbage among them takes 10 ms.
     gc.set_threshold(200_000)
     arguments = sys.argv[1:] if argv is None else argv
+    _open_closed()
     code = run(arguments)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -26,6 +27,13 @@ def main(argv: list[str] | None = None) -> None:
         # Threads of dropped connections may still wait for a time-out; whoever pressed Ctrl-C should not.
         os._exit(code)
     sys.exit(code)
+
+
+def _open_closed() -> None:
+    """Give standard output and error something to write to where the caller has closed them (`>&-`)."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as long as the process lives
 
 
 def run(arguments: list[str]) -> int:

@@ -64,9 +64,21 @@ def _write(stream: IO[str], text: str) -> None:
         stream.flush()
     except BrokenPipeError:
         # The reader (head, less) has seen enough. Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        _discard(stream)
+    except OSError as exc:
+        # A full disk behind `> train.log`. What is shown must not end what is running; the run's folder has it too.
+        _discard(stream)
+        if stream is not sys.stderr:
+            err(f"warning: no more is shown on standard output: {exc.strerror}", "yellow")
     except UnicodeEncodeError:
         stream.write(text.encode("ascii", "replace").decode("ascii"))
+
+
+def _discard(stream: IO[str]) -> None:
+    """Let whatever else is written there vanish."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 def table(rows: list[list[str]], *, header: list[str]) -> None:

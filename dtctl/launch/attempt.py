@@ -116,6 +116,9 @@ class Attempt:
     def _log(self, name: str, rank: int, payload: bytes) -> None:
         for text in self.gang.logs.write(name, rank, payload):
             self.gang.emit("log", node=name, rank=rank, text=text)
+        refusal = self.gang.logs.refusal()
+        if refusal is not None:
+            self.gang.emit("note", node=name, text=f"output is shown and not kept on this machine: {refusal}")
         # Metrics come from a step that all workers have taken part in, the silent ones too.
         for node in sorted(self.quiet if rank == METRICS else self.quiet & {name}):
             self.quiet.discard(node)

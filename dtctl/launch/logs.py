@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 from typing import BinaryIO
@@ -23,6 +22,8 @@ class Logs:
         self._record = record
         self._files: dict[tuple[str, int], BinaryIO] = {}
         self._partial: dict[tuple[str, int], bytes] = {}
+        self._refused: str | None = None
+        self._told = False
         self._begun: dict[tuple[str, int], int] = {}
         self.offsets: dict[str, dict[int, int]] = {}
         """Node -> rank -> bytes received in this attempt; what a new link asks the rest of."""
@@ -39,8 +40,10 @@ class Logs:
         node has them too.
         """
         key = (node, rank)
-        with contextlib.suppress(OSError):
+        try:
             self._file(key).write(data)
+        except OSError as exc:
+            self._refused = self._refused or exc.strerror
         seen = self.offsets.setdefault(node, {})
         seen[rank] = seen.get(rank, 0) + len(data)
         if rank == METRICS:
@@ -48,6 +51,13 @@ class Logs:
         *whole, self._partial[key] = (self._partial.get(key, b"") + data).split(b"\n")
         # A progress bar redraws its line with carriage returns; people want to see its last state.
         return [line.rstrip(b"\r").rsplit(b"\r", 1)[-1].decode(errors="replace") for line in whole]
+
+    def refusal(self) -> str | None:
+        """Why output is no longer kept, told once; None while all is kept, and afterwards."""
+        if self._refused is None or self._told:
+            return None
+        self._told = True
+        return self._refused
 
     def rest(self) -> list[tuple[str, int, str]]:
         """Lines that were begun and never ended, as (node, rank, text); they count as ended now."""

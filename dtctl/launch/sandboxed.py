@@ -31,7 +31,7 @@ def sandbox_cluster(spec: Spec, *, start: bool) -> Cluster:
     name = control.default_name()
     sandbox = control.find(name)
     if sandbox is None and start:
-        sandbox = control.up(name, nodes=len(wanted))
+        sandbox = control.up_or_running(name, nodes=len(wanted))
     if sandbox is None:
         return Cluster(nodes=nodes, spares=spares, targets={}, make_transport=_never)
     hosts = {node.name: node for node in sandbox.nodes}

@@ -6,11 +6,14 @@ with a filter, each of which is safe in its place:
     | argv        a sequence as a command, one option a line
     | comment     text for a comment: on one line, whatever it holds
     | ranks       a range of ranks: `0-3`
+    | yaml        one value of a YAML file
     | verbatim    shell text as the user wrote it (setup lines), or a name that was checked before
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +23,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dtctl import shell
 from dtctl.errors import RenderError
+
+_YAML_WORDS = frozenset({"null", "true", "false", "yes", "no", "on", "off", "y", "n"})
 
 
 class Verbatim(str):
@@ -53,6 +58,11 @@ def _argv(words: Sequence[str]) -> Verbatim:
     return Verbatim(" \\\n  ".join(shell.quote(word) for word in words))
 
 
+def _yaml(value: str) -> Verbatim:
+    plain = re.fullmatch(r"[A-Za-z][\w-]*", value, re.ASCII) and value.lower() not in _YAML_WORDS
+    return Verbatim(value if plain else json.dumps(value, ensure_ascii=False))
+
+
 def _ranks(ranks: range) -> Verbatim:
     return Verbatim(str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}")
 
@@ -69,7 +79,7 @@ def _environment(folders: tuple[str, ...]) -> ImmutableSandboxedEnvironment:
         keep_trailing_newline=True,
         autoescape=False,  # shell text, not HTML: `_finalize` quotes
     )
-    environment.filters.update(argv=_argv, comment=_comment, ranks=_ranks, verbatim=Verbatim)
+    environment.filters.update(argv=_argv, comment=_comment, ranks=_ranks, verbatim=Verbatim, yaml=_yaml)
     return environment
 
 

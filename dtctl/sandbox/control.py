@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
@@ -10,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from dtctl.errors import SandboxError
@@ -76,6 +78,39 @@ def up(name: str, *, nodes: int, with_slurm: bool = False) -> Sandbox:
     """
     if not 1 <= nodes <= layout.MAX_NODES:
         raise SandboxError(f"a sandbox has 1 to {layout.MAX_NODES} hosts, not {nodes}")
+    with _locked(name):
+        return _up(name, nodes, with_slurm=with_slurm)
+
+
+def up_or_running(name: str, *, nodes: int) -> Sandbox:
+    """The sandbox of this name, started if it is not up; whoever asks at the same time gets the same one.
+
+    Raises:
+        SandboxError: as `up`.
+    """
+    with _locked(name):
+        return find(name) or _up(name, nodes, with_slurm=False)
+
+
+@contextmanager
+def _locked(name: str) -> Iterator[None]:
+    """Alone in starting sandboxes of this name."""
+    state = layout.state_dir(name)
+    try:
+        state.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(state.parent, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as exc:
+        raise SandboxError(
+            f"the sandbox's folder cannot be made: {exc.strerror}", where=str(state), hint="set DTCTL_SANDBOX_DIR"
+        ) from exc
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _up(name: str, nodes: int, *, with_slurm: bool) -> Sandbox:
     running = find(name)
     if running is not None:
         raise SandboxError(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 DTCTL = [sys.executable, "-m", "dtctl"]
 
@@ -117,3 +119,26 @@ def test_a_job_on_this_machine_needs_no_ssh(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[localhost:{r}] {r} x y ['--flag']" for r in (0, 1)]
     assert done.stderr.endswith("0 processes left on 1 node\n")
+
+
+@pytest.mark.parametrize("name", ["it's", "a b", "x:", "%s", "null", "yes", "-lead", "a#b", "{x}", "é"])
+def test_a_project_may_have_any_name(tmp_path: Path, name: str) -> None:
+    made = dtctl("init", "--template", "script", "--", name, cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    following = made.stdout.removeprefix("next: ").replace("dtctl launch", "cat dtctl.yaml")
+    shown = subprocess.run(["sh", "-c", following], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert yaml.safe_load(shown.stdout)["job"]["name"] == name
+
+
+def test_a_full_disk_behind_the_output_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    (tmp_path / "dtctl.yaml").write_text("cluster: {transport: local}\njob: {script: train.py, kind: direct}\n")
+    for ending in (">/dev/full", ">&-", "2>&-", ">&- 2>&-"):
+        shown = subprocess.run(
+            ["sh", "-c", f"{shlex.quote(sys.executable)} -m dtctl launch {ending}"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (shown.returncode, "Traceback" in shown.stderr) == (0, False), shown.stderr

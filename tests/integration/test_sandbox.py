@@ -8,6 +8,7 @@ import pwd
 import shutil
 import signal
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,6 +124,21 @@ def test_a_full_disk(sandbox: Sandbox) -> None:
     )
     faults.heal(sandbox, sandbox.nodes)
     assert sh(sandbox, "node3", "ls ~/small") == ""
+
+
+def test_two_who_want_a_sandbox_at_once_get_the_same_one(sandbox_env: dict[str, str]) -> None:
+    name = f"twice-{os.getpid()}"
+    code = "import sys; from dtctl.sandbox import control; print(control.up_or_running(sys.argv[1], nodes=2).keeper)"
+    try:
+        started = [
+            subprocess.Popen([sys.executable, "-c", code, name], env=sandbox_env, stdout=subprocess.PIPE, text=True)
+            for _ in range(3)
+        ]
+        keepers = [process.communicate(timeout=60)[0] for process in started]
+    finally:
+        control.down(name)
+    assert len(set(keepers)) == 1, keepers
+    assert int(keepers[0]) > 0
 
 
 def test_what_cannot_be_a_fault(project: Project, sandbox: Sandbox) -> None:

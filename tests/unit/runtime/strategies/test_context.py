@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dtctl.errors import PlanError
 from dtctl.runtime.strategies import blocks, context
@@ -80,6 +81,16 @@ def test_attention_outside_of_the_blocks_is_as_ever(alone: dist.ProcessGroup) ->
     torch.testing.assert_close(
         nn.functional.scaled_dot_product_attention(odd, odd, odd), context.ATTENTION(odd, odd, odd)
     )
+
+
+def test_a_model_that_is_trained_afterwards_is_left_alone(alone: dist.ProcessGroup) -> None:
+    """Its blocks are computed again in the backward pass, which is where attention asks for the newest model."""
+    model, other, stream = Model(), Block(), torch.randn(2, 5, 4, requires_grad=True)
+    context.divide(blocks.find(model), alone, {})
+    model(torch.randn(2, 8, 4))
+    context.forget()
+    checkpoint(other, stream, use_reentrant=False).sum().backward()
+    assert stream.grad is not None
 
 
 def test_what_cannot_be_divided_is_refused(alone: dist.ProcessGroup) -> None:
