@@ -102,15 +102,19 @@ def train(run: str) -> int:
 def main() -> int:
     """Run it; 0 if everything went as it should."""
     begun = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # taken down then, too
     os.environ["DTCTL_SANDBOX"] = SANDBOX
     run = f"demo-{time.strftime('%m%d-%H%M%S')}"
     say("three virtual hosts, each with its own network, SSH server and home folder")
-    up = subprocess.run(dtctl("sandbox", "up", "--nodes", "3"), check=False).returncode
-    if up:
-        return up
     try:
+        up = subprocess.run(dtctl("sandbox", "up", "--nodes", "3"), check=False).returncode
+        if up:
+            return up
         say("a small GPT, trained with DDP on all three; the text is Python's standard library")
         code = train(run)
+    except KeyboardInterrupt:
+        say("interrupted")
+        return 130
     finally:
         say("everything is taken down")
         subprocess.run(dtctl("sandbox", "down"), check=False)

@@ -23,10 +23,13 @@ def validate(
 
         output.emit_json(json_schema())
         return
-    from dtctl.launch.assemble import cluster_of, first_plan
+    from dtctl.launch.assemble import check_program_files, cluster_of, first_plan
+    from dtctl.launch.tree import scan
     from dtctl.spec.load import load_spec
 
     checked = load_spec(spec, set_ or ())
+    root = checked.base_dir / checked.job.files.root
+    check_program_files(checked, scan(root, include=checked.job.files.include, exclude=checked.job.files.exclude))
     plan = first_plan(checked, cluster_of(checked, start=False), run="validate")
     if json_:
         output.emit_json(

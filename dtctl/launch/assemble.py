@@ -236,6 +236,14 @@ def check_program_files(spec: Spec, tree: Tree) -> None:
     if any(os.fsdecode(entry.path) == wanted for entry in tree.files):
         return
     path = Path(spec.base_dir) / spec.job.files.root / script
+    if wanted.startswith(".."):
+        raise PlanError(
+            f"{script} lies outside of the folder that is pushed",
+            where=str(path),
+            hint="move it there, or name a folder above both as `job.files.root`",
+        )
+    if path.is_dir():
+        raise PlanError(f"{script} is a folder", where=str(path), hint="name the script in it, or use `job.module`")
     if path.exists():
         raise PlanError(
             f"{script} is not among the files that are pushed",

@@ -27,6 +27,8 @@ class RunState:
     attempt: int
     nodes: dict[str, str] = field(default_factory=dict)
     """Node -> last state that was told of it."""
+    restarts: tuple[str, ...] = ()
+    """Why each attempt but the last one has ended: its first failure."""
     done: dict[str, Any] | None = None
     """The last event, when there was one."""
     ledger: dict[str, Any] | None = None
@@ -71,6 +73,7 @@ def state_of(record: RunRecord) -> RunState:
     info = record.info()
     status, attempt, done, last = "starting", 0, None, info.started
     nodes: dict[str, str] = {}
+    restarts: list[str] = []
     for event in record.events():
         kind = event.get("event")
         last = float(event.get("time", last))
@@ -86,6 +89,7 @@ def state_of(record: RunRecord) -> RunState:
             status = "stopping"
         elif kind == "restart":
             status = "starting"
+            restarts.append(str(event.get("reason", "")))
         elif kind == "done":
             status, done = str(event["status"]), event
     if done is None and not alive(info) and not record.has_launcher():
@@ -98,6 +102,7 @@ def state_of(record: RunRecord) -> RunState:
         duration_s=max(0.0, end - info.started),
         attempt=attempt,
         nodes=nodes,
+        restarts=tuple(restarts),
         done=done,
         ledger=_ledger(record),
     )

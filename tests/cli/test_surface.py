@@ -142,3 +142,19 @@ def test_a_full_disk_behind_the_output_ends_nothing(tmp_path: Path) -> None:
             check=False,
         )
         assert (shown.returncode, "Traceback" in shown.stderr) == (0, False), shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "text"),
+    [
+        ("nope.py", "there is no nope.py"),
+        ("../outside.py", "../outside.py lies outside of the folder that is pushed"),
+        ("folder", "folder is a folder"),
+    ],
+)
+def test_a_spec_whose_script_cannot_run_is_not_right(tmp_path: Path, script: str, text: str) -> None:
+    (tmp_path / "outside.py").write_text("")
+    (tmp_path / "p" / "folder").mkdir(parents=True)
+    (tmp_path / "p" / "dtctl.yaml").write_text(f"cluster: {{transport: local}}\njob: {{script: {script}}}\n")
+    found = dtctl("validate", cwd=tmp_path / "p")
+    assert (found.returncode, text in found.stderr) == (4, True), found.stderr

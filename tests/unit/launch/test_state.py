@@ -132,3 +132,8 @@ def test_events_are_followed_to_the_end(tmp_path: Path) -> None:
         if event["event"] == "started":
             record.append_event(DONE)
     assert found == ["plan", "started", "done"]
+
+
+def test_why_it_was_started_again(tmp_path: Path) -> None:
+    again = [{"event": "restart", "time": 104.0 + n, "reason": f"was rank {n} on b"} for n in range(2)]
+    assert state_of(record_of(tmp_path, PLAN, STARTED, *again)).restarts == ("was rank 0 on b", "was rank 1 on b")
