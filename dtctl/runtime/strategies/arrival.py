@@ -8,6 +8,7 @@ its host's memory.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import torch
@@ -50,6 +51,7 @@ def bring(part: nn.Module, model: nn.Module, worker: Worker) -> None:
         model: whose modules may share parameters with the part.
         worker: this worker. All of them bring the same parts in the same order.
     """
+    _give_back()
     for tensor in [*part.parameters(), *part.buffers()]:
         if hasattr(tensor, "device_mesh"):
             continue
@@ -60,6 +62,13 @@ def bring(part: nn.Module, model: nn.Module, worker: Worker) -> None:
                 here.copy_(tensor.detach())
             here = _replaced(model, tensor, here)
         dist.broadcast(here.detach(), src=0)
+
+
+def _give_back() -> None:
+    """Return what earlier blocks have left free to the system: between shards that stay, glibc would keep it all."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _replaced(model: nn.Module, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
