@@ -61,7 +61,7 @@ def test_a_forked_worker_finds_what_a_fresh_one_finds(project: Project) -> None:
         assert preloaded
         assert not fresh[rank][0]
         of_this_run = {"DTCTL_RUN_ID", "DTCTL_RUN_DIR", "DTCTL_METRICS", "DTCTL_SNAPSHOT_DIR", "PET_LOG_DIR"}
-        of_this_run |= {"MASTER_PORT", "DTCTL_RUN_TOKEN", "SSH_CLIENT", "SSH_CONNECTION", "_"}
+        of_this_run |= {"MASTER_PORT", "DTCTL_PROGRESS", "DTCTL_RUN_TOKEN", "SSH_CLIENT", "SSH_CONNECTION", "_"}
         for found in (facts, fresh[rank][1]):
             found["env"] = {name: value for name, value in found["env"].items() if name not in of_this_run}
         assert facts == fresh[rank][1]
