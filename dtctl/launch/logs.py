@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import BinaryIO
@@ -73,10 +74,24 @@ class Logs:
     def begin_attempt(self) -> None:
         """A new attempt writes new files on the nodes; here it is appended to the ones of the last."""
         self.offsets.clear()
+        for key in self._files:
+            self._end_line(*key)
         self._begun = {key: self._path(*key).stat().st_size for key in self._files}
         rows = [(node, rank, size) for (node, rank), size in self._begun.items()]
         (self._record.folder / names.LOGS_DIR).mkdir(mode=0o700, exist_ok=True)
         write_private(self._record.folder / BEGUN_FILE, json.dumps(rows) + "\n")
+
+    def _end_line(self, node: str, rank: int) -> None:
+        """End a line in whose middle a worker was ended, so that its successor begins with one of its own."""
+        with contextlib.suppress(OSError):
+            path = self._path(node, rank)
+            with path.open("rb") as file:
+                if not file.seek(0, 2):
+                    return
+                file.seek(-1, 2)
+                whole = file.read(1) == b"\n"
+            if not whole:
+                self._file((node, rank)).write(b"\n")
 
     def rejoin(self) -> None:
         """Go on where another launcher has stopped in mid-attempt: what is on disk here need not be sent again."""
