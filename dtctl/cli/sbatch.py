@@ -56,6 +56,7 @@ def _text(spec: Spec, run: str, *, chdir: Path, log: Path) -> str:
 def _submit(spec: Spec, run: str, *, out: Path | None, as_json: bool) -> None:
     """Copy the code, so that later edits do not change a job that waits; then hand the file over."""
     from dtctl.launch.assemble import check_program_files
+    from dtctl.launch.record import state_folder, write_private
     from dtctl.launch.tree import scan
     from dtctl.slurm import submit as slurm
     from dtctl.spec.load import dump_spec
@@ -63,13 +64,14 @@ def _submit(spec: Spec, run: str, *, out: Path | None, as_json: bool) -> None:
     slurm.require()
     tree = scan(spec.base_dir, include=spec.job.files.include, exclude=spec.job.files.exclude)
     check_program_files(spec, tree)
-    folder = spec.base_dir / names.STATE_DIR / "slurm" / run
+    folder = state_folder(spec.base_dir, "slurm") / run
     text = _text(spec, run, chdir=folder / "code", log=folder / "%j.log")
     try:
+        folder.mkdir(mode=0o700)
         slurm.copy(tree, folder / "code")
-        (folder / names.RUN_SPEC_FILE).write_text(dump_spec(spec), encoding="utf-8")
     except OSError as exc:
         raise UsageError(f"the code cannot be copied: {exc.strerror}", where=str(exc.filename or folder)) from exc
+    write_private(folder / names.RUN_SPEC_FILE, dump_spec(spec))
     file = out or folder / "job.sbatch"
     _write(file, text)
     job = slurm.submit(file)

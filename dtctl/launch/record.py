@@ -76,6 +76,23 @@ def writing(path: Path) -> Iterator[None]:
         ) from exc
 
 
+def state_folder(base_dir: Path, name: str) -> Path:
+    """A folder of dtctl's own beside the spec, for this user alone and out of git's sight.
+
+    Raises:
+        LaunchError: it cannot be made.
+    """
+    state = base_dir / names.STATE_DIR
+    folder = state / name
+    with writing(folder):
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    ignore = state / ".gitignore"
+    if not ignore.exists():
+        write_private(ignore, "*\n")
+    return folder
+
+
 def write_private(path: Path, text: str) -> None:
     """Replace the file at `path` in one step, mode 0600.
 
@@ -133,13 +150,7 @@ class RunRecord:
         Raises:
             LaunchError: a run of this name exists, or the folder cannot be written to.
         """
-        runs = base_dir / names.STATE_DIR / names.RUNS_DIR
-        with writing(runs):
-            runs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        ignore = base_dir / names.STATE_DIR / ".gitignore"
-        if not ignore.exists():
-            write_private(ignore, "*\n")
-        folder = runs / info.run
+        folder = state_folder(base_dir, names.RUNS_DIR) / info.run
         try:
             with writing(folder):
                 folder.mkdir(mode=0o700)

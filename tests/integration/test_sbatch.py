@@ -124,6 +124,18 @@ time.sleep(120)
 """
 
 
+def test_what_is_kept_is_for_this_user_alone(shared: Project) -> None:
+    shared.write("tell.py", TELL)
+    shared.write("dtctl.yaml", SPEC.format(transport="slurm", program="script: tell.py"))
+    job, log = submitted(shared)
+    subprocess.run(["scancel", job], env=shared.env, check=True)
+    state_dir = shared.folder / ".dtctl"
+    for folder in (state_dir, state_dir / "slurm", log.parent, log.parent / "code"):
+        assert folder.stat().st_mode & 0o777 == 0o700, folder
+    assert (log.parent / "spec.yaml").stat().st_mode & 0o777 == 0o600
+    assert (state_dir / ".gitignore").read_text() == "*\n"
+
+
 def test_slurm_refuses_in_its_own_words(shared: Project) -> None:
     shared.write("tell.py", TELL)
     text = SPEC.format(transport="slurm", program="script: tell.py")
