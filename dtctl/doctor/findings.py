@@ -58,6 +58,7 @@ def ordered(found: Iterable[Finding], *, ran: Iterable[str]) -> list[Finding]:
     """
     bad = sorted(found, key=lambda finding: (_SEVERITY[finding.status], CHECKS.index(finding.check)))
     if bad:
+        bad.insert(0, bad.pop(_root(bad)))
         bad[0] = replace(bad[0], primary=True)
         bad[1:] = [_fold(finding, bad[0]) for finding in bad[1:]]
     named = {finding.check for finding in bad}
@@ -76,6 +77,19 @@ _EXPLAINS = {
     "torch": ("nccl",),
     "path": ("shared",),
 }
+
+
+_ROOT = {"bandwidth": "packet-loss"}
+"""A cause that can look less severe than what it does: TCP over a link that loses 2% is slow beyond proportion."""
+
+
+def _root(bad: Sequence[Finding]) -> int:
+    """The place of the primary finding: the most severe one, or the cause of it at one end of all its pairs."""
+    ends = [{*bad[0].nodes}, {*bad[0].peers}]
+    for place, finding in enumerate(bad):
+        if finding.check == _ROOT.get(bad[0].check) and any(end and end <= {*finding.nodes} for end in ends):
+            return place
+    return 0
 
 
 def _fold(finding: Finding, primary: Finding) -> Finding:

@@ -35,6 +35,8 @@ from dtctl.plan.model import Plan
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 RUN_FILE = "run.json"
 LOCK_FILE = "launcher.lock"
+HELD_S = 0.5
+"""How long one who wants to be the launcher waits for those who look whether there is one."""
 
 
 def new_run_id(job: str, *, now: float, salt: str | None = None) -> str:
@@ -224,22 +226,33 @@ class RunRecord:
         Raises:
             LaunchError: there is another one.
         """
-        fd = os.open(self.folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # Who only asks holds the lock for an instant, shared: that must not turn a launcher away.
+        deadline = time.monotonic() + HELD_S
+        while (got := self._lock(fcntl.LOCK_EX)) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if got is None:
+            raise LaunchError(f"run {self.run} has a launcher", where=str(self.folder))
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
-        except BlockingIOError:
-            raise LaunchError(f"run {self.run} has a launcher", where=str(self.folder)) from None
         finally:
-            os.close(fd)
+            os.close(got)
 
     def has_launcher(self) -> bool:
         """Whether a living process is the run's launcher."""
-        try:
-            with self.held():
-                return False
-        except LaunchError:
+        if (got := self._lock(fcntl.LOCK_SH)) is None:
             return True
+        os.close(got)
+        return False
+
+    def _lock(self, kind: int) -> int | None:
+        """A descriptor that holds the launcher's lock; None when somebody else does."""
+        fd = os.open(self.folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        return fd
 
     def events(self) -> Iterator[dict[str, Any]]:
         """All events so far; a half-written last line is left out."""

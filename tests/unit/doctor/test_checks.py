@@ -48,6 +48,30 @@ def test_the_lower_layer_is_primary_and_its_consequences_say_so() -> None:
     assert found[-1].status == "ok"
 
 
+@pytest.mark.parametrize(
+    ("slow", "peers", "primary"),
+    [
+        (("c",), ("a",), "packet-loss"),
+        (("a",), ("c",), "packet-loss"),
+        (("b",), ("a",), "bandwidth"),
+        (("b", "c"), ("a",), "bandwidth"),
+        (("a",), ("b", "c"), "bandwidth"),
+    ],
+)
+def test_loss_is_the_cause_of_a_slow_link_where_it_is_on_all_of_it(
+    slow: tuple[str, ...], peers: tuple[str, ...], primary: str
+) -> None:
+    found = ordered(
+        [
+            Finding(check="bandwidth", status="fail", nodes=slow, peers=peers),
+            Finding(check="packet-loss", status="warn", nodes=("c",), peers=("a", "b")),
+        ],
+        ran=[],
+    )
+    assert (found[0].check, found[0].primary) == (primary, True)
+    assert found[1].follows == primary
+
+
 def test_every_check_that_a_module_says_it_makes_is_known() -> None:
     from dtctl.doctor import collective, shared
     from dtctl.doctor.checks import environment, hardware, links, network, node, scheduler

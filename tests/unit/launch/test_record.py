@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -179,3 +180,32 @@ def test_a_file_that_does_not_fit_leaves_the_old_one_and_nothing_else(tmp_path: 
         write_private(tmp_path / "x", "new")
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     assert (tmp_path / "x").read_text() == "old"
+
+
+def test_who_only_looks_for_a_launcher_turns_none_away(tmp_path: Path) -> None:
+    """Two `logs -f` that take up a run at once both look, while their launchers want to be it."""
+    record = RunRecord(tmp_path)
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            RunRecord(tmp_path).has_launcher()
+
+    lookers = [threading.Thread(target=look) for _ in range(3)]
+    for looker in lookers:
+        looker.start()
+    try:
+        for _ in range(50):
+            with record.held():
+                assert record.has_launcher()
+    finally:
+        over.set()
+        for looker in lookers:
+            looker.join()
+    assert not record.has_launcher()
+
+
+def test_there_is_one_launcher_at_most(tmp_path: Path) -> None:
+    record = RunRecord(tmp_path)
+    with record.held(), pytest.raises(LaunchError, match="has a launcher"), RunRecord(tmp_path).held():
+        pass
