@@ -72,7 +72,9 @@ def expect(
     assert first["fix"]
     assert first["evidence"]
     assert [one["check"] for one in found[1:] if not one["follows"]] == [], told
-    assert (code, answer["ok"]) == ((9, False) if status == "fail" else (0, True))
+    # What follows from a warning can be a failure: how slow a link that loses 2% gets is chance.
+    failed = any(one["status"] == "fail" for one in found)
+    assert (code, answer["ok"]) == ((9, False) if failed else (0, True)), told
 
 
 def on(sandbox: Sandbox, node: str, *argv: str, root: bool = True) -> str:
