@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from dtctl.errors import UsageError
 if TYPE_CHECKING:
     from dtctl.doctor.examine import Examination
     from dtctl.doctor.explain.diagnose import Diagnosis
+    from dtctl.doctor.findings import Finding
     from dtctl.spec.model import Spec
 
 Log = Annotated[
@@ -63,7 +65,16 @@ def examine_cluster(path: Path, *, skip: Sequence[str], json_lines: bool) -> int
     for layer in set(skip) - {*COSTLY}:
         raise UsageError(f"there is no layer {layer!r} to leave out", where="--skip", hint=" or ".join(COSTLY))
     spec = load_spec(path, ())
-    cluster = cluster_of(spec, start=True)
+    if spec.cluster.transport == "slurm":
+        if "SLURM_JOB_ID" not in os.environ:
+            from dtctl.cli.doctor_slurm import examine_offer
+
+            return examine_offer(spec, json_lines=json_lines)
+        from dtctl.slurm.allocation import cluster_of_allocation
+
+        cluster = cluster_of_allocation(spec, os.environ)
+    else:
+        cluster = cluster_of(spec, start=True)
     begun = time.monotonic()
     done = examine(
         spec,
@@ -125,7 +136,15 @@ def show_examination(done: Examination, took_s: float) -> None:
     if speeds is not None:
         output.out("")
         output.table(speeds[1], header=speeds[0])
-    for finding in done.findings:
+    show_findings(done.findings)
+    nodes = "1 node" if len(done.seen) == 1 else f"{len(done.seen)} nodes"
+    verdict = "can train" if done.ok else "cannot train as they are"
+    output.out(f"\n{nodes} {verdict}; {took_s:.1f} s", "green" if done.ok else "red", "bold")
+
+
+def show_findings(findings: Sequence[Finding]) -> None:
+    """What is wrong, the primary cause first, each with its fix and its evidence."""
+    for finding in findings:
         if finding.status not in ("fail", "warn"):
             continue
         label = "primary cause" if finding.primary and finding.status == "fail" else finding.status
@@ -134,9 +153,6 @@ def show_examination(done: Examination, took_s: float) -> None:
         output.out(f"  fix: {finding.fix}")
         for line in finding.evidence:
             output.out(f"  | {line}")
-    nodes = "1 node" if len(done.seen) == 1 else f"{len(done.seen)} nodes"
-    verdict = "can train" if done.ok else "cannot train as they are"
-    output.out(f"\n{nodes} {verdict}; {took_s:.1f} s", "green" if done.ok else "red", "bold")
 
 
 def explain_logs(paths: Sequence[Path], *, json_lines: bool) -> int:

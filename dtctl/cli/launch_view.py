@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from dtctl.cli import output
@@ -32,6 +32,48 @@ STATES = {
     "lost": "lost",
     "failed": "failed",
 }
+
+
+def waits(facts: dict[str, Any]) -> str:
+    """Why a job of Slurm waits, and until when Slurm thinks that it does."""
+    start = facts["start"]
+    when = f", expected to start at {time.strftime('%H:%M:%S', time.localtime(start))}" if start else ""
+    return f"{facts['reason'] or 'for Slurm'}{when}"
+
+
+def _exit(facts: dict[str, Any]) -> str:
+    who = f"rank {facts['rank']}" if facts["rank"] is not None and facts["rank"] >= 0 else "agent"
+    how = f"signal {facts['signal']}" if facts["signal"] else f"exit code {facts['exit_code']}"
+    return f"{facts['node']}: {who} ended with {how}"
+
+
+def _restart(facts: dict[str, Any]) -> str:
+    wait = f", in {facts['wait_s']:g} s" if facts.get("wait_s") else ""
+    return f"restart {facts['attempt']} of {facts['of']}{wait}: the first failure {facts['reason']}"
+
+
+def _left_out(facts: dict[str, Any]) -> str:
+    return f"on with {_count(facts['nodes'], 'node')}, without {facts['node']}: {facts['reason']}"
+
+
+_LINES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "submitted": ("", lambda facts: f"job {facts['job']} of Slurm on {facts['site']}"),
+    "queued": ("dim", lambda facts: f"  waits: {waits(facts)}"),
+    "allocated": ("dim", lambda facts: f"  on {', '.join(facts['nodes'])}"),
+    "exit": ("yellow", _exit),
+    "stopping": ("yellow", lambda facts: f"stopping all nodes: {facts['reason']}"),
+    "note": ("dim", lambda facts: f"{facts['node']}: {facts['text']}"),
+    "hang": (
+        "yellow",
+        lambda facts: f"no progress for {facts['silent_s']:.0f} s: all workers are asked where they stand",
+    ),
+    "time-is-up": ("yellow", lambda _: "the time of the job is up (job.time_s)"),
+    "restart": ("yellow", _restart),
+    "replaced": ("yellow", lambda facts: f"{facts['node']} is replaced by {facts['by']}: {facts['reason']}"),
+    "left-out": ("yellow", _left_out),
+}
+"""Event -> colour and text of its line."""
+_ENDS_TABLE = frozenset({"exit", "stopping", "note", "hang", "time-is-up"})
 
 
 class LaunchView:
@@ -76,36 +118,17 @@ class LaunchView:
             nodes = _count(len(self._states), "node")
             when = f"after {facts['launch_s']:.2f} s" if not facts["attempt"] else f"again, attempt {facts['attempt']}"
             output.err(f"started on {nodes} {when}", "green")
-        elif event == "exit" and facts["exit_code"]:
-            self.end_table()
-            who = f"rank {facts['rank']}" if facts["rank"] >= 0 else "agent"
-            how = f"signal {facts['signal']}" if facts["signal"] else f"exit code {facts['exit_code']}"
-            output.err(f"{facts['node']}: {who} ended with {how}", "yellow")
-        elif event == "stopping":
-            self.end_table()
-            output.err(f"stopping all nodes: {facts['reason']}", "yellow")
-        elif event == "note":
-            self.end_table()
-            output.err(f"{facts['node']}: {facts['text']}", "dim")
-        elif event == "hang":
-            self.end_table()
-            output.err(f"no progress for {facts['silent_s']:.0f} s: all workers are asked where they stand", "yellow")
-        elif event == "time-is-up":
-            self.end_table()
-            output.err("the time of the job is up (job.time_s)", "yellow")
-        elif event == "restart":
-            wait = f", in {facts['wait_s']:g} s" if facts.get("wait_s") else ""
-            output.err(
-                f"restart {facts['attempt']} of {facts['of']}{wait}: the first failure {facts['reason']}", "yellow"
-            )
-        elif event == "replaced":
+        elif event in _LINES and (event != "exit" or facts["exit_code"]):
+            if event in _ENDS_TABLE:
+                self.end_table()
+            colour, text = _LINES[event]
+            output.err(text(facts), *([colour] if colour else []))
+        if event == "replaced":
             self._states[facts["by"]] = self._states.pop(facts["node"], "ready")
-            output.err(f"{facts['node']} is replaced by {facts['by']}: {facts['reason']}", "yellow")
         elif event == "left-out":
             self._states.pop(facts["node"], None)
-            output.err(
-                f"on with {_count(facts['nodes'], 'node')}, without {facts['node']}: {facts['reason']}", "yellow"
-            )
+        elif event == "allocated":
+            self._states = dict.fromkeys(facts["nodes"], "started")
 
     def end_table(self) -> None:
         """From now on, lines."""

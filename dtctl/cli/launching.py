@@ -130,6 +130,10 @@ def real_launch(options: Options) -> int:
 
     spec = spec_of(options)
     run = check_run_name(options.name) if options.name is not None else new_run_id(spec.job.name, now=time.time())
+    if spec.cluster.transport == "slurm":
+        from dtctl.cli.launch_slurm import launch_job
+
+        return launch_job(options, spec, run)
     background = os.environ.pop(BACKGROUND, None)
     if options.doctor and background is None:
         from dtctl.cli.doctor import check_before_launch
@@ -236,6 +240,17 @@ def _done(run: str, status: str, exit_code: int, **more: Any) -> dict[str, Any]:
 
 def finish(result: Result, emit: Any, *, logs: Path) -> int:
     """Tell how the run ended, and why if its logs say so; the exit code."""
+    note_end(result, emit)
+    show_end(result)
+    if result.status == "failed":
+        from dtctl.cli.doctor import show_cause
+
+        show_cause(logs)
+    return result.exit_code
+
+
+def note_end(result: Result, emit: Any) -> None:
+    """The last event of a run."""
     failure = result.first_failure
     told = None
     if failure is not None:
@@ -261,12 +276,6 @@ def finish(result: Result, emit: Any, *, logs: Path) -> int:
             goodput=result.goodput,
         ),
     )
-    show_end(result)
-    if result.status == "failed":
-        from dtctl.cli.doctor import show_cause
-
-        show_cause(logs)
-    return result.exit_code
 
 
 def show_end(result: Result) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,6 @@ import typer
 
 from dtctl import names
 from dtctl.cli import output
-from dtctl.errors import UsageError
 
 if TYPE_CHECKING:
     from dtctl.spec.model import Spec
@@ -37,54 +37,37 @@ def sbatch(
     if submit:
         _submit(checked, run, out=out, as_json=json_)
         return
-    text = _text(checked, run, chdir=checked.base_dir, log=checked.base_dir / f"{run}-%j.log")
+    text = _text(checked, run)
     if out is None:
         output.raw(text)
         return
-    _write(out, text)
+    from dtctl.slurm.submit import write
+
+    write(out, text)
     output.err(f"wrote {out}; submit it with: sbatch --parsable {out}")
 
 
-def _text(spec: Spec, run: str, *, chdir: Path, log: Path) -> str:
+def _text(spec: Spec, run: str) -> str:
     from dtctl.launch.assemble import cluster_of, first_plan
     from dtctl.slurm import batch
 
     plan = first_plan(spec, cluster_of(spec, start=False), run=run)
-    return batch.text(spec, plan, chdir=chdir.resolve(), output=log.resolve())
+    here = spec.base_dir.resolve()
+    return batch.text(spec, plan, chdir=here, output=Path(batch.literal(here)) / f"{run}-%j.log")
 
 
 def _submit(spec: Spec, run: str, *, out: Path | None, as_json: bool) -> None:
     """Copy the code, so that later edits do not change a job that waits; then hand the file over."""
-    from dtctl.launch.assemble import check_program_files
-    from dtctl.launch.record import state_folder, write_private
-    from dtctl.launch.tree import scan
-    from dtctl.slurm import submit as slurm
-    from dtctl.spec.load import dump_spec
+    from dtctl.launch.assemble import CodePush
+    from dtctl.slurm.site import site_of
+    from dtctl.slurm.submit import BATCH_FILE, submit
 
-    slurm.require()
-    tree = scan(spec.base_dir, include=spec.job.files.include, exclude=spec.job.files.exclude)
-    check_program_files(spec, tree)
-    folder = state_folder(spec.base_dir, "slurm") / run
-    text = _text(spec, run, chdir=folder / "code", log=folder / "%j.log")
-    try:
-        folder.mkdir(mode=0o700)
-        slurm.copy(tree, folder / "code")
-    except OSError as exc:
-        raise UsageError(f"the code cannot be copied: {exc.strerror}", where=str(exc.filename or folder)) from exc
-    write_private(folder / names.RUN_SPEC_FILE, dump_spec(spec))
-    file = out or folder / "job.sbatch"
-    _write(file, text)
-    job = slurm.submit(file)
-    log = folder / f"{job}.log"
+    with closing(site_of(spec)) as site:
+        ref = submit(spec, site, run, CodePush(spec) if spec.pushes else None, followed=False, out=out)
+    log = f"{ref.folder}/{ref.job}.log"
     if as_json:
-        output.emit_json({"job": job, "run": run, "file": str(file), "log": str(log)})
+        file = str(out or Path(ref.folder) / BATCH_FILE)
+        output.emit_json({"job": ref.job, "run": run, "file": file, "log": log})
     else:
-        output.out(f"job {job}: run {run}")
-        output.err(f"its output: {log}\nto end it: scancel {job}")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as exc:
-        raise UsageError(f"the file cannot be written: {exc.strerror}", where=str(path)) from exc
+        output.out(f"job {ref.job}: run {run}")
+        output.err(f"its output: {log}\nto end it: scancel {ref.job}")

@@ -20,6 +20,10 @@ def status(
     from dtctl.launch.state import state_of, where_the_time_went
 
     record = find_run(Path.cwd(), run)
+    if record.info().slurm:
+        from dtctl.cli.launch_slurm import refresh
+
+        refresh(record)
     state = state_of(record)
     if json_:
         output.emit_json(asdict(state))
@@ -28,6 +32,10 @@ def status(
     output.out(
         f"run {state.run}: {state.status} after {state.duration_s:.0f} s, attempt {state.attempt}", colour, "bold"
     )
+    if state.waits is not None:
+        from dtctl.cli.launch_view import waits
+
+        output.out(f"job {state.job} waits: {waits(state.waits)}")
     output.table([[node, what] for node, what in state.nodes.items()], header=["NODE", "STATE"])
     if state.ledger is not None:
         output.out(f"time: {where_the_time_went(state.ledger)}")

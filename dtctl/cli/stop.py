@@ -20,6 +20,10 @@ def stop(
     from dtctl.launch.record import find_run
 
     record = find_run(Path.cwd(), run)
+    if record.info().slurm:
+        from dtctl.cli.launch_slurm import stop_job
+
+        return stop_job(record, as_json=json_)
     grace_s = float(record.plan().get("grace_s", 10.0))
     launcher = stopping.by_launcher(record, wait_s=grace_s + 15)
     # Looked at on the nodes in any case: the launcher's word is good, a look is better.

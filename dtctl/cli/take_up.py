@@ -27,6 +27,10 @@ def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) 
     from dtctl.launch.state import start_ticks
 
     record = RunRecord(folder)
+    if record.info().slurm:
+        from dtctl.cli.launch_slurm import take_up_job
+
+        return take_up_job(record)
     with record.held():
         info = record.info()
         job = job_of_run(record)
@@ -54,9 +58,13 @@ def take_up_if_alone(record: RunRecord) -> None:
     from dtctl.launch.background import OUTPUT_FILE, take_up_in_background
     from dtctl.launch.state import state_of
 
-    if state_of(record).status != "abandoned" or not record.info().detached or not record.plan():
+    if record.info().slurm:
+        if state_of(record).over or record.has_launcher():
+            return
+    elif state_of(record).status != "abandoned" or not record.info().detached or not record.plan():
         return
-    output.err(f"the launcher of run {record.run} has ended; it is given a new one", "yellow")
+    else:
+        output.err(f"the launcher of run {record.run} has ended; it is given a new one", "yellow")
     problem = take_up_in_background(record)
     if problem:
         raise LaunchError(

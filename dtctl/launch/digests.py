@@ -46,7 +46,9 @@ class Digests:
                 stored = json.loads(self._path.read_bytes())
                 self._known = {str(key): list(row) for key, row in stored["files"].items()}
             with contextlib.suppress(OSError):  # a disk that is full or read-only must not keep a job from running
-                self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                # Step by step: what `parents` makes has the mode that everybody else's umask gives.
+                self._path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._path.parent.mkdir(mode=0o700, exist_ok=True)
                 partial = self._path.with_suffix(f".{secrets.token_hex(4)}.partial")
                 fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
                 self._partial = partial

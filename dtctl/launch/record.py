@@ -135,6 +135,8 @@ class RunInfo:
     pid_started: int = 0
     """When the launcher started, in clock ticks since boot, which tells it from a later process of the same id; 0 where
     the system does not say."""
+    slurm: bool = False
+    """Whether the run is a job of Slurm, which goes on whoever watches it."""
 
 
 class RunRecord:

@@ -20,7 +20,8 @@ class RunState:
 
     run: str
     status: str
-    """starting, running, stopping, succeeded, failed, stopped; abandoned: its launcher has ended without a word"""
+    """queued (Slurm has it), starting, running, stopping, succeeded, failed, stopped; abandoned: its launcher has ended
+    without a word"""
     started: float
     """Seconds since the epoch."""
     duration_s: float
@@ -29,6 +30,10 @@ class RunState:
     """Node -> last state that was told of it."""
     restarts: tuple[str, ...] = ()
     """Why each attempt but the last one has ended: its first failure."""
+    job: str = ""
+    """Id of the Slurm job that the run is."""
+    waits: dict[str, Any] | None = None
+    """Why it waits (`reason`) and when Slurm expects to start it (`start`, seconds since the epoch), while it waits."""
     done: dict[str, Any] | None = None
     """The last event, when there was one."""
     ledger: dict[str, Any] | None = None
@@ -74,6 +79,7 @@ def state_of(record: RunRecord) -> RunState:
     status, attempt, done, last = "starting", 0, None, info.started
     nodes: dict[str, str] = {}
     restarts: list[str] = []
+    job, waits = "", None
     for event in record.events():
         kind = event.get("event")
         last = float(event.get("time", last))
@@ -81,6 +87,12 @@ def state_of(record: RunRecord) -> RunState:
             nodes = dict.fromkeys(event.get("nodes", []), "connecting")
         elif kind == "node":
             nodes[event["node"]] = event["state"]
+        elif kind == "submitted":
+            status, job = "queued", str(event["job"])
+        elif kind == "queued":
+            status, nodes, waits = "queued", {}, {"reason": event["reason"], "start": event["start"]}
+        elif kind == "allocated":
+            nodes, waits = dict.fromkeys(event["nodes"], "connecting"), None
         elif kind == "start":
             attempt = int(event.get("attempt", 0))
         elif kind == "started":
@@ -92,7 +104,7 @@ def state_of(record: RunRecord) -> RunState:
             restarts.append(str(event.get("reason", "")))
         elif kind == "done":
             status, done = str(event["status"]), event
-    if done is None and not alive(info) and not record.has_launcher():
+    if done is None and not info.slurm and not alive(info) and not record.has_launcher():
         status = "abandoned"
     end = last if done is not None or status == "abandoned" else time.time()
     return RunState(
@@ -103,6 +115,8 @@ def state_of(record: RunRecord) -> RunState:
         attempt=attempt,
         nodes=nodes,
         restarts=tuple(restarts),
+        job=job,
+        waits=waits,
         done=done,
         ledger=_ledger(record),
     )

@@ -33,7 +33,7 @@ LATE: Final = {
 """Options of torchrun whose values are known only inside the allocation."""
 
 
-def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path) -> str:
+def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path | None = None) -> str:
     """The file.
 
     Args:
@@ -41,6 +41,8 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path) -> str:
         plan: what it comes to; its nodes are only counted.
         chdir: folder of the code, which all nodes see.
         output: file for the output of the job; `%j` in it is the job's id.
+        folder: folder of the run, which all nodes see: for metrics, snapshots, and a log per worker. None: what workers
+            print goes to `output`, and the rest where they put it.
 
     Raises:
         PlanError: a key of the spec cannot be said to Slurm.
@@ -52,6 +54,7 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path) -> str:
     here = Path(__file__).parent
     programs = {name: (here / f"{name}.py").read_text(encoding="utf-8").rstrip() for name in ("meet", "route")}
     fixed = spec.network.rendezvous_port
+    log = "rank-%t.log" if direct else "agent.log"
     values = {
         "version": dtctl.__version__,
         "names": names,
@@ -68,6 +71,9 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path) -> str:
         "route": programs["route"],
         "argv": _late(node.argv) if plan.kind == "torchrun" else node.argv,
         "mark": f"TASK_{hashlib.blake2b(repr(node).encode(), digest_size=6).hexdigest()}",
+        "folder": str(folder) if folder else "",
+        "logs": f"{literal(folder)}/{names.LOGS_DIR}/%N/{log}" if folder else "",
+        "restarts": plan.max_restarts,
         "requeues": slurm.requeues,
         "requeue_exit": names.REQUEUE_EXIT,
     }
@@ -115,6 +121,11 @@ def _word(key: str, value: str) -> str:
     if re.fullmatch(r"[\w@%+=:,./\[\]&|*!-]+", value):
         return value
     return '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
+
+
+def literal(path: Path) -> str:
+    """A path in a file name pattern of Slurm, where `%` begins a replacement."""
+    return str(path).replace("%", "%%")
 
 
 def _late(argv: Sequence[str]) -> list[str]:

@@ -1,66 +1,129 @@
-"""Giving a batch file to Slurm."""
+"""Giving a job to Slurm: its folder, a copy of the code, the batch file, the submission."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
-import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from dtctl.errors import LaunchError
+from dtctl import names
+from dtctl.errors import LaunchError, PlanError, UsageError
+from dtctl.launch.assemble import CodePush, check_program_files, cluster_of, first_plan, read_secrets
+from dtctl.launch.record import state_folder
 from dtctl.launch.tree import Tree
+from dtctl.slurm import batch, talk
+from dtctl.slurm.follow import JOB_LOG, JobRef
+from dtctl.slurm.offer import lacks
+from dtctl.slurm.site import Site, There
+from dtctl.spec.load import dump_spec
+from dtctl.spec.model import Slurm, Spec
 from dtctl.supervisor.receive import LINK_MODE
 
-LIMIT_S = 60.0
+BATCH_FILE = "job.sbatch"
 
 
-def require() -> None:
-    """See that Slurm's commands are here.
+def python_at(spec: Spec, site: Site) -> str:
+    """The interpreter for dtctl's own small programs there."""
+    return (spec.cluster.python or "python3") if isinstance(site, There) else sys.executable
+
+
+def submit(
+    spec: Spec, site: Site, run: str, code: CodePush | None, *, followed: bool, out: Path | None = None
+) -> JobRef:
+    """Submit the job of a spec.
+
+    Args:
+        spec: the checked spec.
+        site: where Slurm's commands are.
+        run: run id.
+        code: the scanned code; None when the job needs none.
+        followed: whether somebody follows the run: then each worker's output has a file of its own.
+        out: a further place for the batch file.
 
     Raises:
-        LaunchError: they are not.
+        DtctlError: of the class that says what is wrong; nothing was submitted.
     """
-    if shutil.which("sbatch") is None:
-        raise LaunchError(
-            "there is no sbatch on this machine",
-            hint="submit from a login node of the cluster; without --submit, the file is only written",
+    if followed and spec.slurm is not None and spec.slurm.array is not None:
+        raise PlanError(
+            "a launch follows one job, and a job array is many",
+            where=spec.written_at("slurm.array"),
+            hint="`dtctl sbatch --submit` submits it",
         )
+    plan = first_plan(spec, cluster_of(spec, start=False), run=run)
+    secrets = read_secrets(spec)
+    if code is not None:
+        check_program_files(spec, code.tree)
+    python = python_at(spec, site)
+    check_offer(spec, len(plan.nodes), talk.ask(site, python, {"op": "offer"}))
+    workdir = spec.cluster.workdir if isinstance(site, There) else str(state_folder(spec.base_dir, "slurm").parent)
+    folder = Path(talk.ask(site, python, {"op": "place", "workdir": workdir, "run": run})["folder"])
+    pushed = _bring(site, code, folder, python=python, workdir=workdir)
+    text = batch.text(
+        spec,
+        plan,
+        chdir=folder / "code" if code is not None else folder,
+        output=Path(batch.literal(folder)) / (JOB_LOG if followed else "%j.log"),
+        folder=folder if followed else None,
+    )
+    files = {BATCH_FILE: text, names.RUN_SPEC_FILE: dump_spec(spec)}
+    talk.ask(site, python, {"op": "fill", "folder": str(folder), "code": pushed, "files": files})
+    if out is not None:
+        write(out, text)
+    answer = talk.ask(site, python, {"op": "submit", "folder": str(folder), "env": secrets})
+    if answer["code"]:
+        raise LaunchError(f"Slurm refuses the job: {words(answer['said'])}", where=str(out or folder / BATCH_FILE))
+    return JobRef(
+        job=answer["job"],
+        folder=str(folder),
+        python=python,
+        workers_apart=plan.kind == "direct",
+        slots=plan.head.slots,
+        max_attempts=plan.max_restarts,
+    )
 
 
-def submit(file: Path) -> str:
-    """Submit a batch file. Returns the id of the job.
+def check_offer(spec: Spec, nodes: int, offer: Mapping[str, Any]) -> None:
+    """Refuse a job that can never start on this cluster.
 
     Raises:
-        LaunchError: Slurm refuses it, in Slurm's words; or does not answer.
+        PlanError: it asks for what is not there; names the key.
     """
-    require()
-    # First only to try: Slurm takes a job that can never start, for more nodes than there are, and lets it wait.
-    _sbatch("--test-only", file)
-    # Parsable: the id alone, and `;cluster` where several clusters are known.
-    return _sbatch("--parsable", file).strip().partition(";")[0]
+    for lack in lacks(spec.slurm or Slurm(), nodes, offer):
+        if lack.never:
+            raise PlanError(lack.summary, where=spec.written_at(lack.key), hint=lack.fix)
 
 
-def _sbatch(option: str, file: Path) -> str:
+def write(path: Path, text: str) -> None:
+    """Write a batch file.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
     try:
-        done = subprocess.run(
-            ["sbatch", option, str(file)], capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise LaunchError(f"sbatch has not answered within {LIMIT_S:g} s", hint="is slurmctld up? try sinfo") from None
-    if done.returncode:
-        said = [re.sub(r"^(sbatch: |error: |allocation failure: )+", "", line) for line in done.stderr.splitlines()]
-        words = "; ".join(line for line in said if line)
-        raise LaunchError(f"Slurm refuses the job: {words or 'without a word'}", where=str(file))
-    return done.stdout
+        path.write_text(text, encoding="utf-8")
+    except OSError as exc:
+        raise UsageError(f"the file cannot be written: {exc.strerror}", where=str(path)) from exc
 
 
-def copy(tree: Tree, folder: Path) -> None:
-    """Put a copy of a tree into a new folder, readable for its owner alone.
+def _bring(site: Site, code: CodePush | None, folder: Path, *, python: str, workdir: str) -> str:
+    """Bring the code; the folder there that is to be copied into the run's, empty if it is in that already."""
+    if code is None:
+        return ""
+    if isinstance(site, There):
+        return talk.push(site, code, python=python, workdir=workdir)
+    try:
+        _copy(code.tree, folder / "code")
+    except OSError as exc:
+        raise UsageError(f"the code cannot be copied: {exc.strerror}", where=str(exc.filename or folder)) from exc
+    return ""
 
-    Raises:
-        OSError: it cannot be read or written.
-    """
+
+def _copy(tree: Tree, folder: Path) -> None:
+    """Put a copy of a tree into a new folder, readable for its owner alone."""
     folder.mkdir(mode=0o700, parents=True)
     for entry in tree.files:
         target = folder / os.fsdecode(entry.path)
@@ -70,3 +133,9 @@ def copy(tree: Tree, folder: Path) -> None:
         else:
             shutil.copyfile(tree.root / os.fsdecode(entry.path), target)
             target.chmod(entry.mode)
+
+
+def words(said: str) -> str:
+    """What sbatch has said, without its name on every line."""
+    lines = [re.sub(r"^(sbatch: |error: |allocation failure: )+", "", line) for line in said.splitlines()]
+    return "; ".join(line for line in lines if line) or "without a word"

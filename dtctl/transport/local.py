@@ -100,9 +100,13 @@ class LocalConnection:
 
     def open(self, command: str) -> LocalStream:
         """See `dtctl.transport.base.Connection`."""
+        return self.start(["/bin/sh", "-c", command])
+
+    def start(self, argv: list[str]) -> LocalStream:
+        """Start a program of this machine."""
         pipe = subprocess.PIPE
         process = subprocess.Popen(
-            ["/bin/sh", "-c", command],
+            argv,
             stdin=pipe,
             stdout=pipe,
             stderr=pipe,

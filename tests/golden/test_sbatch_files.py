@@ -26,21 +26,26 @@ CASES = {
     + "job: {name: gpt, script: train.py, setup: [module load cuda]}\n"
     + "slurm: {srun: ['--container-image=docker://pytorch/pytorch', '--container-mounts=/data:/data']}",
     "array": NODES + "job: {name: gpt, script: train.py}\nslurm: {array: '0-9%2', requeues: 3, warn_s: 300}",
+    "launch": NODES + "job: {name: gpt, script: train.py, kind: direct, max_restarts: 2}\nslurm: {partition: main}",
     "hostile": NODES
     + r"""job: {name: "x $(id) 'a' \"b\"", command: "echo $HOME", env: {A: "TASK\nb\n`c`"}}"""
     + "\nslurm: {extra: {comment: 'a # b \"c\"'}}",
 }
 
 
-def made(spec_text: str) -> str:
+FOLDERS = {"launch": Path("/shared/a 100%/run-1")}
+
+
+def made(spec_text: str, folder: Path | None = None) -> str:
     spec = parse_spec(spec_text, source="dtctl.yaml", base_dir=HERE)
     plan = build(spec, resolve_nodes(spec), run="run-1", facts=Facts(environ={}))
-    return re.sub(r"dtctl [0-9.]+", "dtctl VERSION", text(spec, plan, chdir=Path("/code"), output=Path("/logs/%j.log")))
+    made = text(spec, plan, chdir=Path("/code"), output=Path("/logs/%j.log"), folder=folder)
+    return re.sub(r"dtctl [0-9.]+", "dtctl VERSION", made)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_file_is_as_kept(case: str) -> None:
-    found, kept = made(CASES[case]), HERE / "sbatch" / f"{case}.sbatch"
+    found, kept = made(CASES[case], FOLDERS.get(case)), HERE / "sbatch" / f"{case}.sbatch"
     if os.environ.get("UPDATE_GOLDEN"):
         kept.parent.mkdir(exist_ok=True)
         kept.write_text(found)
@@ -49,7 +54,7 @@ def test_the_file_is_as_kept(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_bash_reads_it(case: str, tmp_path: Path) -> None:
-    (tmp_path / "job").write_text(made(CASES[case]))
+    (tmp_path / "job").write_text(made(CASES[case], FOLDERS.get(case)))
     done = subprocess.run(["bash", "-n", tmp_path / "job"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 

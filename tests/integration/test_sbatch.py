@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import secrets
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from dtctl.sandbox import control, slurm
-from dtctl.sandbox.layout import Sandbox
 from tests.hosts import Project, wait_until
+from tests.integration.slurm_hosts import cluster, shared, state
+
+__all__ = ["cluster", "shared"]
 
 SPEC = """\
 cluster: {{transport: {transport}, nodes: 2, slots: 2}}
@@ -37,37 +33,11 @@ print("SAID", json.dumps([os.environ["RANK"], sys.argv[1:], found]), flush=True)
 """
 
 
-@pytest.fixture(scope="module")
-def cluster(sandbox_env: dict[str, str]) -> Iterator[Sandbox]:
-    sandbox = control.up(f"slurm-{secrets.token_hex(3)}", nodes=2, with_slurm=True)
-    yield sandbox
-    control.down(sandbox.name)
-
-
-@pytest.fixture
-def shared(sandbox_env: dict[str, str], cluster: Sandbox) -> Iterator[Project]:
-    """A project in a folder that all hosts see."""
-    folder = Path(os.environ["DTCTL_SANDBOX_DIR"]) / f"shared-{secrets.token_hex(3)}"
-    folder.mkdir()
-    path = f"{Path(shutil.which('python3') or '').parent}:{os.environ['PATH']}"
-    yield Project(folder, {**sandbox_env, **slurm.environment(cluster), "DTCTL_SANDBOX": cluster.name, "PATH": path})
-    shutil.rmtree(folder)
-
-
 def submitted(project: Project) -> tuple[str, Path]:
     done = project.run("sbatch", "--submit", "--json")
     assert done.code == 0, done.err
     said = json.loads(done.out)
     return said["job"], Path(said["log"])
-
-
-def state(project: Project, job: str) -> str:
-    shown = subprocess.run(
-        ["scontrol", "show", "job", "-o", job], env=project.env, capture_output=True, text=True, check=True
-    )
-    found = re.search(r"JobState=(\w+)", shown.stdout)
-    assert found
-    return found[1]
 
 
 def told(text: str) -> dict[str, tuple[list[str], dict[str, str]]]:
@@ -136,17 +106,34 @@ def test_what_is_kept_is_for_this_user_alone(shared: Project) -> None:
     assert (state_dir / ".gitignore").read_text() == "*\n"
 
 
-def test_slurm_refuses_in_its_own_words(shared: Project) -> None:
+@pytest.mark.parametrize(
+    ("more", "code", "words"),
+    [
+        ("slurm: {partition: nowhere}", 4, "there is no partition nowhere"),
+        ('slurm: {time: "2-0"}', 4, "2-0 is more than partition main allows"),
+        ("slurm: {gres: 'gpu:8'}", 4, "0 of the 2 nodes of partition main have gpu:8, and the job needs 2"),
+        ("slurm: {extra: {nodes: 99}}", 7, "node configuration is not available"),
+    ],
+)
+def test_what_can_never_start_is_refused_before_it_is_submitted(
+    shared: Project, more: str, code: int, words: str
+) -> None:
     shared.write("tell.py", TELL)
-    text = SPEC.format(transport="slurm", program="script: tell.py")
-    for more, words in (
-        ("slurm: {partition: nowhere}", "invalid partition"),
-        ("slurm: {extra: {nodes: 99}}", "node configuration is not available"),
-    ):
-        shared.write("dtctl.yaml", text + more + "\n")
-        done = shared.run("sbatch", "--submit")
-        assert done.code == 7, done.err
-        assert words.lower() in done.err.lower(), done.err
+    shared.write("dtctl.yaml", SPEC.format(transport="slurm", program="script: tell.py") + more + "\n")
+    done = shared.run("sbatch", "--submit")
+    assert done.code == code, done.err
+    assert words.lower() in done.err.lower(), done.err
+    if code == 4:
+        assert "dtctl.yaml:" in done.err
+
+
+def test_more_nodes_than_there_are(shared: Project) -> None:
+    shared.write("tell.py", TELL)
+    text = SPEC.format(transport="slurm", program="script: tell.py").replace("nodes: 2", "nodes: 9")
+    shared.write("dtctl.yaml", text)
+    done = shared.run("launch")
+    assert done.code == 4, done.err
+    assert "the job needs 9 nodes, and partition main gives 2" in done.err
 
 
 def test_a_machine_without_slurm(shared: Project, tmp_path: Path) -> None:

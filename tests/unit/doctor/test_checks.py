@@ -75,9 +75,10 @@ def test_loss_is_the_cause_of_a_slow_link_where_it_is_on_all_of_it(
 def test_every_check_that_a_module_says_it_makes_is_known() -> None:
     from dtctl.doctor import collective, shared
     from dtctl.doctor.checks import environment, hardware, links, network, node, scheduler
+    from dtctl.slurm import offer
 
     made = {*node.RAN_REACH, *node.RAN, *hardware.RAN, *network.RAN, *links.RAN, *environment.RAN, *collective.RAN}
-    made |= {*shared.RAN, *scheduler.RAN}
+    made |= {*shared.RAN, *scheduler.RAN, *offer.CHECKS}
     assert made == set(CHECKS)
 
 

@@ -1,0 +1,78 @@
+"""`dtctl doctor` for a job that is to be given to Slurm: what the cluster offers beside what the spec asks for."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dtctl.cli import output
+from dtctl.cli.doctor import show_findings
+
+if TYPE_CHECKING:
+    from dtctl.doctor.findings import Finding
+    from dtctl.slurm.site import Site
+    from dtctl.spec.model import Spec
+
+
+def examine_offer(spec: Spec, *, json_lines: bool) -> int:
+    """Print what stands in the way of the job, and when Slurm thinks that it starts; the exit code."""
+    from dtctl.doctor.findings import ordered
+    from dtctl.errors import DoctorFailed
+    from dtctl.slurm.offer import CHECKS
+    from dtctl.slurm.site import site_of
+
+    begun = time.monotonic()
+    with closing(site_of(spec)) as site:
+        found, said = _ask(spec, site)
+    findings = ordered(found, ran=CHECKS)
+    ok = not any(finding.status == "fail" for finding in findings)
+    took_s = round(time.monotonic() - begun, 2)
+    if json_lines:
+        rows = [finding.as_json() for finding in findings]
+        output.emit_json({"ok": ok, "nodes": [], "took_s": took_s, "findings": rows, "slurm": said})
+    else:
+        show_findings(findings)
+        if said:
+            output.out(f"Slurm: {said}")
+        verdict = "can be submitted" if ok else "can never start as it is"
+        output.out(f"the job {verdict}; {took_s:.1f} s", "green" if ok else "red", "bold")
+        if ok:
+            output.err("inside an allocation (salloc, sbatch), dtctl doctor examines its nodes", "dim")
+    return 0 if ok else DoctorFailed.exit_code
+
+
+def _ask(spec: Spec, site: Site) -> tuple[list[Finding], str]:
+    """What the job lacks, and Slurm's own words about it."""
+    from dtctl.doctor.findings import Finding
+    from dtctl.launch.assemble import cluster_of, first_plan
+    from dtctl.slurm import batch, talk
+    from dtctl.slurm.offer import lacks
+    from dtctl.slurm.submit import python_at, words
+    from dtctl.spec.model import Slurm
+
+    plan = first_plan(spec, cluster_of(spec, start=False), run="doctor")
+    python = python_at(spec, site)
+    offer = talk.ask(site, python, {"op": "offer"})
+    found = [
+        Finding(
+            check=lack.check,
+            status="fail" if lack.never else "warn",
+            nodes=(site.name,),
+            summary=lack.summary,
+            fix=f"{lack.key}: {lack.fix}",
+            evidence=lack.evidence,
+        )
+        for lack in lacks(spec.slurm or Slurm(), len(plan.nodes), offer)
+    ]
+    if any(finding.status == "fail" for finding in found):
+        return found, ""
+    text = batch.text(spec, plan, chdir=Path("/"), output=Path("/dev/null"))
+    answer = talk.ask(site, python, {"op": "test", "text": text})
+    said = words(answer["said"])
+    if answer["code"]:
+        fix = "Slurm's words name what it does not like; `dtctl sbatch` prints the file"
+        found.append(Finding(check="submit", status="fail", nodes=(site.name,), summary=said, fix=fix))
+        said = ""
+    return found, said

@@ -1,0 +1,235 @@
+"""The steps behind `dtctl launch` and its sisters where Slurm has the job: submit, follow, look again, cancel."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from dtctl import names
+from dtctl.cli import output
+from dtctl.cli.launch_view import LaunchView
+from dtctl.cli.launching import Options, caught_signals, finish, note_end, process_start, show_left_out
+from dtctl.errors import ConnectError, DtctlError, Interrupted, LaunchError
+
+if TYPE_CHECKING:
+    from dtctl.launch.record import RunRecord
+    from dtctl.slurm.follow import Follower
+    from dtctl.slurm.site import Site
+    from dtctl.spec.model import Spec
+
+POLL_S, POLL_AWAY_S = 0.5, 2.0
+"""Between two looks at a job that runs: here, and on a login node."""
+QUEUE_POLL_S = 8.0
+"""Between two looks at one that waits, after a while."""
+FIRST_POLL_S = 0.2
+AGAIN_S = 5.0
+"""Until a login node that was lost is called again."""
+CANCEL_LIMIT_S = 120.0
+"""Slurm gives workers KillWait (30 s unless configured) between SIGTERM and SIGKILL."""
+
+
+def launch_job(options: Options, spec: Spec, run: str) -> int:
+    """Submit the job, follow it to its end, and report; the exit code."""
+    from dtctl.launch.assemble import CodePush, cluster_of, first_plan
+    from dtctl.launch.record import RunInfo, RunRecord
+    from dtctl.launch.state import start_ticks
+    from dtctl.slurm.site import site_of
+    from dtctl.slurm.submit import submit
+    from dtctl.spec.load import dump_spec
+
+    code = CodePush(spec) if spec.pushes else None
+    plan = first_plan(spec, cluster_of(spec, start=False), run=run)
+    if code is not None:
+        show_left_out(code.tree)
+    info = RunInfo(
+        run=run,
+        token="",
+        pid=os.getpid(),
+        pid_started=start_ticks(os.getpid()),
+        started=time.time() - (time.monotonic() - process_start()),
+        spec=str(options.spec or names.SPEC_FILE) if options.nodes is None else "",
+        command=sys.argv,
+        detached=options.detach,
+        slurm=True,
+    )
+    with closing(site_of(spec)) as site:
+        record = RunRecord.create(spec.base_dir, info)
+        record.write_spec(dump_spec(spec))
+        record.write_plan(plan)
+        emit = _emitter(record, LaunchView(json_lines=options.json_lines), json_lines=options.json_lines)
+        emit("plan", run=run, kind=plan.kind, world_size=plan.world_size, nodes=[])
+        output.err(f"run {run}: {len(plan.nodes)} nodes, {plan.world_size} workers ({plan.kind} over slurm)", "bold")
+        with record.held(), caught_signals() as signals:
+            try:
+                ref = submit(spec, site, run, code, followed=True)
+            except DtctlError as exc:
+                emit("done", **_not_started(run, exc))
+                raise
+            emit("submitted", site=site.name, **asdict(ref))
+            if not options.detach:
+                return _follow(record, site, emit, signals)
+    output.out(run)
+    output.err("it goes on without you: `dtctl status`, `dtctl logs -f`, `dtctl stop`")
+    return 0
+
+
+def _not_started(run: str, exc: DtctlError) -> dict[str, Any]:
+    nothing = dict.fromkeys(("first_failure", "launch_s", "duration_s"))
+    return {
+        "run": run, "status": "failed", "exit_code": exc.exit_code, "attempts": 0, "left_behind": 0,
+        "error": str(exc), **nothing,
+    }  # fmt: skip
+
+
+def take_up_job(record: RunRecord) -> int:
+    """Follow a job that nobody follows, to its end; the exit code."""
+    from dataclasses import replace
+
+    from dtctl.launch.assemble import spec_of_run
+    from dtctl.launch.state import start_ticks
+    from dtctl.slurm.site import site_of
+
+    with closing(site_of(spec_of_run(record))) as site, record.held():
+        emit = _emitter(record, None, json_lines=False)
+        record.write_info(replace(record.info(), pid=os.getpid(), pid_started=start_ticks(os.getpid())))
+        emit("taken-up", pid=os.getpid())
+        with caught_signals() as signals:
+            return _follow(record, site, emit, signals)
+
+
+def refresh(record: RunRecord) -> None:
+    """Bring the record of a job that nobody follows up to date."""
+    if not _unfollowed(record):
+        return
+    with _follower(record) as follower:
+        _catch_up(follower)
+        _close(follower, None)
+
+
+def stop_job(record: RunRecord, *, as_json: bool) -> int:
+    """`dtctl stop` for a job of Slurm: cancel it, and wait until Slurm says that nothing of it is left."""
+    from dtctl.launch import stop as stopping
+    from dtctl.slurm.follow import cancel
+
+    if not stopping.by_launcher(record, wait_s=CANCEL_LIMIT_S) and _unfollowed(record):
+        with _follower(record) as follower:
+            cancel(follower.site, follower.ref.job)
+            deadline = time.monotonic() + CANCEL_LIMIT_S
+            while not _catch_up(follower):
+                if time.monotonic() > deadline:
+                    raise LaunchError(
+                        f"job {follower.ref.job} has not ended within {CANCEL_LIMIT_S:g} s",
+                        where=follower.site.name,
+                        hint=f"scontrol show job {follower.ref.job} says what it waits for",
+                    )
+                time.sleep(POLL_S)
+            _close(follower, None)
+    if as_json:
+        output.emit_json({"run": record.run, "left_behind": 0, "nodes": {}})
+    else:
+        output.out("0 processes left: Slurm has ended the job")
+    return 0
+
+
+def _unfollowed(record: RunRecord) -> bool:
+    """Whether the job was submitted, is not known to be over, and nobody looks at it."""
+    from dtctl.launch.state import state_of
+
+    return bool(state_of(record).job) and not state_of(record).over and not record.has_launcher()
+
+
+@contextmanager
+def _follower(record: RunRecord) -> Iterator[Follower]:
+    from dtctl.launch.assemble import spec_of_run
+    from dtctl.slurm.follow import Follower, reference
+    from dtctl.slurm.site import site_of
+
+    with closing(site_of(spec_of_run(record))) as site, record.held():
+        yield Follower(record, reference(record), site, _emitter(record, None, json_lines=False))
+
+
+def _catch_up(follower: Follower) -> bool:
+    """Look until there is nothing new; whether the job is over."""
+    while follower.look():
+        pass
+    return follower.over
+
+
+def _close(follower: Follower, stopped_by: int | None) -> None:
+    """Write the end down, if it has come."""
+    if follower.over:
+        note_end(follower.result(_ledger(follower.record), stopped_by=stopped_by), follower.emit)
+
+
+def _ledger(record: RunRecord) -> Any:
+    from dtctl.launch.ledger import Ledger
+
+    return Ledger(time.monotonic, begun=time.monotonic() - (time.time() - record.info().started))
+
+
+def _follow(record: RunRecord, site: Site, emit: Callable[..., None], signals: list[int]) -> int:
+    """Follow a job until it is over; a signal cancels it, a second one leaves it to Slurm."""
+    from dtctl.slurm.follow import WAITING, Follower, cancel, reference
+    from dtctl.slurm.site import Here
+
+    ref = reference(record)
+    follower = Follower(record, ref, site, emit)
+    ledger = _ledger(record)
+    poll_s = POLL_S if isinstance(site, Here) else POLL_AWAY_S
+    cancelled = lost = False
+    delay_s = FIRST_POLL_S
+    while True:
+        if signals and not cancelled:
+            emit("stopping", reason=f"signal {signals[-1]}")
+            cancel(site, ref.job)
+            cancelled = True
+        elif len(signals) > 1:
+            raise Interrupted(f"job {ref.job} is left to Slurm, which was asked to end it", signal=signals[-1])
+        try:
+            news = follower.look()
+            lost = False
+        except ConnectError as exc:
+            if not lost:
+                emit("note", node=site.name, text=f"{exc}; the job goes on, and {site.name} is called again")
+            lost = True
+            _wait(AGAIN_S, signals, cancelled=cancelled)
+            continue
+        waiting = follower.state["JobState"] in WAITING
+        phase = "run" if not waiting else "connect" if follower.attempt < 0 else "restart"
+        if phase != ledger.phase:
+            ledger.enter(phase)
+            delay_s = FIRST_POLL_S
+        if follower.over and not news:
+            break
+        if not news:
+            delay_s = min(delay_s * 1.2, QUEUE_POLL_S if waiting else poll_s)
+            _wait(max(delay_s, poll_s / 2), signals, cancelled=cancelled)
+    result = follower.result(ledger, stopped_by=signals[-1] if cancelled else None)
+    return finish(result, emit, logs=record.folder / names.LOGS_DIR)
+
+
+def _wait(seconds: float, signals: list[int], *, cancelled: bool) -> None:
+    """Wait, unless a signal is to be acted upon; a handler that returns does not end `time.sleep`."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0 and len(signals) <= int(cancelled):
+        time.sleep(min(left, 0.1))
+
+
+def _emitter(record: RunRecord, view: LaunchView | None, *, json_lines: bool) -> Callable[..., None]:
+    """What is told everything that happens: the record, whoever reads JSON, and people."""
+
+    def emit(event: str, **facts: Any) -> None:
+        if event != "log":
+            told = {"event": event, "time": round(time.time(), 3), **facts}
+            record.append_event(told)
+            if json_lines:
+                output.emit_json(told)
+        if view is not None:
+            view.event(event, facts)
+
+    return emit

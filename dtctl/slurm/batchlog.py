@@ -1,0 +1,84 @@
+"""What a job's own log says: the batch script's lines and those of srun. Pure."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The workers are started."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A task has failed, or a node."""
+
+    node: str
+    task: int | None
+    """Number of the task in the job step; None: the node is lost."""
+    exit_code: int | None
+    """As a shell counts it."""
+    signal: int | None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Slurm has ended the job, or dtctl's script gives it back, for this reason."""
+
+    reason: str
+
+
+_START: Final = re.compile(r"dtctl: run \S+, start (\d+) on ")
+_TASK: Final = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
+_NODE: Final = re.compile(r"srun: error: Node failure on (\S+)")
+_CODE: Final = re.compile(r"Exited with exit code (\d+)")
+_DUE: Final = re.compile(r"\*\*\* (?:JOB|STEP) .* DUE TO ([A-Z ]+?) \*\*\*")
+_WARNED: Final = "dtctl: the time is nearly over"
+_SIGNALS: Final = {signal.strsignal(number): number for number in signal.valid_signals()}
+
+
+def read(line: str) -> Sequence[Start | Ended | Taken]:
+    """What one line means; nothing for most.
+
+    Source of srun's texts: src/srun/libsrun/launch.c and task_state.c of Slurm 22.05.
+    """
+    if found := _START.match(line):
+        return [Start(int(found[1]))]
+    if found := _TASK.match(line):
+        code, number, why = _how(found[3])
+        return [Ended(found[1], task, code, number, why) for task in _numbers(found[2])]
+    if found := _NODE.match(line):
+        return [Ended(found[1], None, None, None)]
+    if found := _DUE.search(line):
+        reasons = {"TIME LIMIT": "its time was over", "PREEMPTION": "it was preempted", "NODE FAILURE": "a node failed"}
+        return [Taken(reasons.get(found[1], found[1].lower()))]
+    return [Taken("its time was nearly over")] if line.startswith(_WARNED) else []
+
+
+def _how(text: str) -> tuple[int | None, int | None, str]:
+    """Exit code, signal and reason of what srun says about a task."""
+    if found := _CODE.match(text):
+        code = int(found[1])
+        # Slurm tells the code that bash gave, which is 128 + N where a signal ended what it had become.
+        return code, code - 128 if code > 128 else None, ""
+    if text.startswith("Out Of Memory"):
+        return 137, 9, "the memory that the job has asked for was used up"
+    number = _SIGNALS.get(text.removesuffix(" (core dumped)").strip())
+    return (128 + number, number, "") if number else (1, None, text.strip())
+
+
+def _numbers(text: str) -> list[int]:
+    """`0-2,5` as numbers."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found

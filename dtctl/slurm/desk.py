@@ -1,0 +1,139 @@
+"""What is done at the machine that Slurm's commands run on, one request at a time. Stdlib only, Python 3.8.
+
+Sent as text; the request is JSON on standard input, the answer JSON on standard output.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from datetime import datetime
+from typing import Any
+
+FIELDS = ("JobState", "Reason", "StartTime", "NodeList", "ExitCode", "Restarts", "Partition", "TimeLimit")
+Answer = dict[str, Any]
+PIECE = 1 << 20
+"""Bytes of a file that one answer brings at most."""
+
+
+def run(*argv: str, env: dict[str, str] | None = None, text: str = "") -> subprocess.CompletedProcess[str]:
+    """A command to its end, with `text` on its standard input."""
+    return subprocess.run(argv, env=env, input=text, capture_output=True, text=True, check=False)
+
+
+def offer(_: Answer) -> Answer:
+    """The partitions, and each node of each: name, partition, state, generic resources, features."""
+    shown = run("scontrol", "show", "partition", "-o")
+    listed = run("sinfo", "-h", "-N", "-o", "%N|%P|%T|%G|%f")
+    if shown.returncode or listed.returncode:
+        return {"error": "Slurm does not answer: %s" % (shown.stderr or listed.stderr).strip()}
+    return {
+        "partitions": [dict(re.findall(r"(\w+)=(\S*)", line)) for line in shown.stdout.splitlines() if line.strip()],
+        "nodes": [line.split("|") for line in listed.stdout.splitlines()],
+    }
+
+
+def place(asked: Answer) -> Answer:
+    """Make the folder of a run below the work folder, for its user alone; not where nothing can be submitted."""
+    if shutil.which("sbatch") is None:
+        return {"error": "sbatch: not found"}
+    os.umask(0o077)
+    folder = os.path.join(os.path.realpath(os.path.expanduser(asked["workdir"])), "slurm", asked["run"])
+    os.makedirs(folder)
+    return {"folder": folder}
+
+
+def fill(asked: Answer) -> Answer:
+    """Put files, and a copy of the code that was pushed, into the folder: an edit must not change a job that waits."""
+    os.umask(0o077)
+    if asked["code"]:
+        shutil.copytree(asked["code"], os.path.join(asked["folder"], "code"), symlinks=True)
+    for name, text in asked["files"].items():
+        with open(os.path.join(asked["folder"], name), "w", encoding="utf-8") as file:
+            file.write(text)
+    return {}
+
+
+def submit(asked: Answer) -> Answer:
+    """Try the batch file and submit it; secrets come with the request, so that no argument list shows them."""
+    env = {**os.environ, **asked["env"]}
+    file = os.path.join(asked["folder"], "job.sbatch")
+    # First only to try: Slurm takes a job that can never start, for more nodes than there are, and lets it wait.
+    for option in ("--test-only", "--parsable"):
+        done = run("sbatch", option, file, env=env)
+        if done.returncode:
+            return {"code": done.returncode, "said": done.stderr}
+    return {"code": 0, "job": done.stdout.strip().partition(";")[0]}
+
+
+def test(asked: Answer) -> Answer:
+    """What Slurm thinks of a batch file that nobody has written yet."""
+    done = run("sbatch", "--test-only", text=asked["text"])
+    return {"code": done.returncode, "said": done.stderr}
+
+
+def look(asked: Answer) -> Answer:
+    """How the job is, and what its files hold beyond what the asker has."""
+    job = state(asked["job"])
+    return {"job": job, "files": news(asked["folder"], asked["have"])}
+
+
+def state(job: str) -> Answer:
+    """Some fields of `scontrol show job`; of sacct when the controller has forgotten the job; none when both have."""
+    done = run("scontrol", "show", "job", "-o", job)
+    if done.returncode == 0 and done.stdout.strip():
+        shown = dict(re.findall(r"(?:^|\s)(%s)=(\S*)" % "|".join(FIELDS), done.stdout.splitlines()[0]))
+        nodes = shown.get("NodeList", "")
+        if nodes and nodes != "(null)":
+            shown["nodes"] = run("scontrol", "show", "hostnames", nodes).stdout.split()
+        # Slurm writes the time of its own machine; the asker's clock may have another zone.
+        try:
+            shown["start"] = datetime.strptime(shown["StartTime"], "%Y-%m-%dT%H:%M:%S").timestamp()
+        except (KeyError, ValueError):
+            shown["start"] = None
+        return shown
+    if "Invalid job id" not in done.stderr:
+        return {"JobState": "UNKNOWN", "Reason": (done.stderr.strip().splitlines() or ["scontrol says nothing"])[-1]}
+    try:
+        kept = run("sacct", "-j", job, "-X", "-n", "-P", "-o", "State,ExitCode")
+    except OSError:
+        return {"JobState": "FORGOTTEN"}
+    found, _, code = kept.stdout.strip().splitlines()[-1].partition("|") if kept.stdout.strip() else ("", "", "")
+    return {"JobState": found.split()[0], "ExitCode": code} if found else {"JobState": "FORGOTTEN"}
+
+
+def news(folder: str, have: dict[str, int]) -> Answer:
+    """Relative path -> [offset, what follows in base64] of the files that have grown, or begun anew."""
+    found: Answer = {}
+    wanted = [os.path.join(folder, name) for name in ("job.log", "metrics.jsonl")]
+    for base, _, names in os.walk(os.path.join(folder, "logs")):
+        wanted += [os.path.join(base, name) for name in sorted(names) if name.endswith(".log")]
+    for path in wanted:
+        name = os.path.relpath(path, folder)
+        try:
+            size, seen = os.path.getsize(path), have.get(name, 0)
+            if size == seen:
+                continue
+            with open(path, "rb") as file:
+                file.seek(seen if size > seen else 0)
+                data = file.read(PIECE)
+        except OSError:
+            continue
+        found[name] = [seen if size > seen else 0, base64.b64encode(data).decode()]
+    return found
+
+
+OPS = {"offer": offer, "test": test, "place": place, "fill": fill, "submit": submit, "look": look}
+asked = json.load(sys.stdin)
+try:
+    answer = {"offer": offer, "place": place, "fill": fill, "submit": submit, "test": test, "look": look}[asked["op"]](
+        asked
+    )
+except OSError as exc:
+    answer = {"error": "%s: %s" % (exc.filename or asked["op"], exc.strerror)}
+json.dump(answer, sys.stdout)

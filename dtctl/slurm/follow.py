@@ -1,0 +1,325 @@
+"""A job that Slurm has, told as a run: its state, its nodes, its workers' output, how it ended.
+
+All that is known lies at the machine of Slurm's commands (desk.py looks there), so that whoever comes later goes on
+where the last one stopped: what was read of each file is kept in slurm.json, together with the sizes that the copies
+here had then.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+from dtctl import names
+from dtctl.errors import LaunchError
+from dtctl.launch import failure as failures
+from dtctl.launch.failure import AGENT, Failure
+from dtctl.launch.job import Result
+from dtctl.launch.ledger import Ledger
+from dtctl.launch.logs import METRICS, Logs
+from dtctl.launch.record import RunRecord, write_private
+from dtctl.slurm import batchlog, talk
+from dtctl.slurm.site import Site
+
+STATE_FILE: Final = "slurm.json"
+JOB_LOG: Final = "job.log"
+RANK_MARK: Final = b"[dtctl:"
+
+WAITING: Final = frozenset(
+    {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED"}
+)
+RUNNING: Final = frozenset({"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "STOPPED", "RESIZING", "UNKNOWN"})
+"""States in which the job goes on. All others are ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRef:
+    """A job and where it keeps its files."""
+
+    job: str
+    folder: str
+    """At the machine of Slurm's commands."""
+    python: str
+    """Interpreter there."""
+    workers_apart: bool
+    """Whether each worker is a task of its own (kind direct); if not, torchrun marks their lines."""
+    slots: int
+    max_attempts: int
+
+
+class Follower:
+    """Follows one job; each `look` tells what is new since the last."""
+
+    def __init__(self, record: RunRecord, ref: JobRef, site: Site, emit: Callable[..., None]) -> None:
+        """Go on where the last follower of this run has stopped."""
+        self.record = record
+        self.ref = ref
+        self.site = site
+        self.emit = emit
+        self.logs = Logs(record)
+        self.nodes: list[str] = []
+        self.attempt = -1
+        self.failures: list[Failure] = []
+        self.taken = ""
+        self.launch_s: float | None = None
+        self.state: dict[str, Any] = {}
+        self._told = ""
+        self._have: dict[str, int] = {}
+        self._recall()
+
+    # -- one look ---------------------------------------------------------------------------------------------------
+
+    def look(self) -> bool:
+        """Tell what is new; whether there is more to read at once.
+
+        Raises:
+            LaunchError: the machine of Slurm's commands does not do its part.
+            ConnectError: it cannot be reached.
+        """
+        request = {"op": "look", "job": self.ref.job, "folder": self.ref.folder, "have": self._have}
+        answer = talk.ask(self.site, self.ref.python, request)
+        self.state = answer["job"]
+        self.nodes = self.state.get("nodes") or self.nodes
+        files: dict[str, Any] = answer["files"]
+        over = self.over
+        for name in sorted(files, key=lambda name: name != JOB_LOG):  # first which start the rest belongs to
+            offset, data = files[name][0], base64.b64decode(files[name][1])
+            whole = data if over else data[: max(data.rfind(b"\n"), data.rfind(b"\r")) + 1]
+            self._read(name, offset, whole)
+            self._have[name] = offset + len(whole)
+        self._tell_state()
+        if files:
+            self._keep()
+        return bool(files)
+
+    @property
+    def over(self) -> bool:
+        """Whether the job has ended for good."""
+        return bool(self.state) and self.state["JobState"] not in WAITING | RUNNING
+
+    def _read(self, name: str, offset: int, data: bytes) -> None:
+        if name == JOB_LOG:
+            self._read_job_log(data)
+        elif name == names.METRICS_FILE:
+            if offset == 0:
+                self.logs.begin_metrics(self._node(0))
+            self.logs.write(self._node(0), METRICS, data)
+        else:
+            _, node, file = Path(name).parts
+            for rank, part in self._by_rank(file, data):
+                for line in self.logs.write(node, rank, part):
+                    self.emit("log", node=node, rank=rank, text=line)
+
+    def _by_rank(self, file: str, data: bytes) -> list[tuple[int, bytes]]:
+        """The lines of a log, sorted by the rank that has printed them."""
+        if file != "agent.log":
+            return [(int(file.removeprefix("rank-").removesuffix(".log")), data)]
+        found: list[tuple[int, bytes]] = []
+        for line in data.splitlines(keepends=True):
+            mark, closed, rest = line.partition(b"] ")
+            marked = closed and mark.startswith(RANK_MARK) and mark[len(RANK_MARK) :].isdigit()
+            found.append((int(mark[len(RANK_MARK) :]), rest) if marked else (AGENT, line))
+        return found
+
+    def _read_job_log(self, data: bytes) -> None:
+        with os.fdopen(os.open(self._job_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as file:
+            file.write(data)
+        for line in data.decode(errors="replace").splitlines():
+            for said in batchlog.read(line):
+                if isinstance(said, batchlog.Start):
+                    self._start(said.attempt)
+                elif isinstance(said, batchlog.Taken):
+                    self.taken = self.taken or said.reason  # a requeue by the script says so too
+                else:
+                    self._ended(said)
+
+    def _start(self, attempt: int) -> None:
+        if self.attempt >= 0:
+            first = self._first_failure()
+            reason = failures.describe(first) if first and not self.taken else self.taken or "Slurm has taken it back"
+            who = (
+                f"of rank {first.rank} on {first.node}: it "
+                if first and not self.taken and first.rank is not None
+                else ""
+            )
+            self.emit("restart", attempt=attempt, of=self.ref.max_attempts, reason=who + reason)
+        self.attempt, self.failures, self.taken = attempt, [], ""
+        self.logs.begin_attempt()
+        self.emit("start", attempt=attempt)
+        self.emit("allocated", nodes=self.nodes)
+        for node in self.nodes:
+            self.emit("node", node=node, state="running")
+        launch_s = round(time.time() - self.record.info().started, 3)
+        self.launch_s = self.launch_s or launch_s
+        self.emit("started", attempt=attempt, launch_s=launch_s)
+
+    def _ended(self, said: batchlog.Ended) -> None:
+        rank = said.task if self.ref.workers_apart or said.task is None else AGENT
+        if said.exit_code is not None:
+            self.emit("exit", node=said.node, rank=rank, exit_code=said.exit_code, signal=said.signal)
+        self.failures.append(
+            Failure(
+                node=said.node,
+                rank=rank,
+                exit_code=said.exit_code,
+                signal=said.signal,
+                time=float(len(self.failures)),
+                why=said.why,
+            )
+        )
+
+    def _tell_state(self) -> None:
+        state, reason = self.state["JobState"], self.state.get("Reason", "")
+        told = f"{state} {reason}"
+        if told == self._told:
+            return
+        self._told = told
+        if state in WAITING:
+            self.nodes = []
+            self.emit("queued", job=self.ref.job, state=state, reason=reason, start=self.state.get("start"))
+
+    # -- what is kept -----------------------------------------------------------------------------------------------
+
+    @property
+    def _job_log(self) -> Path:
+        return self.record.folder / JOB_LOG
+
+    def _node(self, index: int) -> str:
+        return self.nodes[index] if index < len(self.nodes) else ""
+
+    def _copies(self) -> dict[str, int]:
+        """Size of each copy here."""
+        logs = self.record.folder / names.LOGS_DIR
+        found = [*logs.glob("*/*.log"), self._job_log, self.record.folder / names.METRICS_FILE]
+        return {str(path.relative_to(self.record.folder)): path.stat().st_size for path in found if path.exists()}
+
+    def _keep(self) -> None:
+        kept = {"have": self._have, "copies": self._copies(), "taken": self.taken}
+        write_private(self.record.folder / STATE_FILE, json.dumps(kept, indent=1) + "\n")
+
+    def _recall(self) -> None:
+        try:
+            kept = json.loads((self.record.folder / STATE_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            kept = {"have": {}, "copies": {}, "taken": ""}
+        self._have, self.taken = kept["have"], kept["taken"]
+        # What was copied and not noted before the last follower died is copied again.
+        for name in self._copies():
+            os.truncate(self.record.folder / name, kept["copies"].get(name, 0))
+        for event in self.record.events():
+            if event["event"] == "start":
+                self.attempt, self.failures = int(event["attempt"]), []
+            elif event["event"] == "started":
+                self.launch_s = self.launch_s or event["launch_s"]
+            elif event["event"] == "allocated":
+                self.nodes = event["nodes"]
+            elif event["event"] == "exit":
+                told = Failure(
+                    node=event["node"],
+                    rank=event["rank"],
+                    exit_code=event["exit_code"],
+                    signal=event["signal"],
+                    time=float(len(self.failures)),
+                )
+                self.failures.append(told)
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def _first_failure(self) -> Failure | None:
+        found = []
+        for one in self.failures:
+            rank = AGENT if one.rank is None else one.rank
+            text = self.logs.tail(one.node, rank)
+            full = failures.from_torchrun(one, text) if one.rank == AGENT else one
+            rank = AGENT if full.rank is None else full.rank
+            tail = failures.last_lines(self.logs.tail(one.node, rank) or text)
+            path = self.record.log_path(one.node, rank)
+            log = str(path) if path.exists() else str(self._job_log)
+            said = full.why or failures.summary(tail)
+            found.append(
+                replace(full, log=log, tail=tail, summary=said, rank=None if full.rank == AGENT else full.rank)
+            )
+        return failures.first(found)
+
+    def result(self, ledger: Ledger, *, stopped_by: int | None) -> Result:
+        """How it ended; call it when it is over."""
+        state, code = self.state["JobState"], self._exit_code()
+        failure = self._first_failure()
+        status, exit_code = "failed", 8
+        if state in ("COMPLETED", "FORGOTTEN") and code == 0:
+            status, exit_code = "succeeded", 0
+        elif stopped_by is not None or state == "CANCELLED":
+            status, exit_code = "stopped", 128 + (stopped_by or signal.SIGTERM)
+        elif code == names.REQUEUE_EXIT or state == "PREEMPTED":
+            status, exit_code = "stopped", names.REQUEUE_EXIT
+        elif failure is None:
+            failure = self._without_a_word(state)
+        ledger.write(self.record.folder / names.LEDGER_FILE, attempts=max(0, self.attempt) + 1)
+        return Result(
+            run=self.record.run,
+            status=status,
+            exit_code=exit_code,
+            attempts=max(0, self.attempt) + 1,
+            first_failure=failure if status == "failed" else None,
+            launch_s=self.launch_s,
+            duration_s=ledger.total_s(),
+            left_behind=0,
+            nodes=len(self.nodes),
+            goodput=None,
+        )
+
+    def _exit_code(self) -> int:
+        """Exit code of the batch script, 128 + N for a signal; that in its log where Slurm has forgotten the job."""
+        code, _, number = str(self.state.get("ExitCode", "")).partition(":")
+        if code.isdigit():
+            return 128 + int(number) if number.isdigit() and int(number) else int(code)
+        text = self._job_log.read_text(errors="replace") if self._job_log.exists() else ""
+        last = text.rstrip().rpartition("dtctl: ended with exit code ")[2]
+        return int(last) if last.isdigit() else 1
+
+    def _without_a_word(self, state: str) -> Failure:
+        """The failure of a job none of whose tasks is known to have failed."""
+        if self._job_log.exists():
+            tail = failures.last_lines(self._job_log.read_text(errors="replace"))
+            summary = f"job {self.ref.job} ended as {state}" + (f": {self.taken}" if self.taken else "")
+            log = str(self._job_log)
+        else:
+            tail, log = (), ""
+            summary = (
+                f"job {self.ref.job} ended as {state} and has written nothing: do the nodes see {self.ref.folder}? "
+                "It has to lie on a disk that all of them share"
+            )
+        return Failure(
+            node=self.nodes[0] if self.nodes else self.site.name, rank=None, exit_code=None, signal=None, time=0.0,
+            log=log, summary=summary, tail=tail,
+        )  # fmt: skip
+
+
+def cancel(site: Site, job: str) -> None:
+    """Ask Slurm to end a job; that it has ended is seen later.
+
+    Raises:
+        LaunchError: Slurm does not take the request.
+    """
+    done = site.run(["scancel", "--quiet", job])
+    if done.code:
+        raise LaunchError(f"scancel has refused: {done.err.strip()}", where=f"job {job} on {site.name}")
+
+
+def reference(record: RunRecord) -> JobRef:
+    """The job that a run is, as its event of the submission says.
+
+    Raises:
+        LaunchError: it was never submitted.
+    """
+    for event in record.events():
+        if event["event"] == "submitted":
+            return JobRef(**{field.name: event[field.name] for field in fields(JobRef)})
+    raise LaunchError(f"run {record.run} was never submitted", where=str(record.folder))

@@ -1,0 +1,206 @@
+"""What a cluster offers beside what a spec asks for: found before a job is submitted, and named by the key of the spec.
+
+Slurm itself takes many jobs that can never start and lets them wait. Pure; desk.py asks Slurm.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dtctl.spec.model import Slurm
+
+CHECKS: Final = ("partition", "account", "time-limit", "job-nodes", "gres", "features", "submit")
+"""What is looked at before a job is submitted; the last is Slurm's own opinion (`sbatch --test-only`)."""
+_GONE: Final = re.compile(r"down|drain|fail|not_resp|maint|unk", re.IGNORECASE)
+_UNLIMITED: Final = ("UNLIMITED", "INFINITE", "NONE", "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lack:
+    """Something asked for that the cluster does not have."""
+
+    check: str
+    key: str
+    """Of the spec."""
+    summary: str
+    fix: str
+    never: bool
+    """Whether the job can never start; if not, it may have to wait for somebody to repair something."""
+    evidence: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A node in a partition, as sinfo lists it."""
+
+    name: str
+    state: str
+    gres: str
+    features: frozenset[str]
+
+    @property
+    def works(self) -> bool:
+        """Whether jobs can run on it, now or when others have ended."""
+        return not _GONE.search(self.state) and not self.state.endswith("*")
+
+
+def lacks(slurm: Slurm, nodes: int, offer: Mapping[str, Any]) -> Iterator[Lack]:
+    """What stands in the way of a job.
+
+    Args:
+        slurm: the section of the spec.
+        nodes: how many the job needs.
+        offer: answer of desk.py to `offer`.
+    """
+    partitions = {row["PartitionName"]: row for row in offer["partitions"]}
+    name = slurm.partition or next((name for name, row in partitions.items() if row.get("Default") == "YES"), None)
+    if name is None:
+        if partitions:
+            yield Lack(
+                check="partition", key="slurm.partition", never=True,
+                summary="the cluster has no default partition, and the spec names none",
+                fix=f"one of: {', '.join(partitions)}",
+            )  # fmt: skip
+        return
+    # A job may name several, of which Slurm takes the first that can run it.
+    named = name.split(",")
+    unknown = [one for one in named if one not in partitions]
+    if unknown:
+        yield Lack(
+            check="partition", key="slurm.partition", never=True,
+            summary=f"there is no partition {unknown[0]}", fix=f"one of: {', '.join(partitions)}",
+        )  # fmt: skip
+        return
+    here = [partitions[one] for one in named]
+    if all(row.get("State", "UP") != "UP" for row in here):
+        yield Lack(
+            check="partition", key="slurm.partition", never=False,
+            summary=f"partition {name} is {here[0]['State'].lower()}", fix="choose another, or wait until it is up",
+        )  # fmt: skip
+    yield from _account(slurm, here, name)
+    yield from _time(slurm, here, name)
+    rows = [_node(row) for row in offer["nodes"] if row[1].rstrip("*") in named]
+    yield from _nodes(slurm, nodes, {node.name: node for node in rows}, here, name)
+
+
+def _account(slurm: Slurm, here: Sequence[Mapping[str, str]], name: str) -> Iterator[Lack]:
+    for key, allowed, denied in (("account", "AllowAccounts", "DenyAccounts"), ("qos", "AllowQos", "DenyQos")):
+        wanted = getattr(slurm, key)
+        if wanted is None:
+            continue
+        lists = [row.get(allowed, "ALL") for row in here]
+        refused = all(
+            (row.get(allowed, "ALL") != "ALL" and wanted not in row[allowed].split(","))
+            or wanted in row.get(denied, "").split(",")
+            for row in here
+        )
+        if refused:
+            yield Lack(
+                check="account", key=f"slurm.{key}", never=True,
+                summary=f"partition {name} does not take {key} {wanted}", fix=f"it takes {', '.join(lists)}",
+                evidence=tuple(f"{allowed}={one}" for one in lists),
+            )  # fmt: skip
+
+
+def _time(slurm: Slurm, here: Sequence[Mapping[str, str]], name: str) -> Iterator[Lack]:
+    wanted = minutes(slurm.time) if slurm.time else None
+    limits = [row.get("MaxTime", "") for row in here]
+    most = [minutes(limit) for limit in limits if limit.upper() not in _UNLIMITED]
+    if wanted is None or len(most) < len(limits):
+        return
+    known = [one for one in most if one is not None]
+    if known and wanted > max(known):
+        yield Lack(
+            check="time-limit", key="slurm.time", never=True,
+            summary=f"{slurm.time} is more than partition {name} allows", fix=f"at most {', '.join(limits)}",
+            evidence=tuple(f"MaxTime={limit}" for limit in limits),
+        )  # fmt: skip
+
+
+def _nodes(
+    slurm: Slurm, wanted: int, nodes: Mapping[str, Node], here: Sequence[Mapping[str, str]], name: str
+) -> Iterator[Lack]:
+    works = [node for node in nodes.values() if node.works]
+    gone = tuple(f"{node.name}: {node.state}" for node in nodes.values() if not node.works)
+    limits = [row.get("MaxNodes", "UNLIMITED") for row in here]
+    most = max((int(one) if one.isdigit() else len(nodes) for one in limits), default=len(nodes))
+    if wanted > min(most, len(nodes)):
+        yield Lack(
+            check="job-nodes", key="cluster.nodes", never=True,
+            summary=f"the job needs {wanted} nodes, and partition {name} gives {min(most, len(nodes))}",
+            fix="fewer nodes, or another partition",
+        )  # fmt: skip
+        return
+    if wanted > len(works):
+        yield Lack(
+            check="job-nodes", key="cluster.nodes", never=False,
+            summary=f"the job needs {wanted} nodes, and {len(works)} of the {len(nodes)} of partition {name} work",
+            fix="it waits until they are repaired; or take fewer nodes", evidence=gone[:8],
+        )  # fmt: skip
+    kind, count = _gres(slurm.gres)
+    if kind:
+        have = [node for node in nodes.values() if _count(node.gres, kind) >= count]
+        if len(have) < wanted:
+            offered = sorted({node.gres for node in nodes.values() if node.gres not in ("", "(null)")})
+            yield Lack(
+                check="gres", key="slurm.gres", never=True,
+                summary=f"{_of(have, nodes)} of partition {name} have {slurm.gres}, and the job needs {wanted}",
+                fix=f"they have {'; '.join(offered) or 'none'}",
+            )  # fmt: skip
+    features = str(slurm.extra.get("constraint", ""))
+    if re.fullmatch(r"[\w.-]+(&[\w.-]+)*", features):  # the rest of Slurm's language is left to Slurm
+        need = {*features.split("&")}
+        have = [node for node in nodes.values() if need <= node.features]
+        if len(have) < wanted:
+            known = sorted({feature for node in nodes.values() for feature in node.features})
+            yield Lack(
+                check="features", key="slurm.extra.constraint", never=True,
+                summary=f"{_of(have, nodes)} of partition {name} have {features}, and the job needs {wanted}",
+                fix=f"they have {', '.join(known) or 'none'}",
+            )  # fmt: skip
+
+
+def _of(some: Sequence[Node], nodes: Mapping[str, Node]) -> str:
+    return f"{len(some)} of the {len(nodes)} nodes"
+
+
+def _node(row: Sequence[str]) -> Node:
+    name, _, state, gres, features = row
+    known = frozenset(features.split(",")) - {"(null)", ""}
+    return Node(name=name, state=state, gres=gres, features=known)
+
+
+def _gres(text: str | None) -> tuple[str, int]:
+    """`gpu:a100:4` as kind (`gpu:a100`) and count; an empty kind for what is not one plain request."""
+    found = re.fullmatch(r"(?:gres[/:])?([A-Za-z_]\w*(?::[A-Za-z_][\w.-]*)?)(?:[:=](\d+))?", text or "")
+    return (found[1], int(found[2] or 1)) if found else ("", 0)
+
+
+def _count(offered: str, kind: str) -> int:
+    """How many of a kind a node has, from sinfo's `gpu:a100:8(S:0-1),shard:16`."""
+    total = 0
+    for part in re.sub(r"\([^)]*\)", "", offered).split(","):
+        words = part.split(":")
+        if words[-1].isdigit() and (":".join(words[:-1]) == kind or words[0] == kind):
+            total += int(words[-1])
+    return total
+
+
+def minutes(text: str) -> float | None:
+    """A time limit of Slurm in minutes: `90`, `30:00`, `1:30:00`, `1-12`, `1-12:30:00`; None if it has none."""
+    if text.upper() in _UNLIMITED:
+        return None
+    days, dash, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, mins, seconds = (*parts, 0, 0)[:3]
+    elif len(parts) == 1:
+        hours, mins, seconds = 0, parts[0], 0
+    elif len(parts) == 2:
+        hours, mins, seconds = 0, *parts
+    else:
+        hours, mins, seconds = parts
+    return int(days or 0) * 1440 + hours * 60 + mins + seconds / 60

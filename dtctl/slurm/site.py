@@ -1,0 +1,183 @@
+"""The machine that Slurm's commands run on: this one, or a login node over SSH."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dtctl import shell
+from dtctl.errors import ConnectError, LaunchError
+from dtctl.spec.model import Spec
+from dtctl.transport.base import Connection, Stream, Target, Transport
+
+LIMIT_S = 60.0
+SANDBOX = "sandbox"
+"""Value of `cluster.login` that means the sandbox which was started with --slurm."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Site(Protocol):
+    """Where commands run and the run's folder lies."""
+
+    @property
+    def name(self) -> str:
+        """For messages: the login node, or `this machine`."""
+        ...
+
+    def run(self, argv: Sequence[str], *, stdin: bytes = b"", limit_s: float = LIMIT_S) -> Done:
+        """Run a command to its end; 127 when there is no such program.
+
+        Raises:
+            LaunchError: it does not end in time.
+            ConnectError: the machine cannot be reached.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the machine."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """This machine."""
+
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables for Slurm's commands, on top of this process's own."""
+    name: str = "this machine"
+
+    def run(self, argv: Sequence[str], *, stdin: bytes = b"", limit_s: float = LIMIT_S) -> Done:
+        """See `Site`."""
+        try:
+            done = subprocess.run(
+                [*argv], input=stdin, capture_output=True, env={**os.environ, **self.env}, timeout=limit_s, check=False,
+                start_new_session=True,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise _late(argv, limit_s, self.name) from None
+        except FileNotFoundError:
+            return Done(code=127, out="", err=f"{argv[0]}: not found")
+        return Done(code=done.returncode, out=_text(done.stdout), err=_text(done.stderr))
+
+    def close(self) -> None:
+        """See `Site`."""
+
+
+class There:
+    """A login node; the connection is made again when it was lost."""
+
+    def __init__(self, target: Target, transport: Transport) -> None:
+        self._target = target
+        self._transport = transport
+        self._connection: Connection | None = None
+
+    @property
+    def name(self) -> str:
+        """See `Site`."""
+        return self._target.name
+
+    def connection(self) -> Connection:
+        """The open connection.
+
+        Raises:
+            TransportError: of the class that says why there is none.
+        """
+        if self._connection is None or not self._connection.alive():
+            self.close()
+            self._connection = self._transport.connect(self._target)
+        return self._connection
+
+    def run(self, argv: Sequence[str], *, stdin: bytes = b"", limit_s: float = LIMIT_S) -> Done:
+        """See `Site`."""
+        stream = self.connection().open(shell.join(argv))
+        try:
+            stream.write(stdin)
+            stream.close_stdin()
+            out, err = _read(stream, limit_s)
+            code = stream.exit_status(limit_s)
+        finally:
+            stream.close()
+        if code is None:
+            if self._connection is not None and self._connection.alive():
+                raise _late(argv, limit_s, self.name)
+            raise ConnectError("the link was lost", node=self.name)
+        return Done(code=code, out=_text(out), err=_text(err))
+
+    def close(self) -> None:
+        """See `Site`."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+
+def _read(stream: Stream, limit_s: float) -> tuple[bytes, bytes]:
+    deadline = time.monotonic() + limit_s
+    out = err = b""
+    while (more := stream.read(1 << 18)) and time.monotonic() < deadline:
+        out += more
+        err += stream.read_stderr()
+    stream.exit_status(2.0)  # what it says last on standard error comes before its status
+    return out, err + stream.read_stderr()
+
+
+def _late(argv: Sequence[str], limit_s: float, where: str) -> LaunchError:
+    return LaunchError(
+        f"{argv[0]} has not answered within {limit_s:g} s", where=where, hint="is slurmctld up? try sinfo"
+    )
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="replace")
+
+
+def site_of(spec: Spec) -> Site:
+    """Where the spec says that Slurm's commands are.
+
+    Raises:
+        LaunchError: it is the sandbox, and that has no Slurm.
+    """
+    login = spec.cluster.login
+    if login is None:
+        return Here()
+    if login == SANDBOX:
+        return Here(_sandbox_env(), name="the sandbox")
+    from dtctl.launch.assemble import ssh_transport
+
+    cluster = spec.cluster
+    target = Target(
+        name=login,
+        address=login,
+        user=cluster.user,
+        port=cluster.port,
+        identity_file=str(cluster.identity_file) if cluster.identity_file else None,
+        known_hosts=str(cluster.known_hosts) if cluster.known_hosts else None,
+        ssh_config=str(cluster.ssh_config) if cluster.ssh_config else None,
+        connect_timeout_s=cluster.connect_timeout_s,
+    )
+    return There(target, ssh_transport([target]))
+
+
+def _sandbox_env() -> dict[str, str]:
+    from dtctl.sandbox import control, slurm
+
+    sandbox = control.find(control.default_name())
+    env = slurm.environment(sandbox) if sandbox else {}
+    if not env:
+        raise LaunchError(
+            "the sandbox is not up with Slurm",
+            where="cluster.login",
+            hint="`dtctl sandbox down`, then `sudo dtctl sandbox up --slurm`",
+        )
+    return env

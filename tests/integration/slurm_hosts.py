@@ -1,0 +1,55 @@
+"""A Slurm cluster of virtual hosts for a module's tests, and projects in a folder that all of them see."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dtctl.sandbox import control, slurm
+from dtctl.sandbox.layout import Sandbox
+from tests.hosts import Project
+
+
+@pytest.fixture(scope="module")
+def cluster(sandbox_env: dict[str, str]) -> Iterator[Sandbox]:
+    sandbox = control.up(f"slurm-{secrets.token_hex(3)}", nodes=2, with_slurm=True)
+    yield sandbox
+    control.down(sandbox.name)
+
+
+@pytest.fixture
+def shared(sandbox_env: dict[str, str], cluster: Sandbox) -> Iterator[Project]:
+    """A project in a folder that all hosts see."""
+    folder = Path(os.environ["DTCTL_SANDBOX_DIR"]) / f"shared-{secrets.token_hex(3)}"
+    folder.mkdir()
+    path = f"{Path(shutil.which('python3') or '').parent}:{os.environ['PATH']}"
+    env = {**sandbox_env, **slurm.environment(cluster), "DTCTL_SANDBOX": cluster.name, "PATH": path}
+    project = Project(folder, dict(env))
+    yield project
+    project.close()
+    subprocess.run(["scancel", "--user=root"], env=env, check=True)  # what a failed test leaves
+    shutil.rmtree(folder)
+
+
+def fields(project: Project, job: str) -> dict[str, str]:
+    """What the controller says of a job."""
+    shown = subprocess.run(
+        ["scontrol", "show", "job", "-o", job], env=project.env, capture_output=True, text=True, check=True
+    )
+    return dict(re.findall(r"(\w+)=(\S*)", shown.stdout))
+
+
+def state(project: Project, job: str) -> str:
+    return fields(project, job)["JobState"]
+
+
+def hasten(project: Project, job: str) -> None:
+    """Have a requeued job start now; Slurm itself would let it wait for two minutes."""
+    subprocess.run(["scontrol", "update", f"jobid={job}", "starttime=now"], env=project.env, check=False)

@@ -1,0 +1,334 @@
+"""Launches that Slurm carries out: the same run as over SSH, whoever watches it, and whatever Slurm does to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from dtctl.launch.record import RunRecord, list_runs
+from dtctl.launch.state import alive
+from dtctl.sandbox import control, faults, slurm
+from dtctl.sandbox.layout import Sandbox
+from tests.hosts import Project, wait_until
+from tests.integration.slurm_hosts import cluster, fields, hasten, shared, state
+
+__all__ = ["cluster", "shared"]
+
+SPEC = """\
+cluster: {{transport: slurm, nodes: 2, slots: 2, python: {python}}}
+job: {{name: test, script: train.py, kind: {kind}, max_restarts: {restarts}}}
+slurm: {{requeues: 2{more}}}
+"""
+COUNT = """\
+import os, time
+for n in range({count}):
+    print("line", n, flush=True)
+    time.sleep(0.02)
+"""
+
+
+def spec(*, kind: str = "direct", restarts: int = 0, more: str = "") -> str:
+    return SPEC.format(python=json.dumps(sys.executable), kind=kind, restarts=restarts, more=more)
+
+
+def record(project: Project) -> RunRecord:
+    return list_runs(project.folder)[-1]
+
+
+def events(project: Project) -> list[object]:
+    return [event["event"] for event in record(project).events()]
+
+
+def job_of(project: Project) -> str:
+    return next(str(event["job"]) for event in record(project).events() if event["event"] == "submitted")
+
+
+def processes(cluster: Sandbox) -> str:
+    """Processes of workers on all hosts."""
+    found = [
+        subprocess.run(
+            control.enter_argv(cluster, node, ["pgrep", "-af", "train.py"]), capture_output=True, text=True, check=False
+        ).stdout
+        for node in cluster.nodes
+    ]
+    return "".join(found)
+
+
+@pytest.mark.parametrize("kind", ["direct", "torchrun"])
+def test_a_launch_is_followed_to_its_end(shared: Project, kind: str) -> None:
+    shared.write("dtctl.yaml", spec(kind=kind))
+    shared.write("train.py", COUNT.format(count=5))
+    done = shared.run("launch", "--json")
+    assert done.code == 0, done.err
+    assert (done.done["status"], done.done["attempts"], done.done["left_behind"]) == ("succeeded", 1, 0)
+    for rank in range(4):
+        log = record(shared).log_path(f"node{1 + rank // 2}", rank)
+        assert log.read_text().splitlines() == [f"line {n}" for n in range(5)]
+        assert log.stat().st_mode & 0o777 == 0o600
+    assert sum(line.endswith(" line 4") for line in done.err.splitlines()) == 4
+    said = json.loads(shared.run("status", "--json").out)
+    assert (said["status"], said["nodes"]) == ("succeeded", {"node1": "running", "node2": "running"})
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("direct", 3), ("torchrun", 3)])
+def test_the_culprit_is_named(shared: Project, kind: str, rank: int) -> None:
+    shared.write("dtctl.yaml", spec(kind=kind))
+    shared.write(
+        "train.py",
+        "import os, time\nif os.environ['RANK'] == '3': raise ValueError('rank 3 has had enough')\ntime.sleep(60)\n",
+    )
+    done = shared.run("launch", "--json")
+    assert done.code == 8, done.err
+    failure = done.done["first_failure"]
+    assert isinstance(failure, dict)
+    assert (failure["node"], failure["rank"], failure["exit_code"]) == ("node2", rank, 1), done.err
+    assert failure["summary"] == "ValueError: rank 3 has had enough"
+    assert failure["log"].endswith("node2/rank-3.log")
+
+
+def test_a_worker_that_is_killed_is_started_again_in_the_same_job(shared: Project) -> None:
+    shared.write("dtctl.yaml", spec(restarts=1))
+    shared.write(
+        "train.py",
+        "import os, signal, time\n"
+        "print('attempt', os.environ['DTCTL_ATTEMPT'], flush=True)\n"
+        "if os.environ['DTCTL_ATTEMPT'] == '0':\n"
+        "    if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    time.sleep(60)\n",
+    )
+    done = shared.run("launch", "--json")
+    assert done.code == 0, done.err
+    assert done.done["attempts"] == 2
+    (restart,) = [event for event in done.events if event["event"] == "restart"]
+    assert "rank 1 on node1" in str(restart["reason"])
+    assert "signal 9" in str(restart["reason"])
+    assert record(shared).log_path("node2", 3).read_text().splitlines() == ["attempt 0", "attempt 1"]
+
+
+def test_ctrl_c_ends_the_job_and_leaves_nothing(shared: Project, cluster: Sandbox) -> None:
+    shared.write("dtctl.yaml", spec())
+    shared.write("train.py", "import time\nprint('up', flush=True)\ntime.sleep(100)\n")
+    process = shared.start("launch", "--json")
+    wait_until(lambda: processes(cluster).count("train.py") >= 4, what="it runs")
+    process.send_signal(signal.SIGINT)
+    done = shared.finish(process)
+    assert done.code == 130, done.err
+    assert done.done["status"] == "stopped"
+    assert state(shared, job_of(shared)) == "CANCELLED"
+    assert processes(cluster) == ""
+
+
+def test_stop_ends_a_job_that_nobody_follows(shared: Project, cluster: Sandbox) -> None:
+    shared.write("dtctl.yaml", spec())
+    shared.write("train.py", "import time\nprint('up', flush=True)\ntime.sleep(100)\n")
+    assert shared.run("launch", "--detach").code == 0
+    wait_until(lambda: processes(cluster).count("train.py") >= 4, what="it runs")
+    stopped = shared.run("stop", "--json")
+    assert (stopped.code, json.loads(stopped.out)["left_behind"]) == (0, 0), stopped.err
+    assert processes(cluster) == ""
+    assert json.loads(shared.run("status", "--json").out)["status"] == "stopped"
+
+
+def test_a_job_is_found_again_after_its_launcher_was_killed(shared: Project) -> None:
+    shared.write("dtctl.yaml", spec())
+    shared.write("train.py", COUNT.format(count=150))
+    shared.start("launch", "--name", shared.unique)
+    wait_until(lambda: list(shared.folder.glob(".dtctl/runs/*/logs/*/rank-0.log")), what="output has come")
+    launcher = record(shared).info()
+    os.kill(launcher.pid, signal.SIGKILL)
+    wait_until(lambda: not alive(launcher), 5)
+    followed = shared.run("logs", "-f")
+    assert followed.code == 0, followed.err
+    assert [followed.out.count(f" line {n}\n") for n in range(150)] == [4] * 150
+    assert json.loads(shared.run("status", "--json").out)["status"] == "succeeded"
+
+
+def test_a_detached_job_is_looked_at_when_somebody_asks(shared: Project) -> None:
+    shared.write("dtctl.yaml", spec())
+    shared.write("train.py", COUNT.format(count=5))
+    begun = shared.run("launch", "--detach", "--json")
+    assert begun.code == 0, begun.err
+    wait_until(lambda: state(shared, job_of(shared)) == "COMPLETED", what="the job is over")
+    said = json.loads(shared.run("status", "--json").out)
+    assert (said["status"], said["job"]) == ("succeeded", job_of(shared))
+    assert shared.run("logs").out.count(" line 4\n") == 4
+
+
+def test_people_see_what_a_job_waits_for(shared: Project, cluster: Sandbox) -> None:
+    shared.write("dtctl.yaml", spec(more=", extra: {exclusive: true}"))
+    shared.write("train.py", "import time\ntime.sleep(100)\n")
+    assert shared.run("launch", "--detach").code == 0
+    assert shared.run("launch", "--detach").code == 0
+    wait_until(lambda: fields(shared, job_of(shared))["Reason"] in ("Resources", "Priority"), what="the second waits")
+    said = shared.run("status")
+    assert "queued" in said.out
+    assert "waits: Resources" in said.out or "waits: Priority" in said.out
+    for run in list_runs(shared.folder):
+        assert shared.run("stop", run.run).code == 0
+
+
+def test_a_job_over_a_login_node(shared: Project, cluster: Sandbox) -> None:
+    """From a machine that has nothing of Slurm; the code goes to the login node first."""
+    login = cluster.nodes[0]
+    folder = f"{shared.folder}/there"
+    ssh = {
+        "login": login.address, "user": "root", "port": 22, "identity_file": str(cluster.identity_file),
+        "known_hosts": str(cluster.known_hosts), "ssh_config": "none", "workdir": folder,
+    }  # fmt: skip
+    text = json.loads(json.dumps({"transport": "slurm", "nodes": 2, "slots": 1, "python": sys.executable, **ssh}))
+    job = {"name": "test", "script": "train.py", "kind": "direct"}
+    shared.write("dtctl.yaml", json.dumps({"cluster": text, "job": job}))
+    shared.write("train.py", COUNT.format(count=3))
+    bashrc = f"export SLURM_CONF={shared.env['SLURM_CONF']}\n"
+    write = control.enter_argv(cluster, login, ["sh", "-c", 'printf %s "$1" >~/.bashrc', "sh", bashrc])
+    subprocess.run(write, check=True)
+    env = {"SLURM_CONF": "/nowhere", "PATH": str(shared.folder)}
+    done = shared.run("launch", "--json", env=env)
+    assert done.code == 0, done.err
+    assert (done.done["status"], done.done["left_behind"]) == ("succeeded", 0)
+    assert record(shared).log_path("node2", 1).read_text().splitlines() == ["line 0", "line 1", "line 2"]
+
+
+TRAIN = """\
+import os, time
+import torch
+from torch import nn
+from dtctl.runtime import TensorData, Trainer, run
+
+def train(config, worker):
+    torch.manual_seed(3)
+    inputs = torch.randn(64, 8)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 1))
+    data = TensorData(inputs, inputs[:, :1])
+    slow = os.environ["SLOW"] == "1" and os.environ["DTCTL_ATTEMPT"] == "0"
+
+    def loss(model, batch):
+        if slow and trainer.step >= 5:
+            print("slow", flush=True)
+            time.sleep(1)
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    trainer = Trainer(config, worker, model, loss, data)
+    return trainer.run()
+
+raise SystemExit(run(train))
+"""
+
+
+def trained(project: Project, name: str, *, slow: bool, more: str = "") -> str:
+    """Write a training of two workers that keeps its snapshots in folder `name`; that folder."""
+    text = spec(more=more).replace("kind: direct", f'kind: direct, env: {{SLOW: "{int(slow)}"}}')
+    folder = str(project.folder / name)
+    train = {"steps": 40, "micro_batch": 4, "seed": 1, "snapshot": {"dir": folder, "every_steps": 5}}
+    project.write("dtctl.yaml", text.replace("slots: 2", "slots: 1") + f"train: {json.dumps(train)}\n")
+    project.write("train.py", TRAIN)
+    return folder
+
+
+def digest(project: Project, folder: str) -> dict[str, object]:
+    done = project.run("snapshot", "digest", folder, "--json")
+    assert done.code == 0, done.err
+    found: dict[str, object] = json.loads(done.out)
+    return found
+
+
+def undisturbed(project: Project) -> dict[str, object]:
+    folder = trained(project, "alone", slow=False)
+    done = project.run("launch")
+    assert done.code == 0, done.err
+    return digest(project, folder)
+
+
+def trains(project: Project) -> bool:
+    """Whether the newest run has got past its first steps."""
+    log = record(project).log_path("node1", 0)
+    return log.exists() and log.read_text().count("slow") > 2
+
+
+def started_again(project: Project) -> None:
+    """Wait until Slurm has taken the job back, and have it start at once."""
+    job = job_of(project)
+    wait_until(lambda: fields(project, job)["Restarts"] == "1", 90, "Slurm has taken the job back")
+    wait_until(lambda: state(project, job) == "PENDING", 30, "it waits")
+    wait_until(lambda: (hasten(project, job), state(project, job))[1] != "PENDING", 60, "it runs again")
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("way", ["time limit", "preempted"])
+def test_what_slurm_interrupts_ends_with_the_same_bits(shared: Project, way: str) -> None:
+    expected = undisturbed(shared)
+    more = ', time: "1", warn_s: 45' if way == "time limit" else ""
+    folder = trained(shared, "interrupted", slow=True, more=more)
+    process = shared.start("launch", "--json")
+    wait_until(lambda: len(list_runs(shared.folder)) == 2 and "submitted" in events(shared), what="it is submitted")
+    if way == "preempted":
+        wait_until(lambda: trains(shared), 60, "it trains")
+        urgent = ["sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
+        subprocess.run(urgent, env=shared.env, check=True, cwd=shared.folder)
+    started_again(shared)
+    done = shared.finish(process, 120)
+    assert done.code == 0, done.err
+    assert done.done["attempts"] == 2
+    (restart,) = [event for event in done.events if event["event"] == "restart"]
+    assert restart["reason"] == ("its time was nearly over" if way == "time limit" else "it was preempted")
+    assert digest(shared, folder) == expected
+    log = record(shared).log_path("node1", 0).read_text()
+    assert log.count("40 steps") == 2, "the log is kept over the requeue"
+    steps = [json.loads(line)["step"] for line in (record(shared).folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(set(steps))
+
+
+@pytest.mark.torch
+def test_a_node_is_lost_and_the_job_ends_with_the_same_bits(shared: Project, sandbox_env: dict[str, str]) -> None:
+    expected = undisturbed(shared)
+    mine = control.up(f"slurm-{secrets.token_hex(3)}", nodes=3, with_slurm=True)
+    try:
+        shared.env |= {**slurm.environment(mine), "DTCTL_SANDBOX": mine.name}
+        folder = trained(shared, "interrupted", slow=True)
+        process = shared.start("launch", "--json")
+        wait_until(lambda: len(list_runs(shared.folder)) == 2, what="it is begun")
+        wait_until(lambda: trains(shared), 60, "it trains")
+        faults.kill(mine, mine.node("node2"))
+        started_again(shared)
+        done = shared.finish(process, 120)
+        assert done.code == 0, done.err
+        assert [event["nodes"] for event in done.events if event["event"] == "allocated"] == [
+            ["node1", "node2"],
+            ["node1", "node3"],
+        ]
+        assert digest(shared, folder) == expected
+    finally:
+        control.down(mine.name)
+
+
+def test_the_doctor_looks_at_what_the_cluster_offers(shared: Project) -> None:
+    shared.write("train.py", "")
+    shared.write("dtctl.yaml", spec())
+    done = shared.run("doctor", "--json")
+    assert done.code == 0, done.err
+    assert "in partition main" in json.loads(done.out)["slurm"]
+    shared.write("dtctl.yaml", spec(more=", partition: main, extra: {constraint: h100}"))
+    done = shared.run("doctor", "--json")
+    assert done.code == 9
+    (first, *_) = json.loads(done.out)["findings"]
+    assert (first["check"], first["status"], first["primary"]) == ("features", "fail", True)
+    assert "slurm.extra.constraint" in first["fix"]
+
+
+def test_the_doctor_examines_the_nodes_of_an_allocation(shared: Project) -> None:
+    shared.write("train.py", "")
+    shared.write("dtctl.yaml", spec())
+    argv = ["salloc", "--quiet", "--nodes=2", sys.executable, "-m", "dtctl", "doctor", "--json"]
+    done = subprocess.run(
+        [*argv, "--skip", "collective"], cwd=shared.folder, env=shared.env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert (said["ok"], said["nodes"]) == (True, ["node1", "node2"])
+    assert {"data-ports", "bandwidth", "disk"} <= {one["check"] for one in said["findings"]}

@@ -1,0 +1,31 @@
+"""Lines of a job's log; those of srun are as Slurm 22.05 printed them."""
+
+from __future__ import annotations
+
+import pytest
+
+from dtctl.slurm.batchlog import Ended, Start, Taken, read
+
+
+@pytest.mark.parametrize(
+    ("line", "meaning"),
+    [
+        ("dtctl: run a-1, start 2 on node[1-2], rendezvous 10.0.0.1:25000", [Start(2)]),
+        ("srun: error: node2: task 3: Exited with exit code 3", [Ended("node2", 3, 3, None)]),
+        ("srun: error: node2: task 3: Exited with exit code 139", [Ended("node2", 3, 139, 11)]),
+        ("srun: error: node1: tasks 0-1,4: Killed", [Ended("node1", task, 137, 9) for task in (0, 1, 4)]),
+        ("srun: error: node1: task 0: Segmentation fault (core dumped)", [Ended("node1", 0, 139, 11)]),
+        ("srun: error: node1: task 0: Out Of Memory",
+         [Ended("node1", 0, 137, 9, "the memory that the job has asked for was used up")]),
+        ("srun: error: Node failure on node2", [Ended("node2", None, None, None)]),
+        ("slurmstepd: error: *** JOB 5 ON node1 CANCELLED AT 2026-11-21T12:00:00 DUE TO PREEMPTION ***",
+         [Taken("it was preempted")]),
+        ("slurmstepd: error: *** JOB 5 ON node1 CANCELLED AT 2026-11-21T12:00:00 DUE TO TIME LIMIT ***",
+         [Taken("its time was over")]),
+        ("dtctl: the time is nearly over, the workers save", [Taken("its time was nearly over")]),
+        ("srun: Job step aborted: Waiting up to 7 seconds for job step to finish.", []),
+        ("what a setup line prints", []),
+    ],
+)  # fmt: skip
+def test_what_a_line_means(line: str, meaning: list[object]) -> None:
+    assert read(line) == meaning
