@@ -37,6 +37,7 @@ check: $(BIN)/.ready  ## Style, types, layers, documentation.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 soak: $(BIN)/.ready  ## Kill trainings at random for an hour; each must end with the bits of one left alone.
+	$(BIN)/python -m tests.fault.stopping --count 50
 	$(BIN)/python -m tests.fault.soak
 
 bench: $(BIN)/.ready  ## Launch latency and push beside other launchers; takes some minutes on an idle machine.

@@ -296,5 +296,6 @@ def job_of(
         link_timeout_s=spec.cluster.link_timeout_s,
         hang_s=spec.job.hang_s,
         time_s=spec.job.time_s,
+        trains=spec.train is not None,
         keep=keep,
     )

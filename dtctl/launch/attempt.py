@@ -14,6 +14,7 @@ from dtctl.launch.failure import Failure
 from dtctl.launch.inquest import Inquest
 from dtctl.launch.logs import METRICS
 from dtctl.launch.session import Said, error_of
+from dtctl.names import REQUEUE_EXIT
 from dtctl.plan.model import Plan
 
 if TYPE_CHECKING:
@@ -144,9 +145,10 @@ class Attempt:
                 signal=data["signal"],
                 time=time.time(),
                 why=data.get("why", ""),
+                asked=data.get("asked", False),
             )
             self.outcome.failures.append(failure)
-            self._stop_others(f"{name} failed")
+            self._stop_others("a worker was told to stop" if data["code"] == REQUEUE_EXIT else f"{name} failed")
 
     def _watch(self, name: str, said: Said) -> None:
         """What a node says about how far its workers are."""

@@ -58,6 +58,8 @@ class Failure:
     """What the node knows about it that its log does not: it was ended for lack of memory, the disk is full."""
     hang: bool = False
     """Whether it was ended because it made no progress."""
+    asked: bool = False
+    """Whether it was ended by a signal from outside that asks to stop, SIGTERM or SIGUSR1."""
 
 
 def describe(failure: Failure) -> str:
@@ -92,17 +94,32 @@ def from_torchrun(failure: Failure, agent_log: str) -> Failure:
     except (KeyError, ValueError, IndexError):
         return failure
     if code < 0:
-        return replace(failure, rank=rank, exit_code=128 - code, signal=-code)
+        # The agent ends workers with SIGTERM too, but not the one that it names here.
+        asked = -code in (signal.SIGTERM, signal.SIGUSR1)
+        return replace(failure, rank=rank, exit_code=128 - code, signal=-code, asked=asked)
     return replace(failure, rank=rank, exit_code=code, signal=None)
 
 
 def is_consequence(failure: Failure) -> bool:
     """Whether the worker failed because another one had, going by its last lines."""
+    if failure.asked:
+        return False
     if failure.signal in (signal.SIGTERM, signal.SIGHUP):
         return True
     if failure.signal is not None or failure.exit_code is None:
         return False
     return any(text in line for line in failure.tail for text in _CONSEQUENCES)
+
+
+def is_stop(failure: Failure, *, trains: bool) -> bool:
+    """Whether somebody wanted the training to stop, and nothing is wrong with it.
+
+    Args:
+        failure: the first one of an attempt.
+        trains: whether the job is a training with dtctl.runtime. Its workers answer such a signal with a snapshot; only
+            before their first step, and after their last, are they ended by it, and then nothing is lost.
+    """
+    return failure.exit_code == REQUEUE_EXIT or (trains and failure.asked)
 
 
 def first(failures: Iterable[Failure]) -> Failure | None:

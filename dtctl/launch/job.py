@@ -45,6 +45,8 @@ class Job:
     """When a job that makes no progress hangs."""
     time_s: float | None
     """When the run is stopped with snapshots; None: never."""
+    trains: bool
+    """Whether the spec has a section `train`, which dtctl.runtime reads in the workers."""
     keep: bool
     """Whether nodes go on when the link is lost (`--detach`)."""
 

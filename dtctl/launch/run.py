@@ -91,7 +91,13 @@ class _Launcher:
             outcome = self._take_up(plan) if plan is under_way else self._attempt(plan)
             failure = self._first_failure(outcome)
             self._count(outcome)
-            if failure is None or outcome.stopped_by is not None or attempt >= plan.max_restarts:
+            if failure is None or outcome.stopped_by is not None:
+                break
+            if self._is_stop(failure):
+                who = "the agent" if failure.rank is None else f"rank {failure.rank}"
+                self.emit("note", node=failure.node, text=f"{who} {failures.describe(failure)}")
+                break
+            if attempt >= plan.max_restarts:
                 break
             verdict = self.patience.judge(failure, step=self._last_step(outcome), lasted_s=self._lasted_s())
             if verdict.hopeless:
@@ -267,6 +273,9 @@ class _Launcher:
     def _first_failure(self, outcome: Outcome) -> Failure | None:
         return failures.first(self._with_log(found) for found in outcome.failures)
 
+    def _is_stop(self, failure: Failure) -> bool:
+        return failures.is_stop(failure, trains=self.job.trains)
+
     def _with_log(self, found: Failure) -> Failure:
         """The failure with what the logs say about it."""
         if found.exit_code is None:
@@ -342,6 +351,8 @@ class _Launcher:
         if stopped_by is not None:
             # SIGUSR1 is how batch systems say that the time is nearly up, and ours is: the run is to be launched again.
             status, exit_code = "stopped", names.REQUEUE_EXIT if stopped_by == signal.SIGUSR1 else 128 + stopped_by
+        elif failure is not None and self._is_stop(failure):
+            status, exit_code = "stopped", names.REQUEUE_EXIT
         elif failure is not None:
             status, exit_code = "failed", 8
         else:

@@ -1,11 +1,14 @@
 """Stopping in good order: a signal to any worker ends all of them at the same step, with a snapshot.
 
 SIGTERM (launchers, Slurm at the time limit) and SIGUSR1 (Slurm's `--signal=USR1@60`) ask for it. Whoever starts the run
-again finds its snapshot, so the exit code says "again, please".
+again finds its snapshot, so the exit code says "again, please". Until the first step a worker does not listen, and a
+signal ends it like any program: there is nothing to save, the newest snapshot is the one that it began from, and what
+it does then (import, build the model, wait for others) may take longer than anybody waits. The launcher knows that.
 """
 
 from __future__ import annotations
 
+import atexit
 import signal
 import threading
 from collections.abc import Iterator
@@ -46,6 +49,9 @@ class StopRequest:
         From now on it has only to end, with the exit code that says so: a launcher that sees its peers end sends
         SIGTERM to whoever is not through yet.
         """
+        if not self._granted and threading.current_thread() is threading.main_thread():
+            # The interpreter puts handlers back when it ends, but for what is ignored; by then no program is started.
+            atexit.register(_ignore)
         self._granted = True
         return Outcome.STOPPED
 
@@ -65,3 +71,8 @@ class StopRequest:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.signal = number
+
+
+def _ignore() -> None:
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

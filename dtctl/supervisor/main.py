@@ -137,6 +137,7 @@ def guard(supervisor: int, token: str) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: processes.send([supervisor], number))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     while True:
         pid, status = os.waitpid(-1, 0)  # orphans of the run are handed to us when the supervisor dies
         if pid == supervisor:

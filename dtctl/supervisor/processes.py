@@ -96,7 +96,8 @@ def spawn(argv: list[str], cwd: str, env: dict[str, str], files: dict[int, int])
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for there, here in files.items():
             os.dup2(here, there)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD):
+        usual = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD, signal.SIGUSR1)
+        for number in usual:
             signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
         os.chdir(cwd)

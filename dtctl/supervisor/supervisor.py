@@ -82,6 +82,8 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
+        # How batch systems warn, often all processes at once: for the workers, who answer it with a snapshot.
+        signal.signal(signal.SIGUSR1, lambda *_: None)
         self.adopts = processes.become_subreaper()
         self.births: Births | None = None
         self.nursery: Nursery | None = None
@@ -202,6 +204,8 @@ class Supervisor:
         """Tell how a process has ended, and what the node knows about why; its exit code."""
         code, number = exit_facts(process.status or 0)
         fact = {"op": "exit", "rank": process.rank, "code": code, "signal": number, "time": time.time(), "why": ""}
+        # From outside, to a worker that does not listen to it.
+        fact["asked"] = number in (signal.SIGTERM, signal.SIGUSR1) and self.deadline is None
         self.tell({"op": "progress", "workers": self._progress()})
         if code and self.deadline is None:  # what ends because we end it is no riddle
             if number == signal.SIGKILL and self.memory is not None:

@@ -23,6 +23,7 @@ import sys
 
 VIA_FD = "DTCTL_WARM_FD"
 PRELOAD = "DTCTL_WARM_MODULES"
+HELD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def main() -> list[str]:
@@ -31,14 +32,17 @@ def main() -> list[str]:
     supervisor = int(os.environ.pop("DTCTL_WARM_PARENT"))
     modules = os.environ.pop(PRELOAD).split(",")
     sys.path[0] = ""  # not the folder of this file, whose modules have names that a user's may have, too
+    # For the workers; this one ends with its supervisor. Held back and not ignored: a signal that comes while there is
+    # no worker yet is for the first one, and one to a worker that was just forked reaches it when it is one.
+    signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
     why = load(modules)
     tell(link, {"ready": not why, "why": why, "argv": ["", *sys.argv[1:]], "env": dict(os.environ)})
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # for the workers; this one ends with its supervisor
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    came = None
     while True:
         message, output = receive(link)
         if message is None:
             os._exit(0)
+        came = sorted(signal.sigpending()) if came is None else []
         between = os.fork()
         if between:
             os.close(output)
@@ -50,6 +54,9 @@ def main() -> list[str]:
             os._exit(0)  # which makes the worker a child of the supervisor, as if that had started it
         link.close()
         become(message, output, supervisor)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
+        for number in came:
+            os.kill(os.getpid(), number)
         return list(message["argv"])
 
 
@@ -110,8 +117,6 @@ def become(message: dict, output: int, supervisor: int) -> None:  # type: ignore
     import time
 
     os.setsid()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     between = os.getppid()
     while between != supervisor and os.getppid() == between:
         time.sleep(0.0005)

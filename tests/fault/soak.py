@@ -26,14 +26,17 @@ from pathlib import Path
 
 import dtctl
 from dtctl import names
+from dtctl.launch.progress import Phase
 from dtctl.runtime.snapshot import commands, layout
 from dtctl.sandbox import control, faults
 from dtctl.sandbox.layout import Sandbox, SandboxNode
+from dtctl.supervisor import progress
 
 ROOT = Path(dtctl.__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-KINDS = ("worker", "worker", "worker", "save", "save", "agent", "host")
-"""What is killed, each as likely as any other; `save`: rank 0's node loses a worker while a snapshot is written."""
+KINDS = ("worker", "worker", "worker", "save", "save", "start", "agent", "host")
+"""What is killed, each as likely as any other; `save` and `start`: a worker, while a snapshot is written, or before the
+first step of an attempt (if that is under way: else in a step)."""
 STUCK_S = 90.0
 SPEC = """\
 cluster:
@@ -133,12 +136,13 @@ def soak(sandbox: Sandbox, folder: Path, shape: Shape, *, seed: int | None, kill
     argv = [sys.executable, "-m", "dtctl", "launch", "--json", "--name", name]
     begun = time.monotonic()
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
-        process = subprocess.Popen(argv, cwd=folder, stdout=out, stderr=err)
+        environ = os.environ | {"DTCTL_SANDBOX": sandbox.name}
+        process = subprocess.Popen(argv, cwd=folder, stdout=out, stderr=err, env=environ)
     killed: list[str] = []
     try:
         if seed is not None:
             killed = kill_at_random(
-                sandbox.name, nodes, folder, process, shape, source=random.Random(seed), kills=kills
+                sandbox.name, name, nodes, folder, process, shape, source=random.Random(seed), kills=kills
             )
         code = process.wait(STUCK_S * 3)
     finally:
@@ -166,6 +170,7 @@ def soak(sandbox: Sandbox, folder: Path, shape: Shape, *, seed: int | None, kill
 
 def kill_at_random(
     sandbox_name: str,
+    run: str,
     nodes: list[str],
     folder: Path,
     process: subprocess.Popen[bytes],
@@ -175,39 +180,55 @@ def kill_at_random(
     kills: int,
 ) -> list[str]:
     """Kill something each time that a step of a random list is reached; what was killed when."""
-    killed = []
-    for wanted in sorted(source.randrange(1, shape.steps - 5) for _ in range(kills)):
+    killed: list[str] = []
+    dead = -1  # the attempt that the last kill has ended
+    for wanted in sorted(source.randrange(1, shape.steps - 12) for _ in range(kills)):
         kind, name = source.choice(KINDS), source.choice(nodes)
         deadline = time.monotonic() + STUCK_S
-        fresh = last_step(folder)[1]
         while time.monotonic() < deadline and process.poll() is None:
-            step, changed = last_step(folder)
-            # Not before the attempt after the last kill has done a step: else most kills would hit the start.
-            if (
-                step >= wanted
-                and (changed != fresh or not killed)
-                and (kind != "save" or list(folder.glob(f"snapshots/.*{layout.DRAFT_SUFFIX}")))
-            ):
+            now = where(sandbox_name, run)
+            early = kind == "start" and not now.begun and now.known
+            fits = early or (now.begun and now.step >= wanted)
+            if kind == "save" and not list(folder.glob(f"snapshots/.*{layout.DRAFT_SUFFIX}")):
+                fits = False
+            # Not before the attempt after the last kill has come that far: else most kills would hit the start.
+            if now.attempt > dead and fits:
+                if kill(sandbox_name, name, kind, source):
+                    killed.append(f"{kind} on {name} in attempt {now.attempt}, {now.phase} at step {now.step}")
+                    dead = now.attempt
                 break
             time.sleep(0.002)
-        if process.poll() is not None:
-            break
-        if kill(sandbox_name, name, kind, source):
-            killed.append(f"{kind} on {name} at step {last_step(folder)[0]}")
     return killed
 
 
-def last_step(folder: Path) -> tuple[int, float]:
-    """The last step that the launcher has heard of, and when."""
-    for path in folder.glob(f"{names.STATE_DIR}/{names.RUNS_DIR}/*/{names.METRICS_FILE}"):
-        lines = path.read_bytes().split(b"\n")
-        for line in reversed(lines[:-1]):
-            try:
-                row = json.loads(line)
-                return int(row["step"]), float(row["time"])
-            except (ValueError, KeyError, TypeError):
-                continue
-    return 0, 0.0
+@dataclass(frozen=True, slots=True)
+class Where:
+    """How far a run is."""
+
+    attempt: int
+    step: int
+    phase: str
+    begun: bool
+    """Whether this attempt has done a step."""
+    known: bool = True
+    """Whether a worker has said anything at all."""
+
+
+def where(sandbox_name: str, run: str) -> Where:
+    """How far a run is, by what its workers note of themselves in the newest attempt."""
+    sandbox = control.find(sandbox_name)
+    if sandbox is None:
+        raise RuntimeError("the sandbox has gone down")
+    folders = list(sandbox.state.glob(f"hosts/*/home/.dtctl/node/runs/{run}/attempt-*/progress"))
+    attempt = max((int(folder.parent.name.partition("-")[2]) for folder in folders), default=-1)
+    rows = [
+        row for folder in folders if folder.parent.name == f"attempt-{attempt}" for row in progress.read(str(folder))
+    ]
+    furthest = max(rows, key=lambda row: int(row["step"]), default=None)
+    if furthest is None:
+        return Where(attempt, 0, "starting", begun=False, known=False)
+    phase = Phase(furthest["phase"]).name.lower()
+    return Where(attempt, furthest["step"], phase, begun=furthest["step"] > furthest["first"])
 
 
 def kill(sandbox_name: str, name: str, kind: str, source: random.Random) -> bool:
@@ -251,6 +272,7 @@ def main() -> int:
     """Soak, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--first", type=int, default=0, help="seed to begin with")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--only", choices=["ddp", "fsdp", "three"])
@@ -258,7 +280,6 @@ def main() -> int:
     options = parser.parse_args()
     base = Path(tempfile.mkdtemp(dir=Path.home(), prefix=".dtctl-soak-"))
     os.environ["DTCTL_SANDBOX_DIR"] = str(base / "sandbox")
-    os.environ["DTCTL_SANDBOX"] = "soak"
     begun = time.monotonic()
     shapes = {"ddp": Shape(2, 2, "ddp", options.steps), "fsdp": Shape(2, 2, "fsdp", options.steps)}
     shapes["three"] = Shape(3, 1, "ddp", options.steps)
@@ -272,7 +293,7 @@ def main() -> int:
             straight = soak(sandbox, base / "run", shape, seed=None, kills=0)
             print(f"{label}: left alone {straight.wall_s:.1f} s, digest {straight.digest[:16]}", flush=True)
             rows = []
-            for seed in range(options.seeds):
+            for seed in range(options.first, options.first + options.seeds):
                 if time.monotonic() - begun > options.limit_s:
                     break
                 row = soak(sandbox, base / "run", shape, seed=seed, kills=options.kills)

@@ -174,6 +174,30 @@ def test_one_signal_stops_all_and_other_numbers_of_workers_go_on(tmp_path: Path)
     assert seen == Counter(list(range(SAMPLES)) * 4)
 
 
+def test_four_two_three_and_four_workers_see_each_sample_once_per_epoch_whoever_is_killed(tmp_path: Path) -> None:
+    """Of the steps that count: what comes after the last snapshot of a killed launch is done again."""
+    epochs = ("steps=null", "epochs=2", "global_batch=24", "accumulate=null")
+    seen: Counter[int] = Counter()
+    begun, worlds = 0, []
+    for workers, micro, hurt in ((4, 6, "2:8"), (2, 4, "1:19"), (3, 4, "0:13"), (4, 6, "")):
+        for path in tmp_path.glob("seen.*"):
+            path.unlink()
+        ended = launch(tmp_path, workers, *epochs, f"micro_batch={micro}", hurt=hurt)
+        assert (ended.code == 0) == (hurt == ""), ended.output
+        assert (f"resumed at step {begun} of 21" in ended.output) == (begun > 0)
+        ((kept, _), *_) = layout.listing(tmp_path / "snapshots")
+        assert kept > begun
+        for path in tmp_path.glob("seen.*"):
+            # A resume throws one pass away, with the samples of the first that counts: the same line twice.
+            for step, ids in map(json.loads, dict.fromkeys(path.read_text().splitlines())):
+                if step < kept:
+                    seen.update(ids)
+        begun = kept
+        worlds.append(workers)
+    assert (worlds, begun) == ([4, 2, 3, 4], 21)
+    assert seen == Counter(list(range(SAMPLES)) * 2)
+
+
 def test_workers_that_differ_are_all_told(tmp_path: Path) -> None:
     ended = torchrun(tmp_path, 2, 'data={"uneven": true}')
     message = f"the workers do not agree on the length of the data: {SAMPLES} on rank 0; {SAMPLES + 1} on rank 1"

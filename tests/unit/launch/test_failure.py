@@ -1,8 +1,9 @@
 import signal
+from dataclasses import replace
 
 import pytest
 
-from dtctl.launch.failure import Failure, describe, first, from_torchrun, is_consequence, last_lines, summary
+from dtctl.launch.failure import Failure, describe, first, from_torchrun, is_consequence, is_stop, last_lines, summary
 
 AGENT_LOG = """\
 E1121 07:51:33.855000 8019 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: -9)
@@ -95,3 +96,17 @@ def test_a_hang_and_a_lack_of_memory_are_named() -> None:
     assert describe(hung) == "made no progress"
     starved = Failure(node="a", rank=1, exit_code=137, signal=9, time=0.0, why="the kernel ended it for lack of memory")
     assert describe(starved) == "was ended by signal 9 (SIGKILL): the kernel ended it for lack of memory"
+
+
+def test_who_was_told_to_stop_has_not_failed() -> None:
+    saved = failed(0, at=1.0, code=75)
+    assert is_stop(saved, trains=False)
+    assert not is_stop(failed(0, at=1.0, code=1), trains=True)
+    ended = replace(failed(1, at=2.0, code=143, number=signal.SIGTERM), asked=True)
+    follows = failed(0, at=1.9, tail="RuntimeError: Connection closed by peer")
+    assert first([follows, ended]) is ended
+    assert is_stop(ended, trains=True)
+    assert not is_stop(ended, trains=False), "a program without dtctl.runtime, which is started again"
+    assert not is_stop(replace(ended, asked=False), trains=True), "the supervisor's own SIGTERM"
+    agent = Failure(node="n", rank=None, exit_code=1, signal=None, time=1.0)
+    assert is_stop(from_torchrun(agent, AGENT_LOG.replace("{code}", "-10")), trains=True)
