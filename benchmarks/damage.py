@@ -12,6 +12,7 @@ import argparse
 import logging
 import random
 import shutil
+import sys
 import tempfile
 import time
 import warnings
@@ -21,9 +22,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from machine import keep
+from machine import HERE, keep
 
+from dtctl.runtime import Worker
 from dtctl.runtime.snapshot import read, write
+from dtctl.runtime.snapshot.together import Together
+
+sys.path.insert(0, str(HERE.parent))
+from tests.damage import hurt
+from tests.unit.runtime.snapshot.gang import gang
 
 State = dict[str, torch.Tensor]
 Program = tuple[Callable[[State, Path], object], Callable[[State, Path], State]]
@@ -43,6 +50,16 @@ def _load_ours(_: State, folder: Path) -> State:
     return loaded
 
 
+def _save_sharded(state: State, folder: Path) -> None:
+    """By two workers, each half of it."""
+
+    def save(worker: Worker) -> None:
+        with Together(folder, worker, keep=1) as saver:
+            saver.save(1, {"model": state}, facts={})
+
+    gang(2, folder.parent, save)
+
+
 def _load_dcp(like: State, folder: Path) -> State:
     targets = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
     dcp.load(targets, checkpoint_id=folder / "dcp", no_dist=True)
@@ -53,6 +70,7 @@ def programs() -> dict[str, Program]:
     """Name -> how it saves and loads."""
     found: dict[str, Program] = {
         "dtctl": (lambda state, folder: write.save(folder, 1, {"model": state}, facts={}, keep=1), _load_ours),
+        "dtctl, sharded": (_save_sharded, _load_ours),
         "torch.load": (
             lambda state, folder: torch.save(state, folder / "state.pt"),
             lambda _, folder: torch.load(folder / "state.pt", weights_only=True),
@@ -83,23 +101,6 @@ def programs() -> dict[str, Program]:
         return Snapshot.take(str(folder / "torchsnapshot"), {"state": StateDict(**state)})
 
     return found | {"torchsnapshot": (take, restore)}
-
-
-def hurt(kind: str, folder: Path, source: random.Random) -> None:
-    """Damage one file below a folder; each byte is as likely as any other, each file for `delete`."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    weights = [1 if kind == "delete" else path.stat().st_size for path in files]
-    (path,) = source.choices(files, weights)
-    if kind == "delete":
-        path.unlink()
-        return
-    whole = bytearray(path.read_bytes())
-    place = source.randrange(len(whole))
-    if kind == "truncate":
-        del whole[place:]
-    else:
-        whole[place] ^= 1 << source.randrange(8)
-    path.write_bytes(whole)
 
 
 def outcome(program: Program, expected: State, folder: Path) -> str:

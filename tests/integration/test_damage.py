@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shutil
 from pathlib import Path
@@ -13,18 +14,18 @@ from torch import nn
 from dtctl.runtime import TensorData, TrainConfig, Trainer, Worker, build
 from dtctl.runtime.snapshot import commands, layout
 from dtctl.runtime.worker import identify, seed_all
+from tests.damage import hurt
+from tests.unit.runtime.snapshot.gang import gang
 
 pytestmark = pytest.mark.torch
-
-PLACES = 100
 
 
 class Killed(Exception):
     """Stands for a process that is gone."""
 
 
-def train(folder: Path, *, until: int | None = None) -> None:
-    """Train 9 steps with dropout in `folder`, or until it is killed in a step."""
+def train(folder: Path, worker: Worker, *, until: int | None = None) -> None:
+    """Train 9 steps with dropout in `folder`, or until all are killed in a step."""
     seed_all(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 1))
     inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
@@ -37,50 +38,45 @@ def train(folder: Path, *, until: int | None = None) -> None:
             raise Killed
         return nn.functional.mse_loss(module(batch[0]), batch[1])
 
-    settings = {"steps": 9, "log_every": 9, "snapshot": {"dir": str(folder), "every_steps": 3, "keep": 9}}
-    config = build(TrainConfig, settings, at="train", where="test")
-    worker: Worker = identify({})
+    snapshot = {"dir": str(folder), "every_steps": 3, "keep": 9, "layout": "sharded"}
+    config = build(TrainConfig, {"steps": 9, "log_every": 9, "snapshot": snapshot}, at="train", where="test")
     Trainer(config, worker, model, loss, TensorData(inputs, inputs.sum(1, keepdim=True))).run()
 
 
-def hurt(kind: str, folder: Path, source: random.Random) -> str:
-    """Damage one file; each byte of the snapshot is as likely as any other, each file for `delete`."""
-    files = sorted(folder.iterdir())
-    sizes = [path.stat().st_size for path in files]
-    (path,) = source.choices(files, sizes if source.random() < 0.5 and kind != "delete" else None)
-    if kind == "delete":
-        path.unlink()
-        return f"{path.name} deleted"
-    whole = bytearray(path.read_bytes())
-    place = source.randrange(len(whole))
-    if kind == "truncate":
-        del whole[place:]
+def run(workers: int, folder: Path, *, until: int | None = None) -> None:
+    """`train`, on so many workers; who is alone writes everything, several each their part."""
+
+    def action(worker: Worker) -> None:
+        with contextlib.suppress(Killed):
+            train(folder, worker, until=until)
+
+    if workers == 1:
+        action(identify({}))
     else:
-        whole[place] ^= 1 << source.randrange(8)
-    path.write_bytes(whole)
-    return f"{kind} at {place} of {path.name}"
+        gang(workers, folder.parent, action)
 
 
+@pytest.mark.parametrize(("workers", "places"), [(1, 75), (2, 25)])
 def test_a_hundred_of_a_hundred(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], workers: int, places: int
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    train(tmp_path / "straight")
+    run(workers, tmp_path / "straight")
     expected = commands.digest(tmp_path / "straight")["digest"]
-    with pytest.raises(Killed):
-        train(tmp_path / "killed", until=8)
+    run(workers, tmp_path / "killed", until=8)
     assert [step for step, _ in layout.listing(tmp_path / "killed")] == [6, 3]
+    assert (tmp_path / "killed" / "step-00000006" / "model.00001.safetensors").exists() == (workers > 1)
     source = random.Random(11)
-    for index in range(PLACES):
+    for index in range(places):
         folder = tmp_path / f"damaged-{index}"
         shutil.copytree(tmp_path / "killed", folder)
         what = hurt(source.choice(["flip", "truncate", "delete"]), layout.folder_of(folder, 6), source)
         found = commands.verify(folder)
         assert [row["status"] == "ok" for row in found["snapshots"]] == [False, True], what
         assert found["newest_good"] == str(layout.folder_of(folder, 3))
-        capsys.readouterr()
-        train(folder)
-        out = capsys.readouterr().out
+        capfd.readouterr()
+        run(workers, folder)
+        out = capfd.readouterr().out
         assert "snapshot passed over: step-00000006 is " in out, what
         assert "resumed at step 3 of 9: exact" in out, what
         assert commands.digest(folder)["digest"] == expected, what
