@@ -176,7 +176,10 @@ class Attempt:
         if self.gang.reattach is not None and self._call_again(name):
             return
         self.outcome.lost.append(name)
-        if self.stop_deadline is None:
+        # A node whose supervisor is ended, or loses its link, tells its workers to stop, and these all others; what
+        # others say of it may be here before the loss, which is the cause.
+        stopping = [failure.exit_code == REQUEUE_EXIT for failure in self.outcome.failures]
+        if self.stop_deadline is None or (stopping and all(stopping)):
             self._fail(name, text, exit_code=None)
         self._drop(name, left=None)
 

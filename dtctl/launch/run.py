@@ -50,10 +50,11 @@ def launch(
     """
     launcher = _Launcher(job, record, emit=emit, signals=signals, ledger=ledger)
     try:
-        return launcher.run(under_way)
+        outcome, failure, attempt = launcher.run(under_way)
     finally:
         launcher.gang.quit()
         launcher.close()
+    return launcher.result(outcome, failure, attempt)
 
 
 class _Launcher:
@@ -82,8 +83,8 @@ class _Launcher:
         self._attempt_number = 0
         self._attempt_begun = time.monotonic()
 
-    def run(self, under_way: Plan | None) -> Result:
-        """Prepare, then attempt until it is over."""
+    def run(self, under_way: Plan | None) -> tuple[Outcome, Failure | None, int]:
+        """Prepare, then attempt until it is over; how the last attempt ended, what failed first, and its number."""
         plan = under_way or self._prepare()
         attempt, outcome, failure = plan.attempt, Outcome(), None
         while not self.gang.signals:
@@ -113,7 +114,7 @@ class _Launcher:
         self.ledger.enter("stop")
         self.ledger.close(succeeded=failure is None and outcome.stopped_by is None)
         self._ask_lost(plan, outcome)
-        return self._result(outcome, failure, attempt)
+        return outcome, failure, attempt
 
     def _count(self, outcome: Outcome) -> None:
         """Tell the ledger that an attempt is over."""
@@ -344,7 +345,8 @@ class _Launcher:
             if isinstance(answer, int):
                 outcome.left[name] = answer
 
-    def _result(self, outcome: Outcome, failure: Failure | None, attempt: int) -> Result:
+    def result(self, outcome: Outcome, failure: Failure | None, attempt: int) -> Result:
+        """What the run came to; last, so that the ledger has all of its time."""
         stopped_by = outcome.stopped_by or (self.gang.signals[-1] if self.gang.signals else None)
         counts = list(outcome.left.values())
         left = None if None in counts else sum(count or 0 for count in counts)

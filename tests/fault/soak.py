@@ -12,6 +12,7 @@ outside has seen, and that every snapshot on disk is whole. Snapshots lie in a f
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -188,17 +189,26 @@ def kill_at_random(
         while time.monotonic() < deadline and process.poll() is None:
             now = where(sandbox_name, run)
             early = kind == "start" and not now.begun and now.known
-            fits = early or (now.begun and now.step >= wanted)
-            if kind == "save" and not list(folder.glob(f"snapshots/.*{layout.DRAFT_SUFFIX}")):
-                fits = False
             # Not before the attempt after the last kill has come that far: else most kills would hit the start.
-            if now.attempt > dead and fits:
+            if now.attempt > dead and (early or (now.begun and now.step >= wanted)):
+                saving = kind == "save" and comes(folder / "snapshots")
                 if kill(sandbox_name, name, kind, source):
-                    killed.append(f"{kind} on {name} in attempt {now.attempt}, {now.phase} at step {now.step}")
+                    what = "worker" if kind == "save" and not saving else kind
+                    killed.append(f"{what} on {name} in attempt {now.attempt}, {now.phase} at step {now.step}")
                     dead = now.attempt
-                break
+                    break
             time.sleep(0.002)
     return killed
+
+
+def comes(snapshots: Path, limit_s: float = 1.5) -> bool:
+    """Whether a snapshot is being written now, or soon."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        with contextlib.suppress(FileNotFoundError):
+            if any(path.name.endswith(layout.DRAFT_SUFFIX) for path in snapshots.iterdir()):
+                return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +291,7 @@ def main() -> int:
     base = Path(tempfile.mkdtemp(dir=Path.home(), prefix=".dtctl-soak-"))
     os.environ["DTCTL_SANDBOX_DIR"] = str(base / "sandbox")
     begun = time.monotonic()
-    shapes = {"ddp": Shape(2, 2, "ddp", options.steps), "fsdp": Shape(2, 2, "fsdp", options.steps)}
+    shapes = {"ddp": Shape(2, 2, "ddp", options.steps), "fsdp": Shape(2, 2, "fsdp", options.steps // 2)}
     shapes["three"] = Shape(3, 1, "ddp", options.steps)
     kept: dict[str, object] = {"date": time.strftime("%Y-%m-%d %H:%M"), "kills per seed": options.kills}
     good = True

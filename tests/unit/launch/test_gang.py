@@ -11,6 +11,7 @@ import pytest
 
 from dtctl.errors import ConnectError, NodeError, NodeFailures
 from dtctl.launch.attempt import Attempt
+from dtctl.launch.failure import first
 from dtctl.launch.gang import Gang
 from dtctl.launch.inquest import Inquest
 from dtctl.launch.logs import Logs
@@ -135,6 +136,15 @@ def test_a_node_that_is_lost_while_all_are_stopped_is_no_failure_of_its_own(rig:
     rig.say("c", "lost", stderr="")
     assert [failure.node for failure in rig.attempt.outcome.failures] == ["a"]
     assert rig.attempt.outcome.left == {"c": None}
+
+
+def test_a_lost_node_whose_workers_have_told_the_others_to_stop_is_the_first_failure(rig: Rig) -> None:
+    rig.exit("a", code=75)
+    rig.exit("b", code=75)
+    rig.say("c", "lost", stderr="connection closed")
+    found = first(rig.attempt.outcome.failures)
+    assert found is not None
+    assert (found.node, found.exit_code) == ("c", None)
 
 
 def test_an_error_of_a_node_fails_the_attempt_and_leaves_nothing_there(rig: Rig) -> None:
