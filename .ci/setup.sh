@@ -21,6 +21,8 @@ needed=(
   "/usr/sbin/slurmd slurmd"
   "/usr/bin/sbatch slurm-client"
   "/usr/bin/iperf3 iperf3"
+  "/usr/bin/chromium-headless-shell chromium-headless-shell"
+  "/usr/share/fonts/truetype/dejavu/DejaVuSans.ttf fonts-dejavu-core"
 )
 missing=()
 for line in "${needed[@]}"; do

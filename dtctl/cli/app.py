@@ -58,6 +58,7 @@ def _register() -> None:
         lint,
         logs,
         nccl,
+        report,
         runs,
         sandbox,
         sbatch,
@@ -76,6 +77,7 @@ def _register() -> None:
     app.command("status")(status.status)
     app.command("logs")(logs.logs)
     app.command("watch")(watch.watch)
+    app.command("report")(report.report)
     app.command("stop")(stop.stop)
     app.command("sbatch")(sbatch.sbatch)
     app.command("doctor")(doctor.doctor)

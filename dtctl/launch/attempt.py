@@ -76,6 +76,8 @@ class Attempt:
         self.begun = time.monotonic()
         self.stop_deadline: float | None = None
         self.ended: set[tuple[str, int]] = set()
+        self.saved = 0
+        """Step of the newest snapshot that workers have told of."""
         self.away: dict[str, _Away] = {}
         """Nodes of a kept run whose link is gone: they go on, and are called again from time to time."""
 
@@ -156,10 +158,18 @@ class Attempt:
             self.inquest.told(name, said.data.get("workers", []))
             steps = [worker.step for worker in self.inquest.workers.values()]
             self.outcome.step = max([*steps, self.outcome.step or 0]) if steps else self.outcome.step
+            self._note_snapshots()
         elif said.what == "stack":
             self.inquest.shown(said.data)
         elif said.what == "stacks-end":
             self.inquest.answered(name)
+
+    def _note_snapshots(self) -> None:
+        """Tell of a snapshot once; what this attempt has resumed from was told by the one before."""
+        for worker in self.inquest.workers.values():
+            if worker.saved > max(worker.first, self.saved):
+                self.saved = worker.saved
+                self.gang.emit("snapshot", step=worker.saved)
 
     def _look_at_the_progress(self, now: float) -> None:
         if self.inquest.hangs(now):

@@ -107,7 +107,10 @@ class _Launcher:
             attempt += 1
             self.ledger.enter("idle" if verdict.wait_s else "restart")
             reason = failures.describe(failure)
-            self.emit("restart", attempt=attempt, of=plan.max_restarts, reason=reason, wait_s=verdict.wait_s)
+            self.emit(
+                "restart", attempt=attempt, of=plan.max_restarts, reason=reason, wait_s=verdict.wait_s,
+                node=failure.node, rank=failure.rank,
+            )  # fmt: skip
             self.gang.idle(verdict.wait_s)
             self.ledger.enter("restart")
             plan = self._again(plan, attempt, outcome)

@@ -34,7 +34,7 @@ def test_the_commands() -> None:
 
     assert {command.name for command in app.registered_commands if not command.hidden} == {
         "init", "validate", "launch", "runs", "status", "logs", "watch", "stop", "doctor", "bench", "lint",
-        "sbatch", "advise",
+        "sbatch", "advise", "report",
     }  # fmt: skip
     assert {group.name for group in app.registered_groups} == {"sandbox", "snapshot", "nccl"}
 
@@ -55,6 +55,7 @@ def test_the_commands() -> None:
         ("sbatch", "--out --submit --set --json"),
         ("advise", "--config --model --params --gpus --gpu-memory --batch --write --json"),
         ("lint", "--format --fix --select --severity --spec --explain"),
+        ("report", "--out"),
         ("bench", "--op --sizes --backend --repeats --training --plot --set --json"),
     ],
 )

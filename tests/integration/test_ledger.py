@@ -71,6 +71,14 @@ def test_each_second_of_a_run_that_was_killed_is_accounted_for_once(project: Pro
     assert spent["run"] == 0
     assert ledger["goodput"] == pytest.approx(spent["useful"] / ledger["wall_s"], abs=0.001)
     assert done["goodput"] == pytest.approx(ledger["goodput"], abs=0.01)
+    lines = (project.folder / ".dtctl" / "runs" / project.unique / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    [restart] = [event for event in events if event["event"] == "restart"]
+    assert (restart["node"], restart["rank"]) == ("localhost", 1)
+    told = [event["step"] for event in events if event["event"] == "snapshot"]
+    assert told, "nodes tell of their workers once a second"
+    assert told == sorted(told)
+    assert set(told) <= {10, 20, 30, 40}
     shown = project.run("status", project.unique)
     assert "time: useful " in shown.out
     assert json.loads(project.run("status", project.unique, "--json").out)["ledger"] == ledger

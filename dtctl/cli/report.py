@@ -1,0 +1,61 @@
+"""`dtctl report`: one page that tells what a run did."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dtctl.cli import output
+
+MOST = 6
+"""Runs on one page: more curves are not told apart."""
+
+
+def report(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN]...", help="Runs; several are compared.  [default: the newest]", show_default=False
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--out",
+            metavar="FILE.html",
+            help="The page; `-` is standard output.  [default: report.html in the run's folder]",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Write what runs did as one HTML page with plots, which needs no network and no other file."""
+    from dtctl.errors import UsageError
+    from dtctl.launch.record import find_run, write_private
+    from dtctl.report.page import page
+    from dtctl.report.run import check_out, facts
+
+    wanted: list[str | None] = [*dict.fromkeys(runs or ())] or [None]
+    if len(wanted) > MOST:
+        raise UsageError(f"{len(wanted)} runs are too many for one page", hint=f"name at most {MOST}")
+    if out is not None and str(out) != "-":
+        check_out(out)
+    records = [find_run(Path.cwd(), run) for run in wanted]
+    found = [facts(record) for record in records]
+    for run in found:
+        if run.metrics is None:
+            output.err(f"note: run {run.state.run} has no metrics, so there is nothing to plot", "yellow")
+        elif run.metrics.damaged:
+            output.err(
+                f"note: run {run.state.run}: {run.metrics.damaged} damaged lines of metrics are left out", "yellow"
+            )
+    text = page(found, now=time.time())
+    if out is not None and str(out) == "-":
+        output.raw(text)
+        return
+    path = out or records[0].folder / "report.html"
+    write_private(path, text)
+    output.out(str(path))

@@ -1,0 +1,164 @@
+"""Which curves stand in which plot. Pure: from the metrics of runs to plain data that the page's script draws."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dtctl.report.metrics import Curve, Metrics
+from dtctl.report.run import Facts
+
+MORE = 24
+"""Plots of values that dtctl does not know, at most."""
+MARKS = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """One plot that dtctl knows."""
+
+    name: str
+    title: str
+    keys: Mapping[str, str]
+    """Key of metrics.jsonl -> what the legend calls it."""
+    unit: str = ""
+    scale: float = 1.0
+    """Values are multiplied by this."""
+    note: str = ""
+
+
+PLOTS = (
+    Plot(name="loss", title="Loss", keys={"loss": "training", "val_loss": "evaluation"}),
+    Plot(name="tokens", title="Throughput", keys={"tokens_per_s": "all workers"}, unit="tokens/s"),
+    Plot(name="samples", title="Throughput", keys={"samples_per_s": "all workers"}, unit="samples/s"),
+    Plot(
+        name="step", title="Time of a step", unit="ms", scale=1e3,
+        keys={"step_p50_s": "median", "step_p95_s": "95th percentile", "step_max_s": "longest"},
+        note="of the steps between two lines of metrics.jsonl",
+    ),
+    Plot(name="mean", title="Time of a step", keys={"step_s": "mean"}, unit="ms", scale=1e3),
+    Plot(
+        name="memory", title="Memory of rank 0", unit="GiB",
+        keys={
+            "memory_gib": "allocated, peak", "memory_reserved_gib": "reserved, peak", "rss_gib": "process",
+            "rss_peak_gib": "process, peak",
+        },
+    ),
+    Plot(
+        name="slow", title="The slowest worker", unit="ms", scale=1e3,
+        keys={"slowest_own_s": "slowest", "median_own_s": "median"},
+        note="time of a step that a worker is busy without waiting for others",
+    ),
+    Plot(name="mfu", title="Use of the hardware (MFU)", keys={"mfu": "all workers"}, unit="%", scale=100.0),
+    Plot(name="grad", title="Norm of the gradient", keys={"grad_norm": "before clipping"}),
+    Plot(name="lr", title="Learning rate", keys={"lr": "learning rate"}),
+)  # fmt: skip
+SILENT = ("time", "slowest_rank")
+"""Keys that no plot shows: the one is an axis, the other a name."""
+
+
+def charts(runs: Sequence[Facts]) -> list[dict[str, Any]]:
+    """All plots of these runs, as the page's script takes them."""
+    found = [_goodput(runs)] if any(run.metrics for run in runs) else []
+    known = set(SILENT)
+    shown = [run.metrics for run in runs]
+    for plot in PLOTS:
+        known |= set(plot.keys)
+        if plot.name == "samples" and _has(shown, "tokens_per_s"):
+            continue  # the same curve in another unit
+        if plot.name == "mean" and _has(shown, "step_p50_s"):
+            continue
+        found.append(_chart(runs, plot))
+    more = dict.fromkeys(key for metrics in shown if metrics for key in metrics.curves if key not in known)
+    found += [_chart(runs, Plot(name=f"more-{n}", title=key, keys={key: key})) for n, key in enumerate([*more][:MORE])]
+    drawn = [chart for chart in found if chart["series"]]
+    drawn.sort(key=lambda chart: chart["name"] != "loss")  # what people look for first
+    return drawn
+
+
+def _has(shown: Iterable[Metrics | None], key: str) -> bool:
+    return any(metrics is not None and _known(metrics.curves.get(key)) for metrics in shown)
+
+
+def _known(curve: Curve | None) -> bool:
+    return curve is not None and any(map(math.isfinite, curve.values))
+
+
+def _chart(runs: Sequence[Facts], plot: Plot) -> dict[str, Any]:
+    series = []
+    for number, run in enumerate(runs):
+        for dash, (key, label) in enumerate(plot.keys.items()):
+            curve = run.metrics.curves.get(key) if run.metrics else None
+            if curve is None or not _known(curve):
+                continue
+            named = label if len(runs) == 1 else f"{run.state.run} {label}" if len(plot.keys) > 1 else run.state.run
+            series.append({"label": named, "run": number, "dash": dash, **_numbers(curve, plot.scale)})
+    marks = [_step_at(run, mark.time_s) for run in runs[:1] for mark in run.history.of("restart")][:MARKS]
+    return {
+        "name": plot.name, "title": plot.title, "unit": plot.unit, "note": plot.note, "x": "step", "series": series,
+        "marks": marks if len(runs) == 1 else [],
+    }  # fmt: skip
+
+
+def _numbers(curve: Curve, scale: float) -> dict[str, list[float | None]]:
+    found = {"x": [_short(step) for step in curve.steps], "y": [_short(value * scale) for value in curve.values]}
+    if curve.low and curve.low != curve.high:
+        found["low"] = [_short(value * scale) for value in curve.low]
+        found["high"] = [_short(value * scale) for value in curve.high]
+    return found
+
+
+def _short(value: float) -> float | None:
+    """Six digits, which is more than a screen can show; None for what is not a number."""
+    if not math.isfinite(value):
+        return None
+    return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")
+
+
+def _step_at(run: Facts, time_s: float) -> float:
+    """The last step that was logged before a time and still counts."""
+    times = run.metrics.curves.get("time") if run.metrics else None
+    if times is None:
+        return 0.0
+    place = bisect.bisect_right(times.values, run.state.started + time_s)
+    return times.steps[place - 1] if place else 0.0
+
+
+def _goodput(runs: Sequence[Facts]) -> dict[str, Any]:
+    series = []
+    for number, run in enumerate(runs):
+        curve = goodput(run.metrics, run.state.started) if run.metrics else None
+        if curve is not None:
+            named = "useful share so far" if len(runs) == 1 else run.state.run
+            series.append({"label": named, "run": number, "dash": 0, **_numbers(curve, 1.0)})
+    return {
+        "name": "goodput", "title": "Goodput", "unit": "%", "x": "time", "series": series,
+        "note": "time spent so far on steps that count in the end, as a share of all time so far",
+        "marks": [round(mark.time_s, 1) for mark in runs[0].history.of("restart")][:MARKS] if len(runs) == 1 else [],
+    }  # fmt: skip
+
+
+def goodput(metrics: Metrics, started: float) -> Curve | None:
+    """The share of time spent on steps that count, by seconds since the start, in percent.
+
+    Steps that had to be done again are not in metrics.jsonl any more, so what is there is what counts.
+    """
+    times, steps = metrics.curves.get("time"), metrics.curves.get("step_s")
+    if times is None or steps is None:
+        return None
+    at = dict(zip(times.steps, times.values, strict=True))
+    wall, share, useful_s, before = [], [], 0.0, 0.0
+    for number, (step, mean_s) in enumerate(zip(steps.steps, steps.values, strict=True)):
+        # Of a bucket the step is its first one: its mean is that of the steps up to the next bucket.
+        behind = steps.steps[number - 1] if number else 0.0
+        used_s = steps.values[number - 1] if number and steps.low else mean_s
+        useful_s += used_s * (step - behind) if math.isfinite(used_s) else 0.0
+        passed_s = at.get(step, math.nan) - started
+        if passed_s > before:
+            before = passed_s
+            wall.append(passed_s)
+            share.append(100.0 * min(1.0, useful_s / passed_s))
+    return Curve(steps=tuple(wall), values=tuple(share)) if wall else None

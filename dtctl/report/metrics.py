@@ -1,0 +1,304 @@
+"""metrics.jsonl as columns, thinned to what a plot can show; a million lines in two seconds.
+
+A short file is read line by line. Of a long one only a line in so many is read in full; the values where a single line
+matters (`WATCHED`) are taken from every line by one regular expression, as are lines that say more than usual (an
+evaluation). So least and greatest are true for these, and the page says which values are samples.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import re
+from array import array
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dtctl.errors import LaunchError
+
+POINTS = 1500
+"""Buckets of a curve: more than a screen has pixels for it."""
+SHORT_BYTES = 24 << 20
+"""A file up to this size is read line by line."""
+WATCHED = ("loss", "grad_norm", "step_s")
+"""What is taken from every line of a long file: where one line in a thousand can be the one that explains a run."""
+PROCESSES = min(4, os.cpu_count() or 1)
+"""That read a long file."""
+_LOOK_AT = 200
+
+
+@dataclass(slots=True)
+class Column:
+    """The values of one key, with the step of each; NaN where a line says null."""
+
+    steps: array[float] = field(default_factory=lambda: array("d"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """What is drawn of a column: the mean of each bucket, and the least and greatest where it has several values."""
+
+    steps: tuple[float, ...]
+    values: tuple[float, ...]
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    """What metrics.jsonl says."""
+
+    curves: Mapping[str, Curve]
+    """By key, in the order in which keys first appear; all but `step`."""
+    rows: int
+    damaged: int
+    """Lines that are not whole."""
+    every: int = 1
+    """A line in so many was read in full."""
+    step_s: tuple[float, ...] = ()
+    """Seconds per step of at most 100,000 lines, ascending, for percentiles."""
+
+    @property
+    def last_step(self) -> int:
+        """The last step that was logged; 0 without one."""
+        return max((int(curve.steps[-1]) for curve in self.curves.values() if curve.steps), default=0)
+
+
+def read(path: Path) -> Metrics | None:
+    """The metrics of a run; None when there are none.
+
+    Raises:
+        LaunchError: the file is there and cannot be read.
+    """
+    try:
+        size = path.stat().st_size
+        if size == 0:
+            return None
+        return _short(path) if size <= SHORT_BYTES else _long(path)
+    except FileNotFoundError:
+        return None
+    except OSError as exc:
+        raise LaunchError(f"the metrics cannot be read: {exc.strerror}", where=str(path)) from exc
+
+
+def _short(path: Path) -> Metrics:
+    """Every line in full."""
+    columns: dict[str, Column] = {}
+    rows = damaged = 0
+    with path.open("rb") as file:
+        for line in file:
+            row = _row(line)
+            if row is None:
+                damaged += 1
+            else:
+                rows += 1
+                _add(columns, row)
+    for column in columns.values():
+        _forwards(column)
+    curves = {name: thin(column.steps, column.values) for name, column in columns.items()}
+    times = columns.get("step_s", Column()).values
+    return Metrics(curves=curves, rows=rows, damaged=damaged, step_s=_sorted(times))
+
+
+def _row(line: bytes | str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int | float) else None
+
+
+def _add(columns: dict[str, Column], row: Mapping[str, Any], *, without: Collection[str] = ()) -> None:
+    step = row["step"]
+    for name, value in row.items():
+        if name == "step" or name in without or isinstance(value, str | bool | list | dict):
+            continue
+        column = columns.setdefault(name, Column())
+        column.steps.append(step)
+        column.values.append(math.nan if value is None else value)
+
+
+def _forwards(column: Column) -> None:
+    """Keep the newest value of each step: a run that went back does steps again."""
+    steps = column.steps
+    if all(map(float.__lt__, steps, islice(steps, 1, None))):
+        return
+    newest = dict(zip(steps, column.values, strict=True))
+    column.steps = array("d", sorted(newest))
+    column.values = array("d", (newest[step] for step in column.steps))
+
+
+# -- long files ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What a line usually looks like."""
+
+    keys: frozenset[str]
+    watched: tuple[str, ...]
+    usual: re.Pattern[str]
+    """Finds the watched values of a line."""
+    more: re.Pattern[str]
+    """Finds lines that go on after the usual last key."""
+
+
+def _form(lines: Sequence[bytes]) -> _Form | None:
+    """The form of most lines; None if they do not begin with what is watched, as dtctl.runtime writes it."""
+    found = Counter(tuple(row) for row in map(_row, lines) if row)
+    keys = found.most_common(1)[0][0] if found else ()
+    watched = tuple(key for key in keys if key in WATCHED)
+    if len(watched) < 2 or keys[0] != "step":
+        return None
+    last = keys.index(watched[-1])
+    parts = [f'"{re.escape(key)}": {"([^,}]+)" if key in watched else "[^,}]+"}' for key in keys[: last + 1]]
+    more = f'"{re.escape(keys[-1])}": [^,}}]+, "'
+    return _Form(frozenset(keys), watched, re.compile(r"\{" + ", ".join(parts) + "[,}]"), re.compile(more))
+
+
+class _Bucket(NamedTuple):
+    """Neighbouring values."""
+
+    step: float
+    """Of the first one."""
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(slots=True)
+class _Part:
+    """What a part of a long file says."""
+
+    buckets: dict[str, list[_Bucket]]
+    columns: dict[str, Column] = field(default_factory=dict)
+    times: list[float] = field(default_factory=list)
+    rows: int = 0
+    damaged: int = 0
+
+
+def _long(path: Path) -> Metrics:
+    """Watched values of every line, and all values of the first line of each block."""
+    with path.open("rb") as file:
+        form = _form(list(islice(file, _LOOK_AT)))
+    if form is None:
+        return _short(path)
+    size = path.stat().st_size
+    block = size // POINTS + 1
+    edges = [size * part // PROCESSES for part in range(PROCESSES + 1)]
+    # Nothing here waits for anything but a processor, and the parts need nothing of each other.
+    with multiprocessing.get_context("fork").Pool(PROCESSES) as pool:
+        parts = pool.starmap(_part, [(path, form, begin, end, block) for begin, end in pairwise(edges)])
+    curves = {}
+    for name in form.watched:
+        buckets = [bucket for part in parts for bucket in part.buckets[name]]
+        if buckets:
+            curves[name] = _curve(buckets)
+    for name in dict.fromkeys(name for part in parts for name in part.columns):
+        column = Column()
+        for part in parts:
+            told = part.columns.get(name, Column())
+            column.steps.extend(told.steps)
+            column.values.extend(told.values)
+        _forwards(column)
+        curves[name] = thin(column.steps, column.values)
+    rows = sum(part.rows for part in parts)
+    return Metrics(
+        curves=curves,
+        rows=rows,
+        damaged=sum(part.damaged for part in parts),
+        every=round(rows / POINTS),
+        step_s=_sorted([seconds for part in parts for seconds in part.times]),
+    )
+
+
+def _part(path: Path, form: _Form, begin: int, end: int, size: int) -> _Part:
+    """The lines that begin between two places in the file, in blocks of about `size` bytes."""
+    part = _Part({name: [] for name in form.watched})
+    for block in _blocks(path, begin, end, size):
+        count = block.count("\n")
+        values = _watched(block, count, form)
+        part.rows += len(values[0])
+        part.damaged += count - len(values[0])
+        first = next(filter(None, map(_row, block.splitlines()[:_LOOK_AT])), None)
+        if first is None:
+            continue
+        _add(part.columns, {name: first.get(name) for name in form.keys}, without=form.watched)
+        for name, numbers in zip(form.watched, values, strict=True):
+            part.buckets[name].append(_summed(first["step"], numbers))
+            if name == "step_s":
+                part.times += numbers[::10]
+        for match in form.more.finditer(block):
+            row = _row(block[block.rfind("\n", 0, match.start()) + 1 : block.find("\n", match.end())])
+            _add(part.columns, row or {}, without=form.keys)
+    return part
+
+
+def _blocks(path: Path, begin: int, end: int, size: int) -> Iterator[str]:
+    """The lines that begin from `begin` on and before `end`, some at a time."""
+    with path.open("rb") as file:
+        if begin:
+            file.seek(begin - 1)
+            file.readline()  # the rest of a line that begins before
+        while (place := file.tell()) < end:
+            block = file.read(min(size, end - place))
+            block += b"" if block.endswith(b"\n") else file.readline()
+            yield block.decode("utf-8", "replace") + ("" if block.endswith(b"\n") else "\n")
+
+
+def _watched(block: str, count: int, form: _Form) -> list[list[float]]:
+    """The watched values of all lines that are whole."""
+    found = form.usual.findall(block)
+    if len(found) == count:
+        try:
+            return [list(map(float, texts)) for texts in zip(*found, strict=True)]
+        except ValueError:  # null
+            pass
+    rows = [row for row in map(_row, block.splitlines()) if row is not None]
+    told = [[row.get(name) for row in rows] for name in form.watched]
+    return [[value if isinstance(value, int | float) else math.nan for value in values] for values in told]
+
+
+# -- thinning ------------------------------------------------------------------------------------------------------
+
+
+def thin(steps: Sequence[float], values: Sequence[float], points: int = POINTS) -> Curve:
+    """A curve of at most `points` buckets of as many values each; up to twice as many values stay as they are."""
+    count = len(values)
+    if count <= 2 * points:
+        return Curve(steps=tuple(steps), values=tuple(values))
+    edges = [index * count // points for index in range(points + 1)]
+    return _curve([_summed(steps[begin], values[begin:end]) for begin, end in pairwise(edges)])
+
+
+def _summed(step: float, values: Sequence[float]) -> _Bucket:
+    total = sum(values)
+    if math.isfinite(total):
+        return _Bucket(step, total / len(values), min(values), max(values))
+    # A loss that is not a number is a gap, however many good values are beside it.
+    known = [value for value in values if math.isfinite(value)]
+    return _Bucket(step, math.nan, min(known, default=math.nan), max(known, default=math.nan))
+
+
+def _curve(buckets: Sequence[_Bucket]) -> Curve:
+    steps, means, low, high = zip(*sorted(buckets), strict=True)
+    return Curve(steps=steps, values=means, low=low, high=high)
+
+
+def _sorted(values: Sequence[float], most: int = 100_000) -> tuple[float, ...]:
+    every = max(1, math.ceil(len(values) / most))
+    return tuple(sorted(value for value in values[::every] if math.isfinite(value)))
+
+
+def percentile(ascending: Sequence[float], share: float) -> float:
+    """The value that `share` of them do not exceed (nearest rank); NaN of nothing."""
+    if not ascending:
+        return math.nan
+    return ascending[min(len(ascending) - 1, max(0, math.ceil(share * len(ascending)) - 1))]

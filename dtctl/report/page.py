@@ -1,0 +1,294 @@
+"""The page: the facts of runs as HTML with everything in it. Pure but for the template's files."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import dtctl
+from dtctl.launch.ledger import PHASES
+from dtctl.render import catalogue
+from dtctl.report.charts import charts
+from dtctl.report.history import TOLD, Mark, ending, who
+from dtctl.report.metrics import Metrics, percentile
+from dtctl.report.run import Facts
+
+TEMPLATE = "report/page.html.j2"
+LANES = 32
+"""Nodes that the timeline shows; of more, those where something happened come first."""
+EVENTS = 400
+PHASE_NAMES = {
+    "connect": "connecting", "push": "sending code", "start": "starting workers", "run": "job without progress told",
+    "useful": "steps that count", "stall": "waiting for snapshots", "evaluation": "evaluation",
+    "lost": "steps done again or lost", "hang": "standing still", "restart": "restarting", "idle": "waiting to restart",
+    "stop": "stopping",
+}  # fmt: skip
+
+
+def page(runs: Sequence[Facts], *, now: float) -> str:
+    """The report of one run, or of several beside each other.
+
+    Args:
+        runs: at least one; the first is described in full.
+        now: when it is made, seconds since the epoch.
+    """
+    drawn = charts(runs)
+    values = {
+        "runs": [card(run, number) for number, run in enumerate(runs)],
+        "differences": differences(runs),
+        "charts": drawn,
+        "made": time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now)),
+        "told": TOLD,
+    }
+    return render(values, {"charts": drawn})
+
+
+def render(values: Mapping[str, Any], data: Mapping[str, Any]) -> str:
+    """The page's template, filled in.
+
+    Args:
+        values: for the template; text in them is escaped.
+        data: for the page's script.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    folder = catalogue.builtin()
+    environment = Environment(
+        loader=FileSystemLoader(str(folder)), undefined=StrictUndefined, autoescape=True, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters["clock"] = clock
+    inlined = {
+        name.replace(".", "_"): (folder / "report" / name).read_text(encoding="utf-8")
+        for name in ("page.css", "page.js", "uplot.min.css", "uplot.min.js", "uplot.LICENSE")
+    }
+    # In a script element nothing is escaped; only this can end it.
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return environment.get_template(TEMPLATE).render(**values, **inlined, data=text, version=dtctl.__version__)
+
+
+def card(run: Facts, number: int) -> dict[str, Any]:
+    """What the page says of one run, as text."""
+    state, plan, ledger = run.state, run.plan, run.state.ledger or {}
+    nodes = [node["name"] for node in plan.get("nodes", [])]
+    return {
+        "number": number,
+        "name": state.run,
+        "status": state.status,
+        "verdict": verdict(run),
+        "log": ((state.done or {}).get("first_failure") or {}).get("log", ""),
+        "tiles": tiles(run),
+        "phases": phases(ledger),
+        "lanes": lanes(run),
+        "more_nodes": max(0, len(run.history.nodes) - LANES),
+        "events": [_event(mark) for mark in run.history.marks[:EVENTS]],
+        "more_events": max(0, len(run.history.marks) - EVENTS),
+        "length": run.history.length_s,
+        "nodes": node_rows(run),
+        "snapshots": [(clock(mark.time_s), mark.text) for mark in run.history.of("snapshot")],
+        "metrics": metrics_note(run.metrics),
+        "where": f"{plan.get('kind', 'job')} over {plan.get('transport', '?')}, "
+        f"{_count(plan.get('world_size', 0), 'worker')} on {_count(len(nodes), 'node')}",
+        "started": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.started)),
+        "command": " ".join(run.info.command),
+        "spec": run.spec,
+        "notes": plan.get("notes", []),
+        "environment": run.environment,
+        "secrets": plan.get("secrets", []),
+    }
+
+
+def verdict(run: Facts) -> str:
+    """What became of the run and why, in a sentence or two."""
+    state = run.state
+    took = clock(state.duration_s)
+    failure = (state.done or {}).get("first_failure")
+    if failure:
+        said = f": {failure['summary']}" if failure.get("summary") else ""
+        first = f"Failed after {took}: {who(failure)} {ending(failure)}{said}."
+    elif state.status == "abandoned":
+        first = f"Its launcher ended without a word after {took}."
+    elif state.over:
+        first = f"{state.status.capitalize()} after {took}."
+    else:
+        first = f"{state.status.capitalize()} for {took} so far."
+    restarts = run.history.of("restart")
+    if not restarts:
+        return first
+    text = restarts[-1].text.partition(": ")[2]
+    times = "once" if len(restarts) == 1 else f"{len(restarts)} times"
+    return f"{first} Started again {times}{', the last time' if len(restarts) > 1 else ''} because {text}."
+
+
+def tiles(run: Facts) -> list[tuple[str, str, str]]:
+    """The figures to see first: name, value, what it is beside."""
+    state, ledger, metrics = run.state, run.state.ledger or {}, run.metrics
+    found = [("wall time", clock(state.duration_s), _count(len(run.history.of("restart")) + 1, "attempt"))]
+    goodput = ledger.get("goodput")
+    lost = ledger.get("steps_lost") or 0
+    found.append(("goodput", "–" if goodput is None else f"{goodput:.1%}", f"{_count(lost, 'step')} done again"))
+    wanted = run.settings.get("train.steps")
+    if metrics is not None:
+        found.append(("steps", f"{metrics.last_step:,}", f"of {int(wanted):,}" if wanted and wanted.isdigit() else ""))
+        loss = _last(metrics, "loss")
+        evaluated = _best(metrics, "val_loss")
+        beside = "" if evaluated is None else f"best evaluation {evaluated:.4g}"
+        found.append(("loss", "not a number" if loss is None else f"{loss:.4f}", beside))
+        found += _speed(metrics)
+        memory = max(((_greatest(metrics, key), key) for key in ("memory_gib", "rss_peak_gib")), default=(0.0, ""))
+        if memory[0] > 0:
+            found.append(("memory", f"{memory[0]:.3g} GiB", "peak of rank 0"))
+    done = state.done or {}
+    left = done.get("left_behind")
+    beside = "" if left is None else f"{_count(left, 'process')} left"
+    found.append(("exit code", str(done.get("exit_code", "–")), beside))
+    return found
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('s') else 's'}"
+
+
+def _speed(metrics: Metrics) -> list[tuple[str, str, str]]:
+    found = []
+    for key, unit in (("tokens_per_s", "tokens/s"), ("samples_per_s", "samples/s")):
+        values = sorted(value for value in _values(metrics, key) if math.isfinite(value))
+        if values:
+            found.append(("throughput", f"{percentile(values, 0.5):,.0f}", f"{unit}, median"))
+            break
+    if metrics.step_s:
+        p50, p95, p99 = (percentile(metrics.step_s, share) * 1e3 for share in (0.5, 0.95, 0.99))
+        found.append(("step", f"{p50:.3g} ms", f"95% {p95:.3g}, 99% {p99:.3g} ms"))
+    return found
+
+
+def _values(metrics: Metrics, key: str) -> Sequence[float]:
+    curve = metrics.curves.get(key)
+    return curve.values if curve else ()
+
+
+def _last(metrics: Metrics, key: str) -> float | None:
+    values = _values(metrics, key)
+    return values[-1] if values and math.isfinite(values[-1]) else None
+
+
+def _best(metrics: Metrics, key: str) -> float | None:
+    curve = metrics.curves.get(key)
+    return None if curve is None else min(filter(math.isfinite, curve.low or curve.values), default=None)
+
+
+def _greatest(metrics: Metrics, key: str) -> float:
+    curve = metrics.curves.get(key)
+    return 0.0 if curve is None else max(filter(math.isfinite, curve.high or curve.values), default=0.0)
+
+
+def phases(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Where the time went: every phase that took any, with its share."""
+    spent = ledger.get("phases_s", {})
+    total = sum(spent.values())
+    if total <= 0:
+        return []
+    return [
+        {"name": name, "told": PHASE_NAMES[name], "share": spent[name] / total, "seconds": spent[name]}
+        for name in ("useful", *(phase for phase in PHASES if phase != "useful"))
+        if spent.get(name, 0.0) > 0.0005 * total
+    ]
+
+
+def lanes(run: Facts) -> list[dict[str, Any]]:
+    """The timeline: a lane for each node, places in percent of the run's length."""
+    history = run.history
+    length = max(history.length_s, 1e-9)
+    blamed = {mark.node for mark in history.of("failure", "restart")}
+    shown = sorted(history.nodes, key=lambda node: node not in blamed)[:LANES]
+    ordered = [node for node in history.nodes if node in shown]
+    return [
+        {
+            "node": node,
+            "spans": [
+                {
+                    "doing": span.doing,
+                    "left": round(100 * span.begin_s / length, 3),
+                    "width": round(max(0.15, 100 * (span.end_s - span.begin_s) / length), 3),
+                    "told": f"{TOLD[span.doing]}: {clock(span.begin_s)} to {clock(span.end_s)}",
+                }
+                for span in history.spans
+                if span.node == node
+            ],
+            "marks": [_place(mark, length) for mark in history.of("failure") if mark.node == node],
+        }
+        for node in ordered
+    ] + [{"node": "", "spans": [], "marks": [_place(m, length) for m in history.of("restart", "snapshot", "hang")]}]
+
+
+def _place(mark: Mark, length: float) -> dict[str, Any]:
+    return {
+        "kind": mark.kind,
+        "left": round(100 * mark.time_s / length, 3),
+        "told": f"{clock(mark.time_s)} {mark.node} {mark.text}",
+    }
+
+
+def _event(mark: Mark) -> dict[str, str]:
+    return {"time": clock(mark.time_s), "kind": mark.kind, "node": mark.node, "text": mark.text}
+
+
+def node_rows(run: Facts) -> list[dict[str, str]]:
+    """What is known of every node that took part."""
+    planned = {node["name"]: node for node in run.plan.get("nodes", [])}
+    rows = []
+    for node, state in run.history.nodes.items():
+        plan = planned.get(node, {})
+        slots, first = int(plan.get("slots", 0)), int(plan.get("first_rank", 0))
+        ranks = "" if not slots else str(first) if slots == 1 else f"{first}–{first + slots - 1}"
+        troubles = [mark.text for mark in run.history.marks if mark.node == node and mark.kind in ("failure", "note")]
+        rows.append(
+            {
+                "node": node,
+                "address": str(plan.get("address", "took part earlier")),
+                "ranks": ranks,
+                "interface": run.history.interfaces.get(node, ""),
+                "state": state,
+                "first": str(run.history.failures.get(node, 0) or ""),
+                "trouble": "; ".join(dict.fromkeys(troubles)),
+            }
+        )
+    return rows
+
+
+def metrics_note(metrics: Metrics | None) -> str:
+    """How complete the plots are; why there are none."""
+    if metrics is None:
+        return (
+            "This run has no metrics: its job does not train with dtctl.runtime, or ended before the first line of "
+            "metrics.jsonl."
+        )
+    parts = [f"{metrics.rows:,} lines of metrics.jsonl"]
+    if metrics.every > 1:
+        parts.append(
+            "loss, norm of the gradient and mean time of a step: mean, least and greatest of every line; the other "
+            f"values: of one line in {metrics.every}, and every evaluation"
+        )
+    elif any(curve.low for curve in metrics.curves.values()):
+        parts.append("curves are the mean of neighbouring lines, the band their least and greatest")
+    if metrics.damaged:
+        parts.append(f"{metrics.damaged} damaged lines left out")
+    return "; ".join(parts) + "."
+
+
+def differences(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
+    """Keys of the specs in which the runs differ, with the value of each."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    rows = [(key, [run.settings.get(key, "–") for run in runs]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def clock(seconds: float) -> str:
+    """A time span for people: 7.2 s, 12:34, 3:04:05."""
+    if seconds < 60:
+        return f"{max(0.0, seconds):.1f} s"
+    hours, minutes = divmod(int(seconds) // 60, 60)
+    return f"{hours}:{minutes:02}:{int(seconds) % 60:02}" if hours else f"{minutes}:{int(seconds) % 60:02}"

@@ -1,0 +1,132 @@
+"""A run's folder, read for its report."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dtctl import names
+from dtctl.errors import UsageError
+from dtctl.launch.record import RunInfo, RunRecord
+from dtctl.launch.state import RunState, state_of
+from dtctl.report.history import History, tell
+from dtctl.report.metrics import Metrics, read
+
+SECRET = re.compile(r"(?i)(key|token|secret|passw|credential|auth)")
+"""Names of variables whose values are not shown: a page is passed on, the folder of a run is not."""
+HIDDEN = "(not shown)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variable:
+    """One variable of the workers' environment."""
+
+    name: str
+    value: str
+    origin: str
+    nodes: tuple[str, ...]
+    """Nodes that have this value; all of them: empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """All that a report says of one run."""
+
+    info: RunInfo
+    state: RunState
+    plan: Mapping[str, Any]
+    spec: str
+    """Text of the spec, without what looks like a secret."""
+    settings: Mapping[str, str]
+    """Keys of the spec and their values, `train.lr: 0.001`."""
+    environment: tuple[Variable, ...]
+    history: History
+    metrics: Metrics | None
+
+
+def facts(record: RunRecord) -> Facts:
+    """All that a report says of a run.
+
+    Raises:
+        LaunchError: the folder is not that of a run, or its metrics cannot be read.
+    """
+    state, plan = state_of(record), record.plan()
+    text = _text(record.folder / names.RUN_SPEC_FILE)
+    settings = flat(text)
+    hidden = {key: value for key, value in settings.items() if value and _is_secret(key)}
+    for value in hidden.values():
+        text = text.replace(value, HIDDEN)
+    return Facts(
+        info=record.info(),
+        state=state,
+        plan=plan,
+        spec=text,
+        settings={key: HIDDEN if key in hidden else value for key, value in settings.items()},
+        environment=environment(plan),
+        history=tell(record.events(), began=state.started, length_s=state.duration_s),
+        metrics=read(record.folder / names.METRICS_FILE),
+    )
+
+
+def _is_secret(key: str) -> bool:
+    """Whether a key of the spec holds a secret: a variable of `env` by its name. `job.secrets` holds names alone."""
+    above, _, name = key.rpartition(".")
+    return above.rpartition(".")[2] == "env" and SECRET.search(name) is not None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def flat(text: str) -> dict[str, str]:
+    """The spec as dotted keys; none when it is not YAML."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return {}
+    flattened: dict[str, str] = {}
+
+    def walk(prefix: str, value: object) -> None:
+        if isinstance(value, dict):
+            for key, below in value.items():
+                walk(f"{prefix}.{key}" if prefix else str(key), below)
+        elif prefix:
+            flattened[prefix] = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+    walk("", found)
+    return flattened
+
+
+def environment(plan: Mapping[str, Any]) -> tuple[Variable, ...]:
+    """Every variable of every node, those with the same value together."""
+    nodes = plan.get("nodes", [])
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for node in nodes:
+        for variable in node.get("env", []):
+            value = HIDDEN if SECRET.search(variable["name"]) else variable["value"]
+            found.setdefault((variable["name"], value, variable["origin"]), []).append(node["name"])
+    return tuple(
+        Variable(name=name, value=value, origin=origin, nodes=() if len(where) == len(nodes) else tuple(where))
+        for (name, value, origin), where in found.items()
+    )
+
+
+def check_out(path: Path) -> Path:
+    """`path` itself, if a page can be written there.
+
+    Raises:
+        UsageError: it is a folder, or in none.
+    """
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder", where="-o", hint=f"name the file: -o {path / 'report.html'}")
+    if not path.parent.is_dir():
+        raise UsageError(f"there is no folder {path.parent}", where="-o", hint="make it first, or name another")
+    return path
