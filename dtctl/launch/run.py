@@ -249,13 +249,12 @@ class _Launcher:
         self.emit("started", attempt=self._attempt_number, launch_s=round(self.launch_s, 3))
 
     def _start_message(self, plan: Plan, node: NodePlan) -> dict[str, Any]:
-        direct = plan.kind == "direct"
         workers = [
             {
                 "rank": node.first_rank + local_rank if plan.kind != "torchrun" else AGENT,
                 "env": environment.worker_variables(plan.kind, node.first_rank, local_rank),
             }
-            for local_rank in range(node.slots if direct else 1)
+            for local_rank in range(node.processes)
         ]
         code = self.gang.sessions[node.name].code
         return {

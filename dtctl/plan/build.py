@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from dtctl.errors import PlanError
 from dtctl.plan import environment as env
 from dtctl.plan.commands import Program, node_argv
-from dtctl.plan.model import EnvVar, Kind, NodePlan, Plan, Rendezvous
+from dtctl.plan.generated import Generated, generate
+from dtctl.plan.model import WORKER_KINDS, EnvVar, Kind, NodePlan, Plan, Rendezvous
 from dtctl.plan.preload import modules_of
 from dtctl.plan.rendezvous import numeric, port_candidates, rendezvous
 from dtctl.plan.topology import Placement, place, require_equal_slots, world_size
@@ -58,9 +59,13 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
     meeting = rendezvous(
         run, attempt, address=spec.network.rendezvous_address or facts.address or numeric(head.address), port=port
     )
-    program = _program(spec)
     total = world_size(placements)
-    shared = _Shared(spec=spec, kind=kind, run=run, attempt=attempt, meeting=meeting, program=program, total=total)
+    counted = all(isinstance(node.slots, int) or node.name in facts.gpus for node in nodes)
+    made = generate(spec, kind, placements, counted=counted)
+    program = _program(spec, made)
+    shared = _Shared(
+        spec=spec, kind=kind, run=run, attempt=attempt, meeting=meeting, program=program, made=made, total=total
+    )
     return Plan(
         run=run,
         job=spec.job.name,
@@ -77,7 +82,7 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
         grace_s=spec.job.grace_s,
         secrets=tuple(spec.job.secrets),
         spec_digest=digest(spec),
-        notes=tuple(_notes(spec, nodes, meeting, facts)),
+        notes=(*_notes(spec, nodes, meeting, facts), *made.notes),
     )
 
 
@@ -101,6 +106,7 @@ class _Shared:
     attempt: int
     meeting: Rendezvous
     program: Program
+    made: Generated
     total: int
 
 
@@ -116,6 +122,7 @@ def _node(node: NodeSpec, placement: Placement, shared: _Shared, facts: Facts, *
     )
     variables = env.merge(
         env.defaults(kind=kind, slots=placement.slots),
+        env.generated(shared.made.env, framework=kind),
         env.taken(spec.job.env_from, facts.environ),
         _interface(spec, node),
         env.written(spec.job.env, origin="job.env"),
@@ -140,7 +147,7 @@ def _node(node: NodeSpec, placement: Placement, shared: _Shared, facts: Facts, *
         first_rank=placement.first_rank,
         workdir=node.workdir,
         argv=argv,
-        processes=placement.slots if kind == "direct" else 1,
+        processes=placement.slots if kind in WORKER_KINDS else 1,
         env=tuple(variable for variable in variables if variable.name not in spec.job.secrets),
         python=node.python,
         setup=tuple(spec.job.setup),
@@ -164,7 +171,7 @@ def _kind(spec: Spec) -> Kind:
     return spec.job.kind or ("command" if spec.job.command else "torchrun")
 
 
-def _program(spec: Spec) -> Program:
+def _program(spec: Spec, made: Generated) -> Program:
     job = spec.job
     if not (job.script or job.module or job.command):
         raise PlanError(
@@ -172,7 +179,8 @@ def _program(spec: Spec) -> Program:
             where="job",
             hint="set one of `job.script`, `job.module` and `job.command`",
         )
-    return Program(script=job.script, module=job.module, command=tuple(job.command or ()), args=tuple(job.args))
+    command = tuple(job.command or ())
+    return Program(script=job.script, module=job.module, command=command, args=(*made.args, *job.args))
 
 
 def _slots(node: NodeSpec, facts: Facts) -> int:

@@ -42,15 +42,9 @@ def node_argv(
     Raises:
         PlanError: the kind cannot run this program.
     """
-    if kind in ("direct", "command"):
-        return program.with_python(python or "python3")
     if kind == "torchrun":
         return _torchrun(program, python=python, placement=placement, nodes=nodes, rendezvous=rendezvous)
-    raise PlanError(
-        f"kind {kind} cannot be launched by this version",
-        where="job.kind",
-        hint=f"programs written for {kind} read torchrun's variables: try `kind: torchrun`",
-    )
+    return program.with_python(python or "python3")
 
 
 def _torchrun(

@@ -13,7 +13,8 @@ from typing import Any
 
 from dtctl import names, shell
 from dtctl.errors import PlanError
-from dtctl.plan.model import EnvVar, Rendezvous
+from dtctl.plan import deepspeed
+from dtctl.plan.model import WORKER_KINDS, EnvVar, Rendezvous
 from dtctl.plan.topology import Placement
 
 RANK_PREFIX = "[dtctl:${rank}] "
@@ -101,6 +102,8 @@ def identity(
             names.LOCAL_WORLD_SIZE: str(placement.slots),
             names.NODE_RANK: str(placement.node_rank),
         }
+    if kind == "deepspeed":
+        found |= deepspeed.place(placement, nodes=nodes)
     return [EnvVar(name=name, value=value, origin="dtctl: place in the job") for name, value in found.items()]
 
 
@@ -112,9 +115,14 @@ def train_config(train: Mapping[str, Any]) -> list[EnvVar]:
     return [EnvVar(name=names.TRAIN_CONFIG, value=value, origin="spec: train")]
 
 
+def generated(variables: Mapping[str, str], *, framework: str) -> list[EnvVar]:
+    """What a framework reads, made from the spec; `job.env` wins over it."""
+    return [EnvVar(name=name, value=value, origin=f"spec: train, for {framework}") for name, value in variables.items()]
+
+
 def worker_variables(kind: str, first_rank: int, local_rank: int) -> dict[str, str]:
-    """What differs between the workers of a node, when dtctl starts them itself (kind direct)."""
-    if kind != "direct":
+    """What differs between the workers of a node, when dtctl starts them itself."""
+    if kind not in WORKER_KINDS:
         return {}
     return {names.RANK: str(first_rank + local_rank), names.LOCAL_RANK: str(local_rank)}
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Literal
+from typing import Final, Literal
 
 Kind = Literal["torchrun", "direct", "deepspeed", "accelerate", "command"]
+WORKER_KINDS: Final = frozenset({"direct", "deepspeed", "accelerate"})
+"""Kinds whose workers dtctl starts itself, each with its RANK and LOCAL_RANK; unequal slots are fine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +67,9 @@ class NodePlan:
     workdir: str
     """Folder on the node that holds everything dtctl writes there; `~` is the login user's home."""
     argv: tuple[str, ...]
-    """The command started on the node: once (torchrun, command) or once per worker (direct)."""
+    """The command started on the node: once (torchrun, command) or once per worker (the other kinds)."""
     processes: int
-    """How many copies of `argv` the supervisor starts: 1, or `slots` with kind direct."""
+    """How many copies of `argv` the supervisor starts: 1, or `slots` when each is a worker."""
     env: tuple[EnvVar, ...]
     """Variables exported by the node script, in the order of the script; names are unique."""
     python: str | None = None
@@ -120,6 +122,11 @@ class Plan:
     """BLAKE2 digest of the resolved spec, 16 hexadecimal digits; shown in every script."""
     notes: tuple[str, ...] = field(default=())
     """What a person should know about choices made here, one sentence each."""
+
+    @property
+    def per_worker(self) -> bool:
+        """Whether each worker is started by dtctl, and not by a program that is started once per node."""
+        return self.kind in WORKER_KINDS
 
     @property
     def head(self) -> NodePlan:

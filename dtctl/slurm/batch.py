@@ -49,7 +49,7 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path | No
         RenderError: the template is missing or wrong.
     """
     slurm = spec.slurm or Slurm()
-    node, direct = plan.head, plan.kind == "direct"
+    node, direct = plan.head, plan.per_worker
     _check(spec, plan)
     here = Path(__file__).parent
     programs = {name: (here / f"{name}.py").read_text(encoding="utf-8").rstrip() for name in ("meet", "route")}
@@ -86,7 +86,7 @@ def directives(slurm: Slurm, plan: Plan, *, chdir: Path, output: Path) -> list[s
     Raises:
         PlanError: a value cannot be said in a batch file.
     """
-    tasks = plan.head.slots if plan.kind == "direct" else 1
+    tasks = plan.head.slots if plan.per_worker else 1
     asked: dict[str, object] = {
         "job-name": plan.job,
         "partition": slurm.partition,

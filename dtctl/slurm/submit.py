@@ -80,7 +80,7 @@ def submit(
         job=answer["job"],
         folder=str(folder),
         python=python,
-        workers_apart=plan.kind == "direct",
+        workers_apart=plan.per_worker,
         slots=plan.head.slots,
         max_attempts=plan.max_restarts,
     )

@@ -137,6 +137,10 @@ class Job(Section):
     """Any program and its arguments, instead of a script; as text it is split as a shell would."""
     args: tuple[Text, ...] = ()
     """Arguments of the script or module."""
+    add_args: tuple[Literal["local_rank", "deepspeed_config", "megatron"], ...] | None = None
+    """Arguments that dtctl puts before `args`. local_rank: `--local_rank=N`, as DeepSpeed's launcher gives it (default
+    with kind deepspeed). deepspeed_config: `--deepspeed_config` with a configuration made of `train`. megatron: options
+    of Megatron-LM made of `train`."""
     env: dict[str, Text] = Field(default={})
     """Variables for the workers. They stand in scripts and dry runs: no secrets here."""
     env_from: tuple[Word, ...] = ()
@@ -151,7 +155,8 @@ class Job(Section):
     """Shell lines that every node runs before the job: `module load cuda`, `source ~/venv/bin/activate`."""
     kind: KindName | None = None
     """Who starts the workers. torchrun (default): one torchrun per node. direct: dtctl itself, faster, and unequal
-    slots are fine. command (default with `command`): the command once per node."""
+    slots are fine. command (default with `command`): the command once per node. accelerate, deepspeed: dtctl itself, in
+    place of the framework's own launcher, with what the framework reads made of `train`."""
     preload: tuple[Word, ...] | None = None
     """Modules that each node imports once, in a process that its workers are forked from at the start and at restarts
     (kind direct). Default: torch, numpy and dtctl.runtime, if the script imports them. `[]`: workers start afresh."""

@@ -48,6 +48,38 @@ cluster: {transport: ssh, nodes: [{name: a, address: 10.0.0.1}], slots: 1}
 job: {command: "nvidia-smi --query-gpu=name --format=csv"}
 """,
 }
+TWO = "cluster: {transport: ssh, nodes: [{name: a, address: 10.0.0.1}, {name: b, address: 10.0.0.2}], slots: 4}\n"
+CASES |= {
+    "accelerate": TWO
+    + """
+job: {name: bert, script: nlp_example.py, kind: accelerate, env: {FSDP_TRANSFORMER_CLS_TO_WRAP: BertLayer}}
+train: {strategy: hsdp, precision: bf16, accumulate: 2, compile: true, checkpointing: full, model: {layers: 2}}
+""",
+    "deepspeed": TWO
+    + """
+job: {name: gpt, script: train.py, kind: deepspeed, add_args: [local_rank, deepspeed_config], args: [--epochs, 3]}
+train: {strategy: fsdp, precision: bf16, micro_batch: 4, global_batch: 64, clip_norm: 1.0, fsdp: {cpu_offload: true}}
+""",
+    "megatron": TWO
+    + """
+job: {name: gpt, script: pretrain_gpt.py, add_args: [megatron], args: [--num-layers, 24, --mock-data]}
+train:
+  strategy: {tp: 2, pp: 2, dp: -1}
+  tp: {sequence_parallel: true}
+  pipeline: {schedule: interleaved, stages_per_worker: 3}
+  micro_batch: 2
+  global_batch: 64
+  precision: bf16
+  checkpointing: full
+  lr: 3.0e-4
+  min_lr: 3.0e-5
+  warmup_steps: 10
+  schedule: cosine
+  steps: 500
+  clip_norm: 1.0
+  snapshot: {dir: /shared/gpt, every_steps: 100}
+""",
+}
 STAND_IN = """#!{python}
 import json, os, sys
 print(json.dumps({{"argv": sys.argv[1:], "env": dict(os.environ)}}))
@@ -84,8 +116,8 @@ def test_what_they_start_is_what_the_plan_says(case: str, tmp_path: Path) -> Non
         stand_in.write_text(STAND_IN.format(python=sys.executable))
         stand_in.chmod(0o755)
         script = node_scripts(made, base_dir=HERE)[node.name].replace("source ~/venv/bin/activate", "true")
-        env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path)}
+        env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path), "LOCAL_RANK": "1"}
         done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, env=env)
         found = json.loads(done.stdout)
-        assert tuple(found["argv"]) == node.argv[1:]
+        assert tuple(found["argv"]) == tuple(word.replace("$LOCAL_RANK", "1") for word in node.argv[1:])
         assert {name: found["env"][name] for name in (v.name for v in node.env)} == {v.name: v.value for v in node.env}

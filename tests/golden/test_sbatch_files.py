@@ -27,6 +27,8 @@ CASES = {
     + "slurm: {srun: ['--container-image=docker://pytorch/pytorch', '--container-mounts=/data:/data']}",
     "array": NODES + "job: {name: gpt, script: train.py}\nslurm: {array: '0-9%2', requeues: 3, warn_s: 300}",
     "launch": NODES + "job: {name: gpt, script: train.py, kind: direct, max_restarts: 2}\nslurm: {partition: main}",
+    "deepspeed": NODES
+    + "job: {name: gpt, script: train.py, kind: deepspeed}\ntrain: {strategy: zero1, micro_batch: 2, accumulate: 4}",
     "hostile": NODES
     + r"""job: {name: "x $(id) 'a' \"b\"", command: "echo $HOME", env: {A: "TASK\nb\n`c`"}}"""
     + "\nslurm: {extra: {comment: 'a # b \"c\"'}}",

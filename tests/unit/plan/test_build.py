@@ -137,7 +137,6 @@ def test_a_named_interface_is_exact_for_nccl() -> None:
     [
         ("job: {}", "the job has nothing to run"),
         ("job: {command: [a], kind: torchrun}", "torchrun starts a Python script or module"),
-        ("job: {script: a.py, kind: deepspeed}", "kind deepspeed cannot be launched by this version"),
     ],
 )
 def test_jobs_that_cannot_be(text: str, message: str) -> None:

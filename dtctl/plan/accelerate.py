@@ -1,0 +1,75 @@
+"""Variables that Hugging Face Accelerate reads, in place of `accelerate launch` and its configuration file.
+
+`accelerate launch` is torchrun and these variables. Source: accelerate/utils/launch.py (prepare_multi_gpu_env),
+accelerate/utils/dataclasses.py and accelerate/parallelism_config.py, read at accelerate 1.15.
+"""
+
+from __future__ import annotations
+
+from dtctl.plan.frameworks import Shape, Wanted
+
+PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+
+
+def variables(wanted: Wanted) -> dict[str, str]:
+    """Name -> value.
+
+    Raises:
+        PlanError: a key of `train:` has no counterpart.
+    """
+    found: dict[str, str] = {}
+    name, shape = wanted.shape()
+    if precision := wanted.take("precision"):
+        found["ACCELERATE_MIXED_PRECISION"] = PRECISION[precision]
+    if steps := wanted.take("accumulate"):
+        found["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(steps)
+    if backend := wanted.take("compile"):
+        found["ACCELERATE_DYNAMO_BACKEND"] = "INDUCTOR" if backend is True else backend.upper()
+    if name == "zero1":
+        found |= _deepspeed(wanted)
+    elif shape.pp > 1:
+        raise wanted.refused("strategy", "Accelerate has no pipelines")
+    else:
+        found |= _sharded(wanted, shape)
+    wanted.done()
+    return found
+
+
+def _deepspeed(wanted: Wanted) -> dict[str, str]:
+    """ZeRO 1 is what Accelerate has DeepSpeed for; only there does it clip by itself."""
+    found = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}
+    if clip := wanted.take("clip_norm"):
+        found["ACCELERATE_GRADIENT_CLIPPING"] = str(clip)
+    return found
+
+
+def _sharded(wanted: Wanted, shape: Shape) -> dict[str, str]:
+    """FSDP2 and a mesh; nothing for plain data parallel, which Accelerate does unasked."""
+    found: dict[str, str] = {}
+    if shape.fsdp > 1:
+        part = wanted.take_part("fsdp", "reshard_after_forward", "cpu_offload")
+        found |= {
+            "ACCELERATE_USE_FSDP": "true",
+            "FSDP_VERSION": "2",
+            "FSDP_RESHARD_AFTER_FORWARD": _word(part.get("reshard_after_forward", True)),
+            "FSDP_OFFLOAD_PARAMS": _word(part.get("cpu_offload", False)),
+            # By the classes that a Hugging Face model names itself; FSDP_TRANSFORMER_CLS_TO_WRAP names others.
+            "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        }
+        checkpointing = wanted.take("checkpointing")
+        if checkpointing not in (None, "none", "full"):
+            raise wanted.refused("checkpointing", f"Accelerate cannot checkpoint activations as in {checkpointing!r}")
+        found["FSDP_ACTIVATION_CHECKPOINTING"] = _word(checkpointing == "full")
+    if shape.tp > 1 or shape.cp > 1 or (shape.fsdp > 1 and shape.dp > 1):
+        found |= {
+            "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+            "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(shape.dp),
+            "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(shape.fsdp),
+            "PARALLELISM_CONFIG_CP_SIZE": str(shape.cp),
+            "PARALLELISM_CONFIG_TP_SIZE": str(shape.tp),
+        }
+    return found
+
+
+def _word(value: bool) -> str:
+    return "true" if value else "false"

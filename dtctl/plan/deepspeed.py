@@ -1,0 +1,98 @@
+"""DeepSpeed's configuration and variables, in place of its launcher.
+
+Source: deepspeed/launcher/launch.py (what a worker is given) and deepspeed/runtime/config.py (what may be configured,
+and that a configuration may be given as base64 instead of a file), read at DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+from dtctl.plan.frameworks import Shape, Wanted
+from dtctl.plan.topology import Placement
+
+LOCAL_RANK_ARGUMENT = "--local_rank"
+CONFIG_ARGUMENT = "--deepspeed_config"
+PLACE = ("CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE")
+"""Position of the node, number of nodes, workers on the node."""
+
+
+def place(placement: Placement, *, nodes: int) -> dict[str, str]:
+    """What DeepSpeed's launcher sets beside torch's variables."""
+    return dict(zip(PLACE, (str(placement.node_rank), str(nodes), str(placement.slots)), strict=True))
+
+
+def config(wanted: Wanted) -> dict[str, Any]:
+    """The configuration; empty when the spec says nothing about training.
+
+    Raises:
+        PlanError: a key of `train:` has no counterpart.
+    """
+    if not wanted.left:
+        return {}
+    name, shape = wanted.shape()
+    found: dict[str, Any] = {"zero_optimization": _zero(wanted, name, shape)}
+    micro, total, steps = wanted.batch(wanted.workers)
+    if not micro and not total:
+        raise wanted.refused("micro_batch", "DeepSpeed needs train.micro_batch or train.global_batch")
+    batch = {
+        "train_batch_size": total,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+    }
+    found |= {key: value for key, value in batch.items() if value}
+    precision = wanted.take("precision") or "fp32"
+    if precision != "fp32":
+        found[precision] = {"enabled": True}
+    if clip := wanted.take("clip_norm"):
+        found["gradient_clipping"] = clip
+    if optimizer := wanted.take("optimizer"):
+        found["optimizer"] = _optimizer(wanted, optimizer)
+    if every := wanted.take("log_every"):
+        found["steps_per_print"] = every
+    wanted.done()
+    return found
+
+
+def as_argument(found: dict[str, Any]) -> str:
+    """A configuration as one word, which DeepSpeed takes in place of a file's name; nothing is left on a node."""
+    return base64.urlsafe_b64encode(as_text(found).encode()).decode()
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """A configuration as JSON on one line."""
+    return json.dumps(found, sort_keys=True, separators=(",", ":"))
+
+
+def _zero(wanted: Wanted, name: str, shape: Shape) -> dict[str, Any]:
+    if name == "zero1":
+        return {"stage": 1}
+    if shape.fsdp == wanted.workers > 1:
+        part = wanted.take_part("fsdp", "reshard_after_forward", "cpu_offload")
+        # Parameters kept from the forward to the backward pass: what others call ZeRO 2 is DeepSpeed's stage 2.
+        stage = 3 if part.get("reshard_after_forward", True) else 2
+        found: dict[str, Any] = {"stage": stage}
+        if part.get("cpu_offload"):
+            found["offload_optimizer"] = {"device": "cpu"}
+            if stage == 3:
+                found["offload_param"] = {"device": "cpu"}
+        return found
+    if shape.dp == wanted.workers:
+        return {"stage": 0}
+    raise wanted.refused(
+        "strategy",
+        "DeepSpeed's configuration knows ddp, zero1 and fsdp; its pipelines and its tensor parallelism are in programs",
+    )
+
+
+def _optimizer(wanted: Wanted, name: str) -> dict[str, Any]:
+    keys = ("lr", "weight_decay", "momentum" if name == "sgd" else "eps")
+    parameters = {key: value for key in keys if (value := wanted.take(key)) is not None}
+    if name == "sgd":
+        return {"type": "SGD", "params": parameters}
+    beta1, beta2 = wanted.take("beta1"), wanted.take("beta2")
+    # dtctl's own defaults, so that a spec means the same with dtctl.runtime.
+    betas = [0.9 if beta1 is None else beta1, 0.95 if beta2 is None else beta2]
+    return {"type": "AdamW", "params": {**parameters, "betas": betas}}

@@ -1,0 +1,91 @@
+"""What is made of `train:` for a framework other than dtctl's own: variables and arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dtctl import names, shell
+from dtctl.errors import PlanError
+from dtctl.plan import accelerate, deepspeed, megatron
+from dtctl.plan.frameworks import Wanted, wanted
+from dtctl.plan.model import WORKER_KINDS, Kind
+from dtctl.plan.topology import Placement, world_size
+from dtctl.spec.model import Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """The same for all workers of a job."""
+
+    env: Mapping[str, str] = field(default_factory=dict)
+    args: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def generate(spec: Spec, kind: Kind, placements: Sequence[Placement], *, counted: bool) -> Generated:
+    """What the framework of a job is given.
+
+    Args:
+        spec: the spec.
+        kind: of the job.
+        placements: its workers.
+        counted: whether their number is known; false as long as `slots: auto` waits for the nodes.
+
+    Raises:
+        PlanError: a key of `train:` has no counterpart in the framework, or an argument does not go with the kind.
+    """
+    usual = ("local_rank",) if kind == "deepspeed" else ()
+    added: Sequence[str] = usual if spec.job.add_args is None else spec.job.add_args
+    _check(spec, kind, added)
+    local_rank = (shell.Late(f"{deepspeed.LOCAL_RANK_ARGUMENT}=${names.LOCAL_RANK}"),) if "local_rank" in added else ()
+    framework = {"accelerate": "Accelerate", "deepspeed": "DeepSpeed"}.get(kind)
+    framework = "Megatron-LM" if "megatron" in added else framework
+    if framework is None or spec.train is None:
+        return Generated(args=local_rank)
+    if not counted:
+        if spec.cluster.transport == "slurm":
+            raise PlanError(
+                f"what {framework} is told depends on the number of workers, which `slots: auto` leaves open",
+                where=spec.written_at("cluster.slots"),
+                hint="give it as a number: `slots: 8`",
+            )
+        note = f"what {framework} is told is made of `train` once the slots are counted"
+        return Generated(args=local_rank, notes=(note,))
+    slots = {placement.slots for placement in placements}
+    per_node = slots.pop() if len(slots) == 1 else 0
+    asked = wanted(spec, framework, workers=world_size(placements), per_node=per_node)
+    if "megatron" in added:
+        return Generated(args=(*local_rank, *megatron.arguments(asked)))
+    if kind == "accelerate":
+        return Generated(env=accelerate.variables(asked), args=local_rank)
+    return _deepspeed(asked, local_rank, as_argument="deepspeed_config" in added)
+
+
+def _deepspeed(asked: Wanted, local_rank: tuple[str, ...], *, as_argument: bool) -> Generated:
+    found = deepspeed.config(asked)
+    if not found:
+        return Generated(args=local_rank)
+    config = (deepspeed.CONFIG_ARGUMENT, deepspeed.as_argument(found)) if as_argument else ()
+    return Generated(env={names.DEEPSPEED_CONFIG: deepspeed.as_text(found)}, args=(*local_rank, *config))
+
+
+def _check(spec: Spec, kind: Kind, added: Sequence[str]) -> None:
+    for word, kinds in (("local_rank", WORKER_KINDS), ("deepspeed_config", {"deepspeed"})):
+        if word in added and kind not in kinds:
+            raise PlanError(
+                f"add_args: {word} does not go with kind {kind}",
+                where=spec.written_at("job.add_args"),
+                hint=f"it goes with kind {', '.join(sorted(kinds))}",
+            )
+    if "megatron" in added and kind not in ("torchrun", "direct"):
+        raise PlanError(
+            f"add_args: megatron does not go with kind {kind}",
+            where=spec.written_at("job.add_args"),
+            hint="Megatron-LM's programs are started by torchrun: `kind: torchrun`",
+        )
+    if spec.train is None and ("deepspeed_config" in added or "megatron" in added):
+        raise PlanError(
+            f"add_args: {' and '.join(added)} is made of `train`, and the spec has none",
+            where=spec.written_at("job.add_args"),
+        )

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Made by dtctl 0.1.0 for run run-1, attempt 0: node a, node rank 0 of 2, workers 0-3 of 8, spec 7e90714a203a4bb3.
+# Started in the folder of the pushed code, 4 times, each with its own RANK and LOCAL_RANK. Set on the node before this runs:
+# DTCTL_RUN_DIR, DTCTL_METRICS, DTCTL_SNAPSHOT_DIR, DTCTL_PROGRESS, PET_LOG_DIR; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (the interface
+# towards the head node).
+set -e -o pipefail
+
+# dtctl: lines reach the log when they are printed
+export PYTHONUNBUFFERED=1
+
+# dtctl: as torchrun does when several workers share a node
+export OMP_NUM_THREADS=1
+
+# spec: train, for accelerate
+export ACCELERATE_MIXED_PRECISION=bf16
+export ACCELERATE_GRADIENT_ACCUMULATION_STEPS=2
+export ACCELERATE_DYNAMO_BACKEND=INDUCTOR
+export ACCELERATE_USE_FSDP=true
+export FSDP_VERSION=2
+export FSDP_RESHARD_AFTER_FORWARD=true
+export FSDP_OFFLOAD_PARAMS=false
+export FSDP_AUTO_WRAP_POLICY=TRANSFORMER_BASED_WRAP
+export FSDP_ACTIVATION_CHECKPOINTING=true
+export ACCELERATE_USE_PARALLELISM_CONFIG=true
+export PARALLELISM_CONFIG_DP_REPLICATE_SIZE=2
+export PARALLELISM_CONFIG_DP_SHARD_SIZE=4
+export PARALLELISM_CONFIG_CP_SIZE=1
+export PARALLELISM_CONFIG_TP_SIZE=1
+
+# job.env
+export FSDP_TRANSFORMER_CLS_TO_WRAP=BertLayer
+
+# spec: train
+export DTCTL_TRAIN_CONFIG='{"accumulate":2,"checkpointing":"full","compile":true,"model":{"layers":2},"precision":"bf16","strategy":"hsdp"}'
+
+# dtctl: place in the job
+export DTCTL_RUN_ID=run-1
+export DTCTL_ATTEMPT=0
+export DTCTL_NODE=a
+export DTCTL_NODE_RANK=0
+export DTCTL_NNODES=2
+export DTCTL_SLOTS=4
+export MASTER_ADDR=10.0.0.1
+export MASTER_PORT=31399
+export WORLD_SIZE=8
+export LOCAL_WORLD_SIZE=4
+export GROUP_RANK=0
+
+# Last, and with exec: signals and the exit code pass straight through.
+exec python3 \
+  -u \
+  nlp_example.py

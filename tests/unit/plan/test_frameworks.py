@@ -1,0 +1,259 @@
+"""What is made of `train:` for other people's frameworks, and what is refused."""
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+
+from dtctl.errors import PlanError
+from dtctl.plan.build import Facts, build
+from dtctl.plan.model import Plan
+from dtctl.spec.load import parse_spec
+from dtctl.spec.nodes import resolve_nodes
+
+NODES = "cluster: {transport: ssh, nodes: [{name: a, address: 10.0.0.1}, {name: b, address: 10.0.0.2}], slots: 4}\n"
+
+
+def plan(kind: str, train: str, *, job: str = "", nodes: str = NODES, **facts: object) -> Plan:
+    text = f"{nodes}job: {{script: train.py, kind: {kind}{job}}}\n" + (f"train: {train}" if train else "")
+    spec = parse_spec(text, source="dtctl.yaml", base_dir=Path("/project"))
+    return build(spec, resolve_nodes(spec), run="run-1", facts=Facts(**facts))  # type: ignore[arg-type]
+
+
+def generated(found: Plan) -> dict[str, str]:
+    """The variables that are made of `train` for a framework."""
+    return {variable.name: variable.value for variable in found.head.env if "spec: train, for" in variable.origin}
+
+
+def environment(found: Plan, node: int = 0) -> dict[str, str]:
+    return {variable.name: variable.value for variable in found.nodes[node].env}
+
+
+def options(train: str, **more: str) -> list[str]:
+    found = plan("torchrun", train, job=", add_args: [megatron]" + more.get("job", ""))
+    argv = found.head.argv
+    return list(argv[argv.index("train.py") + 1 :])
+
+
+@pytest.mark.parametrize("kind", ["accelerate", "deepspeed"])
+def test_the_workers_are_started_by_dtctl_and_may_be_unequal(kind: str) -> None:
+    nodes = "cluster: {transport: ssh, nodes: [{name: a, address: 10.0.0.1, slots: 3}, {name: b, slots: 1}]}\n"
+    found = plan(kind, "", nodes=nodes)
+    assert [node.processes for node in found.nodes] == [3, 1]
+    assert environment(found, 1)["WORLD_SIZE"] == "4"
+    assert environment(found, 1)["MASTER_ADDR"] == "10.0.0.1"
+    assert found.head.argv[:3] == ("python3", "-u", "train.py")
+    assert generated(found) == {}
+
+
+def test_what_deepspeeds_launcher_gives_its_workers() -> None:
+    found = plan("deepspeed", "")
+    assert found.head.argv == ("python3", "-u", "train.py", "--local_rank=$LOCAL_RANK")
+    given = environment(found, 1)
+    assert [given[name] for name in ("CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE")] == ["1", "2", "4"]
+    assert plan("deepspeed", "", job=", add_args: []").head.argv == ("python3", "-u", "train.py")
+
+
+@pytest.mark.parametrize(
+    ("train", "config"),
+    [
+        ("{micro_batch: 2}", {"zero_optimization": {"stage": 0}, "train_micro_batch_size_per_gpu": 2}),
+        (
+            "{strategy: zero1, global_batch: 64, micro_batch: 2, precision: fp16, clip_norm: 0.5}",
+            {
+                "zero_optimization": {"stage": 1},
+                "train_batch_size": 64,
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": 4,
+                "fp16": {"enabled": True},
+                "gradient_clipping": 0.5,
+            },
+        ),
+        (
+            "{strategy: {fsdp: -1}, fsdp: {reshard_after_forward: false}, global_batch: 16, accumulate: 2}",
+            {"zero_optimization": {"stage": 2}, "train_batch_size": 16, "gradient_accumulation_steps": 2},
+        ),
+        (
+            "{strategy: fsdp, fsdp: {cpu_offload: true}, micro_batch: 1, optimizer: adamw, lr: 0.1, weight_decay: 0.2}",
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_optimizer": {"device": "cpu"},
+                    "offload_param": {"device": "cpu"},
+                },
+                "train_micro_batch_size_per_gpu": 1,
+                "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.2, "betas": [0.9, 0.95]}},
+            },
+        ),
+    ],
+)
+def test_the_configuration_of_deepspeed(train: str, config: dict[str, object]) -> None:
+    found = plan("deepspeed", train, job=", add_args: [deepspeed_config], args: [--x]")
+    assert json.loads(generated(found)["DTCTL_DEEPSPEED_CONFIG"]) == config
+    *_, option, word, last = found.head.argv
+    assert (option, last) == ("--deepspeed_config", "--x")
+    assert json.loads(base64.urlsafe_b64decode(word)) == config
+
+
+@pytest.mark.parametrize(
+    ("train", "variables"),
+    [
+        ("{strategy: ddp, precision: fp32}", {"ACCELERATE_MIXED_PRECISION": "no"}),
+        ("{strategy: {dp: 8}, accumulate: 4}", {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}),
+        ("{compile: aot_eager, model: {layers: 3}}", {"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER"}),
+        (
+            "{strategy: zero1, clip_norm: 1.0}",
+            {
+                "ACCELERATE_USE_DEEPSPEED": "true",
+                "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1",
+                "ACCELERATE_GRADIENT_CLIPPING": "1.0",
+            },
+        ),
+        (
+            "{strategy: fsdp, fsdp: {reshard_after_forward: false}}",
+            {
+                "ACCELERATE_USE_FSDP": "true",
+                "FSDP_VERSION": "2",
+                "FSDP_RESHARD_AFTER_FORWARD": "false",
+                "FSDP_OFFLOAD_PARAMS": "false",
+                "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+                "FSDP_ACTIVATION_CHECKPOINTING": "false",
+            },
+        ),
+        (
+            "{strategy: {tp: 4, dp: 2}}",
+            {
+                "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+                "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+                "PARALLELISM_CONFIG_DP_SHARD_SIZE": "1",
+                "PARALLELISM_CONFIG_CP_SIZE": "1",
+                "PARALLELISM_CONFIG_TP_SIZE": "4",
+            },
+        ),
+    ],
+)
+def test_the_variables_of_accelerate(train: str, variables: dict[str, str]) -> None:
+    assert generated(plan("accelerate", train)) == variables
+
+
+def test_what_the_user_sets_wins() -> None:
+    found = plan("accelerate", "{precision: bf16}", job=", env: {ACCELERATE_MIXED_PRECISION: fp8}")
+    assert environment(found)["ACCELERATE_MIXED_PRECISION"] == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("train", "given"),
+    [
+        ("{strategy: ddp}", []),
+        ("{strategy: zero1}", ["--use-distributed-optimizer"]),
+        ("{strategy: {cp: 2, dp: 4}}", ["--context-parallel-size", "2"]),
+        ("{strategy: fsdp}", ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"]),
+        ("{micro_batch: 2, accumulate: 3}", ["--micro-batch-size", "2", "--global-batch-size", "48"]),
+        ("{precision: fp16, checkpointing: selective}", ["--fp16", "--recompute-granularity", "selective"]),
+        (
+            "{schedule: wsd, decay_steps: 5, optimizer: sgd, momentum: 0.9}",
+            [
+                "--lr-wsd-decay-iters",
+                "5",
+                "--sgd-momentum",
+                "0.9",
+                "--lr-decay-style",
+                "WSD",
+                "--lr-wsd-decay-style",
+                "minus_sqrt",
+                "--optimizer",
+                "sgd",
+            ],
+        ),
+    ],
+)
+def test_the_options_of_megatron(train: str, given: list[str]) -> None:
+    assert options(train) == ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1", *given]
+
+
+def test_every_option_is_one_that_megatron_knows() -> None:
+    """Names as argparse has them in Megatron-LM at commit d98e8a6, from arguments.py and the dataclasses it reads."""
+    known = set(MEGATRON.split())
+    train = """{strategy: {tp: 2, pp: 2, cp: 2}, tp: {sequence_parallel: true}, pipeline: {schedule: interleaved},
+        micro_batch: 1, global_batch: 8, precision: bf16, checkpointing: full, lr: 0.1, min_lr: 0.01, warmup_steps: 1,
+        decay_steps: 2, steps: 9, weight_decay: 0.1, beta1: 0.9, beta2: 0.9, eps: 0.1, momentum: 0.9, clip_norm: 1.0,
+        seed: 1, log_every: 1, eval_every: 1, schedule: wsd, optimizer: adamw, snapshot: {dir: /d, every_steps: 3}}"""
+    given = [word for text in (train, "{strategy: zero1}", "{strategy: fsdp}") for word in options(text)]
+    assert {word for word in given if word.startswith("--")} <= known
+    assert len([word for word in options(train) if word.startswith("--")]) == 31
+
+
+MEGATRON = """
+--tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size --sequence-parallel
+--num-virtual-stages-per-pipeline-rank --use-distributed-optimizer --use-megatron-fsdp --data-parallel-sharding-strategy
+--micro-batch-size --global-batch-size --lr --min-lr --lr-warmup-iters --lr-wsd-decay-iters --lr-wsd-decay-style
+--lr-decay-style --train-iters --weight-decay --adam-beta1 --adam-beta2 --adam-eps --sgd-momentum --clip-grad --seed
+--log-interval --eval-interval --optimizer --bf16 --fp16 --recompute-granularity --recompute-method
+--recompute-num-layers --save --load --save-interval
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "train", "message"),
+    [
+        ("accelerate", "{strategy: pipeline}", "Accelerate has no pipelines"),
+        ("accelerate", "{lr: 0.1}", "train.lr has no counterpart in Accelerate"),
+        ("accelerate", "{clip_norm: 1.0}", "train.clip_norm has no counterpart in Accelerate"),
+        ("accelerate", "{strategy: fsdp, fsdp: {reduce_dtype: bf16}}", "train.fsdp.reduce_dtype has no counterpart"),
+        ("accelerate", "{strategy: fsdp, checkpointing: 2}", "cannot checkpoint activations as in 2"),
+        ("accelerate", "{strategy: single}", "8 workers would train 8 models apart"),
+        ("accelerate", "{strategy: {dp: 3}}", "8 workers are not dp 3"),
+        ("deepspeed", "{strategy: tp, micro_batch: 1}", "DeepSpeed's configuration knows ddp, zero1 and fsdp"),
+        ("deepspeed", "{strategy: hsdp, micro_batch: 1}", "DeepSpeed's configuration knows ddp, zero1 and fsdp"),
+        ("deepspeed", "{strategy: ddp}", "DeepSpeed needs train.micro_batch or train.global_batch"),
+        ("deepspeed", "{micro_batch: 1, steps: 5}", "train.steps has no counterpart in DeepSpeed"),
+        ("deepspeed", "{micro_batch: 3, global_batch: 8}", "8 is no multiple of micro batch 3 on 8 data parallel"),
+        ("deepspeed", "{micro_batch: 1, global_batch: 8, accumulate: 2}", "accumulate is 2, and 8 samples are 1 micro"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused_where_it_is_written(kind: str, train: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message) as caught:
+        plan(kind, train)
+    assert caught.value.where == "dtctl.yaml:3"
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ("{strategy: hsdp}", "hsdp"),
+        ("{strategy: {pp: 8}, pipeline: {schedule: gpipe}}", "and not gpipe"),
+        ("{checkpointing: 3}", "cannot recompute every 3th block"),
+        ("{ema: {}}", "train.ema has no counterpart in Megatron-LM"),
+        ("{snapshot: {keep: 3}}", "train.snapshot.keep has no counterpart"),
+    ],
+)
+def test_what_megatron_does_not_have(train: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        options(train)
+
+
+@pytest.mark.parametrize(
+    ("kind", "added", "message"),
+    [
+        ("torchrun", "local_rank", "local_rank does not go with kind torchrun"),
+        ("accelerate", "deepspeed_config", "deepspeed_config does not go with kind accelerate"),
+        ("deepspeed", "megatron", "megatron does not go with kind deepspeed"),
+        ("deepspeed", "deepspeed_config", "is made of `train`, and the spec has none"),
+    ],
+)
+def test_arguments_that_do_not_go_with_the_kind(kind: str, added: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan(kind, "", job=f", add_args: [{added}]")
+
+
+def test_as_long_as_slots_are_not_counted_nothing_is_said_about_them() -> None:
+    open_nodes = NODES.replace(", slots: 4", "")
+    train = "{strategy: {tp: 4, dp: 2}}"
+    found = plan("accelerate", train, nodes=open_nodes)
+    assert generated(found) == {}
+    assert "what Accelerate is told is made of `train` once the slots are counted" in found.notes
+    counted = plan("accelerate", train, nodes=open_nodes, gpus={"a": 4, "b": 4})
+    assert generated(counted)["PARALLELISM_CONFIG_TP_SIZE"] == "4"
+    with pytest.raises(PlanError, match="which `slots: auto` leaves open"):
+        plan("accelerate", train, nodes="cluster: {transport: slurm, nodes: 2}\n")
