@@ -15,6 +15,7 @@ from dtctl.plan.topology import Placement
 
 LOCAL_RANK_ARGUMENT = "--local_rank"
 CONFIG_ARGUMENT = "--deepspeed_config"
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 PLACE = ("CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE")
 """Position of the node, number of nodes, workers on the node."""
 
@@ -25,24 +26,25 @@ def place(placement: Placement, *, nodes: int) -> dict[str, str]:
 
 
 def config(wanted: Wanted) -> dict[str, Any]:
-    """The configuration; empty when the spec says nothing about training.
+    """The configuration made of `train:`, with what `job.deepspeed` adds; empty when neither says anything.
 
     Raises:
         PlanError: a key of `train:` has no counterpart.
     """
-    if not wanted.left:
-        return {}
+    made = _made(wanted) if wanted.left else {}
+    for key, value in wanted.spec.job.deepspeed.items():
+        both = isinstance(value, dict) and isinstance(made.get(key), dict)
+        made[key] = {**made[key], **value} if both else value
+    return made
+
+
+def _made(wanted: Wanted) -> dict[str, Any]:
     name, shape = wanted.shape()
     found: dict[str, Any] = {"zero_optimization": _zero(wanted, name, shape)}
     micro, total, steps = wanted.batch(wanted.workers)
-    if not micro and not total:
+    if not micro and not total and not wanted.spec.job.deepspeed.keys() & BATCH:
         raise wanted.refused("micro_batch", "DeepSpeed needs train.micro_batch or train.global_batch")
-    batch = {
-        "train_batch_size": total,
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": steps,
-    }
-    found |= {key: value for key, value in batch.items() if value}
+    found |= {key: value for key, value in zip(BATCH, (total, micro, steps), strict=True) if value}
     precision = wanted.take("precision") or "fp32"
     if precision != "fp32":
         found[precision] = {"enabled": True}

@@ -41,7 +41,7 @@ def generate(spec: Spec, kind: Kind, placements: Sequence[Placement], *, counted
     local_rank = (shell.Late(f"{deepspeed.LOCAL_RANK_ARGUMENT}=${names.LOCAL_RANK}"),) if "local_rank" in added else ()
     framework = {"accelerate": "Accelerate", "deepspeed": "DeepSpeed"}.get(kind)
     framework = "Megatron-LM" if "megatron" in added else framework
-    if framework is None or spec.train is None:
+    if framework is None or not (spec.train is not None or spec.job.deepspeed):
         return Generated(args=local_rank)
     if not counted:
         if spec.cluster.transport == "slurm":
@@ -84,8 +84,12 @@ def _check(spec: Spec, kind: Kind, added: Sequence[str]) -> None:
             where=spec.written_at("job.add_args"),
             hint="Megatron-LM's programs are started by torchrun: `kind: torchrun`",
         )
-    if spec.train is None and ("deepspeed_config" in added or "megatron" in added):
+    for word, others in (("deepspeed_config", spec.job.deepspeed), ("megatron", None)):
+        if word in added and spec.train is None and not others:
+            raise PlanError(
+                f"add_args: {word} is made of `train`, and the spec has none", where=spec.written_at("job.add_args")
+            )
+    if spec.job.deepspeed and kind != "deepspeed":
         raise PlanError(
-            f"add_args: {' and '.join(added)} is made of `train`, and the spec has none",
-            where=spec.written_at("job.add_args"),
+            f"job.deepspeed is for kind deepspeed, and this is {kind}", where=spec.written_at("job.deepspeed")
         )

@@ -1,7 +1,8 @@
 """What may stand in a spec: every key with its meaning, its default and its unit.
 
 The text under a field is its documentation: `dtctl validate --schema` takes it from here (see schema.py).
-Unknown keys are refused everywhere but in `train.model`, `train.data` and `slurm.extra`, which belong to others.
+Unknown keys are refused everywhere but in `train.model`, `train.data`, `job.deepspeed` and `slurm.extra`, which belong
+to others.
 """
 
 from __future__ import annotations
@@ -141,6 +142,8 @@ class Job(Section):
     """Arguments that dtctl puts before `args`. local_rank: `--local_rank=N`, as DeepSpeed's launcher gives it (default
     with kind deepspeed). deepspeed_config: `--deepspeed_config` with a configuration made of `train`. megatron: options
     of Megatron-LM made of `train`."""
+    deepspeed: dict[str, Any] = Field(default={})
+    """Further keys of DeepSpeed's configuration (kind deepspeed); they win over those made of `train`."""
     env: dict[str, Text] = Field(default={})
     """Variables for the workers. They stand in scripts and dry runs: no secrets here."""
     env_from: tuple[Word, ...] = ()

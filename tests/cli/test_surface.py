@@ -95,7 +95,9 @@ def test_an_error_says_fact_place_and_what_to_do(tmp_path: Path) -> None:
     assert lines == ["error: cluster.nodse: unknown key; did you mean `nodes`?", "where: dtctl.yaml:2"]
 
 
-@pytest.mark.parametrize("template", ["gpt", "classifier", "script"])
+@pytest.mark.parametrize(
+    "template", ["gpt", "classifier", "script", "accelerate", "deepspeed", "lightning", "megatron"]
+)
 @pytest.mark.parametrize("launcher", ["local", "ssh", "sandbox"])
 def test_every_new_project_is_valid(tmp_path: Path, template: str, launcher: str) -> None:
     made = dtctl("init", "p", "--template", template, "--launcher", launcher, cwd=tmp_path)

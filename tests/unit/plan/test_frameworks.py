@@ -96,6 +96,20 @@ def test_the_configuration_of_deepspeed(train: str, config: dict[str, object]) -
     assert json.loads(base64.urlsafe_b64decode(word)) == config
 
 
+def test_further_keys_of_deepspeed_win() -> None:
+    more = "{zero_optimization: {overlap_comm: true}, train_batch_size: 8, checkpoint: {use_node_local_storage: true}}"
+    found = plan("deepspeed", "{strategy: zero1}", job=f", deepspeed: {more}")
+    assert json.loads(generated(found)["DTCTL_DEEPSPEED_CONFIG"]) == {
+        "zero_optimization": {"stage": 1, "overlap_comm": True},
+        "train_batch_size": 8,
+        "checkpoint": {"use_node_local_storage": True},
+    }
+    alone = plan("deepspeed", "", job=", deepspeed: {train_batch_size: 8}, add_args: [deepspeed_config]")
+    assert json.loads(base64.urlsafe_b64decode(alone.head.argv[-1])) == {"train_batch_size": 8}
+    with pytest.raises(PlanError, match=r"job\.deepspeed is for kind deepspeed, and this is accelerate"):
+        plan("accelerate", "", job=", deepspeed: {train_batch_size: 8}")
+
+
 @pytest.mark.parametrize(
     ("train", "variables"),
     [

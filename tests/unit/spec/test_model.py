@@ -45,6 +45,7 @@ job:
   name: n
   module: m
   args: [a]
+  deepspeed: {zero_allow_untested_optimizer: true}
   add_args: [local_rank, deepspeed_config, megatron]
   env: {A: x}
   env_from: ["W*"]
