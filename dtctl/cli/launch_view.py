@@ -49,7 +49,9 @@ def _exit(facts: dict[str, Any]) -> str:
 
 def _restart(facts: dict[str, Any]) -> str:
     wait = f", in {facts['wait_s']:g} s" if facts.get("wait_s") else ""
-    return f"restart {facts['attempt']} of {facts['of']}{wait}: the first failure {facts['reason']}"
+    from dtctl.launch.state import why_again
+
+    return f"restart {facts['attempt']} of {facts['of']}{wait}: {why_again(facts)}"
 
 
 def _left_out(facts: dict[str, Any]) -> str:

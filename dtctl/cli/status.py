@@ -40,7 +40,7 @@ def status(
     if state.ledger is not None:
         output.out(f"time: {where_the_time_went(state.ledger)}")
     for number, reason in enumerate(state.restarts, 1):
-        output.out(f"restart {number}: the first failure {reason}", "yellow")
+        output.out(f"restart {number}: {reason}", "yellow")
     failure = (state.done or {}).get("first_failure")
     if failure:
         who = f"rank {failure['rank']} on {failure['node']}" if failure["rank"] is not None else failure["node"]

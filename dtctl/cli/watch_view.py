@@ -51,7 +51,7 @@ class Screen:
         rows = tail_of_metrics(self._record.folder / names.METRICS_FILE)
         parts: list[RenderableType] = [self._head(), Text(), self._nodes(width)]
         if self.state.restarts:
-            why = f"restart {len(self.state.restarts)}: the first failure {self.state.restarts[-1]}"
+            why = f"restart {len(self.state.restarts)}: {self.state.restarts[-1]}"
             parts.append(Text(why, style="yellow"))
         if rows:
             parts += [Text(), *self._progress(rows, width)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,14 @@ class RunState:
     def over(self) -> bool:
         """Whether nothing more will happen."""
         return self.status in ("succeeded", "failed", "stopped", "abandoned")
+
+
+def why_again(event: Mapping[str, Any]) -> str:
+    """The reason in an event `restart`, with who it is about: `rank 1 on node2 was ended by signal 9 (SIGKILL)`."""
+    node, rank, reason = event.get("node"), event.get("rank"), str(event.get("reason", ""))
+    if not node:
+        return reason
+    return f"rank {rank} on {node} {reason}" if rank is not None else f"node {node} {reason}"
 
 
 def start_ticks(pid: int) -> int:
@@ -101,7 +109,7 @@ def state_of(record: RunRecord) -> RunState:
             status = "stopping"
         elif kind == "restart":
             status = "starting"
-            restarts.append(str(event.get("reason", "")))
+            restarts.append(why_again(event))
         elif kind == "done":
             status, done = str(event["status"]), event
     if done is None and not info.slurm and not alive(info) and not record.has_launcher():

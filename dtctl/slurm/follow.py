@@ -143,13 +143,11 @@ class Follower:
     def _start(self, attempt: int) -> None:
         if self.attempt >= 0:
             first = self._first_failure()
-            reason = failures.describe(first) if first and not self.taken else self.taken or "Slurm has taken it back"
-            who = (
-                f"of rank {first.rank} on {first.node}: it "
-                if first and not self.taken and first.rank is not None
-                else ""
-            )
-            self.emit("restart", attempt=attempt, of=self.ref.max_attempts, reason=who + reason)
+            if first is not None and not self.taken:
+                told = {"reason": failures.describe(first), "node": first.node, "rank": first.rank}
+            else:
+                told = {"reason": self.taken or "Slurm has taken it back", "node": None, "rank": None}
+            self.emit("restart", attempt=attempt, of=self.ref.max_attempts, **told)
         self.attempt, self.failures, self.taken = attempt, [], ""
         self.logs.begin_attempt()
         self.emit("start", attempt=attempt)

@@ -29,13 +29,17 @@ def shared(sandbox_env: dict[str, str], cluster: Sandbox) -> Iterator[Project]:
     """A project in a folder that all hosts see."""
     folder = Path(os.environ["DTCTL_SANDBOX_DIR"]) / f"shared-{secrets.token_hex(3)}"
     folder.mkdir()
-    path = f"{Path(shutil.which('python3') or '').parent}:{os.environ['PATH']}"
-    env = {**sandbox_env, **slurm.environment(cluster), "DTCTL_SANDBOX": cluster.name, "PATH": path}
+    env = {**sandbox_env, **slurm.environment(cluster), "DTCTL_SANDBOX": cluster.name, "PATH": python_path()}
     project = Project(folder, dict(env))
     yield project
     project.close()
     subprocess.run(["scancel", "--user=root"], env=env, check=True)  # what a failed test leaves
     shutil.rmtree(folder)
+
+
+def python_path() -> str:
+    """PATH with this Python first, as after `module load`."""
+    return f"{Path(shutil.which('python3') or '').parent}:{os.environ['PATH']}"
 
 
 def fields(project: Project, job: str) -> dict[str, str]:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -15,8 +19,8 @@ from dtctl.launch.record import RunRecord, list_runs
 from dtctl.launch.state import alive
 from dtctl.sandbox import control, faults, slurm
 from dtctl.sandbox.layout import Sandbox
-from tests.hosts import Project, wait_until
-from tests.integration.slurm_hosts import cluster, fields, hasten, shared, state
+from tests.hosts import Finished, Project, wait_until
+from tests.integration.slurm_hosts import cluster, fields, hasten, python_path, shared, state
 
 __all__ = ["cluster", "shared"]
 
@@ -106,8 +110,8 @@ def test_a_worker_that_is_killed_is_started_again_in_the_same_job(shared: Projec
     assert done.code == 0, done.err
     assert done.done["attempts"] == 2
     (restart,) = [event for event in done.events if event["event"] == "restart"]
-    assert "rank 1 on node1" in str(restart["reason"])
-    assert "signal 9" in str(restart["reason"])
+    assert (restart["node"], restart["rank"]) == ("node1", 1)
+    assert "restart 1 of 1: rank 1 on node1 was ended by signal 9 (SIGKILL)" in done.err
     assert record(shared).log_path("node2", 3).read_text().splitlines() == ["attempt 0", "attempt 1"]
 
 
@@ -221,90 +225,126 @@ raise SystemExit(run(train))
 """
 
 
-def trained(project: Project, name: str, *, slow: bool, more: str = "") -> str:
-    """Write a training of two workers that keeps its snapshots in folder `name`; that folder."""
-    text = spec(more=more).replace("kind: direct", f'kind: direct, env: {{SLOW: "{int(slow)}"}}')
-    folder = str(project.folder / name)
-    train = {"steps": 40, "micro_batch": 4, "seed": 1, "snapshot": {"dir": folder, "every_steps": 5}}
-    project.write("dtctl.yaml", text.replace("slots: 2", "slots: 1") + f"train: {json.dumps(train)}\n")
+@dataclass
+class Training:
+    """A training of two workers, and what became of it."""
+
+    project: Project
+    snapshots: str
+    process: subprocess.Popen[str] | None = None
+    done: Finished | None = None
+    digest: dict[str, object] = field(default_factory=dict)
+
+    def launch(self) -> None:
+        self.process = self.project.start("launch", "--json")
+        wait_until(
+            lambda: list_runs(self.project.folder) and "submitted" in events(self.project), what="it is submitted"
+        )
+
+    def trains(self) -> bool:
+        """Whether it has got past its first steps."""
+        return any(path.read_text().count("slow") > 2 for path in record(self.project).folder.glob("logs/*/rank-0.log"))
+
+    def nodes(self) -> str:
+        return fields(self.project, job_of(self.project))["NodeList"]
+
+    def goes_on(self) -> None:
+        """Wait until Slurm has taken the job back, and have it start at once."""
+        job = job_of(self.project)
+        wait_until(lambda: fields(self.project, job)["Restarts"] == "1", 90, "Slurm has taken the job back")
+        wait_until(lambda: state(self.project, job) == "PENDING", 30, "it waits")
+        wait_until(lambda: (hasten(self.project, job), state(self.project, job))[1] != "PENDING", 60, "it runs again")
+
+    def finish(self) -> None:
+        assert self.process is not None
+        self.done = self.project.finish(self.process, 120)
+        assert self.done.code == 0, self.done.err
+        told = self.project.run("snapshot", "digest", self.snapshots, "--json")
+        assert told.code == 0, told.err
+        self.digest = json.loads(told.out)
+
+
+def training(base: Path, env: dict[str, str], name: str, *, more: str = "") -> Training:
+    """A training, slow in its first start, on nodes that it does not share with others."""
+    folder = base / name
+    folder.mkdir(parents=True)
+    project, snapshots = Project(folder, env), str(folder / "snapshots")
+    text = spec(more=f", extra: {{exclusive: true}}{more}").replace("slots: 2", "slots: 1")
+    text = text.replace("kind: direct", f'kind: direct, env: {{SLOW: "{int(name != "alone")}"}}')
+    train = {"steps": 40, "micro_batch": 4, "seed": 1, "snapshot": {"dir": snapshots, "every_steps": 5}}
+    project.write("dtctl.yaml", text + f"train: {json.dumps(train)}\n")
     project.write("train.py", TRAIN)
-    return folder
+    return Training(project, snapshots)
 
 
-def digest(project: Project, folder: str) -> dict[str, object]:
-    done = project.run("snapshot", "digest", folder, "--json")
-    assert done.code == 0, done.err
-    found: dict[str, object] = json.loads(done.out)
-    return found
-
-
-def undisturbed(project: Project) -> dict[str, object]:
-    folder = trained(project, "alone", slow=False)
-    done = project.run("launch")
-    assert done.code == 0, done.err
-    return digest(project, folder)
-
-
-def trains(project: Project) -> bool:
-    """Whether the newest run has got past its first steps."""
-    log = record(project).log_path("node1", 0)
-    return log.exists() and log.read_text().count("slow") > 2
-
-
-def started_again(project: Project) -> None:
-    """Wait until Slurm has taken the job back, and have it start at once."""
-    job = job_of(project)
-    wait_until(lambda: fields(project, job)["Restarts"] == "1", 90, "Slurm has taken the job back")
-    wait_until(lambda: state(project, job) == "PENDING", 30, "it waits")
-    wait_until(lambda: (hasten(project, job), state(project, job))[1] != "PENDING", 60, "it runs again")
+@pytest.fixture(scope="module")
+def trainings(sandbox_env: dict[str, str]) -> Iterator[dict[str, Training]]:
+    """One that was left alone, and three that Slurm has interrupted, all at the same time: most of it is waiting."""
+    mine = control.up(f"slurm-{secrets.token_hex(3)}", nodes=7, with_slurm=True)
+    env = {**sandbox_env, **slurm.environment(mine), "DTCTL_SANDBOX": mine.name, "PATH": python_path()}
+    base = Path(os.environ["DTCTL_SANDBOX_DIR"]) / f"trainings-{secrets.token_hex(3)}"
+    names = {"alone": "", "time limit": ', time: "1", warn_s: 45', "preempted": "", "node lost": ""}
+    made = {name: training(base, env, name, more=more) for name, more in names.items()}
+    try:
+        for name in ("time limit", "preempted", "node lost"):
+            made[name].launch()
+        wait_until(lambda: made["preempted"].trains() and made["node lost"].trains(), 90, "they train")
+        lost = subprocess.run(
+            ["scontrol", "show", "hostnames", made["node lost"].nodes()],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()[1]
+        faults.kill(mine, mine.node(lost))
+        urgent = ["sbatch", "--partition=urgent", "--nodes=2", f"--nodelist={made['preempted'].nodes()}", "--exclusive"]
+        subprocess.run([*urgent, "--output=/dev/null", "--wrap=sleep 1"], env=env, check=True, cwd=base)
+        for name in ("time limit", "preempted", "node lost"):
+            made[name].goes_on()
+        made["alone"].launch()
+        for one in made.values():
+            one.finish()
+        yield made
+    finally:
+        for one in made.values():
+            one.project.close()
+        control.down(mine.name)
+        shutil.rmtree(base)
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("way", ["time limit", "preempted"])
-def test_what_slurm_interrupts_ends_with_the_same_bits(shared: Project, way: str) -> None:
-    expected = undisturbed(shared)
-    more = ', time: "1", warn_s: 45' if way == "time limit" else ""
-    folder = trained(shared, "interrupted", slow=True, more=more)
-    process = shared.start("launch", "--json")
-    wait_until(lambda: len(list_runs(shared.folder)) == 2 and "submitted" in events(shared), what="it is submitted")
-    if way == "preempted":
-        wait_until(lambda: trains(shared), 60, "it trains")
-        urgent = ["sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
-        subprocess.run(urgent, env=shared.env, check=True, cwd=shared.folder)
-    started_again(shared)
-    done = shared.finish(process, 120)
-    assert done.code == 0, done.err
-    assert done.done["attempts"] == 2
-    (restart,) = [event for event in done.events if event["event"] == "restart"]
-    assert restart["reason"] == ("its time was nearly over" if way == "time limit" else "it was preempted")
-    assert digest(shared, folder) == expected
-    log = record(shared).log_path("node1", 0).read_text()
-    assert log.count("40 steps") == 2, "the log is kept over the requeue"
-    steps = [json.loads(line)["step"] for line in (record(shared).folder / "metrics.jsonl").read_text().splitlines()]
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("time limit", "its time was nearly over"),
+        ("preempted", "it was preempted"),
+        ("node lost", "was lost"),
+    ],
+)
+def test_what_slurm_interrupts_ends_with_the_same_bits(trainings: dict[str, Training], name: str, reason: str) -> None:
+    one = trainings[name]
+    assert one.done is not None
+    assert one.done.done["attempts"] == 2
+    (restart,) = [event for event in one.done.events if event["event"] == "restart"]
+    assert restart["reason"] == reason
+    assert one.digest == trainings["alone"].digest
+    logs = [path.read_text() for path in record(one.project).folder.glob("logs/*/rank-0.log")]
+    assert "".join(logs).count("40 steps") == 2, "the log is kept over the requeue"
+    steps = [
+        json.loads(line)["step"] for line in (record(one.project).folder / "metrics.jsonl").read_text().splitlines()
+    ]
     assert steps == sorted(set(steps))
 
 
 @pytest.mark.torch
-def test_a_node_is_lost_and_the_job_ends_with_the_same_bits(shared: Project, sandbox_env: dict[str, str]) -> None:
-    expected = undisturbed(shared)
-    mine = control.up(f"slurm-{secrets.token_hex(3)}", nodes=3, with_slurm=True)
-    try:
-        shared.env |= {**slurm.environment(mine), "DTCTL_SANDBOX": mine.name}
-        folder = trained(shared, "interrupted", slow=True)
-        process = shared.start("launch", "--json")
-        wait_until(lambda: len(list_runs(shared.folder)) == 2, what="it is begun")
-        wait_until(lambda: trains(shared), 60, "it trains")
-        faults.kill(mine, mine.node("node2"))
-        started_again(shared)
-        done = shared.finish(process, 120)
-        assert done.code == 0, done.err
-        assert [event["nodes"] for event in done.events if event["event"] == "allocated"] == [
-            ["node1", "node2"],
-            ["node1", "node3"],
-        ]
-        assert digest(shared, folder) == expected
-    finally:
-        control.down(mine.name)
+def test_a_lost_node_is_not_used_again(trainings: dict[str, Training]) -> None:
+    done = trainings["node lost"].done
+    assert done is not None
+    first, second = [event["nodes"] for event in done.events if event["event"] == "allocated"]
+    assert isinstance(first, list)
+    assert isinstance(second, list)
+    assert len(first) == len(second) == 2
+    assert first[1] not in second
 
 
 def test_the_doctor_looks_at_what_the_cluster_offers(shared: Project) -> None:
