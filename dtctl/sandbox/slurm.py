@@ -28,6 +28,8 @@ from dtctl.sandbox.layout import CONTROL, Sandbox, SandboxNode
 
 PARTITIONS: Final = ("main", "urgent")
 """Jobs of the second one take the nodes of the first, whose jobs are requeued: that is how preemption is tried."""
+CPUS, GPUS = 64, 8
+"""Of each host, as Slurm counts them."""
 READY_LIMIT_S: Final = 30.0
 PACKAGES: Final = {
     "munged": "munge",
@@ -58,6 +60,9 @@ SwitchType=switch/none
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
+# Nodes as those of a cluster, not as this machine: a batch file for them is to be taken here, too.
+SlurmdParameters=config_overrides
+GresTypes=gpu
 # A node that was off is taken back when it says so.
 ReturnToService=2
 SlurmdTimeout=10
@@ -116,9 +121,10 @@ def write_files(state: Path, nodes: Sequence[SandboxNode], *, bridge_address: st
     key = folder / "munge" / "key"
     with os.fdopen(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(secrets.token_bytes(128))
-    # Each host has the whole machine. No more than is there: the daemons measure, and a node that has less is drained.
-    cpus, memory_mib = os.cpu_count() or 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
-    rows = (f"NodeName={node.name} NodeAddr={node.address} CPUs={cpus} RealMemory={memory_mib // 2}" for node in nodes)
+    # Each host has the whole machine. Not more memory than is there: jobs may want what they are promised.
+    memory_mib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
+    has = f"CPUs={CPUS} RealMemory={memory_mib // 2} Gres=gpu:{GPUS} Feature=sandbox"
+    rows = (f"NodeName={node.name} NodeAddr={node.address} {has}" for node in nodes)
     text = CONFIG.format(
         control=CONTROL,
         bridge_address=bridge_address,
@@ -130,6 +136,10 @@ def write_files(state: Path, nodes: Sequence[SandboxNode], *, bridge_address: st
     config_file(state).write_text(text, encoding="utf-8")
     names = "".join(f"{node.address} {node.name}\n" for node in nodes)
     (folder / "hosts").write_text(f"127.0.0.1 localhost\n{bridge_address} {CONTROL}\n{names}", encoding="utf-8")
+    # Slurm counts files, whatever they are; ten digits would need another pattern.
+    for number in range(GPUS):
+        (folder / f"gpu{number}").touch()
+    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-{GPUS - 1}]\n", encoding="utf-8")
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n", encoding="utf-8")
     for node in nodes:
         (state / "hosts" / node.name / "slurmd").mkdir(mode=0o755, exist_ok=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import secrets
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from dtctl.sandbox import control, slurm
 from tests.hosts import Project, wait_until
 from tests.integration.slurm_hosts import cluster, shared, state
 
@@ -24,6 +26,7 @@ job:
 train: {{steps: 5}}
 """
 PYTHON = f"python: {json.dumps(sys.executable)}"
+GOLDEN = Path(__file__).parents[1] / "golden" / "sbatch"
 PLACES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "DTCTL_NNODES", "DTCTL_NODE_RANK"}
 PLACES |= {"DTCTL_SLOTS", "DTCTL_NODE", "DTCTL_ATTEMPT", "DTCTL_TRAIN_CONFIG", "VALUE", "LIST", "OMP_NUM_THREADS"}
 TELL = f"""\
@@ -94,6 +97,37 @@ time.sleep(120)
 """
 
 
+def test_slurm_takes_every_kept_batch_file(sandbox_env: dict[str, str], tmp_path: Path) -> None:
+    """The files of tests/golden, on a cluster of 4 nodes that have 8 GPUs each by Slurm's count."""
+    mine = control.up(f"slurm-{secrets.token_hex(3)}", nodes=4, with_slurm=True)
+    try:
+        env = {**sandbox_env, **slurm.environment(mine)}
+        for kept in sorted(GOLDEN.glob("*.sbatch")):
+            argv = ["sbatch", "--test-only", f"--chdir={tmp_path}", str(kept)]
+            done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
+            assert (done.returncode, "to start at" in done.stderr) == (0, True), (kept.name, done.stderr)
+    finally:
+        control.down(mine.name)
+
+
+def test_every_index_of_an_array_is_a_run_of_its_own(shared: Project) -> None:
+    shared.write("tell.py", "import os\nprint('RUN', os.environ['DTCTL_RUN_ID'], os.environ['RANK'], flush=True)\n")
+    spec = SPEC.format(transport="slurm", program="kind: direct\n  script: tell.py")
+    shared.write("dtctl.yaml", spec + 'slurm: {array: "3-4"}\n')
+    done = shared.run("sbatch", "--submit", "--json")
+    said = json.loads(done.out)
+
+    def output() -> str:
+        return "".join(path.read_text() for path in Path(said["log"]).parent.glob("*.log"))
+
+    wait_until(lambda: output().count("dtctl: ended with exit code 0") == 2, 60, "both have ended")
+    told = sorted(line.split()[1:] for line in output().splitlines() if line.startswith("RUN "))
+    assert told == [[f"{said['run']}.{index}", str(rank)] for index in (3, 4) for rank in range(4)]
+    launched = shared.run("launch")
+    assert launched.code == 4
+    assert "a job array is many" in launched.err
+
+
 def test_what_is_kept_is_for_this_user_alone(shared: Project) -> None:
     shared.write("tell.py", TELL)
     shared.write("dtctl.yaml", SPEC.format(transport="slurm", program="script: tell.py"))
@@ -111,7 +145,7 @@ def test_what_is_kept_is_for_this_user_alone(shared: Project) -> None:
     [
         ("slurm: {partition: nowhere}", 4, "there is no partition nowhere"),
         ('slurm: {time: "2-0"}', 4, "2-0 is more than partition main allows"),
-        ("slurm: {gres: 'gpu:8'}", 4, "0 of the 2 nodes of partition main have gpu:8, and the job needs 2"),
+        ("slurm: {gres: 'gpu:9'}", 4, "0 of the 2 nodes of partition main have gpu:9, and the job needs 2"),
         ("slurm: {extra: {nodes: 99}}", 7, "node configuration is not available"),
     ],
 )
