@@ -72,9 +72,9 @@ class Cluster(Section):
 
     transport: TransportName = "local"
     """How nodes are reached: `local` is this machine alone, `sandbox` virtual hosts on it."""
-    nodes: tuple[Text | NodeEntry, ...] | Annotated[int, Field(strict=True, ge=1, le=250)] = ()
-    """Names (`gpu1`), ranges (`gpu[01-04]`), entries with more keys; or, for the sandbox, a number of hosts from 1 to
-    250. Default: 3 hosts in the sandbox, this machine with transport local."""
+    nodes: tuple[Text | NodeEntry, ...] | Annotated[int, Field(strict=True, ge=1, le=65_536)] = ()
+    """Names (`gpu1`), ranges (`gpu[01-04]`), entries with more keys; or, for the sandbox and Slurm, a number; in the
+    sandbox at most 250. Default: 3 hosts in the sandbox, this machine with transport local."""
     hostfile: Path | None = None
     """MPI or DeepSpeed hostfile (`name slots=4`) to take the nodes from, instead of `nodes`."""
     slots: Slots = "auto"

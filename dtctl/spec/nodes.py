@@ -16,6 +16,8 @@ from dtctl.spec.model import Cluster, NodeEntry, Spec
 _NAME = re.compile(r"[^\W][^\s/\\\[\],]*\Z")
 _ADDRESS = re.compile(r"[^\s-][^\s]*\Z")
 _MAX_NAME_BYTES = 200
+_SANDBOX_MAX = 250
+"""The addresses of one /24 network."""
 _DEFAULT_COUNT = {"sandbox": 3, "local": 1}
 
 
@@ -133,6 +135,12 @@ def _counted(spec: Spec) -> Iterable[str]:
         )
     if transport == "local":
         return ["localhost"]
+    if transport == "sandbox" and isinstance(nodes, int) and nodes > _SANDBOX_MAX:
+        raise SpecError(
+            f"the sandbox has at most {_SANDBOX_MAX} hosts, and the spec wants {nodes}",
+            where=spec.written_at("cluster.nodes"),
+            key="cluster.nodes",
+        )
     count = nodes if isinstance(nodes, int) else _DEFAULT_COUNT.get(transport, 0)
     return [f"node{index + 1}" for index in range(count)]
 

@@ -124,6 +124,12 @@ def test_a_number_of_hosts_is_for_the_sandbox() -> None:
     assert found.hint == "use `transport: sandbox` for virtual hosts on this machine"
 
 
+def test_the_sandbox_has_fewer_hosts_than_slurm() -> None:
+    found = error("cluster: {transport: sandbox, nodes: 251}")
+    assert found.message == "the sandbox has at most 250 hosts, and the spec wants 251"
+    assert len(resolve("cluster: {transport: slurm, nodes: 1000}")) == 1000
+
+
 def test_ssh_without_nodes() -> None:
     found = error("job: {script: a.py}\ncluster: {transport: ssh}")
     assert found.message == "transport ssh needs nodes, and the spec names none"

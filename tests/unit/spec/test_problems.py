@@ -62,7 +62,7 @@ def test_unknown_keys_at_all_levels(text: str, message: str) -> None:
         ("cluster: {transport: shh}",
          "cluster.transport: expected 'local', 'ssh', 'slurm' or 'sandbox', got 'shh'; did you mean 'ssh'?"),
         ("cluster: {nodes: 0}", "cluster.nodes: expected a list or at least 1, got 0"),
-        ("cluster: {nodes: 251}", "cluster.nodes: expected a list or at most 250, got 251"),
+        ("cluster: {nodes: 70000}", "cluster.nodes: expected a list or at most 65536, got 70000"),
         ("cluster: {nodes: {a: 1}}", "cluster.nodes: expected a list or a whole number, got keys with values"),
         ("cluster: {nodes: [a, [b]]}", "cluster.nodes[1]: expected text or keys with values, got a list"),
         ("cluster: {nodes: [a, ]}", None),
