@@ -38,7 +38,8 @@ def waits(facts: dict[str, Any]) -> str:
     """Why a job of Slurm waits, and until when Slurm thinks that it does."""
     start = facts["start"]
     when = f", expected to start at {time.strftime('%H:%M:%S', time.localtime(start))}" if start else ""
-    return f"{facts['reason'] or 'for Slurm'}{when}"
+    reason = facts["reason"] if facts["reason"] not in ("", "None") else "for Slurm"
+    return f"{reason}{when}"
 
 
 def _exit(facts: dict[str, Any]) -> str:
