@@ -38,6 +38,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 KINDS = ("worker", "worker", "worker", "save", "save", "start", "agent", "host")
 """What is killed, each as likely as any other; `save` and `start`: a worker, while a snapshot is written, or before the
 first step of an attempt (if that is under way: else in a step)."""
+WARM = "warm process"
 STUCK_S = 90.0
 SPEC = """\
 cluster:
@@ -192,10 +193,9 @@ def kill_at_random(
             # Not before the attempt after the last kill has come that far: else most kills would hit the start.
             if now.attempt > dead and (early or (now.begun and now.step >= wanted)):
                 saving = kind == "save" and comes(folder / "snapshots")
-                if kill(sandbox_name, name, kind, source):
-                    what = "worker" if kind == "save" and not saving else kind
+                if what := kill(sandbox_name, name, "worker" if kind == "save" and not saving else kind, source):
                     killed.append(f"{what} on {name} in attempt {now.attempt}, {now.phase} at step {now.step}")
-                    dead = now.attempt
+                    dead = dead if what == WARM else now.attempt  # workers do not need it until they are restarted
                     break
             time.sleep(0.002)
     return killed
@@ -241,22 +241,34 @@ def where(sandbox_name: str, run: str) -> Where:
     return Where(attempt, furthest["step"], phase, begun=furthest["step"] > furthest["first"])
 
 
-def kill(sandbox_name: str, name: str, kind: str, source: random.Random) -> bool:
-    """SIGKILL to something of a kind on a host; whether there was any."""
+def kill(sandbox_name: str, name: str, kind: str, source: random.Random) -> str:
+    """SIGKILL to something of a kind on a host; to what, or an empty text if there was nothing."""
     sandbox, node = host(sandbox_name, name)
     if kind == "host":
         faults.kill(sandbox, node)
         faults.heal(sandbox, [node])
-        return True
+        return kind
     mark = "dtctl=b''" if kind == "agent" else "train.py"
     found = [pid for pid, line in sorted(control.host_processes(node).items()) if mark in line]
     if not found:
-        return False
+        return ""
+    pid = source.choice(found)
+    what = WARM if kind != "agent" and holds_signals(pid) else kind
     try:
-        os.kill(source.choice(found), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
+        return ""
+    return what
+
+
+def holds_signals(pid: int) -> bool:
+    """Whether a process is the one that workers are forked from, which alone keeps SIGTERM waiting."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
         return False
-    return True
+    held = next(line for line in text.splitlines() if line.startswith("SigBlk:"))
+    return bool(int(held.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def host(sandbox_name: str, name: str) -> tuple[Sandbox, SandboxNode]:
