@@ -1,7 +1,8 @@
 """How long a job stands still when a worker is killed, and how long its first start takes: dtctl and torchrun.
 
-    python benchmarks/recovery.py            100 kills each; some minutes on an idle machine
-    python benchmarks/recovery.py --quick    10 kills
+    python benchmarks/recovery.py                          100 kills each; some minutes on an idle machine
+    python benchmarks/recovery.py --kills 10               a minute or two
+    python benchmarks/recovery.py --only "dtctl, warm"     one program
 
 A small model in DDP on this machine, two workers; one of them gets SIGKILL in mid-run, again and again. Measured: from
 the kill to the first step that all workers have done again, without a snapshot (loading one comes on top, everywhere
@@ -51,6 +52,7 @@ if __name__ == "__main__":
     main()
 """
 LIMIT_S = 60.0
+PROGRAMS = ("dtctl, warm", "dtctl, cold", "torchrun")
 
 
 @dataclass
@@ -79,10 +81,10 @@ def last_of(path: Path, not_pid: int) -> tuple[int, int, float] | None:
     return next(line for line in found if line[0] == pid)
 
 
-def wait(condition, limit_s: float = LIMIT_S):  # type: ignore[no-untyped-def]
-    """The first true value of `condition`; None when it took too long."""
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
+def wait(condition, process: subprocess.Popen[bytes]):  # type: ignore[no-untyped-def]
+    """The first true value of `condition`; None when it took too long, or the process has given up."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline and process.poll() is None:
         if found := condition():
             return found
         time.sleep(0.002)
@@ -110,14 +112,14 @@ def kill_again_and_again(argv: list[str], folder: Path, series: Series, kills: i
     pids = [0, 0]
     try:
         while series.kills < kills:
-            if not wait(partial(_all_run, steps, pids)):
+            if not wait(partial(_all_run, steps, pids), process):
                 return
             pids = [lines(path)[-1][0] for path in steps]
             series.kills += 1
             killed = time.time()
             os.kill(pids[1], signal.SIGKILL)
-            again = wait(partial(_all_again, steps, pids))
-            if again is None or process.poll() is not None:
+            again = wait(partial(_all_again, steps, pids), process)
+            if again is None:
                 return
             series.recovered_s.append(max(line[2] for line in again) - killed)
     finally:
@@ -166,8 +168,10 @@ def first_start(folder: Path, slots: int, repetitions: int) -> float:
 def main() -> None:
     """Measure, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    kills = 10 if parser.parse_args().quick else 100
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--only", action="append", choices=[*PROGRAMS, "first start"], default=[])
+    options = parser.parse_args()
+    kills, wanted = options.kills, options.only or [*PROGRAMS, "first start"]
     os.environ["OMP_NUM_THREADS"] = "1"
     wait_for_quiet()
     versions = {"python": platform.python_version(), "cores": str(os.cpu_count())}
@@ -175,7 +179,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=Path.home(), prefix=".dtctl-bench-") as temporary:
         folder = Path(temporary)
         (folder / "train.py").write_text(SCRIPT)
-        rows: dict[str, Series] = {name: Series() for name in ("dtctl, warm", "dtctl, cold", "torchrun")}
+        rows: dict[str, Series] = {name: Series() for name in PROGRAMS if name in wanted}
         begin = {
             "dtctl, warm": lambda left: spec(folder, slots=2, restarts=left, steps=10**9, preload=""),
             "dtctl, cold": lambda left: spec(folder, slots=2, restarts=left, steps=10**9, preload=", preload: []"),
@@ -201,6 +205,9 @@ def main() -> None:
                 f"{name:12} {row['kills']:6} {row['recovered']:10} {row['median_s']:9.3f} {row['p95_s']:7.3f} "
                 f"{row['max_s']:7.3f}"
             )
+        if "first start" not in wanted:
+            keep("recovery", kept)
+            return
         one, eight = (first_start(folder, slots, 3) for slots in (1, 8))
         kept["first start"] = {
             "1 worker s": round(one, 3),
