@@ -6,11 +6,11 @@ BIN    := $(VENV)/bin
 # Torch workers share few cores here; more threads than cores only make them wait for each other.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test check unit integration soak bench clean
+.PHONY: help demo test check unit integration test-frameworks soak bench clean
 .DEFAULT_GOAL := help
 
 help:  ## Show what there is to make.
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 $(BIN)/.ready: pyproject.toml constraints.txt .ci/setup.sh
 	VENV=$(VENV) PYTHON=$(PYTHON) bash .ci/setup.sh
@@ -28,6 +28,9 @@ unit: $(BIN)/.ready  ## The tests that need no network, in under a minute.
 
 integration: $(BIN)/.ready  ## The tests on virtual hosts.
 	$(BIN)/python -m pytest tests/integration tests/fault -q --durations=15
+
+test-frameworks: $(BIN)/.ready  ## Accelerate, DeepSpeed, Lightning and Megatron-Core, each in an environment of its own; minutes and gigabytes.
+	$(BIN)/python -m pytest tests/frameworks -q --durations=15
 
 check: $(BIN)/.ready  ## Style, types, layers, documentation.
 	$(BIN)/ruff check .

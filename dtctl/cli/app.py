@@ -58,6 +58,7 @@ def _register() -> None:
         lint,
         logs,
         nccl,
+        render,
         report,
         runs,
         sandbox,
@@ -80,6 +81,7 @@ def _register() -> None:
     app.command("report")(report.report)
     app.command("stop")(stop.stop)
     app.command("sbatch")(sbatch.sbatch)
+    app.command("render")(render.render)
     app.command("doctor")(doctor.doctor)
     app.command("advise")(advise.advise)
     app.command("lint")(lint.lint)

@@ -22,6 +22,7 @@ __all__ = [  # the sections; those of training.py too, so that a reader finds al
     "Cluster",
     "Files",
     "Job",
+    "Kubernetes",
     "Mesh",
     "Network",
     "NodeEntry",
@@ -233,6 +234,34 @@ class Slurm(Section):
     """Further directives: `{constraint: h100}`."""
 
 
+class Kubernetes(Section):
+    """What a JobSet of Kubernetes asks for; see `dtctl render`."""
+
+    image: Word | None = None
+    """Image of the pods, with Python and torch, and with the job's code unless `claim` has it. Needed."""
+    workdir: Word = "/workspace"
+    """Folder with the job's code in the container."""
+    claim: Word | None = None
+    """PersistentVolumeClaim with the job's code, mounted at `workdir`. Default: the code is in the image."""
+    namespace: Word | None = None
+    """Namespace. Default: that of kubectl."""
+    gpu: str = "nvidia.com/gpu"
+    """Resource that a pod asks one of per worker. Empty: none, for training on CPUs."""
+    resources: dict[str, Text] = Field(default={})
+    """Further resources of a pod: `{cpu: 32, memory: 256Gi, rdma/hca: 1}`."""
+    shm: Word = "16Gi"
+    """Largest size of /dev/shm, which data loaders and NCCL use."""
+    node_selector: dict[str, Text] = Field(default={})
+    """Labels of the nodes that the pods may run on."""
+    queue: Word | None = None
+    """Queue of Kueue."""
+    secret: Word | None = None
+    """Secret that the variables of `job.secrets` come from, a key for each."""
+    restarts: CountOrZero = 10
+    """How often all pods are started again after one was stopped before its end (exit code 75) or taken off its node;
+    `job.max_restarts` is added to it."""
+
+
 class Spec(Section):
     """A whole spec."""
 
@@ -247,6 +276,8 @@ class Spec(Section):
     """Read by `dtctl.runtime` in the workers."""
     slurm: Slurm | None = None
     """What a Slurm job asks for."""
+    kubernetes: Kubernetes | None = None
+    """What a JobSet of Kubernetes asks for."""
     base_dir: Path = Field(default=Path(), exclude=True)
     """Folder of the spec, which relative paths are relative to. Set by dtctl, no key of the file."""
     _places: Places = PrivateAttr(default_factory=Places)

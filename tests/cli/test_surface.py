@@ -34,7 +34,7 @@ def test_the_commands() -> None:
 
     assert {command.name for command in app.registered_commands if not command.hidden} == {
         "init", "validate", "launch", "runs", "status", "logs", "watch", "stop", "doctor", "bench", "lint",
-        "sbatch", "advise", "report",
+        "sbatch", "advise", "report", "render",
     }  # fmt: skip
     assert {group.name for group in app.registered_groups} == {"sandbox", "snapshot", "nccl"}
 
@@ -52,6 +52,7 @@ def test_the_commands() -> None:
         ("snapshot prune", "--keep --every-h --dry-run --json"),
         ("snapshot export", "--out --part --json"),
         ("doctor", "--log --quick --json"),
+        ("render", "--target --out --name --set"),
         ("sbatch", "--out --submit --set --json"),
         ("advise", "--config --model --params --gpus --gpu-memory --batch --write --json"),
         ("lint", "--format --fix --select --severity --spec --explain"),
@@ -78,6 +79,7 @@ def test_the_options(tmp_path: Path, arguments: str, options: str) -> None:
         (("status",), 7, "no run was launched from this folder"),
         (("logs", "nothing"), 7, "there is no run nothing"),
         (("sandbox", "exec", "--name", "no-such-sandbox", "n1", "--", "true"), 7, "is not up"),
+        (("render", "--target", "mars"), 2, "there is no target mars"),
         (("init",), 2, "the new project needs a folder"),
         (("init", "x", "--template", "bert"), 2, "there is no template bert"),
     ],

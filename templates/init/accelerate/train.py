@@ -68,7 +68,8 @@ def main() -> None:
                 save(accelerator, options.checkpoints, step)
         mean = accelerator.reduce(loss.detach(), reduction="mean").item()
         accelerator.print(f"epoch {epoch + 1}/{options.epochs}  step {step}  loss {mean:.5f}", flush=True)
-    accelerator.wait_for_everyone()  # a worker that leaves early may tear down what another one still reads
+    # The model goes before the group that it talks through, or gloo now and then ends a worker at its exit.
+    model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
     accelerator.end_training()
 
 

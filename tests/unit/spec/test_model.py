@@ -17,7 +17,7 @@ def test_everything_has_a_default() -> None:
     assert spec.cluster == Cluster()
     assert spec.job == Job()
     assert spec.network == Network()
-    assert (spec.train, spec.slurm) == (None, None)
+    assert (spec.train, spec.slurm, spec.kubernetes) == (None, None, None)
     assert spec.pushes
     assert spec == Spec(base_dir=Path("/project"))
 
@@ -105,12 +105,23 @@ train:
   snapshot: {dir: d, every_steps: 1, every_s: 1, keep: 1, replicas: 0, when_busy: skip, max_failed_saves: 1}
   model: {any: [thing]}
   data: {any: {thing: ~}}
+kubernetes: {image: i, workdir: w, claim: c, namespace: n, gpu: g, resources: {cpu: 1}, shm: 1Gi, node_selector: {a: b},
+  queue: q, secret: s, restarts: 1}
 slurm: {partition: p, account: a, time: "1-12:00:00", qos: q, gres: "gpu:8", array: 0-3, requeues: 2, warn_s: 60,
   srun: [--exact], extra: {constraint: h100}}
 """)
     unset = {
         f"{type(section).__name__}.{name}"
-        for section in (spec, spec.cluster, spec.job, spec.job.files, spec.network, spec.train, spec.slurm)
+        for section in (
+            spec,
+            spec.cluster,
+            spec.job,
+            spec.job.files,
+            spec.network,
+            spec.train,
+            spec.slurm,
+            spec.kubernetes,
+        )
         if isinstance(section, Section)
         for name in set(type(section).model_fields) - section.model_fields_set
     }

@@ -28,10 +28,10 @@ def test_an_unknown_key_names_file_line_and_near_match() -> None:
             "slurm.xyzzy: unknown key; here may stand: "
             "account, array, extra, gres, partition, qos, requeues, srun, time, warn_s",
         ),
-        ("xyzzy: 1", "xyzzy: unknown key; here may stand: cluster, job, network, slurm, train"),
+        ("xyzzy: 1", "xyzzy: unknown key; here may stand: cluster, job, kubernetes, network, slurm, train"),
         ("jobs: {}", "jobs: unknown key; did you mean `job`?"),
-        ("xyzzy:", "xyzzy: unknown key; here may stand: cluster, job, network, slurm, train"),
-        ("1: 2", "1: unknown key; here may stand: cluster, job, network, slurm, train"),
+        ("xyzzy:", "xyzzy: unknown key; here may stand: cluster, job, kubernetes, network, slurm, train"),
+        ("1: 2", "1: unknown key; here may stand: cluster, job, kubernetes, network, slurm, train"),
         ("train: {snapshot: {evry_s: 1}}", "train.snapshot.evry_s: unknown key; did you mean `every_s`?"),
         ("job: {files: {exlude: []}}", "job.files.exlude: unknown key; did you mean `exclude`?"),
         ("train: {strategy: {x: 1}}", "train.strategy.x: unknown key; here may stand: cp, dp, fsdp, pp, tp"),
