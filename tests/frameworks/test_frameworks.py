@@ -11,7 +11,6 @@ import re
 import secrets
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from dtctl.sandbox import control, slurm
 from dtctl.sandbox.layout import Sandbox
 from tests.frameworks.environments import FOLDER, python_of, versions
 from tests.hosts import Project, wait_until, workers
+from tests.integration.slurm_hosts import state
 
 HERE = Path(__file__).parent
 TEMPLATES = HERE.parent.parent / "templates" / "init"
@@ -131,10 +131,11 @@ def output(project: Project) -> str:
     return "".join(log.read_text() for log in project.folder.glob(".dtctl/runs/*/logs/*/rank-0.log"))
 
 
-def kill_a_worker(sandbox: Sandbox) -> None:
+def kill_a_worker(sandbox: Sandbox, python: Path) -> None:
     """SIGKILL for the worker on the last node; with torchrun its agent stays."""
     lines = workers(sandbox.nodes[-1])
-    found = [pid for pid, line in lines.items() if " train.py" in line and "torch.distributed.run" not in line]
+    ours = {pid: line for pid, line in lines.items() if line.startswith(str(python.parent)) and "train.py" in line}
+    found = [pid for pid, line in ours.items() if "torch.distributed.run" not in line]
     assert found, lines
     os.kill(max(found), signal.SIGKILL)
 
@@ -148,12 +149,12 @@ def test_over_ssh_a_killed_worker_costs_the_steps_since_the_last_checkpoint(
     process = shared.start("launch", "--json")
     wait_until(lambda: len(saved(output(shared))) > 1 or process.poll() is not None, LIMIT_S, "a checkpoint")
     assert process.poll() is None, shared.finish(process).err
-    kill_a_worker(hosts)
+    kill_a_worker(hosts, python_of(name))
     done = shared.finish(process, timeout_s=LIMIT_S)
     text = output(shared)
     assert done.code == 0, done.err + text[-3000:]
     assert case.says in text
-    resumed = [int(step) for step in re.findall(r"(?:Resumed from checkpoint:|resumed at) step (\d+)", text)]
+    resumed = resumed_at(text)
     assert resumed, text[-3000:]
     assert done.done["attempts"] == len(resumed) + 1
     assert done.done["left_behind"] == 0
@@ -161,7 +162,7 @@ def test_over_ssh_a_killed_worker_costs_the_steps_since_the_last_checkpoint(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_on_slurm_the_same_spec_runs(shared: Project, name: str) -> None:
+def test_on_slurm_too(shared: Project, hosts: Sandbox, name: str) -> None:
     case = prepare(shared, name, "slurm")
     begun = time.monotonic()
     done = shared.run("sbatch", "--submit", "--json")
@@ -169,19 +170,27 @@ def test_on_slurm_the_same_spec_runs(shared: Project, name: str) -> None:
     said = json.loads(done.out)
     log = Path(said["log"])
     ends = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL")
+
+    def written() -> str:
+        return log.read_text() if log.exists() else ""
+
+    # Both nodes write into one file, so each step may stand there twice.
+    wait_until(
+        lambda: len(set(saved(written()))) > 1 or state(shared, said["job"]) in ends, LIMIT_S, "a second checkpoint"
+    )
+    assert state(shared, said["job"]) == "RUNNING", written()[-3000:]
+    kill_a_worker(hosts, python_of(name))
     wait_until(lambda: state(shared, said["job"]) in ends, LIMIT_S, "the job ends")
     text = log.read_text()
     assert state(shared, said["job"]) == "COMPLETED", text[-3000:]
     assert case.says in text
-    note(name, "Slurm", time.monotonic() - begun)
+    resumed = sorted(set(resumed_at(text)))
+    assert resumed, text[-3000:]
+    note(name, "Slurm, a worker killed", time.monotonic() - begun, resumed_at=resumed)
 
 
-def state(project: Project, job: str) -> str:
-    command = ["scontrol", "show", "job", "-o", job]
-    shown = subprocess.run(command, env=project.env, capture_output=True, text=True, check=True)
-    found = re.search(r"JobState=(\w+)", shown.stdout)
-    assert found
-    return found[1]
+def resumed_at(text: str) -> list[int]:
+    return [int(step) for step in re.findall(r"(?:Resumed from checkpoint:|resumed at) step (\d+)", text)]
 
 
 @pytest.mark.parametrize("name", CASES)
