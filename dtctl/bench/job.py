@@ -104,12 +104,14 @@ def spec_for(spec: Spec, folder: Path, asked: Asked) -> Spec:
         "training": TRAINING if asked.training else None,
     }
     kind = spec.job.kind if spec.job.kind in ("torchrun", "direct") else None
-    changes = {
+    changes: dict[str, object] = {
         "name": "bench",
         "script": SCRIPT,
         "module": None,
         "command": None,
         "args": (json.dumps(argument),),
+        "add_args": (),
+        "deepspeed": {},
         "files": Files(root=str(folder)),
         "env_from": (),
         "secrets": (),
