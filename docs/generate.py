@@ -177,21 +177,34 @@ def benchmarks() -> str:
     return "\n".join(parts)
 
 
+COLUMNS = 8
+"""A table with more would not fit on a page; raw samples are left to the file."""
+
+
 def _rows(title: str, rows: dict[str, Any]) -> str:
-    if "median_s" in rows:
+    """A table of what was kept under one title: a row for each thing that was measured, a column for each figure."""
+    if not any(isinstance(row, dict) for row in rows.values()):
         rows = {title: rows}
     flat = {
-        (f"{name} nodes: {inner}" if str(name).isdigit() else inner): row
-        for name, row in rows.items()
-        for inner, row in (row.items() if isinstance(row, dict) and "median_s" not in row else [(name, row)])
+        (f"{name} nodes: {inner}" if str(name).isdigit() else f"{name}: {inner}"): row
+        for name, outer in rows.items()
+        if isinstance(outer, dict) and any(isinstance(row, dict) for row in outer.values())
+        for inner, row in outer.items()
         if isinstance(row, dict)
-    }
-    lines = [
-        f"| {name} | {row['median_s']:.3f} | {row['min_s']:.3f} | {row['max_s']:.3f} | {row['client_cpu_s']:.3f} |"
+    } or {name: row for name, row in rows.items() if isinstance(row, dict)}
+    plain = {
+        name: {key: value for key, value in row.items() if isinstance(value, str | int | float)}
         for name, row in flat.items()
-        if "median_s" in row
-    ]
-    if not lines:
+    }
+    columns = list(dict.fromkeys(key for row in plain.values() for key in row))[:COLUMNS]
+    if not columns:
         return ""
-    head = "| | median s | min s | max s | client CPU s |\n|---|--:|--:|--:|--:|\n"
+    head = f"| | {' | '.join(_cell(key) for key in columns)} |\n|---|{'--:|' * len(columns)}\n"
+    lines = [
+        f"| {_cell(name)} | {' | '.join(_figure(row.get(key)) for key in columns)} |" for name, row in plain.items()
+    ]
     return f"### {title}\n\n{head}" + "\n".join(lines) + "\n"
+
+
+def _figure(value: object) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else _cell(str(value))
