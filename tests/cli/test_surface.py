@@ -97,16 +97,25 @@ def test_an_error_says_fact_place_and_what_to_do(tmp_path: Path) -> None:
     assert lines == ["error: cluster.nodse: unknown key; did you mean `nodes`?", "where: dtctl.yaml:2"]
 
 
+TEMPLATES = ("gpt", "classifier", "script", "accelerate", "deepspeed", "lightning", "megatron")
+
+
 @pytest.mark.parametrize(
-    "template", ["gpt", "classifier", "script", "accelerate", "deepspeed", "lightning", "megatron"]
+    ("template", "launcher"),
+    [*((template, "local") for template in TEMPLATES), ("script", "ssh"), ("gpt", "sandbox")],
 )
-@pytest.mark.parametrize("launcher", ["local", "ssh", "sandbox"])
 def test_every_new_project_is_valid(tmp_path: Path, template: str, launcher: str) -> None:
     made = dtctl("init", "p", "--template", template, "--launcher", launcher, cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     found = dtctl("validate", "--json", cwd=tmp_path / "p")
     assert json.loads(found.stdout)["ok"] is True, found.stderr
-    assert dtctl("init", "p", cwd=tmp_path).returncode == 2, "a folder with files is left alone"
+
+
+def test_a_folder_with_files_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "notes.txt").write_text("mine")
+    assert dtctl("init", "p", cwd=tmp_path).returncode == 2
+    assert [path.name for path in (tmp_path / "p").iterdir()] == ["notes.txt"]
 
 
 def test_the_schema_is_json(tmp_path: Path) -> None:

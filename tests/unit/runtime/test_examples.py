@@ -6,8 +6,6 @@ The templates are the source; after a change there, run this file as a script to
 from __future__ import annotations
 
 import ast
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +14,6 @@ import yaml
 
 from dtctl.render import engine, project
 from dtctl.runtime import config, settings
-from dtctl.runtime.snapshot import commands
 from dtctl.spec.load import load_spec
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -81,18 +78,3 @@ if __name__ == "__main__":
     for name in EXAMPLES:
         make(name, ROOT / "examples" / name)
     sys.stdout.write("examples written\n")
-
-
-@pytest.mark.torch
-def test_a_loop_of_ones_own_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    script = ROOT / "examples" / "own_loop.py"
-
-    def train(folder: Path) -> str:
-        return subprocess.run([sys.executable, script, folder], capture_output=True, text=True, check=True).stdout
-
-    assert train(tmp_path / "straight") == ""
-    shutil.copytree(tmp_path / "straight", tmp_path / "killed")
-    (tmp_path / "killed" / "step-00000060" / "COMMIT").unlink()
-    assert train(tmp_path / "killed") == "going on from step 40 step-00000060 is incomplete: COMMIT is missing\n"
-    digests = {commands.digest(tmp_path / name)["digest"] for name in ("straight", "killed")}
-    assert len(digests) == 1

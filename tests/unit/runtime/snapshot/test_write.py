@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -49,45 +46,3 @@ def test_a_full_disk_leaves_older_snapshots(tmp_path: Path) -> None:
     assert caught.value.where == str(tmp_path)
     assert names(tmp_path) == ["step-00000001"]
     assert read.verify(layout.folder_of(tmp_path, 1)).status == "ok"
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-import torch
-from dtctl.runtime.snapshot import write
-
-calls, fsync = 0, os.fsync
-def counted(descriptor):
-    global calls
-    calls += 1
-    if calls == int(sys.argv[2]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    fsync(descriptor)
-os.fsync = counted
-write.save(Path(sys.argv[1]), 2, {"model": {"w": torch.ones(9)}, "random": {"r": torch.ones(9)}}, facts={}, keep=1)
-print(calls)
-"""
-
-
-@pytest.mark.torch
-def test_killed_anywhere_in_a_save(tmp_path: Path) -> None:
-    """SIGKILL at each point where the writer waits for the disk; the last call number is one that never comes."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for point in (1, 3, 5, 6, 7):
-        folder = tmp_path / str(point)
-        write.save(folder, 1, PARTS, facts={}, keep=1)
-        done = subprocess.run(
-            [sys.executable, "-c", KILLED, str(folder), str(point)],
-            capture_output=True,
-            text=True,
-            env=environment,
-            check=False,
-        )
-        assert done.returncode == (0 if point == 7 else -9), done.stderr
-        good, rejected = read.newest_good(folder)
-        assert good is not None
-        assert rejected == []
-        assert good.step == (2 if point >= 6 else 1)  # renamed, and only then made durable
-        write.save(folder, 3, PARTS, facts={}, keep=1)
-        assert names(folder) == ["step-00000003"]
