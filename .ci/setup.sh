@@ -21,6 +21,7 @@ needed=(
   "/usr/sbin/slurmd slurmd"
   "/usr/bin/sbatch slurm-client"
   "/usr/bin/iperf3 iperf3"
+  "/usr/bin/jq jq"
   "/usr/bin/chromium-headless-shell chromium-headless-shell"
   "/usr/share/fonts/truetype/dejavu/DejaVuSans.ttf fonts-dejavu-core"
 )

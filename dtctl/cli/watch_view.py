@@ -99,10 +99,15 @@ class Screen:
         losses = [row.get("loss") for row in rows]
         numbers = [float("nan") if loss is None else float(loss) for loss in losses]
         told = "not a number" if math.isnan(numbers[-1]) else f"{numbers[-1]:.4f}"
-        return [
-            Text(facts, no_wrap=True, overflow="ellipsis"),
-            Text.assemble("loss ", (told, "bold"), "  ", (sparkline(numbers, width - 20), "cyan"), no_wrap=True),
-        ]
+        rates = [float(row.get("tokens_per_s") or row.get("samples_per_s") or "nan") for row in rows]
+        bars = [("loss ", told, numbers), ("rate ", f"{rates[-1]:,.0f}", rates)]
+        wide = max(len(told) for _, told, _ in bars)
+        shown: list[RenderableType] = [Text(facts, no_wrap=True, overflow="ellipsis")]
+        for name, told, values in bars:
+            if name == "loss " or any(map(math.isfinite, values)):
+                line = sparkline(values, width - 20)
+                shown.append(Text.assemble(name, (told.rjust(wide), "bold"), "  ", (line, "cyan"), no_wrap=True))
+        return shown
 
     def _read_logs(self) -> None:
         for path in sorted((self._record.folder / names.LOGS_DIR).glob("*/*.log")):

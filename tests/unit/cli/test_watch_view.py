@@ -49,6 +49,7 @@ def test_a_run_is_shown_with_its_nodes_progress_and_last_lines(record: RunRecord
     assert "node1 running" in text
     assert "step 100 of 400  25%  1:15 to go  250.0 ms/step  4,000 tokens/s" in text
     assert "loss 3.0000  █" in text
+    assert "rate  4,000  ▄" in text
     assert "[node2:1] one\n[node2:1] two\n" in text
     assert "half" not in text
     with log.open("a") as file:
