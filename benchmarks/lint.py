@@ -20,7 +20,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-from importlib import metadata
 from pathlib import Path
 
 from machine import HERE, keep, wait_for_quiet
@@ -57,6 +56,18 @@ def programs() -> dict[str, list[str]]:
         if path:
             found[name] = [path, *arguments]
     return found
+
+
+def version_of(package: str) -> str | None:
+    """The version that `programs` takes; None if there is none."""
+    python = PEERS / "python"
+    ask = f"import importlib.metadata as m; print(m.version({package!r}))"
+    for one in (str(python), sys.executable):
+        if Path(one).exists():
+            done = subprocess.run([one, "-c", ask], capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                return done.stdout.strip()
+    return None
 
 
 def measured(command: list[str], folder: Path, rounds: int) -> dict[str, float]:
@@ -97,10 +108,8 @@ def main() -> None:
             print(program, json.dumps(rows[program]))
     versions = {"python": sys.version.split()[0], "processors": os.cpu_count(), "files": FILES, "lines": lines}
     for package in ("ruff", "torchfix"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+        if found := version_of(package):
+            versions[package] = found
     keep("lint", {"date": time.strftime("%Y-%m-%d %H:%M"), "versions": versions, f"{FILES} files": rows})
 
 

@@ -19,7 +19,7 @@ CONTEXT = 0.7 * GIB
 """CUDA's own, measured on NVIDIA GPUs (https://github.com/stas00/ml-engineering)."""
 EXCHANGE = 1.0 * GIB
 """Buffers of NCCL."""
-FRAGMENTS = 0.08
+FRAGMENTS = 0.15
 """Share that torch's allocator reserves and cannot use."""
 BUDGET = 0.95
 """Share of a GPU's memory that may be planned for; what is advertised is not all there."""
@@ -84,6 +84,7 @@ class Memory:
     states: float
     """Parameters, gradients, optimizer."""
     activations: float
+    """Beyond the room that gradients have, where both are not there at once."""
     logits: float
     temporary: float
     """Weights gathered or cast, gradients on their way."""
@@ -132,12 +133,17 @@ def memory(model: Model, layout: Layout, recipe: Recipe = RUNTIME) -> Memory:
     if layout.offload:
         state = 0.0
         temporary += 2 * block * 4
-    dynamic = state + kept + max(logits, working) + temporary
+    work = kept + max(logits, working)
+    # Gradients are made while activations are given back, and given back before the next pass: they share their room,
+    # unless those of earlier micro batches are added up.
+    shared_room = min(own * recipe.gradient_bytes, work) if layout.accumulate == 1 and layout.pp == 1 else 0.0
+    work -= shared_room
+    dynamic = state + work + temporary
     exchange = EXCHANGE if layout.gpus > 1 else 0.0
     return Memory(
         states=state,
-        activations=kept + max(0.0, working - logits),
-        logits=logits,
+        activations=max(0.0, work - logits),
+        logits=min(logits, work),
         temporary=temporary,
         overhead=CONTEXT + exchange + FRAGMENTS * dynamic,
     )

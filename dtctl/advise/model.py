@@ -38,6 +38,8 @@ class Model:
     """Bytes for each token and block of matrix products and attention: what selective recomputation keeps."""
     expert_params: float = 0.0
     """Part of `params` that is in experts."""
+    ffn: int = 0
+    """Inner width of a plain GPT, which can be built from these figures; 0 of other models."""
 
     @property
     def root_params(self) -> float:
@@ -115,6 +117,7 @@ def transformer(
         block_kept=2.0 * (4 * hidden + width * (1 + 2 * share) + 2 * width + inner),
         block_products=2.0 * products,
         expert_params=expert * experts * layers if experts > 1 else 0.0,
+        ffn=0 if gated or experts > 1 or kv_heads != heads or not tied or head_dim else ffn,
     )
 
 

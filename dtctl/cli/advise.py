@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 SHOWN = 7
 """Choices of the table beside the best one."""
+PARTS = ("states", "activations", "logits", "temporary", "overhead")
 
 
 class PrecisionName(str, Enum):
@@ -59,6 +60,12 @@ def advise(
         bool, typer.Option("--beyond", help="Try context and expert parallelism too, which dtctl.runtime has not.")
     ] = False,
     write: Annotated[bool, typer.Option("--write", help="Put the recommendation into the spec.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.html", help="A page with the memory of the choices as bars.")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Train a few steps on this machine: memory predicted beside measured.")
+    ] = False,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
     """Say how to spread a training over GPUs: memory by part, speed, the best choice and why, and what does not fit."""
@@ -75,10 +82,12 @@ def advise(
         ),
         loaded,
     )  # fmt: skip
-    return _recommend(wanted, path, write=write, json_lines=json_)
+    if measure:
+        return _measure(wanted, model, json_lines=json_)
+    return _recommend(wanted, path, write=write, plot=plot, json_lines=json_)
 
 
-def _recommend(task: Task, path: Path, *, write: bool, json_lines: bool) -> int:
+def _recommend(task: Task, path: Path, *, write: bool, plot: Path | None, json_lines: bool) -> int:
     """Search, show, and write into the spec if that is wanted; the exit code."""
     from dtctl.advise.advice import advise as advised
     from dtctl.advise.advice import as_json
@@ -94,9 +103,47 @@ def _recommend(task: Task, path: Path, *, write: bool, json_lines: bool) -> int:
         )
     else:
         _show(task, found)
+    if plot is not None:
+        _plot(plot, task, found)
     if write and found.best.fits:
         _write(path, task, found)
     return 0 if found.best.fits else PlanError.exit_code
+
+
+def _measure(task: Task, module: str | None, *, json_lines: bool) -> int:
+    """Train a few steps with ddp and fsdp on up to 4 workers, and show both figures of each."""
+    from dtctl.advise.measure import measure
+
+    rows = []
+    for strategy in ("ddp", "fsdp"):
+        for workers in (1, 2, 4):
+            output.err(f"{strategy} on {workers} ...", "dim")
+            rows.append(measure(task.model, strategy=strategy, workers=workers, module=module))
+    if json_lines:
+        output.emit_json(
+            {
+                "measured": [
+                    {"strategy": one.strategy, "workers": one.workers, "predicted_mib": round(one.predicted / 2**20, 1),
+                     "measured_mib": round(one.measured / 2**20, 1), "off": round(one.off, 4)}
+                    for one in rows
+                ]
+            }
+        )  # fmt: skip
+        return 0
+    output.table(
+        [
+            [
+                one.strategy,
+                str(one.workers),
+                f"{one.predicted / 2**20:.0f}",
+                f"{one.measured / 2**20:.0f}",
+                f"{one.off:+.1%}",
+            ]
+            for one in rows
+        ],
+        header=["strategy", "workers", "predicted MiB", "measured MiB", "off"],
+    )
+    return 0
 
 
 def _loaded(path: Path, *, asked: bool) -> Spec | None:
@@ -118,16 +165,56 @@ def _write(path: Path, task: Task, found: Advice) -> None:
     output.err(f"{path}: train: {', '.join(f'{key} {value}' for key, value in changed.items())}")
 
 
-def _show(task: Task, found: Advice) -> None:
-    from dtctl.advise.advice import described
+def _plot(path: Path, task: Task, found: Advice) -> None:
+    """Write the choices as a page of bars."""
+    import time
 
+    from dtctl.advise.advice import described
+    from dtctl.advise.hardware import GIB
+    from dtctl.launch.record import write_private
+    from dtctl.report.page import Bar, advice_page
+    from dtctl.report.run import check_out
+
+    rows = [
+        Bar(
+            label=described(one),
+            parts=tuple(round(part / GIB, 3) for part in _parts(one)),
+            short=0.0 if one.fits else one.short / GIB,
+            speed=one.speed.tokens_per_s_per_gpu,
+        )
+        for one in (found.best, *found.others[:SHOWN])
+    ]
+    text = advice_page(
+        _title(task), _verdict(found), found.reasons, parts=PARTS, rows=rows, budget=found.best.budget / GIB,
+        now=time.time(),
+    )  # fmt: skip
+    write_private(check_out(path), text)
+    output.err(f"wrote {path}")
+
+
+def _parts(choice: Choice) -> tuple[float, ...]:
+    """Bytes, as `PARTS` names them."""
+    memory = choice.memory
+    return memory.states, memory.activations, memory.logits, memory.temporary, memory.overhead
+
+
+def _title(task: Task) -> str:
     model, hardware = task.model, task.hardware
-    output.out(
+    return (
         f"{model.name}: {model.params / 1e9:.3g}B parameters, {model.layers} blocks, {model.seq} tokens a sample; "
         f"{hardware.gpus} x {hardware.gpu.name} with {hardware.gpu.memory:g} GiB, {hardware.nodes} nodes"
     )
-    verdict = "use" if found.best.fits else "nearest"
-    output.out(f"{verdict} {found.best.strategy}: {described(found.best)}", "bold")
+
+
+def _verdict(found: Advice) -> str:
+    from dtctl.advise.advice import described
+
+    return f"{'use' if found.best.fits else 'nearest'} {found.best.strategy}: {described(found.best)}"
+
+
+def _show(task: Task, found: Advice) -> None:
+    output.out(_title(task))
+    output.out(_verdict(found), "bold")
     for reason in found.reasons:
         output.out(f"  {reason}")
     output.out("")
@@ -143,23 +230,14 @@ def _row(choice: Choice) -> list[str]:
     from dtctl.advise.advice import described
     from dtctl.advise.hardware import GIB
 
-    memory = choice.memory
-    parts = (memory.states, memory.activations, memory.logits, memory.temporary, memory.overhead)
     told = described(choice) if choice.fits else f"{described(choice)} (lacks {choice.short / GIB:.1f})"
-    figures = [f"{part / GIB:.1f}" for part in parts]
-    return [told, f"{memory.total / GIB:.1f}", *figures, f"{choice.speed.tokens_per_s_per_gpu:.0f}", bar(choice)]
+    figures = [f"{part / GIB:.1f}" for part in _parts(choice)]
+    return [told, f"{choice.memory.total / GIB:.1f}", *figures, f"{choice.speed.tokens_per_s_per_gpu:.0f}", bar(choice)]
 
 
 def bar(choice: Choice, width: int = 30) -> str:
     """Memory as a bar: a letter for each part, up to the mark what can be used."""
-    memory = choice.memory
     scale = width / choice.budget
-    parts = {
-        "S": memory.states,
-        "A": memory.activations,
-        "L": memory.logits,
-        "T": memory.temporary,
-        "O": memory.overhead,
-    }
+    parts = dict(zip("SALTO", _parts(choice), strict=True))
     drawn = "".join(letter * round(size * scale) for letter, size in parts.items())
     return f"{drawn[:width]:<{width}}|{drawn[width : width + 12]}{'>' if len(drawn) > width + 12 else ''}"

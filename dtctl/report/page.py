@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import dtctl
@@ -16,7 +17,7 @@ from dtctl.report.history import TOLD, Mark, ending, who
 from dtctl.report.metrics import Metrics, percentile
 from dtctl.report.run import Facts
 
-TEMPLATE = "report/page.html.j2"
+REPORT, ADVICE = "report/page.html.j2", "report/advise.html.j2"
 LANES = 32
 """Nodes that the timeline shows; of more, those where something happened come first."""
 EVENTS = 400
@@ -40,18 +41,52 @@ def page(runs: Sequence[Facts], *, now: float) -> str:
         "runs": [card(run, number) for number, run in enumerate(runs)],
         "differences": differences(runs),
         "charts": drawn,
-        "made": time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now)),
         "told": TOLD,
     }
-    return render(values, {"charts": drawn})
+    return render(REPORT, values, {"charts": drawn}, now=now)
 
 
-def render(values: Mapping[str, Any], data: Mapping[str, Any]) -> str:
-    """The page's template, filled in.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One way to train, as the advisor's page shows it."""
+
+    label: str
+    parts: tuple[float, ...]
+    """GiB of each part."""
+    short: float
+    """GiB that are lacking; 0 if it fits."""
+    speed: float
+    """Tokens per second and GPU."""
+
+
+def advice_page(
+    title: str, verdict: str, reasons: Sequence[str], *, parts: Sequence[str], rows: Sequence[Bar], budget: float,
+    now: float,
+) -> str:  # fmt: skip
+    """The advisor's choices as bars of memory, the best first.
 
     Args:
+        title: model and machines.
+        verdict: what to do.
+        reasons: why.
+        parts: names of the parts of memory.
+        rows: the choices.
+        budget: GiB that can be used of a GPU.
+        now: when it is made, seconds since the epoch.
+    """
+    values = {"title": title, "verdict": verdict, "reasons": reasons, "parts": parts, "rows": rows}
+    bars = {"parts": parts, "budget": budget, "rows": [{"label": row.label, "parts": row.parts} for row in rows]}
+    return render(ADVICE, values, {"charts": [], "bars": bars}, now=now)
+
+
+def render(name: str, values: Mapping[str, Any], data: Mapping[str, Any], *, now: float) -> str:
+    """A template of a page, filled in.
+
+    Args:
+        name: of the template.
         values: for the template; text in them is escaped.
         data: for the page's script.
+        now: when it is made, seconds since the epoch.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -67,7 +102,8 @@ def render(values: Mapping[str, Any], data: Mapping[str, Any]) -> str:
     }
     # In a script element nothing is escaped; only this can end it.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    return environment.get_template(TEMPLATE).render(**values, **inlined, data=text, version=dtctl.__version__)
+    made = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
+    return environment.get_template(name).render(**values, **inlined, data=text, version=dtctl.__version__, made=made)
 
 
 def card(run: Facts, number: int) -> dict[str, Any]:

@@ -84,6 +84,48 @@
     }, values, figure);
   };
 
+  // Bars that lie on each other: the longest is drawn first, so each part shows what is beyond the ones before it.
+  const bars = (figure, { parts, rows, budget }) => {
+    const count = rows.length, narrow = figure.clientWidth < 600;
+    const sums = parts.map((_, at) => rows.map(row => row.parts.slice(0, at + 1).reduce((sum, size) => sum + size, 0)));
+    const most = Math.max(budget, ...sums.at(-1)) * 1.05;
+    const quiet = { stroke: () => colour("--quiet"), ticks: { show: false } };
+    return new uPlot({
+      width: figure.clientWidth, height: 34 * count + 90,
+      scales: { x: { time: false, ori: 1, dir: -1, range: [-0.6, count - 0.4] }, y: { ori: 0, dir: 1, range: [0, most] } },
+      axes: [
+        { ...quiet, side: 3, size: narrow ? 130 : 300, grid: { show: false }, splits: () => rows.map((_, at) => at), values: () => rows.map(row => narrow ? row.label.split(",")[0] : row.label) },
+        { ...quiet, side: 2, grid: { stroke: () => colour("--line"), width: 1 } },
+      ],
+      series: [
+        { label: "choice", value: (_, at) => rows[at]?.label ?? "–" },
+        ...parts.map((part, at) => ({
+          label: part, fill: () => colour(`--c${at}`), stroke: () => colour(`--c${at}`), width: 0, points: { show: false },
+          paths: uPlot.paths.bars({ size: [0.7, 40] }), value: (u, _, __, row) => row == null ? "–" : number(rows[row].parts[at]),
+        })).reverse(),
+      ],
+      cursor: { drag: { x: false, y: false }, points: { show: false } },
+      hooks: { draw: [u => {
+        const at = Math.round(u.valToPos(budget, "y", true));
+        u.ctx.save();
+        u.ctx.strokeStyle = colour("--text");
+        u.ctx.setLineDash([5 * devicePixelRatio, 4 * devicePixelRatio]);
+        u.ctx.beginPath();
+        u.ctx.moveTo(at, u.bbox.top);
+        u.ctx.lineTo(at, u.bbox.top + u.bbox.height);
+        u.ctx.stroke();
+        u.ctx.restore();
+      }] },
+    }, [rows.map((_, at) => at), ...sums.slice().reverse()], figure);
+  };
+  const place = document.getElementById("bars");
+  if (place) {
+    const state = { figure: place, plot: null };
+    state.again = () => { state.plot?.destroy(); state.plot = bars(place, data.bars); };
+    state.again();
+    drawn.push(state);
+  }
+
   for (const figure of document.querySelectorAll("figure[data-chart]")) {
     const chart = data.charts[+figure.dataset.chart];
     const state = { figure, chart, log: false, plot: null };

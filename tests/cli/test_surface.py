@@ -54,7 +54,7 @@ def test_the_commands() -> None:
         ("doctor", "--log --quick --json"),
         ("render", "--target --out --name --set"),
         ("sbatch", "--out --submit --set --json"),
-        ("advise", "--config --model --params --gpus --gpu-memory --batch --write --json"),
+        ("advise", "--config --model --params --gpus --gpu-memory --batch --write --measure --plot --json"),
         ("lint", "--format --fix --select --severity --spec --explain"),
         ("report", "--out"),
         ("bench", "--op --sizes --backend --repeats --training --plot --set --json"),

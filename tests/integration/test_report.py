@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,3 +137,13 @@ def test_a_run_without_metrics_has_a_page_too(seen: Seen, tmp_path: Path) -> Non
     assert seen.complaints == []
     assert "This run has no metrics" in seen.page.inner_text("#plots")
     assert seen.page.locator("figure").count() == 0
+
+
+def test_the_advisors_bars(seen: Seen, tmp_path: Path) -> None:
+    argv = ["advise", "--params", "7B", "--gpus", "16", "--gpu", "A100", "--batch", "64", "--plot", "a.html"]
+    subprocess.run([sys.executable, "-m", "dtctl", *argv], cwd=tmp_path, check=True, capture_output=True)
+    seen.open(tmp_path / "a.html")
+    assert seen.complaints == []
+    assert seen.requests == [(tmp_path / "a.html").as_uri()]
+    assert seen.ink()[0] >= LIGHT
+    assert seen.page.locator("tr").count() >= 4

@@ -78,7 +78,10 @@ def test_sharing_and_recomputing_only_ever_save_memory() -> None:
         return memory(BIG, Layout(**how)).tensors  # type: ignore[arg-type]
 
     assert total(fsdp=8) > total(fsdp=16) > total(fsdp=64)
-    assert total(recompute="none") > total(recompute="selective") > total(recompute="full")
+    recomputed = [total(fsdp=64, micro_batch=8, recompute=how) for how in ("none", "selective", "full")]
+    assert recomputed == sorted(recomputed, reverse=True)
+    assert len(set(recomputed)) == 3
+    assert total(recompute="none") > total(recompute="full"), "gradients need less room than all that is kept"
     assert total(dp=8) > total(dp=8, zero1=True)
     assert total(tp=2) > total(tp=8)
     assert total(fsdp=8) > total(fsdp=8, offload=True)
@@ -238,3 +241,21 @@ def test_the_command(tmp_path: Path) -> None:
     done = run("--write")
     assert done.returncode == 0, done.stderr
     assert "precision: bf16" in (tmp_path / "dtctl.yaml").read_text()
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("strategy", "workers"), [("ddp", 1), ("ddp", 2), ("ddp", 4), ("fsdp", 2), ("fsdp", 4)])
+def test_predicted_memory_is_what_a_training_takes(strategy: str, workers: int) -> None:
+    from dtctl.advise.measure import measure
+
+    model = transformer(layers=6, hidden=384, heads=6, vocab=1024, seq=128, tied=True)
+    assert measure(model, strategy=strategy, workers=workers, micro_batch=2).off == pytest.approx(0, abs=0.10)
+
+
+def test_what_cannot_be_measured_is_told() -> None:
+    from dtctl.advise.measure import measure
+
+    with pytest.raises(UsageError, match="only a plain GPT"):
+        measure(BIG, strategy="ddp", workers=1)
+    with pytest.raises(UsageError, match="no room for that"):
+        measure(transformer(layers=900, hidden=8192, vocab=64, seq=8, tied=True), strategy="ddp", workers=4)

@@ -1,0 +1,126 @@
+"""Predicted memory beside measured: starts the workers of `trial` on this machine and compares."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dtctl
+from dtctl.advise.memory import Layout, memory
+from dtctl.advise.model import Model
+from dtctl.errors import UsageError, WorkerFailed
+
+STEPS = 3
+"""The optimizer's state is there after the first."""
+LIMIT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One strategy on some workers."""
+
+    strategy: str
+    workers: int
+    predicted: float
+    """Bytes of tensors, without overhead."""
+    measured: float
+    """Bytes of the fullest worker."""
+
+    @property
+    def off(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.predicted / self.measured - 1
+
+
+def measure(
+    model: Model, *, strategy: str, workers: int, micro_batch: int = 1, module: str | None = None,
+    python: str = sys.executable,
+) -> Measured:  # fmt: skip
+    """Train a few steps in fp32 and see what it takes.
+
+    Args:
+        model: its figures; without `module` a GPT of this shape is made.
+        strategy: ddp or fsdp.
+        workers: processes, on this machine.
+        micro_batch: samples of each.
+        module: factory of the real model, `module:factory`.
+        python: the job's.
+
+    Raises:
+        UsageError: there is no model to build, or no room for it here.
+        WorkerFailed: a worker failed or took too long.
+    """
+    if module is None and not model.ffn:
+        raise UsageError(
+            "only a plain GPT can be built from numbers", hint="--model module:factory measures a model of your own"
+        )
+    dp, fsdp = (workers, 1) if strategy == "ddp" else (1, workers)
+    need = memory(model, Layout(dp=dp, fsdp=fsdp, micro_batch=micro_batch, precision="fp32"))
+    shape = {
+        "layers": model.layers,
+        "hidden": model.hidden,
+        "heads": model.heads,
+        "ffn": model.ffn,
+        "vocab": model.vocab,
+    }
+    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 0.7
+    if need.tensors * workers > room:
+        raise UsageError(
+            f"{workers} workers need {need.tensors * workers / 2**30:.1f} GiB, and this machine has no room for that",
+            hint="measure a model with fewer blocks: memory grows with their number",
+        )
+    # What libraries take is found out with a model of next to nothing, and is not the model's.
+    least = {"layers": 1, "hidden": 8, "heads": 1, "ffn": 8, "vocab": 16}
+    trained = {"strategy": strategy, "micro_batch": micro_batch, "steps": STEPS, "log_every": STEPS}
+    peaks = [
+        _peak({"module": of, "shape": form, "vocab": form["vocab"], "seq": seq, "train": trained}, workers, python)
+        for of, form, seq in ((None, least, 8), (module, shape, model.seq))
+    ]
+    return Measured(strategy=strategy, workers=workers, predicted=need.tensors, measured=peaks[1] - peaks[0])
+
+
+def _peak(settings: dict[str, Any], workers: int, python: str) -> float:
+    """Bytes of the fullest worker."""
+    with tempfile.TemporaryDirectory(prefix="dtctl-measure-") as folder:
+        _run({**settings, "out": folder}, workers, python, Path(folder))
+        return float(max(json.loads(path.read_text())["peak"] for path in Path(folder).glob("*.json")))
+
+
+def _run(settings: dict[str, Any], workers: int, python: str, folder: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    root = str(Path(dtctl.__file__).resolve().parent.parent)
+    path = os.pathsep.join(one for one in (root, str(Path.cwd()), os.environ.get("PYTHONPATH")) if one)
+    common = {
+        **os.environ, "PYTHONPATH": path, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers), "OMP_NUM_THREADS": "1",
+        "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1",
+    }  # fmt: skip
+    argv = [python, "-m", "dtctl.advise.trial", json.dumps(settings)]
+    running = []
+    for rank in range(workers):
+        own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+        with (folder / f"{rank}.log").open("wb") as log:
+            running.append(subprocess.Popen(argv, cwd=folder, env=own, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        for rank, process in enumerate(running):
+            if process.wait(timeout=LIMIT_S):
+                last = (folder / f"{rank}.log").read_text(errors="replace").strip().splitlines() or ["it says nothing"]
+                raise WorkerFailed(f"the measurement failed: {last[-1]}", where=f"rank {rank}")
+    except subprocess.TimeoutExpired as exc:
+        raise WorkerFailed(
+            f"the measurement takes more than {LIMIT_S:.0f} s", hint="a smaller --batch or --seq"
+        ) from exc
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
