@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from dtctl.doctor.examine import Examination
     from dtctl.doctor.explain.diagnose import Diagnosis
     from dtctl.doctor.findings import Finding
-    from dtctl.spec.model import Spec
 
 Log = Annotated[
     list[Path] | None,
@@ -98,28 +97,6 @@ def examine_cluster(path: Path, *, skip: Sequence[str], json_lines: bool) -> int
     else:
         show_examination(done, took_s)
     return 0 if done.ok else DoctorFailed.exit_code
-
-
-HARMLESS_TO_LAUNCH = ("loopback-name", "names")
-"""Failures that hurt other launchers: `dtctl launch` gives workers numeric addresses and the interface to use."""
-
-
-def check_before_launch(spec: Spec) -> None:
-    """Examine the nodes of a job that is about to be launched.
-
-    Raises:
-        DoctorFailed: the job cannot run on them; nothing was started.
-    """
-    from dtctl.doctor.examine import COSTLY, examine
-    from dtctl.errors import DoctorFailed
-    from dtctl.launch.assemble import cluster_of
-
-    done = examine(spec, cluster_of(spec, start=True), skip=COSTLY, progress=lambda _: None)
-    failed = [one for one in done.findings if one.status == "fail" and one.check not in HARMLESS_TO_LAUNCH]
-    for finding in failed[1:]:
-        output.err(f"doctor: {finding.check}: {finding.summary}", "red")
-    if failed:
-        raise DoctorFailed(f"nothing was started: {failed[0].summary}", where=failed[0].check, hint=failed[0].fix)
 
 
 def show_examination(done: Examination, took_s: float) -> None:

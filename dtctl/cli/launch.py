@@ -29,8 +29,13 @@ def launch(
     ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Return when the job runs; it goes on without you.")] = False,
     doctor: Annotated[
-        bool, typer.Option("--doctor/--no-doctor", help="Examine the nodes first, and start nothing on a sick cluster.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--doctor/--no-doctor",
+            help="Examine the nodes first, and start nothing on a sick cluster.  [default: once an hour]",
+            show_default=False,
+        ),
+    ] = None,
     name: Annotated[str | None, typer.Option(metavar="RUN", help="Name of the run.  [default: made up]")] = None,
     json_: Annotated[bool, typer.Option("--json", help="JSON Lines on standard output.")] = False,
 ) -> int:

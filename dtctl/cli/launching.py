@@ -36,9 +36,8 @@ class Options:
     """What stood behind `--`; None when there was none."""
     name: str | None
     detach: bool
-    doctor: bool
-    """Whether to examine the nodes first. Not unless asked: on 16 healthy virtual hosts of one machine with 2 cores it
-    takes 1.0 s, connections included, for it starts a Python of its own on each node and lets all pairs talk."""
+    doctor: bool | None
+    """Whether to examine the nodes first; None: as `first_look.is_due` finds."""
     json_lines: bool
 
 
@@ -135,10 +134,10 @@ def real_launch(options: Options) -> int:
 
         return launch_job(options, spec, run)
     background = os.environ.pop(BACKGROUND, None)
-    if options.doctor and background is None:
-        from dtctl.cli.doctor import check_before_launch
+    if background is None:
+        from dtctl.cli.first_look import look_first
 
-        check_before_launch(spec)
+        look_first(spec, options.doctor)
     if options.detach and background is None:
         return background_launch(options, spec, run)
     run = background or run

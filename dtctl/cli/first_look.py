@@ -1,0 +1,85 @@
+"""The quick examination before a launch: nothing is started where it is certain that nothing can run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from typing import TYPE_CHECKING
+
+from dtctl.cli import output
+
+if TYPE_CHECKING:
+    from dtctl.doctor.findings import Finding
+    from dtctl.spec.model import Spec
+
+FRESH_S = 3600.0
+"""For how long nodes that were well are not looked at again: on 16 of them it takes a second."""
+SEEN_FILE = "doctor.json"
+LEFT_TO_LAUNCH = (
+    "loopback-name", "names",
+    "reach", "host-key", "login", "python", "shell-output", "workdir", "disk",
+)  # fmt: skip
+"""Failures that do not keep a launch from being tried: the first are harmless to it, for workers get numeric addresses
+and the interface to use; the others it tells itself before it starts anything."""
+
+
+def look_first(spec: Spec, wanted: bool | None) -> None:
+    """Examine the nodes of a job that is about to be launched, if it is wanted or due.
+
+    Args:
+        spec: the checked spec.
+        wanted: what the command line says; None: nothing.
+
+    Raises:
+        DoctorFailed: the job cannot run on them; nothing was started.
+    """
+    if wanted is False or (wanted is None and not _is_due(spec)):
+        return
+    from dtctl.doctor.examine import COSTLY, examine
+    from dtctl.errors import DoctorFailed
+    from dtctl.launch.assemble import cluster_of
+
+    done = examine(spec, cluster_of(spec, start=True), skip=COSTLY, progress=lambda _: None)
+    failed = [one for one in done.findings if one.status == "fail" and one.check not in LEFT_TO_LAUNCH]
+    for finding in failed[1:]:
+        output.err(f"doctor: {finding.check}: {finding.summary}", "red")
+    if failed:
+        hint = f"{failed[0].fix}; `dtctl doctor` tells all, `--no-doctor` launches all the same"
+        raise DoctorFailed(f"nothing was started: {failed[0].summary}", where=failed[0].check, hint=hint)
+    if not _bad(done.findings):
+        _remember(spec)
+
+
+def _bad(findings: tuple[Finding, ...]) -> bool:
+    return any(one.status in ("warn", "fail") for one in findings)
+
+
+def _is_due(spec: Spec) -> bool:
+    """Whether they may be sick: not this machine, not virtual hosts that nobody has hurt, not what was well just now."""
+    if spec.cluster.transport == "sandbox":
+        from dtctl.sandbox import control, faults
+
+        sandbox = control.find(control.default_name())
+        return sandbox is not None and bool(faults.recorded(sandbox))
+    if spec.cluster.transport != "ssh":
+        return False
+    try:
+        seen = json.loads((spec.base_dir / ".dtctl" / SEEN_FILE).read_text(encoding="utf-8"))
+        return not 0 <= time.time() - float(seen[_key(spec)]) < FRESH_S
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
+
+
+def _remember(spec: Spec) -> None:
+    """Write down that these nodes are well; only the newest of several clusters is kept."""
+    from dtctl.launch.record import state_folder, write_private
+
+    folder = state_folder(spec.base_dir, "runs").parent
+    write_private(folder / SEEN_FILE, json.dumps({_key(spec): time.time()}) + "\n")
+
+
+def _key(spec: Spec) -> str:
+    """Stands for the nodes and how they are reached."""
+    text = spec.model_dump_json(include={"cluster", "network"})
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
