@@ -94,7 +94,17 @@ def bare(size: str, steps: int, clock: Clock) -> None:
             time.sleep(0.005)  # gloo's threads abort the process if the interpreter ends at once
 
 
-def dtctl(size: str, steps: int, clock: Clock) -> None:
+def elastic(size: str, steps: int, clock: Clock) -> None:
+    """The Trainer with `exact: elastic`, two micro batches of half the size for each worker, as in `dtctl halves`."""
+    dtctl(size, steps, clock, halves=True, exact="elastic")
+
+
+def halves(size: str, steps: int, clock: Clock) -> None:
+    """The Trainer with two micro batches of half the size for each worker."""
+    dtctl(size, steps, clock, halves=True)
+
+
+def dtctl(size: str, steps: int, clock: Clock, *, halves: bool = False, exact: str | None = None) -> None:
     """The Trainer."""
     from torch import nn
 
@@ -103,6 +113,11 @@ def dtctl(size: str, steps: int, clock: Clock) -> None:
     inputs, targets, count = tensors(size)
     folder = Path(tempfile.mkdtemp())
     settings = {"steps": steps, "micro_batch": count, "log_every": 10 * BLOCK, "snapshot": {"dir": str(folder)}}
+    if halves:
+        workers = int(os.environ.get("WORLD_SIZE", "1"))
+        settings |= {"micro_batch": count // 2, "global_batch": count * workers}
+    if exact:
+        settings["exact"] = exact
     os.environ["DTCTL_METRICS"] = str(folder / "metrics.jsonl")
     with start() as worker:
         config = load(settings, argv=[])

@@ -2,6 +2,7 @@
 
     python benchmarks/snapshot.py              128 MiB and 1 GiB; a minute or two on an idle machine
     python benchmarks/snapshot.py --mib 128    one size
+    python benchmarks/snapshot.py --run        what a save every 50 steps adds to a training; two minutes
 
 All of them take the same state (a GPT's tensors with AdamW's moments) in turn, A B C A B C, in one process with one
 thread, so that a slow moment of the machine hits all alike. Nobody is measured while another one still writes. Times
@@ -11,6 +12,7 @@ are medians. Refuses to measure on a machine that is busy with something else. R
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import platform
 import resource
@@ -25,8 +27,9 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from machine import keep, wait_for_quiet
+from torch import nn
 
-from dtctl.runtime.snapshot import read
+from dtctl.runtime.snapshot import optimizer_tree, read
 from dtctl.runtime.snapshot.saver import Saver
 
 MIB = 1 << 20
@@ -166,10 +169,88 @@ def measure(mib: int, repetitions: int, folder: Path) -> dict[str, object]:
     return {"tensors": len(found.flat), "seconds": found.times, "bars": bars, "max_rss_mib": memory_mib()}
 
 
+EVERY = 50
+RUN_BAR = 0.02
+TOKENS = 48
+BESIDE = 10
+"""Steps that are timed with a save; it is over by then."""
+
+
+class Training:
+    """Blocks of a GPT without attention, trained with AdamW: 128 MiB of state, some tens of milliseconds a step."""
+
+    def __init__(self, folder: Path) -> None:
+        block = [nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)]
+        self.model = nn.Sequential(*(copy.deepcopy(layer) for _ in range(5) for layer in block))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.inputs = torch.randn(TOKENS, WIDTH)
+        self.folder, self.saved = folder, 0
+        self.saver = Saver(folder / "run", keep=1, complain=lambda error: print(error.message))
+
+    def steps(self, save: Callable[[], Callable[[], object]] | None) -> float:
+        """Seconds for some steps that begin with a save; its end is waited for after them."""
+        began, finish = time.perf_counter(), None
+        if save is not None:
+            finish = save()
+        for _ in range(BESIDE):
+            self.optimizer.zero_grad()
+            (self.model(self.inputs) - self.inputs).square().mean().backward()
+            self.optimizer.step()
+        took = time.perf_counter() - began
+        if finish is not None:
+            finish()
+        return took
+
+    def ours(self) -> Callable[[], object]:
+        """Begin a snapshot of dtctl's."""
+        self.saved += 1
+        tree = optimizer_tree(self.model, self.optimizer)
+        self.saver.save(self.saved, {"model": self.model.state_dict(), "optimizer": tree}, facts={})
+        return self.saver.finish
+
+    def torchs(self) -> Callable[[], object]:
+        """Begin one of torch's."""
+        shutil.rmtree(self.folder / "async", ignore_errors=True)
+        state_ = {"model": self.model.state_dict(), "optimizer": optimizer_tree(self.model, self.optimizer)}
+        return dcp.async_save(state_, checkpoint_id=self.folder / "async", no_dist=True).result
+
+
+def run_cost(repetitions: int, folder: Path) -> dict[str, object]:
+    """What a save every 50 steps adds to them.
+
+    A save is over long before 50 steps are, and more steps would only bring more noise, so that the time of the first
+    ones is compared with that of as many without a save before and after them, and set against 50.
+    """
+    training = Training(folder)
+    programs = {"nothing": None, "dtctl": training.ours, "dcp.async_save": training.torchs}
+    for save in (None, *programs.values()):
+        training.steps(save)
+    bare: list[float] = []
+    added: dict[str, list[float]] = {name: [] for name in programs}
+    before = training.steps(None)
+    for _ in range(repetitions):
+        for name, save in programs.items():
+            took = training.steps(save)
+            after = training.steps(None)
+            bare.append(after)
+            added[name].append((took - (before + after) / 2) / (EVERY / BESIDE * (before + after) / 2))
+            before = after
+    mib = sum(p.numel() for p in training.model.parameters()) * 12 // MIB
+    step_ms = 1000 * statistics.median(bare) / BESIDE
+    medians = {name: statistics.median(shares) for name, shares in added.items()}
+    print(f"\na save every {EVERY} steps of {step_ms:.0f} ms, {mib} MiB of state, median of {repetitions}")
+    for name, share in medians.items():
+        print(f"  {name:20} {share:+7.2%}")
+    word = "met" if medians["dtctl"] <= RUN_BAR else "MISSED"
+    print(f"  bar for dtctl {RUN_BAR:.0%}: {word}; CheckFreq's paper: 3.5%")
+    return {"step_ms": round(step_ms, 2), "mib": mib, "added": added, "median": medians, "bar": RUN_BAR}
+
+
 def main() -> None:
     """Measure, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, action="append", help="size of the state; several are allowed")
+    parser.add_argument("--run", action="store_true", help="the cost to a whole run instead")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--folder", type=Path, default=Path.home(), help="on the disk that is meant")
     parser.add_argument("--busy", action="store_true", help="measure on a busy machine too; the result says so")
@@ -185,7 +266,9 @@ def main() -> None:
         "busy": options.busy,
     }
     with tempfile.TemporaryDirectory(dir=options.folder, prefix=".dtctl-bench-") as temporary:
-        for mib in options.mib or [128, 1024]:
+        if options.run:
+            kept["run"] = run_cost(options.repetitions, Path(temporary))
+        for mib in [] if options.run else options.mib or [128, 1024]:
             kept[f"{mib} MiB"] = measure(mib, options.repetitions, Path(temporary))
     keep("snapshot", kept)
 
