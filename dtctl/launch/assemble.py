@@ -289,6 +289,7 @@ def job_of(
         targets=cluster.targets,
         spares={node.name: node for node in standing_by},
         min_nodes=spec.cluster.min_nodes or len(cluster.nodes),
+        return_s=spec.cluster.return_s,
         push=code,
         fixed_address=spec.network.rendezvous_address is not None,
         fixed_port=fixed if isinstance(fixed, int) else None,

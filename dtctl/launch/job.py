@@ -35,6 +35,8 @@ class Job:
     """Nodes that stand by, in the order in which they are used; their ranks mean nothing."""
     min_nodes: int
     """Nodes that the run needs."""
+    return_s: float
+    """For how long nodes that the run needs are called again when they are lost."""
     push: Push | None
     fixed_port: int | None
     fixed_address: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 from dtctl.launch.gang import Gang
 from dtctl.launch.session import Session
 from dtctl.transport.fanout import raise_failures
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 10.0
+"""Between two calls of nodes that do not answer."""
 
 Call = Callable[[str, bool], Session]
 """(node, whether the run is new to it) -> a session with it, not started yet."""
@@ -26,7 +30,7 @@ class Regrouped:
     """Nodes that were replaced or left out."""
 
 
-def regroup(gang: Gang, silent: set[str], spares: list[str], *, least: int, call: Call) -> Regrouped:
+def regroup(gang: Gang, silent: set[str], spares: list[str], *, least: int, return_s: float, call: Call) -> Regrouped:
     """Call nodes whose link was lost again, and do without those that do not answer.
 
     Args:
@@ -34,6 +38,7 @@ def regroup(gang: Gang, silent: set[str], spares: list[str], *, least: int, call
         silent: nodes to be called again.
         spares: nodes that stand by; the ones that are called are taken out.
         least: number of nodes that the run needs.
+        return_s: for how long nodes that it cannot do without are called again.
         call: opens a session.
 
     Raises:
@@ -45,6 +50,18 @@ def regroup(gang: Gang, silent: set[str], spares: list[str], *, least: int, call
         gang.sessions[name].start()
     hellos, failures = gang.try_gather(silent)
     names = list(gang.sessions)
+    deadline, wait_s = time.monotonic() + return_s, FIRST_WAIT_S
+    while len(failures) > len(spares) + len(names) - least and time.monotonic() < deadline and not gang.signals:
+        for name, error in failures.items():
+            gang.emit("note", node=name, text=f"called again in {wait_s:g} s, since the run needs it: {error.message}")
+        gang.idle(wait_s)
+        wait_s = min(LONGEST_WAIT_S, 2 * wait_s)
+        for name in failures:
+            gang.sessions[name].close()
+            gang.sessions[name] = call(name, False)
+            gang.sessions[name].start()
+        more, failures = gang.try_gather(set(failures))
+        hellos |= more
     gone = []
     for lost in [name for name in names if name in failures]:
         spare = _spare(gang, spares, call, hellos)

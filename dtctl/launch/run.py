@@ -313,7 +313,7 @@ class _Launcher:
             return self._session(known[name], fresh=fresh, code=code.get(name, ""))
 
         silent = {*outcome.lost, *outcome.gone}
-        now = regroup(self.gang, silent, self.spares, least=self.job.min_nodes, call=call)
+        now = regroup(self.gang, silent, self.spares, least=self.job.min_nodes, return_s=self.job.return_s, call=call)
         self.gone |= {name: known[name] for name in now.gone}
         self.hellos |= now.hellos
         head = known[now.names[0]]

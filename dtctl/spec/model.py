@@ -106,6 +106,9 @@ class Cluster(Section):
     """Nodes that stand by and replace one that is lost."""
     min_nodes: Count | None = None
     """Go on with as few nodes as this when some are lost. Default: all are needed."""
+    return_s: PositiveOrZero = 60.0
+    """Seconds for which a lost node that the run cannot do without is called again before a restart: it may be booting.
+    0: once."""
 
     @field_validator("nodes", mode="before")
     @classmethod

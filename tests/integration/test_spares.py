@@ -76,12 +76,26 @@ def test_the_others_go_on_when_fewer_are_enough(project: Project, sandbox: Sandb
     assert f"MEET {head.address}" in done.err
 
 
-def test_a_node_that_is_needed_ends_the_run(project: Project, sandbox: Sandbox) -> None:
-    project.write("dtctl.yaml", SPEC.format(nodes="2", more="min_nodes: 2", restarts=3))
+def test_a_node_that_is_needed_and_does_not_come_back_ends_the_run(project: Project, sandbox: Sandbox) -> None:
+    project.write("dtctl.yaml", SPEC.format(nodes="2", more="min_nodes: 2, return_s: 0", restarts=3))
     done = launch_and_lose(project, sandbox, 1)
     assert done.code == 6, done.err
     assert done.done["status"] == "failed"
     assert "node node2" in done.err
+
+
+def test_a_node_that_is_needed_is_waited_for_until_it_has_booted(project: Project, sandbox: Sandbox) -> None:
+    project.write("dtctl.yaml", SPEC.format(nodes="2", more="min_nodes: 2", restarts=1))
+    project.write("train.py", WAIT)
+    process = project.start("launch", "--json", "--name", project.unique)
+    wait_until(lambda: 0 < events_of(project).count('"state":"started"') <= _running(project), what="it runs")
+    faults.kill(sandbox, sandbox.nodes[1])
+    faults.record(sandbox, [f"kill {sandbox.nodes[1].name}"])
+    wait_until(lambda: "called again in 1 s, since the run needs it" in events_of(project), what="it is waited for")
+    faults.heal(sandbox, [sandbox.nodes[1]])
+    done = project.finish(process)
+    assert done.code == 0, done.err
+    assert ranks(done, 1) == {"node1": ("0", "2"), "node2": ("1", "2")}
 
 
 def test_a_failure_that_comes_back_at_the_same_place_is_not_tried_for_ever(project: Project, sandbox: Sandbox) -> None:
