@@ -56,7 +56,7 @@ def _bad(findings: tuple[Finding, ...]) -> bool:
 
 
 def _is_due(spec: Spec) -> bool:
-    """Whether they may be sick: not this machine, nor virtual hosts that nobody has hurt, nor what was well just now."""
+    """Whether they may be sick: not this machine, nor virtual hosts that nobody hurt, nor what was well just now."""
     if spec.cluster.transport == "sandbox":
         from dtctl.sandbox import control, faults
 

@@ -154,15 +154,15 @@ def _follower(record: RunRecord) -> Iterator[Follower]:
 
 
 def _catch_up(follower: Follower) -> bool:
-    """Look until there is nothing new; whether the job is over."""
-    while follower.look():
-        pass
-    return follower.over
+    """Look until there is nothing new, and it is known whether the job is over: that is the answer."""
+    while follower.look() or (follower.over and not follower.settled):
+        time.sleep(FIRST_POLL_S)
+    return follower.settled
 
 
 def _close(follower: Follower, stopped_by: int | None) -> None:
     """Write the end down, if it has come."""
-    if follower.over:
+    if follower.settled:
         note_end(follower.result(_ledger(follower.record), stopped_by=stopped_by), follower.emit)
 
 
@@ -204,7 +204,7 @@ def _follow(record: RunRecord, site: Site, emit: Callable[..., None], signals: l
         if phase != ledger.phase:
             ledger.enter(phase)
             delay_s = FIRST_POLL_S
-        if follower.over and not news:
+        if follower.settled and not news:
             break
         if not news:
             delay_s = min(delay_s * 1.2, QUEUE_POLL_S if waiting else poll_s)

@@ -32,6 +32,9 @@ def logs(
     if node is not None and node not in state_of(record).nodes:
         known = ", ".join(state_of(record).nodes)
         raise LaunchError(f"run {record.run} has no node {node}", where="--node", hint=f"its nodes are {known}")
+    size = record.plan().get("world_size")
+    if rank is not None and size is not None and not 0 <= rank < int(size):
+        raise LaunchError(f"run {record.run} has no rank {rank}", where="--rank", hint=f"its ranks are 0 to {size - 1}")
     if follow:
         from dtctl.cli.take_up import take_up_if_alone
 

@@ -17,9 +17,34 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Look at snapshots: of a folder, or of a run on its nodes.", no_args_is_help=True)
 
+
+def _place(place: str | None) -> str | None:
+    """The folder itself where a run is a job of Slurm: all its nodes see one, and so does whoever has launched it."""
+    from dtctl.launch.record import find_run
+    from dtctl.launch.snapshots import is_folder
+
+    if is_folder(place):
+        return place
+    try:
+        record = find_run(Path.cwd(), place)
+        slurm = record.info().slurm
+    except LaunchError:
+        return place  # told in the words of the command
+    if not slurm:
+        return place
+    from dtctl.slurm.follow import snapshot_folder
+
+    return str(snapshot_folder(record))
+
+
 Place = Annotated[
     str | None,
-    typer.Argument(metavar="[DIR|RUN]", help="A folder, or a run.  [default: the newest run]", show_default=False),
+    typer.Argument(
+        metavar="[DIR|RUN]",
+        help="A folder, or a run.  [default: the newest run]",
+        show_default=False,
+        callback=_place,
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output.")]
 

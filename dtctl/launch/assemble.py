@@ -19,6 +19,7 @@ from dtctl.launch.link import Link
 from dtctl.launch.record import RunRecord
 from dtctl.launch.tree import Tree, scan
 from dtctl.plan.build import Facts, build
+from dtctl.plan.environment import check_text
 from dtctl.plan.model import Plan
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import NodeSpec, resolve_nodes, resolve_spares
@@ -69,9 +70,9 @@ def cluster_of(spec: Spec, *, start: bool) -> Cluster:
 
 def _slurm() -> Transport:
     raise PlanError(
-        "a launch cannot wait for Slurm in this version",
+        "this command needs machines that it can reach, and Slurm's are known inside a job only",
         where="cluster.transport",
-        hint="`dtctl sbatch --submit` gives the same job to Slurm",
+        hint="`dtctl launch`, `status`, `logs`, `watch`, `stop`, `doctor` and `report` know Slurm",
     )
 
 
@@ -189,6 +190,8 @@ def read_secrets(spec: Spec) -> dict[str, str]:
             where="job.secrets",
             hint=f"export {missing[0]}=... in the shell that runs dtctl",
         )
+    for name in spec.job.secrets:
+        check_text(name, os.environ[name], where="job.secrets")
     return {name: os.environ[name] for name in spec.job.secrets}
 
 

@@ -46,13 +46,30 @@ def defaults(*, kind: str, slots: int) -> list[EnvVar]:
 
 
 def taken(patterns: Iterable[str], environ: Mapping[str, str]) -> list[EnvVar]:
-    """Variables of the control machine whose names match a pattern of `job.env_from`, by name."""
+    """Variables of the control machine whose names match a pattern of `job.env_from`, by name.
+
+    Raises:
+        PlanError: the value of one is not text.
+    """
     found = []
     for name in sorted(environ):
         pattern = next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
         if pattern is not None and shell.is_env_name(name) and not name.startswith("DTCTL_"):
+            check_text(name, environ[name], where=f"job.env_from: {pattern}")
             found.append(EnvVar(name=name, value=environ[name], origin=f"job.env_from: {pattern}"))
     return found
+
+
+def check_text(name: str, value: str, *, where: str) -> None:
+    """Refuse a value that cannot be written into a script.
+
+    Raises:
+        PlanError: it has bytes that are not UTF-8.
+    """
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise PlanError(f"the value of {name} is not text in UTF-8", where=where) from None
 
 
 def written(env: Mapping[str, str], *, origin: str) -> list[EnvVar]:

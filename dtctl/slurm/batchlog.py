@@ -36,7 +36,15 @@ class Taken:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The batch script has ended by itself, and does not want to be started again."""
+
+    exit_code: int
+
+
 _START: Final = re.compile(r"dtctl: run \S+, start (\d+) on ")
+_OVER: Final = re.compile(r"dtctl: ended with exit code (\d+)$")
 _TASK: Final = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
 _NODE: Final = re.compile(r"srun: error: Node failure on (\S+)")
 _CODE: Final = re.compile(r"Exited with exit code (\d+)")
@@ -45,13 +53,15 @@ _WARNED: Final = "dtctl: the time is nearly over"
 _SIGNALS: Final = {signal.strsignal(number): number for number in signal.valid_signals()}
 
 
-def read(line: str) -> Sequence[Start | Ended | Taken]:
+def read(line: str) -> Sequence[Start | Ended | Taken | Over]:
     """What one line means; nothing for most.
 
     Source of srun's texts: src/srun/libsrun/launch.c and task_state.c of Slurm 22.05.
     """
     if found := _START.match(line):
         return [Start(int(found[1]))]
+    if found := _OVER.match(line):
+        return [Over(int(found[1]))]
     if found := _TASK.match(line):
         code, number, why = _how(found[3])
         return [Ended(found[1], task, code, number, why) for task in _numbers(found[2])]

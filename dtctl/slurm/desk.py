@@ -31,7 +31,8 @@ def offer(_: Answer) -> Answer:
     shown = run("scontrol", "show", "partition", "-o")
     listed = run("sinfo", "-h", "-N", "-o", "%N|%P|%T|%G|%f")
     if shown.returncode or listed.returncode:
-        return {"error": "Slurm does not answer: %s" % (shown.stderr or listed.stderr).strip()}
+        said = (shown.stderr or listed.stderr).strip().splitlines()
+        return {"error": "Slurm does not answer: %s" % (said[-1] if said else "without a word")}
     return {
         "partitions": [dict(re.findall(r"(\w+)=(\S*)", line)) for line in shown.stdout.splitlines() if line.strip()],
         "nodes": [line.split("|") for line in listed.stdout.splitlines()],

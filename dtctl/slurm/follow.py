@@ -20,6 +20,7 @@ from typing import Any, Final
 from dtctl import names
 from dtctl.errors import LaunchError
 from dtctl.launch import failure as failures
+from dtctl.launch.assemble import spec_of_run
 from dtctl.launch.failure import AGENT, Failure
 from dtctl.launch.job import Result
 from dtctl.launch.ledger import Ledger
@@ -37,6 +38,7 @@ WAITING: Final = frozenset(
 )
 RUNNING: Final = frozenset({"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "STOPPED", "RESIZING", "UNKNOWN"})
 """States in which the job goes on. All others are ends."""
+SETTLE_S: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,8 @@ class Follower:
         self.taken = ""
         self.launch_s: float | None = None
         self.state: dict[str, Any] = {}
+        self._script_code: int | None = None
+        self._over_since: float | None = None
         self._told = ""
         self._have: dict[str, int] = {}
         self._recall()
@@ -89,6 +93,10 @@ class Follower:
         self.nodes = self.state.get("nodes") or self.nodes
         files: dict[str, Any] = answer["files"]
         over = self.over
+        if not over:
+            self._over_since = None
+        elif self._over_since is None:
+            self._over_since = time.monotonic()
         for name in sorted(files, key=lambda name: name != JOB_LOG):  # first which start the rest belongs to
             offset, data = files[name][0], base64.b64decode(files[name][1])
             whole = data if over else data[: max(data.rfind(b"\n"), data.rfind(b"\r")) + 1]
@@ -101,8 +109,15 @@ class Follower:
 
     @property
     def over(self) -> bool:
-        """Whether the job has ended for good."""
+        """Whether Slurm says that the job has ended."""
         return bool(self.state) and self.state["JobState"] not in WAITING | RUNNING
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has ended for good: a job that is being requeued looks like one that was cancelled, for a moment."""
+        if not self.over or self._over_since is None:
+            return False
+        return self._script_code is not None or time.monotonic() - self._over_since >= SETTLE_S
 
     def _read(self, name: str, offset: int, data: bytes) -> None:
         if name == JOB_LOG:
@@ -135,6 +150,8 @@ class Follower:
             for said in batchlog.read(line):
                 if isinstance(said, batchlog.Start):
                     self._start(said.attempt)
+                elif isinstance(said, batchlog.Over):
+                    self._script_code = said.exit_code
                 elif isinstance(said, batchlog.Taken):
                     self.taken = self.taken or said.reason  # a requeue by the script says so too
                 else:
@@ -148,7 +165,7 @@ class Follower:
             else:
                 told = {"reason": self.taken or "Slurm has taken it back", "node": None, "rank": None}
             self.emit("restart", attempt=attempt, of=self.ref.max_attempts, **told)
-        self.attempt, self.failures, self.taken = attempt, [], ""
+        self.attempt, self.failures, self.taken, self._script_code = attempt, [], "", None
         self.logs.begin_attempt()
         self.emit("start", attempt=attempt)
         self.emit("allocated", nodes=self.nodes)
@@ -199,7 +216,7 @@ class Follower:
         return {str(path.relative_to(self.record.folder)): path.stat().st_size for path in found if path.exists()}
 
     def _keep(self) -> None:
-        kept = {"have": self._have, "copies": self._copies(), "taken": self.taken}
+        kept = {"have": self._have, "copies": self._copies(), "taken": self.taken, "code": self._script_code}
         write_private(self.record.folder / STATE_FILE, json.dumps(kept, indent=1) + "\n")
 
     def _recall(self) -> None:
@@ -207,7 +224,7 @@ class Follower:
             kept = json.loads((self.record.folder / STATE_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             kept = {"have": {}, "copies": {}, "taken": ""}
-        self._have, self.taken = kept["have"], kept["taken"]
+        self._have, self.taken, self._script_code = kept["have"], kept["taken"], kept.get("code")
         # What was copied and not noted before the last follower died is copied again.
         for name in self._copies():
             os.truncate(self.record.folder / name, kept["copies"].get(name, 0))
@@ -278,9 +295,7 @@ class Follower:
         code, _, number = str(self.state.get("ExitCode", "")).partition(":")
         if code.isdigit():
             return 128 + int(number) if number.isdigit() and int(number) else int(code)
-        text = self._job_log.read_text(errors="replace") if self._job_log.exists() else ""
-        last = text.rstrip().rpartition("dtctl: ended with exit code ")[2]
-        return int(last) if last.isdigit() else 1
+        return 1 if self._script_code is None else self._script_code
 
     def _without_a_word(self, state: str) -> Failure:
         """The failure of a job none of whose tasks is known to have failed."""
@@ -321,3 +336,22 @@ def reference(record: RunRecord) -> JobRef:
         if event["event"] == "submitted":
             return JobRef(**{field.name: event[field.name] for field in fields(JobRef)})
     raise LaunchError(f"run {record.run} was never submitted", where=str(record.folder))
+
+
+def snapshot_folder(record: RunRecord) -> Path:
+    """Where the run keeps its snapshots.
+
+    Raises:
+        LaunchError: it was never submitted, or they lie where this machine does not see them.
+        SpecError: the copy of its spec is gone or broken.
+    """
+    ref, train = reference(record), spec_of_run(record).train
+    told = train.snapshot.dir if train and train.snapshot else None
+    folder = Path(ref.folder) / "code" / told if told else Path(ref.folder) / "snapshots"
+    if not folder.is_dir():
+        raise LaunchError(
+            "this machine sees no snapshots of the run",
+            where=str(folder),
+            hint="where the folder is seen, `python -m dtctl.runtime.snapshot` has the same commands",
+        )
+    return folder

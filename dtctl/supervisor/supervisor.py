@@ -117,7 +117,7 @@ class Supervisor:
         self.memory = autopsy.Memory()
         script = os.path.join(self.attempt_dir, "node.sh")
         fd = os.open(script, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o700)
-        with os.fdopen(fd, "w") as file:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
             file.write(message["script"])
         self.exits, self.stopped, self.deadline, self.stray_deadline = [], None, None, None
         self.metrics.sent = 0

@@ -103,15 +103,21 @@ class LocalConnection:
         return self.start(["/bin/sh", "-c", command])
 
     def start(self, argv: list[str]) -> LocalStream:
-        """Start a program of this machine."""
-        pipe = subprocess.PIPE
+        """Start a program of this machine.
+
+        Raises:
+            ConnectError: it cannot be started.
+        """
+        pipe, home = subprocess.PIPE, Path.home()
+        if not home.is_dir():
+            raise ConnectError(f"the home folder {home} does not exist", node=self._target.name, hint="set HOME")
         process = subprocess.Popen(
             argv,
             stdin=pipe,
             stdout=pipe,
             stderr=pipe,
             bufsize=0,
-            cwd=Path.home(),
+            cwd=home,
             # Its own session, as under sshd: Ctrl-C in the terminal is for the launcher, which passes it on.
             start_new_session=True,
         )

@@ -164,7 +164,7 @@ def test_a_program_that_is_not_there(project: Project, sandbox: Sandbox) -> None
         ("cluster: [1]\n", 3, "expected keys with values"),
         ("cluster: {transport: ssh, nodes: [a, a]}\n" + JOB, 3, "node a stands twice"),
         ("cluster: {transport: ssh, nodes: [a], slotz: 1}\n" + JOB, 3, "did you mean `slots`?"),
-        ("cluster: {transport: slurm, nodes: 2}\n" + JOB, 4, "a launch cannot wait for Slurm in this version"),
+        ("cluster: {transport: slurm, nodes: 2}\n" + JOB, 7, "this machine"),
     ],
 )
 def test_specs_that_are_wrong(project: Project, sandbox: Sandbox, spec: str, code: int, text: str) -> None:
@@ -181,3 +181,24 @@ def test_a_shell_start_up_file_that_prints(project: Project, sandbox: Sandbox) -
     spec = ssh_spec(sandbox, nodes=nodes, python=sandbox.home / "python-with-banner")
     refused(project, sandbox, 6, "Welcome to the cluster!", "let it print only in interactive shells", spec=spec)
     wrapper.unlink()
+
+
+def test_a_line_of_setup_that_fails_is_named(project: Project, sandbox: Sandbox) -> None:
+    project.write("train.py", "print('not reached')")
+    project.write(
+        "dtctl.yaml", spec_text().replace("kind: direct", "kind: direct, setup: ['true', 'ls /not-there', 'true']")
+    )
+    done = project.run("launch")
+    assert done.code == 8, done.err
+    assert "this line of job.setup has failed: ls /not-there" in done.err
+    assert "not reached" not in done.out
+
+
+def test_a_rank_that_the_run_does_not_have(project: Project, sandbox: Sandbox) -> None:
+    project.write("train.py", "print('here')")
+    project.write("dtctl.yaml", spec_text())
+    assert project.run("launch").code == 0
+    assert project.run("logs", "--rank", "2").out == "[node3:2] here\n"
+    asked = project.run("logs", "--rank", "3")
+    assert asked.code == 7
+    assert "its ranks are 0 to 2" in asked.err

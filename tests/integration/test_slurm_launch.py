@@ -259,7 +259,7 @@ class Training:
         assert self.process is not None
         self.done = self.project.finish(self.process, 120)
         assert self.done.code == 0, self.done.err
-        told = self.project.run("snapshot", "digest", self.snapshots, "--json")
+        told = self.project.run("snapshot", "digest", "--json")  # of the newest run, as over SSH
         assert told.code == 0, told.err
         self.digest = json.loads(told.out)
 

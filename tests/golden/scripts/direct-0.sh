@@ -29,7 +29,9 @@ export LOCAL_WORLD_SIZE=2
 export GROUP_RANK=0
 
 # setup
+trap 'echo "dtctl: this line of job.setup has failed: $BASH_COMMAND" >&2' ERR
 source ~/venv/bin/activate
+trap - ERR
 
 # Last, and with exec: signals and the exit code pass straight through.
 exec python3 \

@@ -192,3 +192,9 @@ def test_a_single_worker_shares_with_its_successor(restarts: int, wanted: tuple[
     one = TWO.replace("slots: 2", "slots: 1")
     found = plan(one + f"job: {{script: t.py, kind: direct, max_restarts: {restarts}}}", source="import numpy")
     assert found.nodes[0].preload == wanted
+
+
+def test_a_value_that_is_not_text_is_refused_by_its_name() -> None:
+    with pytest.raises(PlanError, match="the value of X is not text in UTF-8") as caught:
+        plan(TWO + "job: {script: t.py, env_from: ['X*']}", environ={"X": "a\udcff"})
+    assert caught.value.where == "job.env_from: X*"

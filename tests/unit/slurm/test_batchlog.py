@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from dtctl.slurm.batchlog import Ended, Start, Taken, read
+from dtctl.slurm.batchlog import Ended, Over, Start, Taken, read
 
 
 @pytest.mark.parametrize(
     ("line", "meaning"),
     [
         ("dtctl: run a-1, start 2 on node[1-2], rendezvous 10.0.0.1:25000", [Start(2)]),
+        ("dtctl: ended with exit code 75", [Over(75)]),
         ("srun: error: node2: task 3: Exited with exit code 3", [Ended("node2", 3, 3, None)]),
         ("srun: error: node2: task 3: Exited with exit code 139", [Ended("node2", 3, 139, 11)]),
         ("srun: error: node1: tasks 0-1,4: Killed", [Ended("node1", task, 137, 9) for task in (0, 1, 4)]),
