@@ -29,7 +29,7 @@ PEERS = HERE / ".venv-peers" / "bin" / "python"
 SCRIPT = str(HERE / "loop_step.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
 STEPS = {"tiny": 3000, "small": 600, "large": 100}
-PARTS = ("tiny", "small", "start-up", "workers")
+PARTS = ("tiny", "small", "start-up", "workers", "elastic")
 Program = tuple[str, str]
 """Name of a loop, and the Python that runs it."""
 
@@ -130,6 +130,23 @@ def two_processes(repetitions: Iterator[int]) -> dict[str, object]:
     return {**{label: round(value, 2) for label, value in middle.items()}, "share": share}
 
 
+def elastic(repetitions: Iterator[int]) -> dict[str, object]:
+    """What `exact: elastic` adds to a step of two workers, beside DDP with the same two micro batches for each."""
+    found: dict[str, list[float]] = {"halves": [], "elastic": []}
+    for repetition in repetitions:
+        for name, values in found.items():
+            took_us = run((name, sys.executable), "large", STEPS["large"], workers=2)["us"]
+            if repetition:
+                values.append(took_us)
+    ratios = [one / other for one, other in zip(found["elastic"], found["halves"], strict=True)]
+    middle = {name: statistics.median(values) for name, values in found.items()}
+    ratio = statistics.median(ratios)
+    print(
+        f"\ntwo workers, a step: DDP {middle['halves']:.0f} us, elastic {middle['elastic']:.0f} us, ratio {ratio:.3f}"
+    )
+    return {**{name: round(value, 1) for name, value in middle.items()}, "ratio": round(ratio, 4), "ratios": ratios}
+
+
 def versions() -> dict[str, str]:
     """What was measured, where."""
     text = (
@@ -167,6 +184,8 @@ def main() -> None:
         kept["start-up"] = start_up(rounds(options.repetitions, options.seconds))
     if "workers" in options.only:
         kept["two workers"] = two_processes(rounds(options.repetitions, options.seconds))
+    if "elastic" in options.only:
+        kept["elastic"] = elastic(rounds(options.repetitions, options.seconds))
     keep("loop", kept)
 
 

@@ -222,6 +222,8 @@ def _endless(loader: Any, steps: int) -> Any:
 LOOPS: dict[str, Callable[[str, int, Clock], None]] = {
     "bare": bare,
     "dtctl": dtctl,
+    "halves": halves,
+    "elastic": elastic,
     "fabric": fabric,
     "accelerate": accelerate,
     "lightning": lightning,

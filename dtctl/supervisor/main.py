@@ -114,13 +114,14 @@ def run(link: frames.FdLink, workdir: str, message: dict) -> int:  # type: ignor
     message["run_dir"] = os.path.join(workdir, "runs", message["run"])
     listener = listen(message["run_dir"]) if message["keep"] else None
     processes.become_subreaper()
+    own = os.getpid()
     supervisor = os.fork()
     if supervisor:
         return guard(supervisor, message["token"])
     status = 1
     try:
         # A message may have come with the one that started us.
-        server = Supervisor(message, Link(link.read_fd, link.write_fd, link), listener)
+        server = Supervisor(message, Link(link.read_fd, link.write_fd, link), listener, own)
         server.try_start(message)
         server.run()
         status = 0

@@ -55,8 +55,9 @@ def write_atomically(path: str, data: bytes) -> None:
 class Supervisor:
     """One run on one node, over any number of attempts."""
 
-    def __init__(self, start: dict, link: Link, listener_fd: int | None) -> None:  # type: ignore[type-arg]
-        """Serve the run that the first `start` message describes; `listener_fd` takes new links (with `keep`)."""
+    def __init__(self, start: dict, link: Link | None, listener_fd: int | None, guard: int) -> None:  # type: ignore[type-arg]
+        """Serve the run of the first `start` message; `listener_fd` takes new links (`keep`), `guard` is our parent."""
+        self.guard = guard
         self.run_dir: str = start["run_dir"]
         self.token: str = start["token"]
         self.grace_s: float = start["grace_s"]
@@ -93,7 +94,9 @@ class Supervisor:
     def keepers(self) -> frozenset[int]:
         """Processes that serve the run and are not part of it."""
         warm = (self.nursery.pid,) if self.nursery is not None else ()
-        return frozenset((os.getpid(), os.getppid(), *warm))
+        # Whoever adopts us when the guard is killed has other children, such as all of the node's services.
+        guard = (self.guard,) if os.getppid() == self.guard else ()
+        return frozenset((os.getpid(), *guard, *warm))
 
     def _on_signal(self, number: int, _frame: object) -> None:
         if number == signal.SIGHUP and self.keep:

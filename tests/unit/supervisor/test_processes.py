@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -193,3 +194,35 @@ def test_a_process_ends_with_its_parent() -> None:
     assert parent.stdout is not None
     parent.stdout.close()
     wait_until(lambda: processes._table().get(child, (0, "Z", 0))[1] == "Z")
+
+
+WITHOUT_GUARD = """
+import os, signal, subprocess, sys, time
+from dtctl.supervisor import processes
+from dtctl.supervisor.supervisor import Supervisor
+
+processes.become_subreaper()  # as a node's init is
+service = subprocess.Popen(["sleep", "60"])
+reading, writing = os.pipe()
+if os.fork() == 0:
+    guard = os.getpid()
+    if os.fork() == 0:
+        start = {"run_dir": sys.argv[1], "token": sys.argv[2], "grace_s": 1, "keep": False, "link_timeout_s": 1}
+        server = Supervisor(start, None, None, guard)
+        os.kill(guard, signal.SIGKILL)
+        while os.getppid() == guard:
+            time.sleep(0.001)
+        os.write(writing, str(processes.kill(sys.argv[2], server.keepers)).encode())
+        os._exit(0)
+    signal.pause()
+os.close(writing)
+os.read(reading, 9)
+time.sleep(0.05)
+print(int(service.poll() is None))
+service.kill()
+"""
+
+
+def test_a_supervisor_whose_guard_was_killed_leaves_the_services_of_the_node_alone(tmp_path: Path) -> None:
+    """Whoever adopts it has other children: init has them all."""
+    assert ask(WITHOUT_GUARD, str(tmp_path), secrets.token_hex(16)) == [1]
