@@ -72,6 +72,12 @@ def load(modules: list[str]) -> str:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "importing has initialized the GPU"
+    if len(os.listdir("/proc/self/task")) > 1:
+        # Some, such as those of NumPy's OpenBLAS, end before a fork and begin again after it when they are needed.
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        os.waitpid(child, 0)
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         return "importing has started %d threads" % (threads - 1)
