@@ -72,7 +72,7 @@ def find(token: str, keepers: frozenset[int] = frozenset()) -> list[int]:
     """
     mark = f"{TOKEN}={token}".encode()
     table = _table()
-    keepers = keepers | {os.getpid()}
+    keepers = (keepers | {os.getpid()}) - {0}  # 0 is the parent of init, of which all descend
     ours = {pid for pid, row in table.items() if pid not in keepers and row[1] != "Z" and _carries(pid, mark)}
     grew = True
     while grew:  # descendants, whatever they did to their environment

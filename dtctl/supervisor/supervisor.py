@@ -93,7 +93,7 @@ class Supervisor:
     @property
     def keepers(self) -> frozenset[int]:
         """Processes that serve the run and are not part of it."""
-        warm = (self.nursery.pid,) if self.nursery is not None else ()
+        warm = (self.nursery.pid,) if self.nursery is not None and self.nursery.pid else ()
         # Whoever adopts us when the guard is killed has other children, such as all of the node's services.
         guard = (self.guard,) if os.getppid() == self.guard else ()
         return frozenset((os.getpid(), *guard, *warm))

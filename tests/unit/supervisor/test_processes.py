@@ -226,3 +226,8 @@ service.kill()
 def test_a_supervisor_whose_guard_was_killed_leaves_the_services_of_the_node_alone(tmp_path: Path) -> None:
     """Whoever adopts it has other children: init has them all."""
     assert ask(WITHOUT_GUARD, str(tmp_path), secrets.token_hex(16)) == [1]
+
+
+def test_no_process_at_all_is_none_of_the_run() -> None:
+    """0, which a warm process has for its id when it has ended, is also the parent of init."""
+    assert found(secrets.token_hex(16), 0) == []
