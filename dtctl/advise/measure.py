@@ -69,6 +69,7 @@ def measure(
         "heads": model.heads,
         "ffn": model.ffn,
         "vocab": model.vocab,
+        "tied": model.tied,
     }
     room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 0.7
     if need.tensors * workers > room:
@@ -77,7 +78,7 @@ def measure(
             hint="measure a model with fewer blocks: memory grows with their number",
         )
     # What libraries take is found out with a model of next to nothing, and is not the model's.
-    least = {"layers": 1, "hidden": 8, "heads": 1, "ffn": 8, "vocab": 16}
+    least = {"layers": 1, "hidden": 8, "heads": 1, "ffn": 8, "vocab": 16, "tied": True}
     trained = {"strategy": strategy, "micro_batch": micro_batch, "steps": STEPS, "log_every": STEPS}
     peaks = [
         _peak({"module": of, "shape": form, "vocab": form["vocab"], "seq": seq, "train": trained}, workers, python)

@@ -42,6 +42,11 @@ class Model:
     """Inner width of a plain GPT, which can be built from these figures; 0 of other models."""
 
     @property
+    def tied(self) -> bool:
+        """Whether the output shares its weight with the embedding, in a model without experts."""
+        return self.used == self.params
+
+    @property
     def root_params(self) -> float:
         """Parameters outside of blocks: embeddings, output."""
         return max(0.0, self.params - self.layers * self.block_params)
@@ -117,7 +122,7 @@ def transformer(
         block_kept=2.0 * (4 * hidden + width * (1 + 2 * share) + 2 * width + inner),
         block_products=2.0 * products,
         expert_params=expert * experts * layers if experts > 1 else 0.0,
-        ffn=0 if gated or experts > 1 or kv_heads != heads or not tied or head_dim else ffn,
+        ffn=0 if gated or experts > 1 or kv_heads != heads or head_dim or params is not None else ffn,
     )
 
 

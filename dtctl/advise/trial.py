@@ -40,20 +40,23 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A GPT of the shape that was asked about, with a tied output."""
+    """A GPT of the shape that was asked about."""
 
-    def __init__(self, layers: int, hidden: int, heads: int, ffn: int, vocab: int) -> None:
+    def __init__(self, layers: int, hidden: int, heads: int, ffn: int, vocab: int, *, tied: bool) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab, hidden)
         self.blocks = nn.ModuleList(Block(hidden, heads, ffn) for _ in range(layers))
         self.norm = nn.LayerNorm(hidden)
+        self.output = nn.Linear(hidden, vocab, bias=False)
+        if tied:
+            self.output.weight = self.tokens.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [batch, tokens, vocab]."""
         stream = self.tokens(tokens)
         for block in self.blocks:
             stream = block(stream)
-        logits: torch.Tensor = nn.functional.linear(self.norm(stream), self.tokens.weight)
+        logits: torch.Tensor = self.output(self.norm(stream))
         return logits
 
 

@@ -111,12 +111,12 @@ def _recommend(task: Task, path: Path, *, write: bool, plot: Path | None, json_l
 
 
 def _measure(task: Task, module: str | None, *, json_lines: bool) -> int:
-    """Train a few steps with ddp and fsdp on up to 4 workers, and show both figures of each."""
+    """Train a few steps with ddp and fsdp on 1, 2 and 4 workers, as far as there are GPUs, and show both figures."""
     from dtctl.advise.measure import measure
 
     rows = []
     for strategy in ("ddp", "fsdp"):
-        for workers in (1, 2, 4):
+        for workers in (count for count in (1, 2, 4) if count <= task.hardware.gpus):
             output.err(f"{strategy} on {workers} ...", "dim")
             rows.append(measure(task.model, strategy=strategy, workers=workers, module=module))
     if json_lines:

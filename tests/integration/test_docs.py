@@ -32,6 +32,8 @@ NOT_RUN = {
     "make integration": "it runs this test",
     "make bench": "it takes minutes and needs an idle machine; tests/unit/benchmarks runs its parts",
     "pip install 'dtctl[train]'": "the package is not published yet",
+    "kubectl apply --filename job.yaml": "there is no Kubernetes here; schemas are checked elsewhere",
+    "kubectl logs --follow --selector jobset.sigs.k8s.io/jobset-name=gpt-1121-093012-k7": "likewise",
     "source .venv/bin/activate": "tests choose their Python themselves",
 }
 """Command lines that this test cannot run, and why."""
@@ -226,6 +228,20 @@ def batch(shell: Shell, lines: list[str], request: pytest.FixtureRequest) -> Non
         f"cluster: {{transport: slurm, nodes: 2, slots: 1, python: {sys.executable}}}\n"
         "job: {script: train.py, kind: direct}\n"
     )
+    (shell.folder / "train.py").write_text("print('done')")
+    plain(shell, lines, request)
+
+
+def on_slurm(shell: Shell, lines: list[str], request: pytest.FixtureRequest) -> None:
+    """A project on a cluster with Slurm, whose jobs end by themselves."""
+    batch(shell, [], request)
+    plain(shell, lines, request)
+
+
+def for_kubernetes(shell: Shell, lines: list[str], request: pytest.FixtureRequest) -> None:
+    """The spec that stands there."""
+    told = re.findall(r"```yaml\n(cluster:.*?)```", (ROOT / "docs/guides/kubernetes.md").read_text(), re.DOTALL)[0]
+    (shell.folder / "dtctl.yaml").write_text(told)
     (shell.folder / "train.py").write_text("")
     plain(shell, lines, request)
 
@@ -247,7 +263,8 @@ def to_examine(shell: Shell, lines: list[str], request: pytest.FixtureRequest) -
 
 
 def to_advise(shell: Shell, lines: list[str], request: pytest.FixtureRequest) -> None:
-    """A project, a model's configuration, and a model."""
+    """A project, a model's configuration, and a model; what is measured is small."""
+    shell.names = {"--layers 8 --hidden 512 --gpus 4": "--layers 2 --hidden 64 --gpus 1"}
     shell.type("dtctl init . --launcher local")
     (shell.folder / "config.json").write_text(
         '{"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, '
@@ -279,6 +296,8 @@ SCENES: dict[tuple[str, str], Scene] = {
     ("docs/guides/sandbox.md", "dtctl sandbox up --nodes 4"): plain,
     ("docs/guides/sandbox.md", "dtctl sandbox fault cut node2"): faults_on_hosts,
     ("docs/guides/sandbox.md", "sudo dtctl sandbox up --nodes 4 --slurm"): with_slurm,
+    ("docs/guides/kubernetes.md", "dtctl render --out job.yaml"): for_kubernetes,
+    ("docs/guides/slurm.md", "dtctl doctor"): on_slurm,
     ("docs/guides/slurm.md", "dtctl sbatch"): batch,
     ("docs/guides/snapshots.md", "dtctl snapshot ls"): past_runs,
     ("docs/guides/training.md", "python train.py --train.lr=1e-2 --train.steps=200"): past_runs,
