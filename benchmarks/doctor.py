@@ -1,11 +1,12 @@
 """How long `dtctl doctor` takes: on virtual hosts, and with simulated probes of 16 to 256 nodes.
 
-    python benchmarks/doctor.py [--only hosts|simulated|soak] [--nodes 16]
+    python benchmarks/doctor.py [--only hosts|simulated|soak] [--nodes 16] [--into FILE]
 
 `hosts` examines real virtual hosts, all on this machine: the connections alone, the quick examination, and the full
 one without torch (every ordered pair, and the measurements in rounds). `simulated` runs the doctor's own half against
 probes that answer as real ones do, after the time that real ones take: what it costs where each node is a machine.
-`soak` examines a healthy cluster of 3 hosts 50 times, and counts the times that anything was found.
+`soak` examines a healthy cluster of 3 hosts 50 times, and counts the times that anything was found; with --torch it
+lets their torch add up numbers too. Parts that were measured apart are put into one file with --into.
 """
 
 # ruff: noqa: ARG002, D102 - the protocols of dtctl/transport/base.py say what these methods are
@@ -13,8 +14,10 @@ probes that answer as real ones do, after the time that real ones take: what it 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
+import platform
 import queue
 import statistics
 import subprocess
@@ -141,13 +144,13 @@ class Simulation:
         return SimulatedNode(target, self._count)
 
 
-def simulated(count: int, *, full: bool) -> dict[str, float]:
+def simulated(count: int) -> dict[str, float]:
     """Seconds of the quick and the full examination of so many simulated nodes, their checks included."""
     wanted = [
         Wanted(target=Target(name=f"n{i}", address=address(i)), python=None, workdir="~/.dtctl") for i in range(count)
     ]
     found = {}
-    for name, measure_s, ports in (("quick", 0.0, 1), ("full", MEASURE_S, DATA_PORTS))[: 2 if full else 1]:
+    for name, measure_s, ports in (("quick", 0.0, 1), ("full", MEASURE_S, DATA_PORTS)):
         begun, cpu = time.monotonic(), time.process_time()
         probes = Probes(wanted, Simulation(count), progress=lambda _: None)  # type: ignore[arg-type]
         seen = probes.look(rendezvous=(29500,), data_ports=ports, measure_s=measure_s)
@@ -183,7 +186,8 @@ def hosts(count: int, act: Callable[[int, Path], dict[str, Any]]) -> dict[str, A
 def write_spec(count: int, folder: Path) -> str:
     """A spec of these hosts; its text."""
     names = ", ".join(f"node{i + 1}" for i in range(count))
-    text = f"cluster: {{transport: sandbox, nodes: [{names}], slots: 1}}\njob: {{name: t, script: train.py}}\n"
+    cluster = f"{{transport: sandbox, nodes: [{names}], slots: 1, python: {sys.executable}}}"
+    text = f"cluster: {cluster}\njob: {{name: t, script: train.py}}\n"
     (folder / "dtctl.yaml").write_text(text)
     return text
 
@@ -195,18 +199,21 @@ def examined(folder: Path, *options: str) -> tuple[float, list[str]]:
     return float(said["took_s"]), [one["summary"] for one in said["findings"] if one["status"] in ("fail", "warn")]
 
 
-def soak(count: int, folder: Path) -> dict[str, Any]:
+def soak(count: int, folder: Path, *, runs: int, torch: bool) -> dict[str, Any]:
     """A healthy cluster, again and again."""
     write_spec(count, folder)
-    ended = [examined(folder, "--skip", "collective") for _ in range(SOAK_RUNS)]
-    found = [text for _, texts in ended for text in texts]
-    clean = sum(not texts for _, texts in ended)
+    ended = []
+    for number in range(1, runs + 1):
+        ended.append(examined(folder, *(() if torch else ("--skip", "collective"))))
+        print(f"run {number}: {ended[-1][0]:.1f} s, {ended[-1][1] or 'nothing found'}", flush=True)
     return {
         "nodes": count,
-        "runs": SOAK_RUNS,
-        "clean": clean,
-        "found": found,
+        "runs": runs,
+        "clean": sum(not texts for _, texts in ended),
         "median_s": statistics.median(t for t, _ in ended),
+        "longest_s": max(t for t, _ in ended),
+        "load_average": round(os.getloadavg()[1], 1),
+        "found": [text for _, texts in ended for text in texts],
     }
 
 
@@ -243,22 +250,26 @@ def main() -> None:
     parser.add_argument("--only", choices=["hosts", "simulated", "soak"])
     parser.add_argument("--nodes", type=int, default=16, help="of `hosts`")
     parser.add_argument("--counts", type=int, nargs="+", default=[16, 64, 256], help="of `simulated`")
-    parser.add_argument("--full-up-to", type=int, default=256, help="measure no more nodes than this: 256 take 5 min")
+    parser.add_argument("--runs", type=int, default=SOAK_RUNS, help="of `soak`")
+    parser.add_argument("--torch", action="store_true", help="`soak` with sums over all nodes")
+    parser.add_argument("--into", type=Path, help="put the figures into this kept file")
     asked = parser.parse_args()
-    figures: dict[str, Any] = {}
+    versions = {"python": platform.python_version(), "cores": os.cpu_count()}
+    figures: dict[str, Any] = {"date": time.strftime("%Y-%m-%d %H:%M"), "versions": versions}
     if asked.only in (None, "hosts"):
         figures["hosts"] = hosts(asked.nodes, speed)
         print(json.dumps(figures["hosts"], indent=1))
     if asked.only == "soak":
-        figures["soak"] = hosts(3, soak)
-        print(json.dumps(figures["soak"], indent=1))
+        kind = "with torch" if asked.torch else "without torch"
+        done = hosts(3, functools.partial(soak, runs=asked.runs, torch=asked.torch))
+        figures["soak"] = {kind: done}
+        print(json.dumps(done, indent=1))
     if asked.only in (None, "simulated"):
         figures["simulated"] = {}
         for count in asked.counts:
-            figures["simulated"][str(count)] = simulated(count, full=count <= asked.full_up_to)
+            figures["simulated"][str(count)] = simulated(count)
             print(f"{count} simulated nodes: {figures['simulated'][str(count)]}", flush=True)
-    (machine.RESULTS / "doctor").mkdir(parents=True, exist_ok=True)
-    machine.keep(f"doctor/{asked.only or 'all'}", figures)
+    machine.keep(f"doctor-{asked.only or 'all'}", figures, asked.into)
 
 
 if __name__ == "__main__":

@@ -32,10 +32,15 @@ def wait_for_quiet(limit_s: float = 300.0) -> None:
             raise SystemExit(f"the machine is busy ({busy:.0%} of its CPU time); figures would mean nothing")
 
 
-def keep(name: str, figures: dict[str, object]) -> Path:
-    """Write figures to a file of this minute, and say where."""
+def keep(name: str, figures: dict[str, object], into: Path | None = None) -> Path:
+    """Write figures to a file of this minute, or beside those of a file of before, and say where."""
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}-{time.strftime('%Y%m%d-%H%M')}.json"
+    path = into.resolve() if into else RESULTS / f"{name}-{time.strftime('%Y%m%d-%H%M')}.json"
+    if path.exists() and into:
+        kept = json.loads(path.read_text())
+        for title, rows in figures.items():
+            kept[title] = kept[title] | rows if isinstance(kept.get(title), dict) and isinstance(rows, dict) else rows
+        figures = kept
     path.write_text(json.dumps(figures, indent=1) + "\n")
-    print(f"\nkept in {path.relative_to(HERE.parent)}")
+    print(f"\nkept in {path}")
     return path

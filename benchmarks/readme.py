@@ -119,7 +119,46 @@ def loop() -> str:
     return "\n".join(told)
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"figures": launch, "equality": equality, "loop": loop}
+def doctor() -> str:
+    """How often the doctor is right, and how long it takes."""
+    kept = newest("doctor-faults")
+    rows = [row for row in kept["faults"].values() if row["doctor"]["status"] != "ok"]
+    right = sum(row["doctor"]["right"] for row in rows)
+    runs_well = sum(row["torchrun"]["says"].startswith("nothing") for row in rows)
+    unseen = sum(row["ping and nc"]["says"] == "all is well" for row in rows)
+    told = [
+        f"Of {len(rows)} faults injected into virtual hosts it named check, nodes, primary cause and fix right in "
+        f"{right}; pinging the head node and trying its port with nc found nothing wrong in {unseen}, and a small "
+        f"torchrun job ran in {runs_well} of them as if nothing were wrong ([{kept['file']}]({kept['file']}))."
+    ]
+    if soak := newest_with("doctor-soak", "soak"):
+        parts = "; ".join(
+            f"{row['clean']} of {row['runs']} runs {kind}, at a load of {row['load_average']:g}"
+            for kind, row in soak["soak"].items()
+        )
+        told.append(
+            f"On a healthy cluster of 3, with other work beside on {soak['versions']['cores']} cores, nothing was "
+            f"found in {parts} ([{soak['file']}]({soak['file']}))."
+        )
+    if speed := newest_with("doctor-hosts", "hosts"):
+        seconds = speed["hosts"]["seconds"]
+        told.append(
+            f"On {speed['hosts']['nodes']} virtual hosts `--quick` takes {seconds['quick beyond connections']:.1f} s "
+            f"beyond the SSH connections, and every way of all {speed['hosts']['pairs']} pairs with its bandwidth "
+            f"{seconds['full without torch']:.0f} s ([{speed['file']}]({speed['file']}))."
+        )
+    if cost := newest_with("doctor-simulated", "simulated"):
+        rows = sorted((int(count), row) for count, row in cost["simulated"].items())
+        quick = ", ".join(f"{row['quick']:.1f} s for {count}" for count, row in rows)
+        full = ", ".join(f"{row['full']:.0f} s for {count}" for count, row in rows)
+        told.append(
+            f"With simulated nodes: `--quick` {quick}; in full {full}, linear in nodes "
+            f"([{cost['file']}]({cost['file']}))."
+        )
+    return "\n".join(told)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {"figures": launch, "equality": equality, "loop": loop, "doctor": doctor}
 
 
 def filled(text: str) -> str:

@@ -34,6 +34,8 @@ PROBE = (
     "dtctl.doctor.probe.main",
 )
 ANSWER_LIMIT_S = 15.0
+MEASURE_LIMIT_S = 6.0
+"""What measuring a way may take beyond its seconds and what a node may be silent for: each phase ends itself."""
 CALL_TIMEOUT_S = 2.5
 """Longer than the first repetition of a lost SYN (1 s), shorter than the third."""
 Progress = Callable[[str], None]
@@ -279,7 +281,10 @@ def _measure(nodes: Sequence[_Node], seconds: float, *, token: str, progress: Pr
             )
             node.seen.measured.setdefault(called.name, []).append(answer)
 
-        _all([of[name] for name in there], ask, limit_s=seconds + ANSWER_LIMIT_S, doing="measuring the bandwidth")
+        # A node that has answered until now and falls silent has gone down; the others are not to wait long for it.
+        silent_s = max((of[name].wanted.target.connect_timeout_s for name in there), default=0.0)
+        limit_s = seconds + MEASURE_LIMIT_S + silent_s
+        _all([of[name] for name in there], ask, limit_s=limit_s, doing="measuring the bandwidth")
 
     good = good_ways([node.seen for node in nodes])
     every = rounds.all_pairs([node.seen.name for node in nodes if node.seen.error is None])

@@ -11,7 +11,7 @@ import pytest
 
 from dtctl.sandbox import faults
 from dtctl.sandbox.layout import Sandbox
-from tests.fault.test_doctor import bad, examine, expect, note, on
+from tests.fault.examining import bad, examine, expect, note, on
 
 pytestmark = pytest.mark.integration
 
