@@ -114,7 +114,7 @@ class Follower:
 
     @property
     def settled(self) -> bool:
-        """Whether it has ended for good: a job that is being requeued looks like one that was cancelled, for a moment."""
+        """Whether it has ended for good: one that is being requeued looks cancelled for a moment."""
         if not self.over or self._over_since is None:
             return False
         return self._script_code is not None or time.monotonic() - self._over_since >= SETTLE_S
