@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Final
 
@@ -54,16 +56,19 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path | No
     here = Path(__file__).parent
     programs = {name: (here / f"{name}.py").read_text(encoding="utf-8").rstrip() for name in ("meet", "route")}
     fixed = spec.network.rendezvous_port
-    log = "rank-%t.log" if direct else "agent.log"
+    parts = components(slurm, plan, chdir=chdir, output=output)
+    several = len(parts) > 1
     values = {
         "version": dtctl.__version__,
         "names": names,
         "plan": plan,
         "node": node,
         "groups": [group for group in node.env_by_origin if group.origin != PLACE],
-        "directives": directives(slurm, plan, chdir=chdir, output=output),
+        "components": parts,
+        "each": " or ".join(str(part.slots) for part in parts),
+        # Of several kinds of nodes, each task is told its own number.
+        "slots": shell.Late("$1") if several else node.slots,
         "unit": "worker" if direct else "node",
-        "tasks": node.slots if direct else 1,
         "srun": list(slurm.srun),
         "python": node.python or "python3",
         "port": fixed if isinstance(fixed, int) else 0,
@@ -72,7 +77,7 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path | No
         "argv": _late(node.argv) if plan.kind == "torchrun" else node.argv,
         "mark": f"TASK_{hashlib.blake2b(repr(node).encode(), digest_size=6).hexdigest()}",
         "folder": str(folder) if folder else "",
-        "logs": f"{literal(folder)}/{names.LOGS_DIR}/%N/{log}" if folder else "",
+        "log": shell.Late("rank-$SLURM_PROCID.log") if direct else "agent.log",
         "restarts": plan.max_restarts,
         "requeues": slurm.requeues,
         "requeue_exit": names.REQUEUE_EXIT,
@@ -80,30 +85,57 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path | No
     return engine.render(TEMPLATE, values, folders=catalogue.folders(spec.base_dir))
 
 
-def directives(slurm: Slurm, plan: Plan, *, chdir: Path, output: Path) -> list[str]:
-    """What follows `#SBATCH`, an option each; those of `slurm.extra` come last, and win.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """Nodes of one kind: what Slurm calls a component of a heterogeneous job, or all of the job."""
+
+    slots: int
+    tasks: int
+    """Per node."""
+    directives: tuple[str, ...]
+    """What follows `#SBATCH `, an option each."""
+
+
+def components(slurm: Slurm, plan: Plan, *, chdir: Path, output: Path) -> list[Component]:
+    """The nodes in runs of equal numbers of workers, in the order of their ranks.
 
     Raises:
         PlanError: a value cannot be said in a batch file.
     """
-    tasks = plan.head.slots if plan.per_worker else 1
-    asked: dict[str, object] = {
-        "job-name": plan.job,
+    found: list[Component] = []
+    for slots, nodes in groupby(plan.nodes, key=lambda node: node.slots):
+        tasks = slots if plan.per_worker else 1
+        asked = _asked(slurm, nodes=len(list(nodes)), tasks=tasks)
+        if not found:  # what is said of the job as a whole stands before its first nodes
+            asked = {"job-name": plan.job, **asked, **_whole(slurm, chdir=chdir, output=output)}
+        found.append(Component(slots=slots, tasks=tasks, directives=tuple(_lines({**asked, **slurm.extra}))))
+    return found
+
+
+def _asked(slurm: Slurm, *, nodes: int, tasks: int) -> dict[str, object]:
+    return {
         "partition": slurm.partition,
         "account": slurm.account,
         "qos": slurm.qos,
         "time": slurm.time,
-        "nodes": len(plan.nodes),
+        "nodes": nodes,
         "ntasks-per-node": tasks,
         "gres": slurm.gres,
+    }
+
+
+def _whole(slurm: Slurm, *, chdir: Path, output: Path) -> dict[str, object]:
+    return {
         "array": slurm.array,
         "chdir": str(chdir),
         "output": str(output),
         "open-mode": "append",  # a job that is started again goes on in the same file
         "requeue": True,
         "signal": f"B:USR1@{slurm.warn_s}",  # to the batch script alone, before the time is over
-        **slurm.extra,
     }
+
+
+def _lines(asked: Mapping[str, object]) -> list[str]:
     lines = []
     for key, value in asked.items():
         if value is None or value is False:
@@ -138,11 +170,17 @@ def _late(argv: Sequence[str]) -> list[str]:
 
 def _check(spec: Spec, plan: Plan) -> None:
     slots = {node.slots for node in plan.nodes}
-    if len(slots) > 1:
+    if len(slots) > 1 and not plan.per_worker:
         raise PlanError(
             f"nodes with {' and '.join(map(str, sorted(slots)))} workers are more than one kind of node",
             where="cluster.nodes",
-            hint="give all nodes of a Slurm job the same slots",
+            hint="with `kind: direct` they are the components of a heterogeneous job",
+        )
+    if len(slots) > 1 and spec.slurm and spec.slurm.array:
+        raise PlanError(
+            "Slurm has no arrays of heterogeneous jobs",
+            where=spec.written_at("slurm.array"),
+            hint="give all nodes the same slots",
         )
     time = spec.slurm.time if spec.slurm else None
     if time is not None and not _TIME.match(time):

@@ -89,9 +89,10 @@ def state(job: str) -> Answer:
     done = run("scontrol", "show", "job", "-o", job)
     if done.returncode == 0 and done.stdout.strip():
         shown = dict(re.findall(r"(?:^|\s)(%s)=(\S*)" % "|".join(FIELDS), done.stdout.splitlines()[0]))
-        nodes = shown.get("NodeList", "")
-        if nodes and nodes != "(null)":
-            shown["nodes"] = run("scontrol", "show", "hostnames", nodes).stdout.split()
+        # A line for each component of a heterogeneous job; the first stands for all but the nodes.
+        lists = re.findall(r"\sNodeList=(\S+)", done.stdout)
+        if lists and "(null)" not in lists:
+            shown["nodes"] = run("scontrol", "show", "hostnames", ",".join(lists)).stdout.split()
         # Slurm writes the time of its own machine; the asker's clock may have another zone.
         try:
             shown["start"] = datetime.strptime(shown["StartTime"], "%Y-%m-%dT%H:%M:%S").timestamp()

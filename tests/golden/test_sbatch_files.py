@@ -29,6 +29,8 @@ CASES = {
     "launch": NODES + "job: {name: gpt, script: train.py, kind: direct, max_restarts: 2}\nslurm: {partition: main}",
     "deepspeed": NODES
     + "job: {name: gpt, script: train.py, kind: deepspeed}\ntrain: {strategy: zero1, micro_batch: 2, accumulate: 4}",
+    "het": "cluster: {transport: slurm, nodes: [{name: big, slots: 8}, {name: 'small[1-2]', slots: 4}]}\n"
+    + "job: {name: gpt, script: train.py, kind: direct}\nslurm: {partition: main, time: '4:00:00'}",
     "hostile": NODES
     + r"""job: {name: "x $(id) 'a' \"b\"", command: "echo $HOME", env: {A: "TASK\nb\n`c`"}}"""
     + "\nslurm: {extra: {comment: 'a # b \"c\"'}}",

@@ -80,6 +80,24 @@ def test_a_launch_is_followed_to_its_end(shared: Project, kind: str) -> None:
     assert (said["status"], said["nodes"]) == ("succeeded", {"node1": "running", "node2": "running"})
 
 
+def test_nodes_of_several_kinds_are_one_job(shared: Project) -> None:
+    """A heterogeneous job: two workers on the first node, one on the second."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "DTCTL_SLOTS", "DTCTL_NNODES")
+    nodes = "nodes: [{name: big, slots: 2}, {name: small, slots: 1}]"
+    shared.write("dtctl.yaml", spec().replace("nodes: 2, slots: 2", nodes))
+    shared.write("train.py", f"import os\nprint(*(os.environ[name] for name in {names}), flush=True)\n")
+    done = shared.run("launch", "--json")
+    assert done.code == 0, done.err
+    (allocated,) = [event["nodes"] for event in done.events if event["event"] == "allocated"]
+    assert isinstance(allocated, list)
+    logs = {rank: record(shared).log_path(allocated[rank // 2], rank).read_text().split() for rank in range(3)}
+    assert logs == {
+        0: ["0", "0", "3", "2", "0", "2", "2"],
+        1: ["1", "1", "3", "2", "0", "2", "2"],
+        2: ["2", "0", "3", "1", "1", "1", "2"],
+    }
+
+
 @pytest.mark.parametrize(("kind", "rank"), [("direct", 3), ("torchrun", 3)])
 def test_the_culprit_is_named(shared: Project, kind: str, rank: int) -> None:
     shared.write("dtctl.yaml", spec(kind=kind))
