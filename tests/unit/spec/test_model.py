@@ -40,6 +40,7 @@ cluster:
   link_timeout_s: 2
   login: l
   spares: [s]
+  return_s: 9
   min_nodes: 1
 job:
   name: n
