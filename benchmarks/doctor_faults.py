@@ -5,7 +5,7 @@
 The faults are those of tests/fault/test_doctor*.py, and the doctor is right where the test of the fault passes: it asks
 for the check, the nodes, one primary cause and a fix. While the fault is there, torchrun is started by hand on each of
 the three hosts, over SSH, with the job's Python, variables and port, for three all_reduce with gloo and a time-out of
-10 s; and the others ping the head node and call its port with nc, where something listens for them. Whoever says
+6 s; and the others ping the head node and call its port with nc, where something listens for them. Whoever says
 nothing for `LIMIT_S` is ended, and that is the answer. Needs root: this machine is to reach the hosts by SSH. With
 --limit-s it stops after so many seconds, and --into goes on with the faults that a file does not have yet.
 """
@@ -37,16 +37,16 @@ from dtctl.sandbox import control  # noqa: E402
 from dtctl.sandbox.layout import Sandbox  # noqa: E402
 from tests.fault import examining  # noqa: E402
 
-LAYERS = ("reach", "network", "links", "node", "settings", "torch")
+LAYERS = ("network", "reach", "links", "settings", "torch", "node")
 LEFT_OUT = ("quick", "nothing_is_left", "people_see", "nccl_env", "launch", "iperf3", "torch_is_not_asked", "adds_up")
 """Tests of something else than one fault and what is found."""
-LIMIT_S = 25.0
+LIMIT_S = 22.0
 """torchrun, the processes it starts and their imports of torch included."""
 PING_LIMIT_S = 10.0
 PORT = 29500
 JOB = """\
 import datetime, os, torch, torch.distributed as dist
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=10))
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=6))
 data = torch.ones(1 << 20)
 for _ in range(3):
     data.fill_(1.0)
@@ -232,10 +232,11 @@ class Table:
         found = [one for one in said["findings"] if one["status"] in ("fail", "warn")]
         nothing = {"status": "ok", "check": "", "nodes": [], "summary": "nothing is wrong", "fix": ""}
         first = found[0] if found else nothing
+        also = [f"{one['check']}: {', '.join(one['nodes'])}" for one in found[1:]]
         keys = ("status", "check", "nodes", "summary", "fix")
         self._rows[name] = {
             "layer": item.path.stem.removeprefix("test_doctor").strip("_") or "all",
-            "doctor": {**{key: first[key] for key in keys}, "took_s": said["took_s"]},
+            "doctor": {**{key: first[key] for key in keys}, "also": also, "took_s": said["took_s"]},
             "torchrun": torchrun(hosts),
             "ping and nc": ping_and_nc(hosts),
         }

@@ -175,7 +175,8 @@ def benchmarks() -> str:
     for name, path in newest.items():
         kept = json.loads(path.read_text(encoding="utf-8"))
         machine = ", ".join(f"{key} {value}" for key, value in kept.get("versions", {}).items())
-        parts.append(f"## {name}\n\n{kept.get('date', '')}. {machine}.\n")
+        when = "".join(f"{text}. " for text in (kept.get("date", ""), machine) if text).strip()
+        parts.append(f"## {name}\n\n{when}\n")
         parts += [_rows(title, rows) for title, rows in kept.items() if isinstance(rows, dict) and title != "versions"]
     return "\n".join(parts)
 
@@ -185,6 +186,7 @@ def _benchmark_of(path: Path) -> str:
 
 
 FAULTS = "doctor-faults"
+LAYERS = ("all", "reach", "node", "network", "links", "settings", "torch")
 
 
 def doctor_faults() -> str:
@@ -194,26 +196,36 @@ def doctor_faults() -> str:
     rows = {name: row for name, row in kept["faults"].items() if row["doctor"]["status"] != "ok"}
     right = sum(row["doctor"]["right"] for row in rows.values())
     silent = sum(row["torchrun"]["says"].startswith("nothing") for row in rows.values())
+    hung = sum(row["torchrun"]["says"].count("(nothing more") == 3 for row in rows.values())
     blind = sum(row["ping and nc"]["says"] == "all is well" for row in rows.values())
     parts = [
         "# What the doctor says of a fault, and what others say\n",
         f"{len(rows)} faults injected into three virtual hosts by the doctor's tests (`tests/fault/test_doctor*.py`), "
         f"{kept['date']}, torch {kept['versions']['torch']}, {kept['versions']['cores']} cores, other work beside. "
         f"`dtctl doctor` named the right check, the right nodes, one primary cause and a fix for {right} of them. "
-        f"torchrun, started by hand on each host for three all_reduce with gloo and a time-out of 10 s, ran well with "
-        f"{silent} of them there (many hurt only larger jobs, or NCCL); pinging node1 and calling its port with "
-        f"`nc -z` from the others found nothing wrong in {blind}. Seconds include SSH; torchrun is ended after 25 s. "
+        f"torchrun, started by hand on each host for three all_reduce with gloo and a time-out of 6 s, ran well with "
+        f"{silent} of them there (many hurt only larger jobs, or NCCL), and had said nothing when it was ended after "
+        f"22 s with {hung}; pinging node1 and calling its port with `nc -z` from the others found nothing wrong in "
+        f"{blind}. Seconds include SSH. "
         "`python benchmarks/doctor_faults.py` makes the table anew.\n",
         "| fault | `dtctl doctor`: primary | nodes | right | s | torchrun alone | s | ping and nc |",
         "|---|---|---|---|--:|---|--:|---|",
     ]
-    for name, row in kept["faults"].items():
+    for name, row in sorted(kept["faults"].items(), key=lambda pair: LAYERS.index(pair[1]["layer"])):
         said, others = row["doctor"], row["torchrun"]
         primary = f"**{said['check']}** ({said['status']}): {said['summary']}" if said["check"] else said["summary"]
+        if said.get("also"):
+            primary += f"; beside it {'; '.join(said['also'])}"
         cells = [name, primary, ", ".join(said["nodes"]), "yes" if said["right"] else "no", f"{said['took_s']:.1f}"]
-        cells += [others["says"], f"{others['took_s']:.1f}", row["ping and nc"]["says"]]
+        cells += [_together(others["says"]), f"{others['took_s']:.1f}", row["ping and nc"]["says"]]
         parts.append(f"| {' | '.join(_cell(cell) for cell in cells)} |")
     return "\n".join(parts) + "\n"
+
+
+def _together(says: str) -> str:
+    """What nodes say, once where all say the same."""
+    told = [text.partition(": ")[2] for text in says.split("; node")]
+    return f"on all nodes: {told[0]}" if len(told) > 1 and len(set(told)) == 1 else says
 
 
 COLUMNS = 8
