@@ -70,11 +70,12 @@ def kill_a_worker(run: str, finished: threading.Event) -> None:
         logged = metrics(run)
         if logged and logged[-1]["step"] >= KILL_AT_STEP:
             break
-    for pid, line in control.host_processes(sandbox.node("node2")).items():
-        if line.endswith("train.py"):
-            say(f"kill -9 of the worker on node2 (process {pid}), after step {logged[-1]['step']:.0f}")
-            os.kill(pid, signal.SIGKILL)
-            return
+    processes = control.host_processes(sandbox.node("node2"))
+    # Forked from a process that had torch already, a worker has that one's command line, and its own name.
+    named = [pid for pid in processes if Path(f"/proc/{pid}/comm").read_text().strip() == "train.py"]
+    for pid in named or [pid for pid, line in processes.items() if line.endswith("train.py")]:
+        say(f"kill -9 of the worker on node2 (process {pid}), after step {logged[-1]['step']:.0f}")
+        os.kill(pid, signal.SIGKILL)
 
 
 def curve(run: str) -> None:

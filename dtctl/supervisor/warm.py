@@ -153,9 +153,20 @@ def die_with(supervisor: int) -> None:
         os._exit(1)
 
 
+def name_as(name: str) -> None:
+    """What `ps`, `top` and `pkill` call this process: its command line is that of the one it was forked from."""
+    try:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(15, name.encode(errors="replace")[:15], 0, 0, 0)  # PR_SET_NAME
+    except (ImportError, AttributeError, OSError):
+        pass
+
+
 def run(argv: list[str]) -> None:
     """Run a program as `python ARGV` does: a script and its arguments, or -m, a module and its arguments."""
     sys.excepthook = without_this_file
+    name_as(os.path.basename(argv[1] if argv[0] == "-m" else argv[0]))
     if argv[0] == "-m":
         import runpy
 

@@ -172,3 +172,12 @@ def test_nothing_is_left_whoever_is_killed(project: Project, sandbox: Sandbox, v
         process.send_signal(signal.SIGTERM)
     project.finish(process)
     wait_until(lambda: all(workers(node) == {} for node in sandbox.nodes), 8, "nothing is left")
+
+
+def test_ps_calls_a_forked_worker_by_its_program(project: Project) -> None:
+    """Its command line is that of the process it was forked from, so that people would not find it by anything."""
+    project.write("train.py", "print('I am', open('/proc/self/comm').read().strip(), flush=True)\n")
+    project.write("dtctl.yaml", spec(["decimal"]))
+    done = project.run("launch")
+    assert done.code == 0, done.err
+    assert done.out.count("I am train.py\n") == 6
