@@ -13,6 +13,7 @@ nothing for `LIMIT_S` is ended, and that is the answer. Needs root: this machine
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -20,6 +21,7 @@ import platform
 import re
 import select
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -34,7 +36,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 import machine  # noqa: E402 - it and the tests are no packages
 
 from dtctl.sandbox import control  # noqa: E402
-from dtctl.sandbox.layout import Sandbox  # noqa: E402
+from dtctl.sandbox.layout import Sandbox, SandboxNode  # noqa: E402
 from tests.fault import examining  # noqa: E402
 
 LAYERS = ("network", "reach", "links", "settings", "torch", "node")
@@ -44,6 +46,7 @@ LIMIT_S = 22.0
 """torchrun, the processes it starts and their imports of torch included."""
 PING_LIMIT_S = 10.0
 PORT = 29500
+# When a worker fails, torchrun prints its argv, and so this text: what a well job says is not to be found in it.
 JOB = """\
 import datetime, os, torch, torch.distributed as dist
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=6))
@@ -52,7 +55,7 @@ for _ in range(3):
     data.fill_(1.0)
     dist.all_reduce(data)
 assert (data == dist.get_world_size()).all(), "WRONG SUMS"
-print("JOB-IS-FINE", flush=True)
+print("JOB-IS-" + "FINE", flush=True)
 """
 
 
@@ -97,14 +100,19 @@ class Hosts:
         ]
 
     def end(self) -> None:
-        """End what was started on the hosts and is still there."""
-        for node in self.sandbox.nodes:
-            for pid, line in control.host_processes(node).items():
-                if "torch.distributed.run" in line or "JOB-IS-FINE" in line or line.startswith("nc -l"):
-                    try:
-                        os.kill(pid, 9)
-                    except ProcessLookupError:
-                        continue
+        """End what was started on the hosts and is still there, and see that it is gone: the tests look, too."""
+        deadline = time.monotonic() + 5.0
+        while left := [pid for node in self.sandbox.nodes for pid in self._ours(node)]:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                raise SystemExit(f"processes {left} cannot be ended")
+            time.sleep(0.02)
+
+    def _ours(self, node: SandboxNode) -> list[int]:
+        texts = ("torch.distributed.run", "JOB-IS-", "nc -l", "if ping -q")
+        return [pid for pid, line in control.host_processes(node).items() if any(text in line for text in texts)]
 
 
 def gather(started: Mapping[str, subprocess.Popen[str]], limit_s: float) -> dict[str, str]:

@@ -217,7 +217,11 @@ def doctor_faults() -> str:
         if said.get("also"):
             primary += f"; beside it {'; '.join(said['also'])}"
         cells = [name, primary, ", ".join(said["nodes"]), "yes" if said["right"] else "no", f"{said['took_s']:.1f}"]
-        cells += [_together(others["says"]), f"{others['took_s']:.1f}", row["ping and nc"]["says"]]
+        cells += [
+            _together(others["says"]),
+            f"{others['took_s']:.1f}" if others["took_s"] else "",
+            row["ping and nc"]["says"],
+        ]
         parts.append(f"| {' | '.join(_cell(cell) for cell in cells)} |")
     return "\n".join(parts) + "\n"
 
