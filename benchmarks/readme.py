@@ -125,11 +125,13 @@ def doctor() -> str:
     rows = [row for row in kept["faults"].values() if row["doctor"]["status"] != "ok"]
     right = sum(row["doctor"]["right"] for row in rows)
     runs_well = sum(row["torchrun"]["says"].startswith("nothing") for row in rows)
+    asked = sum(row["torchrun"]["says"] != "not asked" for row in rows)
     unseen = sum(row["ping and nc"]["says"] == "all is well" for row in rows)
     told = [
         f"Of {len(rows)} faults injected into virtual hosts it named check, nodes, primary cause and fix right in "
         f"{right}; pinging the head node and trying its port with nc found nothing wrong in {unseen}, and a small "
-        f"torchrun job ran in {runs_well} of them as if nothing were wrong ([{kept['file']}]({kept['file']}))."
+        f"torchrun job ran in {runs_well} of the {asked} it was asked of as if nothing were wrong "
+        f"([{kept['file']}]({kept['file']}))."
     ]
     if soak := newest_with("doctor-soak", "soak"):
         parts = "; ".join(

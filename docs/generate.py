@@ -197,6 +197,7 @@ def doctor_faults() -> str:
     right = sum(row["doctor"]["right"] for row in rows.values())
     silent = sum(row["torchrun"]["says"].startswith("nothing") for row in rows.values())
     hung = sum(row["torchrun"]["says"].count("(nothing more") == 3 for row in rows.values())
+    asked = sum(row["torchrun"]["says"] != "not asked" for row in rows.values())
     blind = sum(row["ping and nc"]["says"] == "all is well" for row in rows.values())
     parts = [
         "# What the doctor says of a fault, and what others say\n",
@@ -204,7 +205,8 @@ def doctor_faults() -> str:
         f"{kept['date']}, torch {kept['versions']['torch']}, {kept['versions']['cores']} cores, other work beside. "
         f"`dtctl doctor` named the right check, the right nodes, one primary cause and a fix for {right} of them. "
         f"torchrun, started by hand on each host for three all_reduce with gloo and a time-out of 6 s, ran well with "
-        f"{silent} of them there (many hurt only larger jobs, or NCCL), and had said nothing when it was ended after "
+        f"{silent} of the {asked} it was asked of (many hurt only larger jobs, or NCCL), "
+        f"and had said nothing when it was ended after "
         f"22 s with {hung}; pinging node1 and calling its port with `nc -z` from the others found nothing wrong in "
         f"{blind}. Seconds include SSH. "
         "`python benchmarks/doctor_faults.py` makes the table anew.\n",
