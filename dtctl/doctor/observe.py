@@ -98,6 +98,8 @@ class _Node:
         asked = {"workdir": self.wanted.workdir, "paths": self.wanted.paths, "code": self.wanted.code}
         python = self.wanted.python or "python3"
         self.seen.facts = self.ask({"op": "facts", "python": python, **asked, **message})
+        # Behind a jump host this machine does not know the address; the node knows the one that it was reached at.
+        self.seen.address = self.seen.address or str(self.seen.facts["reached_at"])
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """Send one question, wait for its answer.

@@ -60,6 +60,7 @@ def gather(message: dict) -> dict:  # type: ignore[type-arg]
         "looked_up": look_up([*message["names"], hostname]),
         "interfaces": interfaces(),
         "addresses": local_addresses(),
+        "reached_at": basic.server_address(),
         "ways": {peer: basic.interface_towards(peer) for peer in message["peers"]},
         "limits": {
             name: resource.getrlimit(getattr(resource, "RLIMIT_" + name.upper())) for name in ("nofile", "memlock")
