@@ -43,20 +43,24 @@ def main() -> None:
     wait_for_quiet()
     base = Path(tempfile.mkdtemp(prefix="dtctl-bench-"))
     os.environ["DTCTL_SANDBOX_DIR"] = str(base / "sandboxes")
+    project = base / "project"
+    project.mkdir()
     sandbox = control.up(f"bench-{secrets.token_hex(3)}", nodes=2, with_slurm=True)
     dtctl = [sys.executable, "-m", "dtctl", "sbatch"]
     found: dict[str, list[float]] = {"sbatch": [], "sbatch --test-only": [], "dtctl sbatch --submit": [], "render": []}
     try:
         env = {**os.environ, **slurm.environment(sandbox)}
-        (base / "train.py").write_text("")
-        (base / "dtctl.yaml").write_text(SPEC.format(nodes=2, slots=1))
-        (base / "many.yaml").write_text(SPEC.format(nodes=NODES, slots=8))
-        subprocess.run([*dtctl, "--out", "bare.sbatch"], cwd=base, env=env, check=True, capture_output=True)
+        (project / "train.py").write_text("")
+        (project / "dtctl.yaml").write_text(SPEC.format(nodes=2, slots=1))
+        (project / "many.yaml").write_text(SPEC.format(nodes=NODES, slots=8))
+        asked = subprocess.run(["sbatch", "--version"], env=env, capture_output=True, text=True, check=True)
+        version = asked.stdout.strip()
+        subprocess.run([*dtctl, "--out", "bare.sbatch"], cwd=project, env=env, check=True, capture_output=True)
         for _ in range(rounds):
-            found["sbatch"].append(took(["sbatch", "--parsable", "bare.sbatch"], cwd=base, env=env))
-            found["sbatch --test-only"].append(took(["sbatch", "--test-only", "bare.sbatch"], cwd=base, env=env))
-            found["dtctl sbatch --submit"].append(took([*dtctl, "--submit"], cwd=base, env=env))
-            found["render"].append(took([*dtctl, "many.yaml"], cwd=base, env=env))
+            found["sbatch"].append(took(["sbatch", "--parsable", "bare.sbatch"], cwd=project, env=env))
+            found["sbatch --test-only"].append(took(["sbatch", "--test-only", "bare.sbatch"], cwd=project, env=env))
+            found["dtctl sbatch --submit"].append(took([*dtctl, "--submit"], cwd=project, env=env))
+            found["render"].append(took([*dtctl, "many.yaml"], cwd=project, env=env))
             subprocess.run(["scancel", "--user=root"], env=env, check=True)
     finally:
         control.down(sandbox.name)
@@ -66,7 +70,6 @@ def main() -> None:
         print(f"{name:24} {seconds:.3f} s")
     overhead = round(medians["dtctl sbatch --submit"] - medians["sbatch"], 4)
     print(f"overhead of a submission {overhead:.3f} s; a file for {NODES} nodes {medians['render']:.3f} s")
-    version = subprocess.run(["sbatch", "--version"], capture_output=True, text=True, check=True).stdout.strip()
     keep(
         "slurm",
         {
