@@ -117,7 +117,9 @@ class Follower:
         """Whether it has ended for good: one that is being requeued looks cancelled for a moment."""
         if not self.over or self._over_since is None:
             return False
-        return self._script_code is not None or time.monotonic() - self._over_since >= SETTLE_S
+        # A lost node ends the script, too, and its job is requeued all the same.
+        by_itself = self._script_code is not None and self.state["JobState"] in ("COMPLETED", "FAILED")
+        return by_itself or time.monotonic() - self._over_since >= SETTLE_S
 
     def _read(self, name: str, offset: int, data: bytes) -> None:
         if name == JOB_LOG:
