@@ -39,6 +39,8 @@ WAITING: Final = frozenset(
 RUNNING: Final = frozenset({"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "STOPPED", "RESIZING", "UNKNOWN"})
 """States in which the job goes on. All others are ends."""
 SETTLE_S: Final = 3.0
+TAKEN_S: Final = 60.0
+"""How long an end is doubted: at all, and of a job that its log says is taken back, which can look ended for seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +121,8 @@ class Follower:
             return False
         # A lost node ends the script, too, and its job is requeued all the same.
         by_itself = self._script_code is not None and self.state["JobState"] in ("COMPLETED", "FAILED")
-        return by_itself or time.monotonic() - self._over_since >= SETTLE_S
+        patience_s = TAKEN_S if self.taken and self.state["JobState"] != "TIMEOUT" else SETTLE_S
+        return by_itself or time.monotonic() - self._over_since >= patience_s
 
     def _read(self, name: str, offset: int, data: bytes) -> None:
         if name == JOB_LOG:
