@@ -40,7 +40,7 @@ RUNNING: Final = frozenset({"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "
 """States in which the job goes on. All others are ends."""
 SETTLE_S: Final = 3.0
 TAKEN_S: Final = 60.0
-"""How long an end is doubted: at all, and of a job that its log says is taken back, which can look ended for seconds."""
+"""How long an end is doubted: any, and that of a job that its log says is taken back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -271,6 +272,9 @@ class Training:
         job = job_of(self.project)
         wait_until(lambda: fields(self.project, job)["Restarts"] == "1", 90, "Slurm has taken the job back")
         wait_until(lambda: state(self.project, job) == "PENDING", 30, "it waits")
+        # Slurm has its two minutes for a reason: on a node that still cleans up after the job it fails at once.
+        taken = time.strptime(fields(self.project, job)["SubmitTime"], "%Y-%m-%dT%H:%M:%S")
+        wait_until(lambda: time.time() - time.mktime(taken) > 8, 20, "its nodes are clean")
         wait_until(lambda: (hasten(self.project, job), state(self.project, job))[1] != "PENDING", 60, "it runs again")
 
     def finish(self) -> None:
