@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from dtctl.doctor import collective, shared
+from dtctl.doctor import collective, scheduled, shared
 from dtctl.doctor.checks import environment, hardware, links, network, node, scheduler
 from dtctl.doctor.findings import Finding, ordered
 from dtctl.doctor.observe import Probes, Progress, Seen, Wanted
@@ -105,6 +105,7 @@ def _judge(
         fixed = spec.network.rendezvous_port
         found += scheduler.scheduler(
             os.environ,
+            scheduled.job_of(os.environ),
             node=well[0].name,
             nodes=len(seen),
             kind=spec.job.kind,

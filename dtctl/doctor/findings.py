@@ -20,7 +20,7 @@ CHECKS = (
     "packet-loss", "bandwidth", "latency",
     "path", "shared", "visibility",
     "env-differs", "env-unknown", "env-dead", "env-dangerous",
-    "partition", "account", "time-limit", "job-nodes", "gres", "features", "submit", "tasks", "time-left",
+    "partition", "account", "time-limit", "requeue", "job-nodes", "gres", "features", "submit", "tasks", "time-left",
     "collective",
 )  # fmt: skip
 """All checks, each after those that can be its cause: of several failures the first in this order is the primary."""

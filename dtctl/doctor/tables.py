@@ -12,7 +12,7 @@ from dtctl.doctor.observe import Seen
 _LAYERS = {
     "REACH": ("reach", "host-key", "login", "python", "shell-output", "clock"),
     "LIMITS": ("workdir", "disk", "nofile", "memlock", "shm", "path", "shared", "visibility", "time-left",
-               "tasks"),
+               "requeue", "tasks"),
     "SOFTWARE": ("python-version", "torch", "nccl", "architecture", "code"),
     "HARDWARE": ("gpus", "gpu-xid", "gpu-ecc", "gpu-driver", "gpu-model", "gpu-links", "gpu-busy", "rdma",
                  "link-speed"),

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from dtctl.spec.model import Slurm
 
-CHECKS: Final = ("partition", "account", "time-limit", "job-nodes", "gres", "features", "submit")
+CHECKS: Final = ("partition", "account", "time-limit", "requeue", "job-nodes", "gres", "features", "submit")
 """What is looked at before a job is submitted; the last is Slurm's own opinion (`sbatch --test-only`)."""
 _GONE: Final = re.compile(r"down|drain|fail|not_resp|maint|unk", re.IGNORECASE)
 _UNLIMITED: Final = ("UNLIMITED", "INFINITE", "NONE", "")
@@ -82,6 +82,7 @@ def lacks(slurm: Slurm, nodes: int, offer: Mapping[str, Any]) -> Iterator[Lack]:
         )  # fmt: skip
     yield from _account(slurm, here, name)
     yield from _time(slurm, here, name)
+    yield from _requeue(slurm, here)
     rows = [_node(row) for row in offer["nodes"] if row[1].rstrip("*") in named]
     yield from _nodes(slurm, nodes, {node.name: node for node in rows}, here, name)
 
@@ -117,6 +118,42 @@ def _time(slurm: Slurm, here: Sequence[Mapping[str, str]], name: str) -> Iterato
             check="time-limit", key="slurm.time", never=True,
             summary=f"{slurm.time} is more than partition {name} allows", fix=f"at most {', '.join(limits)}",
             evidence=tuple(f"MaxTime={limit}" for limit in limits),
+        )  # fmt: skip
+
+
+def _requeue(slurm: Slurm, here: Sequence[Mapping[str, str]]) -> Iterator[Lack]:
+    """What keeps a job that was interrupted from going on: it must be warned in time, and started again."""
+    limits = [slurm.time] if slurm.time else [row.get("DefaultTime", "") for row in here]
+    shortest = min((limit for text in limits if (limit := minutes(text)) is not None), default=None)
+    if shortest is not None and shortest * 60 <= slurm.warn_s:
+        yield Lack(
+            check="requeue", key="slurm.warn_s", never=True,
+            summary=f"the workers would be told to save and end as soon as they start: the job may run for "
+            f"{shortest * 60:.0f} s, and the warning comes {slurm.warn_s} s before that",
+            fix="a longer slurm.time, or a later warning", evidence=tuple(f"DefaultTime={one}" for one in limits)
+            if not slurm.time else (),
+        )  # fmt: skip
+    if slurm.requeues and (slurm.extra.get("no-requeue") or slurm.extra.get("requeue") is False):
+        yield Lack(
+            check="requeue", key="slurm.extra", never=False,
+            summary=f"the job says both that it is started again up to {slurm.requeues} times and that it never is",
+            fix="take `no-requeue` out of slurm.extra, or say `slurm.requeues: 0`",
+        )  # fmt: skip
+    signal = str(slurm.extra.get("signal", ""))
+    if signal and not re.match(r"B:(SIG)?USR1(@|$)", signal):
+        yield Lack(
+            check="requeue", key="slurm.extra.signal", never=False,
+            summary=f"the warning of the time limit is {signal}, and the batch file waits for USR1: nobody would save",
+            fix="leave it out; slurm.warn_s says how early the warning comes",
+        )  # fmt: skip
+    cancelling = [row for row in here if row.get("PreemptMode", "").startswith("CANCEL")]
+    if slurm.requeues and cancelling:
+        row = cancelling[0]
+        yield Lack(
+            check="requeue", key="slurm.partition", never=False,
+            summary=f"partition {row['PartitionName']} cancels the jobs that it preempts: nobody starts them again",
+            fix="a partition or slurm.qos that requeues; or `dtctl launch` again, which goes on from the last snapshot",
+            evidence=tuple(f"{key}={row[key]}" for key in ("PreemptMode", "GraceTime") if key in row),
         )  # fmt: skip
 
 

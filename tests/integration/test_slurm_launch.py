@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import subprocess
@@ -394,3 +395,29 @@ def test_the_doctor_examines_the_nodes_of_an_allocation(shared: Project) -> None
     said = json.loads(done.stdout)
     assert (said["ok"], said["nodes"]) == (True, ["node1", "node2"])
     assert {"data-ports", "bandwidth", "disk"} <= {one["check"] for one in said["findings"]}
+
+
+def test_the_doctor_sees_that_a_preempted_job_would_be_lost(shared: Project) -> None:
+    shared.write("train.py", "")
+    shared.write("dtctl.yaml", spec())
+    change = ["scontrol", "update", "PartitionName=main"]
+    subprocess.run([*change, "PreemptMode=CANCEL"], env=shared.env, check=True)
+    try:
+        done = shared.run("doctor", "--json")
+    finally:
+        subprocess.run([*change, "PreemptMode=REQUEUE"], env=shared.env, check=True)
+    assert done.code == 0, "it can be submitted all the same"
+    (first, *_) = json.loads(done.out)["findings"]
+    assert (first["check"], first["status"]) == ("requeue", "warn")
+    assert "PreemptMode=CANCEL" in first["evidence"]
+
+
+def test_the_doctor_sees_that_its_job_is_not_started_again(shared: Project) -> None:
+    shared.write("train.py", "")
+    shared.write("dtctl.yaml", spec())
+    argv = ["sbatch", "--quiet", "--wait", "--no-requeue", "--nodes=2", "--output=said.json", "--error=said.err"]
+    command = f"{shlex.quote(sys.executable)} -m dtctl doctor --json --quick"
+    subprocess.run([*argv, "--wrap", command], cwd=shared.folder, env=shared.env, check=True)
+    found = json.loads((shared.folder / "said.json").read_text())["findings"]
+    (warned,) = [one for one in found if one["status"] in ("warn", "fail")]
+    assert (warned["check"], warned["evidence"]) == ("requeue", ["Requeue=0"])

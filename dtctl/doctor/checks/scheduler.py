@@ -1,4 +1,4 @@
-"""What Slurm has set around this process: time that is left, tasks and nodes that do not fit the spec. Pure."""
+"""What Slurm has set around this process: time that is left, whether it goes on afterwards, tasks and nodes. Pure."""
 
 from __future__ import annotations
 
@@ -6,30 +6,38 @@ from collections.abc import Iterator, Mapping
 
 from dtctl.doctor.findings import Finding
 
-RAN = ("time-left", "tasks")
+RAN = ("time-left", "tasks", "requeue")
 SHORT_S = 900.0
 NO_TIME_S = 60.0
 
 
 def scheduler(
-    environ: Mapping[str, str], *, node: str, nodes: int, kind: str | None, now: float, fixed_port: int | None
+    environ: Mapping[str, str],
+    job: Mapping[str, str],
+    *,
+    node: str,
+    nodes: int,
+    kind: str | None,
+    now: float,
+    fixed_port: int | None,
 ) -> Iterator[Finding]:
     """Findings inside a Slurm job; none outside.
 
     Args:
         environ: of this process.
+        job: what Slurm says of the job, by its own names; empty if it does not answer.
         node: the head node, which findings are about.
         nodes: how many the spec has.
         kind: `job.kind`.
         now: seconds since the epoch.
         fixed_port: the rendezvous port, where the spec demands one.
     """
-    job = environ.get("SLURM_JOB_ID")
-    if not job:
+    number = environ.get("SLURM_JOB_ID")
+    if not number:
         return
 
     def finding(check: str, summary: str, fix: str, *names: str, fail: bool = False) -> Finding:
-        evidence = tuple(f"{name}={environ[name]}" for name in names)
+        evidence = tuple(f"{name}={environ.get(name) or job[name]}" for name in names)
         status = "fail" if fail else "warn"
         return Finding(check=check, status=status, nodes=(node,), summary=summary, fix=fix, evidence=evidence)  # type: ignore[arg-type]
 
@@ -37,10 +45,18 @@ def scheduler(
     if ends.isdigit() and (left := int(ends) - now) < SHORT_S:
         yield finding(
             "time-left",
-            f"job {job} ends in {max(0.0, left) / 60:.0f} minutes",
+            f"job {number} ends in {max(0.0, left) / 60:.0f} minutes",
             "ask for more (sbatch --time), or let it go on from a snapshot: sbatch --requeue --signal=B:TERM@120",
             "SLURM_JOB_END_TIME",
             fail=left < NO_TIME_S,
+        )
+    # An interactive allocation (salloc) has nothing that could be started again.
+    if job.get("BatchFlag") == "1" and job.get("Requeue") == "0":
+        yield finding(
+            "requeue",
+            f"job {number} is not started again when a node is lost or another job takes its place",
+            f"#SBATCH --requeue; for this job: scontrol update JobId={number} Requeue=1",
+            "Requeue",
         )
     tasks = environ.get("SLURM_NTASKS_PER_NODE", "1")
     if tasks != "1" and kind in (None, "torchrun"):
@@ -54,7 +70,7 @@ def scheduler(
     if given.isdigit() and int(given) < nodes:
         yield finding(
             "tasks",
-            f"the spec has {nodes} nodes and job {job} has {given}",
+            f"the spec has {nodes} nodes and job {number} has {given}",
             f"#SBATCH --nodes={nodes}, or fewer nodes in the spec",
             "SLURM_JOB_NUM_NODES",
             fail=True,

@@ -122,7 +122,7 @@ def test_what_slurm_has_set_is_held_against_the_spec(
     from dtctl.doctor.checks.scheduler import scheduler
 
     def found(environ: dict[str, str]) -> list[Finding]:
-        return list(scheduler(environ, node="a", nodes=4, kind=None, now=10_000.0, fixed_port=29500))
+        return list(scheduler(environ, {}, node="a", nodes=4, kind=None, now=10_000.0, fixed_port=29500))
 
     assert found(JOB) == []
     assert found({name: value for name, value in {**JOB, **changed}.items() if name != "SLURM_JOB_ID"}) == []
@@ -131,6 +131,23 @@ def test_what_slurm_has_set_is_held_against_the_spec(
     assert said in one.summary
     assert one.fix
     assert one.evidence
+
+
+@pytest.mark.parametrize(
+    ("job", "warns"),
+    [
+        ({"BatchFlag": "1", "Requeue": "0"}, True),
+        ({"BatchFlag": "1", "Requeue": "1"}, False),
+        ({"BatchFlag": "0", "Requeue": "0"}, False),  # salloc
+        ({}, False),  # Slurm does not answer
+    ],
+)
+def test_a_batch_job_that_is_not_started_again_is_told_of(job: dict[str, str], warns: bool) -> None:
+    from dtctl.doctor.checks.scheduler import scheduler
+
+    found = list(scheduler(JOB, job, node="a", nodes=4, kind=None, now=10_000.0, fixed_port=None))
+    assert [(one.check, one.status, one.evidence) for one in found] == [("requeue", "warn", ("Requeue=0",))] * warns
+    assert all("scontrol update JobId=7 Requeue=1" in one.fix for one in found)
 
 
 def test_a_folder_that_is_another_one_on_some_nodes_and_files_that_come_late() -> None:
