@@ -11,6 +11,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
+from dtctl.errors import PlanError, SpecError
 from dtctl.launch.failure import Failure, describe
 
 SAME_LIMIT = 3
@@ -18,6 +19,8 @@ SAME_LIMIT = 3
 LONG_S = 300.0
 """An attempt that lasted longer has got somewhere, even if it tells no steps."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
+REFUSED = (SpecError.exit_code, PlanError.exit_code)
+"""What workers with dtctl.runtime end with when they cannot do what the spec says."""
 FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -34,7 +37,13 @@ class Verdict:
 class Patience:
     """What the attempts so far have come to."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, trains: bool = False) -> None:
+        """Nothing has been attempted.
+
+        Args:
+            trains: whether the job is a training with dtctl.runtime, whose exit codes have a meaning.
+        """
+        self._refused = REFUSED if trains else ()
         self._last: str | None = None
         self._step = -1
         self._same = 0
@@ -47,6 +56,8 @@ class Patience:
             step: the last step that is known to have been done, of the whole run; None when the job tells none.
             lasted_s: from its start to the failure.
         """
+        if failure.exit_code in self._refused and failure.signal is None:
+            return Verdict(hopeless="the workers cannot do what the spec says, and no restart changes that")
         lost = failure.exit_code is None and not failure.hang
         if lost or (failure.signal in FROM_OUTSIDE and not failure.why):
             return Verdict()

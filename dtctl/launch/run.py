@@ -74,7 +74,7 @@ class _Launcher:
         if job.keep:
             self.gang.reattach = self._reattach
         self.launch_s: float | None = None
-        self.patience = Patience()
+        self.patience = Patience(trains=job.trains)
         self.hellos: dict[str, Mapping[str, Any]] = {}
         """What nodes have said about themselves."""
         self.spares = list(job.spares)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from dtctl.launch.failure import Failure
 from dtctl.launch.patience import SAME_LIMIT, Patience
 
@@ -76,3 +78,10 @@ def test_a_lack_of_memory_comes_back_and_a_kill_by_somebody_does_not() -> None:
         starved = replace(FAILURE, exit_code=137, signal=9, why=f"oom_kill went from {count} to {count + 1}")
         verdicts.append(patience.judge(starved, step=70, lasted_s=1))
     assert [verdict.hopeless is None for verdict in verdicts] == [True, True, False]
+
+
+@pytest.mark.parametrize("code", [3, 4])
+def test_workers_that_refuse_the_spec_are_not_started_again(code: int) -> None:
+    refused = replace(FAILURE, exit_code=code, summary="error: the global batch cannot be kept")
+    assert Patience(trains=True).judge(refused, step=None, lasted_s=1).hopeless
+    assert not Patience().judge(refused, step=None, lasted_s=1).hopeless, "another program's codes mean something else"
