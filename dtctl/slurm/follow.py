@@ -282,6 +282,8 @@ class Follower:
         elif failure is None:
             failure = self._without_a_word(state)
         ledger.write(self.record.folder / names.LEDGER_FILE, attempts=max(0, self.attempt) + 1)
+        for node in self.nodes:
+            self.emit("node", node=node, state="stopped")
         return Result(
             run=self.record.run,
             status=status,

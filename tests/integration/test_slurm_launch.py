@@ -79,7 +79,7 @@ def test_a_launch_is_followed_to_its_end(shared: Project, kind: str) -> None:
         assert log.stat().st_mode & 0o777 == 0o600
     assert sum(line.endswith(" line 4") for line in done.err.splitlines()) == 4
     said = json.loads(shared.run("status", "--json").out)
-    assert (said["status"], said["nodes"]) == ("succeeded", {"node1": "running", "node2": "running"})
+    assert (said["status"], said["nodes"]) == ("succeeded", {"node1": "stopped", "node2": "stopped"})
 
 
 def test_nodes_of_several_kinds_are_one_job(shared: Project) -> None:
