@@ -135,17 +135,58 @@ def prune(
     options = ["--keep", str(keep)] if keep is not None else []
     options += ["--every-s", str(every_h * 3600)] if every_h is not None else []
     options += ["--no-best"] if no_best else []
-    options += ["--dry-run"] if dry_run else []
-    answers, silent = _all("prune", place, options)
-    found = [{"kept": answer["kept"], "removed": answer["removed"], **_node(node)} for node, answer in answers.items()]
+    from dtctl.launch import snapshots
+
+    if snapshots.is_folder(place):
+        answers, silent = _all("prune", place, [*options, *(["--dry-run"] if dry_run else [])])
+        found = [{"kept": answer["kept"], "removed": answer["removed"]} for answer in answers.values()]
+    else:
+        found, silent = _prune_run(_of_run(place), options, dry_run=dry_run)
     if json_:
         output.emit_json({"places": found, "dry_run": dry_run})
     else:
         for one in found:
             for path in one["removed"]:
-                output.out(f"{'would remove' if dry_run else 'removed'} {path}")
-            output.out(f"kept {len(one['kept'])}")
+                at = f"{one['node']}:" if "node" in one else ""
+                output.out(f"{'would remove' if dry_run else 'removed'} {at}{path}")
+            output.out(f"kept {len(one['kept'])}{' on ' + one['node'] if 'node' in one else ''}")
     return _code(silent)
+
+
+def _prune_run(
+    run: RunSnapshots, options: Sequence[str], *, dry_run: bool
+) -> tuple[list[dict[str, Any]], list[DtctlError]]:
+    """By what the nodes have together, since each may have a part of every snapshot; what each keeps and loses."""
+    from dtctl.launch import gathering, snapshots
+
+    def ask(verb: str, words: Sequence[str], nodes: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
+        answers = {}
+        for node, told in run.ask(verb, words, nodes).items():
+            if isinstance(told, DtctlError):
+                raise told
+            if "error" in told.answer:
+                raise snapshots.error_of(told)
+            answers[node] = told.answer
+        return answers
+
+    answers, silent = _all("pieces", None, [], run)
+    found = gathering.spread(answers)
+    whole = [one for one in found if one.whole]
+    gone: list[gathering.Spread] = []
+    if whole:
+        # The rule stands in the newest one's manifest.
+        made = [word for one in whole for word in ("--made", f"{one.step}:{one.made_s}")]
+        (told,) = ask("stays", [*options, *made], whole[0].nodes[:1]).values()
+        gone = gathering.removable(found, told["stays"], all_told=not silent)
+    rows = []
+    for node, answer in answers.items():
+        steps = {one.step for one in gone if node in one.nodes}
+        if steps and not dry_run:
+            ask("remove", [word for step in steps for word in ("--step", str(step))], [node])
+        kept = [row["path"] for row in answer["rows"] if row["step"] not in steps]
+        removed = [row["path"] for row in answer["rows"] if row["step"] in steps]
+        rows.append({"kept": kept, "removed": removed, "node": node})
+    return rows, silent
 
 
 @app.command("export")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,8 @@ class Spread:
     complete: list[str] = field(default_factory=list)
     """Nodes that have all of it."""
     wrong: list[str] = field(default_factory=list)
+    made_s: float = 0.0
+    """When the first node of these had it, seconds since the epoch."""
 
     @property
     def whole(self) -> bool:
@@ -55,7 +57,7 @@ def spread(answers: Mapping[str, Mapping[str, Any]]) -> list[Spread]:
     for node, answer in answers.items():
         for row in answer["rows"]:
             key = (row["step"], row["record"] or node)
-            one = found.setdefault(key, Spread(step=row["step"], path=row["path"]))
+            one = found.setdefault(key, Spread(step=row["step"], path=row["path"], made_s=row["made_s"]))
             one.nodes.append(node)
             one.files = row["files"]
             if one.files and set(one.files) <= set(row["good"]):
@@ -63,6 +65,28 @@ def spread(answers: Mapping[str, Mapping[str, Any]]) -> list[Spread]:
             one.holders = {**dict.fromkeys(row["good"], node), **one.holders}
             one.wrong += [f"{node}: {phrase}" for phrase in row["bad"]]
     return sorted(found.values(), key=lambda one: -one.step)
+
+
+def removable(found: Sequence[Spread], stays: Collection[int], *, all_told: bool) -> list[Spread]:
+    """What `dtctl snapshot prune` removes of what nodes have together.
+
+    Args:
+        found: newest first.
+        stays: steps of whole ones that are kept.
+        all_told: whether every node of the run has answered; what seems to lack something may lie on one that has not.
+    """
+    newest = next((one.step for one in found if one.whole), None)
+    if newest is None:  # nothing vouches for anything
+        return []
+
+    def goes(one: Spread) -> bool:
+        if one.step in stays:  # also where a node has another one of the same step: it is asked by step
+            return False
+        # One that lacks something and is newer may be on its way: nodes commit one after another.
+        under_way = one.step > newest and one.row()["status"] == "incomplete"
+        return one.whole or (all_told and not under_way)
+
+    return [one for one in found if goes(one)]
 
 
 @contextmanager

@@ -108,6 +108,14 @@ def look_at_halves(project: Project, run: str) -> None:
     ]
     assert project.run("snapshot", "export", run, "-o", "w.safetensors").code == 0
     assert (project.folder / "w.safetensors").stat().st_size > 301 * 4
+    said = json.loads(project.run("snapshot", "prune", run, "--keep", "1", "--dry-run", "--json").out)
+    places = [(one["node"], len(one["kept"]), [Path(path).name for path in one["removed"]]) for one in said["places"]]
+    assert places == [("node1", 1, ["step-00000012"]), ("node2", 1, ["step-00000012"])]
+    assert project.run("snapshot", "prune", run).code == 0, "by its own rule nothing goes"
+    assert [row["step"] for row in json.loads(project.run("snapshot", "verify", run, "--json").out)["snapshots"]] == [
+        14,
+        12,
+    ]
     assert project.run("snapshot", "show", run).code == 0
     spoilt = f"{rows[0]['path']}/model.00001.safetensors"
     assert project.run("sandbox", "exec", "node2", "--", "truncate", "-s", "-1", spoilt).code == 0
@@ -118,3 +126,6 @@ def look_at_halves(project: Project, run: str) -> None:
     assert found["snapshots"][0]["bad"][0].startswith("node2: model.00001.safetensors has ")
     assert found["newest_good"] == rows[1]["path"]
     assert digest(project, run)["step"] == 12
+    assert project.run("snapshot", "prune", run, "--keep", "1").code == 0
+    done = project.run("snapshot", "verify", run, "--json")
+    assert [(row["step"], row["status"]) for row in json.loads(done.out)["snapshots"]] == [(12, "ok")]

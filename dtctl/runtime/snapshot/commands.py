@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -62,13 +62,14 @@ def pieces(place: Path) -> Answer:
     """What of each snapshot is good here, file by file: of one that lies on several nodes, this is a node's part.
 
     Returns:
-        Rows, newest first: path, step, the commit record that all nodes of it have, all files of its manifest, those
-        that are here and right, and what is wrong.
+        Rows, newest first: path, step, when it was made, the commit record that all nodes of it have, all files of its
+        manifest, those that are here and right, and what is wrong.
     """
     rows = []
     for path in snapshots(place):
         found = read.record(path)
         row: Answer = {"path": str(path), "step": found.step, "record": None, "files": [], "good": []}
+        row["made_s"] = retention.made_s(path)
         row |= {"bad": list(found.bad)}
         if found.manifest is not None:
             here = [name for name in found.manifest.files if (path / name).is_file()]
@@ -192,13 +193,7 @@ def prune(
     good = [found for found in verdicts if found.manifest is not None]
     stays = {found.path for found in verdicts}  # while nothing is certain, nothing goes
     if good:
-        assert good[0].manifest is not None  # noqa: S101  # for the type checker
-        told = retention.Rule.of(good[0].manifest.facts)
-        rule = retention.Rule(
-            keep=told.keep if keep is None else keep,
-            every_s=told.every_s if every_s is None else every_s,
-            best=told.best if keep_best else (),
-        )
+        rule = _rule(good[0], keep=keep, every_s=every_s, keep_best=keep_best)
         steps = rule.stays([(found.step, retention.made_s(found.path)) for found in good])
         stays = {found.path for found in good if found.step in steps}
     gone = [found.path for found in verdicts if found.path not in stays]
@@ -206,6 +201,50 @@ def prune(
         retention.remove(gone)
     left = [str(found.path) for found in verdicts if found.path in stays]
     return {"kept": left, "removed": [str(path) for path in gone], "dry_run": dry_run}
+
+
+def _rule(found: read.Verdict, *, keep: int | None, every_s: float | None, keep_best: bool) -> retention.Rule:
+    """The rule that a snapshot's manifest has, but for what is asked for."""
+    assert found.manifest is not None  # noqa: S101  # for the type checker
+    told = retention.Rule.of(found.manifest.facts)
+    return retention.Rule(
+        keep=told.keep if keep is None else keep,
+        every_s=told.every_s if every_s is None else every_s,
+        best=told.best if keep_best else (),
+    )
+
+
+def stays(
+    place: Path,
+    made: Mapping[int, float],
+    *,
+    keep: int | None = None,
+    every_s: float | None = None,
+    keep_best: bool = True,
+) -> Answer:
+    """Which steps `prune` would keep of snapshots that several nodes have together; nothing is removed or verified.
+
+    Args:
+        place: folder of snapshots that has the manifest of the newest one.
+        made: step -> when it was made, in seconds since the epoch; of all that are good.
+        keep: as for `prune`.
+        every_s: as for `prune`.
+        keep_best: as for `prune`.
+    """
+    newest_step = max(made)
+    path = next((path for path in snapshots(place) if layout.step_of(path) == newest_step), None)
+    found = None if path is None else read.record(path)
+    if found is None or found.manifest is None:
+        raise SnapshotError(f"the manifest of step {newest_step} is gone", where=str(place), hint="try again")
+    rule = _rule(found, keep=keep, every_s=every_s, keep_best=keep_best)
+    return {"stays": sorted(rule.stays(list(made.items())))}
+
+
+def remove(place: Path, steps: Collection[int]) -> Answer:
+    """Remove the snapshots of some steps: whoever asks knows what other nodes have."""
+    gone = [path for path in snapshots(place) if layout.step_of(path) in steps]
+    retention.remove(gone)
+    return {"removed": [str(path) for path in gone]}
 
 
 def export(place: Path, *, part: str, out: Path | BinaryIO) -> Answer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dtctl.launch.gathering import spread
+from dtctl.launch.gathering import removable, spread
 
 FILES = ["model.00000.safetensors", "model.00001.safetensors"]
 
@@ -14,6 +14,7 @@ def row(step: int, good: list[str], *, record: str | None = "r", bad: list[str] 
     return {
         "path": f"/s/step-{step:08d}",
         "step": step,
+        "made_s": step * 60.0,
         "record": record,
         "files": files,
         "good": good,
@@ -49,3 +50,21 @@ def test_snapshots_of_one_step_with_other_records_are_two() -> None:
     assert [status for _, status, _, _ in found] == ["incomplete", "incomplete"]
     without = told(a=[row(2, [], record=None, bad=["COMMIT is missing"])])
     assert without == [(2, "incomplete", ["a: COMMIT is missing"], "a")]
+
+
+def test_what_is_not_kept_goes_and_what_may_be_on_its_way_does_not() -> None:
+    def gone(stays: set[int], *, all_told: bool = True, **rows: list[dict[str, Any]]) -> list[int]:
+        found = spread({node: {"rows": several} for node, several in rows.items()})
+        return [one.step for one in removable(found, stays, all_told=all_told)]
+
+    halves = {"a": [row(step, FILES[:1]) for step in (4, 3, 2)], "b": [row(step, FILES[1:]) for step in (3, 2)]}
+    assert gone({3}, **halves) == [2], "that of step 4 lacks a file, and is newer than all that are whole"
+    assert gone({4}, a=halves["a"]) == [], "nothing vouches for anything"
+    bad = f"{FILES[0]} has 3 bytes and should have 4"
+    corrupt = {"a": [row(4, [], bad=[bad]), *halves["a"][1:]], "b": [row(4, FILES[1:]), *halves["b"]]}
+    assert gone({3, 2}, **corrupt) == [4]
+    assert gone({3, 2}, all_told=False, **corrupt) == [], "the good copy may lie where nobody has answered"
+    old = {"a": [*halves["a"][1:], row(1, FILES[:1])], "b": halves["b"]}
+    assert gone({3, 2}, **old) == [1]
+    assert gone({3, 2}, all_told=False, **old) == []
+    assert gone({3}, all_told=False, **old) == [2]
