@@ -165,6 +165,30 @@ def first_start(folder: Path, slots: int, repetitions: int) -> float:
     return statistics.median(found)
 
 
+def floor(folder: Path, repetitions: int) -> float:
+    """Median seconds from the start of two bare Python processes to the first step of both: no restart can be faster
+    that begins with new ones."""
+    found = []
+    for number in range(repetitions):
+        for path in folder.glob("steps.*"):
+            path.unlink()
+        wait_for_quiet()
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29520 + number), "WORLD_SIZE": "2"}
+        begun = time.time()
+        workers = [
+            subprocess.Popen(
+                [sys.executable, "train.py", str(folder), "1"],
+                cwd=folder,
+                env=os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(2)
+        ]
+        for worker in workers:
+            worker.wait(LIMIT_S)
+        found.append(max(lines(folder / f"steps.{rank}")[0][2] for rank in range(2)) - begun)
+    return statistics.median(found)
+
+
 def main() -> None:
     """Measure, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -205,6 +229,10 @@ def main() -> None:
                 f"{name:12} {row['kills']:6} {row['recovered']:10} {row['median_s']:9.3f} {row['p95_s']:7.3f} "
                 f"{row['max_s']:7.3f}"
             )
+        if "dtctl, cold" in rows:
+            bare_s = floor(folder, 5)
+            kept["floor s"] = round(bare_s, 3)
+            print(f"two bare processes need {bare_s:.2f} s to their first step: the floor of a cold restart")
         if "first start" not in wanted:
             keep("recovery", kept)
             return
