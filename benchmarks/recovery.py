@@ -166,8 +166,7 @@ def first_start(folder: Path, slots: int, repetitions: int) -> float:
 
 
 def floor(folder: Path, repetitions: int) -> float:
-    """Median seconds from the start of two bare Python processes to the first step of both: no restart can be faster
-    that begins with new ones."""
+    """Median seconds from the start of two bare processes to the first step of both: the least that new ones need."""
     found = []
     for number in range(repetitions):
         for path in folder.glob("steps.*"):
