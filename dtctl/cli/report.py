@@ -33,6 +33,7 @@ def report(
     ] = None,
 ) -> None:
     """Write what runs did as one HTML page with plots, which needs no network and no other file."""
+    from dtctl.cli.files import write_named
     from dtctl.errors import UsageError
     from dtctl.launch.record import find_run, write_private
     from dtctl.report.page import page
@@ -57,5 +58,8 @@ def report(
         output.raw(text)
         return
     path = out or records[0].folder / "report.html"
-    write_private(path, text)
+    if out is None:
+        write_private(path, text)
+    else:
+        write_named(path, text, option="-o")
     output.out(str(path))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dtctl import names
 from dtctl.cli.launch_view import STATES
 from dtctl.launch.logs import rank_of
+from dtctl.launch.readable import number
 from dtctl.launch.state import RunState, state_of, where_the_time_went
 
 if TYPE_CHECKING:
@@ -138,10 +139,10 @@ def tail_of_metrics(path: Path) -> list[dict[str, Any]]:
     for line in lines:
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # cut by the beginning of the tail, or being written
-        if isinstance(row, dict) and "step" in row:
-            rows.append(row)
+        if isinstance(row, dict) and number(row.get("step")):
+            rows.append({key: value for key, value in row.items() if isinstance(value, float) or number(value)})
     return rows
 
 

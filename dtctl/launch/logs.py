@@ -124,8 +124,8 @@ class Logs:
         for line in reversed(lines):
             try:
                 return int(json.loads(line)["step"])
-            except (ValueError, KeyError, TypeError):
-                continue  # half a line
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+                continue  # half a line, or something else
         return None
 
     def ranks(self, node: str) -> list[int]:

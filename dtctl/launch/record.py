@@ -30,6 +30,7 @@ from typing import Any
 
 from dtctl import names
 from dtctl.errors import LaunchError, UsageError
+from dtctl.launch import readable
 from dtctl.plan.model import Plan
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
@@ -183,8 +184,11 @@ class RunRecord:
             LaunchError: the folder is not that of a run.
         """
         try:
-            return RunInfo(**json.loads((self.folder / RUN_FILE).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as exc:
+            info = RunInfo(**json.loads((self.folder / RUN_FILE).read_text(encoding="utf-8")))
+            if not readable.number(info.started) or not isinstance(info.spec, str) or not isinstance(info.pid, int):
+                raise TypeError("a field has a value of another kind")
+            return info
+        except (OSError, ValueError, TypeError, RecursionError) as exc:
             raise LaunchError(f"{self.run} is not a run that dtctl can read", where=str(self.folder)) from exc
 
     @property
@@ -204,9 +208,9 @@ class RunRecord:
         """The plan of the newest attempt as plain data; empty when none was made."""
         try:
             found: dict[str, Any] = json.loads((self.folder / names.PLAN_FILE).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
-        return found
+        return found if readable.plan(found) else {}
 
     def append_event(self, event: dict[str, Any]) -> None:
         """Append one event; whole lines, whoever else reads. A full disk costs the event, not the run."""
@@ -257,7 +261,7 @@ class RunRecord:
         return fd
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """All events so far; a half-written last line is left out."""
+        """All events so far; a half-written last line, and what is none, is left out."""
         try:
             text = (self.folder / names.EVENTS_FILE).read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -265,9 +269,9 @@ class RunRecord:
         for line in text.splitlines():
             try:
                 event = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
-            if isinstance(event, dict):
+            if readable.event(event):
                 yield event
 
     def log_path(self, node: str, rank: int) -> Path:

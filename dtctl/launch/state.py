@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dtctl import names
+from dtctl.launch import readable
 from dtctl.launch.record import RunInfo, RunRecord
 
 
@@ -133,9 +134,9 @@ def state_of(record: RunRecord) -> RunState:
 def _ledger(record: RunRecord) -> dict[str, Any] | None:
     try:
         found = json.loads((record.folder / names.LEDGER_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return found if readable.ledger(found) else None
 
 
 def where_the_time_went(ledger: dict[str, Any]) -> str:

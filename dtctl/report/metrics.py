@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dtctl.errors import LaunchError
+from dtctl.launch.readable import number
 
 POINTS = 1500
 """Buckets of a curve: more than a screen has pixels for it."""
@@ -110,9 +111,12 @@ def _short(path: Path) -> Metrics:
 def _row(line: bytes | str) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int | float) else None
+        if isinstance(row, dict) and number(row.get("step")):
+            "".join(row).encode()  # half a surrogate pair cannot be shown
+            return row
+    except (ValueError, RecursionError):
+        pass
+    return None
 
 
 def _add(columns: dict[str, Column], row: Mapping[str, Any], *, without: Collection[str] = ()) -> None:
@@ -122,7 +126,15 @@ def _add(columns: dict[str, Column], row: Mapping[str, Any], *, without: Collect
             continue
         column = columns.setdefault(name, Column())
         column.steps.append(step)
-        column.values.append(math.nan if value is None else value)
+        column.values.append(_float(value))
+
+
+def _float(value: float | None) -> float:
+    """A value as a curve has it; what is too large for that has left the scale."""
+    try:
+        return math.nan if value is None else float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _forwards(column: Column) -> None:
@@ -263,7 +275,7 @@ def _watched(block: str, count: int, form: _Form) -> list[list[float]]:
             pass
     rows = [row for row in map(_row, block.splitlines()) if row is not None]
     told = [[row.get(name) for row in rows] for name in form.watched]
-    return [[value if isinstance(value, int | float) else math.nan for value in values] for values in told]
+    return [[_float(value) if isinstance(value, int | float) else math.nan for value in values] for values in told]
 
 
 # -- thinning ------------------------------------------------------------------------------------------------------

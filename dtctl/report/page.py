@@ -172,6 +172,8 @@ def tiles(run: Facts) -> list[tuple[str, str, str]]:
         loss = _last(metrics, "loss")
         evaluated = _best(metrics, "val_loss")
         beside = "" if evaluated is None else f"best evaluation {evaluated:.4g}"
+        if loss is None and (since := _not_since(metrics, "loss")) is not None:
+            beside = f"since step {since:,}" + (f", {beside}" if beside else "")
         found.append(("loss", "not a number" if loss is None else f"{loss:.4f}", beside))
         found += _speed(metrics)
         memory = max(((_greatest(metrics, key), key) for key in ("memory_gib", "rss_peak_gib")), default=(0.0, ""))
@@ -209,6 +211,16 @@ def _values(metrics: Metrics, key: str) -> Sequence[float]:
 def _last(metrics: Metrics, key: str) -> float | None:
     values = _values(metrics, key)
     return values[-1] if values and math.isfinite(values[-1]) else None
+
+
+def _not_since(metrics: Metrics, key: str) -> int | None:
+    """The first step of those at the end that have no number; None without any line."""
+    curve, first = metrics.curves.get(key), None
+    for step, value in zip(reversed(curve.steps), reversed(curve.values), strict=True) if curve else ():
+        if math.isfinite(value):
+            break
+        first = int(step)
+    return first
 
 
 def _best(metrics: Metrics, key: str) -> float | None:

@@ -15,8 +15,10 @@ from dtctl.launch.state import RunState, state_of
 from dtctl.report.history import History, tell
 from dtctl.report.metrics import Metrics, read
 
-SECRET = re.compile(r"(?i)(key|token|secret|passw|credential|auth)")
+SECRET = re.compile(r"(?i)(key|token|secret|pass(w|_|$)|pwd|credential|auth|private)")
 """Names of variables whose values are not shown: a page is passed on, the folder of a run is not."""
+LOGIN = re.compile(r"://[^/@\s]*:[^/@\s]+@")
+"""Name and password in a URL."""
 HIDDEN = "(not shown)"
 
 
@@ -56,7 +58,7 @@ def facts(record: RunRecord) -> Facts:
     state, plan = state_of(record), record.plan()
     text = _text(record.folder / names.RUN_SPEC_FILE)
     settings = flat(text)
-    hidden = {key: value for key, value in settings.items() if value and _is_secret(key)}
+    hidden = {key: value for key, value in settings.items() if value and (_is_secret(key) or LOGIN.search(value))}
     for value in hidden.values():
         text = text.replace(value, HIDDEN)
     return Facts(
@@ -111,7 +113,8 @@ def environment(plan: Mapping[str, Any]) -> tuple[Variable, ...]:
     found: dict[tuple[str, str, str], list[str]] = {}
     for node in nodes:
         for variable in node.get("env", []):
-            value = HIDDEN if SECRET.search(variable["name"]) else variable["value"]
+            secret = SECRET.search(variable["name"]) or LOGIN.search(variable["value"])
+            value = HIDDEN if secret else variable["value"]
             found.setdefault((variable["name"], value, variable["origin"]), []).append(node["name"])
     return tuple(
         Variable(name=name, value=value, origin=origin, nodes=() if len(where) == len(nodes) else tuple(where))

@@ -91,3 +91,21 @@ def test_no_file_and_an_empty_one_are_no_metrics(tmp_path: Path) -> None:
 def test_percentiles_are_values_that_occurred() -> None:
     assert [percentile((1.0, 2.0, 3.0, 4.0), share) for share in (0.0, 0.5, 0.95, 1.0)] == [1.0, 2.0, 4.0, 4.0]
     assert math.isnan(percentile((), 0.5))
+
+
+def test_what_no_plot_can_show_is_damaged_or_off_the_scale(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    huge = "1" + "0" * 400
+    lines = [
+        '{"step": 1, "loss": 2.0}',
+        f'{{"step": {huge}, "loss": 2.0}}',
+        '{"step": NaN, "loss": 2.0}',
+        '{"step": 2, "\\ud800k": 2.0}',
+        "[" * 100_000,
+        f'{{"step": 3, "loss": {huge}}}',
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    found = read(path)
+    assert found is not None
+    assert (found.rows, found.damaged) == (2, 4)
+    assert found.curves["loss"].values == (2.0, math.inf)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -147,3 +149,46 @@ def test_damaged_lines_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(0.04, "0.0 s"), (59.9, "59.9 s"), (61, "1:01"), (3661, "1:01:01")])
 def test_time_spans(seconds: float, text: str) -> None:
     assert clock(seconds) == text
+
+
+def test_a_loss_that_is_lost_is_told_with_its_first_step(tmp_path: Path) -> None:
+    record = make_run(tmp_path, rows=[row(1), row(2), row(3, loss=None), row(4, loss=None)])
+    text = page([facts(record)], now=0.0)
+    assert "since step 3" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("DB_PASS", "sesame", False),
+        ("DATABASE_URL", "postgres://u:sesame@h/x", False),
+        ("DATABASE_URL", "postgres://h/sesame", True),
+        ("PRIVATE", "sesame", False),
+        ("COMPASS", "sesame", False),
+        ("BYPASSING", "sesame", True),
+    ],
+)
+def test_what_looks_like_a_secret_is_not_passed_on(tmp_path: Path, name: str, value: str, shown: bool) -> None:
+    record = make_run(tmp_path)
+    plan = record.plan()
+    plan["nodes"][0]["env"].append({"name": name, "value": value, "origin": "job.env"})
+    (record.folder / "plan.json").write_text(json.dumps(plan))
+    spec = record.folder / "spec.yaml"
+    spec.write_text(spec.read_text().replace("MODE: fast", f"{name}: '{value}'"))
+    assert ("sesame" in page([facts(record)], now=0.0).replace("sesame-", "")) is shown
+
+
+def test_a_link_and_a_device_stay_what_they_are(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    (tmp_path / "real.html").write_text("old")
+    (tmp_path / "real.html").chmod(0o640)
+    (tmp_path / "link.html").symlink_to("real.html")
+    assert report("-o", "link.html", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "link.html").is_symlink()
+    assert "<html" in (tmp_path / "real.html").read_text()
+    assert (tmp_path / "real.html").stat().st_mode & 0o777 == 0o640
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(["cat", "pipe"], cwd=tmp_path, stdout=subprocess.PIPE) as reader:
+        assert report("-o", "pipe", cwd=tmp_path).returncode == 0
+        assert b"<html" in reader.communicate()[0]
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
