@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dtctl import names
 from dtctl.cli import output
+from dtctl.errors import DtctlError
+
+if TYPE_CHECKING:
+    from dtctl.plan.model import Plan
 
 
 def validate(
@@ -17,20 +22,19 @@ def validate(
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of the spec.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> None:
-    """Check a spec without touching any node; all problems are listed."""
+    """Check a spec without touching any node; all problems of the spec itself are listed."""
     if schema:
         from dtctl.spec.schema import json_schema
 
         output.emit_json(json_schema())
         return
-    from dtctl.launch.assemble import check_program_files, cluster_of, first_plan
-    from dtctl.launch.tree import scan
-    from dtctl.spec.load import load_spec
-
-    checked = load_spec(spec, set_ or ())
-    root = checked.base_dir / checked.job.files.root
-    check_program_files(checked, scan(root, include=checked.job.files.include, exclude=checked.job.files.exclude))
-    plan = first_plan(checked, cluster_of(checked, start=False), run="validate")
+    try:
+        plan = _planned(spec, set_ or ())
+    except DtctlError as exc:
+        if json_:
+            said = {"message": exc.message, "where": exc.where, "hint": exc.hint, "exit_code": exc.exit_code}
+            output.emit_json({"ok": False, "spec": str(spec), "error": said})
+        raise
     if json_:
         output.emit_json(
             {"ok": True, "spec": str(spec), "nodes": [node.name for node in plan.nodes], "world_size": plan.world_size}
@@ -41,3 +45,15 @@ def validate(
     output.out(f"{spec} is right: {plan.job}, {plan.kind} over {plan.transport}, {nodes}, {workers}")
     for note in plan.notes:
         output.out(f"note: {note}")
+
+
+def _planned(spec: Path, changes: Sequence[str]) -> Plan:
+    """The plan that a launch would begin with, had it asked the nodes nothing."""
+    from dtctl.launch.assemble import check_program_files, cluster_of, first_plan
+    from dtctl.launch.tree import scan
+    from dtctl.spec.load import load_spec
+
+    checked = load_spec(spec, changes)
+    root = checked.base_dir / checked.job.files.root
+    check_program_files(checked, scan(root, include=checked.job.files.include, exclude=checked.job.files.exclude))
+    return first_plan(checked, cluster_of(checked, start=False), run="validate")

@@ -34,7 +34,7 @@ __all__ = [  # the sections; those of training.py too, so that a reader finds al
 
 TransportName = Literal["local", "ssh", "slurm", "sandbox"]
 KindName = Literal["torchrun", "direct", "deepspeed", "accelerate", "command"]
-Slots = Count | Literal["auto"]
+Slots = Annotated[int, Field(strict=True, ge=1, le=65_536)] | Literal["auto"]
 _OR_TEXT: dict[str, Any] = {"type": ["array", "string"]}
 
 

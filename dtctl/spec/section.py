@@ -19,9 +19,11 @@ Text = Annotated[str, Field(json_schema_extra={"type": ["string", "number", "boo
 """Text; a number or a truth value stands for itself as it was typed."""
 Word = Annotated[str, Field(min_length=1)]
 """Text that is not empty."""
-Count = Annotated[int, Field(strict=True, ge=1)]
+MOST = (1 << 63) - 1
+"""No count is larger than what the workers' programs can hold."""
+Count = Annotated[int, Field(strict=True, ge=1, le=MOST)]
 """A whole number from 1."""
-CountOrZero = Annotated[int, Field(strict=True, ge=0)]
+CountOrZero = Annotated[int, Field(strict=True, ge=0, le=MOST)]
 """A whole number from 0."""
 Degree = Annotated[int, Field(strict=True, ge=-1), AfterValidator(_not_zero)]
 """A whole number from 1, or -1 for what is left."""

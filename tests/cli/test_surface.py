@@ -111,6 +111,16 @@ def test_every_new_project_is_valid(tmp_path: Path, template: str, launcher: str
     assert json.loads(found.stdout)["ok"] is True, found.stderr
 
 
+def test_a_wrong_spec_is_told_in_json_too(tmp_path: Path) -> None:
+    (tmp_path / "dtctl.yaml").write_text("cluster: {nodez: 3, slots: 99999999999999999999}\njob: {script: a.py}\n")
+    done = dtctl("validate", "--json", cwd=tmp_path)
+    assert done.returncode == 3
+    said = json.loads(done.stdout)
+    assert (said["ok"], said["error"]["exit_code"]) == (False, 3)
+    assert "nodez" in said["error"]["message"]
+    assert "cluster.slots" in said["error"]["message"]
+
+
 def test_a_folder_with_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "notes.txt").write_text("mine")
