@@ -21,9 +21,9 @@ from pathlib import Path
 
 from machine import HERE, keep
 
-from dtctl.advise.hardware import GIB
-from dtctl.advise.memory import CONTEXT, EXCHANGE, TORCHTITAN, Layout, memory
-from dtctl.advise.model import Model, transformer
+from dtctl.advise.model import transformer
+from dtctl.estimate.memory import CONTEXT, EXCHANGE, GIB, TORCHTITAN, Layout, memory
+from dtctl.estimate.model import Model
 
 PEERS = HERE / ".venv-peers" / "bin" / "python"
 LLAMA_8B = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256, "seq": 8192}

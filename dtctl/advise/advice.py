@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dtctl.advise.hardware import GIB
 from dtctl.advise.search import Choice, Task, choices, families, ranked
 from dtctl.errors import UsageError
+from dtctl.estimate.memory import GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,11 +13,12 @@ from typing import Any
 import dtctl
 from dtctl.advise import hardware
 from dtctl.advise.hardware import Hardware
-from dtctl.advise.memory import Precision
-from dtctl.advise.model import Model, from_config, from_inspection, read_config, transformer
+from dtctl.advise.model import from_config, read_config, transformer
 from dtctl.advise.search import Task
 from dtctl.advise.sizes import count, gibibytes
 from dtctl.errors import UsageError
+from dtctl.estimate.memory import Precision
+from dtctl.estimate.model import Model, from_inspection
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import resolve_nodes
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from dtctl.errors import UsageError
 
-GIB = 2**30
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:

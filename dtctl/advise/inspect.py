@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from dtctl.estimate import look
+
 
 def load(name: str) -> Callable[[], Any]:
     """The factory `module:name`.
@@ -57,54 +59,17 @@ def figures(built: Any, seq: int) -> dict[str, Any]:
     model, inputs = built if isinstance(built, tuple) else (built, None)
     if not isinstance(model, nn.Module):
         raise ValueError(f"the factory returns {type(model).__name__}, and not a model")
-    found = blocks(model)
-    sizes = [sum(p.numel() for p in block.parameters()) for block in found]
-    tables = [one for one in model.modules() if isinstance(one, nn.Embedding)]
-    widths = [one.embedding_dim for one in tables]
-    heads = [one.num_heads for one in model.modules() if isinstance(one, nn.MultiheadAttention)]
     if inputs is None:
         inputs = (torch.zeros(1, seq, dtype=torch.int64, device="meta"),)
-    kept, output = _kept(model, inputs)
-    shape = tuple(output.shape) if isinstance(output, torch.Tensor) else ()
-    # An embedding whose weight is also the output's is multiplied with, not only looked up.
-    tied = any(one.num_embeddings == (shape[-1] if shape else -1) for one in tables) and not any(
-        isinstance(one, nn.Linear) and one.out_features == shape[-1] for one in model.modules()
-    )
-    looked_up = 0 if tied else sum(one.weight.numel() for one in tables)
-    vocab = shape[-1] if len(shape) == 3 and tables else 0
-    return {
-        "params": sum(p.numel() for p in model.parameters()),
-        "looked_up": looked_up,
-        "layers": len(found),
-        "block_params": max(sizes),
-        "hidden": widths[0] if widths else 1,
-        "heads": heads[0] if heads else None,
-        "vocab": vocab,
-        "seq": seq if vocab else 1,
-        "kept_bytes": kept,
-    }
-
-
-def _kept(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[int, Any]:
-    """Bytes that autograd keeps of a forward pass in fp32, each storage once, and what the pass returns."""
-    own = {one.untyped_storage()._cdata for one in model.parameters()}
-    seen: dict[int, Any] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            seen[storage._cdata] = storage  # held, so that no other takes its place
-        return tensor
-
+    found = blocks(model)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            output = model(*inputs)
+        seen = look.forward(model, found, lambda: model(*inputs), samples=1)
     except Exception as exc:
         raise ValueError(
             f"the forward pass cannot be run on the meta device: {type(exc).__name__}: {exc}; a factory that returns "
             "(model, inputs) says what it takes"
         ) from exc
-    return sum(storage.nbytes() for storage in seen.values()), output
+    return look.sizes(model, found) | seen | {"seq": seq if seen["vocab"] else 1}
 
 
 def main(argv: list[str]) -> int:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import dtctl
-from dtctl.advise.memory import Layout, memory
-from dtctl.advise.model import Model
 from dtctl.errors import UsageError, WorkerFailed
+from dtctl.estimate.memory import Layout, memory
+from dtctl.estimate.model import Model
 
 STEPS = 3
 """The optimizer's state is there after the first."""

@@ -1,55 +1,14 @@
-"""A model in the figures that memory and time depend on: from numbers, a config.json, or what `inspect` found."""
+"""The figures of a model from numbers, or from a config.json."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dtctl.errors import UsageError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """A model of equal blocks. Bytes are for half precision (2 each); fp32 doubles them."""
-
-    name: str
-    params: float
-    """All parameters."""
-    used: float
-    """Parameters that a token is multiplied with: not embeddings that are looked up, nor experts that are not used."""
-    layers: int
-    block_params: float
-    """Parameters of the largest block."""
-    seq: int
-    """Tokens of a sample; 1 for other models."""
-    hidden: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    """0 when there are no logits over a vocabulary."""
-    block_input: float
-    """Bytes for each token that enter a block: what full recomputation keeps."""
-    block_kept: float
-    """Bytes for each token and block kept for the backward pass."""
-    block_products: float
-    """Bytes for each token and block of matrix products and attention: what selective recomputation keeps."""
-    expert_params: float = 0.0
-    """Part of `params` that is in experts."""
-    ffn: int = 0
-    """Inner width of a plain GPT, which can be built from these figures; 0 of other models."""
-
-    @property
-    def tied(self) -> bool:
-        """Whether the output shares its weight with the embedding, in a model without experts."""
-        return self.used == self.params
-
-    @property
-    def root_params(self) -> float:
-        """Parameters outside of blocks: embeddings, output."""
-        return max(0.0, self.params - self.layers * self.block_params)
+from dtctl.estimate.model import Model
 
 
 def transformer(
@@ -190,26 +149,3 @@ def read_config(path: Path, *, seq: int | None) -> Model:
     if not isinstance(data, dict):
         raise UsageError(f"{path} holds no object", hint="a config.json as Hugging Face has it")
     return from_config(data, source=str(path), seq=seq, name=path.parent.name or path.stem)
-
-
-def from_inspection(data: Mapping[str, Any], *, name: str) -> Model:
-    """The model that `python -m dtctl.advise.inspect` has built on the meta device."""
-    layers = max(1, int(data["layers"]))
-    seq = max(1, int(data["seq"]))
-    kept = float(data["kept_bytes"]) / 2 / layers / seq  # measured in fp32
-    hidden = max(1, int(data["hidden"]))
-    return Model(
-        name=name,
-        params=float(data["params"]),
-        used=max(1.0, float(data["params"]) - float(data["looked_up"])),
-        layers=layers,
-        block_params=float(data["block_params"]),
-        seq=seq,
-        hidden=hidden,
-        heads=max(1, int(data.get("heads") or 1)),
-        kv_heads=max(1, int(data.get("heads") or 1)),
-        vocab=int(data["vocab"]),
-        block_input=2.0 * hidden,
-        block_kept=kept,
-        block_products=kept / 2,
-    )

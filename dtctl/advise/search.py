@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from dtctl.advise.hardware import GIB, Hardware
-from dtctl.advise.memory import BUDGET, RUNTIME, Layout, Memory, Precision, Recipe, memory
-from dtctl.advise.model import Model
+from dtctl.advise.hardware import Hardware
 from dtctl.advise.speed import Speed, speed
+from dtctl.estimate.memory import BUDGET, GIB, RUNTIME, Layout, Memory, Precision, Recipe, memory
+from dtctl.estimate.model import Model
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 SIMPLER = 0.03

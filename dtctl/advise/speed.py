@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dtctl.advise.hardware import Hardware
-from dtctl.advise.memory import RUNTIME, Layout, Recipe
-from dtctl.advise.model import Model
+from dtctl.estimate.memory import RUNTIME, Layout, Recipe
+from dtctl.estimate.model import Model
 
 PRODUCTS = 0.38
 """Share of a GPU's peak that matrix products get, with all that is between them, in eager mode."""

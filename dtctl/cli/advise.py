@@ -170,7 +170,7 @@ def _plot(path: Path, task: Task, found: Advice) -> None:
     import time
 
     from dtctl.advise.advice import described
-    from dtctl.advise.hardware import GIB
+    from dtctl.estimate.memory import GIB
     from dtctl.launch.record import write_private
     from dtctl.report.page import Bar, advice_page
     from dtctl.report.run import check_out
@@ -228,7 +228,7 @@ def _show(task: Task, found: Advice) -> None:
 
 def _row(choice: Choice) -> list[str]:
     from dtctl.advise.advice import described
-    from dtctl.advise.hardware import GIB
+    from dtctl.estimate.memory import GIB
 
     told = described(choice) if choice.fits else f"{described(choice)} (lacks {choice.short / GIB:.1f})"
     figures = [f"{part / GIB:.1f}" for part in _parts(choice)]

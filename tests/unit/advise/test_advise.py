@@ -12,12 +12,13 @@ import pytest
 
 from dtctl.advise.advice import advise, as_json, settings
 from dtctl.advise.gather import Options, task
-from dtctl.advise.hardware import GIB, Hardware, gpu, gpus, networks
-from dtctl.advise.memory import Layout, memory
-from dtctl.advise.model import Model, from_config, read_config, transformer
+from dtctl.advise.hardware import Hardware, gpu, gpus, networks
+from dtctl.advise.model import from_config, read_config, transformer
 from dtctl.advise.search import Task, choices
 from dtctl.advise.write import with_settings, write
 from dtctl.errors import UsageError
+from dtctl.estimate.memory import GIB, Layout, memory
+from dtctl.estimate.model import Model
 
 SMALL = transformer(layers=12, hidden=768, vocab=50257, seq=1024, tied=True, name="GPT-2")
 BIG = transformer(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256, seq=8192, gated=True)

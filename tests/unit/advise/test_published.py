@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import pytest
 
-from dtctl.advise.hardware import GIB, Hardware, gpu
-from dtctl.advise.memory import CONTEXT, EXCHANGE, TORCHTITAN, Layout, memory, states
+from dtctl.advise.hardware import Hardware, gpu
 from dtctl.advise.model import transformer
 from dtctl.advise.speed import speed
+from dtctl.estimate.memory import CONTEXT, EXCHANGE, GIB, TORCHTITAN, Layout, memory, states
 
 LLAMA_8B = transformer(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, seq=8192, gated=True)
 LLAMA_70B = transformer(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256, seq=8192, gated=True)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dtctl.advise.hardware import GIB
-from dtctl.advise.model import Model
+from dtctl.estimate.model import Model
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "fp16"]
 
+GIB = 2**30
 CONTEXT = 0.7 * GIB
 """CUDA's own, measured on NVIDIA GPUs (https://github.com/stas00/ml-engineering)."""
 EXCHANGE = 1.0 * GIB
@@ -40,6 +40,16 @@ class Recipe:
     """Share of matrix products that selective recomputation keeps."""
     gradient_bytes: int = 4
     """Bytes of a gradient's number."""
+    optimizer_bytes: int = 8
+    """Bytes of the optimizer's state for a parameter: AdamW's two moments."""
+    average_bytes: int = 0
+    """Bytes for a parameter of an average that is kept beside the weights."""
+    reshard: bool = True
+    """Sharded blocks are given up between forward and backward pass."""
+    context: float = CONTEXT
+    """Bytes that a worker needs before it has a tensor."""
+    exchange: float = EXCHANGE
+    """Bytes of the buffers that it exchanges with others through."""
 
 
 RUNTIME = Recipe()
@@ -128,7 +138,9 @@ def memory(model: Model, layout: Layout, recipe: Recipe = RUNTIME) -> Memory:
     own = held / shared
     kept, working = _activations(model, layout, recipe, blocks)
     logits = _logits(model, layout, recipe)
-    state = own * (4 + recipe.gradient_bytes) + own * 8 / (layout.dp if layout.zero1 else 1)
+    trained = own * (1 - model.frozen / model.params if model.params else 1.0)
+    state = own * 4 + trained * (recipe.gradient_bytes + recipe.average_bytes)
+    state += trained * recipe.optimizer_bytes / (layout.dp if layout.zero1 else 1)
     temporary = _temporary(layout, recipe, held=held, block=block, root=root, sharded=sharded)
     if layout.offload:
         state = 0.0
@@ -136,16 +148,16 @@ def memory(model: Model, layout: Layout, recipe: Recipe = RUNTIME) -> Memory:
     work = kept + max(logits, working)
     # Gradients are made while activations are given back, and given back before the next pass: they share their room,
     # unless those of earlier micro batches are added up.
-    shared_room = min(own * recipe.gradient_bytes, work) if layout.accumulate == 1 and layout.pp == 1 else 0.0
+    shared_room = min(trained * recipe.gradient_bytes, work) if layout.accumulate == 1 and layout.pp == 1 else 0.0
     work -= shared_room
     dynamic = state + work + temporary
-    exchange = EXCHANGE if layout.gpus > 1 else 0.0
+    exchange = recipe.exchange if layout.gpus > 1 else 0.0
     return Memory(
         states=state,
         activations=max(0.0, work - logits),
         logits=min(logits, work),
         temporary=temporary,
-        overhead=CONTEXT + exchange + FRAGMENTS * dynamic,
+        overhead=recipe.context + exchange + FRAGMENTS * dynamic,
     )
 
 
@@ -192,5 +204,6 @@ def _temporary(layout: Layout, recipe: Recipe, *, held: float, block: float, roo
         return casts
     if layout.pp > 1:  # weights stay gathered over all micro batches, and gradients are added up whole
         return casts + held * (2 if half and not recipe.autocast else 4) + held * 4
-    gathered = (2 if half and not recipe.autocast else 4) * (2 * block + root)
-    return casts + gathered + recipe.gradient_bytes * (2 * block + root)
+    whole = 2 * block + root
+    gathered = (2 if half and not recipe.autocast else 4) * (whole if recipe.reshard else held)
+    return casts + gathered + recipe.gradient_bytes * whole

@@ -1,0 +1,98 @@
+"""What a model is like, found out by running its forward pass once where tensors have shapes and no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def sizes(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, Any]:
+    """Figures that need no forward pass; numbers of parameters are in units of 4 bytes.
+
+    Args:
+        model: on any device.
+        blocks: its repeated blocks; the model itself, if it has none.
+    """
+    tables = [one for one in model.modules() if isinstance(one, nn.Embedding)]
+    heads = [one.num_heads for one in model.modules() if isinstance(one, nn.MultiheadAttention)]
+    return {
+        "params": _words(model.parameters()),
+        "frozen": _words(one for one in model.parameters() if not one.requires_grad),
+        "looked_up": _words(one.weight for one in tables),
+        "layers": len(blocks),
+        "block_params": max(_words(block.parameters()) for block in blocks),
+        "hidden": tables[0].embedding_dim if tables else 1,
+        "heads": heads[0] if heads else None,
+        "vocab": 0,
+        "seq": 1,
+        "kept_bytes": 0,
+    }
+
+
+def _words(parameters: Iterator[nn.Parameter] | Any) -> float:
+    return sum(one.numel() * one.element_size() for one in parameters) / 4
+
+
+def forward(model: nn.Module, blocks: Sequence[nn.Module], run: Callable[[], Any], *, samples: int) -> dict[str, Any]:
+    """Figures of one forward pass, beside those of `sizes`; whatever it raises is passed on.
+
+    Args:
+        model: whose tensors have no memory, or little.
+        blocks: its repeated blocks.
+        run: calls the model once, and perhaps a loss with what it returns.
+        samples: in the batch that `run` has.
+    """
+    shape: tuple[int, ...] = ()
+    inner = entering = 0
+
+    def returned(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        nonlocal shape, inner
+        shape, inner = tuple(output.shape) if isinstance(output, torch.Tensor) else (), kept.bytes
+
+    def entered(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        nonlocal entering
+        found = [one.numel() * one.element_size() for one in inputs if isinstance(one, torch.Tensor)]
+        entering = max(entering, *found[:1], 0)
+
+    handles = [model.register_forward_hook(returned), *(one.register_forward_pre_hook(entered) for one in blocks)]
+    kept = Kept(model)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor):
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    tables = [one for one in model.modules() if isinstance(one, nn.Embedding)]
+    logits = len(shape) == 3 and bool(tables)
+    found: dict[str, Any] = {"vocab": shape[-1] if logits else 0, "seq": shape[1] if logits else 1}
+    # The loss of logits is counted by formula; any other is part of what was seen.
+    found |= {"kept_bytes": (inner if logits else kept.bytes) / samples, "entering_bytes": entering / samples}
+    # An embedding whose weight is also the output's is multiplied with, not only looked up.
+    tied = any(one.num_embeddings == (shape[-1] if shape else -1) for one in tables) and not any(
+        isinstance(one, nn.Linear) and one.out_features == shape[-1] for one in model.modules()
+    )
+    return found | ({"looked_up": 0} if tied else {})
+
+
+class Kept:
+    """What autograd keeps for the backward pass, each storage once, without the model's own.
+
+    Attributes:
+        bytes: of all.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._own = {one.untyped_storage()._cdata for one in [*model.parameters(), *model.buffers()]}
+        self._seen: dict[int, Any] = {}
+        self.bytes = 0
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note a tensor that is saved."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._own and storage._cdata not in self._seen:
+            self._seen[storage._cdata] = storage  # held, so that no other takes its place
+            self.bytes += storage.nbytes()
+        return tensor
