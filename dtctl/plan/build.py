@@ -222,4 +222,9 @@ def _notes(spec: Spec, nodes: Sequence[NodeSpec], meeting: Rendezvous, facts: Fa
         notes.append(f"port {meeting.port} is tried first on {nodes[0].name}; a launch takes another if it is in use")
     if spec.network.interface == "auto":
         notes.append(f"every node finds its interface towards {meeting.address} when it starts")
+    if spec.train is not None and spec.train.strategy == "auto" and _kind(spec) in ("torchrun", "direct"):
+        notes.append(
+            "strategy: auto is decided by the workers, which see model and memory: the first of ddp, zero1, hsdp and "
+            "fsdp that fits"
+        )
     return notes

@@ -96,7 +96,11 @@ class TrainConfig:
 
     strategy: StrategyName | Mapping[str, int] = "auto"
     """How the model is spread over the workers, by name, or by degrees of dp, fsdp, cp, tp and pp: missing is 1, one
-    may be -1 for what is left (see mesh.py). auto: ddp with several workers, else single."""
+    may be -1 for what is left (see mesh.py). auto: the first of ddp, zero1, hsdp and fsdp whose memory fits (see
+    automatic.py); single with one worker."""
+    memory_gib: float | None = field(default=None, metadata={"above": 0})
+    """GiB of each worker's memory that `strategy: auto` may plan for. None: 95% of its GPU's, or of its share of the
+    node's."""
     blocks: str | None = None
     """Name of the list of the model's repeated blocks, such as `transformer.layers`. None: the largest ModuleList."""
     ddp: DdpConfig = field(default_factory=DdpConfig)

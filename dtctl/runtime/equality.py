@@ -43,15 +43,19 @@ def require_equal(facts: Mapping[str, int], worker: Worker) -> None:
             )
 
 
-def fingerprint(model: nn.Module, config: TrainConfig, degrees: Degrees, *, samples: int, steps: int) -> dict[str, int]:
-    """What two workers of one training have in common."""
+def settings(config: TrainConfig) -> dict[str, int]:
+    """What two workers have been told alike; compared first, since they exchange nothing alike without it."""
     exchanges = (config.strategy, config.ddp, config.fsdp, config.tp, config.pipeline, config.blocks, config.precision)
     sizes = (config.micro_batch, config.global_batch, config.accumulate, config.clip_norm, config.seed)
+    return {"the settings (checksum)": zlib.crc32(repr((exchanges, sizes)).encode())}
+
+
+def fingerprint(model: nn.Module, degrees: Degrees, *, samples: int, steps: int) -> dict[str, int]:
+    """What two workers of one training have in common."""
     shapes = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in model.named_parameters()]
     return {
         "the length of the data": samples,
         "the number of steps": steps,
         "the mesh (checksum)": zlib.crc32(repr(degrees).encode()),
-        "the settings (checksum)": zlib.crc32(repr((exchanges, sizes)).encode()),
         "the model's parameters (checksum)": zlib.crc32(repr(shapes).encode()),
     }

@@ -92,6 +92,7 @@ def save(trainer: Trainer, *, needed: bool) -> None:
     facts = {"position": trainer.position, "circumstances": trainer.circumstances} | {
         "batch": resume.sizes(trainer.asked, trainer.batch),
         "rate_factor": trainer.rate_factor,
+        "chosen": trainer.settled.kept,
         "best": trainer.best and trainer.best.state(),
         "loss_scale": trainer.loss_scale and trainer.loss_scale.state(),
     }

@@ -24,15 +24,16 @@ from torch import nn
 from dtctl.errors import PlanError, SnapshotError
 from dtctl.runtime import blocks, data, elastic, keeping, micro, optim, randomness, recovery, resume
 from dtctl.runtime.agreement import Agreement
+from dtctl.runtime.automatic import Subject, settle
 from dtctl.runtime.best import Best
 from dtctl.runtime.config import DEFAULT_SNAPSHOT_S, TrainConfig, batch, length
 from dtctl.runtime.console import say
 from dtctl.runtime.ema import Ema
-from dtctl.runtime.equality import fingerprint, require_equal
+from dtctl.runtime.equality import fingerprint, require_equal, settings
 from dtctl.runtime.evaluation import Score, evaluate
 from dtctl.runtime.feed import Feed
 from dtctl.runtime.guard import Guard
-from dtctl.runtime.mesh import Place, resolve
+from dtctl.runtime.mesh import Place
 from dtctl.runtime.oom import MemoryWatch
 from dtctl.runtime.order import InSequence, Order, Schedule
 from dtctl.runtime.precision import LossScale, autocast, multiply
@@ -94,14 +95,17 @@ class Trainer:
             PlanError: the configuration does not fit these workers or this data, or the workers differ.
             SpecError: the configuration asks for what this version does not have.
         """
+        require_equal(settings(config), worker)
+        self.folder = keeping.folder(config.snapshot, os.environ)
+        self.settled = settle(config, worker, Subject(model=model, loss=loss, samples=samples), self.folder)
+        config, degrees = self.settled.config, self.settled.degrees
         self.config, self.worker, self.loss = config, worker, loss
-        degrees = resolve(config.strategy, workers=worker.world_size, per_node=worker.local_world_size)
         self.place = Place(degrees=degrees, rank=worker.rank)
         self.batch = self.asked = batch(config, degrees.data, stages=degrees.pp)
         self.samples, tokens = data.size(samples), getattr(samples, "tokens_per_sample", None)
         self.steps, self.end = length(config, samples=self.samples, batch=self.batch)
         self.model = arrival.build(model, worker, degrees)
-        require_equal(fingerprint(self.model, config, degrees, samples=self.samples, steps=self.steps), worker)
+        require_equal(fingerprint(self.model, degrees, samples=self.samples, steps=self.steps), worker)
         blocks.prepare(self.model, config)
         self.feed = Feed(Reader(samples, config.seed), config, worker.device)
         self.report = Report(config, worker, self.model, tokens_per_sample=tokens, board=tensorboard)
@@ -124,7 +128,6 @@ class Trainer:
         self.validation, self.score = validation, score
         self.best = Best(config.best, keep=config.snapshot.keep_best) if config.best else None
         self.profiler = Profiler(config.profile, worker)
-        self.folder = keeping.folder(config.snapshot, os.environ)
         self.saver = keeping.saver(config.snapshot, self.folder, worker, self.model, spread=self.strategy.spread)
         self.every_s = config.snapshot.every_s
         if self.every_s is None and config.snapshot.every_steps is None:

@@ -31,6 +31,7 @@ BITS_DO_NOT_DEPEND_ON: Final = (
     "eval_every",
     "global_batch",
     "log_every",
+    "memory_gib",
     "mlflow",
     "on_nan",
     "on_oom",

@@ -138,7 +138,10 @@ class Train(Section):
     """Read by `dtctl.runtime` in the workers; a job that does not use it ignores it."""
 
     strategy: StrategyName | Mesh | None = None
-    """How the model is spread over the workers. auto: ddp with several workers, else single."""
+    """How the model is spread over the workers. auto: the first of ddp, zero1, hsdp and fsdp whose memory fits."""
+    memory_gib: Positive | None = None
+    """GiB of each worker's memory that `strategy: auto` may plan for. Default: 95% of its GPU's, or of its share of the
+    node's."""
     blocks: str | None = None
     """Name of the list of the model's repeated blocks. Default: the largest ModuleList."""
     ddp: Ddp | None = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from dtctl.errors import PlanError
@@ -59,3 +61,25 @@ def find(model: nn.Module, name: str | None = None) -> Blocks | None:
         if several:
             return max(several, key=lambda blocks: sum(p.numel() for p in blocks.container.parameters()))
     return None
+
+
+def require_apart(model: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """See that no block shares a parameter with another, or with what is outside of blocks.
+
+    Raises:
+        PlanError: one does.
+    """
+    inside = {id(part) for block in modules for part in block.modules()}
+    groups = [list(block.parameters()) for block in modules]
+    groups.append([p for part in model.modules() if id(part) not in inside for p in part.parameters(recurse=False)])
+    seen: set[torch.Tensor] = set()
+    for group in map(set, groups):
+        if not seen.isdisjoint(group):
+            shared = seen & group
+            names = [name for name, value in model.named_parameters(remove_duplicate=False) if value in shared]
+            raise PlanError(
+                f"{' and '.join(names[:2])} are one parameter in several blocks, which fully_shard cannot divide",
+                where="train.strategy",
+                hint="use ddp or zero1, or name other blocks with `train.blocks`",
+            )
+        seen |= group

@@ -120,32 +120,10 @@ def shard(model: nn.Module, config: TrainConfig, worker: Worker, mesh: DeviceMes
             outside of it, which fully_shard would part without a word (torch 2.13).
     """
     found = blocks.find(model, config.blocks)
-    require_apart(model, found.modules if found else [])
+    blocks.require_apart(model, found.modules if found else [])
     bring = partial(arrival.bring, model=model, worker=worker)
     shard_blocks(model, found.modules if found else [], config, worker, mesh, first=bring)
     model.register_forward_hook(_shard_again)
-
-
-def require_apart(model: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """See that no block shares a parameter with another, or with what is outside of blocks.
-
-    Raises:
-        PlanError: one does.
-    """
-    inside = {id(part) for block in modules for part in block.modules()}
-    groups = [list(block.parameters()) for block in modules]
-    groups.append([p for part in model.modules() if id(part) not in inside for p in part.parameters(recurse=False)])
-    seen: set[torch.Tensor] = set()
-    for group in map(set, groups):
-        if not seen.isdisjoint(group):
-            shared = seen & group
-            names = [name for name, value in model.named_parameters(remove_duplicate=False) if value in shared]
-            raise PlanError(
-                f"{' and '.join(names[:2])} are one parameter in several blocks, which fully_shard cannot divide",
-                where="train.strategy",
-                hint="use ddp or zero1, or name other blocks with `train.blocks`",
-            )
-        seen |= group
 
 
 def shard_blocks(

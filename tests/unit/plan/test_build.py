@@ -80,6 +80,12 @@ def test_automatic_slots_follow_the_gpus() -> None:
     assert any("slots: auto" in note for note in plan(text).notes)
 
 
+@pytest.mark.parametrize(("train", "told"), [("strategy: auto", True), ("strategy: ddp", False), ("steps: 1", False)])
+def test_a_strategy_that_workers_decide_is_noted(train: str, told: bool) -> None:
+    notes = plan(f"{{cluster: {{nodes: [a]}}, job: {{script: t.py}}, train: {{{train}}}}}").notes
+    assert any("strategy: auto is decided by the workers" in note for note in notes) is told
+
+
 def test_a_new_attempt_has_a_new_rendezvous() -> None:
     first, second = plan(TWO + "job: {script: t.py}"), plan(TWO + "job: {script: t.py}", attempt=1)
     assert first.rendezvous.run_id != second.rendezvous.run_id

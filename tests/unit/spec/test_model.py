@@ -62,6 +62,7 @@ job:
 network: {interface: {a: eth0}, profile: gcp-tcpxo, rendezvous_port: 1, rendezvous_address: a}
 train:
   strategy: {dp: 1, fsdp: 1, tp: 1, pp: 1}
+  memory_gib: 40
   blocks: a.b
   ddp: {bucket_mb: 1, static_graph: true, find_unused_parameters: true, comm_hook: bf16}
   fsdp: {reshard_after_forward: true, cpu_offload: true, reduce_dtype: bf16}

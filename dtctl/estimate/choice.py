@@ -1,0 +1,206 @@
+"""Which strategy a model needs: the simplest one whose memory fits. Pure arithmetic.
+
+ddp exchanges least; zero1 divides the optimizer's state, hsdp everything inside a node, fsdp everything over all of
+them. These need no change of the model, so they can be chosen without asking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from dtctl.estimate.memory import GIB, RUNTIME, Layout, Memory, Precision, Recipe, Recompute, memory
+from dtctl.estimate.model import Model
+
+SMALL: Final = 0.2
+"""A model whose states need no more of the memory is not looked at further: sharding could save no more than that."""
+UNSEEN: Final = 0.6
+"""Share of what may be used that may be filled where activations are not known."""
+ORDER: Final = ("ddp", "zero1", "hsdp", "fsdp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Where and how a model is to be trained."""
+
+    workers: int
+    per_node: int
+    """Workers of each node; 0 if nodes differ."""
+    budget: float
+    """Bytes of each worker that may be planned for."""
+    unit: str = "GPU"
+    """What has them."""
+    micro_batch: int = 1
+    accumulate: int = 1
+    precision: Precision = "fp32"
+    recompute: Recompute = "none"
+    offload: bool = False
+    """Shards lie in the host's memory."""
+    divisible: bool = True
+    """Whether the model can be sharded."""
+    halves: bool = False
+    """Whether steps that run out of memory are repeated in smaller passes, with ddp and zero1."""
+    recipe: Recipe = RUNTIME
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A strategy and what it needs."""
+
+    strategy: str
+    layout: Layout
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What was found."""
+
+    candidate: Candidate
+    """Fits, or is the nearest to it."""
+    fits: bool
+    reason: str
+    """In figures; a phrase that follows the name of the strategy, or says what is missing."""
+    hint: str | None = None
+
+
+def small(model: Model, setting: Setting) -> Verdict | None:
+    """ddp, if what can be divided is little beside the memory; a look at activations would change nothing."""
+    ddp = candidates(model, setting)[0]
+    need = ddp.memory.states + ddp.memory.temporary
+    if need > SMALL * setting.budget:
+        return None
+    return Verdict(
+        candidate=ddp,
+        fits=True,
+        reason=f"whose states need {_gib(ddp.memory.states)} GiB of {_of(setting)}",
+    )
+
+
+def choose(model: Model, setting: Setting, *, unseen: str | None = None) -> Verdict:
+    """The first strategy that fits.
+
+    Args:
+        model: with its activations, if they are known.
+        setting: where it is to be trained.
+        unseen: why activations are not known. None: they are.
+    """
+    found = candidates(model, setting)
+    note = f"; activations are not known ({unseen}), so {UNSEEN:.0%} may be filled" if unseen else ""
+    room = setting.budget * (UNSEEN if unseen else 1.0)
+    for number, one in enumerate(found):
+        if one.memory.total <= room:
+            return Verdict(candidate=one, fits=True, reason=_since(found[:number], one, setting) + note)
+    last = min(found, key=lambda one: one.memory.total)
+    if unseen and last.memory.total <= setting.budget:
+        return Verdict(candidate=last, fits=True, reason=_since(found[:-1], last, setting) + note)
+    if (halved := _halved(model, setting)) is not None:
+        return halved
+    over = last.memory.total - setting.budget
+    return Verdict(
+        candidate=last,
+        fits=False,
+        reason=f"{last.strategy} needs {_needs(last)} of {_of(setting)}, {_gib(over)} too many",
+        hint=_what_helps(last, setting, lambda micro: _fits_with(model, setting, micro)),
+    )
+
+
+def candidates(model: Model, setting: Setting) -> list[Candidate]:
+    """All strategies that are possible, in the order in which they are preferred."""
+    workers, per_node = setting.workers, setting.per_node
+    base = Layout(
+        micro_batch=setting.micro_batch,
+        accumulate=setting.accumulate,
+        precision=setting.precision,
+        recompute=setting.recompute,
+    )
+    layouts = {"ddp" if workers > 1 else "single": replace(base, dp=workers)}
+    if workers > 1:
+        layouts["zero1"] = replace(base, dp=workers, zero1=True)
+    if workers > 1 and setting.divisible:
+        sharded = replace(base, offload=setting.offload)
+        if 1 < per_node < workers and workers % per_node == 0:
+            layouts["hsdp"] = replace(sharded, dp=workers // per_node, fsdp=per_node)
+        layouts["fsdp"] = replace(sharded, fsdp=workers)
+    return [
+        Candidate(strategy=name, layout=layout, memory=memory(model, layout, setting.recipe))
+        for name, layout in layouts.items()
+    ]
+
+
+def _halved(model: Model, setting: Setting) -> Verdict | None:
+    """Smaller passes with ddp or zero1, where running out of memory leads to them."""
+    micro = setting.micro_batch
+    while setting.halves and micro > 1:
+        micro = _smaller(micro)
+        for one in candidates(model, _with(setting, micro)):
+            if one.strategy in ("ddp", "zero1") and one.memory.total <= setting.budget:
+                reason = f"in passes of {micro} samples, since nothing fits with {setting.micro_batch}: "
+                return Verdict(candidate=one, fits=True, reason=f"{reason}{_needs(one)} of {_of(setting)}")
+    return None
+
+
+def _with(setting: Setting, micro: int) -> Setting:
+    return replace(setting, micro_batch=micro, accumulate=setting.accumulate * (setting.micro_batch // micro))
+
+
+def _smaller(micro: int) -> int:
+    """The largest part of a number of samples that is less than it."""
+    return micro // next(number for number in range(2, micro + 1) if micro % number == 0)
+
+
+def _fits_with(model: Model, setting: Setting, micro: int) -> bool:
+    return any(one.memory.total <= setting.budget for one in candidates(model, _with(setting, micro)))
+
+
+def _since(refused: list[Candidate], taken: Candidate, setting: Setting) -> str:
+    """Why the ones before do not do."""
+    if not refused:
+        return f"which needs {_needs(taken)} of {_of(setting)}"
+    first = f"since {refused[0].strategy} needs {_needs(refused[0])} of {_of(setting)}"
+    others = [f"{one.strategy} {_gib(one.memory.total)}" for one in refused[1:]]
+    return ", ".join([first, *others]) + f"; {taken.strategy} needs {_gib(taken.memory.total)}"
+
+
+def _needs(one: Candidate) -> str:
+    """`93.1 GiB (states 64.0, activations 29.1)`, of the parts those that are there."""
+    need = one.memory
+    parts = {
+        "states": need.states,
+        "activations": need.activations + need.logits,
+        "temporary": need.temporary,
+        "overhead": need.overhead,
+    }
+    told = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size >= 0.005 * need.total)
+    return f"{_gib(need.total)} GiB ({told})"
+
+
+def _of(setting: Setting) -> str:
+    return f"{_gib(setting.budget)} GiB per {setting.unit}"
+
+
+def _gib(size: float) -> str:
+    """Three figures are enough."""
+    if size < 0.005 * GIB:
+        return "under 0.01"
+    return f"{size / GIB:.1f}" if size >= 10 * GIB else f"{size / GIB:.2f}"
+
+
+def _what_helps(one: Candidate, setting: Setting, fits_with: Callable[[int], bool]) -> str:
+    """What would make it fit."""
+    need, helps = one.memory, []
+    micro = setting.micro_batch
+    while micro > 1:
+        micro = _smaller(micro)
+        if fits_with(micro):
+            helps.append(f"`train.micro_batch: {micro}` with {setting.micro_batch // micro} times the `accumulate`")
+            break
+    if need.activations + need.logits > need.states and setting.recompute == "none":
+        helps.append("`train.checkpointing: full`")
+    if need.states + need.temporary > need.activations + need.logits:
+        helps.append(
+            "more workers, if it can be sharded" if one.layout.fsdp == 1 else "more workers, or a mesh with tp"
+        )
+    told = " or ".join(helps) or "shorter samples, or a smaller model"
+    return f"{told}; or name a `train.strategy`, which is taken as it is"

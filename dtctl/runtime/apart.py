@@ -1,0 +1,75 @@
+"""Work in a copy of this process, so that nothing that it does or breaks is left: random numbers, caches, data sets."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dtctl.errors import WorkerFailed
+
+
+def apart(work: Callable[[], dict[str, Any]], *, limit_s: float) -> dict[str, Any]:
+    """What `work` returns, JSON, in a forked process; it says nothing, and has no GPU and one thread.
+
+    Raises:
+        WorkerFailed: it raised, died, or took too long; the message says which.
+    """
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: threads of this process are not in the copy
+        child = os.fork()
+    if child == 0:
+        _answer(work, writing)
+    os.close(writing)
+    try:
+        text = _read(reading, limit_s)
+    finally:
+        os.close(reading)
+        os.kill(child, signal.SIGKILL)  # not waited for yet, so the number is still its own
+        os.waitpid(child, 0)
+    if text is None:
+        raise WorkerFailed(f"it takes more than {limit_s:.0f} s")
+    try:
+        answer: dict[str, Any] = json.loads(text)
+    except ValueError:
+        raise WorkerFailed("its process died") from None
+    if "failed" in answer:
+        raise WorkerFailed(str(answer["failed"]))
+    return answer
+
+
+def _answer(work: Callable[[], dict[str, Any]], writing: int) -> None:
+    """In the copy: work, tell, and end without what a process does at its end."""
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_DFL)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+        torch.set_num_threads(1)  # those of OpenMP are not in the copy, and would be waited for
+        warnings.simplefilter("ignore")
+        answer = work()
+    except BaseException as exc:  # noqa: BLE001  # whatever it is, it is the answer
+        answer = {"failed": f"{type(exc).__name__}: {(str(exc).splitlines() or [''])[0]}"}
+    with os.fdopen(writing, "w") as file:
+        json.dump(answer, file)
+    os._exit(0)
+
+
+def _read(reading: int, limit_s: float) -> bytes | None:
+    """All that is written, or None after a time."""
+    text, end_s = b"", time.monotonic() + limit_s
+    while select.select([reading], [], [], max(0.0, end_s - time.monotonic()))[0]:
+        part = os.read(reading, 1 << 16)
+        if not part:
+            return text
+        text += part
+    return None

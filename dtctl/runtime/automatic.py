@@ -1,0 +1,265 @@
+"""`strategy: auto`: the simplest strategy whose memory fits, by the formulas of `dtctl advise`.
+
+Rank 0 decides for all, by the smallest memory that a worker has. What the forward pass keeps is seen in a copy of the
+process, where tensors have shapes and no memory, so neither random numbers nor the data set notice. A run that goes on
+from a snapshot with the same number of workers keeps its choice, and with it its bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dtctl.errors import DtctlError, PlanError, WorkerFailed
+from dtctl.estimate import choice, look
+from dtctl.estimate.memory import BUDGET, GIB, RUNTIME, Recipe, Recompute
+from dtctl.estimate.model import Model, from_inspection
+from dtctl.runtime import capacity, data
+from dtctl.runtime.apart import apart
+from dtctl.runtime.config import Batch, TrainConfig, batch
+from dtctl.runtime.console import say
+from dtctl.runtime.mesh import Degrees, resolve
+from dtctl.runtime.reading import Reader
+from dtctl.runtime.snapshot import layout, read
+from dtctl.runtime.snapshot.share import gathered_json, spread_json
+from dtctl.runtime.strategies import blocks
+from dtctl.runtime.worker import Worker
+
+SEEN: Final = 4
+"""Samples of the pass that is looked at; what is kept grows with their number."""
+LIMIT_S: Final = 60.0
+"""Seconds that looking may take."""
+PROCESS: Final = 0.35 * GIB
+"""What a worker without a GPU needs before it has a tensor, measured with torch 2.13."""
+GLOO: Final = 0.05 * GIB
+"""And for exchange."""
+NOTHING: Final = dict.fromkeys(
+    ("params", "looked_up", "block_params", "kept_bytes", "layers", "seq", "hidden", "vocab"), 0
+)
+"""A model of which nothing is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """A strategy with a name."""
+
+    config: TrainConfig
+    """With the name in the place of auto."""
+    degrees: Degrees
+    kept: dict[str, Any] | None
+    """What a snapshot keeps of a choice, JSON; None if there was none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is to be trained."""
+
+    model: nn.Module | Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Any], Any]
+    samples: data.Samples | data.Batches | data.Stream
+
+
+def settle(config: TrainConfig, worker: Worker, subject: Subject, folder: Path) -> Settled:
+    """The strategy that auto means here, or the one that the configuration names; collective over all workers.
+
+    Args:
+        config: of the training.
+        worker: this worker.
+        subject: what is to be trained.
+        folder: of the snapshots.
+
+    Raises:
+        PlanError: nothing fits the memory, or the strategy is not possible with these workers.
+    """
+    named = resolve(config.strategy, workers=worker.world_size, per_node=worker.local_world_size)
+    if config.strategy != "auto" or config.exact == "elastic":
+        return Settled(config=config, degrees=named, kept=None)
+    sizes = batch(config, worker.world_size)
+    asked = _asked(config, worker, sizes)
+    mine = {
+        "budget": config.memory_gib * GIB if config.memory_gib else capacity.of_worker(worker) * BUDGET,
+        "slots": worker.local_world_size,
+        "before": _before(folder) if worker.local_rank == 0 else None,
+    }
+    told = gathered_json(mine, worker)
+    answer = spread_json(_decide(config, worker, subject, sizes, told, asked) if worker.is_first else None, worker, 0)
+    if answer["error"]:
+        raise PlanError(answer["error"], where=answer["where"], hint=answer["hint"])
+    if worker.is_first and answer["line"]:
+        say(answer["line"])
+    if worker.world_size == 1:
+        return Settled(config=config, degrees=named, kept=None)
+    return Settled(
+        config=dataclasses.replace(config, strategy=answer["strategy"]),
+        degrees=Degrees(**answer["mesh"]),
+        kept={"strategy": answer["strategy"], "mesh": answer["mesh"], "asked": asked},
+    )
+
+
+def _asked(config: TrainConfig, worker: Worker, sizes: Batch) -> dict[str, Any]:
+    """What a choice is made for, JSON: while it is the same, the choice stands."""
+    return {
+        "workers": worker.world_size,
+        "micro_batch": sizes.micro,
+        "accumulate": sizes.accumulate,
+        "precision": config.precision,
+        "memory_gib": config.memory_gib,
+        "device": torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else "cpu",
+    }
+
+
+def _before(folder: Path) -> dict[str, Any] | None:
+    """The step of the newest snapshot that lies on this node, and what its run had chosen."""
+    try:
+        for step, path in layout.listing(folder):
+            manifest = read.record(path).manifest
+            if manifest is not None:
+                return {"step": step, "chosen": manifest.facts.get("chosen")}
+    except (DtctlError, OSError):
+        pass  # who resumes from it says what is wrong
+    return None
+
+
+def _decide(
+    config: TrainConfig, worker: Worker, subject: Subject, sizes: Batch, told: list[Any], asked: Mapping[str, Any]
+) -> dict[str, Any]:
+    """On rank 0: strategy, mesh and a line for the log; errors are values here, so that the others hear of them."""
+    answer: dict[str, Any] = {"error": None, "where": "train.strategy", "hint": None, "line": None}
+    before = max((one["before"] for one in told if one["before"]), key=lambda one: one["step"], default=None)
+    chosen = before and before["chosen"]
+    if chosen and chosen["asked"] == asked:
+        kept = {"strategy": chosen["strategy"], "mesh": chosen["mesh"]}
+        return answer | kept | {"line": f"strategy: {chosen['strategy']}, as the snapshot's run has chosen"}
+    slots = {one["slots"] for one in told}
+    setting = choice.Setting(
+        workers=worker.world_size,
+        per_node=slots.pop() if len(slots) == 1 else 0,
+        budget=min(one["budget"] for one in told),
+        unit="GPU" if worker.device.type == "cuda" else "worker",
+        micro_batch=sizes.micro,
+        accumulate=sizes.accumulate,
+        precision=config.precision,
+        recompute=_recompute(config),
+        offload=config.fsdp.cpu_offload and worker.device.type == "cuda",
+        halves=config.on_oom == "halve" and worker.device.type == "cuda",
+        recipe=_recipe(config, worker),
+    )
+    try:
+        verdict = _verdict(config, subject, setting)
+    except DtctlError as exc:
+        return answer | {"error": exc.message, "where": exc.where, "hint": exc.hint}
+    name, degrees = verdict.candidate.strategy, verdict.candidate.layout
+    alone, line = worker.world_size == 1, f"strategy: {name}, {verdict.reason}"
+    if not verdict.fits and not alone:
+        return answer | {"error": f"no strategy fits the memory: {verdict.reason}", "hint": verdict.hint}
+    if alone:
+        line = "" if verdict.fits else f"warning: memory may not do: {verdict.reason}; {verdict.hint}"
+    return answer | {"strategy": name, "mesh": {"dp": degrees.dp, "fsdp": degrees.fsdp}, "line": line}
+
+
+def _verdict(config: TrainConfig, subject: Subject, setting: choice.Setting) -> choice.Verdict:
+    """The choice, with no closer look at the model than it needs."""
+    found: dict[str, Any] = {}
+    if isinstance(subject.model, nn.Module):
+        found = _sizes(subject.model, config)
+        quick = choice.small(_model(found, config), setting)
+        if quick is not None:
+            return quick
+    try:
+        found = apart(lambda: _seen(subject, config, setting), limit_s=LIMIT_S)
+    except WorkerFailed as exc:
+        found["unseen"] = exc.message
+    if "params" not in found:
+        plain = choice.candidates(from_inspection(NOTHING, name="model"), setting)[0]
+        reason = f"since nothing is known of the model ({found['unseen']})"
+        return choice.Verdict(candidate=plain, fits=True, reason=reason)
+    model = _model(found, config)
+    setting = dataclasses.replace(
+        setting, divisible=found["divisible"], precision=setting.precision if found["single"] else "fp32"
+    )
+    return choice.small(model, setting) or choice.choose(model, setting, unseen=found.get("unseen"))
+
+
+def _sizes(model: nn.Module, config: TrainConfig) -> dict[str, Any]:
+    """What is known of a model that was not run."""
+    parts = blocks.find(model, config.blocks)
+    found = look.sizes(model, parts.modules if parts else [model])
+    try:
+        blocks.require_apart(model, parts.modules if parts else [])
+    except PlanError:
+        return found | {"divisible": False, "single": True}
+    # Of a model that is in half precision already, nothing is cast.
+    return found | {"divisible": True, "single": any(one.dtype == torch.float32 for one in model.parameters())}
+
+
+def _seen(subject: Subject, config: TrainConfig, setting: choice.Setting) -> dict[str, Any]:
+    """In the copy: what a forward pass of the first samples keeps."""
+    model = subject.model
+    if not isinstance(model, nn.Module):
+        with torch.device("meta"):
+            model = model()
+    found = _sizes(model, config)
+    if choice.small(_model(found, config), setting) is not None:
+        return found
+    parts = blocks.find(model, config.blocks)
+    try:
+        count = min(setting.micro_batch, data.size(subject.samples), SEEN)
+        indices = np.arange(count, dtype=np.int64)
+        samples = Reader(subject.samples, config.seed)(indices, indices)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            _empty(model)
+            found |= look.forward(
+                model, parts.modules if parts else [model], lambda: subject.loss(model, samples), samples=count
+            )
+    except Exception as exc:  # noqa: BLE001  # the user's code, in surroundings that it does not know
+        found["unseen"] = f"{type(exc).__name__}: {(str(exc).splitlines() or [''])[0]}"
+    return found
+
+
+def _empty(model: nn.Module) -> None:
+    """Give a model tensors that a fake tensor mode makes up, on the processor; shared ones stay shared."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, value in tensors.items():
+                if value is None:
+                    continue
+                if value not in made:
+                    new = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cpu")
+                    kind = isinstance(value, nn.Parameter)
+                    made[value] = nn.Parameter(new, requires_grad=value.requires_grad) if kind else new
+                tensors[name] = made[value]  # type: ignore[assignment]
+
+
+def _model(found: Mapping[str, Any], config: TrainConfig) -> Model:
+    """The figures, with what the blocks keep that are computed again."""
+    model, every = from_inspection(found, name="model"), config.checkpointing
+    if isinstance(every, int) and every > 1:
+        model = dataclasses.replace(model, block_kept=((every - 1) * model.block_kept + model.block_input) / every)
+    return model
+
+
+def _recompute(config: TrainConfig) -> Recompute:
+    if isinstance(config.checkpointing, int):
+        return "full" if config.checkpointing == 1 else "none"
+    return config.checkpointing
+
+
+def _recipe(config: TrainConfig, worker: Worker) -> Recipe:
+    """How this training holds a model; an optimizer of the script's own is taken to have the state of AdamW."""
+    state = {"adamw": 8, "sgd": 4 if config.momentum else 0}[config.optimizer]
+    recipe = dataclasses.replace(
+        RUNTIME,
+        optimizer_bytes=state,
+        average_bytes=4 if config.ema else 0,
+        reshard=config.fsdp.reshard_after_forward,
+    )
+    return recipe if worker.device.type == "cuda" else dataclasses.replace(recipe, context=PROCESS, exchange=GLOO)

@@ -1,0 +1,174 @@
+"""What is found out about a model before a strategy is chosen, and that nothing notices."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dtctl.errors import WorkerFailed
+from dtctl.estimate.choice import Setting
+from dtctl.runtime import TensorData, Worker, automatic, capacity, load
+from dtctl.runtime.apart import apart
+from dtctl.runtime.automatic import Subject, settle
+from dtctl.runtime.randomness import capture
+from tests.unit.runtime.conftest import Make, points, squared
+
+CPU = torch.device("cpu")
+
+
+def config(**settings: Any) -> Any:
+    return load({"micro_batch": 4, "steps": 1, **settings}, argv=[], environ={})
+
+
+def seen(model: Any, loss: Any = squared, samples: Any = None, **settings: Any) -> dict[str, Any]:
+    tight = Setting(workers=2, per_node=2, budget=1.0, micro_batch=4)
+    subject = Subject(model=model, loss=loss, samples=samples or points())
+    return apart(lambda: automatic._seen(subject, config(**settings), tight), limit_s=60)
+
+
+def wide(width: int = 64) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 1))
+
+
+def test_kept_bytes_are_those_of_each_sample() -> None:
+    found = seen(wide(64))
+    # The input of both products (8 and 64 numbers), of which the ReLU keeps the second too; the loss keeps two of one.
+    assert found["kept_bytes"] == 4 * (8 + 64 + 1 + 1)
+    assert found["params"] == 8 * 64 + 64 + 64 + 1
+    assert found["divisible"]
+    assert "unseen" not in found
+
+
+def test_a_model_that_is_still_to_be_made_is_seen_without_being_made() -> None:
+    made: list[str] = []
+
+    def make() -> nn.Module:
+        made.append("here")
+        return wide(64)
+
+    assert seen(make) == seen(wide(64))
+    assert made == []
+
+
+def test_logits_are_left_to_the_formula() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.out = nn.Embedding(50, 16), nn.Linear(16, 50)
+
+        def forward(self, tokens: torch.Tensor) -> Any:
+            return self.out(self.table(tokens))
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[0].flatten())
+
+    found = seen(Words(), loss, TensorData(torch.zeros(6, 10, dtype=torch.int64)))
+    assert (found["vocab"], found["seq"]) == (50, 10)
+    assert found["kept_bytes"] == 10 * (8 + 16 * 4), "tokens, and what enters the output"
+
+
+def test_looking_leaves_no_trace() -> None:
+    class Drawing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.calls, self.cache = nn.BatchNorm1d(8), 0, None
+
+        def forward(self, inputs: torch.Tensor) -> Any:
+            self.calls += 1
+            self.cache = inputs
+            random.random(), np.random.rand()
+            return nn.functional.dropout(self.norm(inputs), 0.5).sum(1, keepdim=True)
+
+    model, before = Drawing(), capture(CPU)
+    mean = model.norm.running_mean.clone()  # type: ignore[union-attr]
+    assert "unseen" not in seen(model)
+    after = capture(CPU)
+    assert all(torch.equal(before[name].nan_to_num(), after[name].nan_to_num()) for name in before)
+    assert (model.calls, model.cache) == (0, None)
+    assert torch.equal(model.norm.running_mean, mean)  # type: ignore[arg-type]
+    assert not any(type(one).__name__ == "FakeTensor" for one in [*model.parameters(), *model.buffers()])
+
+
+def test_code_that_needs_values_is_not_seen_and_says_so() -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        error = squared(model, batch)
+        return error if error.item() < 1 else error * 2
+
+    found = seen(wide(), loss)
+    assert "DataDependentOutputException" in found["unseen"]
+    assert found["params"] > 0
+
+
+def test_parameters_that_blocks_share_cannot_be_divided() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+            self.last = nn.Linear(8, 8)
+            self.last.weight = self.blocks[0].weight
+
+        def forward(self, stream: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                stream = block(stream)
+            return self.last(stream).sum(1, keepdim=True)  # type: ignore[no-any-return]
+
+    found = seen(Tied())
+    assert found["divisible"] is False
+    assert "unseen" not in found
+    assert found["params"] == 2 * 72 + 8, "the shared one counts once"
+
+
+def test_one_worker_is_warned_and_trains(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = make({"memory_gib": 1e-6, "steps": 1})
+    assert trainer.strategy.name == "single"
+    said = capsys.readouterr().out
+    assert said.startswith("warning: memory may not do: single needs 0.35 GiB")
+    trainer.run()
+    make({"steps": 1, "snapshot": {"dir": "other"}})
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_a_small_model_costs_next_to_nothing(worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(automatic, "apart", lambda *_: pytest.fail("it was looked at"))
+    subject = Subject(model=wide(), loss=squared, samples=points())
+    settled = settle(config(), worker, subject, tmp_path)
+    assert settled.degrees.workers == 1
+
+
+def test_what_happens_apart_is_told() -> None:
+    assert apart(lambda: {"a": [1, None]}, limit_s=30) == {"a": [1, None]}
+    with pytest.raises(WorkerFailed, match="ZeroDivisionError: "):
+        apart(lambda: {"a": 1 // 0}, limit_s=30)
+    with pytest.raises(WorkerFailed, match="its process died"):
+        apart(lambda: __import__("os")._exit(1), limit_s=30)
+    with pytest.raises(WorkerFailed, match=r"it takes more than 0 s"):
+        apart(lambda: time.sleep(60) or {}, limit_s=0.2)
+
+
+@pytest.mark.parametrize(
+    ("lines", "files", "limit"),
+    [
+        ("0::/job/step\n", {"sys/fs/cgroup/job/memory.max": "1000000"}, 1000000),
+        ("0::/job/step\n", {"sys/fs/cgroup/job/memory.max": "max", "sys/fs/cgroup/memory.max": "7000"}, 7000),
+        (
+            "5:cpu:/a\n4:memory:/job\n",
+            {"sys/fs/cgroup/memory/job/memory.limit_in_bytes": "5000", "sys/fs/cgroup/memory/a/memory.max": "1"},
+            5000,
+        ),
+        ("0::/\n", {}, None),
+    ],
+)
+def test_control_groups_limit_a_nodes_memory(
+    tmp_path: Path, lines: str, files: dict[str, str], limit: int | None
+) -> None:
+    for name, text in {"proc/self/cgroup": lines, **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert capacity.of_node(tmp_path) == (limit or capacity.of_node(tmp_path / "nowhere"))
