@@ -17,6 +17,7 @@ from dtctl.estimate.choice import Setting
 from dtctl.runtime import TensorData, Worker, automatic, capacity, load
 from dtctl.runtime.apart import apart
 from dtctl.runtime.automatic import Subject, settle
+from dtctl.runtime.config import Batch
 from dtctl.runtime.randomness import capture
 from tests.unit.runtime.conftest import Make, points, squared
 
@@ -123,6 +124,64 @@ def test_parameters_that_blocks_share_cannot_be_divided() -> None:
     assert found["divisible"] is False
     assert "unseen" not in found
     assert found["params"] == 2 * 72 + 8, "the shared one counts once"
+
+
+def decided(told: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
+    """What rank 0 of several workers would answer, to a model of 2.9e9 bytes of states."""
+    first = Worker(
+        rank=0, local_rank=0, world_size=len(told), local_world_size=2, node_rank=0, device=CPU, backend="gloo"
+    )
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(3000, 3000) for _ in range(20)))
+    samples = TensorData(torch.zeros(4, 3000))
+    subject = Subject(model=model, loss=lambda model, batch: model(batch[0]).mean(), samples=samples)
+    chosen, sizes = config(**settings), Batch(micro=4, accumulate=1, world_size=len(told))
+    asked = automatic._asked(chosen, first, sizes)
+    return automatic._decide(chosen, first, subject, sizes, told, asked)
+
+
+def told(*budgets: float, slots: int = 2) -> list[dict[str, Any]]:
+    return [{"budget": budget, "slots": slots, "before": None} for budget in budgets]
+
+
+ENOUGH, SCARCE, NARROW = 1e11, 3e9, 2.4e9
+
+
+def test_the_smallest_memory_of_all_workers_decides() -> None:
+    assert decided(told(ENOUGH, ENOUGH, ENOUGH, ENOUGH))["strategy"] == "ddp"
+    answer = decided(told(ENOUGH, ENOUGH, SCARCE, ENOUGH))
+    assert (answer["strategy"], answer["mesh"]) == ("zero1", {"dp": 4, "fsdp": 1})
+
+
+def test_a_mesh_of_nodes_needs_nodes_that_are_alike() -> None:
+    assert decided(told(NARROW, NARROW, NARROW, NARROW))["mesh"] == {"dp": 2, "fsdp": 2}
+    unlike = [*told(NARROW, NARROW, slots=2), *told(NARROW, NARROW, slots=3)]
+    assert decided(unlike)["mesh"] == {"dp": 1, "fsdp": 4}
+
+
+def test_the_newest_snapshot_tells_what_was_chosen() -> None:
+    def kept(step: int, strategy: str, **asked: Any) -> dict[str, Any]:
+        same = {"workers": 4, "micro_batch": 4, "accumulate": 1, "precision": "fp32", "memory_gib": None}
+        mesh = {"dp": 4, "fsdp": 1}
+        chosen = {"strategy": strategy, "mesh": mesh, "asked": {**same, "device": "cpu", **asked}}
+        return {"step": step, "chosen": chosen}
+
+    nodes = told(ENOUGH, ENOUGH, ENOUGH, ENOUGH)
+    nodes[0]["before"], nodes[2]["before"] = kept(3, "fsdp"), kept(7, "zero1")
+    answer = decided(nodes)
+    assert (answer["strategy"], answer["line"]) == ("zero1", "strategy: zero1, as the snapshot's run has chosen")
+    nodes[2]["before"] = kept(7, "zero1", workers=8)
+    assert decided(nodes)["strategy"] == "ddp", "for other workers it is decided anew"
+    nodes[2]["before"] = {"step": 7, "chosen": None}
+    assert decided(nodes)["strategy"] == "ddp"
+
+
+def test_an_error_of_rank_0_is_an_answer() -> None:
+    answer = decided(told(ENOUGH, ENOUGH), blocks="nowhere")
+    assert answer["error"] == "the model has no list of modules named nowhere"
+    nothing = decided(told(1e6, 1e6))
+    assert nothing["error"].startswith("no strategy fits the memory: ")
+    assert nothing["hint"]
 
 
 def test_one_worker_is_warned_and_trains(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
