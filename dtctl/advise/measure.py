@@ -1,4 +1,7 @@
-"""Predicted memory beside measured: starts the workers of `trial` on this machine and compares."""
+"""Predicted memory beside measured: starts the workers of `trial` on this machine and compares.
+
+A third opinion is that of torch's own tracker (`track`), which needs neither workers nor room.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,10 @@ class Measured:
     """Bytes of tensors, without overhead."""
     measured: float
     """Bytes of the fullest worker."""
+    tracked: float | None = None
+    """Bytes of tensors as torch's tracker counts them; None where it cannot follow."""
+    untracked: str | None = None
+    """Why it cannot."""
 
     @property
     def off(self) -> float:
@@ -84,7 +91,32 @@ def measure(
         _peak({"module": of, "shape": form, "vocab": form["vocab"], "seq": seq, "train": trained}, workers, python)
         for of, form, seq in ((None, least, 8), (module, shape, model.seq))
     ]
-    return Measured(strategy=strategy, workers=workers, predicted=need.tensors, measured=peaks[1] - peaks[0])
+    settings = {"module": module, "shape": shape, "seq": model.seq, "train": trained}
+    tracked, untracked = track({**settings, "workers": workers}, python)
+    return Measured(
+        strategy=strategy, workers=workers, predicted=need.tensors, measured=peaks[1] - peaks[0], tracked=tracked,
+        untracked=untracked,
+    )  # fmt: skip
+
+
+def track(settings: dict[str, Any], python: str) -> tuple[float | None, str | None]:
+    """Bytes by torch's tracker, or why there are none; its tools are not part of what torch promises to keep."""
+    argv = [python, "-m", "dtctl.advise.track", json.dumps(settings)]
+    try:
+        done = subprocess.run(
+            argv,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+            env={**os.environ, "PYTHONPATH": _path()},
+        )
+        found = json.loads((done.stdout.strip().splitlines() or [""])[-1])
+    except subprocess.TimeoutExpired:
+        return None, f"it takes more than {LIMIT_S:.0f} s"
+    except ValueError:
+        return None, (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+    return (float(found["peak"]), None) if "peak" in found else (None, str(found["error"]))
 
 
 def _peak(settings: dict[str, Any], workers: int, python: str) -> float:
@@ -94,14 +126,18 @@ def _peak(settings: dict[str, Any], workers: int, python: str) -> float:
         return float(max(json.loads(path.read_text())["peak"] for path in Path(folder).glob("*.json")))
 
 
+def _path() -> str:
+    """Where a worker finds dtctl, and what lies in the working folder."""
+    root = str(Path(dtctl.__file__).resolve().parent.parent)
+    return os.pathsep.join(one for one in (root, str(Path.cwd()), os.environ.get("PYTHONPATH")) if one)
+
+
 def _run(settings: dict[str, Any], workers: int, python: str, folder: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-    root = str(Path(dtctl.__file__).resolve().parent.parent)
-    path = os.pathsep.join(one for one in (root, str(Path.cwd()), os.environ.get("PYTHONPATH")) if one)
     common = {
-        **os.environ, "PYTHONPATH": path, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        **os.environ, "PYTHONPATH": _path(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers), "OMP_NUM_THREADS": "1",
         "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1",
     }  # fmt: skip

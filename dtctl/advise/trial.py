@@ -66,9 +66,26 @@ def _process(name: str) -> int:
     return int(next(line.split()[1] for line in text.splitlines() if line.startswith(name))) * 1024
 
 
+def made(settings: dict[str, Any]) -> nn.Module:
+    """The model that is asked about."""
+    built = load_factory(settings["module"])() if settings["module"] else Decoder(**settings["shape"])
+    model: nn.Module = built[0] if isinstance(built, tuple) else built
+    return model
+
+
+def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The mean over tokens.
+
+    Shapes:
+        batch: inputs and targets, [samples, tokens] each.
+    """
+    inputs, targets = batch
+    return nn.functional.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+
+
 def main(settings: dict[str, Any]) -> int:
     """Train and write the peak."""
-    shape, seq = settings["shape"], settings["seq"]
+    seq = settings["seq"]
 
     def train(config: TrainConfig, worker: Worker) -> Outcome:
         on_gpu = worker.device.type == "cuda"
@@ -81,15 +98,13 @@ def main(settings: dict[str, Any]) -> int:
         before = 0 if on_gpu else _process("VmRSS")
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(worker.device)
-        built = load_factory(settings["module"])() if settings["module"] else Decoder(**shape)
-        model = built[0] if isinstance(built, tuple) else built
+        model = made(settings)
         peaks = []
 
         def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
             # Looked at before each step: the snapshot of the end takes memory of its own.
             peaks.append(torch.cuda.max_memory_allocated(worker.device) if on_gpu else _process("VmHWM") - before)
-            inputs, targets = batch
-            return nn.functional.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+            return loss_of(model, batch)
 
         outcome = Trainer(config, worker, model, loss, TensorData(tokens[:, :-1], tokens[:, 1:])).run()
         Path(settings["out"], f"{worker.rank}.json").write_text(json.dumps({"peak": peaks[-1]}), encoding="ascii")

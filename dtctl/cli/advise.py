@@ -64,7 +64,10 @@ def advise(
         Path | None, typer.Option("--plot", metavar="FILE.html", help="A page with the memory of the choices as bars.")
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Train a few steps on this machine: memory predicted beside measured.")
+        bool,
+        typer.Option(
+            "--measure", help="Train a few steps on this machine: memory predicted, measured, and by torch's tracker."
+        ),
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
@@ -124,7 +127,9 @@ def _measure(task: Task, module: str | None, *, json_lines: bool) -> int:
             {
                 "measured": [
                     {"strategy": one.strategy, "workers": one.workers, "predicted_mib": round(one.predicted / 2**20, 1),
-                     "measured_mib": round(one.measured / 2**20, 1), "off": round(one.off, 4)}
+                     "measured_mib": round(one.measured / 2**20, 1), "off": round(one.off, 4),
+                     "tracked_mib": None if one.tracked is None else round(one.tracked / 2**20, 1),
+                     "untracked": one.untracked}
                     for one in rows
                 ]
             }
@@ -137,12 +142,15 @@ def _measure(task: Task, module: str | None, *, json_lines: bool) -> int:
                 str(one.workers),
                 f"{one.predicted / 2**20:.0f}",
                 f"{one.measured / 2**20:.0f}",
+                "" if one.tracked is None else f"{one.tracked / 2**20:.0f}",
                 f"{one.off:+.1%}",
             ]
             for one in rows
         ],
-        header=["strategy", "workers", "predicted MiB", "measured MiB", "off"],
+        header=["strategy", "workers", "predicted MiB", "measured MiB", "tracked MiB", "off"],
     )
+    for why in dict.fromkeys(one.untracked for one in rows if one.untracked):
+        output.err(f"torch's tracker cannot follow: {why}", "dim")
     return 0
 
 
