@@ -15,7 +15,7 @@ from tests import forked
 pytestmark = pytest.mark.torch
 
 SCRIPT = """
-import os, signal
+import dataclasses, os, signal
 import torch
 from torch import nn
 from dtctl.runtime import TensorData, Trainer, run
@@ -34,6 +34,8 @@ class Model(nn.Module):
         return self.last(self.drop(stream))
 
 def train(config, worker):
+    if "UNLIKE" in os.environ and worker.rank == 1:
+        config = dataclasses.replace(config, strategy="ddp")
     data = TensorData(torch.randn(64, WIDTH), torch.randn(64, 1))
 
     def loss(model, batch):
@@ -104,6 +106,11 @@ def test_what_does_not_fit_is_refused_on_all_workers(tmp_path: Path) -> None:
     assert ended.output.count("error: no strategy fits the memory: fsdp needs 0.5") == 2, ended.output
     assert ended.output.count("of 0.30 GiB per worker, 0.2") == 2
     assert "ended with exit code 4" in ended.output
+
+
+def test_workers_that_were_told_otherwise_hear_of_it(tmp_path: Path) -> None:
+    ended = launch(tmp_path, UNLIKE="1")
+    assert ended.output.count("error: the workers do not agree on the settings (checksum): ") == 2, ended.output
 
 
 def test_there_is_room_for_ddp_where_nothing_limits_it(tmp_path: Path) -> None:

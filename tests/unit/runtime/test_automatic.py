@@ -126,6 +126,25 @@ def test_parameters_that_blocks_share_cannot_be_divided() -> None:
     assert found["params"] == 2 * 72 + 8, "the shared one counts once"
 
 
+def test_blocks_that_are_computed_again_keep_less() -> None:
+    found = {"params": 1.0, "looked_up": 0, "layers": 2, "block_params": 1.0, "hidden": 8, "vocab": 0, "seq": 1}
+    found |= {"kept_bytes": 4000.0, "entering_bytes": 400.0}
+    kept = {every: automatic._model(found, config(checkpointing=every)).block_kept for every in ("none", 1, 2, 4)}
+    # Half of the bytes in half precision, of each of two blocks; every second or fourth keeps what enters it.
+    assert kept == {"none": 1000.0, 1: 1000.0, 2: (1000 + 200) / 2, 4: (3 * 1000 + 200) / 4}
+    assert [automatic._recompute(config(checkpointing=every)) for every in ("full", 1, 2)] == ["full", "full", "none"]
+
+
+def test_what_the_optimizer_keeps_counts(worker: Worker) -> None:
+    def bytes_of(**settings: Any) -> tuple[int, int]:
+        recipe = automatic._recipe(config(**settings), worker)
+        return recipe.optimizer_bytes, recipe.average_bytes
+
+    assert bytes_of() == (8, 0)
+    assert bytes_of(optimizer="sgd") == (4, 0)
+    assert bytes_of(optimizer="sgd", momentum=0, ema={}) == (0, 4)
+
+
 def decided(told: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
     """What rank 0 of several workers would answer, to a model of 2.9e9 bytes of states."""
     first = Worker(
