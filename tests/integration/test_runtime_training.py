@@ -24,7 +24,8 @@ pytestmark = pytest.mark.torch
 SAMPLES = 250
 
 SCRIPT = f"""
-import json, os, signal
+import json, os, signal, time
+from pathlib import Path
 import torch
 from torch import nn
 from dtctl.runtime import Outcome, TensorData, Trainer, run
@@ -41,11 +42,14 @@ def train(config, worker):
     inputs = torch.randn({SAMPLES} + (worker.rank if config.data.get("uneven") else 0), 16, generator=generator)
     data = TensorData(inputs, inputs[:, :1] - inputs[:, 1:2], torch.arange(len(inputs)))
     calls = 0
+    before = set(Path("snapshots").glob("step-*"))
 
     def loss(model, batch):
         nonlocal calls
         calls += 1
         if os.environ.get("HURT") == f"{{worker.rank}}:{{calls}}":
+            while os.environ["HURT_SAVED"] and not set(Path("snapshots").glob("step-*")) - before:
+                time.sleep(0.01)
             os.kill(os.getpid(), getattr(signal, os.environ["HURT_WITH"]))
         inputs, targets, ids = batch
         with open(f"seen.{{worker.rank}}", "a") as file:
@@ -68,7 +72,9 @@ if __name__ == "__main__":
 """
 
 
-def launch(folder: Path, workers: int, *settings: str, hurt: str = "", hurt_with: str = "SIGKILL") -> forked.Ended:
+def launch(
+    folder: Path, workers: int, *settings: str, hurt: str = "", hurt_with: str = "SIGKILL", saved: bool = False
+) -> forked.Ended:
     """Train in `folder`.
 
     Args:
@@ -77,11 +83,12 @@ def launch(folder: Path, workers: int, *settings: str, hurt: str = "", hurt_with
         settings: of the configuration, `key=value`.
         hurt: `RANK:CALL`, the worker that sends itself a signal, and at which call of the loss function.
         hurt_with: name of the signal.
+        saved: not before a snapshot of this launch is there: a busy machine may take its time with the first one.
     """
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT)
     argv = ["train.py", *(f"--train.{setting}" for setting in settings)]
-    environ = {"HURT": hurt, "HURT_WITH": hurt_with}
+    environ = {"HURT": hurt, "HURT_WITH": hurt_with, "HURT_SAVED": "1" if saved else ""}
     return forked.launch(argv, workers, cwd=folder, environ=environ, limit_s=200)
 
 
@@ -182,7 +189,7 @@ def test_four_two_three_and_four_workers_see_each_sample_once_per_epoch_whoever_
     for workers, micro, hurt in ((4, 6, "2:8"), (2, 4, "1:19"), (3, 4, "0:13"), (4, 6, "")):
         for path in tmp_path.glob("seen.*"):
             path.unlink()
-        ended = launch(tmp_path, workers, *epochs, f"micro_batch={micro}", hurt=hurt)
+        ended = launch(tmp_path, workers, *epochs, f"micro_batch={micro}", hurt=hurt, saved=True)
         assert (ended.code == 0) == (hurt == ""), ended.output
         assert (f"resumed at step {begun} of 21" in ended.output) == (begun > 0)
         ((kept, _), *_) = layout.listing(tmp_path / "snapshots")
