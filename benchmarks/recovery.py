@@ -52,7 +52,7 @@ if __name__ == "__main__":
     main()
 """
 LIMIT_S = 60.0
-PROGRAMS = ("dtctl, warm", "dtctl, cold", "torchrun")
+PROGRAMS = ("dtctl, warm", "dtctl, cold", "dtctl, kind torchrun", "torchrun")
 
 
 @dataclass
@@ -131,11 +131,11 @@ def kill_again_and_again(argv: list[str], folder: Path, series: Series, kills: i
             process.wait()
 
 
-def spec(folder: Path, *, slots: int, restarts: int, steps: int, preload: str) -> list[str]:
+def spec(folder: Path, *, slots: int, restarts: int, steps: int, preload: str = "", kind: str = "direct") -> list[str]:
     """The argv of a dtctl launch."""
     text = (
         f"cluster: {{transport: local, slots: {slots}}}\n"
-        f"job: {{script: train.py, args: ['{folder}', {steps}], kind: direct, max_restarts: {restarts}{preload}, "
+        f"job: {{script: train.py, args: ['{folder}', {steps}], kind: {kind}, max_restarts: {restarts}{preload}, "
         f"grace_s: 2, env: {{OMP_NUM_THREADS: 1}}}}\n"
     )
     path = folder / "dtctl.yaml"
@@ -159,7 +159,7 @@ def first_start(folder: Path, slots: int, repetitions: int) -> float:
             path.unlink()
         wait_for_quiet()
         begun = time.time()
-        argv = spec(folder, slots=slots, restarts=1, steps=1, preload="")
+        argv = spec(folder, slots=slots, restarts=1, steps=1)
         subprocess.run(argv, cwd=folder, capture_output=True, check=True, timeout=300)
         found.append(max(lines(folder / f"steps.{rank}")[0][2] for rank in range(slots)) - begun)
     return statistics.median(found)
@@ -204,8 +204,9 @@ def main() -> None:
         (folder / "train.py").write_text(SCRIPT)
         rows: dict[str, Series] = {name: Series() for name in PROGRAMS if name in wanted}
         begin = {
-            "dtctl, warm": lambda left: spec(folder, slots=2, restarts=left, steps=10**9, preload=""),
+            "dtctl, warm": lambda left: spec(folder, slots=2, restarts=left, steps=10**9),
             "dtctl, cold": lambda left: spec(folder, slots=2, restarts=left, steps=10**9, preload=", preload: []"),
+            "dtctl, kind torchrun": lambda left: spec(folder, slots=2, restarts=left, steps=10**9, kind="torchrun"),
             "torchrun": lambda left: torchrun(folder, restarts=left, steps=10**9),
         }
         for target in range(5, kills + 1, 5):  # in turn, five kills each
@@ -213,7 +214,7 @@ def main() -> None:
                 wait_for_quiet()
                 while series.kills < target:  # one that gave up is begun again, and the kill counts
                     kill_again_and_again(begin[name](5), folder, series, target)
-        print(f"{'':12} {'kills':>6} {'recovered':>10} {'median s':>9} {'p95 s':>7} {'max s':>7}")
+        print(f"{'':20} {'kills':>6} {'recovered':>10} {'median s':>9} {'p95 s':>7} {'max s':>7}")
         for name, series in rows.items():
             got = sorted(series.recovered_s) or [float("nan")]
             row = {
@@ -225,7 +226,7 @@ def main() -> None:
             }
             kept[name] = row
             print(
-                f"{name:12} {row['kills']:6} {row['recovered']:10} {row['median_s']:9.3f} {row['p95_s']:7.3f} "
+                f"{name:20} {row['kills']:6} {row['recovered']:10} {row['median_s']:9.3f} {row['p95_s']:7.3f} "
                 f"{row['max_s']:7.3f}"
             )
         if "dtctl, cold" in rows:
