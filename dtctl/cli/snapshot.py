@@ -34,14 +34,14 @@ def _place(place: str | None) -> str | None:
         return place
     from dtctl.slurm.follow import snapshot_folder
 
-    return str(snapshot_folder(record))
+    return snapshot_folder(record)
 
 
 Place = Annotated[
     str | None,
     typer.Argument(
         metavar="[DIR|RUN]",
-        help="A folder, or a run.  [default: the newest run]",
+        help="A folder, a URL, or a run.  [default: the newest run]",
         show_default=False,
         callback=_place,
     ),

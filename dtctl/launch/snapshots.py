@@ -51,7 +51,7 @@ class _Place:
 
 
 class RunSnapshots:
-    """The folders of one run's snapshots, one on each of its nodes."""
+    """The folders of one run's snapshots, one on each of its nodes; or the URL that all of them use."""
 
     def __init__(self, record: RunRecord) -> None:
         """Find the nodes; none is called yet.
@@ -68,7 +68,8 @@ class RunSnapshots:
         own = spec.train.snapshot.dir if spec.train and spec.train.snapshot else None
         code = record.code_folders()
         self._places = {}
-        for node in plan["nodes"]:
+        # What is at a URL all nodes see: the first one is asked.
+        for node in plan["nodes"][: 1 if own and is_url(own) else None]:
             name = node["name"]
             run_dir = posixpath.join(node["workdir"], "runs", record.run)
             if name in cluster.targets:
@@ -156,5 +157,10 @@ def error_of(told: Told) -> DtctlError:
 
 
 def is_folder(place: str | None) -> bool:
-    """Whether a command's argument is a folder rather than a run's name."""
-    return place is not None and Path(place).expanduser().is_dir()
+    """Whether a command's argument is a folder or a URL rather than a run's name."""
+    return place is not None and (is_url(place) or Path(place).expanduser().is_dir())
+
+
+def is_url(place: str) -> bool:
+    """Whether snapshots lie where every node, and this machine, can ask for them."""
+    return "://" in place

@@ -31,7 +31,8 @@ class SnapshotConfig:
     """When and where the state of training is kept. With neither interval set: every 300 s. The end is always kept."""
 
     dir: str | None = None
-    """Folder. None: that of the run (DTCTL_SNAPSHOT_DIR), else `snapshots` in the working folder."""
+    """Folder, or a URL that fsspec knows (s3://, gs:// ...). None: that of the run (DTCTL_SNAPSHOT_DIR), else
+    `snapshots` in the working folder."""
     every_steps: int | None = field(default=None, metadata={"at_least": 1})
     """Steps between snapshots."""
     every_s: float | None = field(default=None, metadata={"above": 0})

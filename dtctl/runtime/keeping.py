@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from dtctl import names
-from dtctl.errors import SpecError
 from dtctl.runtime import randomness, resume
 from dtctl.runtime.config import SnapshotConfig
 from dtctl.runtime.console import complain
 from dtctl.runtime.snapshot import state
 from dtctl.runtime.snapshot.pieces import Key
+from dtctl.runtime.snapshot.place import Place, Remote, place
 from dtctl.runtime.snapshot.saver import Saver
+from dtctl.runtime.snapshot.stores import stores
 from dtctl.runtime.snapshot.whole import gathered, gathered_optimizer
 from dtctl.runtime.worker import Worker
 
@@ -23,23 +23,17 @@ if TYPE_CHECKING:
     from dtctl.runtime.loop import Trainer
 
 
-def folder(config: SnapshotConfig, environ: Mapping[str, str]) -> Path:
+def folder(config: SnapshotConfig, environ: Mapping[str, str]) -> Place:
     """Where the snapshots of a run lie.
 
     Raises:
-        SpecError: at a URL, where nothing can be synced and renamed.
+        SpecError: at a URL of a kind that is not known, or with a password in it.
+        SnapshotError: at a URL for which a package is missing.
     """
-    place = config.dir or environ.get(names.SNAPSHOT_DIR) or "snapshots"
-    if "://" in place:
-        raise SpecError(
-            f"snapshots are kept in folders, and {place} is a URL",
-            where="train.snapshot.dir",
-            hint="use a mounted folder, or node-local ones with `train.snapshot.replicas`, and copy from there",
-        )
-    return Path(place).expanduser()
+    return place(config.dir or environ.get(names.SNAPSHOT_DIR) or "snapshots")
 
 
-def saver(config: SnapshotConfig, folder: Path, worker: Worker, model: nn.Module, *, spread: bool) -> Saver:
+def saver(config: SnapshotConfig, folder: Place, worker: Worker, model: nn.Module, *, spread: bool) -> Saver:
     """What writes the snapshots of a training; collective over all workers.
 
     Args:
@@ -48,9 +42,16 @@ def saver(config: SnapshotConfig, folder: Path, worker: Worker, model: nn.Module
         worker: this worker.
         model: as this worker has it.
         spread: whether workers have state that rank 0 lacks.
+
+    Raises:
+        SnapshotError: at a URL that a worker cannot write or see, of which training should hear before its first step.
     """
     in_pieces = spread if config.layout == "auto" else config.layout == "sharded"
-    if worker.backend is None or not (in_pieces or config.replicas):
+    replicas = config.replicas
+    if isinstance(folder, Remote):
+        stores(folder, worker)
+        replicas = 0  # there is one store, and it keeps copies if anybody does
+    if worker.backend is None or not (in_pieces or replicas):
         return Saver(
             folder,
             keep=config.keep,
@@ -74,7 +75,7 @@ def saver(config: SnapshotConfig, folder: Path, worker: Worker, model: nn.Module
         keep=config.keep,
         keep_every_s=config.keep_every_s,
         spread=in_pieces,
-        replicas=config.replicas,
+        replicas=replicas,
         firsts=firsts,
         when_busy=config.when_busy,
         max_failed=config.max_failed_saves,

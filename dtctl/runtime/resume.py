@@ -9,7 +9,6 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -20,6 +19,7 @@ from dtctl.runtime.config import Batch, TrainConfig
 from dtctl.runtime.snapshot.assembly import Leaf
 from dtctl.runtime.snapshot.choose import Chosen, choose
 from dtctl.runtime.snapshot.deliver import Wanted, deliver
+from dtctl.runtime.snapshot.place import Place
 from dtctl.runtime.worker import Worker
 
 BITS_DO_NOT_DEPEND_ON: Final = (
@@ -70,7 +70,7 @@ class Found:
         return deliver(self.chosen, _wanted(model, optimizer, worker), worker)
 
 
-def find(folder: Path, worker: Worker) -> Found:
+def find(folder: Place, worker: Worker) -> Found:
     """The newest snapshot that all workers together can read and verify.
 
     Raises:

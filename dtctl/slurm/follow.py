@@ -345,8 +345,8 @@ def reference(record: RunRecord) -> JobRef:
     raise LaunchError(f"run {record.run} was never submitted", where=str(record.folder))
 
 
-def snapshot_folder(record: RunRecord) -> Path:
-    """Where the run keeps its snapshots.
+def snapshot_folder(record: RunRecord) -> str:
+    """Where the run keeps its snapshots: a folder, or a URL.
 
     Raises:
         LaunchError: it was never submitted, or they lie where this machine does not see them.
@@ -354,6 +354,8 @@ def snapshot_folder(record: RunRecord) -> Path:
     """
     ref, train = reference(record), spec_of_run(record).train
     told = train.snapshot.dir if train and train.snapshot else None
+    if told and "://" in told:
+        return told
     folder = Path(ref.folder) / "code" / told if told else Path(ref.folder) / "snapshots"
     if not folder.is_dir():
         raise LaunchError(
@@ -361,4 +363,4 @@ def snapshot_folder(record: RunRecord) -> Path:
             where=str(folder),
             hint="where the folder is seen, `python -m dtctl.runtime.snapshot` has the same commands",
         )
-    return folder
+    return str(folder)

@@ -80,7 +80,7 @@ class Snapshot(Section):
     """When and where the state of training is kept."""
 
     dir: str | None = None
-    """Folder on the nodes, no URL. Default: `snapshots` in the run's folder."""
+    """Folder on the nodes, or a URL (s3://, gs:// ...) without secrets. Default: `snapshots` in the run's folder."""
     every_steps: Count | None = None
     """Steps between snapshots."""
     every_s: Positive | None = None

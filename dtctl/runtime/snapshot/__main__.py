@@ -13,14 +13,14 @@ from typing import Any
 
 from dtctl.errors import DtctlError, SnapshotError
 from dtctl.runtime.snapshot import commands
+from dtctl.runtime.snapshot.place import Place, place
 
 
 def main(argv: list[str]) -> int:
     """Run one command. Returns the exit code."""
     options = _options(argv)
-    place = Path(options.place).expanduser()
     try:
-        answer = _answer(options, place)
+        answer = _answer(options, place(options.place))
     except DtctlError as exc:
         answer = {"error": exc.message, "where": exc.where, "hint": exc.hint}
         code = exc.exit_code
@@ -34,20 +34,20 @@ def main(argv: list[str]) -> int:
     return code
 
 
-def _answer(options: argparse.Namespace, place: Path) -> dict[str, Any]:
+def _answer(options: argparse.Namespace, where: Place) -> dict[str, Any]:
     if options.verb in ("prune", "stays"):
         rule = {"keep": options.keep, "every_s": options.every_s, "keep_best": not options.no_best}
         if options.verb == "prune":
-            return commands.prune(place, **rule, dry_run=options.dry_run)
+            return commands.prune(where, **rule, dry_run=options.dry_run)
         made = (word.partition(":") for word in options.made)
-        return commands.stays(place, {int(step): float(made_s) for step, _, made_s in made}, **rule)
+        return commands.stays(where, {int(step): float(made_s) for step, _, made_s in made}, **rule)
     if options.verb == "remove":
-        return commands.remove(place, options.step)
+        return commands.remove(where, options.step)
     if options.verb == "export":
         out = sys.stdout.buffer if options.out == "-" else Path(options.out)
-        return commands.export(place, part=options.part, out=out)
+        return commands.export(where, part=options.part, out=out)
     if options.verb == "send":
-        return commands.send(place, step=options.step, names=options.name, out=sys.stdout.buffer)
+        return commands.send(where, step=options.step, names=options.name, out=sys.stdout.buffer)
     simple = {
         "ls": commands.ls,
         "pieces": commands.pieces,
@@ -55,7 +55,7 @@ def _answer(options: argparse.Namespace, place: Path) -> dict[str, Any]:
         "show": commands.show,
         "digest": commands.digest,
     }
-    return simple[options.verb](place)
+    return simple[options.verb](where)
 
 
 def _options(argv: list[str]) -> argparse.Namespace:

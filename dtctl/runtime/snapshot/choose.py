@@ -6,13 +6,14 @@ worker on whose node it lies; one that is damaged there is taken from another no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from dtctl.errors import DtctlError, SnapshotError
 from dtctl.runtime.snapshot import layout, read
+from dtctl.runtime.snapshot.place import Place, Remote
 from dtctl.runtime.snapshot.share import gathered_json, spread_json
 from dtctl.runtime.worker import Worker
 
@@ -36,18 +37,20 @@ class Chosen:
 class _Candidate:
     """A snapshot as its manifest has it, and what of it lies where."""
 
-    path: Path
+    path: Place
     holders: dict[int, list[int] | None]
     """First rank of a node -> numbers of the files that lie there; None for all."""
 
 
-def choose(folder: Path, worker: Worker) -> Chosen:
+def choose(folder: Place, worker: Worker) -> Chosen:
     """Find and read the newest good snapshot; collective over all workers.
 
     Raises:
         SnapshotError: a folder cannot be read, or has what only a later version can read; on every worker.
     """
-    offers = gathered_json(_look(folder) if worker.local_rank == 0 else None, worker)
+    # What is at a URL all see, as if they were one node.
+    looks = worker.is_first if isinstance(folder, Remote) else worker.local_rank == 0
+    offers = gathered_json(_look(folder) if looks else None, worker)
     nodes: dict[int, list[int]] = {}
     for rank, offer in enumerate(offers):
         nodes.setdefault(rank if offer is not None else max(nodes), []).append(rank)
@@ -69,12 +72,33 @@ def choose(folder: Path, worker: Worker) -> Chosen:
                     contents=found.contents,
                 )
         status = "corrupt" if any(status == "corrupt" for status, _ in wrong) else "incomplete"
-        name = layout.folder_of(folder, step).name
-        rejected.append(f"{name} is {status}: {'; '.join(dict.fromkeys(phrase for _, phrase in wrong))}")
+        rejected.append(f"{here[0][1]['name']} is {status}: {'; '.join(dict.fromkeys(phrase for _, phrase in wrong))}")
     return Chosen(path=None, manifest=None, rejected=tuple(rejected))
 
 
-def _look(folder: Path) -> dict[str, Any]:
+def _told(action: Callable[[], Any]) -> dict[str, Any]:
+    """What comes of something, as JSON; an error is a value, so that the others hear of it instead of waiting."""
+    try:
+        return {"error": None, "found": action()}
+    except DtctlError as exc:
+        return {"error": exc.message, "where": exc.where, "hint": exc.hint}
+    except OSError as exc:
+        return {"error": f"the snapshots cannot be read: {exc}", "where": exc.filename, "hint": None}
+
+
+def _heard(told: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """What came of it.
+
+    Raises:
+        SnapshotError: the first error.
+    """
+    for one in told:
+        if one["error"]:
+            raise SnapshotError(one["error"], where=one["where"], hint=one["hint"])
+    return [one["found"] for one in told]
+
+
+def _look(folder: Place) -> dict[str, Any]:
     """What lies on this node; errors are values here, so that the others hear of them instead of waiting."""
     answer: dict[str, Any] = {"error": None, "where": str(folder), "hint": None, "rows": []}
     try:
@@ -82,6 +106,7 @@ def _look(folder: Path) -> dict[str, Any]:
             found = read.record(path)
             row: dict[str, Any] = {
                 "step": step,
+                "name": path.name,
                 "status": found.status,
                 "bad": list(found.bad),
                 "digest": None,
@@ -89,7 +114,8 @@ def _look(folder: Path) -> dict[str, Any]:
             }
             if found.manifest is not None:
                 row["digest"] = (path / layout.COMMIT).read_text()
-                there = [number for number, name in enumerate(found.manifest.files) if (path / name).is_file()]
+                present = layout.entries(path)
+                there = [number for number, name in enumerate(found.manifest.files) if present.get(name) is not None]
                 row["has"] = None if len(there) == len(found.manifest.files) else there
             answer["rows"].append(row)
     except DtctlError as exc:
@@ -99,14 +125,14 @@ def _look(folder: Path) -> dict[str, Any]:
     return answer
 
 
-def _candidates(folder: Path, rows: Sequence[tuple[int, Mapping[str, Any]]]) -> Iterator[_Candidate]:
+def _candidates(folder: Place, rows: Sequence[tuple[int, Mapping[str, Any]]]) -> Iterator[_Candidate]:
     """Snapshots of one step, by what their commit records say; that which most nodes know of first."""
-    groups: dict[str, dict[int, list[int] | None]] = {}
+    groups: dict[tuple[str, str], dict[int, list[int] | None]] = {}
     for node, row in rows:
         if row["digest"] is not None:
-            groups.setdefault(row["digest"], {})[node] = row["has"]
-    for holders in sorted(groups.values(), key=len, reverse=True):
-        yield _Candidate(layout.folder_of(folder, rows[0][1]["step"]), holders)
+            groups.setdefault((row["name"], row["digest"]), {})[node] = row["has"]
+    for (name, _), holders in sorted(groups.items(), key=lambda group: len(group[1]), reverse=True):
+        yield _Candidate(folder / name, holders)
 
 
 class _Reading:
@@ -124,9 +150,9 @@ class _Reading:
         """Read all files and compare digests; None if one is nowhere good. Adds what is wrong."""
         source, text = next(iter(self._holders)), None
         if self._worker.rank == source:
-            text = (self._path / layout.MANIFEST).read_text()
+            text = _told((self._path / layout.MANIFEST).read_text)
         self.manifest = layout.Manifest.from_bytes(
-            spread_json(text, self._worker, source).encode(), where=str(self._path)
+            _heard([spread_json(text, self._worker, source)])[0].encode(), where=str(self._path)
         )
         names = list(self.manifest.files)
         having = {
@@ -142,8 +168,8 @@ class _Reading:
                 return None
             shares = self._shared_out(open_, having)
             mine = [name for name in open_ if shares[name] == self._worker.rank]
-            bad = read.faults(self._path, self.manifest, mine, self.contents)
-            told = gathered_json(bad, self._worker)
+            bad = _told(partial(read.faults, self._path, self.manifest, mine, self.contents))
+            told = _heard(gathered_json(bad, self._worker))
             open_ = [name for phrases in told for name in phrases]
             wrong.update({("corrupt", phrase): None for phrases in told for phrase in phrases.values()})
             self.readers |= {name: rank for name, rank in shares.items() if name not in open_}

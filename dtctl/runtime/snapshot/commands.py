@@ -12,11 +12,12 @@ from typing import Any, BinaryIO
 from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot import assembly, headers, layout, read, retention
 from dtctl.runtime.snapshot.durable import sync_folder
+from dtctl.runtime.snapshot.place import Place
 
 Answer = dict[str, Any]
 
 
-def snapshots(place: Path) -> list[Path]:
+def snapshots(place: Place) -> list[Any]:
     """The snapshots that are meant by a path: one, those of a folder, or those in `snapshots` below it; newest first.
 
     Raises:
@@ -24,30 +25,30 @@ def snapshots(place: Path) -> list[Path]:
     """
     if layout.step_of(place) is not None and place.is_dir():
         return [place]
-    if not place.is_dir():
+    found = layout.listing(place) or layout.listing(place / "snapshots")
+    if not found and not place.is_dir():
         raise SnapshotError("there is no folder of snapshots here", where=str(place))
-    inner = place / "snapshots"
-    return [path for _, path in layout.listing(place) or layout.listing(inner)]
+    return [path for _, path in found]
 
 
-def ls(place: Path) -> Answer:
+def ls(place: Place) -> Answer:
     """Step, size, age and whether it is committed, of each snapshot; nothing is verified."""
     rows = []
     for path in snapshots(place):
-        files = [file.stat() for file in path.iterdir()]
+        files = layout.entries(path)
         rows.append(
             {
                 "path": str(path),
                 "step": layout.step_of(path),
-                "committed": (path / layout.COMMIT).is_file(),
-                "size_bytes": sum(file.st_size for file in files),
-                "time": round(path.stat().st_mtime, 3),
+                "committed": files.get(layout.COMMIT) is not None,
+                "size_bytes": sum(size or 0 for size in files.values()),
+                "time": round(retention.made_s(path), 3),
             }
         )
     return {"snapshots": rows}
 
 
-def verify(place: Path) -> Answer:
+def verify(place: Place) -> Answer:
     """Every byte of every snapshot is read and compared."""
     verdicts = [read.verify(path) for path in snapshots(place)]
     rows = [
@@ -58,7 +59,7 @@ def verify(place: Path) -> Answer:
     return {"snapshots": rows, "newest_good": good[0] if good else None}
 
 
-def pieces(place: Path) -> Answer:
+def pieces(place: Place) -> Answer:
     """What of each snapshot is good here, file by file: of one that lies on several nodes, this is a node's part.
 
     Returns:
@@ -72,7 +73,8 @@ def pieces(place: Path) -> Answer:
         row["made_s"] = retention.made_s(path)
         row |= {"bad": list(found.bad)}
         if found.manifest is not None:
-            here = [name for name in found.manifest.files if (path / name).is_file()]
+            present = layout.entries(path)
+            here = [name for name in found.manifest.files if present.get(name) is not None]
             wrong = read.faults(path, found.manifest, here)
             row["record"] = (path / layout.COMMIT).read_text()
             row |= {"files": list(found.manifest.files), "good": [name for name in here if name not in wrong]}
@@ -81,7 +83,7 @@ def pieces(place: Path) -> Answer:
     return {"rows": rows}
 
 
-def send(place: Path, *, step: int, names: Iterable[str], out: BinaryIO) -> Answer:
+def send(place: Place, *, step: int, names: Iterable[str], out: BinaryIO) -> Answer:
     """Write some files of a snapshot as a tar archive, for whoever has the others.
 
     Args:
@@ -99,13 +101,17 @@ def send(place: Path, *, step: int, names: Iterable[str], out: BinaryIO) -> Answ
     try:
         with tarfile.open(fileobj=out, mode="w|") as archive:
             for name in names:
-                archive.add(folder / Path(name).name, arcname=Path(name).name, recursive=False)
+                source = folder / Path(name).name
+                info = tarfile.TarInfo(source.name)
+                info.size = layout.size_bytes(source)
+                with source.open("rb") as file:
+                    archive.addfile(info, file)
     except OSError as exc:
         raise SnapshotError(f"the snapshot cannot be sent: {exc}", where=str(folder)) from exc
     return {"path": str(folder), "step": step}
 
 
-def newest(place: Path, contents: read.Contents | None = None) -> tuple[read.Verdict, Answer]:
+def newest(place: Place, contents: read.Contents | None = None) -> tuple[read.Verdict, Answer]:
     """The newest good snapshot, and an answer that begins with its step and the newer ones that were passed over.
 
     Raises:
@@ -125,7 +131,7 @@ def newest(place: Path, contents: read.Contents | None = None) -> tuple[read.Ver
     )
 
 
-def show(place: Path) -> Answer:
+def show(place: Place) -> Answer:
     """The manifest of the newest good snapshot, and its tensors."""
     found, answer = newest(place)
     assert found.manifest is not None  # noqa: S101  # for the type checker
@@ -145,7 +151,7 @@ def show(place: Path) -> Answer:
     }
 
 
-def digest(place: Path) -> Answer:
+def digest(place: Place) -> Answer:
     """BLAKE3 of the newest good snapshot's model and optimizer, the same that `state.digest` computes in training.
 
     Raises:
@@ -173,7 +179,7 @@ def digest(place: Path) -> Answer:
 
 
 def prune(
-    place: Path,
+    place: Place,
     *,
     keep: int | None = None,
     every_s: float | None = None,
@@ -215,7 +221,7 @@ def _rule(found: read.Verdict, *, keep: int | None, every_s: float | None, keep_
 
 
 def stays(
-    place: Path,
+    place: Place,
     made: Mapping[int, float],
     *,
     keep: int | None = None,
@@ -240,14 +246,14 @@ def stays(
     return {"stays": sorted(rule.stays(list(made.items())))}
 
 
-def remove(place: Path, steps: Collection[int]) -> Answer:
+def remove(place: Place, steps: Collection[int]) -> Answer:
     """Remove the snapshots of some steps: whoever asks knows what other nodes have."""
     gone = [path for path in snapshots(place) if layout.step_of(path) in steps]
     retention.remove(gone)
     return {"removed": [str(path) for path in gone]}
 
 
-def export(place: Path, *, part: str, out: Path | BinaryIO) -> Answer:
+def export(place: Place, *, part: str, out: Path | BinaryIO) -> Answer:
     """Write a part of the newest good snapshot, by default the weights, as a safetensors file without our additions.
 
     Args:
@@ -310,7 +316,7 @@ def _laid_out(leaves: Iterable[assembly.Leaf]) -> tuple[dict[str, Any], list[ass
     return entries, [names[name] for name in ordered]
 
 
-def _header(path: Path) -> headers.Header:
+def _header(path: Place) -> headers.Header:
     with path.open("rb") as file:
         beginning = file.read(8)
         return headers.parse(memoryview(beginning + file.read(int.from_bytes(beginning, "little"))))

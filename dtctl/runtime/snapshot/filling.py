@@ -6,10 +6,8 @@ none is, there is nothing to go on with, and that is an error.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,13 +15,14 @@ import torch
 from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot import assembly, headers, layout, read
 from dtctl.runtime.snapshot.packing import DTYPES
+from dtctl.runtime.snapshot.place import Place as Where
 from dtctl.runtime.snapshot.state import raw, tensors
 
 Place = tuple[str, int, int]
 """File, and where in its data a tensor begins and ends."""
 
 
-def newest_into(folder: Path, into: Mapping[str, Any]) -> read.Loaded | None:
+def newest_into(folder: Where, into: Mapping[str, Any]) -> read.Loaded | None:
     """As `read.newest`, with tensors of `into` in the place of those with the same path, type and shape.
 
     Args:
@@ -63,7 +62,7 @@ def _can_be_filled(tensor: torch.Tensor) -> bool:
 
 
 def _faults(
-    path: Path,
+    path: Where,
     manifest: layout.Manifest,
     places: Mapping[str, torch.Tensor],
     heads: dict[str, headers.Header],
@@ -76,6 +75,8 @@ def _faults(
             heads[name], tensors = _fill(path / name, manifest, places)
         except FileNotFoundError:
             return f"{name} is missing"
+        except SnapshotError:
+            raise  # says nothing about the snapshot
         except OSError as exc:
             return f"{name} cannot be read: {exc.strerror}"
         except Exception:  # noqa: BLE001  # whatever a header of garbage leads to
@@ -88,7 +89,7 @@ def _faults(
 
 
 def _fill(
-    path: Path, manifest: layout.Manifest, places: Mapping[str, torch.Tensor]
+    path: Where, manifest: layout.Manifest, places: Mapping[str, torch.Tensor]
 ) -> tuple[headers.Header, dict[Place, torch.Tensor]]:
     """Read one file.
 
@@ -120,7 +121,7 @@ def _fill(
     return header, found
 
 
-def _pour(file: io.FileIO, place: memoryview, state: layout.Hasher) -> None:
+def _pour(file: Any, place: memoryview, state: layout.Hasher) -> None:
     """Fill a stretch of memory, and hash what has come while it is in the cache."""
     while place:
         count = file.readinto(place[: layout.CHUNK_BYTES])

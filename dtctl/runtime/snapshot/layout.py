@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import hashlib
 import json
 import mmap
 import re
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 from dtctl.errors import SnapshotError
+from dtctl.runtime.snapshot.place import Place, Remote
 
 FORMAT: Final = 2
 """Of snapshots whose parts are whole files."""
@@ -27,7 +29,7 @@ CHUNK_BYTES: Final = 1 << 18
 """What is hashed and written, or read and hashed, at a time: it stays in the cache between the two."""
 
 _PIECES = re.compile(r"(.+)\.(\d{5,})" + re.escape(PART_SUFFIX) + r"\Z")
-_FOLDER = re.compile(r"step-(\d{8,})\Z")
+_FOLDER = re.compile(r"step-(\d{8,})(?:\.\d{8}T\d{6}-[0-9a-f]{8})?\Z")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +94,19 @@ class Manifest:
         )
 
 
-def folder_of(folder: Path, step: int) -> Path:
-    """Where the snapshot of a step lies."""
+def folder_of(folder: Place, step: int) -> Place:
+    """Where the snapshot of a step lies, on disk."""
     return folder / f"step-{step:08d}"
+
+
+def attempt_name(step: int) -> str:
+    """Of the folder of a snapshot where nothing can be renamed: `step-00000100.20261121T195221-5f0c93d1`.
+
+    No two attempts have the same, so that what one that died has left, or still sends, is never part of another, and
+    what is committed never changes. Those of one step are in the order of time.
+    """
+    now = dt.datetime.now(dt.timezone.utc)
+    return f"step-{step:08d}.{now:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
 
 
 def piece_name(part: str, rank: int) -> str:
@@ -114,18 +126,30 @@ def part_of_piece(name: str) -> str | None:
     return match[1] if match else None
 
 
-def step_of(path: Path) -> int | None:
+def step_of(path: Place) -> int | None:
     """The step that a snapshot's folder is named after; None for any other name."""
     match = _FOLDER.match(path.name)
     return int(match[1]) if match else None
 
 
-def listing(folder: Path) -> list[tuple[int, Path]]:
+def listing(folder: Place) -> list[tuple[int, Any]]:
     """Folders named as snapshots, good or not, newest step first; none if the folder does not exist."""
-    if not folder.is_dir():
+    if not isinstance(folder, Remote) and not folder.is_dir():
         return []
     found = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None]
     return sorted(found, reverse=True)
+
+
+def entries(path: Place) -> dict[str, int | None]:
+    """What a folder has: name -> bytes of a file, None for anything else."""
+    if isinstance(path, Remote):
+        return path.entries()
+    return {file.name: file.stat().st_size if file.is_file() else None for file in path.iterdir()}
+
+
+def size_bytes(path: Place) -> int:
+    """Of a file; an OSError if there is none."""
+    return path.size_bytes() if isinstance(path, Remote) else path.stat().st_size
 
 
 class Hasher(Protocol):
@@ -164,7 +188,7 @@ def hasher(name: str) -> Hasher:
     return blake3()
 
 
-def file_digest(path: Path, name: str, contents: memoryview | None = None) -> str:
+def file_digest(path: Place, name: str, contents: memoryview | None = None) -> str:
     """The digest of a file's bytes.
 
     Args:

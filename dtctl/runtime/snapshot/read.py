@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 
 from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot import assembly, headers, layout
+from dtctl.runtime.snapshot.place import Place, place
 
 Contents = MutableMapping[str, memoryview]
 """File name -> its bytes."""
@@ -20,7 +21,7 @@ READERS: Final = 4
 class Verdict:
     """What was found when a snapshot was looked at."""
 
-    path: Path
+    path: Place
     step: int
     status: Literal["ok", "corrupt", "incomplete"]
     bad: tuple[str, ...] = ()
@@ -29,7 +30,7 @@ class Verdict:
     """None unless the status is ok."""
 
 
-def record(path: Path) -> Verdict:
+def record(path: Place) -> Verdict:
     """Whether manifest and commit record of a snapshot are right; says nothing about its files.
 
     Raises:
@@ -58,7 +59,7 @@ def record(path: Path) -> Verdict:
     return Verdict(path=path, step=step, status="ok", manifest=manifest)
 
 
-def verify(path: Path, contents: Contents | None = None) -> Verdict:
+def verify(path: Place, contents: Contents | None = None) -> Verdict:
     """Read every byte of a snapshot and compare digests.
 
     Args:
@@ -73,7 +74,8 @@ def verify(path: Path, contents: Contents | None = None) -> Verdict:
     manifest, step = found.manifest, found.step
     if manifest is None:
         return found
-    absent = [f"{name} is missing" for name in manifest.files if not (path / name).is_file()]
+    present = layout.entries(path)
+    absent = [f"{name} is missing" for name in manifest.files if present.get(name) is None]
     if absent:
         return Verdict(path=path, step=step, status="incomplete", bad=tuple(absent))
     wrong = faults(path, manifest, list(manifest.files), contents)
@@ -83,7 +85,7 @@ def verify(path: Path, contents: Contents | None = None) -> Verdict:
 
 
 def faults(
-    path: Path, manifest: layout.Manifest, names: Sequence[str], contents: Contents | None = None
+    path: Place, manifest: layout.Manifest, names: Sequence[str], contents: Contents | None = None
 ) -> dict[str, str]:
     """Read some files of a snapshot: name -> what is wrong with it, of those that are.
 
@@ -99,9 +101,9 @@ def faults(
         return {name: phrase for name, phrase in zip(names, phrases, strict=True) if phrase}
 
 
-def _fault(path: Path, entry: layout.FileEntry, name: str, contents: Contents | None) -> str | None:
+def _fault(path: Place, entry: layout.FileEntry, name: str, contents: Contents | None) -> str | None:
     try:
-        size_bytes = path.stat().st_size
+        size_bytes = layout.size_bytes(path)
         if size_bytes != entry.size_bytes:
             return f"{path.name} has {size_bytes} bytes and should have {entry.size_bytes}"
         buffer = None if contents is None else layout.memory(size_bytes)
@@ -114,7 +116,7 @@ def _fault(path: Path, entry: layout.FileEntry, name: str, contents: Contents | 
     return None
 
 
-def newest_good(folder: Path, contents: Contents | None = None) -> tuple[Verdict | None, list[Verdict]]:
+def newest_good(folder: Place, contents: Contents | None = None) -> tuple[Verdict | None, list[Verdict]]:
     """The newest snapshot that verifies, and the newer ones that did not.
 
     Args:
@@ -197,17 +199,18 @@ class Loaded:
     """Newer ones that were passed over, each with the reason."""
 
 
-def newest(folder: Path, *, into: Mapping[str, Any] | None = None) -> Loaded | None:
+def newest(folder: str | Place, *, into: Mapping[str, Any] | None = None) -> Loaded | None:
     """The newest snapshot that verifies, loaded; None if there is none.
 
     Args:
-        folder: of all snapshots.
+        folder: of all snapshots, or its URL.
         into: tensors to be filled, by part and name, such as `{"model": model.state_dict()}`: the fastest way to load.
             Those that fit are then part of what is returned; others are made as ever.
 
     Raises:
         SnapshotError: as `verify`; or there are snapshots, none is right, and what was to be filled is spoilt.
     """
+    folder = place(folder)
     if into is not None:
         from dtctl.runtime.snapshot.filling import newest_into
 

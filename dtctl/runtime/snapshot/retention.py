@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from dtctl.runtime.snapshot import layout
+from dtctl.runtime.snapshot.place import Place, Remote
 
 FACT: Final = "retention"
 """Under which a manifest has the rule that its writer followed."""
@@ -50,13 +50,13 @@ class Rule:
         return kept | {step for step, _ in good if step in self.best}
 
 
-def made_s(path: Path) -> float:
+def made_s(path: Place) -> float:
     """When a snapshot was made, in seconds since the epoch."""
-    return path.stat().st_mtime
+    return (path / layout.COMMIT).modified_s() if isinstance(path, Remote) else path.stat().st_mtime
 
 
-def prune(folder: Path, *, newest: int, rule: Rule) -> list[Path]:
-    """Remove snapshots that are no longer kept, right after that of step `newest` was committed.
+def prune(folder: Place, *, newest: Place, rule: Rule) -> list[Place]:
+    """Remove snapshots that are no longer kept, right after `newest` was committed.
 
     That one the disk has confirmed, and it always stays; so the only good snapshot is never removed. Those that lack a
     commit record do not count, and go. So do those of later steps: they are of a future that this run did not resume
@@ -65,9 +65,11 @@ def prune(folder: Path, *, newest: int, rule: Rule) -> list[Path]:
     Returns:
         What was removed.
     """
-    found = layout.listing(folder)
-    whole = [(step, path) for step, path in found if step <= newest and (path / layout.COMMIT).is_file()]
-    stays = rule.stays([(step, made_s(path)) for step, path in whole]) | {newest}
+    found, last = layout.listing(folder), layout.step_of(newest) or 0
+    # Of its step, that one alone stays: another was found bad, or is made again.
+    count = [(step, path) for step, path in found if step < last or path == newest]
+    whole = [(step, path) for step, path in count if (path / layout.COMMIT).is_file()]
+    stays = rule.stays([(step, made_s(path) if rule.every_s else 0.0) for step, path in whole]) | {last}
     kept = {path for step, path in whole if step in stays}
     gone = [path for _, path in found if path not in kept]
     gone += [path for path in folder.iterdir() if path.name.startswith(".") and path.name.endswith(layout.DRAFT_SUFFIX)]
@@ -75,9 +77,13 @@ def prune(folder: Path, *, newest: int, rule: Rule) -> list[Path]:
     return gone
 
 
-def remove(paths: Sequence[Path]) -> None:
+def remove(paths: Sequence[Place]) -> None:
     """Remove snapshots and drafts."""
     for path in paths:
+        if isinstance(path, Remote):
+            (path / layout.COMMIT).unlink(missing_ok=True)
+            path.remove()
+            continue
         if not path.is_dir():  # a sign that a worker left which was killed before it took it away (stores.py)
             path.unlink(missing_ok=True)
             continue

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dtctl.errors import DtctlError, SnapshotError
 from dtctl.runtime.console import complain
 from dtctl.runtime.snapshot import retention, write
+from dtctl.runtime.snapshot.place import Place, place
 from dtctl.runtime.snapshot.staging import Staged, Staging
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Saver:
 
     def __init__(
         self,
-        folder: Path,
+        folder: str | Place,
         *,
         keep: int = 2,
         keep_every_s: float | None = None,
@@ -45,14 +45,14 @@ class Saver:
         """Nothing is written or allocated yet.
 
         Args:
-            folder: of all snapshots of the run; made if needed.
+            folder: of all snapshots of the run, or its URL; made if needed.
             keep: how many snapshots to keep.
             keep_every_s: of older ones, those that are so many seconds apart are kept as well.
             when_busy: what a save does that comes while one is under way.
             max_failed: consecutive saves that may fail before `save` raises.
             complain: told of each failure at once, from the writing thread; standard error unless another is given.
         """
-        self._folder, self._when_busy, self._max_failed = folder, when_busy, max_failed
+        self._folder, self._when_busy, self._max_failed = place(folder), when_busy, max_failed
         self._keep, self._keep_every_s = keep, keep_every_s
         self._complain = complain
         self._staging = Staging()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from dataclasses import dataclass
-from pathlib import Path
 
-from dtctl.errors import SnapshotError
+from dtctl.errors import DtctlError, SnapshotError
 from dtctl.runtime.snapshot import layout
+from dtctl.runtime.snapshot.place import Place, Remote
 from dtctl.runtime.snapshot.share import gathered_json
 from dtctl.runtime.worker import Worker
 
@@ -31,41 +32,49 @@ class Stores:
         return self.ranks[self.own][0]
 
 
-def stores(folder: Path, worker: Worker) -> Stores:
+def stores(folder: Place, worker: Worker) -> Stores:
     """Find out who shares a folder: one worker of each node leaves a sign there, and all look for them. Collective.
 
     Raises:
         SnapshotError: a worker cannot write there; on every worker.
     """
+    at_url = isinstance(folder, Remote)
     token = str(gathered_json(secrets.token_hex(8), worker)[0])
-    error = None
+    error, seen = None, []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if worker.local_rank == 0:
             _sign(folder, token, worker.rank).touch()
-    except OSError as exc:
+    except (OSError, DtctlError) as exc:
         error = str(exc)
     told = gathered_json([error, worker.local_rank == 0, layout.default_hash()], worker)
-    # Asked for by name: a list of the folder may be an older one, where it comes over a network.
-    seen = [rank for rank, (_, left, _) in enumerate(told) if left and _sign(folder, token, rank).exists()]
-    places = gathered_json(seen[:1], worker)
-    if worker.local_rank == 0:
-        _sign(folder, token, worker.rank).unlink(missing_ok=True)
-    for rank, (reason, _, _) in enumerate(told):
-        if reason or not places[rank]:
-            raise SnapshotError(
-                f"rank {rank} cannot write snapshots: {reason or 'its node does not see what it wrote'}",
-                where=str(folder),
-                hint="set `train.snapshot.dir` to a folder that every node can write",
-            )
+    left = [rank for rank, (_, has_left, _) in enumerate(told) if has_left]
+    if error is None:
+        try:
+            # Asked for by name: a list of the folder may be an older one, where it comes over a network.
+            # What is at a URL all see, or it is of no use.
+            seen = [rank for rank in left[: 1 if at_url else None] if _sign(folder, token, rank).exists()]
+        except DtctlError as exc:
+            error = str(exc)
+    places = gathered_json([error, seen[:1]], worker)
+    if worker.local_rank == 0 and error is None:
+        with contextlib.suppress(DtctlError):  # who prunes takes it away
+            _sign(folder, token, worker.rank).unlink(missing_ok=True)
+    blind = "it does not see what rank 0 wrote" if at_url else "its node does not see what it wrote"
     groups: dict[int, list[int]] = {}
-    for rank, (first,) in enumerate(places):
-        groups.setdefault(first, []).append(rank)
+    for rank, (reason, first) in enumerate(places):
+        if reason or not first:
+            raise SnapshotError(
+                f"rank {rank} cannot write snapshots: {reason or blind}",
+                where=str(folder),
+                hint=f"set `train.snapshot.dir` to a {'URL' if at_url else 'folder'} that every node can write",
+            )
+        groups.setdefault(first[0], []).append(rank)
     ranks = tuple(tuple(group) for group in groups.values())
     own = next(number for number, group in enumerate(ranks) if worker.rank in group)
     hashes = {name for _, _, name in told}
     return Stores(ranks=ranks, own=own, token=token, hash=hashes.pop() if len(hashes) == 1 else "sha256")
 
 
-def _sign(folder: Path, token: str, rank: int) -> Path:
+def _sign(folder: Place, token: str, rank: int) -> Place:
     return folder / f".here-{token}-{rank}{layout.DRAFT_SUFFIX}"

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
-import shutil
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -22,6 +22,7 @@ from dtctl.errors import DtctlError
 from dtctl.runtime.console import complain
 from dtctl.runtime.snapshot import copies, layout, retention, write
 from dtctl.runtime.snapshot.pieces import Division, Key, local
+from dtctl.runtime.snapshot.place import Place, Remote
 from dtctl.runtime.snapshot.saver import Saver
 from dtctl.runtime.snapshot.share import gathered_json
 from dtctl.runtime.snapshot.staging import Staged
@@ -39,7 +40,7 @@ class Together(Saver):
 
     def __init__(
         self,
-        folder: Path,
+        folder: str | Place,
         worker: Worker,
         *,
         keep: int = 2,
@@ -54,7 +55,7 @@ class Together(Saver):
         """Make a process group for the writing threads; nothing is written yet. Collective.
 
         Args:
-            folder: of all snapshots of the run, on each node; made if needed.
+            folder: of all snapshots of the run, on each node, or its URL; made if needed.
             worker: this worker, which is not alone.
             keep: how many snapshots to keep.
             keep_every_s: of older ones, those that are so many seconds apart are kept as well.
@@ -108,8 +109,11 @@ class Together(Saver):
         """One snapshot; every worker learns of a failure on any, and all fail together."""
         found, worker = self._stores, self._worker
         assert found is not None  # noqa: S101  # for the type checker
-        target = layout.folder_of(self._folder, step)
-        draft = self._folder / f".{target.name}.{found.token}{layout.DRAFT_SUFFIX}"
+        name = None
+        if isinstance(self._folder, Remote):
+            name = gathered_json(layout.attempt_name(step) if worker.is_first else None, worker, self._group)[0]
+        target, draft = write.target_and_draft(self._folder, step, token=found.token, name=name)
+        leads = worker.rank == found.leader
 
         def written() -> Any:
             draft.mkdir(parents=True, exist_ok=True)
@@ -122,19 +126,21 @@ class Together(Saver):
             files = [{name: layout.FileEntry(**entry) for name, entry in row["files"].items()} for row in told]
             sent = copies.plan(found, [list(row) for row in files], self._replicas)
             every = {name: _entry(name, entry) for row in files for name, entry in row.items()}
-            self._attempt(step, lambda: copies.exchange(sent, draft, staged, every, found.hash, worker, self._group))
+            if isinstance(draft, Path):  # else there is one store, and no copies
+                send = partial(copies.exchange, sent, draft, staged, every, found.hash, worker, self._group)
+                self._attempt(step, send)
             manifest = layout.Manifest(step=step, hash=found.hash, facts=told[0]["facts"], files=every)
             here = found.ranks[found.own]
             has_some = any(files[rank] for rank in here) or any(one.taker in here for one in sent)
-            leads = worker.rank == found.leader
             self._attempt(step, lambda: _commit(draft, target, manifest) if leads and has_some else None)
         except DtctlError:
-            shutil.rmtree(draft, ignore_errors=True)
+            if leads or not isinstance(draft, Remote):
+                write.abandon(draft)
             raise
 
         def pruned() -> None:
             if leads:
-                retention.prune(self._folder, newest=step, rule=rule)
+                retention.prune(self._folder, newest=target, rule=rule)
 
         # Together: nobody begins the next draft while drafts are cleared away.
         self._attempt(step, pruned)
@@ -162,6 +168,6 @@ def _entry(name: str, entry: layout.FileEntry) -> layout.FileEntry:
     return entry if part is None else dataclasses.replace(entry, part=part)
 
 
-def _commit(draft: Path, target: Path, manifest: layout.Manifest) -> None:
+def _commit(draft: Place, target: Place, manifest: layout.Manifest) -> None:
     write.write_record(draft, manifest)
     write.publish(draft, target)

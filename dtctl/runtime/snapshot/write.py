@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot import layout, retention
-from dtctl.runtime.snapshot.durable import sync_folder
+from dtctl.runtime.snapshot.durable import Sink, sync_folder, written
+from dtctl.runtime.snapshot.place import Place, Remote
 from dtctl.runtime.snapshot.staging import Staged, StagedFile, Staging
 
 
 def save(
-    folder: Path,
+    folder: Place,
     step: int,
     parts: Mapping[str, Any],
     *,
     facts: Mapping[str, Any],
     keep: int = 1,
-) -> Path:
+) -> Place:
     """Write the snapshot of a step, commit it, and remove those that are no longer kept.
 
     Args:
@@ -40,10 +41,9 @@ def save(
     return write(folder, step, Staging().take(parts), facts=facts, rule=retention.Rule(keep=keep))
 
 
-def write(folder: Path, step: int, staged: Staged, *, facts: Mapping[str, Any], rule: retention.Rule) -> Path:
+def write(folder: Place, step: int, staged: Staged, *, facts: Mapping[str, Any], rule: retention.Rule) -> Place:
     """As `save`, of a state that was copied before; may run in another thread."""
-    target = layout.folder_of(folder, step)
-    draft = folder / f".{target.name}.{os.getpid()}{layout.DRAFT_SUFFIX}"
+    target, draft = target_and_draft(folder, step, token=str(os.getpid()))
     try:
         draft.mkdir(parents=True)
         staged.wait()
@@ -52,21 +52,49 @@ def write(folder: Path, step: int, staged: Staged, *, facts: Mapping[str, Any], 
         write_record(draft, layout.Manifest(step=step, hash=name, facts=facts, files=entries))
         publish(draft, target)
     except OSError as exc:
-        shutil.rmtree(draft, ignore_errors=True)
+        abandon(draft)
         raise failure(step, folder, str(exc)) from exc
-    except SnapshotError:
-        shutil.rmtree(draft, ignore_errors=True)
+    except SnapshotError as exc:
+        abandon(draft)
+        if isinstance(folder, Remote):
+            raise failure(step, folder, exc.message) from exc
         raise
-    retention.prune(folder, newest=step, rule=rule)
+    retention.prune(folder, newest=target, rule=rule)
     return target
 
 
-def failure(step: int, folder: Path, reason: str) -> SnapshotError:
+def target_and_draft(folder: Place, step: int, *, token: str, name: str | None = None) -> tuple[Place, Place]:
+    """Where the snapshot of a step will lie, and where it is written.
+
+    Args:
+        folder: of all snapshots.
+        step: optimizer steps done.
+        token: of who writes it.
+        name: by `layout.attempt_name`, where several write to a URL.
+    """
+    if isinstance(folder, Remote):  # until it has a commit record, it is no snapshot
+        target: Place = folder / (name or layout.attempt_name(step))
+        return target, target
+    target = layout.folder_of(folder, step)
+    return target, folder / f".{target.name}.{token}{layout.DRAFT_SUFFIX}"
+
+
+def abandon(draft: Place) -> None:
+    """Remove what was written; what cannot be removed now goes with the next snapshot that is committed."""
+    if isinstance(draft, Remote):
+        with contextlib.suppress(SnapshotError):  # the way to it may be what has failed
+            retention.remove([draft])
+    else:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def failure(step: int, folder: Place, reason: str) -> SnapshotError:
     """The error of a save that did not succeed."""
+    remedy = "see whether the store can be reached" if isinstance(folder, Remote) else "free space"
     return SnapshotError(
         f"the snapshot of step {step} cannot be written: {reason}",
         where=str(folder),
-        hint="free space, or set `train.snapshot.dir`; older snapshots are untouched",
+        hint=f"{remedy}, or set `train.snapshot.dir`; older snapshots are untouched",
     )
 
 
@@ -75,40 +103,40 @@ def file_name(file: StagedFile) -> str:
     return f"{file.name}{layout.PART_SUFFIX}"
 
 
-def write_part(draft: Path, file: StagedFile, name: str) -> layout.FileEntry:
+def write_part(draft: Place, file: StagedFile, name: str) -> layout.FileEntry:
     """Write and hash in one pass: a byte that the disk gets wrong is noticed by whoever reads it."""
     header = file.outline.header()
     data = file.data.numpy().data
     state = layout.hasher(name)
-    with (draft / file_name(file)).open("wb", buffering=0) as out:
+    with written(draft / file_name(file)) as out:
         chunks = (data[begin : begin + layout.CHUNK_BYTES] for begin in range(0, len(data), layout.CHUNK_BYTES))
         for chunk in (memoryview(header), *chunks):
             state.update(chunk)
             write_all(out, chunk)
-        os.fsync(out.fileno())
     return layout.FileEntry(size_bytes=len(header) + len(data), digest=state.hexdigest())
 
 
-def write_all(out: Any, chunk: memoryview) -> None:
+def write_all(out: Sink, chunk: memoryview) -> None:
     """Write to an unbuffered file, which may take less than it is given."""
     while chunk:
         chunk = chunk[out.write(chunk) :]
 
 
-def write_record(draft: Path, manifest: layout.Manifest) -> None:
+def write_record(draft: Place, manifest: layout.Manifest) -> None:
     """Write and sync the manifest, and then the commit record."""
     text = manifest.to_bytes()
     for path, content in (
         (draft / layout.MANIFEST, text),
         (draft / layout.COMMIT, layout.commit_record(text, manifest.hash)),
     ):
-        with path.open("wb", buffering=0) as out:
+        with written(path) as out:
             write_all(out, memoryview(content))
-            os.fsync(out.fileno())
 
 
-def publish(draft: Path, target: Path) -> None:
+def publish(draft: Place, target: Place) -> None:
     """Make the draft durable and give it its name. A folder of that name was found bad at resume, or is made again."""
+    if isinstance(draft, Remote) or isinstance(target, Remote):
+        return  # it is all there since its commit record is
     sync_folder(draft)
     if target.exists():
         aside = draft.with_suffix(".replaced" + layout.DRAFT_SUFFIX)

@@ -1,0 +1,165 @@
+"""Snapshots in a store that speaks S3: what is killed, damaged or cut off ends with the bits of a run left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import forked, store
+
+pytestmark = pytest.mark.torch
+TRAIN = """
+import os, signal
+import torch
+from torch import nn
+from dtctl.runtime import TensorData, Trainer, run
+
+def train(config, worker):
+    inputs = torch.randn(128, 16, generator=torch.Generator().manual_seed(5))
+    calls = 0
+
+    def loss(model, batch):
+        nonlocal calls
+        calls += 1
+        if os.environ.get("HURT") == f"{worker.rank}:{calls}":
+            trainer.saver.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1))
+    trainer = Trainer(config, worker, model, loss, TensorData(inputs, inputs.sum(1, keepdim=True)))
+    return trainer.run()
+
+if __name__ == "__main__":
+    defaults = {"micro_batch": 4, "steps": 12, "timeout_s": 60, "snapshot": {"every_steps": 4, "keep": 2}}
+    raise SystemExit(run(train, defaults=defaults))
+"""
+SAVE = """
+import os, signal, sys
+import torch
+from dtctl.runtime.snapshot import Saver, newest, place
+
+url, step, point = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+place.PATIENCE_S, place.IMPATIENCE_S = 2.0, 0.5
+calls, asked = 0, place.Remote._asked
+def counted(self, verb, action):
+    global calls
+    calls += verb == "written"
+    if verb == "written" and calls == point:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return asked(self, verb, action)
+place.Remote._asked = counted
+with Saver(url, keep=1, complain=lambda error: None) as saver:
+    found = newest(url)
+    print("newest", found and found.step, *(found.rejected if found else ()), flush=True)
+    saver.save(step, {"model": {"w": torch.full((1 << 20,), float(step))}}, facts={})
+print("calls", calls)
+"""
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[store.Store]:
+    with store.serving() as found:
+        yield found
+
+
+def dtctl(s3: store.Store, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **s3.environ, "NO_COLOR": "1"}
+    argv = [sys.executable, "-m", "dtctl", *arguments]
+    return subprocess.run(argv, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+def digest(s3: store.Store, place: str, cwd: Path) -> dict[str, object]:
+    done = dtctl(s3, "snapshot", "digest", place, "--json", cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize(("strategy", "file"), [("ddp", "optimizer"), ("fsdp", "model.00001")])
+def test_a_killed_run_goes_on_from_the_newest_good_one(
+    tmp_path: Path, s3: store.Store, strategy: str, file: str
+) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+
+    def launch(place: str, hurt: str = "") -> forked.Ended:
+        argv = ["train.py", f"--train.strategy={strategy}", f"--train.snapshot.dir={place}"]
+        return forked.launch(argv, 2, cwd=tmp_path, environ={**s3.environ, "HURT": hurt}, limit_s=100)
+
+    straight = launch(str(tmp_path / "straight"))
+    assert straight.code == 0, straight.output
+    url = f"{s3.url}/{strategy}"
+    killed = launch(url, hurt="1:10")
+    assert "rank 1 ended by SIGKILL" in killed.output
+    newest = sorted(name for name in s3.names(f"{strategy}/") if name.endswith("COMMIT"))[-1].removesuffix("/COMMIT")
+    s3.flip(f"{newest}/{file}.safetensors")
+    again = launch(url)
+    assert again.code == 0, again.output
+    bad = f"{newest.split('/')[1]} is corrupt: {file}.safetensors does not have the digest that was recorded"
+    assert bad in again.output
+    assert "resumed at step 4 of 12: exact" in again.output
+    assert digest(s3, url, tmp_path) == digest(s3, "straight", tmp_path)
+    steps = sorted(name.split("/")[1][:13] for name in s3.names(f"{strategy}/") if name.endswith("COMMIT"))
+    assert steps == ["step-00000008", "step-00000012"]
+
+
+Save = Callable[..., forked.Ended]
+
+
+@pytest.fixture
+def save(tmp_path: Path, s3: store.Store) -> Save:
+    """Saves a step in a process of its own, which kills itself the `point`th time that it asks the store to write."""
+    (tmp_path / "save.py").write_text(SAVE)
+
+    def run(url: str, step: int, point: int = 0) -> forked.Ended:
+        return forked.launch(["save.py", url, str(step), str(point)], 1, cwd=tmp_path, environ=s3.environ, limit_s=60)
+
+    return run
+
+
+def test_killed_anywhere_in_a_save(s3: store.Store, save: Save) -> None:
+    """SIGKILL before a request that writes: without a commit record there is nothing, with it there is everything."""
+    url = f"{s3.url}/killed"
+    first = save(url, 1)
+    assert first.code == 0, first.output
+    assert first.output.startswith("newest None\n")
+    calls = int(first.output.split()[-1])
+    for point in (1, calls // 2, calls - 3, calls):  # the last is that of the commit record
+        assert "rank 0 ended by SIGKILL" in save(url, 2, point).output
+        assert not any("step-00000002" in name and name.endswith("COMMIT") for name in s3.names("killed/"))
+    assert any("step-00000002" in name for name in s3.names("killed/"))
+    again = save(url, 2)
+    assert again.code == 0, again.output
+    assert again.output.startswith("newest 1 step-00000002."), again.output
+    assert "COMMIT is missing" in again.output
+    left = s3.names("killed/")
+    assert ({name.split("/")[1][:13] for name in left}, len(left)) == ({"step-00000002"}, 3), "what was left is gone"
+
+
+def test_a_link_that_dies_in_an_upload_and_one_that_is_dead_at_a_resume(s3: store.Store, save: Save) -> None:
+    url = f"{s3.url}/cut"
+    assert save(url, 1).code == 0
+    before = s3.names("cut/")
+    s3.link.cut_after(2 << 20)  # of 4 MiB
+    try:
+        cut = save(url, 2)
+        assert cut.code == 1
+        assert "the snapshot of step 2 cannot be written" in cut.output
+        assert "no answer for 2 s" in cut.output
+        assert s3.link.is_cut
+        assert s3.names("cut/") == before, "the older one is intact"
+        dead = save(url, 3)
+        assert dead.code == 1
+        assert "newest" not in dead.output.splitlines(), "it must not begin anew because a link is down"
+        assert "s3://bucket/cut cannot be listed" in dead.output
+    finally:
+        s3.link.cut_after(None)
+    mended = save(url, 4)
+    assert mended.code == 0, mended.output
+    assert mended.output.startswith("newest 1\n")

@@ -1,0 +1,165 @@
+"""Snapshots at URLs, in fsspec's memory: the same as in a folder, without a rename."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+
+from dtctl.errors import DtctlError, SnapshotError, SpecError
+from dtctl.runtime.snapshot import Saver, commands, layout, newest, read, write
+from dtctl.runtime.snapshot.place import Remote, is_url, place
+
+
+@pytest.fixture
+def url() -> str:
+    return f"memory://{secrets.token_hex(4)}/run"
+
+
+def save(url: str, step: int, value: float = 0.0, keep: int = 1) -> Remote:
+    parts = {"model": {"w": torch.full((9,), value)}, "optimizer": {"state": {}, "groups": []}}
+    found = write.save(place(url), step, parts, facts={"a": 1}, keep=keep)
+    assert isinstance(found, Remote)
+    return found
+
+
+def steps(url: str) -> list[int]:
+    return [step for step, _ in layout.listing(place(url))]
+
+
+def test_what_is_a_url() -> None:
+    assert is_url("s3://bucket/run")
+    assert is_url("memory://run")
+    assert not is_url("/mnt/run")
+    assert not is_url("file:///mnt/run")
+    assert place("file:///mnt/run") == Path("/mnt/run")
+    assert place("~/run") == Path.home() / "run"
+    assert str(place("memory://run/")) == "memory://run"
+    assert place(Path("run")) == Path("run")
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("s3://key:hidden@bucket/run", SpecError, "has a secret in it"),
+        ("abfs://box/run?sig=hidden", SpecError, "has a secret in it"),
+        ("simplecache::memory://run", SpecError, "on top of another"),
+        ("nothing://run", SpecError, "Protocol not known"),
+        ("sftp://node/run", SpecError, "the key of any machine"),
+        ("gs://bucket/run", SnapshotError, "needs a package"),
+    ],
+)
+def test_what_is_refused(text: str, error: type[DtctlError], message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        place(text)
+    assert "hidden" not in f"{caught.value} {caught.value.where} {caught.value.hint}"
+    if text.startswith("gs"):
+        assert caught.value.hint == "pip install gcsfs"
+
+
+def test_it_comes_back_and_old_ones_go(url: str) -> None:
+    assert newest(url) is None
+    with Saver(url, keep=2) as saver:
+        for step in (1, 2, 3):
+            saver.save(step, {"model": {"w": torch.full((9,), float(step))}}, facts={"position": step})
+    assert steps(url) == [3, 2]
+    found = newest(url)
+    assert found is not None
+    assert (found.step, found.facts["position"], found.rejected) == (3, 3, ())
+    into = {"w": torch.zeros(9)}
+    filled = newest(url, into={"model": into})
+    assert filled is not None
+    assert filled.parts["model"]["w"].data_ptr() == into["w"].data_ptr()
+    assert torch.equal(into["w"], torch.full((9,), 3.0))
+
+
+def test_a_step_that_is_made_again_is_there_all_the_time(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = save(url, 5, value=1.0)
+
+    def fails(draft: object, manifest: object) -> None:
+        raise SnapshotError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(write, "write_record", fails)
+        with pytest.raises(SnapshotError, match="step 5 cannot be written: no"):
+            save(url, 5, value=2.0)
+    assert [path.name for path in place(url).iterdir()] == [first.name]
+    second = save(url, 5, value=2.0)
+    assert [path.name for path in place(url).iterdir()] == [second.name] != [first.name]
+    found = newest(url)
+    assert found is not None
+    assert found.parts["model"]["w"][0] == 2.0
+
+
+def test_a_damaged_one_gives_way_and_one_without_commit_does_not_count(url: str) -> None:
+    first, second, third = (save(url, step, keep=9) for step in (1, 2, 3))
+    (third / layout.COMMIT).unlink()
+    store = fsspec.filesystem("memory").store
+    name = next(name for name in store if second.name in name and "model" in name)
+    store[name].getbuffer()[-1] ^= 1
+    found, rejected = read.newest_good(place(url))
+    assert found is not None
+    assert found.path == first
+    assert [bad.bad for bad in rejected] == [
+        ("COMMIT is missing",),
+        ("model.safetensors does not have the digest that was recorded",),
+    ]
+    save(url, 4, keep=2)
+    assert steps(url) == [4, 2], "retention does not read; what has a commit record counts"
+
+
+def test_commands_say_the_same(url: str, tmp_path: Path) -> None:
+    old, new = save(url, 5, 1.0, keep=9), save(url, 10, 2.0, keep=9)
+    local = tmp_path / "local"
+    write.save(
+        local, 10, {"model": {"w": torch.full((9,), 2.0)}, "optimizer": {"state": {}, "groups": []}}, facts={"a": 1}
+    )
+    there = place(url)
+    rows = commands.ls(there)["snapshots"]
+    assert [(row["path"], row["step"], row["committed"]) for row in rows] == [(str(new), 10, True), (str(old), 5, True)]
+    assert rows[0]["size_bytes"] == commands.ls(local)["snapshots"][0]["size_bytes"]
+    assert commands.verify(there)["newest_good"] == str(new)
+    assert commands.digest(there)["digest"] == commands.digest(local)["digest"]
+    assert commands.digest(old)["step"] == 5
+    assert commands.show(there)["tensors"] == commands.show(local)["tensors"]
+    commands.export(there, part="model", out=tmp_path / "a")
+    commands.export(local, part="model", out=tmp_path / "b")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert commands.prune(there, keep=1, dry_run=True)["removed"] == [str(old)]
+    assert commands.prune(there, keep=1)["removed"] == [str(old)]
+    assert steps(url) == [10]
+    with pytest.raises(SnapshotError, match="no folder of snapshots"):
+        commands.ls(place(f"{url}/nothing"))
+
+
+def test_a_copy_of_one_in_a_folder_is_a_snapshot(url: str, tmp_path: Path) -> None:
+    there = save(url, 5, 1.0)
+    (tmp_path / there.name).mkdir()
+    for path in there.iterdir():
+        (tmp_path / there.name / path.name).write_bytes(path.read_bytes())
+    assert commands.verify(tmp_path)["newest_good"] == str(tmp_path / there.name)
+    write.save(tmp_path, 6, {"model": {}}, facts={}, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000006"]
+
+
+def test_what_does_not_answer_is_not_missing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = save(url, 5)
+
+    def silent(*_: object, **__: object) -> None:
+        raise ConnectionError("who:hidden@ does not answer")
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "info", silent)
+    for ask in (where.is_dir, where.is_file, where.exists, lambda: newest(url), lambda: commands.verify(place(url))):
+        with pytest.raises(SnapshotError, match="cannot be looked at: ConnectionError"):
+            ask()
+
+
+def test_an_upload_that_the_store_cuts_short_is_an_error(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = place(url) / "file"
+    assert isinstance(file, Remote)
+    monkeypatch.setattr(Remote, "size_bytes", lambda _: 2)
+    with pytest.raises(SnapshotError, match="written with 0 bytes and has 2"):
+        file.touch()
