@@ -48,6 +48,8 @@ class _Place:
     command: str
     """Shell text up to the arguments of the module."""
     folder: str
+    variables: str = ""
+    """Shell text for its standard input, since what is set there is nobody else's business."""
 
 
 class RunSnapshots:
@@ -69,14 +71,16 @@ class RunSnapshots:
         code = record.code_folders()
         self._places = {}
         # What is at a URL all nodes see: the first one is asked.
-        for node in plan["nodes"][: 1 if own and is_url(own) else None]:
+        at_url = own is not None and is_url(own)
+        for node in plan["nodes"][: 1 if at_url else None]:
             name = node["name"]
             run_dir = posixpath.join(node["workdir"], "runs", record.run)
             if name in cluster.targets:
                 self._places[name] = _Place(
                     target=cluster.targets[name],
-                    command=_beginning(node, code.get(name, "")),
+                    command=_beginning(node, code.get(name, ""), asks=at_url),
                     folder=own or posixpath.join(run_dir, "snapshots"),
+                    variables=_job_variables(node) if at_url else "",
                 )
 
     def ask(
@@ -122,15 +126,30 @@ def _ask(place: _Place, *, transport: Transport, verb: str, options: Sequence[st
 
 def _open(start: Any, place: _Place, verb: str, options: Sequence[str]) -> Stream:
     stream: Stream = start(shell.join(["bash", "-c", f"{place.command} {shell.join([verb, place.folder, *options])}"]))
+    if place.variables:
+        stream.write(place.variables.encode())
     stream.close_stdin()
     return stream
 
 
-def _beginning(node: Mapping[str, Any], code: str) -> str:
-    """The job's own way to its Python: its folder, its set-up, whose chatter is kept from the answer."""
+def _job_variables(node: Mapping[str, Any]) -> str:
+    """What the job was told of the store: `job.env`, `job.env_from` and the node's own. Secrets are kept nowhere."""
+    origins = ("job.env", "cluster.nodes")
+    found = [variable for variable in node["env"] if variable["origin"].startswith(origins)]
+    return "".join(f"export {variable['name']}={shell.quote(variable['value'])}\n" for variable in found)
+
+
+def _beginning(node: Mapping[str, Any], code: str, *, asks: bool) -> str:
+    """The job's own way to its Python: its folder, its set-up, whose chatter is kept from the answer.
+
+    Args:
+        node: of the plan.
+        code: folder of the job's code there.
+        asks: whether variables come over standard input.
+    """
     python = node["python"] or "python3"
     paths = [variable["value"] for variable in node["env"] if variable["name"] == "PYTHONPATH"]
-    lines = ["exec 3>&1 1>&2"]
+    lines = ["exec 3>&1 1>&2", *(['eval "$(cat)"'] if asks else [])]
     lines += [f"cd {shell.quote(code)} || true"] if code else []
     lines += [f"export PYTHONPATH={shell.quote(path)}" for path in paths]
     return "\n".join([*lines, *node["setup"], f"exec {shell.join([python, '-m', MODULE])} 1>&3"])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, model_validator
+from pydantic import AfterValidator, Field, StrictBool, model_validator
 
 from dtctl.spec.section import Count, CountOrZero, Degree, Positive, PositiveOrZero, Section, Share, Word
 
@@ -76,10 +77,16 @@ class Pipeline(Section):
     """Stages that each worker has. Default: 1, and 2 with interleaved, zero-bubble and zbv."""
 
 
+def _without_secret(place: str) -> str:
+    if re.search(r"://([^/]*:[^/]*@|.*\?)", place):
+        raise ValueError("a URL here has no secrets in it: credentials come from the store's own variables and files")
+    return place
+
+
 class Snapshot(Section):
     """When and where the state of training is kept."""
 
-    dir: str | None = None
+    dir: Annotated[str, AfterValidator(_without_secret)] | None = None
     """Folder on the nodes, or a URL (s3://, gs:// ...) without secrets. Default: `snapshots` in the run's folder."""
     every_steps: Count | None = None
     """Steps between snapshots."""

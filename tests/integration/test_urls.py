@@ -19,6 +19,7 @@ import os, signal
 import torch
 from torch import nn
 from dtctl.runtime import TensorData, Trainer, run
+from dtctl.runtime.snapshot import commands
 
 def train(config, worker):
     inputs = torch.randn(128, 16, generator=torch.Generator().manual_seed(5))
@@ -34,7 +35,10 @@ def train(config, worker):
 
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1))
     trainer = Trainer(config, worker, model, loss, TensorData(inputs, inputs.sum(1, keepdim=True)))
-    return trainer.run()
+    outcome = trainer.run()
+    if worker.is_first:
+        print("digest", commands.digest(trainer.folder)["digest"])
+    return outcome
 
 if __name__ == "__main__":
     defaults = {"micro_batch": 4, "steps": 12, "timeout_s": 60, "snapshot": {"every_steps": 4, "keep": 2}}
@@ -69,17 +73,10 @@ def s3() -> Iterator[store.Store]:
         yield found
 
 
-def dtctl(s3: store.Store, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, **s3.environ, "NO_COLOR": "1"}
+def dtctl(*arguments: str, cwd: Path, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **(environ or {}), "NO_COLOR": "1"}
     argv = [sys.executable, "-m", "dtctl", *arguments]
     return subprocess.run(argv, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
-
-
-def digest(s3: store.Store, place: str, cwd: Path) -> dict[str, object]:
-    done = dtctl(s3, "snapshot", "digest", place, "--json", cwd=cwd)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, object] = json.loads(done.stdout)
-    return found
 
 
 @pytest.mark.parametrize(("strategy", "file"), [("ddp", "optimizer"), ("fsdp", "model.00001")])
@@ -104,7 +101,8 @@ def test_a_killed_run_goes_on_from_the_newest_good_one(
     bad = f"{newest.split('/')[1]} is corrupt: {file}.safetensors does not have the digest that was recorded"
     assert bad in again.output
     assert "resumed at step 4 of 12: exact" in again.output
-    assert digest(s3, url, tmp_path) == digest(s3, "straight", tmp_path)
+    assert again.output.splitlines()[-1] == straight.output.splitlines()[-1]
+    assert again.output.splitlines()[-1].startswith("digest ")
     steps = sorted(name.split("/")[1][:13] for name in s3.names(f"{strategy}/") if name.endswith("COMMIT"))
     assert steps == ["step-00000008", "step-00000012"]
 
@@ -163,3 +161,41 @@ def test_a_link_that_dies_in_an_upload_and_one_that_is_dead_at_a_resume(s3: stor
     mended = save(url, 4)
     assert mended.code == 0, mended.output
     assert mended.output.startswith("newest 1\n")
+
+
+def test_a_run_and_commands_on_what_it_keeps(s3: store.Store, tmp_path: Path) -> None:
+    """The run's own way to the store is used; on a URL itself, that of whoever asks."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    url = f"{s3.url}/run"
+    spec = {
+        "cluster": {"slots": 1, "workdir": str(tmp_path / "node"), "python": sys.executable},
+        "job": {"script": "train.py", "kind": "direct", "env": s3.environ},
+        "train": {"micro_batch": 4, "steps": 12, "snapshot": {"dir": url, "every_steps": 4, "keep": 3}},
+    }
+    (tmp_path / "dtctl.yaml").write_text(json.dumps(spec))
+    launched = dtctl("launch", "--name", "one", cwd=tmp_path)
+    assert launched.returncode == 0, launched.stderr
+
+    by_run = json.loads(dtctl("snapshot", "ls", "one", "--json", cwd=tmp_path).stdout)["snapshots"]
+    by_url = json.loads(dtctl("snapshot", "ls", url, "--json", cwd=tmp_path, environ=s3.environ).stdout)["snapshots"]
+    assert [{**row, "node": "localhost"} for row in by_url] == by_run
+    assert [row["step"] for row in by_run] == [12, 8, 4]
+
+    s3.flip(f"{by_run[0]['path'].removeprefix(s3.url + '/')}/model.safetensors")
+    verified = dtctl("snapshot", "verify", url, "--json", cwd=tmp_path, environ=s3.environ)
+    assert verified.returncode == 10
+    assert json.loads(verified.stdout)["newest_good"] == by_run[1]["path"]
+    digest = json.loads(dtctl("snapshot", "digest", "one", "--json", cwd=tmp_path).stdout)
+    assert digest["step"] == 8
+    exported = dtctl("snapshot", "export", by_run[1]["path"], "-o", "a", cwd=tmp_path, environ=s3.environ)
+    assert "a: model of step 8" in exported.stdout
+    pruned = json.loads(dtctl("snapshot", "prune", "one", "--keep", "1", "--json", cwd=tmp_path).stdout)
+    assert pruned["places"][0]["removed"] == [by_run[0]["path"], by_run[2]["path"]]
+    assert {name.split("/")[1] for name in s3.names("run/")} == {by_run[1]["path"].rsplit("/", 1)[1]}
+
+    unreachable = dtctl(
+        "snapshot", "ls", url, cwd=tmp_path, environ={**s3.environ, "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
+    )
+    assert unreachable.returncode == 10
+    assert "see whether the store can be reached" in unreachable.stderr
+    assert "Traceback" not in unreachable.stderr

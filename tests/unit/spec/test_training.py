@@ -57,3 +57,11 @@ def test_what_the_spec_takes_the_runtime_takes(values: dict[str, Any]) -> None:
             dataclasses.asdict(found) if isinstance(value, dict) else value
         )
     assert config.TrainConfig() == load(training.Train().settings(), argv=[], environ={})
+
+
+@pytest.mark.parametrize("place", ["s3://key:hidden@bucket/run", "abfs://box/run?sig=hidden"])
+def test_a_secret_in_a_url_is_refused_and_not_shown(place: str) -> None:
+    with pytest.raises(ValueError, match="no secrets in it") as caught:
+        training.Snapshot(dir=place)
+    assert training.Snapshot(dir="abfs://box@account.dfs.core.windows.net/run").dir
+    assert "hidden" not in str(caught.value.errors(include_input=False))  # type: ignore[attr-defined]
