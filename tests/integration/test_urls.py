@@ -51,6 +51,7 @@ from dtctl.runtime.snapshot import Saver, newest, place
 
 url, step, point = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 place.PATIENCE_S, place.IMPATIENCE_S = 2.0, 0.5
+place.BLOCK_BYTES = 5 << 20  # so that 12 MiB are uploaded in parts
 calls, asked = 0, place.Remote._asked
 def counted(self, verb, action):
     global calls
@@ -62,7 +63,7 @@ place.Remote._asked = counted
 with Saver(url, keep=1, complain=lambda error: None) as saver:
     found = newest(url)
     print("newest", found and found.step, *(found.rejected if found else ()), flush=True)
-    saver.save(step, {"model": {"w": torch.full((1 << 20,), float(step))}}, facts={})
+    saver.save(step, {"model": {"w": torch.full((3 << 20,), float(step))}}, facts={})
 print("calls", calls)
 """
 
@@ -144,7 +145,7 @@ def test_a_link_that_dies_in_an_upload_and_one_that_is_dead_at_a_resume(s3: stor
     url = f"{s3.url}/cut"
     assert save(url, 1).code == 0
     before = s3.names("cut/")
-    s3.link.cut_after(2 << 20)  # of 4 MiB
+    s3.link.cut_after(7 << 20)  # of 12 MiB, in the second part
     try:
         cut = save(url, 2)
         assert cut.code == 1
