@@ -13,7 +13,9 @@ import errno
 import queue
 import re
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -23,7 +25,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 BLOCK_BYTES: Final = 1 << 26
-"""What is uploaded or fetched at a time: large enough for 10,000 parts, which is all that S3 takes, to be 640 GB."""
+"""What is uploaded at a time: large enough for 10,000 parts, which is all that S3 takes, to be 640 GB."""
+FETCH_BYTES: Final = 1 << 24
+"""What is fetched at a time,"""
+FIRST_BYTES: Final = 1 << 20
+"""and at first;"""
+AHEAD: Final = 4
+"""and how many of these at once, of each file."""
 PATIENCE_S: Final = 300.0
 """How long a store may take for one block. s3fs for one would wait for as long as TCP repeats what nobody takes."""
 IMPATIENCE_S: Final = 15.0
@@ -157,8 +165,18 @@ class Remote:
         """A file's bytes, once, from the first on; the arguments are there to be those of a Path."""
         if mode != "rb" or buffering:
             raise ValueError("files at URLs are written by `upload`")
-        options = {"block_size": BLOCK_BYTES, "cache_type": "readahead"}
-        return _Download(self, self._asked("read", lambda fs: fs.open(self._path, "rb", **options)))
+        return _Download(self)
+
+    def stretch(self, begin: int, end: int) -> bytes:
+        """Some of a file's bytes.
+
+        Raises:
+            SnapshotError: they did not come, or not all of them.
+        """
+        found: bytes = self._asked("read", lambda fs: fs.cat_file(self._path, start=begin, end=end))
+        if len(found) != end - begin:
+            raise SnapshotError(f"{self} cannot be read: {len(found)} of {end - begin} bytes came", where=str(self))
+        return found
 
     def mkdir(self, *, parents: bool = True, exist_ok: bool = True) -> None:  # noqa: ARG002  # a Path's arguments
         """Make a folder where the store has any; others have buckets, which are not ours to make, and names."""
@@ -238,27 +256,45 @@ class Remote:
 
 
 class _Download:
-    """An open file, as far as readers of snapshots need one."""
+    """An open file, as far as readers of snapshots need one: from the first byte to the last, some blocks ahead."""
 
-    def __init__(self, place: Remote, file: Any) -> None:
-        self._place, self._file = place, file
+    def __init__(self, place: Remote) -> None:
+        self._place, self._size_bytes = place, place.size_bytes()
+        self._asked_for = 0
+        self._coming: deque[Future[bytes]] = deque()
+        self._block = memoryview(b"")
+        self._pool = ThreadPoolExecutor(max_workers=AHEAD, thread_name_prefix="blocks")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(Exception):  # all that counts has been read
-            self._file.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def read(self, size: int = -1) -> bytes:
-        """The next bytes."""
-        return bytes(self._place._asked("read", lambda _: self._file.read(size)))
+    def read(self, size: int) -> bytes:
+        """The next bytes; fewer at the end."""
+        found = bytearray(size)
+        place = memoryview(found)
+        while place and (count := self.readinto(place)):
+            place = place[count:]
+        return bytes(found[: size - len(place)])
 
     def readinto(self, chunk: memoryview) -> int:
-        """As many of the next bytes as there is room for. Returns how many; 0 at the end."""
-        data = self._place._asked("read", lambda _: self._file.read(len(chunk)))
-        chunk[: len(data)] = data
-        return len(data)
+        """Some of the next bytes, for which there is room. Returns how many; 0 at the end."""
+        if not self._block:
+            self._block = self._next_block()
+        count = min(len(chunk), len(self._block))
+        chunk[:count], self._block = self._block[:count], self._block[count:]
+        return count
+
+    def _next_block(self) -> memoryview:
+        # Who wants only what stands at the beginning should not have asked for more.
+        ahead, size = (AHEAD, FETCH_BYTES) if self._asked_for else (1, FIRST_BYTES)
+        while len(self._coming) < ahead and self._asked_for < self._size_bytes:
+            end = min(self._asked_for + size, self._size_bytes)
+            self._coming.append(self._pool.submit(self._place.stretch, self._asked_for, end))
+            self._asked_for = end
+        return memoryview(self._coming.popleft().result() if self._coming else b"")
 
 
 class _Upload:

@@ -157,6 +157,27 @@ def test_what_does_not_answer_is_not_missing(url: str, monkeypatch: pytest.Monke
             ask()
 
 
+def test_a_file_is_read_in_blocks_that_come_side_by_side(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dtctl.runtime.snapshot.place.FIRST_BYTES", 3)
+    monkeypatch.setattr("dtctl.runtime.snapshot.place.FETCH_BYTES", 10)
+    content, file = bytes(range(100)), place(url) / "file"
+    assert isinstance(file, Remote)
+    with file.upload() as out:
+        out.write(content)
+    with file.open() as stream:
+        assert [stream.read(2), stream.read(40), stream.read(100), stream.read(1)] == [
+            *(content[:2], content[2:42], content[42:], b"")
+        ]
+    chunk, found = memoryview(bytearray(64)), b""
+    with file.open() as stream:
+        while count := stream.readinto(chunk):
+            found += bytes(chunk[:count])
+    assert found == content
+    monkeypatch.setattr(Remote, "size_bytes", lambda _: 101)
+    with file.open() as stream, pytest.raises(SnapshotError, match="7 of 8 bytes came"):
+        stream.read(101)
+
+
 def test_an_upload_that_the_store_cuts_short_is_an_error(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file = place(url) / "file"
     assert isinstance(file, Remote)
