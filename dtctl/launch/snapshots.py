@@ -177,9 +177,9 @@ def error_of(told: Told) -> DtctlError:
 
 def is_folder(place: str | None) -> bool:
     """Whether a command's argument is a folder or a URL rather than a run's name."""
-    return place is not None and (is_url(place) or Path(place).expanduser().is_dir())
+    return place is not None and ("://" in place or Path(place).expanduser().is_dir())
 
 
 def is_url(place: str) -> bool:
     """Whether snapshots lie where every node, and this machine, can ask for them."""
-    return "://" in place
+    return "://" in place and not place.startswith(("file://", "local://"))

@@ -19,7 +19,16 @@ import os, signal
 import torch
 from torch import nn
 from dtctl.runtime import TensorData, Trainer, run
-from dtctl.runtime.snapshot import commands
+from dtctl.runtime.snapshot import commands, place
+
+writes, asked = 0, place.Remote._asked
+def counted(self, verb, action):
+    global writes
+    writes += verb == "written"
+    if verb == "written" and os.environ.get("HURT_WRITING") == f"{os.environ['RANK']}:{writes}":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return asked(self, verb, action)
+place.Remote._asked = counted
 
 def train(config, worker):
     inputs = torch.randn(128, 16, generator=torch.Generator().manual_seed(5))
@@ -86,14 +95,14 @@ def test_a_killed_run_goes_on_from_the_newest_good_one(
 ) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
 
-    def launch(place: str, hurt: str = "") -> forked.Ended:
+    def launch(place: str, **hurt: str) -> forked.Ended:
         argv = ["train.py", f"--train.strategy={strategy}", f"--train.snapshot.dir={place}"]
-        return forked.launch(argv, 2, cwd=tmp_path, environ={**s3.environ, "HURT": hurt}, limit_s=100)
+        return forked.launch(argv, 2, cwd=tmp_path, environ={**s3.environ, **hurt}, limit_s=100)
 
     straight = launch(str(tmp_path / "straight"))
     assert straight.code == 0, straight.output
     url = f"{s3.url}/{strategy}"
-    killed = launch(url, hurt="1:10")
+    killed = launch(url, HURT="1:10")
     assert "rank 1 ended by SIGKILL" in killed.output
     newest = sorted(name for name in s3.names(f"{strategy}/") if name.endswith("COMMIT"))[-1].removesuffix("/COMMIT")
     s3.flip(f"{newest}/{file}.safetensors")
@@ -106,6 +115,17 @@ def test_a_killed_run_goes_on_from_the_newest_good_one(
     assert again.output.splitlines()[-1].startswith("digest ")
     steps = sorted(name.split("/")[1][:13] for name in s3.names(f"{strategy}/") if name.endswith("COMMIT"))
     assert steps == ["step-00000008", "step-00000012"]
+    if strategy == "ddp":
+        return
+    # Again, killed while all workers write the snapshot of step 8, of which rank 1 has written one of its two files.
+    killed = launch(f"{url}-writing", HURT_WRITING="1:14")
+    assert "rank 1 ended by SIGKILL" in killed.output
+    assert any("step-00000008" in name for name in s3.names(f"{strategy}-writing/"))
+    again = launch(f"{url}-writing")
+    assert again.code == 0, again.output
+    assert "COMMIT is missing" in again.output
+    assert "resumed at step 4 of 12: exact" in again.output
+    assert again.output.splitlines()[-1] == straight.output.splitlines()[-1]
 
 
 Save = Callable[..., forked.Ended]
