@@ -89,43 +89,49 @@ def dtctl(*arguments: str, cwd: Path, environ: dict[str, str] | None = None) -> 
     return subprocess.run(argv, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize(("strategy", "file"), [("ddp", "optimizer"), ("fsdp", "model.00001")])
-def test_a_killed_run_goes_on_from_the_newest_good_one(
-    tmp_path: Path, s3: store.Store, strategy: str, file: str
-) -> None:
+@pytest.fixture
+def train(tmp_path: Path, s3: store.Store) -> Callable[..., forked.Ended]:
+    """Trains in two workers; the last word of one that ends well is the digest of its newest snapshot."""
     (tmp_path / "train.py").write_text(TRAIN)
 
-    def launch(place: str, **hurt: str) -> forked.Ended:
+    def run(strategy: str, place: str, **hurt: str) -> forked.Ended:
         argv = ["train.py", f"--train.strategy={strategy}", f"--train.snapshot.dir={place}"]
         return forked.launch(argv, 2, cwd=tmp_path, environ={**s3.environ, **hurt}, limit_s=100)
 
-    straight = launch(str(tmp_path / "straight"))
-    assert straight.code == 0, straight.output
-    url = f"{s3.url}/{strategy}"
-    killed = launch(url, HURT="1:10")
-    assert "rank 1 ended by SIGKILL" in killed.output
-    newest = sorted(name for name in s3.names(f"{strategy}/") if name.endswith("COMMIT"))[-1].removesuffix("/COMMIT")
-    s3.flip(f"{newest}/{file}.safetensors")
-    again = launch(url)
-    assert again.code == 0, again.output
-    bad = f"{newest.split('/')[1]} is corrupt: {file}.safetensors does not have the digest that was recorded"
+    return run
+
+
+def digest(ended: forked.Ended) -> str:
+    assert ended.code == 0, ended.output
+    word, found = ended.output.splitlines()[-1].split()
+    assert word == "digest"
+    return found
+
+
+def test_a_killed_run_goes_on_from_the_newest_good_one(s3: store.Store, train: Callable[..., forked.Ended]) -> None:
+    url = f"{s3.url}/ddp"
+    assert "rank 1 ended by SIGKILL" in train("ddp", url, HURT="1:10").output
+    newest = sorted(name for name in s3.names("ddp/") if name.endswith("COMMIT"))[-1].removesuffix("/COMMIT")
+    s3.flip(f"{newest}/optimizer.safetensors")
+    again = train("ddp", url)
+    bad = f"{newest.split('/')[1]} is corrupt: optimizer.safetensors does not have the digest that was recorded"
     assert bad in again.output
     assert "resumed at step 4 of 12: exact" in again.output
-    assert again.output.splitlines()[-1] == straight.output.splitlines()[-1]
-    assert again.output.splitlines()[-1].startswith("digest ")
-    steps = sorted(name.split("/")[1][:13] for name in s3.names(f"{strategy}/") if name.endswith("COMMIT"))
+    assert digest(again) == digest(train("ddp", "straight"))
+    steps = sorted(name.split("/")[1][:13] for name in s3.names("ddp/") if name.endswith("COMMIT"))
     assert steps == ["step-00000008", "step-00000012"]
-    if strategy == "ddp":
-        return
-    # Again, killed while all workers write the snapshot of step 8, of which rank 1 has written one of its two files.
-    killed = launch(f"{url}-writing", HURT_WRITING="1:14")
-    assert "rank 1 ended by SIGKILL" in killed.output
-    assert any("step-00000008" in name for name in s3.names(f"{strategy}-writing/"))
-    again = launch(f"{url}-writing")
-    assert again.code == 0, again.output
+
+
+def test_a_worker_is_killed_while_all_write(s3: store.Store, train: Callable[..., forked.Ended]) -> None:
+    """In the snapshot of step 8, of which rank 1 has then written one of its two files."""
+    url = f"{s3.url}/fsdp"
+    assert "rank 1 ended by SIGKILL" in train("fsdp", url, HURT_WRITING="1:14").output
+    assert any("step-00000008" in name for name in s3.names("fsdp/"))
+    again = train("fsdp", url)
     assert "COMMIT is missing" in again.output
     assert "resumed at step 4 of 12: exact" in again.output
-    assert again.output.splitlines()[-1] == straight.output.splitlines()[-1]
+    assert digest(again) == digest(train("fsdp", "straight"))
+    assert any(name.endswith("model.00001.safetensors") for name in s3.names("fsdp/step-00000012"))
 
 
 Save = Callable[..., forked.Ended]
@@ -149,7 +155,7 @@ def test_killed_anywhere_in_a_save(s3: store.Store, save: Save) -> None:
     assert first.code == 0, first.output
     assert first.output.startswith("newest None\n")
     calls = int(first.output.split()[-1])
-    for point in (1, calls // 2, calls - 3, calls):  # the last is that of the commit record
+    for point in (1, calls // 2, calls):  # the last is that of the commit record
         assert "rank 0 ended by SIGKILL" in save(url, 2, point).output
         assert not any("step-00000002" in name and name.endswith("COMMIT") for name in s3.names("killed/"))
     assert any("step-00000002" in name for name in s3.names("killed/"))
@@ -206,17 +212,8 @@ def test_a_run_and_commands_on_what_it_keeps(s3: store.Store, tmp_path: Path) ->
     verified = dtctl("snapshot", "verify", url, "--json", cwd=tmp_path, environ=s3.environ)
     assert verified.returncode == 10
     assert json.loads(verified.stdout)["newest_good"] == by_run[1]["path"]
-    digest = json.loads(dtctl("snapshot", "digest", "one", "--json", cwd=tmp_path).stdout)
-    assert digest["step"] == 8
-    exported = dtctl("snapshot", "export", by_run[1]["path"], "-o", "a", cwd=tmp_path, environ=s3.environ)
+    exported = dtctl("snapshot", "export", "one", "-o", "a", cwd=tmp_path)
     assert "a: model of step 8" in exported.stdout
     pruned = json.loads(dtctl("snapshot", "prune", "one", "--keep", "1", "--json", cwd=tmp_path).stdout)
     assert pruned["places"][0]["removed"] == [by_run[0]["path"], by_run[2]["path"]]
     assert {name.split("/")[1] for name in s3.names("run/")} == {by_run[1]["path"].rsplit("/", 1)[1]}
-
-    unreachable = dtctl(
-        "snapshot", "ls", url, cwd=tmp_path, environ={**s3.environ, "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
-    )
-    assert unreachable.returncode == 10
-    assert "see whether the store can be reached" in unreachable.stderr
-    assert "Traceback" not in unreachable.stderr
