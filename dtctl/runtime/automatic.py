@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -29,6 +28,7 @@ from dtctl.runtime.console import say
 from dtctl.runtime.mesh import Degrees, resolve
 from dtctl.runtime.reading import Reader
 from dtctl.runtime.snapshot import layout, read
+from dtctl.runtime.snapshot.place import Place, Remote
 from dtctl.runtime.snapshot.share import gathered_json, spread_json
 from dtctl.runtime.strategies import blocks
 from dtctl.runtime.worker import Worker
@@ -67,7 +67,7 @@ class Subject:
     samples: data.Samples | data.Batches | data.Stream
 
 
-def settle(config: TrainConfig, worker: Worker, subject: Subject, folder: Path) -> Settled:
+def settle(config: TrainConfig, worker: Worker, subject: Subject, folder: Place) -> Settled:
     """The strategy that auto means here, or the one that the configuration names; collective over all workers.
 
     Args:
@@ -84,10 +84,11 @@ def settle(config: TrainConfig, worker: Worker, subject: Subject, folder: Path) 
         return Settled(config=config, degrees=named, kept=None)
     sizes = batch(config, worker.world_size)
     asked = _asked(config, worker, sizes)
+    looks = worker.is_first if isinstance(folder, Remote) else worker.local_rank == 0
     mine = {
         "budget": config.memory_gib * GIB if config.memory_gib else capacity.of_worker(worker) * BUDGET,
         "slots": worker.local_world_size,
-        "before": _before(folder) if worker.local_rank == 0 else None,
+        "before": _before(folder) if looks else None,
     }
     told = gathered_json(mine, worker)
     answer = spread_json(_decide(config, worker, subject, sizes, told, asked) if worker.is_first else None, worker, 0)
@@ -116,7 +117,7 @@ def _asked(config: TrainConfig, worker: Worker, sizes: Batch) -> dict[str, Any]:
     }
 
 
-def _before(folder: Path) -> dict[str, Any] | None:
+def _before(folder: Place) -> dict[str, Any] | None:
     """The step of the newest snapshot that lies on this node, and what its run had chosen."""
     try:
         for step, path in layout.listing(folder):
