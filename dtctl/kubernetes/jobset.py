@@ -7,6 +7,7 @@ index, the address of the first pod, which start this is) the script finds out t
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +31,8 @@ SCRIPT: Final = "pod.sh"
 PLACE: Final = "dtctl: place in the job"
 NAME_LIMIT: Final = 40
 """Of a JobSet's name: a pod's has its job's, two indexes and a random part behind it, and may have 63 characters."""
+QUANTITY: Final = re.compile(r"\d+(\.\d+)?([munkMGTPE]|[KMGTPE]i|[eE]\d+)?")
+"""An amount of a resource. Source: Kubernetes, API conventions, resource.Quantity."""
 ATTEMPT_LABEL: Final = "jobset.sigs.k8s.io/restart-attempt"
 QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
 LATE: Final = {
@@ -82,8 +85,12 @@ def text(spec: Spec, plan: Plan) -> str:
 def object_name(run: str) -> str:
     """A run's id as the name of an object: small letters, digits and dashes."""
     words = re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")
-    # The end of a run's id is what tells it from others.
-    return words if len(words) <= NAME_LIMIT else f"j{words[-NAME_LIMIT + 1 :]}".strip("-")
+    if len(words) <= NAME_LIMIT:
+        return words
+    # The end of a run's id is what people look at; two long names that end alike are still two.
+    mark = hashlib.blake2b(run.encode(), digest_size=3).hexdigest()
+    room = NAME_LIMIT - len(mark) - 2
+    return f"j{mark}-{words[-room:].strip('-')}"
 
 
 def _jobset(plan: Plan, settings: Kubernetes, name: str) -> dict[str, Any]:
@@ -199,6 +206,13 @@ def _check(spec: Spec, plan: Plan, settings: Kubernetes) -> None:
             where=spec.written_at("cluster.nodes"),
             hint="give all nodes the same slots",
         )
+    for what, amount in settings.resources.items():
+        if not QUANTITY.fullmatch(amount):
+            raise PlanError(
+                f"{amount!r} is not an amount of {what}",
+                where=spec.written_at("kubernetes.resources"),
+                hint="as Kubernetes writes it: 32, 500m, 256Gi",
+            )
     if plan.secrets and not settings.secret:
         raise PlanError(
             f"{', '.join(plan.secrets)} must come from a Secret of the cluster",

@@ -102,6 +102,16 @@ def test_pods_find_each_other_by_names_that_a_service_can_have() -> None:
     assert f"{name}-workers-0-0.{name} " in script["data"]["pod.sh"]
     assert len(jobset.object_name("a" * 70 + "-1121-093012-k7")) == jobset.NAME_LIMIT
     assert jobset.object_name("a" * 70 + "-1121-093012-k7").endswith("-1121-093012-k7")
+    several = ["gpt_1", "a" * 70, "b" + "a" * 70]
+    assert len({jobset.object_name(run) for run in several}) == len(several)
+    assert all(re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", jobset.object_name(run)) for run in several)
+
+
+@pytest.mark.parametrize(
+    ("amount", "right"), [("32", True), ("500m", True), ("256Gi", True), ("1.5", True), ("foo", False), ("-1", False)]
+)
+def test_amounts_of_resources(amount: str, right: bool) -> None:
+    assert bool(jobset.QUANTITY.fullmatch(amount)) is right
 
 
 def test_the_budgets_of_starts() -> None:
