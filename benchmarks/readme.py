@@ -160,7 +160,49 @@ def doctor() -> str:
     return "\n".join(told)
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"figures": launch, "equality": equality, "loop": loop, "doctor": doctor}
+def faults() -> str:
+    """What kills, damage and saves come to."""
+    told = []
+    if soak := newest_with("soak", "three"):
+        rows = [row for name in ("ddp", "fsdp", "three") for row in soak[name]["seeds"]]
+        kills = [what for row in rows for what in row["killed"]]
+        hosts, saves = (sum(what.startswith(word) for what in kills) for word in ("host", "save"))
+        equal, left = sum(row["equal"] for row in rows), sum(row["left"] for row in rows)
+        off = max(row["ledger_error"] for row in rows)
+        told.append(
+            f"Of {len(rows)} trainings on virtual hosts (ddp and fsdp on 2 x 2 workers, ddp on 3 x 1; dropout, "
+            f"accumulation, processes that read data), killed {len(kills)} times at random, {hosts} times a whole host "
+            f"and {saves} times while a snapshot was written, {equal} ended with the digest of one that was left "
+            f"alone; {left} processes were left, and the ledger was off by at most {off:.1%} "
+            f"([{soak['file']}]({soak['file']}))."
+        )
+    if damage := newest_with("damage", "programs"):
+        flips = {name: row["flip"] for name, row in damage["programs"].items()}
+        silent = ", ".join(f"{name} {row.get('SILENT', 0)}" for name, row in flips.items() if "dtctl" not in name)
+        told.append(
+            f"Of {damage['places']} flipped bytes dtctl noticed {flips['dtctl']['noticed']} and took the snapshot "
+            f"before; loaded without a word: {silent} ([{damage['file']}]({damage['file']}))."
+        )
+    if recovery := newest_with("recovery", "dtctl, warm"):
+        parts = "; ".join(
+            f"{name} {row['median_s']:.2f} s, {row['recovered']} of {row['kills']}"
+            for name, row in recovery.items()
+            if isinstance(row, dict) and "median_s" in row
+        )
+        told.append(
+            f"From `kill -9` of a worker to the next step of both, median, and how many were recovered from: {parts} "
+            f"([{recovery['file']}]({recovery['file']}))."
+        )
+    return "\n".join(told)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "figures": launch,
+    "equality": equality,
+    "loop": loop,
+    "doctor": doctor,
+    "faults": faults,
+}
 
 
 def filled(text: str) -> str:
