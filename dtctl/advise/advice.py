@@ -7,7 +7,8 @@ from typing import Any
 
 from dtctl.advise.search import Choice, Task, choices, families, ranked
 from dtctl.errors import UsageError
-from dtctl.estimate.memory import GIB
+from dtctl.estimate.memory import GIB, Layout
+from dtctl.estimate.model import Model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,7 @@ def _reasons(task: Task, best: Choice, others: tuple[Choice, ...]) -> list[str]:
         said.append(_what_helps(task, best))
         return said
     said.append(f"needs {memory.total / GIB:.1f} GiB of the {room:.1f} that can be used on each GPU")
+    said.append(_batch(task, layout))
     simple = next((one for one in others if one.strategy == "ddp"), None)
     if simple is not None and best.strategy != "ddp":
         if simple.fits:
@@ -81,6 +83,21 @@ def _reasons(task: Task, best: Choice, others: tuple[Choice, ...]) -> list[str]:
     elif second is not None:
         said.append(f"nothing else fits; {described(second)} lacks {second.short / GIB:.1f} GiB")
     return said
+
+
+def _batch(task: Task, layout: Layout) -> str:
+    """The samples of a step, and what they shut out."""
+    samples = layout.micro_batch * layout.accumulate * layout.replicas
+    made = f"micro batch {layout.micro_batch} x {layout.accumulate} accumulated x {layout.replicas} replicas"
+    if task.global_batch is None:
+        return f"{samples} samples a step ({made}), since none were asked for; --batch sets them"
+    gpus = task.hardware.gpus
+    if task.global_batch % gpus:
+        return (
+            f"{samples} samples a step ({made}): that is no multiple of {gpus} GPUs, so not every GPU can have samples "
+            f"of its own; --batch {-(-samples // gpus) * gpus} would let ddp and fsdp over all GPUs in"
+        )
+    return f"{samples} samples a step ({made})"
 
 
 def _what_helps(task: Task, best: Choice) -> str:
@@ -123,6 +140,7 @@ def as_json(choice: Choice, reasons: tuple[str, ...] = ()) -> dict[str, Any]:
         "mesh": {name: getattr(layout, name) for name in ("dp", "fsdp", "tp", "pp", "cp", "ep")},
         "micro_batch": layout.micro_batch,
         "accumulate": layout.accumulate,
+        "global_batch": layout.micro_batch * layout.accumulate * layout.replicas,
         "recompute": layout.recompute,
         "offload": layout.offload,
         "memory_gib": {name: round(getattr(memory, name) / GIB, 3) for name in parts},
@@ -131,6 +149,23 @@ def as_json(choice: Choice, reasons: tuple[str, ...] = ()) -> dict[str, Any]:
         "tokens_per_s_per_gpu": round(choice.speed.tokens_per_s_per_gpu, 1),
         "step_s": round(choice.speed.step_s, 4),
         "reasons": list(reasons),
+    }
+
+
+def model_json(model: Model) -> dict[str, Any]:
+    """What the figures were computed with, for `--json`."""
+    return {
+        "name": model.name,
+        "params": model.params,
+        "params_used": model.used,
+        "layers": model.layers,
+        "hidden": model.hidden,
+        "heads": model.heads,
+        "kv_heads": model.kv_heads,
+        "vocab": model.vocab,
+        "seq": model.seq,
+        "assumed": model.assumed,
+        "warnings": list(model.doubts),
     }
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import dtctl
 from dtctl.advise import hardware
+from dtctl.advise.config import from_config, read_config
 from dtctl.advise.hardware import Hardware
-from dtctl.advise.model import from_config, read_config, transformer
+from dtctl.advise.model import transformer
 from dtctl.advise.search import Task
 from dtctl.advise.sizes import count, gibibytes
 from dtctl.errors import UsageError
@@ -24,6 +25,8 @@ from dtctl.spec.nodes import resolve_nodes
 
 INSPECT_S = 120.0
 """Seconds that building a model on the meta device may take."""
+
+MOST_GPUS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +77,8 @@ def task(options: Options, spec: Spec | None) -> Task:
     ):
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, and is {value}")
+            option = "gpus-per-node" if name == "per_node" else name.replace("_", "-")
+            raise UsageError(f"--{option} must be at least 1, and is {value}")
     train = spec.train if spec is not None else None
     batch = options.batch or (train.global_batch if train is not None else None)
     return Task(
@@ -100,6 +104,8 @@ def _hardware(options: Options, spec: Spec | None) -> Hardware:
         gpus = sum(one if isinstance(one, int) else per_node for one in slots)
     else:
         raise UsageError("how many GPUs are there?", hint="--gpus 16 --gpus-per-node 8, or a spec")
+    if gpus > MOST_GPUS:
+        raise UsageError(f"{gpus} GPUs are more than the {MOST_GPUS} that can be searched")
     if gpus % per_node:
         raise UsageError(f"{gpus} GPUs cannot be divided into nodes of {per_node}")
     memory = gibibytes(options.gpu_memory) if options.gpu_memory else None

@@ -74,7 +74,9 @@ def gpu(name: str, memory_gib: float | None = None) -> Gpu:
     known = {one.casefold(): value for one, value in gpus().items()}
     found = known.get(name.casefold().replace(" ", "-"))
     if found is None:
-        raise UsageError(f"GPU {name} is not known", hint=f"there are {', '.join(gpus())}; or --gpu-memory and --peak")
+        raise UsageError(
+            f"GPU {name} is not known", hint=f"there are {', '.join(gpus())}; take the nearest, with --gpu-memory"
+        )
     return replace(found, memory=memory_gib) if memory_gib is not None else found
 
 

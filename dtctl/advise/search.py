@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,9 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 SIMPLER = 0.03
 """A choice that is this much faster is worth an axis more, recomputation or offloading."""
 
+ROOM = 0.9
+"""Share of the budget that a larger micro batch may fill when it gains nothing that is computed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
@@ -22,7 +26,7 @@ class Task:
     model: Model
     hardware: Hardware
     global_batch: int | None = None
-    """Samples of a step; None leaves it open, and 1 micro batch of each worker is taken."""
+    """Samples of a step; None leaves it open: a micro batch of each worker, and 4 for each stage of a pipeline."""
     precision: Precision = "bf16"
     compiled: bool = False
     beyond: bool = False
@@ -129,20 +133,35 @@ def _meshes(task: Task) -> Iterator[Layout]:
 
 
 def _divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]
+    low = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
+    return sorted({*low, *(number // one for one in low)})
 
 
 def ranked(found: list[Choice]) -> list[Choice]:
-    """The best first: what fits before what does not; then fast, or of those about as fast the simplest; then near."""
+    """The best first: what fits before what does not; then fast, or of those about as fast the simplest; then near.
+
+    Of equals the one with the larger micro batch, which GPUs do better with than the formulas know, as long as memory
+    is left for their error.
+    """
     fitting = [one for one in found if one.fits]
     rest = sorted((one for one in found if not one.fits), key=lambda one: (one.short, one.axes))
     if not fitting:
         return rest
-    fitting.sort(key=lambda one: (-one.speed.tokens_per_s_per_gpu, one.axes))
+    fitting.sort(key=lambda one: (-_pace(one), one.axes, *_roomy(one)))
     fastest = fitting[0].speed.tokens_per_s_per_gpu
     near = [one for one in fitting if one.speed.tokens_per_s_per_gpu >= fastest * (1 - SIMPLER)]
-    best = min(near, key=lambda one: (one.axes, -one.speed.tokens_per_s_per_gpu, one.memory.total))
+    best = min(near, key=lambda one: (one.axes, -_pace(one), *_roomy(one)))
     return [best, *(one for one in fitting if one is not best), *rest]
+
+
+def _pace(choice: Choice) -> float:
+    """Tokens per second to four digits: what differs less is the same."""
+    return float(f"{choice.speed.tokens_per_s_per_gpu:.4g}")
+
+
+def _roomy(choice: Choice) -> tuple[bool, int, float]:
+    """Orders what is equally fast."""
+    return (choice.memory.total > ROOM * choice.budget, -choice.layout.micro_batch, choice.memory.total)
 
 
 def families(found: list[Choice]) -> list[Choice]:

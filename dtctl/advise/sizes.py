@@ -9,6 +9,8 @@ from dtctl.errors import UsageError
 _COUNT = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _SIZE = {"": 2**30, "gib": 2**30, "gb": 1e9, "mib": 2**20, "mb": 1e6, "tib": 2**40, "g": 2**30}
 
+LARGEST = 1e20
+
 
 def count(text: str) -> float:
     """A number of things: `7B`, `125M`, `7e9`.
@@ -37,6 +39,8 @@ def _number(text: str, units: dict[str, float], wanted: str) -> float:
         unit = None
     if unit is None:
         raise UsageError(f"{text} is not {wanted}")
-    if not 0 < value < float("inf"):
+    if not value > 0:
         raise UsageError(f"{text} must be above 0")
+    if value * unit > LARGEST:
+        raise UsageError(f"{text} is more than any machine has")
     return value * unit

@@ -12,6 +12,7 @@ from typing import Any
 from dtctl.errors import UsageError
 from dtctl.spec.load import parse_spec
 
+BYTE_ORDER_MARK = "\ufeff"
 _SECTION = re.compile(r"train:\s*(?:#.*)?\Z")
 
 
@@ -22,11 +23,12 @@ def with_settings(text: str, settings: Mapping[str, Any]) -> str:
         UsageError: the section is written in one line, which cannot be changed without losing how it was written.
     """
     lines = text.split("\n")
+    end_of_line = "\r" if lines[0].endswith("\r") else ""
     at = next((number for number, line in enumerate(lines) if line.startswith("train:")), None)
-    wanted = {key: f"{key}: {_value(value)}" for key, value in settings.items()}
+    wanted = {key: f"{key}: {as_yaml(value)}" for key, value in settings.items()}
     if at is None:
-        above = text if not text or text.endswith("\n") else f"{text}\n"
-        return above + "\n".join(["train:", *(f"  {one}" for one in wanted.values())]) + "\n"
+        above = text if not text or text.endswith("\n") else f"{text}{end_of_line}\n"
+        return above + "".join(f"{one}{end_of_line}\n" for one in ("train:", *(f"  {x}" for x in wanted.values())))
     if not _SECTION.match(lines[at].rstrip()):
         raise UsageError(
             "the train section stands in one line", hint="write its keys below each other; these are to be set: "
@@ -44,36 +46,45 @@ def with_settings(text: str, settings: Mapping[str, Any]) -> str:
         if found:
             dropping = found[1] in wanted
             if dropping:
-                comment = re.search(r"\s+#.*\Z", line)
+                comment = re.search(r"(?:\s+#.*)?\r?\Z", line)
                 kept.append(indent + wanted.pop(found[1]) + (comment[0] if comment else ""))
         if not found and not (dropping and line.strip() and len(line) - len(line.lstrip()) > len(indent)):
             dropping = False
         if not dropping:
             kept.append(line)
-    new = [indent + one for one in wanted.values()]
+    new = [indent + one + end_of_line for one in wanted.values()]
     return "\n".join([*lines[: at + 1], *new, *kept, *lines[end:]])
 
 
-def _value(value: object) -> str:
+def as_yaml(value: object) -> str:
+    """A value as it stands in a spec."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_value(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {as_yaml(one)}" for key, one in value.items()) + "}"
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def write(path: Path, settings: Mapping[str, Any]) -> None:
-    """Change a spec in place; it is replaced whole, and only by one that is right.
+    """Change a spec in place; it is replaced whole, and only by one that is right. A link stays one.
 
     Raises:
-        UsageError: as `with_settings`.
-        SpecError: the spec cannot be read, or would not be right afterwards.
+        UsageError: as `with_settings`, or the path is no plain file, or cannot be written.
+        SpecError: the spec would not be right afterwards.
     """
-    text = path.read_text(encoding="utf-8")
-    changed = with_settings(text, settings)
-    parse_spec(changed, source=str(path), base_dir=path.resolve().parent)
-    temporary = path.with_name(f".{path.name}.dtctl-{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(changed)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.chmod(path.stat().st_mode & 0o777)
-    temporary.replace(path)
+    file = path.resolve()
+    if not file.is_file():
+        raise UsageError(f"{path} is no plain file, so it cannot be changed", hint="name the spec itself")
+    text = file.read_bytes().decode("utf-8")
+    mark = text[: len(text) - len(text.removeprefix(BYTE_ORDER_MARK))]
+    changed = with_settings(text.removeprefix(BYTE_ORDER_MARK), settings)
+    parse_spec(changed, source=str(path), base_dir=file.parent)
+    temporary = file.with_name(f".{file.name}.dtctl-{os.getpid()}")
+    try:
+        with temporary.open("wb") as out:
+            out.write((mark + changed).encode("utf-8"))
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.chmod(file.stat().st_mode & 0o777)
+        temporary.replace(file)
+    except OSError as exc:
+        temporary.unlink(missing_ok=True)
+        raise UsageError(f"{path} cannot be written: {exc.strerror}") from exc

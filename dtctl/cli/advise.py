@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 SHOWN = 7
 """Choices of the table beside the best one."""
+PAST = 12
+"""Letters of a bar that are shown past the mark."""
 PARTS = ("states", "activations", "logits", "temporary", "overhead")
 
 
@@ -75,6 +77,10 @@ def advise(
     from dtctl.advise.gather import Options, task
 
     path = spec or Path(names.SPEC_FILE)
+    if write and str(path) == "-":
+        raise UsageError("what is read from standard input cannot be written", hint="name the spec's file")
+    if path.is_dir():
+        path = path / names.SPEC_FILE
     loaded = _loaded(path, asked=spec is not None or write)
     wanted = task(
         Options(
@@ -93,12 +99,13 @@ def advise(
 def _recommend(task: Task, path: Path, *, write: bool, plot: Path | None, json_lines: bool) -> int:
     """Search, show, and write into the spec if that is wanted; the exit code."""
     from dtctl.advise.advice import advise as advised
-    from dtctl.advise.advice import as_json
+    from dtctl.advise.advice import as_json, model_json
 
     found = advised(task)
     if json_lines:
         output.emit_json(
             {
+                "model": model_json(task.model),
                 "recommendation": as_json(found.best, found.reasons),
                 "alternatives": [as_json(one) for one in found.others],
                 "tried": found.tried,
@@ -106,6 +113,8 @@ def _recommend(task: Task, path: Path, *, write: bool, plot: Path | None, json_l
         )
     else:
         _show(task, found)
+    for doubt in task.model.doubts:
+        output.err(f"warning: {doubt}", "yellow")
     if plot is not None:
         _plot(plot, task, found)
     if write and found.best.fits:
@@ -164,13 +173,11 @@ def _loaded(path: Path, *, asked: bool) -> Spec | None:
 
 def _write(path: Path, task: Task, found: Advice) -> None:
     from dtctl.advise.advice import settings
-    from dtctl.advise.write import write
+    from dtctl.advise.write import as_yaml, write
 
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder", hint="name the spec itself")
     changed = settings(task, found.best)
     write(path, changed)
-    output.err(f"{path}: train: {', '.join(f'{key} {value}' for key, value in changed.items())}")
+    output.err(f"{path}: train: {', '.join(f'{key}: {as_yaml(value)}' for key, value in changed.items())}")
 
 
 def _plot(path: Path, task: Task, found: Advice) -> None:
@@ -196,7 +203,7 @@ def _plot(path: Path, task: Task, found: Advice) -> None:
         _title(task), _verdict(found), found.reasons, parts=PARTS, rows=rows, budget=found.best.budget / GIB,
         now=time.time(),
     )  # fmt: skip
-    write_private(check_out(path), text)
+    write_private(check_out(path, option="--plot"), text)
     output.err(f"wrote {path}")
 
 
@@ -222,6 +229,8 @@ def _verdict(found: Advice) -> str:
 
 def _show(task: Task, found: Advice) -> None:
     output.out(_title(task))
+    if task.model.assumed:
+        output.out(f"  computed with {task.model.assumed}")
     output.out(_verdict(found), "bold")
     for reason in found.reasons:
         output.out(f"  {reason}")
@@ -246,6 +255,7 @@ def _row(choice: Choice) -> list[str]:
 def bar(choice: Choice, width: int = 30) -> str:
     """Memory as a bar: a letter for each part, up to the mark what can be used."""
     scale = width / choice.budget
+    longest = width + PAST + 1
     parts = dict(zip("SALTO", _parts(choice), strict=True))
-    drawn = "".join(letter * round(size * scale) for letter, size in parts.items())
-    return f"{drawn[:width]:<{width}}|{drawn[width : width + 12]}{'>' if len(drawn) > width + 12 else ''}"
+    drawn = "".join(letter * round(min(size * scale, longest)) for letter, size in parts.items())
+    return f"{drawn[:width]:<{width}}|{drawn[width : width + PAST]}{'>' if len(drawn) > width + PAST else ''}"

@@ -18,7 +18,7 @@ class Model:
     """Parameters that a token is multiplied with: not embeddings that are looked up, nor experts that are not used."""
     layers: int
     block_params: float
-    """Parameters of the largest block."""
+    """Parameters of the largest block; of their mean, where a config says that blocks differ."""
     seq: int
     """Tokens of a sample; 1 for other models."""
     hidden: int
@@ -38,6 +38,10 @@ class Model:
     """Part of `params` that is not trained: it has neither gradients nor optimizer state."""
     ffn: int = 0
     """Inner width of a plain GPT, which can be built from these figures; 0 of other models."""
+    assumed: str = ""
+    """What the figures were computed with, in one line for people; empty when they were measured."""
+    doubts: tuple[str, ...] = ()
+    """What is not counted, or was not said and is guessed."""
 
     @property
     def tied(self) -> bool:

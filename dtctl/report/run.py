@@ -122,14 +122,21 @@ def environment(plan: Mapping[str, Any]) -> tuple[Variable, ...]:
     )
 
 
-def check_out(path: Path) -> Path:
-    """`path` itself, if a page can be written there.
+def check_out(path: Path, *, option: str = "-o") -> Path:
+    """The file to write for `path`, which may be a link to it.
 
     Raises:
-        UsageError: it is a folder, or in none.
+        UsageError: it is a folder, or in none, or no plain file (a device must not be replaced by a page).
     """
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder", where="-o", hint=f"name the file: -o {path / 'report.html'}")
-    if not path.parent.is_dir():
-        raise UsageError(f"there is no folder {path.parent}", where="-o", hint="make it first, or name another")
-    return path
+    file = path.resolve()
+    if file.is_dir():
+        raise UsageError(f"{path} is a folder", where=option, hint=f"name the file: {option} {path / 'report.html'}")
+    if not file.parent.is_dir():
+        raise UsageError(
+            f"there is no folder {file.parent if path.is_symlink() else path.parent}",
+            where=option,
+            hint="make it first, or name another",
+        )
+    if file.exists() and not file.is_file():
+        raise UsageError(f"{path} is no plain file", where=option, hint="name a file; a page replaces what is there")
+    return file

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from dtctl.advise.advice import advise, as_json, settings
-from dtctl.advise.gather import Options, task
+from dtctl.advise.config import from_config, read_config
+from dtctl.advise.gather import Options, _usual, task
 from dtctl.advise.hardware import Hardware, gpu, gpus, networks
-from dtctl.advise.model import from_config, read_config, transformer
+from dtctl.advise.model import transformer
 from dtctl.advise.search import Task, choices
-from dtctl.advise.write import with_settings, write
+from dtctl.advise.write import as_yaml, with_settings, write
 from dtctl.errors import UsageError
 from dtctl.estimate.memory import GIB, Layout, memory
 from dtctl.estimate.model import Model
@@ -148,6 +149,10 @@ def test_hardware_has_sources_and_the_runtimes_peaks() -> None:
         ({"gpus": 8, "params": "7B", "gpu_memory": "0GiB"}, "must be above 0"),
         ({"gpus": 8, "params": "7B", "network": "string"}, "network string is not known"),
         ({"gpus": 8, "params": "7B", "network": "-1"}, "more than 0 GB/s"),
+        ({"gpus": 8, "params": "1e30"}, "more than any machine has"),
+        ({"gpus": 8, "params": "1e308T"}, "more than any machine has"),
+        ({"gpus": 999999937, "per_node": 1, "params": "7B"}, "more than the 1000000"),
+        ({"gpus": 8, "per_node": 0, "params": "7B"}, "--gpus-per-node must"),
         ({"gpus": 12, "per_node": 8, "params": "7B"}, "cannot be divided into nodes"),
         ({"gpus": 8, "layers": 4, "hidden": 100, "heads": 7}, "cannot be divided by 7 heads"),
         ({"gpus": 8, "layers": 4, "hidden": 4096, "params": "1M"}, "fewer than"),
@@ -213,10 +218,76 @@ def test_writing_keeps_everything_else_as_it_was(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["dtctl.yaml"]
 
 
+@pytest.mark.parametrize("text", [SPEC, "job: {script: t.py}\ncluster: {transport: local}\n"])
+def test_writing_keeps_line_ends_links_and_a_byte_order_mark(tmp_path: Path, text: str) -> None:
+    (tmp_path / "real.yaml").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    (tmp_path / "dtctl.yaml").symlink_to("real.yaml")
+    write(tmp_path / "dtctl.yaml", {"strategy": "fsdp", "micro_batch": 4})
+    assert (tmp_path / "dtctl.yaml").is_symlink()
+    written = (tmp_path / "real.yaml").read_bytes()
+    assert written.startswith(b"\xef\xbb\xbf")
+    assert written.count(b"\n") == written.count(b"\r\n") > text.count("\n")
+    assert written[3:].decode().replace("\r\n", "\n") == with_settings(text, {"strategy": "fsdp", "micro_batch": 4})
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["dtctl.yaml", "real.yaml"]
+
+
+def test_a_device_is_never_replaced(tmp_path: Path) -> None:
+    from dtctl.report.run import check_out
+
+    (tmp_path / "null").symlink_to("/dev/null")
+    with pytest.raises(UsageError, match="no plain file"):
+        write(tmp_path / "null", {"strategy": "ddp"})
+    with pytest.raises(UsageError, match="no plain file") as caught:
+        check_out(tmp_path / "null", option="--plot")
+    assert caught.value.where == "--plot"
+    (tmp_path / "page.html").symlink_to("elsewhere.html")
+    assert check_out(tmp_path / "page.html") == (tmp_path / "elsewhere.html").resolve()
+
+
 def test_writing_adds_a_section_and_leaves_one_in_one_line_alone() -> None:
     assert with_settings("job: {script: t.py}", {"strategy": "ddp"}) == "job: {script: t.py}\ntrain:\n  strategy: ddp\n"
     with pytest.raises(UsageError, match="stands in one line"):
         with_settings("train: {lr: 1.0}\n", {"strategy": "ddp"})
+
+
+def test_settings_are_told_as_they_stand_in_the_spec() -> None:
+    assert as_yaml({"fsdp": 8, "tp": 2}) == "{fsdp: 8, tp: 2}"
+
+
+def test_of_equally_fast_choices_the_one_with_the_larger_micro_batch_is_taken_and_its_batch_told() -> None:
+    asked = Task(model=SMALL, hardware=cluster(8), global_batch=256)
+    found = advise(asked)
+    same = [one for one in choices(asked) if one.strategy == "ddp" and one.layout.recompute == "none"]
+    assert len({f"{one.speed.tokens_per_s_per_gpu:.4g}" for one in same}) == 1
+    assert found.best.layout.micro_batch == max(one.layout.micro_batch for one in same if one.fits) > 1
+    assert found.best.memory.total < 0.9 * found.best.budget
+    micro = found.best.layout.micro_batch
+    assert f"256 samples a step (micro batch {micro} x {32 // micro} accumulated x 8 replicas)" in found.reasons[1]
+    assert as_json(found.best)["global_batch"] == 256
+
+
+def test_a_batch_that_shuts_data_parallelism_out_is_told_with_the_next_one_that_does_not() -> None:
+    found = advise(Task(model=SMALL, hardware=cluster(12, per_node=4), global_batch=7))
+    assert found.best.layout.replicas == 1
+    assert "7 samples a step" in found.reasons[1]
+    assert "no multiple of 12 GPUs" in found.reasons[1]
+    assert "--batch 12" in found.reasons[1]
+    assert advise(Task(model=SMALL, hardware=cluster(12, per_node=4), global_batch=12)).best.strategy == "ddp"
+
+
+@pytest.mark.parametrize(("count", "per_node"), [(999983, 1), (720720, 8)])
+def test_a_search_over_very_many_gpus_ends(count: int, per_node: int) -> None:
+    begun = time.process_time()
+    choices(Task(model=SMALL, hardware=cluster(count, per_node=per_node)))
+    assert time.process_time() - begun < 5
+
+
+def test_what_is_far_too_large_has_a_bar_of_one_line() -> None:
+    from dtctl.cli.advise import bar
+
+    found = advise(Task(model=_usual(1e19, Options()), hardware=cluster(1)))
+    assert not found.best.fits
+    assert len(bar(found.best)) == 30 + 1 + 12 + 1
 
 
 def test_what_the_runtime_has_no_axis_for_is_not_written() -> None:
@@ -242,6 +313,16 @@ def test_the_command(tmp_path: Path) -> None:
     done = run("--write")
     assert done.returncode == 0, done.stderr
     assert "precision: bf16" in (tmp_path / "dtctl.yaml").read_text()
+    assert "computed with 4 blocks of width 128, 4 heads of 32" in done.stdout
+    done = run("-", "--params", "13B", "--write")
+    assert (done.returncode, "standard input cannot be written" in done.stderr) == (2, True)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 2}')
+    done = run("--config", "config.json", "--gpus", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    model = json.loads(done.stdout)["model"]
+    assert "2 blocks of width 512, 4 heads of 128" in model["assumed"]
+    assert len(model["warnings"]) == 3
+    assert "warning: num_attention_heads is not said" in done.stderr
 
 
 def test_what_cannot_be_measured_is_told() -> None:

@@ -1,0 +1,261 @@
+"""The figures of a model from a config.json in the style of Hugging Face, or from `train.model` of a spec.
+
+Names and defaults are those of the configuration classes of transformers 4.51
+(https://github.com/huggingface/transformers/tree/v4.51.0/src/transformers/models).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dtctl.advise.shape import Latent, Shape, model_of
+from dtctl.errors import UsageError
+from dtctl.estimate.model import Model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What a `model_type` means, where its config.json is silent."""
+
+    gated: bool = False
+    """The feed-forward network has a gate."""
+    tied: bool = False
+    """The output shares its weight with the embedding, unless the config says otherwise."""
+    wide: bool = False
+    """The inner width is 4 times the width, unless the config says otherwise."""
+    kv_heads: int = 0
+    """0: as many as heads."""
+    heads: int = 0
+    head_dim: int = 0
+    """0: the width divided by heads."""
+    vocab: int = 0
+    norms: int = 2
+    positions: int = 0
+    """Tables of learned positions."""
+    pair: bool = False
+    """An encoder and a decoder."""
+
+
+_GATED = Family(gated=True)
+_GPT = Family(tied=True, wide=True, positions=1, vocab=50257)
+_BERT = Family(tied=True, positions=1)
+_GEMMA = Family(gated=True, tied=True, head_dim=256, vocab=256000)
+_GEMMA3 = Family(gated=True, tied=True, heads=8, kv_heads=4, head_dim=256, vocab=262208, norms=4)
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": _GATED,
+    "mistral": Family(gated=True, kv_heads=8),
+    "mixtral": Family(gated=True, kv_heads=8),
+    "qwen2": _GATED,
+    "qwen2_moe": _GATED,
+    "qwen3": Family(gated=True, head_dim=128),
+    "qwen3_moe": _GATED,
+    "gemma": _GEMMA,
+    "gemma2": Family(gated=True, tied=True, heads=8, kv_heads=4, head_dim=256, vocab=256000, norms=4),
+    "gemma3": _GEMMA3,
+    "gemma3_text": _GEMMA3,
+    "phi": Family(),
+    "phi3": _GATED,
+    "deepseek_v2": _GATED,
+    "deepseek_v3": _GATED,
+    "olmo": _GATED,
+    "olmo2": _GATED,
+    "gpt2": _GPT,
+    "gpt_neo": _GPT,
+    "gptj": Family(wide=True),
+    "gpt_neox": Family(),
+    "falcon": Family(wide=True),  # the files that are published hold an output of its own
+    "opt": Family(tied=True, positions=1),
+    "bloom": Family(tied=True, wide=True),
+    "bert": _BERT,
+    "roberta": _BERT,
+    "distilbert": _BERT,
+    "t5": Family(tied=True, pair=True, head_dim=64),
+    "mt5": Family(gated=True, pair=True, head_dim=64),
+    "bart": Family(tied=True, pair=True, positions=2),
+    "mbart": Family(tied=True, pair=True, positions=2),
+}
+
+_KEYS = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "layers", "encoder_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model", "hidden", "embed", "dim"),
+    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads", "heads", "encoder_attention_heads"),
+    "kv_heads": ("num_key_value_heads", "n_kv_heads", "kv_heads"),
+    "head_dim": ("head_dim", "d_kv"),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "ffn", "hidden_dim", "encoder_ffn_dim",
+            "ffn_hidden_size"),
+    "vocab": ("vocab_size", "vocab"),
+    "seq": ("max_position_embeddings", "n_positions", "n_ctx", "context", "seq"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "experts_used": ("num_experts_per_tok", "experts_per_token"),
+    "expert_ffn": ("moe_intermediate_size",),
+    "decoder": ("decoder_layers", "num_decoder_layers"),
+}  # fmt: skip
+_NEEDED = ("layers", "hidden")
+MOST_BLOCKS = 100_000
+LONGEST = 8192
+"""Tokens of a sample, when a config only says how many a model could take."""
+
+
+def read_config(path: Path, *, seq: int | None) -> Model:
+    """The model of a config.json.
+
+    Raises:
+        UsageError: the file cannot be read, says too little, or is of a model that the formulas do not know.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as exc:
+        raise UsageError(f"{path} cannot be read: {exc.strerror}") from exc
+    except (ValueError, RecursionError) as exc:
+        raise UsageError(f"{path} is not JSON: {exc}", hint="a config.json as Hugging Face has it") from exc
+    if not isinstance(data, dict):
+        raise UsageError(f"{path} holds no object", hint="a config.json as Hugging Face has it")
+    name = path.absolute().parent.name if path.name == "config.json" else path.stem
+    return from_config(data, source=str(path), seq=seq, name=name or path.stem)
+
+
+def from_config(data: Mapping[str, Any], *, source: str, seq: int | None, name: str = "") -> Model:
+    """The model that a config describes. Without a `model_type` it is taken for a GPT.
+
+    Raises:
+        UsageError: what is needed is missing, or is no number, or the formulas do not know such a model.
+    """
+    outer = data
+    inner = data.get("text_config")
+    data = inner if isinstance(inner, Mapping) else data
+    kind = str(data.get("model_type") or outer.get("model_type") or "")
+    family = _family(kind, data, source)
+    found = {key: value for key in _KEYS if (value := _whole(data, _KEYS[key], source)) is not None}
+    missing = [key for key in _NEEDED if key not in found]
+    if missing:
+        raise UsageError(
+            f"{' and '.join(missing)} cannot be found", where=source,
+            hint="the usual names are " + ", ".join(_KEYS[missing[0]]),
+        )  # fmt: skip
+    doubts = [f"{part}: what is not for text is not counted"
+              for part in ("vision_config", "audio_config") if outer.get(part)]  # fmt: skip
+    doubts += _fill(found, family, known=bool(kind))
+    gated = family.gated or str(data.get("feed_forward_proj", "")).startswith("gated")
+    tied = outer.get("tie_word_embeddings", data.get("tie_word_embeddings", family.tied))
+    if family.pair:
+        doubts.append("an encoder and a decoder: as many tokens go into the one as into the other")
+    decoder = found.get("decoder", found["layers"]) if family.pair else 0
+    shape = Shape(
+        name=name or kind or source,
+        layers=found["layers"] + decoder,
+        hidden=found["hidden"],
+        heads=found["heads"],
+        kv_heads=_kv_heads(data, found, family, kind),
+        vocab=found["vocab"],
+        seq=seq or min(found.get("seq", 2048), LONGEST),
+        head_dim=found.get("head_dim") or found["hidden"] / max(1, found["heads"]),
+        ffn=found["ffn"],
+        gated=gated,
+        tied=family.tied if tied is None else bool(tied),
+        cross=decoder,
+        latent=_latent(data, source),
+        norms=family.norms,
+        positions=family.positions * found.get("seq", 0),
+        embed=_embed(data, found, source),
+    )
+    return model_of(_with_experts(shape, data, found, source), doubts=tuple(doubts))
+
+
+def _family(kind: str, data: Mapping[str, Any], source: str) -> Family:
+    if not kind:
+        gated = "silu" in str(data.get("hidden_act", ""))
+        return Family(gated=gated, tied=not gated, wide=True, vocab=50257)
+    if kind not in FAMILIES:
+        raise UsageError(
+            f"the formulas do not know the model_type {kind}", where=source,
+            hint="--model module:factory builds and measures any model; --params, --layers, --hidden and --vocab take "
+            f"numbers; known are {', '.join(FAMILIES)}",
+        )  # fmt: skip
+    return FAMILIES[kind]
+
+
+def _whole(data: Mapping[str, Any], names: tuple[str, ...], source: str) -> int | None:
+    """The first of the names that has a value: a whole number."""
+    for name in names:
+        value = data.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise UsageError(f"{name} is no whole number: {value!r}", where=source)
+        if not abs(value) < 2**53:
+            raise UsageError(f"{name} is no size of a model: {value}", where=source)
+        return value
+    return None
+
+
+def _fill(found: dict[str, int], family: Family, *, known: bool) -> list[str]:
+    """Put in what the config does not say; what is a guess is told, where the family should have said it."""
+    guesses = {
+        "heads": family.heads or max(1, found["hidden"] // 128),
+        "ffn": 4 * found["hidden"],
+        "vocab": family.vocab or 50257,
+    }
+    sure = {"heads": bool(family.heads), "ffn": family.wide, "vocab": bool(family.vocab)}
+    told = [f"{_KEYS[key][0]} is not said: taken as {guess}"
+            for key, guess in guesses.items() if key not in found and not (sure[key] and known)]  # fmt: skip
+    found.update({key: guess for key, guess in guesses.items() if key not in found})
+    if family.head_dim and "head_dim" not in found:
+        found["head_dim"] = family.head_dim
+    return told
+
+
+def _kv_heads(data: Mapping[str, Any], found: Mapping[str, int], family: Family, kind: str) -> int:
+    if kind == "falcon":  # num_kv_heads counts in the new architecture only
+        if data.get("new_decoder_architecture"):
+            return int(data.get("num_kv_heads") or found["heads"])
+        return 1 if data.get("multi_query", True) else found["heads"]
+    return found.get("kv_heads") or (family.kv_heads if family.kv_heads <= found["heads"] else 0) or found["heads"]
+
+
+def _latent(data: Mapping[str, Any], source: str) -> Latent | None:
+    rank = _whole(data, ("kv_lora_rank",), source)
+    if not rank:
+        return None
+    value = _whole(data, ("v_head_dim",), source) or 128
+    return Latent(
+        query_rank=_whole(data, ("q_lora_rank",), source) or 0,
+        rank=rank,
+        rope=_whole(data, ("qk_rope_head_dim",), source) or 64,
+        nope=_whole(data, ("qk_nope_head_dim",), source) or value,
+        value=value,
+    )
+
+
+def _embed(data: Mapping[str, Any], found: Mapping[str, int], source: str) -> int:
+    """Width of the embeddings where it is not the model's (OPT 350M)."""
+    width = _whole(data, ("word_embed_proj_dim",), source) or found["hidden"]
+    return 0 if width == found["hidden"] else width
+
+
+def _with_experts(shape: Shape, data: Mapping[str, Any], found: Mapping[str, int], source: str) -> Shape:
+    """The shape with its experts, and with the number of blocks that have none."""
+    experts = found.get("experts", 1)
+    if experts <= 1:
+        return shape
+    inner = found.get("expert_ffn") or shape.ffn
+    shared = _whole(data, ("shared_expert_intermediate_size",), source)
+    first = _whole(data, ("first_k_dense_replace",), source) or 0
+    every = _whole(data, ("moe_layer_freq",), source) or 1
+    step = _whole(data, ("decoder_sparse_step",), source) or 1
+    only = data.get("mlp_only_layers")
+    without = set(only) if isinstance(only, list) else set()
+    dense = [number for number in range(min(shape.layers, MOST_BLOCKS))
+             if number < first or number % every or (number + 1) % step or number in without]  # fmt: skip
+    return replace(
+        shape,
+        experts=experts,
+        experts_used=found.get("experts_used", min(2, experts)),
+        expert_ffn=inner,
+        shared_ffn=shared or (_whole(data, ("n_shared_experts",), source) or 0) * inner,
+        dense=len(dense),
+    )

@@ -1,0 +1,199 @@
+"""A transformer in the numbers that its parameters and its memory follow from. Pure.
+
+Kept for the backward pass, in elements of the width h and the inner width f: input and output of the norms, q, k, v,
+the output of attention twice, and 2 f or, with a gate, 4 f. With f = 4 h that is the 34 h bytes of Korthikanti et al.
+(https://arxiv.org/abs/2205.05198), with attention that keeps no square of the sequence. Biases and the norms' weights
+are too few to count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dtctl.errors import UsageError
+from dtctl.estimate.model import Model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Attention over compressed keys and values (MLA of DeepSeek, https://arxiv.org/abs/2405.04434)."""
+
+    query_rank: int
+    """0: queries are not compressed."""
+    rank: int
+    rope: int
+    """Width of a head's part that has a position."""
+    nope: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What a config says of a transformer."""
+
+    name: str
+    layers: int
+    """All blocks: of an encoder and of a decoder together."""
+    hidden: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    seq: int
+    head_dim: float
+    ffn: int
+    """Inner width of a block without experts."""
+    gated: bool = False
+    tied: bool = False
+    experts: int = 1
+    """Of a block that has some, without those that every token uses."""
+    experts_used: int = 1
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    """Inner width of the experts that every token uses, together."""
+    dense: int = 0
+    """Blocks without experts, of a model that has some."""
+    cross: int = 0
+    """Blocks that attend to an encoder's output, too."""
+    latent: Latent | None = None
+    norms: int = 2
+    """Of a block."""
+    positions: int = 0
+    """Learned embeddings of positions."""
+    embed: int = 0
+    """Width of the embeddings where it is not `hidden`."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether a plain GPT has these numbers: nothing but attention of full width and two matrices."""
+        wide = self.head_dim * self.heads == self.hidden and self.kv_heads == self.heads
+        return wide and self.experts == 1 and not (self.gated or self.cross or self.latent or self.embed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Of a block: parameters, and elements for each token that are kept, of them results of products."""
+
+    params: float
+    kept: float
+    products: float
+
+
+def check(shape: Shape) -> None:
+    """Refuse numbers that no model has.
+
+    Raises:
+        UsageError: a number is not above 0, or they do not fit together.
+    """
+    for key in ("layers", "hidden", "heads", "kv_heads", "vocab", "seq", "head_dim", "ffn", "experts", "experts_used"):
+        value = getattr(shape, key)
+        if value < 1:
+            raise UsageError(f"{key} must be at least 1, and is {value:g}")
+    if shape.head_dim != int(shape.head_dim):
+        raise UsageError(f"hidden {shape.hidden} cannot be divided by {shape.heads} heads")
+    if shape.heads % shape.kv_heads:
+        raise UsageError(f"{shape.heads} heads cannot be divided by {shape.kv_heads} kv_heads")
+    if shape.experts_used > shape.experts:
+        raise UsageError(f"{shape.experts_used} experts of {shape.experts} cannot be used")
+
+
+def model_of(shape: Shape, *, params: float | None = None, doubts: tuple[str, ...] = ()) -> Model:
+    """The model of a shape; of `params`, counted elsewhere, blocks get what embeddings leave.
+
+    Raises:
+        UsageError: as `check`, or `params` are fewer than the embeddings.
+    """
+    check(shape)
+    attention, dense, sparse = _attention(shape), _mlp(shape, shape.ffn), _experts(shape)
+    many = shape.layers - shape.dense if shape.experts > 1 else 0
+    few = shape.layers - many
+    width = shape.embed or shape.hidden
+    looked_up = float(shape.vocab * width)
+    root = looked_up * (1 if shape.tied else 2) + shape.positions * shape.hidden
+    root += 2.0 * shape.embed * shape.hidden
+    crossed = shape.cross / shape.layers
+    # Blocks that differ are counted by their mean.
+    block = attention.params * (1 + crossed) + (few * dense.params + many * sparse.params) / shape.layers
+    total = root + shape.layers * block
+    if params is not None:
+        if params <= 0:
+            raise UsageError(f"params must be above 0, and is {params:g}")
+        if params < root:
+            raise UsageError(f"{params:g} parameters are fewer than the {root:g} of the embeddings alone")
+        block, total = (params - root) / shape.layers, params
+    expert = _mlp(shape, shape.expert_ffn or shape.ffn).params
+    idle = expert * (shape.experts - shape.experts_used) * many
+    kept = (2 * shape.norms) * shape.hidden + attention.kept + crossed * (attention.kept + 2 * shape.hidden)
+    products = attention.products * (1 + crossed)
+    used = max(total - (0 if shape.tied else looked_up) - idle, 1.0)
+    return Model(
+        name=shape.name,
+        params=total,
+        used=used,
+        layers=shape.layers,
+        block_params=block,
+        seq=shape.seq,
+        hidden=shape.hidden,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        vocab=shape.vocab,
+        block_input=2.0 * shape.hidden,
+        block_kept=2.0 * (kept + (few * dense.kept + many * sparse.kept) / shape.layers),
+        block_products=2.0 * (products + (few * dense.products + many * sparse.products) / shape.layers),
+        expert_params=expert * shape.experts * many,
+        ffn=shape.ffn if shape.plain and params is None else 0,
+        assumed=_told(shape, total, used),
+        doubts=doubts,
+    )
+
+
+def _attention(shape: Shape) -> _Part:
+    hidden, heads, latent = shape.hidden, shape.heads, shape.latent
+    if latent is None:
+        width = shape.head_dim * heads
+        share = shape.kv_heads / heads
+        made = width * (1 + 2 * share)
+        return _Part(hidden * width * (2 + 2 * share), made + 2 * width, made + width + hidden)
+    query, value = heads * (latent.nope + latent.rope), heads * latent.value
+    asked = hidden * latent.query_rank + latent.query_rank * query if latent.query_rank else hidden * query
+    held = hidden * (latent.rank + latent.rope) + latent.rank * heads * (latent.nope + latent.value)
+    made = 2 * query + value + latent.query_rank + latent.rank
+    return _Part(asked + held + value * hidden, made + 2 * value, made + value + hidden)
+
+
+def _mlp(shape: Shape, inner: float) -> _Part:
+    return _Part(
+        (3 if shape.gated else 2) * shape.hidden * inner,
+        (4 if shape.gated else 2) * inner,
+        (2 if shape.gated else 1) * inner + shape.hidden,
+    )
+
+
+def _experts(shape: Shape) -> _Part:
+    """All experts of a block: parameters of all, work of those that a token uses, and the router."""
+    one = shape.expert_ffn or shape.ffn
+    work = _mlp(shape, one * shape.experts_used + shape.shared_ffn)
+    held = _mlp(shape, float(one * shape.experts + shape.shared_ffn)).params + shape.hidden * shape.experts
+    return _Part(held, work.kept, work.products)
+
+
+def _told(shape: Shape, params: float, used: float) -> str:
+    """The line that says what was computed with."""
+    blocks = f"{shape.layers} blocks"
+    if shape.cross:
+        blocks += f" ({shape.layers - shape.cross} of the encoder, {shape.cross} of the decoder)"
+    heads = f"{shape.heads} heads of {shape.head_dim:g}"
+    if shape.latent:
+        heads = f"{shape.heads} heads over compressed keys and values of {shape.latent.rank}"
+    elif shape.kv_heads != shape.heads:
+        heads += f" ({shape.kv_heads} of keys and values)"
+    inner = f"inner width {shape.ffn}" + (" with a gate" if shape.gated else "")
+    if shape.experts > 1:
+        inner = f"{shape.experts} experts of {shape.expert_ffn or shape.ffn} ({shape.experts_used} used)"
+        inner += f" and {shape.shared_ffn} that all use" if shape.shared_ffn else ""
+        inner += f" in {shape.layers - shape.dense} blocks" if shape.dense else ""
+    ties = "output tied to the embedding" if shape.tied else "an output of its own"
+    active = f", {used / 1e9:.3g}B of them at work for a token" if shape.experts > 1 else ""
+    return (
+        f"{blocks} of width {shape.hidden}, {heads}, {inner}, vocabulary {shape.vocab}, {ties}: "
+        f"{params / 1e9:.3g}B parameters{active}"
+    )
