@@ -134,12 +134,20 @@ def show_findings(findings: Sequence[Finding]) -> None:
 
 def explain_logs(paths: Sequence[Path], *, json_lines: bool) -> int:
     """Print what the logs say; the exit code."""
-    from dtctl.doctor.explain.diagnose import explain
+    from dtctl.doctor.explain.diagnose import explain_all
+    from dtctl.doctor.explain.lines import shown
     from dtctl.errors import DoctorFailed
 
-    found = explain(paths)
+    found, unread = explain_all(paths)
+    for one in unread:
+        output.err(f"warning: {shown(one.file)}: {one.why}", "yellow")
     if json_lines:
-        output.emit_json({"diagnoses": [diagnosis.as_json() for diagnosis in found]})
+        output.emit_json(
+            {
+                "diagnoses": [diagnosis.as_json() for diagnosis in found],
+                "unread": [{"file": one.file, "why": one.why} for one in unread],
+            }
+        )
     else:
         show(found)
     return 0 if found[0].id == "unknown" else DoctorFailed.exit_code
@@ -147,13 +155,15 @@ def explain_logs(paths: Sequence[Path], *, json_lines: bool) -> int:
 
 def show(found: Sequence[Diagnosis]) -> None:
     """The primary cause with its evidence, then what follows from it, a line each."""
+    from dtctl.doctor.explain.lines import shown
+
     first = found[0]
     output.out(f"cause: {first.cause}{who(first)}", "bold")
     if first.confidence in ("low", "medium", "ambiguous"):
         output.out(f"  confidence: {first.confidence}")
     output.out(f"  fix: {first.fix}")
     for evidence in first.evidence:
-        output.out(f"  | {evidence.file}:{evidence.line}: {evidence.text}")
+        output.out(f"  | {shown(evidence.file)}:{evidence.line}: {evidence.text}")
     if first.source:
         output.out(f"  see {first.source}")
     if len(found) > 1:

@@ -1,12 +1,13 @@
 """From what was found in the logs to one cause, its consequences, and whom to look at. Pure.
 
-A cause beats a text that cannot tell between several, and that beats a consequence; among equals the earliest wins,
-torchrun's own "first observed failure" before the rest. Where no text is known the answer is `unknown`.
+A cause beats a text that cannot tell between several, and that beats what training has survived, and that a
+consequence; among equals the earliest wins, torchrun's own "first observed failure" before the rest. Where no text is
+known, or all that is known was survived, the answer is `unknown`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,15 +15,15 @@ from typing import Any, Literal
 from dtctl.doctor.explain import collective
 from dtctl.doctor.explain.dumps import Dump, judge_dumps, read_dump
 from dtctl.doctor.explain.hits import Hit, collect
-from dtctl.doctor.explain.lines import Line
-from dtctl.doctor.explain.read import Layout, dump_files, layout_of, lines_of, log_files
+from dtctl.doctor.explain.lines import Line, shown
+from dtctl.doctor.explain.read import Layout, Unread, dump_files, layout_of, log_files, read
 
 Confidence = Literal["high", "medium", "low", "ambiguous", "unknown"]
 MAX_EVIDENCE = 4
 DUMPS_SOURCE = "https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html"
 _BY_WATCHDOG = ("watchdog-timeout", "rank-behind", "rank-silent", "collective-mismatch")
 _NEVER = float("inf")
-_ROLES = {"cause": 0, "ambiguous": 1, "effect": 2, "note": 3}
+_ROLES = {"cause": 0, "vague cause": 1, "bare": 2, "ambiguous": 3, "survived": 4, "effect": 5, "note": 6}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,17 +67,29 @@ UNKNOWN = Diagnosis(
 )
 
 
+SURVIVED = replace(UNKNOWN, cause="training went on after every error in these logs")
+
+
 def explain(paths: Sequence[Path]) -> list[Diagnosis]:
     """Why the job whose logs these are has failed, the primary cause first.
 
     Raises:
         UsageError: a path cannot be read.
     """
-    files = log_files(paths)
-    lines = [line for file in files for line in lines_of(file)]
+    return explain_all(paths)[0]
+
+
+def explain_all(paths: Sequence[Path]) -> tuple[list[Diagnosis], list[Unread]]:
+    """As `explain`, and which files could not be read, or not to their end, and why.
+
+    Raises:
+        UsageError: a path does not exist, or the system does not let it be read.
+    """
+    unread: list[Unread] = []
+    lines = read(log_files(paths), unread)
     layout = layout_of(paths)
     dumps = [dump for file in dump_files(paths) if (dump := read_dump(file)) is not None]
-    return _with_dumps(diagnose(lines, layout), dumps, layout)
+    return _with_dumps(diagnose(lines, layout), dumps, layout), unread
 
 
 def _with_dumps(found: list[Diagnosis], dumps: Sequence[Dump], layout: Layout) -> list[Diagnosis]:
@@ -95,9 +108,10 @@ def _with_dumps(found: list[Diagnosis], dumps: Sequence[Dump], layout: Layout) -
     return [replace(blamed, primary=True), *(replace(one, primary=False) for one in found if one.id != "unknown")]
 
 
-def diagnose(lines: Sequence[Line], layout: Layout) -> list[Diagnosis]:
+def diagnose(lines: Iterable[Line], layout: Layout) -> list[Diagnosis]:
     """As `explain`, of lines."""
-    hits, ranks, node_of = collect(lines)
+    watching: list[Line] = []
+    hits, ranks, node_of = collect(_noting(lines, watching))
     ranks |= set(layout.node_of)
     node_of = {**node_of, **layout.node_of}
     groups: dict[tuple[str, str], list[Hit]] = {}
@@ -106,11 +120,23 @@ def diagnose(lines: Sequence[Line], layout: Layout) -> list[Diagnosis]:
     if not groups:
         return [UNKNOWN]
     roots = {hit.rank for hit in hits if hit.root}
-    found = [_diagnosis(group, node_of, layout) for group in sorted(groups.values(), key=lambda g: _order(g, roots))]
+    known = {hit.signature.id for hit in hits if not hit.survived}
+    ordered = sorted(groups.values(), key=lambda group: _order(group, roots, known))
+    found = [_diagnosis(group, node_of, layout) for group in ordered]
     if all(_role(hit) == "note" for hit in hits):
         return [UNKNOWN, *found]
-    found[0] = _sharpen(found[0], hits, lines, ranks, node_of)
+    if all(hit.survived or _role(hit) == "note" for hit in hits):
+        return [SURVIVED, *found]
+    found[0] = _sharpen(found[0], hits, watching, ranks, node_of)
     return [replace(found[0], primary=True), *found[1:]]
+
+
+def _noting(lines: Iterable[Line], watching: list[Line]) -> Iterator[Line]:
+    """The lines, of which those that a watchdog may have printed are kept: a log may be long."""
+    for line in lines:
+        if "work" in line.text or "WorkNCCL" in line.text:
+            watching.append(line)
+        yield line
 
 
 def hits_of(id_: str, hits: Iterable[Hit]) -> list[Hit]:
@@ -122,10 +148,20 @@ def _role(hit: Hit) -> str:
     return "ambiguous" if hit.signature.ambiguous else hit.signature.role
 
 
-def _order(group: list[Hit], roots: set[int | None]) -> tuple[int, bool, float]:
+def _order(group: list[Hit], roots: set[int | None], known: set[str]) -> tuple[int, bool, float]:
     first = group[0]
     not_root = bool(roots) and not any(hit.rank in roots for hit in group)
-    return (_ROLES[_role(first)], not_root, first.time if first.time is not None else _NEVER)
+    return (_ROLES[_place(group, known)], not_root, first.time if first.time is not None else _NEVER)
+
+
+def _place(group: list[Hit], known: set[str]) -> str:
+    """What a group is worth beside the others; `known` are the ids of what was found and not survived."""
+    role = _role(group[0])
+    if role in ("cause", "ambiguous") and all(hit.survived for hit in group):
+        return "survived"
+    if role == "cause" and all(hit.bare for hit in group):
+        return "bare"
+    return "vague cause" if role == "cause" and known & set(group[0].signature.yields) else role
 
 
 def _fill(text: str, groups: dict[str, str]) -> str:
@@ -149,17 +185,22 @@ def _diagnosis(group: list[Hit], node_of: dict[int, str], layout: Layout) -> Dia
     nodes |= {node_of[rank] for rank in ranks if rank in node_of}
     nodes |= {layout.address_of[hit.groups[key]] for hit in group for key in ("address", "head", "peer")
               if hit.groups.get(key) in layout.address_of}  # fmt: skip
-    confidence: dict[str, Confidence] = {"cause": "high", "ambiguous": "ambiguous", "effect": "low", "note": "low"}
+    confidence: dict[str, Confidence] = {
+        "cause": "high", "bare": "medium", "ambiguous": "ambiguous", "survived": "medium", "effect": "low",
+        "note": "low",
+    }  # fmt: skip
+    place = _place(group, set())
+    cause = _fill(signature.cause, group[0].groups)
     fix = _fill(signature.fix, group[0].groups)
     if signature.ambiguous and signature.ambiguous not in fix:
         fix = f"ambiguous; rerun with {signature.ambiguous}; {fix}"
     return Diagnosis(
         id=signature.id,
-        cause=_fill(signature.cause, group[0].groups),
+        cause=f"{cause}; training went on after it" if place == "survived" else cause,
         nodes=tuple(sorted(nodes)),
         ranks=tuple(sorted(ranks)),
         primary=False,
-        confidence=confidence[_role(group[0])],
+        confidence=confidence[place],
         fix=fix,
         source=signature.source,
         evidence=tuple(_evidence(hit.line) for hit in group[:MAX_EVIDENCE]),
@@ -167,15 +208,15 @@ def _diagnosis(group: list[Hit], node_of: dict[int, str], layout: Layout) -> Dia
 
 
 def _evidence(line: Line) -> Evidence:
-    return Evidence(file=line.file, line=line.number, text=line.raw.strip()[:400])
+    return Evidence(file=line.file, line=line.number, text=shown(line.raw).strip()[:400])
 
 
 def _sharpen(
-    found: Diagnosis, hits: list[Hit], lines: Sequence[Line], ranks: set[int], node_of: dict[int, str]
+    found: Diagnosis, hits: list[Hit], watching: Sequence[Line], ranks: set[int], node_of: dict[int, str]
 ) -> Diagnosis:
     """Say more about a primary cause that cannot be told from one line alone, by comparing the ranks."""
     if found.id == "watchdog-timeout":
-        verdict = collective.judge((line for line in lines if "work" in line.text or "WorkNCCL" in line.text), ranks)
+        verdict = collective.judge(watching, ranks)
         if verdict is not None:
             return _blame(found, verdict, node_of)
     if found.id == "gloo-timeout" and {hit.groups.get("way") for hit in hits_of("gloo-timeout", hits)} >= {

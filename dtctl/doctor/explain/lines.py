@@ -3,29 +3,52 @@
 from __future__ import annotations
 
 import re
+import string
 from dataclasses import dataclass
 from pathlib import Path
 
-_DECORATION = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d+)?"
-_PREFIXES = tuple(
-    re.compile(text)
-    for text in (
-        r"\[(?P<node>[A-Za-z][\w.-]*):(?:(?P<rank>\d+)|agent)\] ?",  # dtctl: [node1:3]
-        r"\[rank(?P<rank>\d+)\]:(?: |$)?",  # torch
-        r"\[(?:trainer|default|[a-z_]+)(?P<rank>\d+)(?:\|\d+)?\]:(?: |$)?",  # torchrun --tee: [default3]:
-        r"\[\d+,(?P<rank>\d+)\]<std(?:out|err|diag)>: ?",  # mpirun --tag-output
-        r" *(?P<rank>\d{1,5}): ?(?=\S|  )",  # srun --label
-        r"(?P<node>[a-z][\w.-]*\d[\w.-]*): (?=\[|Traceback|  |(?P=node):|\w+Error)",  # pdsh
-        r"\[?(?P<iso>\d{4}-\d\d-\d\d[T_ ]" + _CLOCK + r")(?:Z|[+-]\d\d:?\d\d)?\]?[ |:-]*",
-        r"\[[IWEF](?P<date>\d{3,4}) (?P<clock>" + _CLOCK + r") [^\]]*\] ?",  # glog, as torch writes it
-        r"[IWEF](?P<date>\d{4}) (?P<clock>" + _CLOCK + r") +[^\]]*\] ?",  # torchrun's own messages
-        r"\[[IWEF] [\w.]+:\d+\] ?",  # torch before 2.2
-        r"\[(?:PG [^\]]*?)?Rank (?P<rank>\d+)\] ?",
-        r"(?P<node>[A-Za-z][\w.-]*):\d+:\d+ \[\d+\] ",  # NCCL: node:pid:thread [gpu]
-        r"\[\d+\] (?=\[|NCCL)",  # a line number, or a GPU alone
-    )
+LONGEST = 10_000
+"""Characters of a line that are looked at."""
+_DECORATION = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x9b[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-Z\\^_=>78c]?"
 )
+_UNSHOWN = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
+"""Characters that a terminal would obey instead of showing them; a tab is none."""
+_CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d+)?"
+_ISO = r"\[?(?P<iso>\d{4}-\d\d-\d\d[T_ ]" + _CLOCK + r")(?:Z|[+-]\d\d:?\d\d)?\]?[ |:-]*"
+_BRACKETS = (
+    r"\[rank(?P<rank>\d+)\]:(?: |$)?",  # torch
+    r"\[(?P<node>[A-Za-z][\w.-]*):(?:(?P<rank>\d+)|agent)\] ?",  # dtctl: [node1:3]
+    r"\[(?:trainer|default|[a-z_]+)(?P<local>\d+)(?:\|\d+)?\]:(?: |$)?",  # torchrun --tee: [default3]:
+    r"\[\d+,(?P<rank>\d+)\]<std(?:out|err|diag)>: ?",  # mpirun --tag-output
+    _ISO,
+    r"\[[IWEF](?P<date>\d{3,4}) (?P<clock>" + _CLOCK + r") [^\]]*\] ?",  # glog, as torch writes it
+    r"\[[IWEF] [\w.]+:\d+\] ?",  # torch before 2.2
+    r"\[(?:PG [^\]]*?)?Rank (?P<rank>\d+)\] ?",
+    r"\[\d+\] (?=\[|NCCL)",  # a line number, or a GPU alone
+)
+_NUMBERS = (
+    r" *(?P<rank>\d{1,5}): ?(?=\S|  )",  # srun --label
+    _ISO,
+)
+_LETTERS = (
+    r"(?P<node>[a-z][\w.-]*\d[\w.-]*): (?=\[|Traceback|  |(?P=node):|\w+Error)",  # pdsh
+    r"[IWEF](?P<date>\d{4}) (?P<clock>" + _CLOCK + r") +[^\]]*\] ?",  # torchrun's own messages
+    r"(?P<node>[A-Za-z][\w.-]*):\d+:\d+ \[\d+\] ",  # NCCL: node:pid:thread [gpu]
+    r"std(?:out|err) [FP] ",  # containerd, behind the time
+)
+_PARENTHESES = (r"\((?:[\w.]+ )?pid=\d+(?:, ip=(?P<node>[\d.]+))?\) ",)  # Ray
+_PREFIXES = {
+    start: tuple(re.compile(text) for text in texts)
+    for starts, texts in (
+        ("[", _BRACKETS),
+        (string.digits + " ", _NUMBERS),
+        (string.ascii_letters, _LETTERS),
+        ("(", _PARENTHESES),
+    )
+    for start in starts
+}
+"""What launchers put before a line, by the character that it begins with."""
 _PATH_RANK = re.compile(r"(?:^|[._/-])rank[-_.]?(\d+)(?=[._/-]|$)")
 _TORCHRUN_PATH = re.compile(r"attempt_\d+/(\d+)/std(?:out|err)\.log$")
 _DTCTL_PATH = re.compile(r"logs/([^/]+)/(?:rank-\d+|agent)\.log$")
@@ -58,24 +81,36 @@ def parse(raw: str, *, file: str, number: int, rank: int | None, node: str | Non
         rank: whose file it is, if the file is one rank's.
         node: whose file it is, if the file is one node's.
     """
-    text = _DECORATION.sub("", raw).rsplit("\r", 1)[-1]
+    text = shown(raw)
     time: float | None = None
-    changed = True
-    while changed and text:
-        changed = False
-        for pattern in _PREFIXES:
+    local: str | None = None
+    while text:
+        for pattern in _PREFIXES.get(text[0], ()):
             found = pattern.match(text)
-            if found is None or not found.end():
-                continue
-            groups = found.groupdict()
-            if groups.get("rank") is not None and rank is None:
-                rank = int(groups["rank"])
-            node = node or groups.get("node")
-            if time is None:
-                time = _time(groups)
-            text = text[found.end() :]
-            changed = True
+            if found is not None:
+                break
+        else:
+            break
+        groups = found.groupdict()
+        if groups.get("rank") is not None and rank is None:
+            rank = int(groups["rank"])
+        local = local or groups.get("local")
+        node = node or groups.get("node")
+        if time is None:
+            time = _time(groups)
+        text = text[found.end() :]
+    if rank is None and local is not None:  # right on one node, and all that there is
+        rank = int(local)
     return Line(file=file, number=number, raw=raw, text=text, rank=rank, node=node, time=time)
+
+
+def shown(text: str) -> str:
+    """A line as a terminal would show it in the end, cut off, and without anything that a terminal obeys."""
+    if len(text) > LONGEST:
+        text = text.rstrip("\r").rsplit("\r", 1)[-1][:LONGEST]
+    if text.isprintable():
+        return text
+    return _UNSHOWN.sub("", _DECORATION.sub("", text).rstrip("\r").rsplit("\r", 1)[-1])
 
 
 def _time(groups: dict[str, str | None]) -> float | None:

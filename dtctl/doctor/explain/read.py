@@ -9,14 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from dtctl import names
+from dtctl.doctor.explain.content import COMPRESSED, content
 from dtctl.doctor.explain.dumps import is_dump
 from dtctl.doctor.explain.lines import Line, owner_of, parse
 from dtctl.errors import UsageError
 
 SUFFIXES = (".log", ".out", ".err", ".txt")
-HEAD_BYTES = 32 << 20
-TAIL_BYTES = 32 << 20
-"""Of a longer file the beginning and the end are read: what failed stands there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unread:
+    """A file that says less than it should."""
+
+    file: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +53,7 @@ def log_files(paths: Iterable[Path]) -> list[Path]:
     found: dict[Path, None] = {}
     for path in paths:
         if path.is_dir():
-            inside = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+            inside = sorted(file for file in path.rglob("*") if _is_log(file) and file.is_file())
             if not inside and not dump_files([path]):
                 raise UsageError("there are no logs in this folder", where=str(path), hint="name the files themselves")
             found.update(dict.fromkeys(inside))
@@ -56,6 +62,11 @@ def log_files(paths: Iterable[Path]) -> list[Path]:
         else:
             raise UsageError("there is no such file or folder", where=str(path))
     return list(found)
+
+
+def _is_log(file: Path) -> bool:
+    suffix = Path(file.stem).suffix if file.suffix in COMPRESSED else file.suffix
+    return suffix in SUFFIXES
 
 
 def layout_of(paths: Iterable[Path]) -> Layout:
@@ -77,21 +88,22 @@ def _layout(plan: Path) -> Layout:
         return Layout()
 
 
-def lines_of(file: Path) -> Iterator[Line]:
-    """The lines of a file.
+def lines_of(file: Path, text: str) -> Iterator[Line]:
+    """The lines of a file that holds this text."""
+    rank, node = owner_of(file.absolute())
+    name = str(file)
+    for number, raw in enumerate(text.split("\n"), 1):
+        yield parse(raw.rstrip("\r"), file=name, number=number, rank=rank, node=node)
+
+
+def read(files: Iterable[Path], unread: list[Unread]) -> Iterator[Line]:
+    """The lines of all files; those that could not be read, or not to their end, are added to `unread`.
 
     Raises:
-        UsageError: it cannot be read.
+        UsageError: the system does not let one be read.
     """
-    rank, node = owner_of(file.absolute())
-    try:
-        with file.open("rb") as opened:
-            data = opened.read(HEAD_BYTES)
-            size = file.stat().st_size if file.is_file() else 0
-            if size > HEAD_BYTES + TAIL_BYTES:
-                opened.seek(size - TAIL_BYTES)
-            data += opened.read()
-    except OSError as exc:
-        raise UsageError(f"it cannot be read: {exc.strerror}", where=str(file)) from exc
-    for number, raw in enumerate(data.decode(errors="replace").split("\n"), 1):
-        yield parse(raw.rstrip("\r"), file=str(file), number=number, rank=rank, node=node)
+    for file in files:
+        found = content(file)
+        if found.trouble:
+            unread.append(Unread(file=str(file), why=found.trouble))
+        yield from lines_of(file, found.text)

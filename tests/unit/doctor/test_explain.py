@@ -59,7 +59,7 @@ def test_every_signature_is_found_in_its_own_example() -> None:
 
 def test_signatures_have_what_a_reader_needs_and_ids_are_unique() -> None:
     every = signatures.signatures()
-    assert len({signature.id for signature in every}) == len(every) >= 67
+    assert len({signature.id for signature in every}) == len(every) >= 87
     for signature in every:
         assert signature.source.startswith("https://"), signature.id
         assert signature.cause, signature.id
@@ -75,6 +75,9 @@ def test_signatures_have_what_a_reader_needs_and_ids_are_unique() -> None:
         ("[1,13]<stderr>:boom", 13, None, "boom"),
         ("7: boom", 7, None, "boom"),
         ("[default5]:boom", 5, None, "boom"),
+        ("[default3]:[rank11]: boom", 11, None, "boom"),
+        ("(Worker pid=12, ip=10.0.0.3) boom", None, "10.0.0.3", "boom"),
+        ("2026-11-21T10:00:00.1Z stderr F [rank3]: boom", 3, None, "boom"),
         ("gpu-1: [rank2]: boom", 2, "gpu-1", "boom"),
         ("[2026-04-22 21:34:20] n1:10:20 [0] NCCL WARN boom", None, "n1", "NCCL WARN boom"),
         ("[rank0]:[E1206 18:44:12.7 ProcessGroupNCCL.cpp:607] [Rank 0] boom", 0, None, "boom"),

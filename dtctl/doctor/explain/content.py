@@ -1,0 +1,101 @@
+"""The text of a log file, however it was put away: compressed, in UTF-16, cut off; or why there is none."""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import gzip
+import lzma
+import zlib
+from collections import deque
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+
+from dtctl.errors import UsageError
+
+HEAD_BYTES = 32 << 20
+TAIL_BYTES = 32 << 20
+"""Of a longer file the beginning and the end are read: what failed stands there."""
+CHUNK = 1 << 20
+MOST_BYTES = 16 << 30
+"""Of compressed data, unpacked: a small file may hold any amount."""
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_LOOK = 64 << 10
+_NO_TEXT = bytes([*range(1, 7), *range(14, 27), *range(28, 32)])
+_NO_TEXT_SHARE = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """What a file holds."""
+
+    text: str
+    trouble: str
+    """Why it was not read, or not to its end; empty when all is well."""
+
+
+def content(file: Path) -> Content:
+    """The text of a log.
+
+    Raises:
+        UsageError: the system does not let it be read.
+    """
+    try:
+        with file.open("rb") as opened:
+            magic = opened.peek(6)[:6]
+            if magic.startswith(b"\x28\xb5\x2f\xfd"):
+                return Content(text="", trouble="it is compressed with zstd, which is not read; unpack it first")
+            packed = _unpacking(opened, magic)
+            data, trouble = _plain(opened, file) if packed is None else _unpacked(packed)
+    except OSError as exc:
+        raise UsageError(f"it cannot be read: {exc.strerror or exc}", where=str(file)) from exc
+    if not data:
+        return Content(text="", trouble=trouble or "it is empty")
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return Content(text=data.decode("utf-16", errors="replace"), trouble=trouble)
+    data = data.replace(b"\0", b"")  # holes that a rotation has left
+    first = data[:_LOOK]
+    if len(first) - len(first.translate(None, _NO_TEXT)) > _NO_TEXT_SHARE * len(first) or not first:
+        return Content(text="", trouble="it is no text")
+    return Content(text=data.decode(errors="replace"), trouble=trouble)
+
+
+def _unpacking(opened: BufferedReader, magic: bytes) -> gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile | None:
+    if magic.startswith(b"\x1f\x8b"):
+        return gzip.GzipFile(fileobj=opened)
+    if magic.startswith(b"BZh"):
+        return bz2.BZ2File(opened)
+    return lzma.LZMAFile(opened) if magic == b"\xfd7zXZ\x00" else None
+
+
+def _plain(opened: BufferedReader, file: Path) -> tuple[bytes, str]:
+    data = opened.read(HEAD_BYTES)
+    size = file.stat().st_size if file.is_file() else 0
+    if size > HEAD_BYTES + TAIL_BYTES:
+        opened.seek(size - TAIL_BYTES)
+    return data + opened.read(), ""
+
+
+def _unpacked(packed: gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile) -> tuple[bytes, str]:
+    """Beginning and end of what was compressed, and what is wrong with it."""
+    head = bytearray()
+    tail: deque[bytes] = deque()
+    total, kept, trouble = 0, 0, ""
+    try:
+        while chunk := packed.read1(CHUNK):  # gives what there is before it complains
+            total += len(chunk)
+            if len(head) < HEAD_BYTES:
+                head += chunk
+                continue
+            tail.append(chunk)
+            kept += len(chunk)
+            while kept - len(tail[0]) >= TAIL_BYTES:
+                kept -= len(tail.popleft())
+            if total > MOST_BYTES:
+                trouble = f"it is longer than {MOST_BYTES >> 30} GiB unpacked; the rest was left out"
+                break
+    except (EOFError, zlib.error, lzma.LZMAError, OSError) as exc:
+        trouble = f"its compressed data is damaged or cut off ({exc})"
+        trouble += "; what comes before was read" if total else ""
+    return bytes(head) + b"".join(tail), trouble
