@@ -167,7 +167,8 @@ def show(found: Sequence[Diagnosis]) -> None:
     if first.source:
         output.out(f"  see {first.source}")
     if len(found) > 1:
-        output.out("also found, probably because of that:" if first.id != "unknown" else "also found:")
+        follow = first.id != "unknown" and not any(one.survived for one in found[1:])
+        output.out("also found, probably because of that:" if follow else "also found:")
     for diagnosis in found[1:]:
         output.out(f"  {diagnosis.id}: {diagnosis.cause}{who(diagnosis)}")
 

@@ -48,6 +48,8 @@ class Diagnosis:
     fix: str
     source: str
     evidence: tuple[Evidence, ...]
+    survived: bool = False
+    """Whether training went on after it."""
 
     def as_json(self) -> dict[str, Any]:
         """As `dtctl doctor --log --json` prints it."""
@@ -201,6 +203,7 @@ def _diagnosis(group: list[Hit], node_of: dict[int, str], layout: Layout) -> Dia
         ranks=tuple(sorted(ranks)),
         primary=False,
         confidence=confidence[place],
+        survived=place == "survived",
         fix=fix,
         source=signature.source,
         evidence=tuple(_evidence(hit.line) for hit in group[:MAX_EVIDENCE]),
