@@ -248,7 +248,7 @@ def _with_experts(shape: Shape, data: Mapping[str, Any], found: Mapping[str, int
     every = _whole(data, ("moe_layer_freq",), source) or 1
     step = _whole(data, ("decoder_sparse_step",), source) or 1
     only = data.get("mlp_only_layers")
-    without = set(only) if isinstance(only, list) else set()
+    without = {number for number in only if isinstance(number, int)} if isinstance(only, list) else set()
     dense = [number for number in range(min(shape.layers, MOST_BLOCKS))
              if number < first or number % every or (number + 1) % step or number in without]  # fmt: skip
     return replace(

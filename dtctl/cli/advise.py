@@ -76,11 +76,7 @@ def advise(
     """Say how to spread a training over GPUs: memory by part, speed, the best choice and why, and what does not fit."""
     from dtctl.advise.gather import Options, task
 
-    path = spec or Path(names.SPEC_FILE)
-    if write and str(path) == "-":
-        raise UsageError("what is read from standard input cannot be written", hint="name the spec's file")
-    if path.is_dir():
-        path = path / names.SPEC_FILE
+    path = _path(spec, write=write)
     loaded = _loaded(path, asked=spec is not None or write)
     wanted = task(
         Options(
@@ -163,6 +159,13 @@ def _measure(task: Task, module: str | None, *, json_lines: bool) -> int:
     return 0
 
 
+def _path(spec: Path | None, *, write: bool) -> Path:
+    path = spec or Path(names.SPEC_FILE)
+    if write and str(path) == "-":
+        raise UsageError("what is read from standard input cannot be written", hint="name the spec's file")
+    return path / names.SPEC_FILE if path.is_dir() else path
+
+
 def _loaded(path: Path, *, asked: bool) -> Spec | None:
     if not asked and not path.is_file():
         return None
@@ -217,7 +220,8 @@ def _title(task: Task) -> str:
     model, hardware = task.model, task.hardware
     return (
         f"{model.name}: {model.params / 1e9:.3g}B parameters, {model.layers} blocks, {model.seq} tokens a sample; "
-        f"{hardware.gpus} x {hardware.gpu.name} with {hardware.gpu.memory:g} GiB, {hardware.nodes} nodes"
+        f"{hardware.gpus} x {hardware.gpu.name} with {hardware.gpu.memory:g} GiB, "
+        f"{hardware.nodes} node{'s' if hardware.nodes > 1 else ''}"
     )
 
 

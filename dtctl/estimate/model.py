@@ -39,7 +39,7 @@ class Model:
     ffn: int = 0
     """Inner width of a plain GPT, which can be built from these figures; 0 of other models."""
     assumed: str = ""
-    """What the figures were computed with, in one line for people; empty when they were measured."""
+    """What the figures were computed with, in one line for people."""
     doubts: tuple[str, ...] = ()
     """What is not counted, or was not said and is guessed."""
 
@@ -76,4 +76,6 @@ def from_inspection(data: Mapping[str, Any], *, name: str) -> Model:
         block_kept=kept,
         block_products=kept / 2,
         frozen=float(data.get("frozen") or 0.0),
+        assumed=f"{layers} blocks, width {hidden}, vocabulary {int(data['vocab'])}, activations measured: "
+        f"{float(data['params']) / 1e9:.3g}B parameters",
     )
