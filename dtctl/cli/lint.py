@@ -36,7 +36,9 @@ class Level(str, Enum):
 
 
 def lint(
-    paths: Annotated[list[Path] | None, typer.Argument(help="Files and folders: Python, shell, sbatch.")] = None,
+    paths: Annotated[
+        list[Path] | None, typer.Argument(help="Files and folders: Python, shell, sbatch; - is stdin.")
+    ] = None,
     format_: Annotated[Format, typer.Option("--format", help="Form of the output.")] = Format.text,
     fix: Annotated[bool, typer.Option("--fix", help="Mend what can be mended without a decision.")] = False,
     select: Annotated[str, typer.Option("--select", metavar="RULES", help="Only these rules: DT004,DT011.")] = "",
@@ -58,15 +60,19 @@ def lint(
         )
     from dtctl.lint.engine import lint as linted
     from dtctl.lint.model import LEVELS
+    from dtctl.lint.source import collect
 
     only = _rules(select)
     cluster = _cluster(spec)
-    found = linted(paths, cluster=cluster, only=only)
+    files, unread = collect(paths)
+    found = linted(files, cluster=cluster, only=only)
     if fix:
         _mend(found)
-        found = linted(paths, cluster=cluster, only=only)
+        found = linted(files, cluster=cluster, only=only)
     shown = [one for one in found if LEVELS.index(one.severity) >= LEVELS.index(severity.value)]
-    _show(shown, format_)
+    _show(shown, format_, read=len(files))
+    for path, why in unread:
+        output.err(f"not read: {path} ({why})")
     return DoctorFailed.exit_code if any(one.severity != "info" for one in found) else 0
 
 
@@ -83,8 +89,11 @@ def _rules(text: str) -> frozenset[str]:
 
 def _explain(name: str) -> int:
     from dtctl.lint.formats import explained
-    from dtctl.lint.rules import rules
+    from dtctl.lint.rules import SYNTAX, explained_syntax, rules
 
+    if name.upper() == SYNTAX:
+        output.out(explained_syntax())
+        return 0
     rule = rules().get(name.upper())
     if rule is None:
         raise UsageError(f"there is no rule {name}", hint="the rules are DT001 to DT036")
@@ -113,14 +122,17 @@ def _cluster(path: Path | None) -> Cluster:
 
 def _mend(found: Sequence[Problem]) -> None:
     from dtctl.lint.fixes import apply
+    from dtctl.lint.source import STDIN
 
-    for path in dict.fromkeys(one.path for one in found if one.edits):
-        mended = apply(Path(path), [one for one in found if one.path == path])
-        for problem in mended:
+    for path in dict.fromkeys(one.path for one in found if one.edits and Path(one.path) != STDIN):
+        done = apply(Path(path), [one for one in found if one.path == path])
+        for problem in done.mended:
             output.err(f"fixed {problem.path}:{problem.line}: {problem.rule} {problem.message}")
+        if done.refused:
+            output.err(f"not fixed: {path}: {done.refused}")
 
 
-def _show(found: Sequence[Problem], format_: Format) -> None:
+def _show(found: Sequence[Problem], format_: Format, *, read: int) -> None:
     import dtctl
     from dtctl.lint import formats
 
@@ -140,4 +152,7 @@ def _show(found: Sequence[Problem], format_: Format) -> None:
         counts = Counter(one.severity for one in found)
         fixable = sum(bool(one.edits) for one in found)
         told = ", ".join(f"{counts[name]} {name}" for name in ("error", "warning", "info") if counts[name])
-        output.err((told or "nothing found") + (f"; {fixable} can be mended with --fix" if fixable else ""))
+        output.err(
+            (told or ("nothing found" if read else "there was no file to read"))
+            + (f"; {fixable} can be mended with --fix" if fixable else "")
+        )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import gc
 import os
+import sys
+import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from dtctl.lint import names, source
@@ -14,11 +16,15 @@ from dtctl.lint.checks import Check, python_checks
 from dtctl.lint.model import Cluster, Problem
 from dtctl.lint.module import Module
 from dtctl.lint.project import Project
+from dtctl.lint.rules import SYNTAX
 from dtctl.lint.shell_files import check_shell
 
 PARALLEL_FROM = 100
 """Files from which several processes are worth starting."""
-SYNTAX = "DT000"
+_DEEP = 60_000
+"""Frames allowed for a file that is nested deeper than usual: an elif chain of thousands is one."""
+_STACK = 512 << 20
+"""Bytes of stack for it; only what is used is taken."""
 
 
 def lint(
@@ -27,7 +33,7 @@ def lint(
     """Problems of all files, in the order of the paths, each file's in the order of its lines.
 
     Args:
-        paths: files and folders.
+        paths: files and folders; what in them is not read is left out, see `source.collect`.
         cluster: where the code will run.
         only: rules to apply; empty for all.
         jobs: processes; None for one per processor when there are many files.
@@ -35,9 +41,9 @@ def lint(
     Raises:
         UsageError: a path does not exist.
     """
-    files = source.collect(paths)
+    files, _ = source.collect(paths)
     workers = jobs or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    if len(files) < PARALLEL_FROM or workers < 2:
+    if len(files) < PARALLEL_FROM or workers < 2 or source.STDIN in files:
         return _files(files, cluster, only)
     from concurrent.futures import ProcessPoolExecutor
 
@@ -49,13 +55,23 @@ def lint(
         return [problem for part in found for problem in part]
 
 
-def lint_text(path: Path, text: str, *, cluster: Cluster, project: Project | None = None) -> list[Problem]:
-    """Problems of one file's text."""
-    ignored = source.Ignored(text)
-    if source.is_python(path):
-        found = _python(path, text, cluster, project or Project())
-    else:
-        found = check_shell(str(path), text, cluster)
+def lint_text(
+    path: Path, text: str, *, cluster: Cluster, project: Project | None = None, kind: source.Kind | None = None
+) -> list[Problem]:
+    """Problems of one file's text.
+
+    Args:
+        path: of the file; its suffix says what it is when kind does not.
+        text: its content.
+        cluster: where the code will run.
+        project: what other files are known already.
+        kind: as what to read it.
+    """
+    python = (kind or source.kind_of(path, text.encode("utf-8", "replace"))) == "python"
+    if python and "\r" in text:  # Python ends a line there too, and counts it
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+    ignored = source.Ignored(text, python=python)
+    found = _python(path, text, cluster, project or Project()) if python else check_shell(str(path), text, cluster)
     kept = [one for one in found if not ignored.covers(one.rule, one.line, one.end_line)]
     return sorted(kept, key=lambda one: (one.line, one.column, one.rule))
 
@@ -76,42 +92,99 @@ def _files(files: Sequence[Path], cluster: Cluster, only: frozenset[str]) -> lis
 
 
 def _file(path: Path, cluster: Cluster, project: Project) -> list[Problem]:
+    raw = b""
     try:
-        raw = path.read_bytes()
-        text = raw.decode("utf-8-sig")
+        raw = source.read(path)
+        kind = source.kind_of(path, raw)
+        text = source.decoded(raw, python=kind == "python").text
     except OSError as exc:
         return [unreadable(path, 1, 1, f"cannot be read: {exc.strerror}")]
     except UnicodeDecodeError as exc:
-        return [unreadable(path, raw.count(b"\n", 0, exc.start) + 1, 1, "is not UTF-8 text")]
-    return lint_text(path, text, cluster=cluster, project=project)
+        named = "UTF-8" if exc.encoding == "utf-8" else exc.encoding
+        return [unreadable(path, raw.count(b"\n", 0, exc.start) + 1, 1, f"is not {named} text")]
+    except SyntaxError as exc:  # the encoding that its first lines name
+        return [unreadable(path, 1, 1, f"is not Python: {exc.msg}")]
+    return lint_text(path, text, cluster=cluster, project=project, kind=kind)
 
 
 def _python(path: Path, text: str, cluster: Cluster, project: Project) -> list[Problem]:
     try:
+        return _checked(path, text, cluster, project)
+    except RecursionError:
+        return _with_a_large_stack(lambda: _checked(path, text, cluster, project), path)
+
+
+def _checked(path: Path, text: str, cluster: Cluster, project: Project) -> list[Problem]:
+    try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)
             tree = ast.parse(text)
     except SyntaxError as exc:
         return [unreadable(path, exc.lineno or 1, exc.offset or 1, f"is not Python: {exc.msg}")]
-    except (ValueError, RecursionError) as exc:
+    except MemoryError:
+        return [unreadable(path, 1, 1, "is nested deeper than Python's parser goes")]
+    except ValueError as exc:
         return [unreadable(path, 1, 1, f"is not Python: {exc}")]
     if not any(word in text for word in names.RELEVANT):
         return []
     module = Module(path, text, tree)
     project.add(module)
     check = Check(module, project, cluster)
-    return [problem for checker in python_checks() for problem in checker(check)]
+    found: list[Problem] = []
+    for checker in python_checks():
+        try:
+            found += list(checker(check))
+        except RecursionError:
+            raise
+        except Exception as exc:  # noqa: BLE001 - one rule's mistake must not take the other files with it
+            what = f"{type(exc).__name__}: {exc}"
+            found.append(
+                failed(path, f"the rule {checker.__name__} failed on this file ({what}); it is dtctl's mistake")
+            )
+    return found
+
+
+def _with_a_large_stack(work: Callable[[], list[Problem]], path: Path) -> list[Problem]:
+    """What a function returns that needs more stack than usual: it runs in a thread that has it."""
+    found: list[Problem] = []
+
+    def run() -> None:
+        try:
+            found.extend(work())
+        except (RecursionError, MemoryError):
+            found.append(unreadable(path, 1, 1, "is nested too deeply to be looked at"))
+
+    before, stack = sys.getrecursionlimit(), threading.stack_size(_STACK)
+    sys.setrecursionlimit(_DEEP)
+    try:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    finally:
+        sys.setrecursionlimit(before)
+        threading.stack_size(stack)
+    return found
 
 
 def unreadable(path: Path, line: int, column: int, what: str) -> Problem:
     """The problem of a file that no rule can be applied to."""
+    return _dt000(path, line, column, f"the file {what}", "mend this first; no rule was applied to the file")
+
+
+def failed(path: Path, message: str) -> Problem:
+    """The problem of a file on which a rule broke down."""
+    return _dt000(path, 1, 1, message, "report it with the file; all other rules were applied")
+
+
+def _dt000(path: Path, line: int, column: int, message: str, fix: str) -> Problem:
     return Problem(
         rule=SYNTAX,
         severity="error",
         path=str(path),
         line=line,
         column=max(1, column),
-        message=f"the file {what}",
-        fix="mend this first; no rule was applied to the file",
+        message=message,
+        fix=fix,
         end_line=line,
     )

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import os
+import shutil
+import subprocess
+import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from dtctl.lint.model import Problem
-from dtctl.lint.source import is_python
+from dtctl.lint.source import NEWLINE, Kind, decoded, kind_of
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """What became of a file."""
+
+    mended: tuple[Problem, ...] = ()
+    refused: str = ""
+    """Why the file was left as it was although there was something to mend; empty if nothing was refused."""
 
 
 def fixed_text(text: str, problems: Sequence[Problem]) -> tuple[str, list[Problem]]:
     """A text with the edits of some problems applied, and the problems that this mends.
 
     A problem whose edits lie in the way of an earlier one's is left for the next run. Edits that several problems share
-    are made once.
+    are made once. New lines end as the first line of the text does.
     """
-    lines = text.split("\n")
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line.encode()) + 1)
+    starts, at, newline = [0], 0, "\n"
+    for number, found in enumerate(NEWLINE.finditer(text)):
+        newline = found[0] if number == 0 else newline
+        starts.append(starts[-1] + len(text[at : found.end()].encode()))
+        at = found.end()
     raw = text.encode()
     taken: dict[tuple[int, int], set[str]] = {}
     mended = []
@@ -38,7 +51,7 @@ def fixed_text(text: str, problems: Sequence[Problem]) -> tuple[str, list[Proble
             taken.setdefault((begin, end), set()).add(new)
         mended.append(problem)
     for (begin, end), texts in sorted(taken.items(), reverse=True):
-        raw = raw[:begin] + "".join(sorted(texts)).encode() + raw[end:]
+        raw = raw[:begin] + "".join(sorted(texts)).replace("\n", newline).encode() + raw[end:]
     return raw.decode(), mended
 
 
@@ -55,24 +68,61 @@ def _clashes(begin: int, end: int, new: str, taken: dict[tuple[int, int], set[st
     return False
 
 
-def apply(path: Path, problems: Sequence[Problem]) -> list[Problem]:
-    """Mend a file in place; the problems that were mended. The file is replaced whole, or not at all."""
-    before = path.read_bytes().decode("utf-8-sig")
-    after, mended = fixed_text(before, problems)
-    if not mended or after == before:
-        return []
-    if is_python(path):
-        ast.parse(after)  # a mistake of ours must not reach the file
+def apply(path: Path, problems: Sequence[Problem]) -> Fixed:
+    """Mend a file in place; it is replaced whole, or not at all.
+
+    A link stays, and the file that it leads to is mended. Encoding, byte order mark, line ends and mode stay. A result
+    that Python or the shell would not read is not written.
+    """
+    try:
+        if not path.is_file():
+            return Fixed(refused="no regular file")
+        raw = path.read_bytes()
+        kind = kind_of(path, raw)
+        source = decoded(raw, python=kind == "python")
+        after, mended = fixed_text(source.text, problems)
+        if not mended or after == source.text:
+            return Fixed()
+        wrong = _wrong(after, kind)
+        if wrong:
+            return Fixed(refused=wrong)
+        _replace(path.resolve(), source.encoded(after))
+    except OSError as exc:
+        return Fixed(refused=exc.strerror or str(exc))
+    except (SyntaxError, ValueError, IndexError) as exc:
+        return Fixed(refused=f"it has changed since it was read ({exc})")
+    return Fixed(tuple(mended))
+
+
+def _wrong(text: str, kind: Kind | None) -> str:
+    """Why a mended text must not be written; empty if it may be."""
+    if kind == "python":
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                compile(text, "mended", "exec", dont_inherit=True)  # more than parsing: where __future__ may stand
+        except (SyntaxError, ValueError, MemoryError, RecursionError) as exc:
+            return f"the result would not be Python: {exc}"
+        return ""
+    bash = shutil.which("bash")
+    if bash is None:
+        return ""
+    done = subprocess.run([bash, "-n"], input=text.encode(), capture_output=True, check=False)
+    said = done.stderr.decode("utf-8", "replace").strip().partition("\n")[0]
+    return f"bash would not read the result: {said}" if done.returncode or said else ""
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Put other content in the place of a file's, with its mode."""
     temporary = path.with_name(f".{path.name}.dtctl-{os.getpid()}")
     try:
-        with temporary.open("w", encoding="utf-8", newline="") as file:
-            file.write(after)
+        with temporary.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        temporary.chmod(path.stat().st_mode & 0o777)
+        temporary.chmod(path.stat().st_mode & 0o7777)
         temporary.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    return mended

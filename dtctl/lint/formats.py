@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
+from urllib.parse import quote
 
 from dtctl.lint.model import Problem
 from dtctl.lint.rules import Rule, rules
@@ -59,7 +60,7 @@ def sarif(problems: Sequence[Problem], version: str) -> dict[str, Any]:
                         "locations": [
                             {
                                 "physicalLocation": {
-                                    "artifactLocation": {"uri": PurePath(problem.path).as_posix()},
+                                    "artifactLocation": {"uri": quote(PurePath(problem.path).as_posix())},
                                     "region": {"startLine": problem.line, "startColumn": problem.column},
                                 }
                             }

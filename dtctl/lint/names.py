@@ -50,8 +50,8 @@ STATE_COLLECTIVES: Final = frozenset(
 """Calls that gather or write the state of all ranks."""
 
 RELEVANT: Final = (
-    "distributed DataParallel DataLoader cuda.amp clip_grad .backward( NCCL_ GLOO_ MASTER_ADDR MASTER_PORT LOCAL_RANK "
-    "local_rank local-rank fully_shard fairscale apex IterableDataset dist."
+    "distributed DistributedSampler accelerate DataParallel DataLoader cuda.amp clip_grad .backward( NCCL_ GLOO_ "
+    "MASTER_ADDR MASTER_PORT LOCAL_RANK local_rank local-rank fully_shard fairscale apex IterableDataset dist."
 ).split()
 """A file without any of these has nothing to look at. Most files have none, and need not be indexed."""
 TRAINS: Final = (

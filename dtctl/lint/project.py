@@ -9,6 +9,7 @@ from pathlib import Path
 from dtctl.lint import names
 from dtctl.lint.module import Function, Module
 from dtctl.lint.ranks import guards
+from dtctl.lint.source import decoded
 
 MAX_FILES = 40
 """Local files that are looked at for one file."""
@@ -32,9 +33,9 @@ class Project:
         """The module in a file; None when it cannot be read or parsed."""
         if path not in self._modules:
             try:
-                text = Path(path).read_bytes().decode("utf-8-sig")
+                text = decoded(Path(path).read_bytes(), python=True).text
                 self._modules[path] = Module(Path(path), text, ast.parse(text))
-            except (OSError, SyntaxError, ValueError, RecursionError):
+            except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
                 self._modules[path] = None
         return self._modules[path]
 

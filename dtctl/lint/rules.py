@@ -9,6 +9,9 @@ from typing import Any
 
 from dtctl.lint.model import Severity
 
+SYNTAX = "DT000"
+"""What is said of a file that no rule could be applied to."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
@@ -37,3 +40,13 @@ def rules() -> dict[str, Rule]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     entries: dict[str, dict[str, Any]] = yaml.load(text, Loader=loader)  # noqa: S506 - a safe loader, either of them
     return {id_: Rule(id=id_, **entry) for id_, entry in entries.items()}
+
+
+def explained_syntax() -> str:
+    """What DT000 means; it is not a rule about training, and has no example."""
+    return (
+        f"{SYNTAX} unreadable (error)\n\n"
+        "The file could not be read: it is not Python, or not text in the encoding that it names, or it may not be\n"
+        "opened. No rule was applied to it, and the others were read all the same. Also said of a file on which a\n"
+        "rule broke down; that is a mistake of dtctl, and the message names the rule."
+    )

@@ -1,63 +1,146 @@
-"""Reading files to lint: which ones, and which problems their comments wave aside."""
+"""Reading files to lint: which ones, as what, and which problems their comments wave aside."""
 
 from __future__ import annotations
 
+import functools
+import io
 import os
 import re
+import sys
+import tokenize
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from dtctl.errors import UsageError
 
+Kind = Literal["python", "shell"]
+STDIN = Path("-")
 SHELL = frozenset([".sh", ".bash", ".sbatch", ".slurm", ".job"])
 _SKIPPED = frozenset(
     ["__pycache__", "node_modules", "site-packages", "build", "dist", ".git", ".venv", "venv", ".tox", ".dtctl"]
 )
 _IGNORE = re.compile(r"#\s*dtctl:\s*ignore(?P<file>-file)?(?:\[(?P<rules>[A-Z0-9,\s]*)\])?")
+_SHEBANG = re.compile(rb"#!\s*\S*?(?:/env\s+(?:-S\s+)?)?(?P<name>python|pypy|bash|sh|dash|ksh|zsh)[\d.]*(?:\s|\Z)")
+_BOM = b"\xef\xbb\xbf"
+NEWLINE = re.compile("\r\n|\r|\n")
+"""Where Python ends a line; str.splitlines knows more places."""
 
 
-def is_python(path: Path) -> bool:
-    """Whether a file is read as Python."""
-    return path.suffix in (".py", ".pyw")
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file's text, and what is needed to write it as it was."""
+
+    text: str
+    encoding: str
+    bom: bool
+
+    def encoded(self, text: str) -> bytes:
+        """The bytes of another text for the same file."""
+        return (_BOM if self.bom else b"") + text.encode(self.encoding)
 
 
-def collect(paths: Iterable[Path]) -> list[Path]:
-    """The files that are meant: files as named, folders with all Python and shell files in them, each once.
+def kind_of(path: Path, raw: bytes | None = None) -> Kind | None:
+    """As what a file is read: by its suffix, else by its first line; None for files that are not read.
+
+    Args:
+        path: of the file; what is not a file has no kind.
+        raw: its content, read if it is needed and not given.
+    """
+    if path.suffix in (".py", ".pyw"):
+        return "python"
+    if path.suffix in SHELL:
+        return "shell"
+    if raw is None:
+        try:
+            raw = read(path)[:200]
+        except OSError:
+            return None
+    first = _SHEBANG.match(raw.removeprefix(_BOM))
+    if first is not None:
+        return "python" if first["name"] in (b"python", b"pypy") else "shell"
+    if path == STDIN:
+        return "python"
+    return "shell" if b"#SBATCH " in raw and not path.suffix else None
+
+
+def read(path: Path) -> bytes:
+    """The content of a file, or of standard input."""
+    return _standard_input() if path == STDIN else path.read_bytes()
+
+
+@functools.cache
+def _standard_input() -> bytes:
+    """Standard input, which can be read only once."""
+    return sys.stdin.buffer.read()
+
+
+def decoded(raw: bytes, *, python: bool) -> Source:
+    """The text of a file: in the encoding that a Python file names, else UTF-8.
+
+    Raises:
+        UnicodeDecodeError: the bytes are not text in it.
+        SyntaxError: a Python file names an encoding that does not exist.
+    """
+    bom = raw.startswith(_BOM)
+    body = raw.removeprefix(_BOM)
+    encoding = "utf-8"
+    if python:
+        encoding = tokenize.detect_encoding(io.BytesIO(raw).readline)[0].removesuffix("-sig")
+    return Source(body.decode(encoding), encoding, bom)
+
+
+def collect(paths: Iterable[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
+    """The files that are meant, each once, and what was named or met and is not read, with the reason.
+
+    Files as named if they are Python or shell by suffix or first line; folders with all that are by suffix;
+    `-` is standard input. What is no regular file (a FIFO, a device, a link to nothing) is not opened.
 
     Raises:
         UsageError: a path does not exist.
     """
     found: dict[Path, None] = {}
+    unread: list[tuple[Path, str]] = []
     for path in paths:
-        if path.is_dir():
-            found.update(dict.fromkeys(_walk(path)))
-        elif path.exists():
+        if path == STDIN:
             found[path] = None
-        else:
+        elif path.is_dir():
+            found.update(dict.fromkeys(_walk(path, unread)))
+        elif not path.exists():
             raise UsageError(f"there is no file or folder {path}")
-    return list(found)
+        elif not path.is_file():
+            unread.append((path, "no regular file"))
+        elif kind_of(path) is None and os.access(path, os.R_OK):
+            unread.append((path, "neither Python nor shell"))
+        else:
+            found[path] = None
+    return list(found), unread
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    for here, folders, files in os.walk(folder):
+def _walk(folder: Path, unread: list[tuple[Path, str]]) -> Iterator[Path]:
+    def denied(exc: OSError) -> None:
+        unread.append((Path(exc.filename), exc.strerror or "cannot be read"))
+
+    for here, folders, files in os.walk(folder, onerror=denied):
         folders[:] = sorted(name for name in folders if name not in _SKIPPED and not name.startswith(".venv"))
         for name in sorted(files):
             path = Path(here, name)
-            if path.suffix in SHELL or is_python(path):
+            if (path.suffix in SHELL or path.suffix in (".py", ".pyw")) and path.is_file():
                 yield path
 
 
 class Ignored:
     """What comments of a file wave aside: `# dtctl: ignore[DT004]` on the line, `ignore-file` for all of it."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, *, python: bool = False) -> None:
         self._lines: dict[int, frozenset[str]] = {}
         self._file: set[str] = set()
         self._all = False
         if "dtctl:" not in text:
             return
-        for number, line in enumerate(text.split("\n"), 1):
-            found = _IGNORE.search(line)
+        for number, comment in _comments(text) if python else enumerate(text.split("\n"), 1):
+            found = _IGNORE.search(comment)
             if found is None:
                 continue
             rules = frozenset(one.strip() for one in (found["rules"] or "").split(",") if one.strip())
@@ -73,3 +156,13 @@ class Ignored:
             return True
         found = [self._lines[number] for number in (line, end_line) if number in self._lines]
         return any(not rules or rule in rules for rules in found)
+
+
+def _comments(text: str) -> Iterator[tuple[int, str]]:
+    """Comments of a Python text with their lines; those before the first mistake, if it is not Python."""
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT:
+                yield token.start[0], token.string
+    except (tokenize.TokenError, SyntaxError):
+        return

@@ -33,7 +33,7 @@ def _alone(check: Check, call: ast.Call, same: list[ast.Call]) -> Guard | None:
 def _who(found: Guard) -> str:
     if found.rank == "local":
         return "local rank 0 of each node" if found.at_zero else "only some ranks of each node"
-    return "rank 0 alone" if found.at_zero else "not by rank 0"
+    return "rank 0 alone" if found.at_zero else "other ranks than 0 only"
 
 
 def collective_by_some(check: Check) -> Iterator[Problem]:

@@ -13,7 +13,7 @@ import pytest
 from dtctl.errors import UsageError
 from dtctl.lint import formats
 from dtctl.lint.engine import lint
-from dtctl.lint.fixes import apply, fixed_text
+from dtctl.lint.fixes import Fixed, apply, fixed_text
 from dtctl.lint.model import Cluster, Problem
 from dtctl.lint.rules import rules
 
@@ -139,14 +139,14 @@ def test_the_old_launcher_is_replaced_where_the_script_reads_the_variable(tmp_pa
     apply(path, lint([path], cluster=Cluster()))
     assert path.read_text() == "torchrun --nproc_per_node=4 train.py\n"
     path.write_text("python -m torch.distributed.launch --nproc_per_node=4 train.py\n")
-    assert apply(path, lint([path], cluster=Cluster())) == []
+    assert apply(path, lint([path], cluster=Cluster())) == Fixed()
 
 
 def test_fixing_keeps_the_mode_and_line_ends_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_bytes(b"import torch\r\nwith torch.cuda.amp.autocast():\r\n    pass\r\n")
     path.chmod(0o755)
-    assert [one.rule for one in apply(path, lint([path], cluster=Cluster()))] == ["DT025"]
+    assert [one.rule for one in apply(path, lint([path], cluster=Cluster())).mended] == ["DT025"]
     assert path.read_bytes() == b'import torch\r\nwith torch.amp.autocast("cuda"):\r\n    pass\r\n'
     assert path.stat().st_mode & 0o777 == 0o755
     assert [one.name for one in tmp_path.iterdir()] == ["train.py"]
