@@ -124,7 +124,13 @@ def _mend(found: Sequence[Problem]) -> None:
     from dtctl.lint.fixes import apply
     from dtctl.lint.source import STDIN
 
-    for path in dict.fromkeys(one.path for one in found if one.edits and Path(one.path) != STDIN):
+    files: dict[Path, str] = {}
+    for one in found:
+        if one.edits and Path(one.path) != STDIN:
+            files.setdefault(
+                Path(one.path).resolve(), one.path
+            )  # a link to a file that is mended already is left alone
+    for path in files.values():
         done = apply(Path(path), [one for one in found if one.path == path])
         for problem in done.mended:
             output.err(f"fixed {problem.path}:{problem.line}: {problem.rule} {problem.message}")

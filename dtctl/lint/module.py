@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -160,6 +161,11 @@ class Module:
             if found is not None:
                 return found
         return self.scope(node)
+
+    @functools.cached_property
+    def lines(self) -> list[str]:
+        """The lines of the text, without their ends."""
+        return self.text.split("\n")
 
     # -- asking -----------------------------------------------------------------------------------------------------
 

@@ -54,7 +54,19 @@ Checker = Callable[[Check], Iterator[Problem]]
 @functools.cache
 def python_checks() -> tuple[Checker, ...]:
     """The checkers of all rules for Python."""
-    from dtctl.lint.checks import data, devices, environment, exits, legacy, numbers, saving, steps, together, wrapping
+    from dtctl.lint.checks import (
+        accumulating,
+        data,
+        devices,
+        environment,
+        exits,
+        legacy,
+        numbers,
+        saving,
+        steps,
+        together,
+        wrapping,
+    )
 
-    families = (wrapping, data, devices, steps, together, exits, saving, numbers, legacy, environment)
+    families = (wrapping, data, devices, steps, accumulating, together, exits, saving, numbers, legacy, environment)
     return tuple(checker for family in families for checker in family.CHECKS)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from dtctl.lint import names
 from dtctl.lint.checks import Check
+from dtctl.lint.edits import indent
 from dtctl.lint.model import Edit, Problem
 from dtctl.lint.module import constant, key
 from dtctl.lint.wraps import wraps
@@ -67,11 +68,7 @@ def _bases(node: ast.AST) -> list[ast.expr]:
 def same_order(check: Check) -> Iterator[Problem]:
     """DT004."""
     module = check.module
-    if (
-        not module.called(names.SAMPLER)
-        or check.project.methods(module, "set_epoch")
-        or check.project.framework(module)
-    ):
+    if not module.called(names.SAMPLER) or check.project.framework(module):
         return
     loops = [one for one in module.each(ast.For) if isinstance(one, ast.For) and _over_epochs(one)]
     for call in module.called(names.SAMPLER) if loops else ():
@@ -81,17 +78,72 @@ def same_order(check: Check) -> Iterator[Problem]:
         about = f"{target or ''} {key(given['dataset']) or '' if 'dataset' in given else ''}"
         if constant(given.get("shuffle")) is False or _HELD_OUT.search(about) or _open_ended(call):
             continue
-        edits: tuple[Edit, ...] = ()
+        if _epoch_set(check, call):
+            continue
         loop = next((one for one in loops if _reachable(check, statement, one)), None)
-        if loop is not None and target and isinstance(loop.target, ast.Name):
-            first = loop.body[0]
-            if first.lineno > loop.lineno:
-                indent = " " * first.col_offset
-                at = (first.lineno, first.col_offset)
-                edits = (Edit(at, at, f"{target}.set_epoch({loop.target.id})\n{indent}"),)
+        edits = _set_epoch(check, call, loop) if loop is not None else ()
         yield check.problem(
             "DT004", call, "no set_epoch(): the sampler gives every epoch the same order", edits=edits
         )  # fmt: skip
+
+
+def _epoch_set(check: Check, sampler: ast.Call) -> bool:
+    """Whether some set_epoch() may be that of a sampler: all are but those that are surely of another one."""
+    module = check.module
+    if any(one is not module and one.methods.get("set_epoch") for one in check.project.reach(module)):
+        return True
+    for call in module.methods.get("set_epoch", ()):
+        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+        bound = [one.value for one in module.lookup(owner)] if owner is not None else []
+        if not bound or any(not _is_another(check, value, sampler) for value in bound):
+            return True
+    return False
+
+
+def _is_another(check: Check, value: ast.expr | None, sampler: ast.Call) -> bool:
+    """Whether a value is a DistributedSampler, and not this one."""
+    if isinstance(value, ast.IfExp):
+        return _is_another(check, value.body, sampler)
+    return isinstance(value, ast.Call) and value is not sampler and check.module.name(value.func) == names.SAMPLER
+
+
+def _set_epoch(check: Check, sampler: ast.Call, loop: ast.For) -> tuple[Edit, ...]:
+    """The edit that calls set_epoch() in a loop; none where the epoch is no number, or the sampler may be another."""
+    module = check.module
+    statement, counter, first = module.statement(sampler), _counter(loop), loop.body[0]
+    blanks = indent(module, first)
+    if not isinstance(statement, ast.Assign) or counter is None or blanks is None:
+        return ()
+    target = key(statement.targets[0])
+    if target is None or len(module.lookup(statement.targets[0])) != 1 or len(statement.targets) != 1:
+        return ()
+    start = (first.lineno, first.col_offset)
+    call = f"{target}.set_epoch({counter})"
+    if statement.value is sampler:
+        return (Edit(start, start, f"{call}\n{blanks}"),)
+    either = statement.value
+    if isinstance(either, ast.IfExp) and either.body is sampler and _is_none(either.orelse):
+        deeper = blanks + ("\t" if "\t" in blanks else "    ")
+        return (Edit(start, start, f"if {target} is not None:\n{deeper}{call}\n{blanks}"),)
+    return ()
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _counter(loop: ast.For) -> str | None:
+    """The name that a loop counts with whole numbers; None if it counts with anything else."""
+    made = loop.iter
+    while isinstance(made, ast.Call) and (key(made.func) or "").rpartition(".")[2] == "tqdm" and made.args:
+        made = made.args[0]
+    how = (key(made.func) or "").rpartition(".")[2] if isinstance(made, ast.Call) else ""
+    target = loop.target
+    if how == "enumerate" and isinstance(target, ast.Tuple):
+        target = target.elts[0]
+    elif how not in ("range", "trange", "count"):
+        return None
+    return target.id if isinstance(target, ast.Name) else None
 
 
 def _over_epochs(loop: ast.For) -> bool:

@@ -23,6 +23,7 @@ class Legacy:
     gone: str = ""
     rename: str = ""
     call: str = ""
+    positional: str = ""
 
 
 @functools.cache
@@ -94,44 +95,75 @@ def _imported(check: Check) -> Iterator[Problem]:
             message, fix = _about(shown, known)
             yield check.problem(
                 "DT025", alias, message, severity="error" if known.gone else "warning", fix=fix,
-                edits=_renamed_import(check, node, alias, known),
+                edits=_renamed_import(check, node),
             )  # fmt: skip
 
 
-def _renamed_import(
-    check: Check, node: ast.Import | ast.ImportFrom, alias: ast.alias, known: Legacy
-) -> tuple[Edit, ...]:
-    """Edits for `from OLD import a, b`, if all of its names move to the same place; made once, at the first name."""
-    if not isinstance(node, ast.ImportFrom) or not known.rename or node.module is None:
+def _renamed_import(check: Check, node: ast.Import | ast.ImportFrom) -> tuple[Edit, ...]:
+    """Edits for `from OLD import a, b`, if all of its names move to the same place, and their calls can be moved too.
+
+    All names of the statement share them, so that they are made together or not at all.
+    """
+    if not isinstance(node, ast.ImportFrom) or node.module is None:
         return ()
     moved = [legacy().get(f"{node.module}.{one.name}") for one in node.names]
     targets = {one.rename.rpartition(".")[0] for one in moved if one is not None}
-    same = all(
-        one is not None and one.rename.endswith(f".{other.name}") for one, other in zip(moved, node.names, strict=True)
-    )
-    if len(targets) != 1 or not same:
+    if len(targets) != 1 or not all(targets):
         return ()
-    edits = []
-    if alias is node.names[0]:
-        start = (node.lineno, node.col_offset + len("from "))
-        edits.append(Edit(start, (start[0], start[1] + len(node.module)), targets.pop()))
-    name = alias.asname or alias.name
-    if known.call:
-        for call in check.module.methods.get(name, ()):
-            if isinstance(call.func, ast.Name):
-                edits += _first_argument(check, call, known.call)
+    start = (node.lineno, node.col_offset + len("from "))
+    end = (start[0], start[1] + len(node.module))
+    if check.module.lines[start[0] - 1].encode()[start[1] : end[1]] != node.module.encode():
+        return ()
+    edits = [Edit(start, end, targets.pop())]
+    for alias, known in zip(node.names, moved, strict=True):
+        if known is None or not known.rename.endswith(f".{alias.name}"):
+            return ()
+        called = _calls_changed(check, alias.asname or alias.name, known) if known.call else []
+        if called is None:
+            return ()
+        edits += called
     return tuple(edits)
 
 
-def _first_argument(check: Check, call: ast.Call, text: str) -> list[Edit]:
-    """The edit that puts an argument in front of the others of a call."""
-    if call.func.end_lineno is None or call.func.end_col_offset is None:
-        return []
-    line = check.module.text.split("\n")[call.func.end_lineno - 1].encode()
-    if line[call.func.end_col_offset : call.func.end_col_offset + 1] != b"(":
-        return []
-    at = (call.func.end_lineno, call.func.end_col_offset + 1)
-    return [Edit(at, at, text + (", " if call.args or call.keywords else ""))]
+def _calls_changed(check: Check, name: str, known: Legacy) -> list[Edit] | None:
+    """The edits of all calls of an imported name; None if one cannot be changed, or the name is used otherwise."""
+    calls = [one for one in check.module.methods.get(name, ()) if isinstance(one.func, ast.Name)]
+    called = {id(call.func) for call in calls}
+    uses = [part for part in ast.walk(check.module.tree) if isinstance(part, ast.Name) and part.id == name]
+    if any(id(one) not in called for one in uses):
+        return None
+    edits: list[Edit] = []
+    for call in calls:
+        made = _call_changed(check, call, known)
+        if made is None:
+            return None
+        edits += made
+    return edits
+
+
+def _call_changed(check: Check, call: ast.Call, known: Legacy) -> list[Edit] | None:
+    """The edits that put an argument in front of the others of a call, and name those whose place has changed."""
+    func, lines = call.func, check.module.lines
+    if func.end_lineno is None or func.end_col_offset is None:
+        return None
+    if lines[func.end_lineno - 1].encode()[func.end_col_offset : func.end_col_offset + 1] != b"(":
+        return None
+    edits = []
+    if known.positional:
+        order = known.positional.split()
+        if len(call.args) > len(order) or any(isinstance(one, ast.Starred) for one in call.args):
+            return None
+        for name, argument in zip(order, call.args, strict=False):
+            begin = position(argument)
+            line = lines[begin[0] - 1].encode()[: begin[1]].rstrip()
+            if line.endswith(b"(") and begin != (func.end_lineno, func.end_col_offset + 1):
+                return None  # in brackets of its own
+            if begin != (func.end_lineno, func.end_col_offset + 1):
+                edits.append(Edit(begin, begin, f"{name}="))
+    at = (func.end_lineno, func.end_col_offset + 1)
+    rest = ", " if call.args or call.keywords else ""
+    first = known.positional.split()[0] + "=" if known.positional and call.args and position(call.args[0]) == at else ""
+    return [Edit(at, at, known.call + rest + first), *edits]
 
 
 def _spelt_out(check: Check) -> Iterator[Problem]:
@@ -149,10 +181,11 @@ def _spelt_out(check: Check) -> Iterator[Problem]:
         if known.rename and ast.unparse(node) == name and node.end_lineno and node.end_col_offset:
             edits = [Edit(position(node), (node.end_lineno, node.end_col_offset), known.rename)]
             above = module.parents.get(node)
-            if known.call and isinstance(above, ast.Call) and above.func is node:
-                edits += _first_argument(check, above, known.call)
-            elif known.call:
-                edits = []
+            if known.call:
+                changed = (
+                    _call_changed(check, above, known) if isinstance(above, ast.Call) and above.func is node else None
+                )
+                edits = edits + changed if changed is not None else []
         yield check.problem(
             "DT025", node, message, severity="error" if known.gone else "warning", fix=fix, edits=tuple(edits)
         )

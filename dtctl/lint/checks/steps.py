@@ -1,4 +1,4 @@
-"""Rules about the training step: DT005, DT008, DT009, DT031, DT032."""
+"""Rules about the training step: DT005, DT008, DT031, DT032."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import ast
 import re
 from collections.abc import Iterator
 
-from dtctl.lint import names
 from dtctl.lint.checks import Check
-from dtctl.lint.model import Edit, Problem
-from dtctl.lint.module import constant, key, keyword
+from dtctl.lint.model import Problem
+from dtctl.lint.module import constant, keyword
 from dtctl.lint.ranks import guards, mentions_rank
 from dtctl.lint.wraps import wraps
 
 _RANDOM = re.compile(r"\bDropout|\bdropout|\bRandom[A-Z]|\brandom\.|torch\.rand|RandAugment|shuffle=True|np\.random")
-_ACCUMULATES = re.compile(r"no_sync|requires_gradient_sync|require_backward_grad_sync|\.accumulate\(|is_gradient_accum")
 
 
 def batch_norm(check: Check) -> Iterator[Problem]:
@@ -61,85 +59,6 @@ def same_seed(check: Check) -> Iterator[Problem]:
         yield check.problem(
             "DT008", call, "all ranks have one seed: dropout and augmentation are the same on all of them"
         )
-
-
-def accumulation(check: Check) -> Iterator[Problem]:
-    """DT009."""
-    module = check.module
-    if not module.methods.get("backward") or not module.methods.get("step"):
-        return
-    if check.project.framework(module) or any(_ACCUMULATES.search(one.text) for one in check.project.reach(module)):
-        return
-    if not check.project.calls(module, names.DDP):
-        return
-    for call in module.methods.get("backward", ()):
-        loop = module.enclosing(call, (ast.For, ast.While))
-        if not isinstance(loop, ast.For | ast.While) or module.scope(loop) is not module.scope(call):
-            continue
-        test = _every_few(check, loop, call)
-        if test is not None:
-            edits = _deferred(check, loop, call, test)
-            yield check.problem(
-                "DT009", call, "gradients are exchanged in every micro batch, and used in one of several", edits=edits
-            )
-
-
-def _every_few(check: Check, loop: ast.For | ast.While, backward: ast.Call) -> ast.expr | None:
-    """The condition `(i + 1) % n == 0` under which the optimizer of a loop steps; None if it steps every time."""
-    module = check.module
-    for call in module.methods.get("step", ()):
-        if not module.within(call, loop) or not re.search(r"optim|scaler|opt\b", ast.unparse(call.func)):
-            continue
-        for parent, child in module.chain(call):
-            if parent is loop:
-                break
-            if isinstance(parent, ast.If) and child in parent.body and not module.within(backward, parent):
-                compared = parent.test.values[0] if isinstance(parent.test, ast.BoolOp) else parent.test
-                if isinstance(compared, ast.Compare) and any(
-                    isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod) for one in ast.walk(compared)
-                ):
-                    return parent.test
-    return None
-
-
-def _deferred(check: Check, loop: ast.For | ast.While, backward: ast.Call, test: ast.expr) -> tuple[Edit, ...]:
-    """The edits that put forward and backward pass under no_sync(), where they stand together in the loop's body."""
-    module = check.module
-    models = {wrap.target for wrap in wraps(module) if wrap.kind == "ddp" and wrap.target}
-    last = module.statement(backward)
-    if last not in loop.body:
-        return ()
-    end = loop.body.index(last)
-    for begin, statement in enumerate(loop.body[: end + 1]):
-        called = {key(part.func) for part in ast.walk(statement) if isinstance(part, ast.Call)}
-        model = next((name for name in sorted(models) if name in called), None)
-        if model is None:
-            continue
-        block = loop.body[begin : end + 1]
-        lines = module.text.split("\n")
-        quoted = any(isinstance(part, ast.Constant | ast.JoinedStr) and part.end_lineno != part.lineno
-                     for one in block for part in ast.walk(one))  # fmt: skip
-        if quoted or "\t" in lines[statement.lineno - 1][: statement.col_offset]:
-            return ()
-        indent = " " * statement.col_offset
-        head = f"with contextlib.nullcontext() if {ast.unparse(test)} else {model}.no_sync():\n{indent}    "
-        start = (statement.lineno, statement.col_offset)
-        edits = [Edit(start, start, head)]
-        rest = range(statement.lineno + 1, (last.end_lineno or last.lineno) + 1)
-        edits += [Edit((number, 0), (number, 0), "    ") for number in rest if lines[number - 1].strip()]
-        if module.aliases.get("contextlib") != "contextlib":
-            edits.append(_import(check, "import contextlib\n"))
-        return tuple(edits)
-    return ()
-
-
-def _import(check: Check, text: str) -> Edit:
-    """The edit that adds an import in front of the first one that does not have to be the first."""
-    imports: list[ast.Import | ast.ImportFrom] = [*check.module.each(ast.Import), *check.module.each(ast.ImportFrom)]
-    top = [one for one in imports if check.module.parents[one] is check.module.tree]
-    lines = [one.lineno for one in top if getattr(one, "module", "") != "__future__"]
-    at = (min(lines, default=1), 0)
-    return Edit(at, at, text)
 
 
 def clipped_scaled(check: Check) -> Iterator[Problem]:
@@ -189,4 +108,4 @@ def waits_each_step(check: Check) -> Iterator[Problem]:
                 break
 
 
-CHECKS = (batch_norm, same_seed, accumulation, clipped_scaled, waits_each_step)
+CHECKS = (batch_norm, same_seed, clipped_scaled, waits_each_step)

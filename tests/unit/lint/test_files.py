@@ -154,6 +154,11 @@ def test_the_command_says_what_it_does_not_read_and_reads_its_input(tmp_path: Pa
         command = [sys.executable, "-m", "dtctl", "lint", *arguments]
         return subprocess.run(command, cwd=tmp_path, input=text, capture_output=True, text=True, check=False)
 
+    (tmp_path / "old.py").write_text(OLD)
+    (tmp_path / "link.py").symlink_to("old.py")
+    done = run("--fix", "old.py", "link.py")
+    assert (done.returncode, done.stderr.count("fixed"), "not fixed" in done.stderr) == (0, 1, False)
+    assert (tmp_path / "old.py").read_text() == NEW
     (tmp_path / "a.ipynb").write_text("{}")
     done = run("a.ipynb")
     assert done.returncode == 0
