@@ -127,9 +127,7 @@ def _mend(found: Sequence[Problem]) -> None:
     files: dict[Path, str] = {}
     for one in found:
         if one.edits and Path(one.path) != STDIN:
-            files.setdefault(
-                Path(one.path).resolve(), one.path
-            )  # a link to a file that is mended already is left alone
+            files.setdefault(Path(one.path).resolve(), one.path)  # a link and its target once
     for path in files.values():
         done = apply(Path(path), [one for one in found if one.path == path])
         for problem in done.mended:

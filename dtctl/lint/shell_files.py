@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from dtctl.lint.model import Cluster, Edit, Problem, Severity
 from dtctl.lint.rules import rules
+from dtctl.lint.shell_words import Script, said_only, scanned
 from dtctl.lint.variables import NAME, judge
 
 _ASSIGNED = re.compile(
     r"(?:^|[\s;&|(])(?:export\s+|-x\s+|--env[ =]|-e\s+)?(?P<name>[A-Z][A-Z0-9_]*)="
     r"(?P<value>\"[^\"]*\"|'[^']*'|[^\s;&|)]*)"
 )
+_RELEVANT = re.compile(r"NCCL_|GLOO_|TORCH_FR_|MASTER_ADDR|master[_-]addr|torch\.distributed\.launch")
+_PYTHON = re.compile(r"(?:\S*/)?python[\d.]*")
 _LAUNCH = re.compile(r"\S*python[\d.]*\s+(?:-\S+\s+)*?-m\s+torch\.distributed\.launch\b")
 _NODES = re.compile(r"#SBATCH\s+(?:--nodes[= ]|-N\s*)(\d+)")
 _NNODES = re.compile(r"--nnodes[= ](\d+)")
@@ -21,13 +25,30 @@ _NNODES = re.compile(r"--nnodes[= ](\d+)")
 
 def check_shell(path: str, text: str, cluster: Cluster) -> list[Problem]:
     """Problems of a shell file."""
-    return [problem for line, words in logical_lines(text) for problem in _line(path, line, words, text, cluster)]
+    if not _RELEVANT.search(text):
+        return []
+    script = scanned(text)
+    read = said_only(text, script)
+    return [
+        problem
+        for line, words in logical_lines(read)
+        for problem in _line(path, line, words, Read(text, script, cluster))
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A shell file, and where it will run."""
+
+    text: str
+    script: Script
+    cluster: Cluster
 
 
 def logical_lines(text: str) -> Iterator[tuple[int, str]]:
     """Lines with their continuations joined, comments left out; with the number of the first.
 
-    The backslash becomes a blank, so that positions in the first line stay.
+    Backslash and line end become blanks, so that positions stay: counted from the beginning of the first line.
     """
     lines = text.split("\n")
     number = 0
@@ -35,21 +56,22 @@ def logical_lines(text: str) -> Iterator[tuple[int, str]]:
         first, joined = number + 1, lines[number]
         while joined.endswith("\\") and not joined.lstrip().startswith("#") and number + 1 < len(lines):
             number += 1
-            joined = joined[:-1] + " " + lines[number]
+            joined = joined[:-1] + "  " + lines[number]
         number += 1
         if not joined.lstrip().startswith("#"):
             yield first, joined
 
 
-def _line(path: str, line: int, words: str, text: str, cluster: Cluster) -> Iterator[Problem]:
+def _line(path: str, line: int, words: str, read: Read) -> Iterator[Problem]:
     code = _without_comment(words)
-    several = cluster.several or any(int(one) > 1 for one in (*_NODES.findall(text), *_NNODES.findall(code)))
+    counts = (*_NODES.findall(read.text), *_NNODES.findall(code))
+    several = read.cluster.several or any(int(one) > 1 for one in counts)
     found = _LAUNCH.search(code)
     if found is not None:
         yield _problem(
             path, line, found.start(), "DT025", "warning",
             "torch.distributed.launch is deprecated, and passes --local-rank, which scripts may not know",
-            "use torchrun, and read LOCAL_RANK in the script", _torchrun(line, code, found, text),
+            "use torchrun, and read LOCAL_RANK in the script", _torchrun(read, line, found.start()),
         )  # fmt: skip
     for match in _ASSIGNED.finditer(code):
         name, value = match["name"], match["value"].strip("\"'")
@@ -71,16 +93,52 @@ def _line(path: str, line: int, words: str, text: str, cluster: Cluster) -> Iter
         )  # fmt: skip
 
 
-def _torchrun(line: int, code: str, found: re.Match[str], text: str) -> tuple[Edit, ...]:
-    """The edit to torchrun. Only with --use_env: without it the script is told its local rank by an argument."""
-    use_env = re.search(r"[ \t]--use[_-]env\b", code)
-    first = text.split("\n")[line - 1]
-    if use_env is None or found.end() > len(first) or use_env.end() > len(first):
+def _torchrun(read: Read, line: int, column: int) -> tuple[Edit, ...]:
+    """The edits to torchrun; to its module, where another interpreter or a wrapper is named.
+
+    Only with --use_env: without it the script is told its local rank by an argument. Only in a simple command: what is
+    quoted, or part of an array, is used elsewhere in ways that cannot be seen.
+    """
+    if not read.script.whole:
         return ()
+    at = sum(len(one) + 1 for one in read.text.split("\n")[: line - 1]) + column
+    for command in read.script.commands:
+        index = next((number for number, one in enumerate(command.words) if one.start == at), None)
+        if index is not None:
+            break
+    else:
+        return ()
+    texts = [one.text if one.plain else "" for one in command.words]
+    if not _PYTHON.fullmatch(texts[index]) or "torch.distributed.launch" not in texts[index:]:
+        return ()
+    module = texts.index("torch.distributed.launch", index)
+    if texts[module - 1] != "-m" or not all(texts[index:module]):
+        return ()
+    options = next((number for number in range(module + 1, len(texts)) if _is_script(command.words[number].text)), None)
+    use_env = next((number for number in range(module + 1, options or len(texts))
+                    if texts[number] in ("--use_env", "--use-env")), None)  # fmt: skip
+    if use_env is None:
+        return ()
+    bare = index == command.first and module == index + 2 and texts[index] in ("python", "python3")
+    start, word = command.words[index if bare else module].start, command.words[use_env]
+    blank = read.text[word.start - 1] in " \t"
     return (
-        Edit((line, len(code[: found.start()].encode())), (line, len(code[: found.end()].encode())), "torchrun"),
-        Edit((line, len(code[: use_env.start()].encode())), (line, len(code[: use_env.end()].encode())), ""),
+        _edit(read.text, start, command.words[module].end, "torchrun" if bare else "torch.distributed.run"),
+        _edit(read.text, word.start - blank, word.end, ""),
     )
+
+
+def _is_script(word: str) -> bool:
+    """Whether a word of the launcher names what is launched: options after it are not the launcher's."""
+    return word in ("-m", "--module") or word.strip("\"'").endswith(".py")
+
+
+def _edit(text: str, start: int, end: int, instead: str) -> Edit:
+    places = []
+    for offset in (start, end):
+        before = text[:offset]
+        places.append((before.count("\n") + 1, len(before.rpartition("\n")[2].encode())))
+    return Edit(places[0], places[1], instead)
 
 
 def _without_comment(line: str) -> str:

@@ -35,6 +35,12 @@ def _value(name: str, value: str) -> tuple[Severity, str, str] | None:
     known = catalogue()[name]
     if known.values and value.upper() not in known.values and not value.startswith("$"):
         return "warning", f"{name} knows no value {value}", f"one of {', '.join(known.values)}"
+    if name == "NCCL_PROTO" and "LL128" not in value.upper().replace("^LL128", ""):  # that one alone corrupts
+        return (
+            "info",
+            f"NCCL_PROTO={value} ends NCCL's own choice by size",
+            "remove it unless it was measured",
+        )
     if value in known.risky or ("any" in known.risky and value):
         return "warning", f"{name}={value}: {known.meaning}", known.danger or "only to find a mistake; remove it"
     if name == "NCCL_DEBUG_FILE" and re.search(r"%[^hp%]", value):

@@ -1,0 +1,172 @@
+"""A shell script as commands and words: as much of the grammar as tells what is run from what is only text."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+_RESERVED = frozenset("if then elif else fi do done while until for case esac in { } ! time function".split())
+_SAYS = frozenset(["echo", "printf", ":", "logger"])
+_RUNS = frozenset(["bash", "sh", "dash", "ksh", "zsh", "sbatch", "srun", "ssh"])
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
+_HEREDOC = re.compile(r"<<(?P<tabs>-?)[ \t]*(?P<delimiter>'[^'\n]+'|\"[^\"\n]+\"|\\?[\w.-]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """One word of a command, at offsets of the text."""
+
+    text: str
+    start: int
+    end: int
+    plain: bool
+    """Whether it stands there as it is: nothing is quoted or replaced."""
+
+
+@dataclass(slots=True)
+class Command:
+    """A simple command: its words, assignments before it too."""
+
+    words: list[Word] = field(default_factory=list)
+
+    @property
+    def first(self) -> int:
+        """The index of the first word that is no assignment; the number of words if there is none."""
+        return next((at for at, one in enumerate(self.words) if not _ASSIGNMENT.match(one.text)), len(self.words))
+
+    @property
+    def name(self) -> str:
+        """What is run, without its folder; empty for assignments alone."""
+        return self.words[self.first].text.rpartition("/")[2] if self.first < len(self.words) else ""
+
+
+@dataclass(slots=True)
+class Script:
+    """What was read of a script."""
+
+    commands: list[Command] = field(default_factory=list)
+    documents: list[tuple[int, int, Command]] = field(default_factory=list)
+    """Here-documents: from, to, and whose."""
+    whole: bool = True
+    """Whether all of it was understood; a quotation may not end."""
+
+
+def scanned(text: str) -> Script:
+    """The commands of a script; those inside quotations and substitutions are part of a word."""
+    script, command, at = Script(), Command(), 0
+    waiting: list[tuple[str, bool, Command]] = []
+    while at < len(text):
+        char = text[at]
+        if text.startswith("\\\n", at):
+            at += 2
+        elif char in " \t\r":
+            at += 1
+        elif char == "#":
+            at = _line_end(text, at)
+        elif char == "\n":
+            command, at = _ended(script, command), at + 1
+            for delimiter, tabs, owner in waiting:
+                begin = at
+                at = _document_end(text, at, delimiter, tabs=tabs)
+                script.documents.append((begin, at, owner))
+            waiting = []
+        elif text.startswith("<<<", at):
+            at += 3
+        elif char == "<" and (found := _HEREDOC.match(text, at)):
+            waiting.append((found["delimiter"].strip("'\"\\"), bool(found["tabs"]), command))
+            at = found.end()
+        elif char in "<>" or text.startswith("&>", at):
+            at += 2 if text[at + 1 : at + 2] in (">", "&") else 1
+        elif text.startswith("((", at) and not command.words:
+            at = _closed(text, at + 1)
+        elif char in ";|&()":
+            command, at = _ended(script, command), at + 1
+        else:
+            end, plain = _word_end(text, at)
+            command.words.append(Word(text[at:end], at, end, plain))
+            if len(command.words) == 1 and command.words[0].text in _RESERVED:
+                command = Command()
+            at = end
+        if at > len(text):
+            script.whole = False
+    _ended(script, command)
+    return script
+
+
+def said_only(text: str, script: Script) -> str:
+    """The text with what is only written or printed made blank: arguments of echo, documents that no shell gets."""
+    blank = [(one.words[one.first + 1].start, one.words[-1].end) for one in script.commands
+             if one.name in _SAYS and len(one.words) > one.first + 1]  # fmt: skip
+    blank += [(begin, end) for begin, end, owner in script.documents if owner.name not in _RUNS]
+    for begin, end in blank:
+        text = text[:begin] + re.sub(r"[^\n]", " ", text[begin:end]) + text[end:]
+    return text
+
+
+def _ended(script: Script, command: Command) -> Command:
+    if command.words:
+        script.commands.append(command)
+    return Command()
+
+
+def _line_end(text: str, at: int) -> int:
+    end = text.find("\n", at)
+    return end if end >= 0 else len(text)
+
+
+def _document_end(text: str, at: int, delimiter: str, *, tabs: bool) -> int:
+    """The offset after a here-document's last line; one more than there is when it has none."""
+    while at < len(text):
+        end = _line_end(text, at)
+        line = text[at:end].rstrip("\r")
+        if (line.lstrip("\t") if tabs else line) == delimiter:
+            return end
+        at = end + 1
+    return len(text) + 1
+
+
+def _word_end(text: str, at: int) -> tuple[int, bool]:
+    """The offset after a word, and whether the word is plain; an offset beyond the text if a quotation does not end."""
+    plain = True
+    while at < len(text) and text[at] not in " \t\r\n;|&()<>":
+        char = text[at]
+        if text.startswith(("$(", "${"), at):
+            at, plain = _closed(text, at + 1), False
+        elif char in "\\$`'\"":
+            at, plain = _quoted_end(text, at), False
+        else:
+            array = char == "=" and text[at + 1 : at + 2] == "("
+            at, plain = (_closed(text, at + 1), False) if array else (at + 1, plain)
+    return at, plain
+
+
+def _quoted_end(text: str, at: int) -> int:
+    """The offset after what a backslash, a dollar or a quotation mark begins."""
+    char = text[at]
+    if char == "$":
+        return at + 1
+    if char == "\\":
+        return at + 2
+    end = at + 1
+    while end < len(text) and text[end] != char:
+        if char == '"' and text.startswith("$(", end):
+            end = _closed(text, end + 1)
+        else:
+            end += 2 if text[end] == "\\" and char != "'" else 1
+    return end + 1
+
+
+def _closed(text: str, at: int) -> int:
+    """The offset after the bracket that closes the one at an offset."""
+    opening = text[at]
+    closing, depth = {"(": ")", "{": "}"}[opening], 0
+    while at < len(text):
+        char = text[at]
+        if char in "'\"`\\":
+            at = _quoted_end(text, at)
+            continue
+        depth += (char == opening) - (char == closing)
+        at += 1
+        if not depth:
+            return at
+    return len(text) + 1
