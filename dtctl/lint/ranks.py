@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dtctl.lint.module import Function, Module, constant, key
@@ -43,6 +43,8 @@ class Guard:
 
 def rank_kind(module: Module, node: ast.expr, depth: int = 4) -> RankKind | None:
     """Whether an expression is the rank in the world or in the node; None for ranks in groups and anything else."""
+    if isinstance(node, ast.NamedExpr):
+        return rank_kind(module, node.value, depth) or rank_kind(module, node.target, depth)
     if isinstance(node, ast.Call):
         return _rank_of_call(module, node, depth)
     if isinstance(node, ast.Subscript):
@@ -54,6 +56,8 @@ def rank_kind(module: Module, node: ast.expr, depth: int = 4) -> RankKind | None
     last = node.id if isinstance(node, ast.Name) else node.attr
     named: RankKind | None = "local" if _LOCAL.match(last) else "global" if _GLOBAL.match(last) else None
     if depth:
+        if isinstance(node, ast.Name) and _counts(module, node):
+            return None
         known = [one.value for one in module.lookup(node) if one.value is not None]
         kinds = {rank_kind(module, value, depth - 1) for value in known if not isinstance(value, ast.Constant)}
         if kinds - {None}:
@@ -61,6 +65,16 @@ def rank_kind(module: Module, node: ast.expr, depth: int = 4) -> RankKind | None
         if named and any(_is_group_rank(value) for value in known):
             return None
     return named
+
+
+def _counts(module: Module, node: ast.Name) -> bool:
+    """Whether a name is that of a loop around it: `for rank in range(4)` goes through all of them on each."""
+    scope = module.scope(node)
+    return any(
+        isinstance(parent, ast.For)
+        and any(one.statement is parent for one in module.bindings.get((scope, node.id), ()))
+        for parent, _ in module.chain(node)
+    )
 
 
 def _rank_of_call(module: Module, call: ast.Call, depth: int) -> RankKind | None:
@@ -105,7 +119,7 @@ def guard(module: Module, test: ast.AST, depth: int = 4) -> Guard | None:
     """What a condition says about the rank; None when it does not depend on it."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         below = guard(module, test.operand, depth)
-        return below.negated() if below else None
+        return replace(below.negated(), test=test) if below else None
     if isinstance(test, ast.BoolOp):
         parts = [found for one in test.values if (found := guard(module, one, depth))]
         if not parts:
@@ -128,15 +142,14 @@ def guard(module: Module, test: ast.AST, depth: int = 4) -> Guard | None:
 def _named(module: Module, test: ast.Name | ast.Attribute | ast.Call, depth: int) -> Guard | None:
     name = key(test.func if isinstance(test, ast.Call) else test) or ""
     last = name.rpartition(".")[2]
-    if not isinstance(test, ast.Call):
-        if depth:
-            for value in (one.value for one in module.lookup(test)):
-                if value is not None and isinstance(value, ast.Compare | ast.BoolOp | ast.UnaryOp):
-                    found = guard(module, value, depth - 1)
-                    if found:
-                        return Guard(found.rank, found.at_zero, test, sure=found.sure, sure_not=found.sure_not)
-        if rank_kind(module, test) and not _MAIN.match(last):  # `if rank:`
-            return Guard(rank_kind(module, test) or "global", at_zero=False, test=test)
+    for value in (one.value for one in module.lookup(test)) if depth and not isinstance(test, ast.Call) else ():
+        if value is not None and isinstance(value, ast.Compare | ast.BoolOp | ast.UnaryOp):
+            found = guard(module, value, depth - 1)
+            if found:
+                return Guard(found.rank, found.at_zero, test, sure=found.sure, sure_not=found.sure_not)
+    kind = None if _MAIN.match(last) else rank_kind(module, test)
+    if kind:  # `if rank:`, `if dist.get_rank():`
+        return Guard(kind, at_zero=False, test=test)
     if _MAIN.match(last):
         return Guard("local" if "local" in last else "global", at_zero=True, test=test)
     return None
@@ -180,7 +193,7 @@ def guards(module: Module, node: ast.AST) -> Iterator[Guard]:
     They are `if`s around it, exits before it, and decorators of its function.
     """
     for parent, child in module.chain(node):
-        if isinstance(parent, ast.If | ast.IfExp):
+        if isinstance(parent, ast.If | ast.IfExp | ast.While):
             found = guard(module, parent.test)
             if found and child is not parent.test:
                 inside = child is parent.body if isinstance(parent, ast.IfExp) else child in parent.body

@@ -170,10 +170,10 @@ def contradicting(check: Check) -> Iterator[Problem]:
         if _open_ended(call):
             continue
         sampler = given.get("sampler")
-        one_sampler = sampler is not None and _surely_given(sampler)
+        one_sampler = sampler is not None and _all_made(check, sampler)
         if one_sampler and constant(given.get("shuffle")) is True:
             yield check.problem("DT027", call, "shuffle=True beside a sampler: DataLoader raises ValueError")
-        if "batch_sampler" in given and _surely_given(given["batch_sampler"]):
+        if "batch_sampler" in given and _all_made(check, given["batch_sampler"]):
             wrong: list[str] = [
                 name for name in ("sampler", "shuffle", "drop_last") if name in given and _on(given[name])
             ]
@@ -192,6 +192,12 @@ def _surely_given(value: ast.expr) -> bool:
     return isinstance(value, ast.Call)
 
 
+def _all_made(check: Check, value: ast.expr) -> bool:
+    """Whether a value is an object wherever it is set, and not None."""
+    bound = [one.value for one in check.module.lookup(value)]
+    return _surely_given(value) or (bool(bound) and all(isinstance(one, ast.Call) for one in bound))
+
+
 def _on(value: ast.expr) -> bool:
     return constant(value) not in (None, False) or isinstance(value, ast.Call)
 
@@ -205,7 +211,8 @@ def stream_not_split(check: Check) -> Iterator[Problem]:
         if not any("IterableDataset" in (module.name(base) or ast.unparse(base)) for base in node.bases):
             continue
         text = ast.unparse(node)
-        if not any(isinstance(one, ast.FunctionDef) and one.name == "__iter__" for one in node.body):
+        own = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__iter__"]
+        if not own or _passes_on(own[-1]):
             continue
         if not re.search(
             r"rank|world_size|num_replicas|shard|split|get_worker_info|process_index", text, re.IGNORECASE
@@ -213,6 +220,23 @@ def stream_not_split(check: Check) -> Iterator[Problem]:
             yield check.problem(
                 "DT028", node, f"{node.name} gives every rank and every worker process the same samples"
             )
+
+
+def _passes_on(function: ast.FunctionDef) -> bool:
+    """Whether an __iter__ has no samples of its own: it raises, or hands out those of another dataset."""
+    body = [one for one in function.body if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))]
+    last = body[-1] if body else None
+    if isinstance(last, ast.Raise):
+        return True
+    made = last.value if isinstance(last, ast.Return | ast.Expr) else None
+    made = made.value if isinstance(made, ast.YieldFrom) else made
+    made = last.iter if isinstance(last, ast.For) else made
+    while isinstance(made, ast.Call):
+        if (key(made.func) or "") in ("iter", "enumerate", "map") and made.args:
+            made = made.args[-1]
+        else:
+            return isinstance(made.func, ast.Attribute) and made.func.attr == "__iter__"
+    return (key(made) or "").startswith("self.") if made is not None else False
 
 
 CHECKS = (undivided, same_order, contradicting, stream_not_split)

@@ -24,28 +24,58 @@ def weights_elsewhere(check: Check) -> Iterator[Problem]:
     losses = module.called(*("torch.nn." + name for name in _WEIGHTED))
     if not losses or not check.project.trains(module):
         return
+    if module.called("torch.set_default_device", "torch.set_default_tensor_type"):
+        return
     for call in losses:
         given = [value for name in ("weight", "pos_weight") if (value := keyword(call, name)) is not None]
-        if not given or _moved(check, call) or _in_a_module(check, call):
+        if not given or _moved(check, call) or _in_a_module(check, call) or _on_a_device(check, call):
             continue
-        for value in (value for one in given for value in check.module.values(one)):
-            made = isinstance(value, ast.Call) and _MADE_ON_CPU.match(module.name(value.func) or "")
-            if made and isinstance(value, ast.Call) and keyword(value, "device") is None:
-                yield check.problem("DT006", call, "the loss has weights of its own, and they stay on the CPU")
-                break
+        if any(_made_on_cpu(check, value) for value in given):
+            yield check.problem("DT006", call, "the loss has weights of its own, and they stay on the CPU")
+
+
+def _made_on_cpu(check: Check, value: ast.expr) -> bool:
+    """Whether a value is surely a tensor on the CPU: made there wherever it is set, and never moved."""
+    module = check.module
+    values = module.values(value)
+    name = key(value)
+    moves = [key(one.func.value) for one in _moves(check) if isinstance(one.func, ast.Attribute)]
+    if name is not None and name in moves:
+        return False
+    return all(
+        isinstance(one, ast.Call)
+        and _MADE_ON_CPU.match(module.name(one.func) or "") is not None
+        and keyword(one, "device") is None
+        and not _on_a_device(check, one)
+        for one in values
+    )
+
+
+def _on_a_device(check: Check, node: ast.AST) -> bool:
+    """Whether a `with torch.device(...)` is around a node."""
+    return any(
+        isinstance(parent, ast.With) and any("device" in ast.unparse(one.context_expr) for one in parent.items)
+        for parent, _ in check.module.chain(node)
+    )
+
+
+def _moves(check: Check) -> list[ast.Call]:
+    return [one for name in ("to", "cuda", "to_empty") for one in check.module.methods.get(name, ())]
 
 
 def _moved(check: Check, call: ast.Call) -> bool:
-    """Whether what a call makes is put on a device, at once or later."""
+    """Whether what a call makes is put on a device, at once or later, or goes where nobody can tell."""
     module = check.module
-    above = module.parents.get(call)
-    if isinstance(above, ast.Attribute) and above.attr in ("to", "cuda"):
-        return True
-    statement = module.statement(call)
-    name = key(statement.targets[0]) if isinstance(statement, ast.Assign) else None
-    moves = module.methods["to"] + module.methods["cuda"]
-    moved = {key(one.func.value) for one in moves if isinstance(one.func, ast.Attribute)}
-    return name in moved
+    above: ast.AST = call
+    while not isinstance(above, ast.stmt):
+        above = module.parents[above]
+        if isinstance(above, ast.Attribute) and above.attr in ("to", "cuda"):
+            return True
+        if isinstance(above, ast.Call) and above.func is not call:
+            return True  # an argument of something that may move it
+    target = above.targets[0] if isinstance(above, ast.Assign) else above.target if isinstance(above, ast.For) else None
+    name = key(target) if target is not None else None
+    return name in {key(one.func.value) for one in _moves(check) if isinstance(one.func, ast.Attribute)}
 
 
 def _in_a_module(check: Check, call: ast.Call) -> bool:
@@ -87,6 +117,15 @@ def _fixed_devices(check: Check) -> Iterator[tuple[ast.expr, str]]:
             and _is_fixed(call.args[0], number=call.func.attr == "cuda")
         ):
             yield call.args[0], ast.unparse(call) if len(ast.unparse(call)) < 50 else f".{call.func.attr}(...)"
+    yield from _fixed_arguments(check)
+    for node in module.each(ast.Assign):
+        if _is_fixed(node.value, number=False):
+            yield node.value, ast.unparse(node)
+
+
+def _fixed_arguments(check: Check) -> Iterator[tuple[ast.expr, str]]:
+    """Keyword arguments that do."""
+    module = check.module
     for call in module.called(names.DDP, "torch.load"):
         for one in call.keywords:
             if one.arg == "device_ids" and isinstance(one.value, ast.List) and len(one.value.elts) == 1:
@@ -96,9 +135,11 @@ def _fixed_devices(check: Check) -> Iterator[tuple[ast.expr, str]]:
                 one.value, number=one.arg == "output_device"
             ):
                 yield one.value, f"{one.arg}={ast.unparse(one.value)}"
-    for node in module.each(ast.Assign):
-        if _is_fixed(node.value, number=False):
-            yield node.value, ast.unparse(node)
+    if "cuda:" in module.text:
+        for call in (one for found in module.methods.values() for one in found):
+            for one in call.keywords:
+                if one.arg == "device" and _is_fixed(one.value, number=False):
+                    yield one.value, f"device={ast.unparse(one.value)}"
 
 
 def _is_fixed(node: ast.expr, *, number: bool) -> bool:
@@ -200,7 +241,7 @@ def no_device_chosen(check: Check) -> Iterator[Problem]:
     module = check.module
     if not module.called(names.INIT) or any("CUDA_VISIBLE_DEVICES" in one.text for one in check.project.reach(module)):
         return
-    for name in ("set_device", "set_device_index", "setup_device", "device_count_per_node"):
+    for name in ("set_device", "set_device_index", "setup_device", "device_count_per_node", "get_device"):
         if check.project.methods(module, name):
             return
     for call in module.called(names.INIT):

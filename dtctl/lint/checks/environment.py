@@ -11,6 +11,12 @@ from dtctl.lint.model import Problem, Severity
 from dtctl.lint.module import constant, key, keyword
 from dtctl.lint.variables import NAME, judge
 
+_SPAWNS = (
+    "torch.multiprocessing.spawn",
+    "torch.multiprocessing.start_processes",
+    "torch.multiprocessing.Process",
+    "multiprocessing.Process",
+)
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK")
 
 
@@ -23,6 +29,15 @@ def _settings(check: Check) -> Iterator[tuple[ast.AST, str, ast.expr | None]]:
                 name = constant(target.slice)
                 if isinstance(name, str):
                     yield node, name, node.value
+    for call in module.methods.get("update", ()):
+        if isinstance(call.func, ast.Attribute) and _is_environ(check, call.func.value):
+            for given in (one for one in call.args if isinstance(one, ast.Dict)):
+                for variable, value in zip(given.keys, given.values, strict=True):
+                    if isinstance(name := constant(variable), str):
+                        yield value, name, value
+            for one in call.keywords:
+                if one.arg is not None:
+                    yield one.value, one.arg, one.value
     for call in module.called("os.putenv"):
         if len(call.args) == 2 and isinstance(name := constant(call.args[0]), str):
             yield call, name, call.args[1]
@@ -69,7 +84,10 @@ def never_destroyed(check: Check) -> Iterator[Problem]:
 def fixed_meeting_point(check: Check) -> Iterator[Problem]:
     """DT035."""
     module = check.module
-    severity: Severity = "error" if check.cluster.several else "info" if check.cluster.one else "warning"
+    if _one_process(check):
+        return
+    here = check.cluster.one or any(check.project.calls(module, one) for one in _SPAWNS)  # starts its ranks on its node
+    severity: Severity = "error" if check.cluster.several else "info" if here else "warning"
     for node, name, value in _settings(check):
         if (
             name not in _RENDEZVOUS
@@ -89,6 +107,12 @@ def fixed_meeting_point(check: Check) -> Iterator[Problem]:
             yield check.problem("DT035", size, f"world_size is fixed to {number}", severity=severity)
         elif isinstance(text, str) and text.startswith("tcp://") and method is not None:
             yield check.problem("DT035", method, f"the address is fixed to {text}", severity=severity)
+
+
+def _one_process(check: Check) -> bool:
+    """Whether the only process group of a file has one rank, as in tests."""
+    starts = check.module.called(names.INIT)
+    return bool(starts) and all(constant(keyword(one, "world_size")) == 1 for one in starts)
 
 
 def _optional(check: Check, node: ast.AST) -> bool:

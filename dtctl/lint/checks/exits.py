@@ -10,7 +10,7 @@ from dtctl.lint import names
 from dtctl.lint.checks import Check
 from dtctl.lint.model import Problem
 from dtctl.lint.module import keyword
-from dtctl.lint.ranks import guard, guards, leaves
+from dtctl.lint.ranks import Guard, guard, guards, leaves
 
 _NOT_FINITE = re.compile(r"\b(?:isnan|isinf|isfinite)\b")
 _TRAINS = re.compile(r"train|backward|optimizer\.step|fit\b")
@@ -26,14 +26,17 @@ def left_alone(check: Check) -> Iterator[Problem]:
     module = check.module
     if not module.trains:
         return
+    said: set[ast.stmt] = set()
     for node in module.each(ast.If):
         if not leaves(node.body) or node.orelse:
             continue
         found = guard(module, node.test)
         if found is not None:
-            made = _collective_after(check, node) if found.sure and found.sure_not else None
+            alone = found.sure and found.sure_not and not _meets(check, node)
+            made = _collective_after(check, node) if alone else None
             if made is not None:
                 message = f"some ranks leave here, and {made} further down waits for them"
+                said.add(node.body[-1])
                 yield check.problem("DT013", node.body[-1], message)
             continue
         text = ast.unparse(node.test)
@@ -46,6 +49,69 @@ def left_alone(check: Check) -> Iterator[Problem]:
                 severity="warning",
             )
     yield from _out_of_memory(check)
+    yield from (problem for one, problem in _left_loop(check) if one not in said)
+
+
+def _meets(check: Check, node: ast.If) -> bool:
+    """Whether the ranks that leave call a collective before they do: the others may mean that one."""
+    calls = check.module.calls
+    return any(check.module.within(call, one) for name in names.COLLECTIVES for call in calls.get(name, ())
+               for one in node.body)  # fmt: skip
+
+
+def _left_loop(check: Check) -> Iterator[tuple[ast.stmt, Problem]]:
+    """`break` and `continue` that the rank decides on, in a loop whose backward pass all ranks have to make."""
+    module = check.module
+    leaving: list[ast.Break | ast.Continue] = [*module.each(ast.Break), *module.each(ast.Continue)]
+    decided = [(one, found) for one in leaving if (found := _decided_by_rank(check, one)) is not None]
+    for one, found in decided:
+        loop = module.enclosing(one, (ast.For, ast.While))
+        if loop is None or not _waited_for(check, one) or _joined(check, one):
+            continue
+        if any(
+            type(other) is type(one)
+            and elsewhere.at_zero != found.at_zero
+            and module.enclosing(other, (ast.For, ast.While)) is loop
+            for other, elsewhere in decided
+        ):
+            continue
+        passes = [call for call in module.below(loop, "backward") if all(way.early for way in guards(module, call))]
+        if isinstance(one, ast.Continue):
+            passes = [call for call in passes if _comes_after(check, one, call, loop)]
+        if passes:
+            yield one, check.problem("DT013", one, "some ranks leave here, and the others wait for their gradients")
+
+
+def _decided_by_rank(check: Check, leave: ast.stmt) -> Guard | None:
+    """The condition on the rank inside of a loop under which a statement leaves it."""
+    module = check.module
+    loop = module.enclosing(leave, (ast.For, ast.While))
+    for one in guards(module, leave):
+        inside = loop is not None and one.test is not loop and module.within(one.test, loop)
+        if inside and one.sure and not one.early and one.test is not getattr(loop, "test", None):
+            return one
+    return None
+
+
+def _comes_after(check: Check, leave: ast.stmt, call: ast.Call, loop: ast.AST) -> bool:
+    """Whether a call is in a statement after this one, in its block or one around it, up to a loop."""
+    module = check.module
+    for parent, child in module.chain(leave):
+        block = module.block(child) if isinstance(child, ast.stmt) else []
+        at = next((index for index, one in enumerate(block) if one is child), len(block))
+        if any(module.within(call, later) for later in block[at + 1 :]):
+            return True
+        if parent is loop:
+            return False
+    return False
+
+
+def _joined(check: Check, node: ast.AST) -> bool:
+    """Whether `with model.join()` is around a node: ranks may stop one by one there."""
+    return any(
+        isinstance(parent, ast.With) and any(".join(" in ast.unparse(one.context_expr) + "(" for one in parent.items)
+        for parent, _ in check.module.chain(node)
+    )
 
 
 def _out_of_memory(check: Check) -> Iterator[Problem]:
@@ -101,7 +167,7 @@ def _follows(check: Check, node: ast.If, call: ast.Call) -> bool:
     return False
 
 
-def _waited_for(check: Check, node: ast.If) -> bool:
+def _waited_for(check: Check, node: ast.stmt) -> bool:
     """Whether a loop around it trains a model that is wrapped somewhere."""
     loop = check.module.enclosing(node, (ast.For, ast.While))
     if loop is None or not check.module.below(loop, "backward"):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dtctl.lint.checks import Check
 from dtctl.lint.model import Problem, Severity
-from dtctl.lint.module import constant, key, keyword
+from dtctl.lint.module import constant, key, keyword, position
 from dtctl.lint.ranks import guards, is_world_size
 
 ALL_REDUCE = "torch.distributed.all_reduce"
@@ -75,14 +75,36 @@ def fixed_divisor(check: Check) -> Iterator[Problem]:
         if name is None or (op is not None and not ast.unparse(op).endswith("SUM")):
             continue
         for node, divisor in _divisions(check, name, call):
+            if _last_reduced(check, name, node) is not call or _is_floor(node):
+                continue
             for value in module.values(divisor):
                 number = constant(value)
                 counted = isinstance(value, ast.Call) and (key(value.func) or "").endswith("device_count")
-                if counted or (isinstance(number, int | float) and number > 1 and float(number).is_integer()):
+                if counted or _may_be_ranks(number):
                     severity: Severity = "error" if check.cluster.several else "warning"
                     what = "the GPUs of one node" if counted else f"{number}"
                     message = f"`{name}` is a sum over all ranks, and is divided by {what}"
                     yield check.problem("DT019", node, message, severity=severity)
+
+
+def _may_be_ranks(number: object) -> bool:
+    """Whether a number looks like a number of GPUs: 1000, 100 or 1e9 is another unit, 3 and 7 are other things."""
+    return isinstance(number, int | float) and number in range(2, 1024, 2) and number % 10 != 0
+
+
+def _last_reduced(check: Check, name: str, before: ast.AST) -> ast.Call | None:
+    """The last all_reduce of a name in front of a place in the same function: later ones may take the maximum."""
+    module = check.module
+    found = None
+    for call in module.called(ALL_REDUCE):
+        own = module.scope(call) is module.scope(before) and position(call) <= position(before)
+        if own and call.args and key(call.args[0]) == name:
+            found = call
+    return found
+
+
+def _is_floor(node: ast.AST) -> bool:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv)
 
 
 def _divisions(check: Check, name: str, after: ast.Call) -> Iterator[tuple[ast.AST, ast.expr]]:

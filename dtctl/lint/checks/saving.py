@@ -13,6 +13,7 @@ from dtctl.lint.module import Function, key
 from dtctl.lint.ranks import guards, mentions_rank
 
 _NODE_LOCAL = re.compile(r"/tmp|/dev/shm|scratch|local|tempfile")  # noqa: S108 - looked for, not used
+_OWN_PATH = re.compile(r"tempfile|mk[ds]temp|Temporary(?:File|Directory)|tmp_?(?:path|dir)|uuid|getpid|hostname")
 _SAVES = re.compile(r"(?:^|_)save_?(?:checkpoint|model|state|ckpt|snapshot|weights)")
 
 
@@ -79,6 +80,8 @@ def _fixed_path(check: Check, path: ast.expr) -> bool:
     if mentions_rank(module, path):
         return False
     for value in module.values(path):
+        if _OWN_PATH.search(ast.unparse(value)):
+            return False
         if isinstance(value, ast.Call) and (key(value.func) or "").rpartition(".")[2] in ("BytesIO", "StringIO"):
             return False
         function = module.scope(path)

@@ -48,7 +48,28 @@ def collective_by_some(check: Check) -> Iterator[Problem]:
             if found is not None and not found.early:
                 short = name.rpartition(".")[2]
                 yield check.problem("DT011", call, f"{short} is called by {_who(found)}, and waits for all")
+    yield from _of_accelerate(check)
     yield from _indirectly(check)
+
+
+def _of_accelerate(check: Check) -> Iterator[Problem]:
+    """Methods of an Accelerator."""
+    module = check.module
+    for name in ("wait_for_everyone", "gather", "gather_for_metrics", "reduce") if "accelerate" in module.text else ():
+        calls = [one for one in module.methods.get(name, ()) if _is_accelerator(check, one)]
+        for call in calls:
+            found = _alone(check, call, calls)
+            if found is not None and not found.early:
+                yield check.problem("DT011", call, f"{name} is called by {_who(found)}, and waits for all")
+
+
+def _is_accelerator(check: Check, call: ast.Call) -> bool:
+    """Whether a method is that of an accelerate.Accelerator."""
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    bound = [one.value for one in check.module.lookup(owner)] if owner is not None else []
+    return bool(bound) and all(
+        isinstance(one, ast.Call) and (check.module.name(one.func) or "").startswith("accelerate.") for one in bound
+    )
 
 
 def _takes_a_group(name: str, call: ast.Call) -> bool:

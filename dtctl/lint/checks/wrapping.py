@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from dtctl.lint import names
@@ -22,6 +23,10 @@ def data_parallel(check: Check) -> Iterator[Problem]:
 def moved_after(check: Check) -> Iterator[Problem]:
     """DT002."""
     module = check.module
+    for call in module.methods["to"] + module.methods["cuda"]:
+        inner = call.func.value if isinstance(call.func, ast.Attribute) else None
+        if isinstance(inner, ast.Call) and module.name(inner.func) == names.DDP and _fresh(check, inner):
+            yield check.problem("DT002", call, "the model is moved after it was wrapped in DDP")
     for wrap in wraps(module):
         if wrap.kind != "ddp" or wrap.target is None or _placed(check, wrap):
             continue
@@ -38,12 +43,25 @@ def moved_after(check: Check) -> Iterator[Problem]:
                 break
 
 
+def _fresh(check: Check, wrap: ast.Call) -> bool:
+    """Whether what is wrapped is made on the spot by a class of torch or of this file, on the CPU as it seems."""
+    made = wrap.args[0] if wrap.args else None
+    if not isinstance(made, ast.Call) or not isinstance(made.func, ast.Name | ast.Attribute):
+        return False
+    if re.search(r"device|cuda", ast.unparse(made)):
+        return False
+    classes = [one for one in check.module.each(ast.ClassDef) if one.name == key(made.func)]
+    if classes:
+        return not re.search(r"\.to\(|\.cuda\(|device", ast.unparse(classes[-1]))
+    return (check.module.name(made.func) or "").startswith("torch.nn.")
+
+
 def _placed(check: Check, wrap: Wrap) -> bool:
     """Whether the model was put somewhere before it was wrapped."""
     module = check.module
     text = ast.unparse(wrap.call.args[0]) if wrap.call.args else ""
     if ".to(" in text or ".cuda(" in text or wrap.source is None:
-        return True
+        return not _fresh(check, wrap.call)
     for call in module.methods["to"] + module.methods["cuda"]:
         below = call.func.value if isinstance(call.func, ast.Attribute) else None
         if call.lineno > wrap.call.lineno or below is None or module.scope(call) is not module.scope(wrap.call):
@@ -71,10 +89,15 @@ def attribute(check: Check) -> Iterator[Problem]:
     """DT021."""
     module = check.module
     targets = {wrap.target for wrap in wraps(module) if wrap.kind == "ddp" and wrap.target}
+    if not targets or any(key(call.args[0]) in targets for call in module.methods.get("setattr", ()) if call.args):
+        return
+    given = {(key(node.value), node.attr) for node in module.each(ast.Attribute) if not isinstance(node.ctx, ast.Load)}
     seen = set()
-    for node in module.each(ast.Attribute) if targets else ():
+    for node in module.each(ast.Attribute):
         name = key(node.value)
         if name not in targets or node.attr in DDP_ATTRIBUTES or not isinstance(node.ctx, ast.Load):
+            continue
+        if node.attr.startswith("__") or (name, node.attr) in given:
             continue
         wrap = wrapped(module, node.value, node)
         if wrap is None or wrap.kind != "ddp" or (name, node.attr) in seen or _asked_for(check, node):

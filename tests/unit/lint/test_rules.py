@@ -11,7 +11,7 @@ import pytest
 from dtctl.lint.rules import rules
 
 sys.path.insert(0, str(Path(__file__).parent))
-from snippets import found
+from snippets import found, problems
 
 CASES = Path(__file__).parent / "cases"
 _HEAD = re.compile(r"^### (?P<kind>wrong|right)(?: (?P<options>\(.*?\)))?: (?P<title>.*)$", re.MULTILINE)
@@ -60,3 +60,9 @@ def test_every_rule_has_three_cases_of_each_kind(rule: str) -> None:
     kinds = [kind for id_, kind, *_ in cases() if id_ == rule]
     assert kinds.count("wrong") >= 3
     assert kinds.count("right") >= 3
+
+
+def test_the_meeting_point_of_a_job_that_starts_its_ranks_itself_is_only_worth_knowing() -> None:
+    code = 'os.environ["MASTER_ADDR"] = "localhost"\nmp.spawn(main, nprocs=4)\n'
+    severities = {nodes: [one.severity for one in problems(code, nodes=nodes)] for nodes in (None, 2)}
+    assert severities == {None: ["info"], 2: ["error"]}
