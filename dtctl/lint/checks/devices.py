@@ -135,11 +135,11 @@ def _fixed_arguments(check: Check) -> Iterator[tuple[ast.expr, str]]:
                 one.value, number=one.arg == "output_device"
             ):
                 yield one.value, f"{one.arg}={ast.unparse(one.value)}"
-    if "cuda:" in module.text:
-        for call in (one for found in module.methods.values() for one in found):
-            for one in call.keywords:
-                if one.arg == "device" and _is_fixed(one.value, number=False):
-                    yield one.value, f"device={ast.unparse(one.value)}"
+    calls = (one for found in module.methods.values() for one in found) if "cuda:" in module.text else ()
+    given = [one.value for call in calls for one in call.keywords if one.arg == "device"]
+    made = [one for one in given if _is_fixed(one, number=False)]
+    if len({constant(one) for one in made}) == 1:  # a file that names several GPUs means each of them
+        yield from ((one, f"device={ast.unparse(one)}") for one in made)
 
 
 def _is_fixed(node: ast.expr, *, number: bool) -> bool:
