@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import gc
 import os
 import sys
@@ -71,7 +72,11 @@ def lint_text(
     if python and "\r" in text:  # Python ends a line there too, and counts it
         text = text.replace("\r\n", "\n").replace("\r", "\n")
     ignored = source.Ignored(text, python=python)
-    found = _python(path, text, cluster, project or Project()) if python else check_shell(str(path), text, cluster)
+    if python:
+        known = project or Project()
+        found = _guarded(lambda: _python(path, text, cluster, known), path, "index")
+    else:
+        found = _guarded(lambda: check_shell(str(path), text, cluster), path, "check_shell")
     kept = [one for one in found if not ignored.covers(one.rule, one.line, one.end_line)]
     return sorted(kept, key=lambda one: (one.line, one.column, one.rule))
 
@@ -133,27 +138,31 @@ def _checked(path: Path, text: str, cluster: Cluster, project: Project) -> list[
     check = Check(module, project, cluster)
     found: list[Problem] = []
     for checker in python_checks():
-        try:
-            found += list(checker(check))
-        except RecursionError:
-            raise
-        except Exception as exc:  # noqa: BLE001 - one rule's mistake must not take the other files with it
-            what = f"{type(exc).__name__}: {exc}"
-            found.append(
-                failed(path, f"the rule {checker.__name__} failed on this file ({what}); it is dtctl's mistake")
-            )
+        found += _guarded(functools.partial(checker, check), path, checker.__name__)
     return found
+
+
+def _guarded(work: Callable[[], Iterable[Problem]], path: Path, name: str) -> list[Problem]:
+    """What a rule finds; that it failed, if it did: its mistake must not take the other rules and files with it."""
+    try:
+        return list(work())
+    except RecursionError:
+        raise
+    except Exception as exc:  # noqa: BLE001 - whatever it is
+        what = f"{type(exc).__name__}: {exc}"
+        return [failed(path, f"the rule {name} failed on this file ({what}); it is dtctl's mistake")]
 
 
 def _with_a_large_stack(work: Callable[[], list[Problem]], path: Path) -> list[Problem]:
     """What a function returns that needs more stack than usual: it runs in a thread that has it."""
     found: list[Problem] = []
+    too_deep = unreadable(path, 1, 1, "is nested too deeply to be looked at")
 
     def run() -> None:
         try:
             found.extend(work())
         except (RecursionError, MemoryError):
-            found.append(unreadable(path, 1, 1, "is nested too deeply to be looked at"))
+            found.append(too_deep)
 
     before, stack = sys.getrecursionlimit(), threading.stack_size(_STACK)
     sys.setrecursionlimit(_DEEP)
@@ -161,6 +170,8 @@ def _with_a_large_stack(work: Callable[[], list[Problem]], path: Path) -> list[P
         thread = threading.Thread(target=run)
         thread.start()
         thread.join()
+    except RuntimeError:  # there is no memory for such a stack
+        return [too_deep]
     finally:
         sys.setrecursionlimit(before)
         threading.stack_size(stack)

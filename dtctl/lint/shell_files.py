@@ -27,7 +27,10 @@ def check_shell(path: str, text: str, cluster: Cluster) -> list[Problem]:
     """Problems of a shell file."""
     if not _RELEVANT.search(text):
         return []
-    script = scanned(text)
+    try:
+        script = scanned(text)
+    except RecursionError:  # quotations in substitutions in quotations, a thousand deep
+        script = Script(whole=False)
     read = said_only(text, script)
     return [
         problem

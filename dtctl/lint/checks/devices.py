@@ -14,7 +14,9 @@ from dtctl.lint.ranks import guards, rank_kind
 
 _WEIGHTED = ("CrossEntropyLoss", "NLLLoss", "BCELoss", "BCEWithLogitsLoss", "MultiLabelSoftMarginLoss")
 _CUDA_N = re.compile(r"cuda:\d+\Z")
-_ONE_PROCESS = re.compile(r"distributed|ddp|local_rank|world_size|multi|device_count|parallel|n_gpu", re.IGNORECASE)
+_ONE_PROCESS = re.compile(
+    r"distributed|ddp|local_rank|world_size|multi|device_count|parallel|fsdp|n_gpu", re.IGNORECASE
+)
 _MADE_ON_CPU = re.compile(r"torch\.(?:tensor|as_tensor|ones|zeros|full|from_numpy|FloatTensor|Tensor|arange|rand)\Z")
 
 
@@ -171,14 +173,14 @@ def _own_gpu(check: Check, node: ast.expr) -> tuple[Edit, ...]:
 
 
 def _local_rank_here(check: Check, node: ast.expr) -> str | None:
-    """A name of the local rank that is set before a node; else the variable, if os is imported."""
+    """A name of the local rank that is set before a node; else the variable, if the file relies on it elsewhere."""
     module = check.module
     scope: ast.AST | None = module.scope(node)
     while scope is not None:
         if any(one.line < node.lineno for one in module.bindings.get((scope, "local_rank"), ())):
             return "local_rank"
         scope = module.enclosing(scope, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module))
-    if module.aliases.get("os") != "os":
+    if module.aliases.get("os") != "os" or "LOCAL_RANK" not in module.text:
         return None
     return 'os.environ["LOCAL_RANK"]' if isinstance(constant(node), str) else 'int(os.environ["LOCAL_RANK"])'
 

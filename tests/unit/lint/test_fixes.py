@@ -131,3 +131,11 @@ def test_an_import_is_not_put_before_what_has_to_be_first() -> None:
     text, _ = fixed_text(code, problems(code, bare=True))
     compile(text, "a.py", "exec")
     assert text.splitlines()[1] == "import contextlib"
+
+
+def test_the_variable_is_read_only_where_the_file_relies_on_it_already() -> None:
+    code = 'dist.init_process_group("nccl")\ntorch.cuda.set_device(0)\n'
+    assert "DT007" in found(code)
+    assert mended(code) == code
+    code = 'print(os.environ["LOCAL_RANK"])\n' + code
+    assert mended(code) == code.replace("(0)", '(int(os.environ["LOCAL_RANK"]))')

@@ -121,3 +121,7 @@ def test_protocols_other_than_ll128_corrupt_nothing() -> None:
 def test_what_does_not_end_is_known_not_to(text: str) -> None:
     assert not scanned(text).whole
     assert scanned('a \'b\' "c $(d ")") e" $((1 << 2)) <<X\n\'\nX\nf=(1 2)\n').whole
+
+
+def test_substitutions_a_thousand_deep_are_read_without_their_words() -> None:
+    assert found("x=" + '"$(' * 3000 + "\nexport NCCL_TIMEOUT=1\n", name="run.sh") <= {"DT029"}
