@@ -45,7 +45,18 @@ def accumulation(check: Check) -> Iterator[Problem]:
 
 
 def _steps(check: Check) -> list[ast.Call]:
-    return [one for one in check.module.methods.get("step", ()) if _OPTIMIZER.search(ast.unparse(one.func))]
+    """Steps of optimizers: by their name, or by what the name was set to."""
+    found = check.module.methods.get("step", ())
+    return [one for one in found if _OPTIMIZER.search(ast.unparse(one.func)) or _of_torch(check, one)]
+
+
+def _of_torch(check: Check, step: ast.Call) -> bool:
+    owner = step.func.value if isinstance(step.func, ast.Attribute) else None
+    made = [one.value for one in check.module.lookup(owner)] if owner is not None else []
+    return bool(made) and all(
+        isinstance(one, ast.Call) and re.match(r"torch\.optim\.\w+\Z", check.module.name(one.func) or "") is not None
+        for one in made
+    )
 
 
 def _every_few(check: Check, loop: ast.For | ast.While, backward: ast.Call) -> ast.If | None:
