@@ -84,6 +84,16 @@ class Project:
                     function = module.scope(call)
                     if isinstance(function, Function) and not _conditional(module, call, function):
                         known.setdefault(function.name, name.rpartition(".")[2])
+            queue = list(known)
+            while queue:
+                below = queue.pop()
+                for call in module.methods.get(below, ()) if len(module.functions[below]) == 1 else ():
+                    caller = module.scope(call)
+                    if not isinstance(call.func, ast.Name) or not isinstance(caller, Function):
+                        continue
+                    if caller.name not in known and not _conditional(module, call, caller):
+                        known[caller.name] = known[below]
+                        queue.append(caller.name)
         return known
 
     def collective_called(self, module: Module, call: ast.Call) -> str | None:
