@@ -188,8 +188,8 @@ def _plot(path: Path, task: Task, found: Advice) -> None:
     import time
 
     from dtctl.advise.advice import described
+    from dtctl.cli.files import write_named
     from dtctl.estimate.memory import GIB
-    from dtctl.launch.record import write_private
     from dtctl.report.page import Bar, advice_page
     from dtctl.report.run import check_out
 
@@ -206,7 +206,7 @@ def _plot(path: Path, task: Task, found: Advice) -> None:
         _title(task), _verdict(found), found.reasons, parts=PARTS, rows=rows, budget=found.best.budget / GIB,
         now=time.time(),
     )  # fmt: skip
-    write_private(check_out(path, option="--plot"), text)
+    write_named(check_out(path, option="--plot"), text, option="--plot")
     output.err(f"wrote {path}")
 
 

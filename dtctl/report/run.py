@@ -126,7 +126,7 @@ def check_out(path: Path, *, option: str = "-o") -> Path:
     """The file to write for `path`, which may be a link to it.
 
     Raises:
-        UsageError: it is a folder, or in none, or no plain file (a device must not be replaced by a page).
+        UsageError: it is a folder, or in none.
     """
     file = path.resolve()
     if file.is_dir():
@@ -137,6 +137,4 @@ def check_out(path: Path, *, option: str = "-o") -> Path:
             where=option,
             hint="make it first, or name another",
         )
-    if file.exists() and not file.is_file():
-        raise UsageError(f"{path} is no plain file", where=option, hint="name a file; a page replaces what is there")
     return file

@@ -237,9 +237,10 @@ def test_a_device_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "null").symlink_to("/dev/null")
     with pytest.raises(UsageError, match="no plain file"):
         write(tmp_path / "null", {"strategy": "ddp"})
-    with pytest.raises(UsageError, match="no plain file") as caught:
-        check_out(tmp_path / "null", option="--plot")
+    with pytest.raises(UsageError, match="is a folder") as caught:
+        check_out(tmp_path, option="--plot")
     assert caught.value.where == "--plot"
+    assert Path("/dev/null").is_char_device()
     (tmp_path / "page.html").symlink_to("elsewhere.html")
     assert check_out(tmp_path / "page.html") == (tmp_path / "elsewhere.html").resolve()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -188,7 +189,12 @@ def test_a_link_and_a_device_stay_what_they_are(tmp_path: Path) -> None:
     assert "<html" in (tmp_path / "real.html").read_text()
     assert (tmp_path / "real.html").stat().st_mode & 0o777 == 0o640
     os.mkfifo(tmp_path / "pipe")
-    with subprocess.Popen(["cat", "pipe"], cwd=tmp_path, stdout=subprocess.PIPE) as reader:
+    # Open for both, so that neither side waits for the other if the page is not written into it.
+    pipe = os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK)
+    try:
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 1 << 20)
         assert report("-o", "pipe", cwd=tmp_path).returncode == 0
-        assert b"<html" in reader.communicate()[0]
+        assert b"<html" in os.read(pipe, 1 << 20)
+    finally:
+        os.close(pipe)
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
