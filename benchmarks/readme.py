@@ -183,16 +183,18 @@ def faults() -> str:
             f"Of {damage['places']} flipped bytes dtctl noticed {flips['dtctl']['noticed']} and took the snapshot "
             f"before; loaded without a word: {silent} ([{damage['file']}]({damage['file']}))."
         )
-    if recovery := newest_with("recovery", "dtctl, warm"):
-        parts = "; ".join(
-            f"{name} {row['median_s']:.2f} s, {row['recovered']} of {row['kills']}"
-            for name, row in recovery.items()
-            if isinstance(row, dict) and "median_s" in row
-        )
-        told.append(
-            f"From `kill -9` of a worker to the next step of both, median, and how many were recovered from: {parts} "
-            f"([{recovery['file']}]({recovery['file']}))."
-        )
+    for part in ("dtctl, warm", "torchrun"):  # the second takes long: whoever is not recovered from waits for a minute
+        if recovery := newest_with("recovery", part):
+            rows = [
+                f"{name} {row['median_s']:.2f} s, {row['recovered']} of {row['kills']}"
+                for name, row in recovery.items()
+                if isinstance(row, dict) and "median_s" in row
+            ]
+            bare = f"; two bare processes need {recovery['floor s']:.2f} s" if "floor s" in recovery else ""
+            told.append(
+                f"From `kill -9` of a worker to the next step of both, median, and how many were recovered from: "
+                f"{'; '.join(rows)}{bare} ([{recovery['file']}]({recovery['file']}))."
+            )
     return "\n".join(told)
 
 
