@@ -61,6 +61,7 @@ def facts(record: RunRecord) -> Facts:
     hidden = {key: value for key, value in settings.items() if value and (_is_secret(key) or LOGIN.search(value))}
     for value in hidden.values():
         text = text.replace(value, HIDDEN)
+    text = LOGIN.sub(f"://{HIDDEN}@", text)  # also within a list, or a comment
     return Facts(
         info=record.info(),
         state=state,

@@ -127,7 +127,7 @@ def _requeue(slurm: Slurm, here: Sequence[Mapping[str, str]]) -> Iterator[Lack]:
     shortest = min((limit for text in limits if (limit := minutes(text)) is not None), default=None)
     if shortest is not None and shortest * 60 <= slurm.warn_s:
         yield Lack(
-            check="requeue", key="slurm.warn_s", never=True,
+            check="requeue", key="slurm.warn_s", never=False,  # a job that is no training does not mind
             summary=f"the workers would be told to save and end as soon as they start: the job may run for "
             f"{shortest * 60:.0f} s, and the warning comes {slurm.warn_s} s before that",
             fix="a longer slurm.time, or a later warning", evidence=tuple(f"DefaultTime={one}" for one in limits)

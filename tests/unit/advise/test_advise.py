@@ -198,7 +198,7 @@ cluster: {transport: local, slots: 2}
 job:
   script: train.py
 train:                 # how
-  strategy: ddp        # for now
+  strategy: ddp        # at first
   lr: 1.0e-3
   fsdp:
     reshard_after_forward: true
@@ -211,7 +211,7 @@ def test_writing_keeps_everything_else_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "dtctl.yaml"
     path.write_text(SPEC)
     write(path, {"strategy": {"dp": 2, "tp": 2}, "fsdp": {"cpu_offload": True}, "micro_batch": 4})
-    wanted = SPEC.replace("  strategy: ddp        # for now\n", "  strategy: {dp: 2, tp: 2}        # for now\n")
+    wanted = SPEC.replace("  strategy: ddp        # at first\n", "  strategy: {dp: 2, tp: 2}        # at first\n")
     wanted = wanted.replace("  fsdp:\n    reshard_after_forward: true\n", "  fsdp: {cpu_offload: true}\n")
     wanted = wanted.replace("# how\n", "# how\n  micro_batch: 4\n")
     assert path.read_text() == wanted

@@ -179,6 +179,15 @@ def test_what_looks_like_a_secret_is_not_passed_on(tmp_path: Path, name: str, va
     assert ("sesame" in page([facts(record)], now=0.0).replace("sesame-", "")) is shown
 
 
+def test_a_login_within_a_list_of_the_spec_is_not_passed_on(tmp_path: Path) -> None:
+    record = make_run(tmp_path)
+    spec = record.folder / "spec.yaml"
+    spec.write_text(spec.read_text().replace("script: train.py", "script: train.py\n  args: [--db, 'pg://u:sesame@h']"))
+    text = page([facts(record)], now=0.0)
+    assert "--db" in text
+    assert "sesame@" not in text
+
+
 def test_a_link_and_a_device_stay_what_they_are(tmp_path: Path) -> None:
     make_run(tmp_path)
     (tmp_path / "real.html").write_text("old")
