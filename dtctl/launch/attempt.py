@@ -122,8 +122,9 @@ class Attempt:
         refusal = self.gang.logs.refusal()
         if refusal is not None:
             self.gang.emit("note", node=name, text=f"output is shown and not kept on this machine: {refusal}")
-        # Metrics come from a step that all workers have taken part in, the silent ones too.
-        for node in sorted(self.quiet if rank == METRICS else self.quiet & {name}):
+        # Metrics come from a step that all workers have taken part in, the silent ones too; those that come before the
+        # workers are those of the attempt before.
+        for node in sorted((self.quiet if rank == METRICS else self.quiet & {name}) - self.starting):
             self.quiet.discard(node)
             self.gang.emit("node", node=node, state="running")
 

@@ -117,6 +117,29 @@ def test_the_restarts_are_counted(project: Project) -> None:
     assert (done.code, done.done["attempts"]) == (8, 2)
 
 
+def test_metrics_of_the_attempt_before_do_not_make_a_node_run(project: Project) -> None:
+    project.write("dtctl.yaml", spec_text())
+    project.write(
+        "train.py",
+        "import json, os, sys, time\n"
+        "attempt = int(os.environ['DTCTL_ATTEMPT'])\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    with open(os.environ['DTCTL_METRICS'], 'a') as file:\n"
+        "        file.write(json.dumps({'step': attempt + 1, 'loss': 1.0}) + '\\n')\n"
+        "time.sleep(0.5)\n"
+        "print('here', flush=True)\n"
+        "sys.exit(1 - attempt)\n",
+    )
+    done = project.run("launch", "--json", "--set", "job.max_restarts=1")
+    assert done.code == 0, done.err
+    told: dict[object, list[object]] = {}
+    for event in done.events:
+        if event["event"] == "node" and event["state"] in ("started", "running"):
+            told.setdefault(event["node"], []).append(event["state"])
+    assert told
+    assert all(states == ["started", "running"] * 2 for states in told.values()), told
+
+
 @pytest.mark.parametrize("lost", [0, 1], ids=["head", "another"])
 def test_the_gang_is_started_again_after_a_node_was_lost(project: Project, sandbox: Sandbox, lost: int) -> None:
     project.write("dtctl.yaml", spec_text(grace_s=1))
