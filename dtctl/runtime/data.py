@@ -35,8 +35,11 @@ class Samples(Protocol):
 class Batches(Protocol):
     """A data set that makes whole batches at once, which is faster than sample by sample.
 
-    What it makes should depend on the indices alone. Random numbers that `batch` draws in the loop are of the worker's
-    stream, which snapshots hold; read ahead by a thread or by processes, they are not the same.
+    What it makes should depend on the indices and on random numbers alone: before each call, Python's, NumPy's and
+    torch's generators, and those that the data set keeps, are seeded by the position of the batch. A thread cannot have
+    that (`data_workers: thread`), since it shares these generators with the loop: `batch` must draw nothing there.
+    A class that draws no random numbers in any case may say so with an attribute `deterministic = True`, beside
+    `batch`, and saves some 15 us a batch.
     """
 
     def __len__(self) -> int:
@@ -61,6 +64,14 @@ class Stream(Protocol):
 
     def open(self, shard: int, epoch: int) -> Iterator[Any]:
         """The samples of a shard in its epoch-th reading, in an order that depends on nothing else."""
+
+
+def is_deterministic(data: object) -> bool:
+    """Whether the class that has `batch` also promises that it draws no random numbers; a subclass's is another."""
+    for kind in type(data).__mro__:
+        if "batch" in vars(kind):
+            return bool(vars(kind).get("deterministic", False)) and "batch" not in getattr(data, "__dict__", {})
+    return False
 
 
 def size(data: Samples | Batches | Stream) -> int:
@@ -98,6 +109,8 @@ def _each(batch: Any, action: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 class TensorData:
     """Tensors of equal length as a data set; sample i is the tuple of their i-th entries."""
 
+    deterministic = True
+
     def __init__(self, *tensors: torch.Tensor) -> None:
         if not tensors or any(len(tensor) != len(tensors[0]) for tensor in tensors):
             raise ValueError("a data set needs one tensor or several of equal length")
@@ -120,6 +133,8 @@ class TokenFile:
     including (i + 1) * context; its inputs are all but the last and its targets all but the first, so each token is
     predicted once per epoch.
     """
+
+    deterministic = True
 
     def __init__(self, path: Path, *, context: int, dtype: str = "uint16") -> None:
         """Map a file.

@@ -22,7 +22,7 @@ from dtctl.errors import PlanError, WorkerFailed
 from dtctl.runtime.config import TrainConfig
 from dtctl.runtime.data import Batches, pinned
 from dtctl.runtime.order import Indices, Schedule
-from dtctl.runtime.reading import Reader
+from dtctl.runtime.reading import Examination, Reader
 
 Request = tuple[Indices, Indices]
 """Indices and positions of one micro batch."""
@@ -48,7 +48,7 @@ class Feed:
                 where="train.data_workers",
                 hint="give the data set a method `batch(indices)`, or use processes: `data_workers: 2`",
             )
-        self._reader = reader
+        self.reader = reader
         self._workers, self._ahead = config.data_workers, config.data_prefetch
         self._pin = device.type == "cuda"
         self._source: Iterator[Any] | None = None
@@ -66,9 +66,9 @@ class Feed:
             index: its number in the step.
         """
         if self._workers == 0:
-            if self._reader.at_once is not None:
-                return self._reader.at_once(indices)
-            return self._reader(indices, schedule.positions(start)[index])
+            if self.reader.at_once is not None:
+                return self.reader.at_once(indices)
+            return self.reader(indices, schedule.positions(start)[index])
         if self._source is None or self._next != (start, index):
             self.close()
             self._begin(schedule, start, index)
@@ -81,22 +81,28 @@ class Feed:
             self._let_die()
             raise
         self._next = next(self._order, None)
+        if self.reader.at_once is None:
+            self.reader.settle(schedule.positions(start)[index])
         return found
+
+    def examine(self, positions: Indices) -> Examination:
+        """Look at a few samples before training; `positions` of a stream are those that are read."""
+        return self.reader.examine(positions, threaded=self._workers == "thread")
 
     def single(self, indices: Indices) -> Any:
         """A batch out of turn."""
-        return self._reader(indices, indices)
+        return self.reader(indices, indices)
 
     def _begin(self, schedule: Schedule, start: int, index: int) -> None:
         self._order = schedule.keys(start, index)
         self._next = next(self._order)
         requests = schedule.requests(start, index)
         if self._workers == "thread":
-            self._source = _by_thread(self._reader, requests, ahead=self._ahead, pin=self._pin)
+            self._source = _by_thread(self.reader, requests, ahead=self._ahead, pin=self._pin)
             return
         before = set(multiprocessing.active_children())
         loader: DataLoader[Any] = DataLoader(
-            _Requested(self._reader),
+            _Requested(self.reader),
             sampler=requests,  # drawn from as batches are due
             batch_size=None,
             num_workers=int(self._workers),
@@ -178,7 +184,7 @@ def _by_thread(reader: Reader, requests: Iterator[Request], *, ahead: int, pin: 
     """Batches in order, up to `ahead` of them read by a thread before they are asked for."""
 
     def read(request: Request) -> Any:
-        batch = reader(*request)
+        batch = reader.in_thread(*request)
         return pinned(batch) if pin else batch
 
     pending: deque[Future[Any]] = deque()

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from dtctl import names
+from dtctl.errors import DtctlError, SnapshotError
 from dtctl.runtime import randomness, resume
+from dtctl.runtime.account import EVERYONE, checksum
 from dtctl.runtime.config import SnapshotConfig
 from dtctl.runtime.console import complain
 from dtctl.runtime.snapshot import state
 from dtctl.runtime.snapshot.pieces import Key
 from dtctl.runtime.snapshot.place import Place, Remote, place
 from dtctl.runtime.snapshot.saver import Saver
+from dtctl.runtime.snapshot.share import gathered_json
 from dtctl.runtime.snapshot.stores import stores
 from dtctl.runtime.snapshot.whole import gathered, gathered_optimizer
 from dtctl.runtime.worker import Worker
@@ -82,15 +85,41 @@ def saver(config: SnapshotConfig, folder: Place, worker: Worker, model: nn.Modul
     )
 
 
+def begin(saver: Saver, worker: Worker) -> None:
+    """Take the folder for this run; collective over all workers.
+
+    Raises:
+        SnapshotError: on every worker, if another run writes there, or nobody can.
+    """
+    error = None
+    if saver.together:
+        saver.open()
+        return
+    if worker.is_first:
+        try:
+            saver.open()
+        except DtctlError as exc:
+            error = {"message": exc.message, "where": exc.where, "hint": exc.hint}
+    told = gathered_json(error, worker)[0]
+    if told is not None:
+        raise SnapshotError(told["message"], where=told["where"], hint=told["hint"])
+
+
 def save(trainer: Trainer, *, needed: bool) -> None:
     """Begin a snapshot of this step; collective over all workers."""
     worker, saver = trainer.worker, trainer.saver
     together, in_pieces = saver.together, saver.spread
     everyone = randomness.gather(worker)
+    local, lost = _local(trainer, in_pieces=in_pieces)
     parts = _own(trainer) if in_pieces else _whole(trainer)
+    parts |= {"local": local} if local else {}
     if worker.is_first:
         parts["random"] = everyone
+        parts["circumstances"] = {"detail": trainer.account.text}
     facts = {"position": trainer.position, "circumstances": trainer.circumstances} | {
+        "programs": trainer.account.checksums,
+        "irreproducible": trainer.account.irreproducible
+        + [f"{path} changes in training, and snapshots do not keep it" for path in lost],
         "batch": resume.sizes(trainer.asked, trainer.batch),
         "rate_factor": trainer.rate_factor,
         "chosen": trainer.settled.kept,
@@ -102,12 +131,34 @@ def save(trainer: Trainer, *, needed: bool) -> None:
         saver.save(trainer.step, parts, facts=facts, best=best, needed=needed)
 
 
+def _local(trainer: Trainer, *, in_pieces: bool) -> tuple[dict[str, Any], list[str]]:
+    """What the program keeps beside model and optimizer, once if all workers have the same; collective.
+
+    Returns:
+        What this worker gives to the snapshot, and the paths of what cannot be kept, on any.
+    """
+    worker = trainer.worker
+    mine, lost = trainer.account.local()
+    told = gathered_json([checksum(mine) if mine else None, lost], worker)
+    everywhere = list(dict.fromkeys(path for _, paths in told for path in paths))
+    if all(one is None for one, _ in told):
+        return {}, everywhere
+    if all(one == told[0][0] for one, _ in told):
+        return ({EVERYONE: mine} if worker.is_first else {}), everywhere
+    own = {str(worker.rank): mine}
+    return (own if in_pieces else gathered(own, worker) or {}), everywhere
+
+
 def _own(trainer: Trainer) -> dict[str, Any]:
     """What this worker has."""
-    parts: dict[str, Any] = {
-        "model": dict(trainer.model.state_dict()),
-        "optimizer": state.optimizer_tree(trainer.model, trainer.optimizer),
-    }
+    tree = state.optimizer_tree(trainer.model, trainer.optimizer, trainer.account.configured)
+    if any(True for _ in state.tensors(tree["groups"])):
+        raise SnapshotError(
+            "the optimizer has large tensors in param_groups, which workers cannot share the writing of",
+            where="train.snapshot.layout",
+            hint="use `layout: whole`",
+        )
+    parts: dict[str, Any] = {"model": dict(trainer.model.state_dict()), "optimizer": tree}
     if trainer.ema is not None:
         parts["ema"] = trainer.ema.state()
     if own := trainer.strategy.state():
@@ -117,8 +168,9 @@ def _own(trainer: Trainer) -> dict[str, Any]:
 
 def _whole(trainer: Trainer) -> dict[str, Any]:
     """Everything on rank 0, and nothing elsewhere; collective over all workers."""
-    worker, spread = trainer.worker, trainer.strategy.spread
-    tree = state.optimizer_tree(trainer.model, trainer.optimizer) if spread or worker.is_first else {}
+    worker, spread, tree = trainer.worker, trainer.strategy.spread, dict[str, Any]()
+    if spread or worker.is_first:
+        tree = state.optimizer_tree(trainer.model, trainer.optimizer, trainer.account.configured)
     parts: dict[str, Any] = {
         "model": weights(trainer),
         "optimizer": gathered_optimizer(tree, worker) if spread else tree,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,19 @@ import torch
 from torch import nn
 
 from dtctl.errors import PlanError, SnapshotError
-from dtctl.runtime import blocks, data, elastic, keeping, micro, optim, randomness, recovery, resume
+from dtctl.runtime import (
+    account,
+    blocks,
+    circumstances,
+    data,
+    elastic,
+    keeping,
+    micro,
+    optim,
+    randomness,
+    recovery,
+    resume,
+)
 from dtctl.runtime.agreement import Agreement
 from dtctl.runtime.automatic import Subject, settle
 from dtctl.runtime.best import Best
@@ -41,6 +53,7 @@ from dtctl.runtime.profile import Profiler, measure_communication
 from dtctl.runtime.reading import Reader
 from dtctl.runtime.report import Report
 from dtctl.runtime.snapshot import state
+from dtctl.runtime.snapshot.share import gathered_json
 from dtctl.runtime.stop import Outcome, StopRequest
 from dtctl.runtime.strategies import arrival, choose
 from dtctl.runtime.weighing import Weighted
@@ -74,6 +87,8 @@ class Trainer:
         validation: data.Samples | data.Batches | None = None,
         score: Score | None = None,
         optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+        rate: Callable[[int], float] | None = None,
+        extra_state: Mapping[str, Any] | None = None,
         tensorboard: Path | None = None,
     ) -> None:
         """Put the parts together; nothing is trained yet.
@@ -88,7 +103,13 @@ class Trainer:
                 `tokens_per_s`.
             validation: what to evaluate on, every `eval_every` steps and at the end; needs `score`.
             score: values per sample whose means are logged as `val_NAME`.
-            optimizer: makes the optimizer. None: the one that the configuration names.
+            optimizer: makes the optimizer. None: the one that the configuration names. All of its state is in
+                snapshots, what it counts in `param_groups` too.
+            rate: the learning rate of each step, from 0; groups keep their ratio to `lr`. None: the schedule that the
+                configuration names.
+            extra_state: what else belongs to the state of the training, by name: objects with `state_dict` and
+                `load_state_dict` (a module, an optimizer, a scheduler), or random generators of torch, NumPy or
+                Python. Every snapshot has it, of each worker its own where they differ, and a resume puts it back.
             tensorboard: folder for TensorBoard's event files. None: none are written.
 
         Raises:
@@ -113,7 +134,8 @@ class Trainer:
         self.optimizer = optimizer(self.model) if optimizer else optim.optimizer(config, self.model)
         self.parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self.strategy.prepare(self.optimizer)
-        self.rate, self.rate_factor = optim.schedule(config, self.steps), 1.0
+        self.configured_rate, self.rate_factor = optim.schedule(config, self.steps), 1.0
+        self.rate = rate or self.configured_rate
         self.scales = [group["lr"] / config.lr for group in self.optimizer.param_groups]
         self.autocast = autocast(config.precision, worker.device)
         self.loss_scale = LossScale() if config.precision == "fp16" else None
@@ -132,7 +154,9 @@ class Trainer:
         self.every_s = config.snapshot.every_s
         if self.every_s is None and config.snapshot.every_steps is None:
             self.every_s = DEFAULT_SNAPSHOT_S
-        self.circumstances = resume.circumstances(config, worker, self.batch, samples=self.samples, steps=self.steps)
+        self.extra_state = dict(extra_state or {})
+        account.require_stateful(self.extra_state)
+        self.circumstances = circumstances.settings(config, worker, self.batch, samples=self.samples, steps=self.steps)
         self.circumstances |= {} if self.shards else {"mesh": str(degrees)}
         self.step = self.position = 0
         self.saved_s = self.forward_s = time.monotonic()
@@ -143,6 +167,14 @@ class Trainer:
         Raises:
             SnapshotError: a snapshot does not fit this model, or cannot be written.
         """
+        self.account = account.take(self)
+        keeping.begin(self.saver, self.worker)
+        try:
+            return self._train()
+        finally:
+            self.saver.close()
+
+    def _train(self) -> Outcome:
         if self.config.profile.communication:  # before the state is restored, since it costs passes
             measure_communication(self)
         self._resume()
@@ -269,36 +301,49 @@ class Trainer:
         if self.worker.is_first:
             say("\n".join(lines))
 
-    def restore(self, found: resume.Found) -> str:
-        """Go on from a snapshot. Returns whether that is exact, and why not."""
+    def restore(self, found: resume.Found, *, going_back: bool = False) -> str:
+        """Go on from a snapshot, one of this process's own if it is `going_back`.
+
+        Returns:
+            Whether that is exact, and why not.
+        """
         self.step, self.position = found.step, found.facts["position"]
         sizes, factor = resume.batch(self.config, self.asked, found.facts)
         self.rate_factor = factor
         recovery.use(self, sizes)
         if self.loss_scale is not None and found.facts.get("loss_scale"):
             self.loss_scale.load(found.facts["loss_scale"])
+        held: dict[str, Any] = {}
         if self.strategy.has_warm_up and self.step < self.steps:
             # Before anything is restored, so that what it changes (gradients, buffers, random state) is put right.
+            held = self.account.program.hold()
             first = self.schedule(self.position)[0]
             micro.backward(self, self.feed.single(first if len(first) else self.schedule.stand_in), 1.0, 1)
             for parameter in self.parameters:
                 parameter.grad = None
         parts = found.parts(self.model, self.optimizer, self.worker)
         state.load_model(self.model, parts["model"], elsewhere=self.strategy.elsewhere)
-        state.load_optimizer(self.model, self.optimizer, parts["optimizer"], whole=not self.strategy.spread)
+        whole = not self.strategy.spread
+        differing = state.load_optimizer(
+            self.model, self.optimizer, parts["optimizer"], whole=whole, configured=self.account.configured
+        )
         if self.best is not None:
             self.best.load(found.facts.get("best"))
         if self.ema is not None:
             self.ema.load(parts.get("ema"), elsewhere=self.strategy.elsewhere)
-        differing = resume.differences(found.facts["circumstances"], self.circumstances)
         kept = self.strategy.load_state(parts.get("strategy", {}).get(str(self.worker.rank), {}))
         differing += [kept] if kept else []
+        self.account.program.load(held)
+        differing += self.account.load(parts, self.worker.rank, going_back=going_back)
         # Last, since all of the above may draw random numbers.
         mine = randomness.of_rank(parts["random"], self.place.stream)
         if mine is None:
             randomness.begin(self.config.seed, self.place.stream, step=self.step)
         else:
             randomness.restore(mine, self.worker.device)
+        differing += resume.differences(self, found, parts)
+        told = gathered_json(differing, self.worker)  # else one worker might stop where the others go on
+        differing = list(dict.fromkeys(phrase for phrases in told for phrase in phrases))
         if differing and self.config.require_exact:
             raise SnapshotError(
                 f"going on from step {self.step} would not be exact: {'; '.join(differing)}",

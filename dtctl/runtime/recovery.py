@@ -53,7 +53,9 @@ def use(trainer: Trainer, sizes: Batch) -> None:
         trainer.end = trainer.position + (trainer.steps - trainer.step) * sizes.total
     else:
         trainer.steps = trainer.step - (trainer.position - trainer.end) // sizes.total
-        trainer.rate = optim.schedule(trainer.config, trainer.steps)
+        own = trainer.rate is not trainer.configured_rate
+        trainer.configured_rate = optim.schedule(trainer.config, trainer.steps)
+        trainer.rate = trainer.rate if own else trainer.configured_rate
     trainer.schedule = Schedule(trainer.order, sizes, rank=trainer.place.data, end=trainer.end)
 
 
@@ -64,7 +66,7 @@ def go_back(trainer: Trainer) -> None:
     found = resume.find(trainer.folder, trainer.worker)
     if found.path is None:
         raise WorkerFailed(f"the gradient of step {step} is not finite, and there is no snapshot to go back to")
-    trainer.restore(found)
+    trainer.restore(found, going_back=True)
     if trainer.worker.is_first:
         skipped = position - trainer.position
         say(f"the gradient of step {step} is not finite: back to step {trainer.step}, {skipped} samples are left out")

@@ -5,16 +5,17 @@ Nodes need no folder in common: what one lacks it gets from those that have it (
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from dtctl.errors import PlanError
+from dtctl.errors import PlanError, SnapshotError
+from dtctl.runtime import account, circumstances
+from dtctl.runtime.account import EVERYONE
 from dtctl.runtime.config import Batch, TrainConfig
 from dtctl.runtime.snapshot.assembly import Leaf
 from dtctl.runtime.snapshot.choose import Chosen, choose
@@ -22,28 +23,8 @@ from dtctl.runtime.snapshot.deliver import Wanted, deliver
 from dtctl.runtime.snapshot.place import Place
 from dtctl.runtime.worker import Worker
 
-BITS_DO_NOT_DEPEND_ON: Final = (
-    "best",
-    "checkpointing",
-    "data_prefetch",
-    "data_workers",
-    "epochs",
-    "eval_every",
-    "global_batch",
-    "log_every",
-    "memory_gib",
-    "mlflow",
-    "on_nan",
-    "on_oom",
-    "on_resize",
-    "profile",
-    "require_exact",
-    "snapshot",
-    "strategy",
-    "timeout_s",
-    "wandb",
-)
-"""Keys of the configuration: what they come to is a circumstance of its own, or nothing."""
+if TYPE_CHECKING:
+    from dtctl.runtime.loop import Trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +55,15 @@ def find(folder: Place, worker: Worker) -> Found:
     """The newest snapshot that all workers together can read and verify.
 
     Raises:
-        SnapshotError: the folder cannot be read; on every worker.
+        SnapshotError: the folder cannot be read, or what it has is damaged, all of it; on every worker.
     """
     chosen = choose(folder, worker)
+    if chosen.path is None and chosen.rejected:
+        raise SnapshotError(
+            "this run has trained before, and none of its snapshots is good: " + "; ".join(chosen.rejected),
+            where=str(folder),
+            hint="bring back what is missing, or begin anew with another `train.snapshot.dir`",
+        )
     step, facts = (chosen.manifest.step, chosen.manifest.facts) if chosen.manifest is not None else (0, {})
     return Found(path=chosen.path, step=step, facts=facts, rejected=chosen.rejected, chosen=chosen)
 
@@ -97,28 +84,11 @@ def _wanted(model: nn.Module, optimizer: torch.optim.Optimizer, worker: Worker) 
             return parameter if parameter is not None and parameter in held else False
         if part == "strategy":
             return leaf.path[0] == str(worker.rank)
+        if part == "local":
+            return leaf.path[0] in (EVERYONE, str(worker.rank))
         return True
 
     return wanted
-
-
-def circumstances(config: TrainConfig, worker: Worker, batch: Batch, *, samples: int, steps: int) -> dict[str, Any]:
-    """All that the bits of a training depend on, beside the state itself; JSON."""
-    chosen = dataclasses.asdict(config)
-    for key in BITS_DO_NOT_DEPEND_ON:
-        del chosen[key]
-    spread: dict[str, Any] = {"accumulate": batch.accumulate, "workers": worker.world_size}
-    if config.exact == "elastic":
-        spread = {"shards": batch.accumulate * batch.world_size}
-    return chosen | {
-        "micro_batch": batch.micro,
-        **spread,
-        "steps": steps,
-        "samples": samples,
-        "device": torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else "cpu",
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }
 
 
 def sizes(asked: Batch, used: Batch) -> dict[str, list[int]]:
@@ -165,6 +135,8 @@ def _keeping(total: int, asked: Batch) -> Batch:
     return Batch(micro=micro, accumulate=share // micro, world_size=workers)
 
 
-def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What makes going on not exact, one phrase each."""
-    return [f"{key} was {then.get(key)} and is {value}" for key, value in now.items() if then.get(key) != value]
+def differences(trainer: Trainer, found: Found, parts: Mapping[str, Any]) -> list[str]:
+    """Why going on from a snapshot is not exact, a phrase each, as far as this worker knows."""
+    program = account.differences(trainer.account, parts, found.facts, trainer.worker.rank)
+    settings = circumstances.differences(found.facts["circumstances"], trainer.circumstances)
+    return [*(settings if trainer.worker.is_first else ()), *program]

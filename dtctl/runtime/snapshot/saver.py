@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dtctl.errors import DtctlError, SnapshotError
 from dtctl.runtime.console import complain
 from dtctl.runtime.snapshot import retention, write
+from dtctl.runtime.snapshot.lease import Lease
 from dtctl.runtime.snapshot.place import Place, place
 from dtctl.runtime.snapshot.staging import Staged, Staging
 
@@ -58,7 +59,27 @@ class Saver:
         self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._error: DtctlError | None = None
+        self._lease: Lease | None = None
         self.failed = 0
+
+    def open(self) -> None:
+        """See that the folder can be written, and keep every other run from writing there until the end.
+
+        The first `save` does it if nobody has.
+
+        Raises:
+            SnapshotError: another run writes there, or nobody can.
+        """
+        if self._lease is None:
+            lease = Lease(self._folder)
+            lease.acquire()
+            self._lease = lease
+
+    def close(self) -> None:
+        """Let other runs write; nothing is being written any more."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
 
     @property
     def busy(self) -> bool:
@@ -89,6 +110,7 @@ class Saver:
         Raises:
             SnapshotError: `max_failed` saves failed one after another, or the state has what snapshots do not keep.
         """
+        self.open()
         if self._when_busy == "skip" and self.busy and not needed:
             return False
         self.wait()
@@ -117,10 +139,13 @@ class Saver:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """`finish`; after an error, what was begun is written all the same, and that error is the one that counts."""
-        if kind is None:
-            self.finish()
-        else:
-            self.wait()
+        try:
+            if kind is None:
+                self.finish()
+            else:
+                self.wait()
+        finally:
+            self.close()
 
     def wait(self) -> None:
         """Return when nothing is being written, whether it was written well or not."""
@@ -140,4 +165,5 @@ class Saver:
             self._error, self.failed = None, 0
 
     def _write_staged(self, step: int, staged: Staged, facts: Mapping[str, Any], rule: retention.Rule) -> None:
-        write.write(self._folder, step, staged, facts=facts, rule=rule)
+        assert self._lease is not None  # noqa: S101  # for the type checker
+        write.write(self._folder, step, staged, facts=facts, rule=rule, before_commit=self._lease.require)

@@ -3,62 +3,259 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot import layout
+from dtctl.runtime.snapshot.encoding import NotEncodable, decode, encode
+
+CONFIGURED: Final = "$configured"
+"""In a group of an optimizer's tree: what it was told when it was made."""
+_OPAQUE: Final = "$opaque"
+_INLINE_BYTES: Final = 1 << 16
 
 
-def optimizer_tree(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's state with parameters by name.
+Configured = dict[torch.Tensor, dict[str, Any]]
+"""Parameter -> the values of its group, encoded."""
 
-    Returns:
-        `{"state": {name: {...}}, "groups": [{"params": [name, ...], ...}]}`; tensors are not copied.
-    """
-    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    groups = []
+
+def configured(optimizer: torch.optim.Optimizer) -> Configured:
+    """What an optimizer just made was told: the values of each parameter's group, before a step has changed any."""
+    found: Configured = {}
     for group in optimizer.param_groups:
-        rest = {key: list(value) if isinstance(value, tuple) else value for key, value in group.items()}
-        groups.append({**rest, "params": [names[parameter] for parameter in group["params"]]})
-    state = {names[parameter]: dict(values) for parameter, values in optimizer.state.items()}
-    return {"state": state, "groups": groups}
+        values = _values(group)
+        found |= dict.fromkeys(group["params"], values)
+    return found
 
 
-def load_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], *, whole: bool = True
-) -> None:
-    """Put the state of an `optimizer_tree` back. Learning rate, decay and the like stay as they are configured now.
+def _values(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group has beside parameters, encoded; what cannot be is there by the name of its type, as a setting."""
+    found: dict[str, Any] = {}
+    for key, value in group.items():
+        if key != "params":
+            try:
+                found[key] = _inline(encode(value, f"param_groups.{key}"))
+            except NotEncodable:
+                found[key] = {_OPAQUE: type(value).__qualname__}
+    return found
+
+
+def _inline(tree: Any) -> Any:
+    """Small tensors as text: workers that share the writing of a snapshot divide tensors among them, not groups."""
+    if isinstance(tree, torch.Tensor):
+        whole = tree.full_tensor() if hasattr(tree, "full_tensor") else tree
+        if whole.numel() * whole.element_size() > _INLINE_BYTES:
+            return whole
+        return {
+            "$tensor_bytes": [
+                str(whole.dtype).removeprefix("torch."),
+                list(whole.shape),
+                raw(whole).numpy().tobytes().hex(),
+            ]
+        }
+    if isinstance(tree, dict):
+        return {key: _inline(value) for key, value in tree.items()}
+    return [_inline(value) for value in tree] if isinstance(tree, list) else tree
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
+    """The name of each parameter; one that the model does not have is called by its place in the optimizer."""
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            names.setdefault(parameter, f"param_groups.{number}.{index}")
+    return names
+
+
+def optimizer_tree(
+    model: nn.Module, optimizer: torch.optim.Optimizer, configured: Configured | None = None
+) -> dict[str, Any]:
+    """All of an optimizer's state, with parameters by name.
 
     Args:
         model: whose parameters the optimizer has.
-        optimizer: over all of them, or a part.
-        tree: whole.
-        whole: whether the optimizer should have all parameters of the tree; else it may have a part of them.
+        optimizer: any; what its own `state_dict` adds is taken along.
+        configured: what its groups were when it was made, by `configured`: so that a resume can tell what training has
+            changed from what was told otherwise.
+
+    Returns:
+        `{"class": ..., "state": {name: {...}}, "groups": [{"params": [name, ...], ...}], ...}`; tensors are not copied.
 
     Raises:
-        SnapshotError: the optimizer has other parameters.
+        NotEncodable: a parameter's state has something that snapshots do not keep.
     """
-    now = optimizer.state_dict()["param_groups"]
-    names = [name for group in optimizer_tree(model, optimizer)["groups"] for name in group["params"]]
+    names = _names(model, optimizer)
+    groups = []
+    for group in optimizer.param_groups:
+        told = configured.get(group["params"][0]) if configured is not None and group["params"] else None
+        made = {} if told is None else {CONFIGURED: told}
+        groups.append({**_values(group), **made, "params": [names[parameter] for parameter in group["params"]]})
+    state: dict[str, Any] = {}
+    other: list[Any] = []
+    on_cpu: dict[str, dict[str, bool]] = {}
+    held: Mapping[Any, Any] = optimizer.state  # torch says parameters only; optimizers of others keep more there
+    for key, values in held.items():
+        if not isinstance(key, torch.Tensor):
+            other.append([encode(key, "optimizer.state (a key)"), encode(values, f"optimizer.state.{key}")])
+            continue
+        name = names.get(key)
+        if name is None:
+            raise NotEncodable(
+                "the optimizer has state of a tensor that is neither a parameter of the model nor in param_groups",
+                hint="give it to the Trainer in `extra_state`",
+            )
+        state[name] = encode(dict(values), f"optimizer.state.{name}")
+        if key.device.type != "cpu":
+            there = {str(what): True for what, value in values.items() if _is_on_cpu(value)}
+            on_cpu |= {name: there} if there else {}
+    tree: dict[str, Any] = {"class": class_name(optimizer), "state": state, "groups": groups}
+    if other:
+        tree["other"] = other
+    if on_cpu:
+        tree["on_cpu"] = on_cpu
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        own = {key: value for key, value in optimizer.state_dict().items() if key not in ("state", "param_groups")}
+        if own:
+            tree["own"] = encode(own, "optimizer.state_dict()")
+    return tree
+
+
+def _is_on_cpu(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
+
+
+def class_name(value: object) -> str:
+    """Name of an object's class, with its module unless that is the script, which may also be imported."""
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "__main__" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def load_optimizer(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tree: Mapping[str, Any],
+    *,
+    whole: bool = True,
+    configured: Configured | None = None,
+) -> list[str]:
+    """Put an `optimizer_tree` back: the state of each parameter, and what the groups had, the learning rate included.
+
+    Tensors keep their number format (torch's own `load_state_dict` gives them that of the parameter).
+
+    Args:
+        model: whose parameters the optimizer has.
+        optimizer: over all of them, or a part; just made.
+        tree: whole.
+        whole: whether the optimizer should have all parameters of the tree; else it may have a part of them.
+        configured: what its groups were when it was made. A value that was told otherwise than then stays as it is
+            told now; None: every value becomes that of the tree.
+
+    Returns:
+        What was told otherwise, a phrase each.
+
+    Raises:
+        SnapshotError: the optimizer has other parameters, or is of another class.
+    """
+    if tree.get("class", class_name(optimizer)).rpartition(".")[2] != class_name(optimizer).rpartition(".")[2]:
+        raise SnapshotError(
+            f"the optimizer of the snapshot is {tree['class']}, and this one is {class_name(optimizer)}",
+            hint="resume with the optimizer that the run began with, or begin anew with `train.snapshot.dir`",
+        )
+    names = _names(model, optimizer)
+    own = {names[parameter] for group in optimizer.param_groups for parameter in group["params"]}
     then = {name for group in tree["groups"] for name in group["params"]}
-    if set(names) != then if whole else not set(names) <= then:
+    if own != then if whole else not own <= then:
         raise SnapshotError(
             "the optimizer of the snapshot has other parameters",
             hint="resume with the optimizer that the run began with, or begin anew with `train.snapshot.dir`",
         )
-    # torch numbers parameters through its groups; which group one is in is a matter of configuration, not of state.
-    place = dict(zip(names, (index for group in now for index in group["params"]), strict=True))
-    parameters = dict(model.named_parameters())
-    state = {
-        place[name]: {key: _cut(parameters[name], value) for key, value in values.items()}
-        for name, values in tree["state"].items()
-        if name in place
-    }
-    optimizer.load_state_dict({"state": state, "param_groups": now})
+    if "own" in tree:
+        extra = decode(tree["own"])
+        optimizer.load_state_dict({**optimizer.state_dict(), **extra})
+    found = _load_groups(optimizer, names, tree["groups"], configured)
+    parameters = {name: parameter for parameter, name in names.items()}
+    for name, values in tree["state"].items():
+        if name in own:
+            parameter = parameters[name]
+            stays = tree.get("on_cpu", {}).get(name, {})
+            optimizer.state[parameter] = {
+                key: _placed(_cut(parameter, value), parameter, stays=str(key) in stays)
+                for key, value in decode(values).items()
+            }
+    for key, values in tree.get("other", ()):
+        optimizer.state[decode(key)] = decode(values)
+    return found
+
+
+def _placed(value: Any, parameter: torch.Tensor, *, stays: bool) -> Any:
+    if not isinstance(value, torch.Tensor) or stays or hasattr(value, "device_mesh"):
+        return value
+    return value.to(parameter.device)
+
+
+def _load_groups(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[torch.Tensor, str],
+    groups: Sequence[Mapping[str, Any]],
+    configured: Configured | None,
+) -> list[str]:
+    """Give each group of the optimizer the values of the group in which its parameters were; in place."""
+    home = {name: group for group in groups for name in group["params"]}
+    found: dict[str, None] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        if not group["params"]:
+            continue
+        source = home[names[group["params"][0]]]
+        told = configured[group["params"][0]] if configured is not None else {}
+        told_then = source.get(CONFIGURED)
+        for parameter in group["params"]:
+            other = home[names[parameter]]
+            for key in source.keys() | other.keys():
+                if key not in ("params", CONFIGURED) and not same(source.get(key), other.get(key)):
+                    found[f"{key} of optimizer groups was not the same for parameters that are one group now"] = None
+        for key, value in source.items():
+            if key in ("params", CONFIGURED) or (isinstance(value, dict) and _OPAQUE in value):
+                continue
+            if configured is None or (told_then is not None and same(told_then.get(key), told.get(key))):
+                group[key] = _like_before(group.get(key), decode(value))
+        if configured is not None:
+            before = told_then if told_then is not None else source
+            for key in before.keys() | told.keys():
+                if key not in ("params", CONFIGURED) and not same(before.get(key), told.get(key)):
+                    was, now = _told(before.get(key)), _told(told.get(key))
+                    found[f"optimizer.param_groups[{number}].{key} was {was} and is {now}"] = None
+    return list(found)
+
+
+def _told(value: Any) -> str:
+    opaque = isinstance(value, dict) and _OPAQUE in value
+    return f"a {value[_OPAQUE]}" if opaque else repr(decode(value))[:80]
+
+
+def _like_before(held: Any, value: Any) -> Any:
+    """A value as a group has it: on the same device, if it is a tensor there."""
+    if isinstance(value, torch.Tensor):
+        return value.to(held.device) if isinstance(held, torch.Tensor) else value.clone()
+    return value
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two encoded values are equal, tensors bit by bit; NaN is equal to itself, and a tuple to its list."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        return (
+            both and one.dtype == other.dtype and one.shape == other.shape and bool(torch.equal(raw(one), raw(other)))
+        )
+    one, other = (value.get("$tuple", value) if isinstance(value, dict) else value for value in (one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other) or (one != one and other != other)
 
 
 def load_model(model: nn.Module, tree: Mapping[str, Any], *, elsewhere: Collection[str] = ()) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 import torch
 import torch.distributed as dist
 
-from dtctl.errors import DtctlError
+from dtctl.errors import DtctlError, SnapshotError
 from dtctl.runtime.console import complain
 from dtctl.runtime.snapshot import copies, layout, retention, write
 from dtctl.runtime.snapshot.pieces import Division, Key, local
@@ -81,6 +81,32 @@ class Together(Saver):
         self._division = Division(worker, firsts)
         self._stores: Stores | None = None
 
+    def open(self) -> None:
+        """As `Saver.open`, in every folder, by one worker of those that see it. Collective.
+
+        Raises:
+            SnapshotError: on every worker, if there is a folder that another run writes to, or that cannot be written.
+        """
+        if self._stores is not None:
+            return
+        found = stores(self._folder, self._worker)
+        error = None
+        if self._worker.rank == found.leader:
+            try:
+                super().open()
+            except DtctlError as exc:
+                error = {"message": exc.message, "where": exc.where, "hint": exc.hint}
+        for told in gathered_json(error, self._worker):
+            if told is not None:
+                self.close()
+                raise SnapshotError(told["message"], where=told["where"], hint=told["hint"])
+        self._stores = found
+
+    def close(self) -> None:
+        """As `Saver.close`."""
+        super().close()
+        self._stores = None
+
     def save(
         self,
         step: int,
@@ -91,14 +117,13 @@ class Together(Saver):
         needed: bool = False,
     ) -> bool:
         """As `Saver.save`, on every worker with what it has; facts and `best` are taken from the first."""
+        self.open()
         if self._when_busy == "skip" and not needed:
             # The first one's state of affairs counts, so that all do the same.
             busy = torch.tensor([int(self.busy)])
             dist.broadcast(busy, src=0)
             if int(busy):
                 return False
-        if self._stores is None:
-            self._stores = stores(self._folder, self._worker)
         mine: Mapping[str, Any] = parts
         if self.spread:
             divided = self._division.mine(local(parts))
@@ -132,7 +157,7 @@ class Together(Saver):
             manifest = layout.Manifest(step=step, hash=found.hash, facts=told[0]["facts"], files=every)
             here = found.ranks[found.own]
             has_some = any(files[rank] for rank in here) or any(one.taker in here for one in sent)
-            self._attempt(step, lambda: _commit(draft, target, manifest) if leads and has_some else None)
+            self._attempt(step, lambda: self._commit(draft, target, manifest) if leads and has_some else None)
         except DtctlError:
             if leads or not isinstance(draft, Remote):
                 write.abandon(draft)
@@ -144,6 +169,12 @@ class Together(Saver):
 
         # Together: nobody begins the next draft while drafts are cleared away.
         self._attempt(step, pruned)
+
+    def _commit(self, draft: Place, target: Place, manifest: layout.Manifest) -> None:
+        assert self._lease is not None  # noqa: S101  # for the type checker
+        self._lease.require()
+        write.write_record(draft, manifest)
+        write.publish(draft, target)
 
     def _attempt(self, step: int, action: Callable[[], Any]) -> list[Any]:
         """Do something on every worker, and return what everyone has to say of it.
@@ -166,8 +197,3 @@ class Together(Saver):
 def _entry(name: str, entry: layout.FileEntry) -> layout.FileEntry:
     part = layout.part_of_piece(name)
     return entry if part is None else dataclasses.replace(entry, part=part)
-
-
-def _commit(draft: Place, target: Place, manifest: layout.Manifest) -> None:
-    write.write_record(draft, manifest)
-    write.publish(draft, target)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dtctl.runtime.snapshot.assembly import one_group_each
 from dtctl.runtime.snapshot.pieces import box_of
-from dtctl.runtime.snapshot.share import filled, receive, send, skeleton
+from dtctl.runtime.snapshot.share import filled, gathered_json, receive, send, skeleton
 from dtctl.runtime.snapshot.state import raw
 from dtctl.runtime.worker import Worker
 
@@ -64,9 +64,12 @@ def gathered_optimizer(tree: Tree, worker: Worker) -> Tree:
     """The optimizer trees (`state.optimizer_tree`) of all workers as one on rank 0, empty elsewhere; collective."""
     states = gathered(tree["state"], worker)
     groups = gathered({f"{worker.rank}.{index}": group for index, group in enumerate(tree["groups"])}, worker)
+    on_cpu = gathered_json(tree.get("on_cpu", {}), worker)
     if states is None or groups is None:
         return {}
-    return {"state": states, "groups": one_group_each(groups.values())}
+    whole = {**tree, "state": states, "groups": one_group_each(groups.values())}
+    everywhere = {name: values for each in on_cpu for name, values in each.items()}
+    return whole | ({"on_cpu": everywhere} if everywhere else {})
 
 
 def _whole(entry: Any) -> Any:

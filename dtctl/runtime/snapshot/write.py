@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dtctl.errors import SnapshotError
@@ -41,14 +41,26 @@ def save(
     return write(folder, step, Staging().take(parts), facts=facts, rule=retention.Rule(keep=keep))
 
 
-def write(folder: Place, step: int, staged: Staged, *, facts: Mapping[str, Any], rule: retention.Rule) -> Place:
-    """As `save`, of a state that was copied before; may run in another thread."""
+def write(
+    folder: Place,
+    step: int,
+    staged: Staged,
+    *,
+    facts: Mapping[str, Any],
+    rule: retention.Rule,
+    before_commit: Callable[[], None] = lambda: None,
+) -> Place:
+    """As `save`, of a state that was copied before; may run in another thread.
+
+    `before_commit` raises if there should be no snapshot after all.
+    """
     target, draft = target_and_draft(folder, step, token=str(os.getpid()))
     try:
         draft.mkdir(parents=True)
         staged.wait()
         name = layout.default_hash()
         entries = {file_name(file): write_part(draft, file, name) for file in staged.files}
+        before_commit()
         write_record(draft, layout.Manifest(step=step, hash=name, facts=facts, files=entries))
         publish(draft, target)
     except OSError as exc:

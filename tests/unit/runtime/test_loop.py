@@ -119,7 +119,7 @@ def test_a_signal_stops_with_a_snapshot(make: Make, tmp_path: Path, capsys: pyte
     assert trainer.run() is Outcome.STOPPED
     assert steps_of(tmp_path / "snapshots") == [5]
     assert "stopped after step 5 of 12" in capsys.readouterr().out
-    again = make()
+    again = make(loss=loss)
     assert again.run() is Outcome.FINISHED
     assert "resumed at step 5 of 12: exact" in capsys.readouterr().out
 

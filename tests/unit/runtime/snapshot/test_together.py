@@ -267,7 +267,7 @@ def test_a_worker_that_is_killed_in_a_save_fails_it_for_the_others(tmp_path: Pat
 
     with pytest.raises(AssertionError, match=r"rank 0: (?s:.*)rank 1: it died"):
         gang(2, tmp_path, action)
-    drafts = [path for node in range(2) for path in (tmp_path / f"node{node}").iterdir() if path.name.startswith(".")]
+    drafts = [path for node in range(2) for path in (tmp_path / f"node{node}").glob(f".*{layout.DRAFT_SUFFIX}")]
     assert drafts == []
     for step in (2, 1):
         assert all((tmp_path / f"node{node}" / f"step-0000000{step}" / layout.COMMIT).is_file() for node in range(2))

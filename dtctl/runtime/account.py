@@ -1,0 +1,169 @@
+"""What a snapshot says beside weights: what this program was before its first step, and what it keeps of its own.
+
+Made when training begins; program_state.py finds the program's state, circumstances.py has what is compared.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+
+from dtctl.errors import PlanError
+from dtctl.runtime import circumstances
+from dtctl.runtime.program_state import ProgramState, content, inner_state, is_stateful, put_into
+from dtctl.runtime.snapshot.encoding import decode, encode, generator_state, is_generator
+from dtctl.runtime.snapshot.share import gathered_json
+from dtctl.runtime.snapshot.state import Configured, configured, tensors
+
+if TYPE_CHECKING:
+    from dtctl.runtime.loop import Trainer
+
+EVERYONE: Final = "all"
+"""In the part `local`, in the place of a rank: what is the same on all workers."""
+PROGRAM: Final = "program"
+EXTRA: Final = "extra"
+
+
+@dataclass(slots=True, kw_only=True)
+class Account:
+    """Of one training."""
+
+    program: ProgramState
+    extra: Mapping[str, Any]
+    """The user's `extra_state`."""
+    configured: Configured
+    """What the optimizer was told."""
+    detail: Mapping[str, str]
+    """The long list of this worker, by `circumstances.detail`."""
+    checksums: list[int]
+    """Of the lists of all workers, by rank."""
+    irreproducible: list[str]
+    """Why a run of this program is not the same twice, on any worker."""
+
+    @property
+    def text(self) -> str:
+        """The long list, as a snapshot keeps it."""
+        return json.dumps(self.detail, separators=(",", ":"))
+
+    def local(self) -> tuple[dict[str, Any], list[str]]:
+        """What the program keeps of its own, encoded, and the paths of what cannot be kept."""
+        changed, lost = self.program.changed()
+        tree: dict[str, Any] = {PROGRAM: changed} if changed else {}
+        if self.extra:
+            tree[EXTRA] = {name: _encoded(value, name) for name, value in self.extra.items()}
+        return tree, lost
+
+    def load(self, parts: Mapping[str, Any], rank: int, *, going_back: bool = False) -> list[str]:
+        """Put back what `local` returned.
+
+        Args:
+            parts: of a snapshot.
+            rank: of this worker.
+            going_back: whether this process has trained on since. Then only what belongs to model and optimizer goes
+                back with them; a loss function that counts its calls counts on.
+
+        Returns:
+            What is not as it was, a phrase each.
+        """
+        held = parts.get("local", {})
+        mine = held.get(EVERYONE, held.get(str(rank)))
+        if mine is None:
+            return ["the snapshot has no state of the program for this worker"] if held or self.extra else []
+        program = mine.get(PROGRAM, {})
+        if going_back:
+            program = {path: value for path, value in program.items() if path.startswith(("model.", "optimizer."))}
+        found = self.program.load(program)
+        then = mine.get(EXTRA, {})
+        for name, value in self.extra.items():
+            if name not in then:
+                found.append(f"extra_state.{name} is not in the snapshot")
+            elif not put_into(value, decode(then[name])):
+                found.append(f"extra_state.{name} could not be put back")
+        return found + [f"extra_state.{name} was kept, and nothing takes it" for name in then if name not in self.extra]
+
+
+def _encoded(value: Any, name: str) -> Any:
+    return generator_state(value) if is_generator(value) else encode(content(value), f"extra_state.{name}")
+
+
+def require_stateful(extra: Mapping[str, Any]) -> None:
+    """See that snapshots can keep what the user gave.
+
+    Raises:
+        PlanError: something has no state that could be taken and put back.
+    """
+    for name, value in extra.items():
+        if not is_generator(value) and not is_stateful(value):
+            raise PlanError(
+                f"extra_state.{name} is a {type(value).__qualname__}, which has no state_dict() and load_state_dict()",
+                where="Trainer",
+                hint="give an object that has both, or a random generator of torch, NumPy or Python",
+            )
+
+
+def take(trainer: Trainer) -> Account:
+    """The account of a training that is about to begin; collective over all workers."""
+    worker, elastic = trainer.worker, trainer.shards is not None
+    roots = {"model": trainer.model, "loss": trainer.loss, "optimizer": trainer.optimizer}
+    if trainer.rate is not trainer.configured_rate:
+        roots["rate"] = trainer.rate
+    for name, value in trainer.extra_state.items():
+        roots |= {f"extra_state.{name}.{inner}": held for inner, held in inner_state(value).items()}
+    program = ProgramState(roots, model=trainer.model, apart=[trainer, trainer.config, *trainer.extra_state.values()])
+    data = trainer.feed.reader.data
+    described = program.plain | ProgramState({"data": data}, model=trainer.model).plain
+    examined = trainer.feed.examine(np.asarray(trainer.schedule.positions(0)[0]))
+    detail = circumstances.detail(described, examined, worker, elastic=elastic, argv=sys.argv[1:])
+    told = gathered_json([circumstances.checksum(detail), examined.irreproducible], worker)
+    return Account(
+        program=program,
+        extra=trainer.extra_state,
+        configured=configured(trainer.optimizer),
+        detail=detail,
+        checksums=[number for number, _ in told],
+        irreproducible=list(dict.fromkeys(reason for _, reason in told if reason)),
+    )
+
+
+def differences(account: Account, parts: Mapping[str, Any], facts: Mapping[str, Any], rank: int) -> list[str]:
+    """Why the program is not the one that a snapshot is of, as far as this worker knows."""
+    kept = parts.get("circumstances")
+    if kept is None:
+        return ["the snapshot does not say what program it is of"]
+    found = [*facts["irreproducible"], *account.irreproducible]
+    before, now = facts["programs"], account.checksums
+    if rank == 0:
+        found += circumstances.differences_in_detail(json.loads(kept["detail"]), account.detail)
+    elif len(before) == len(now) and before[rank] != now[rank] and before[0] == now[0]:
+        found.append(f"what rank {rank} runs with is not what it was, and what rank 0 runs with is")
+    changed = {path for tree in parts.get("local", {}).values() for path in tree.get(PROGRAM, {})}
+    if changed and len(before) != len(now):
+        found.append(
+            f"{', '.join(sorted(changed)[:4])} changed on each of {len(before)} workers, and there are {len(now)}"
+        )
+    return found
+
+
+def checksum(tree: Any) -> int:
+    """One number for an encoded tree, the same on workers that have the same."""
+    crc = zlib.crc32(json.dumps(_without_tensors(tree), sort_keys=True).encode())
+    for name, tensor in tensors(tree):
+        crc = zlib.crc32(name.encode(), crc)
+        if tensor.numel():
+            crc = zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, crc)
+    return crc
+
+
+def _without_tensors(tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return [str(tree.dtype), list(tree.shape)]
+    if isinstance(tree, dict):
+        return {key: _without_tensors(value) for key, value in tree.items()}
+    return [_without_tensors(value) for value in tree] if isinstance(tree, list) else tree

@@ -1,0 +1,168 @@
+"""Python values as what snapshots keep, JSON and tensors, and back: tuples, sets, NumPy arrays, generators ...
+
+State that a program brings along (`state_dict()` of an optimizer or a scheduler, attributes of modules) has keys that
+are numbers and values that are tuples. Nothing is pickled: a value of any other kind is refused by its name.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from dtctl.errors import SnapshotError
+
+_MARK: Final = "$"
+_SCALARS: Final = (bool, int, float, str, type(None))
+
+
+class NotEncodable(SnapshotError):
+    """A value that snapshots do not keep."""
+
+
+def encode(value: Any, path: str = "state") -> Any:
+    """The value as JSON and tensors; tensors are not copied.
+
+    Args:
+        value: numbers, text, bytes, tensors, arrays, dtypes, random generators, and dicts, lists, tuples, sets and
+            deques of them.
+        path: what it is called in an error.
+
+    Raises:
+        NotEncodable: it has something else in it.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+            raise NotEncodable(f"{path} is a tensor of layout {value.layout}, which snapshots do not keep")
+        return value
+    if type(value) in _SCALARS:
+        return value
+    if isinstance(value, Mapping):
+        items = [[encode(key, f"{path} (a key)"), encode(item, f"{path}.{key}")] for key, item in value.items()]
+        if type(value) in (dict, OrderedDict) and all(type(key) is str and not key.startswith(_MARK) for key in value):
+            return dict(items)
+        return {"$items": items}
+    if type(value) is list:
+        return [encode(item, f"{path}.{index}") for index, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"$tuple": [encode(item, f"{path}.{index}") for index, item in enumerate(value)]}
+    found = _encoded_rarely(value, path)
+    if found is not None:
+        return found
+    raise NotEncodable(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which snapshots do not keep",
+        hint="keep tensors, numbers, text, lists and dicts; nothing is pickled",
+    )
+
+
+def _encoded_rarely(value: Any, path: str) -> Any:
+    """As `encode`, of kinds that state seldom has; None of any other."""
+    if isinstance(value, set | frozenset):
+        return {"$set": sorted((encode(item, path) for item in value), key=repr)}
+    if isinstance(value, deque):
+        return {"$deque": [encode(item, path) for item in value], "maxlen": value.maxlen}
+    if isinstance(value, bytes | bytearray):
+        return {"$bytes": value.hex()}
+    if isinstance(value, complex):
+        return {"$complex": [value.real, value.imag]}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"$device": str(value)}
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return {"$scalar": [value.dtype.name, value.item()]}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return {"$array": torch.from_numpy(np.ascontiguousarray(value)), "shape": list(value.shape)}
+    if is_generator(value):
+        return {"$generator": generator_state(value)}
+    if isinstance(value, _SCALARS):  # a subclass, such as an IntEnum
+        return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
+    return None
+
+
+def decode(tree: Any) -> Any:
+    """What `encode` was given; a generator is what `set_generator_state` takes."""
+    if isinstance(tree, list):
+        return [decode(item) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    mark = next((key for key in tree if key.startswith(_MARK)), None)
+    if mark is None:
+        return {key: decode(item) for key, item in tree.items()}
+    held = tree[mark]
+    simple: dict[str, Any] = {
+        "$items": lambda: {decode(key): decode(item) for key, item in held},
+        "$tuple": lambda: tuple(decode(item) for item in held),
+        "$set": lambda: {decode(item) for item in held},
+        "$deque": lambda: deque((decode(item) for item in held), tree["maxlen"]),
+        "$bytes": lambda: bytes.fromhex(held),
+        "$complex": lambda: complex(*held),
+        "$dtype": lambda: getattr(torch, held),
+        "$device": lambda: torch.device(held),
+        "$scalar": lambda: np.dtype(held[0]).type(held[1]),
+        "$array": lambda: held.numpy().copy().reshape(tree["shape"]),
+        "$generator": lambda: decode(held),
+        "$tensor_bytes": lambda: _tensor_of(*held),
+    }
+    if mark not in simple:
+        raise SnapshotError(f"the snapshot has a value of an unknown kind, {mark}")
+    return simple[mark]()
+
+
+def _tensor_of(dtype: str, shape: list[int], text: str) -> torch.Tensor:
+    held = torch.frombuffer(bytearray.fromhex(text), dtype=getattr(torch, dtype)) if text else torch.empty(0)
+    return held.reshape(shape).clone() if text else torch.empty(shape, dtype=getattr(torch, dtype))
+
+
+Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+
+
+def is_generator(value: object) -> bool:
+    """Whether it is a generator of random numbers whose state can be kept."""
+    return isinstance(value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState)
+
+
+def generator_state(generator: Generator) -> Any:
+    """The state of a generator, encoded; drawing nothing from it."""
+    if isinstance(generator, torch.Generator):
+        return {"torch": generator.get_state()}
+    if isinstance(generator, random.Random):
+        return {"python": encode(generator.getstate())}
+    if isinstance(generator, np.random.RandomState):
+        return {"numpy": encode(generator.get_state(legacy=False))}
+    return {"numpy": encode(generator.bit_generator.state)}
+
+
+def set_generator_state(generator: Generator, state: Mapping[str, Any]) -> None:
+    """Put back a decoded state.
+
+    Raises:
+        SnapshotError: it is of a generator of another kind.
+    """
+    try:
+        if isinstance(generator, torch.Generator):
+            generator.set_state(state["torch"].clone())
+        elif isinstance(generator, random.Random):
+            generator.setstate(state["python"])
+        elif isinstance(generator, np.random.RandomState):
+            generator.set_state(state["numpy"])
+        else:
+            generator.bit_generator.state = state["numpy"]
+    except (KeyError, ValueError, TypeError, RuntimeError) as exc:
+        raise SnapshotError(f"the snapshot has the state of another kind of generator: {exc}") from exc
+
+
+def seed_generator(generator: Generator, seed: int) -> None:
+    """Seed a generator of any kind in place; `seed` is below 2**63."""
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed(seed % 2**32)
+    else:
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state

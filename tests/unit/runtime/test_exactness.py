@@ -1,0 +1,380 @@
+"""What a resume says is true: of programs that keep state wherever they like, and of runs that go on changed."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dtctl.errors import PlanError, SnapshotError
+from dtctl.runtime import TensorData, Trainer
+from dtctl.runtime.snapshot import layout, state
+from tests.unit.runtime.conftest import Make, network, points, squared
+
+HALF, WHOLE = 6, 12
+
+
+def bits(trainer: Trainer) -> dict[str, bytes]:
+    """Of everything that training has changed."""
+    tree = {**trainer.model.state_dict(), **dict(state.tensors(state.optimizer_tree(trainer.model, trainer.optimizer)))}
+    return {name: bytes(state.raw(value).numpy()) for name, value in tree.items()}
+
+
+def said(text: str) -> str:
+    """How the last resume called itself."""
+    return re.findall(r"resumed at step \d+ of \d+: (.*)", text)[-1]
+
+
+def halves(
+    make: Make, capsys: pytest.CaptureFixture[str], parts: Callable[[], dict[str, Any]], **settings: Any
+) -> tuple[bool, str]:
+    """Train to the end, and once more from the middle with new objects; whether bits are equal, and what was said."""
+    common = {
+        "schedule": "constant", "lr": 0.05, "log_every": 4, "steps": WHOLE, **settings,
+        "snapshot": {"every_steps": HALF, "keep": 9},
+    }  # fmt: skip
+    straight = make(common, **parts())
+    straight.run()
+    shutil.rmtree(layout.folder_of(Path("snapshots"), WHOLE))
+    again = make(common, **parts())
+    capsys.readouterr()
+    again.run()
+    assert again.step == WHOLE
+    return bits(again) == bits(straight), said(capsys.readouterr().out)
+
+
+def go_on(
+    make: Make, capsys: pytest.CaptureFixture[str], before: Callable[[], dict[str, Any]], after: dict[str, Any]
+) -> str:
+    """What is said of a resume with something changed; with `require_exact` it must be refused."""
+    make({"steps": HALF, "schedule": "constant"}, **before()).run()
+    settings = after.pop("settings", {})
+    with pytest.raises(SnapshotError, match=rf"going on from step {HALF} would not be exact"):
+        make({"steps": HALF, "schedule": "constant", "require_exact": True, **settings}, **after).run()
+    capsys.readouterr()
+    make({"steps": HALF, "schedule": "constant", **settings}, **after).run()
+    return said(capsys.readouterr().out)
+
+
+# -- programs that keep state wherever they like --------------------------------------------------------------------
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """As Schedule-Free and Prodigy do it: what it counts is in its groups, as numbers and as a tensor."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "k": 0, "weight_sum": 0.0, "d": torch.tensor(1e-2), "betas": (0.9, 0.99)})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        for group in self.param_groups:
+            group["k"] += 1
+            group["weight_sum"] += group["lr"] ** 2
+            group["d"] = group["d"] * 1.1
+            for p in group["params"]:
+                held = self.state[p].setdefault("master", p.detach().double())
+                held -= p.grad.double() * group["lr"] * group["d"] / (group["k"] + group["weight_sum"]) / self.calls
+                p.copy_(held)
+
+
+class Counting(nn.Module):
+    """State in attributes, in a buffer that is not persistent, in a queue, in a generator, and in the class."""
+
+    total = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 1)
+        self.calls, self.last = 0, torch.zeros(1)
+        self.queue: deque[torch.Tensor] = deque(maxlen=3)
+        self.generator, self.noise = torch.Generator().manual_seed(3), np.random.default_rng(4)
+        self.register_buffer("mean", torch.zeros(8), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * inputs.mean(0)
+        self.queue.append(inputs.detach().sum())
+        type(self).total += 0.5
+        found = self.line(inputs - self.mean) * (1 + 0.01 * self.calls) + self.last + self.total
+        self.last = found.detach().mean().reshape(1)
+        draw = (
+            torch.rand(1, generator=self.generator) + float(self.noise.random()) + torch.stack(list(self.queue)).sum()
+        )
+        return found * draw
+
+
+def counting() -> dict[str, Any]:
+    Counting.total = 0.0
+    return {"model": Counting()}
+
+
+def critic() -> dict[str, Any]:
+    """A loss with a network and an optimizer of its own, a counter, and a number that it draws itself."""
+    torch.manual_seed(5)
+    judge, calls, numbers = nn.Linear(1, 1), 0, random.Random(2)
+    own = torch.optim.Adam(judge.parameters(), lr=0.01)
+    momentum = {"mean": torch.zeros(())}
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        found = model(batch[0])
+        own.zero_grad()
+        (judge(found.detach()) - batch[1]).square().mean().backward()
+        own.step()
+        momentum["mean"] = 0.9 * momentum["mean"] + 0.1 * found.detach().mean()
+        scale = 1.0 + 0.1 * (calls % 5) + numbers.random() + float(np.random.rand()) + random.random()
+        return (judge(found) * scale).square().mean() + squared(model, batch) + momentum["mean"]
+
+    return {"loss": loss, "model": nn.Linear(8, 1)}
+
+
+class Noisy:
+    """Draws from every generator there is, its own included."""
+
+    def __init__(self) -> None:
+        self.data, self.own, self.torch = points(), np.random.default_rng(1), torch.Generator().manual_seed(0)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def noise(self) -> float:
+        own = float(self.own.random()) + float(torch.rand(1, generator=self.torch))
+        return own + random.random() + float(np.random.rand()) + float(torch.rand(()))
+
+
+class NoisyBatches(Noisy):
+    def batch(self, indices: Any) -> Any:
+        inputs, targets = self.data.batch(indices)
+        mix = float(np.random.beta(0.4, 0.4))
+        return inputs * mix + inputs.flip(0) * (1 - mix) + self.noise(), targets
+
+
+class NoisySamples(Noisy):
+    def __getitem__(self, index: int) -> Any:
+        inputs, targets = self.data.batch(np.array([index]))
+        return inputs[0] + self.noise(), targets[0]
+
+
+class Shuffled(Noisy):
+    """A stream with a shuffle buffer, whose generator is the process's."""
+
+    shards = 2
+
+    def open(self, shard: int, epoch: int) -> Any:
+        held = list(range(shard, len(self.data), 2))
+        while held:
+            inputs, targets = self.data.batch(np.array([held.pop(random.randrange(len(held)))]))
+            yield inputs[0] + self.noise(), targets[0]
+
+
+def with_extra() -> dict[str, Any]:
+    """State that nothing reaches but the user, who says so."""
+    scheduled = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(scheduled, 1, 0.9)
+    generator = torch.Generator().manual_seed(1)
+    hidden = {"scheduler": scheduler, "generator": generator}
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        scheduler, generator = _HIDDEN[0]["scheduler"], _HIDDEN[0]["generator"]
+        scheduler.optimizer.step()
+        scheduler.step()
+        return squared(model, batch) * scheduler.get_last_lr()[0] * (1 + torch.rand((), generator=generator))
+
+    _HIDDEN[:] = [hidden]
+    return {"loss": loss, "extra_state": hidden}
+
+
+_HIDDEN: list[dict[str, Any]] = []
+
+PROGRAMS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
+    "an optimizer that counts": (lambda: {"optimizer": lambda model: ScheduleFree(model.parameters())}, {}),
+    "attributes": (counting, {}),
+    "a loss with a critic": (critic, {}),
+    "batches": (lambda: {"samples": NoisyBatches()}, {}),
+    "batches by a process": (lambda: {"samples": NoisyBatches()}, {"data_workers": 1}),
+    "samples": (lambda: {"samples": NoisySamples()}, {}),
+    "samples by processes": (lambda: {"samples": NoisySamples()}, {"data_workers": 2}),
+    "a stream": (lambda: {"samples": Shuffled()}, {}),
+    "a stream by a process": (lambda: {"samples": Shuffled()}, {"data_workers": 1}),
+    "a rate": (lambda: {"rate": lambda step: 0.1 / (1 + step)}, {}),
+    "a rate by epochs": (
+        lambda: {"rate": lambda step: 0.1 / (1 + step)},
+        {"steps": None, "epochs": 1, "micro_batch": 5},
+    ),
+    "extra state": (with_extra, {}),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_state_goes_on_wherever_it_is(program: str, make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    parts, settings = PROGRAMS[program]
+    if "epochs" in settings:
+        settings = {**settings, "snapshot": {"every_steps": 6, "keep": 9}}
+        make({"schedule": "constant", **settings}, **parts()).run()
+        shutil.rmtree(layout.folder_of(Path("snapshots"), 10))
+        again = make({"schedule": "constant", **settings}, **parts())
+        again.run()
+        assert said(capsys.readouterr().out) == "exact"
+        assert again.rate(9) == 0.01
+        return
+    assert halves(make, capsys, parts, **settings) == (True, "exact")
+
+
+@pytest.mark.parametrize("kind", [NoisyBatches, NoisySamples, Shuffled])
+def test_who_reads_changes_no_bit(kind: Any, make: Make) -> None:
+    found = []
+    for workers in (0, 2):
+        trainer = make({"data_workers": workers, "snapshot": {"dir": f"by-{workers}"}}, samples=kind(), loss=noisy_loss)
+        trainer.run()
+        found.append(bits(trainer))
+    assert found[0] == found[1]
+
+
+def noisy_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return squared(model, batch) * (1 + random.random() + float(np.random.rand()))
+
+
+class Forgetful(Noisy):
+    """What it returns depends on how often it was asked."""
+
+    asked = 0
+
+    def batch(self, indices: Any) -> Any:
+        self.asked += 1
+        inputs, targets = self.data.batch(indices)
+        return inputs * self.asked, targets
+
+
+class Unkept(nn.Linear):
+    """Keeps what nobody can keep for it."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.held = {"lock": threading.Lock(), "calls": getattr(self, "held", {"calls": 0})["calls"] + 1}
+        self.kept = [torch.zeros(2).to_sparse()]
+        return super().forward(inputs)
+
+
+@pytest.mark.parametrize(
+    ("parts", "settings", "reason"),
+    [
+        (lambda: {"samples": Forgetful()}, {}, "the data set gives another sample 0 each time it is asked"),
+        (lambda: {"samples": NoisyBatches()}, {"data_workers": "thread"}, "draws random numbers in a thread"),
+        (lambda: {"model": Unkept(8, 1)}, {}, r"model.kept\b.* changes in training, and snapshots do not keep it"),
+    ],
+)
+def test_what_cannot_be_kept_is_no_exact_resume(
+    parts: Any, settings: Any, reason: str, make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, text = halves(make, capsys, parts, **settings)
+    assert text.startswith("not exact: ")
+    assert re.search(reason, text), text
+
+
+def test_extra_state_must_have_a_state(make: Make) -> None:
+    with pytest.raises(PlanError, match=r"extra_state.number is a int"):
+        make(extra_state={"number": 3})
+
+
+# -- going on with something changed --------------------------------------------------------------------------------
+
+
+def loss_with(weight: float) -> Any:
+    return lambda model, batch: weight * squared(model, batch)
+
+
+def dropout(share: float) -> nn.Module:
+    model = network()
+    model[2].p = share
+    return model
+
+
+def hooked() -> nn.Module:
+    model = network()
+    model[0].register_forward_hook(lambda *args: args[-1] * 1.0)
+    return model
+
+
+def adam(**settings: Any) -> Any:
+    return lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, **settings)
+
+
+def other_points() -> TensorData:
+    inputs, targets = points().tensors
+    return TensorData(inputs * 1.5, targets)
+
+
+CHANGES: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any], str]] = {
+    "decay": (
+        lambda: {"optimizer": adam(weight_decay=0.1)}, {"optimizer": adam(weight_decay=0.5)},
+        r"param_groups\[0\].weight_decay was 0.1 and is 0.5",
+    ),
+    "betas": (
+        lambda: {"optimizer": adam()}, {"optimizer": adam(betas=(0.8, 0.9))},
+        r"betas was \(0.9, 0.999\) and is \(0.8, 0.9\)",
+    ),
+    "dropout": (dict, {"model": dropout(0.5)}, r"model.2.p was 0.3 and is 0.5"),
+    "activation": (
+        dict, {"model": nn.Sequential(*network()[:3], nn.Tanh(), network()[4])}, r"model.3 \(class\) was .*ReLU",
+    ),
+    "hook": (dict, {"model": hooked()}, r"model.0 \(hooks\) was not there"),
+    "loss": (lambda: {"loss": loss_with(1.0)}, {"loss": loss_with(2.0)}, r"loss.weight was 1.0 and is 2.0"),
+    "loss code": (dict, {"loss": lambda model, batch: squared(model, batch) + 0.0}, r"loss"),
+    "data": (dict, {"samples": other_points()}, r"sample 0 of the data has other contents"),
+    "length": (dict, {"samples": points(60)}, r"samples was 50 and is 60"),
+    "rate": (lambda: {"rate": lambda _: 0.1}, {"rate": lambda _: 0.2}, r"rate has other code"),
+    "extra": (dict, {"extra_state": {"more": torch.Generator()}}, r"no state of the program"),
+    "setting": (dict, {"settings": {"clip_norm": 1.0}}, r"clip_norm was None and is 1.0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_another_is_said(change: str, make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    before, after, reason = CHANGES[change]
+    text = go_on(make, capsys, before, dict(after))
+    assert text.startswith("not exact: ")
+    assert re.search(reason, text), text
+
+
+@pytest.mark.parametrize("other", [torch.optim.RMSprop, torch.optim.SGD])
+def test_another_optimizer_is_refused(other: Any, make: Make) -> None:
+    make({"steps": HALF}, optimizer=adam()).run()
+    with pytest.raises(
+        SnapshotError, match=rf"the snapshot is torch.optim.adamw.AdamW, and this one is .*{other.__name__}"
+    ):
+        make({"steps": WHOLE}, optimizer=lambda model: other(model.parameters(), lr=0.1)).run()
+
+
+def test_arguments_and_switches_count(
+    make: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "--train.lr", "0.1", "--alpha", "1"])
+    make({"steps": HALF}).run()
+    monkeypatch.setattr("sys.argv", ["train.py", "--alpha", "2"])
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    make({"steps": HALF}).run()
+    text = said(capsys.readouterr().out)
+    assert "arguments was --alpha 1 and is --alpha 2" in text
+    assert "NCCL_ALGO was not there and is Tree" in text
+
+
+def test_nothing_is_begun_anew_in_silence(make: Make) -> None:
+    make({"steps": HALF}).run()
+    for path in Path("snapshots").glob("*/model.safetensors"):
+        path.write_bytes(b"x")
+    with pytest.raises(
+        SnapshotError, match="trained before, and none of its snapshots is good: step-00000006 is corrupt"
+    ):
+        make({"steps": WHOLE}).run()
