@@ -319,6 +319,7 @@ class Trainer:
             held = self.account.program.hold()
             first = self.schedule(self.position)[0]
             micro.backward(self, self.feed.single(first if len(first) else self.schedule.stand_in), 1.0, 1)
+            self.strategy.finish()
             for parameter in self.parameters:
                 parameter.grad = None
         parts = found.parts(self.model, self.optimizer, self.worker)

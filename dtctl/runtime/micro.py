@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dtctl.runtime import data
+from dtctl.runtime.explain import explained
 from dtctl.runtime.order import Indices
 
 if TYPE_CHECKING:
@@ -31,7 +32,20 @@ def backward(trainer: Trainer, samples: Any, weight: float, count: int) -> torch
 
     Returns:
         The loss times its weight, detached; a scalar.
+
+    Raises:
+        PlanError: torch cannot do it the way that a key of the configuration asks for.
     """
+    try:
+        return _backward(trainer, samples, weight, count)
+    except (AssertionError, RuntimeError, ValueError) as exc:
+        known = explained(exc)
+        if known is None:
+            raise
+        raise known from exc
+
+
+def _backward(trainer: Trainer, samples: Any, weight: float, count: int) -> torch.Tensor:
     batch = data.to_device(samples, trainer.worker.device)
     trainer.report.progress.forward()
     with trainer.autocast:
@@ -45,5 +59,6 @@ def backward(trainer: Trainer, samples: Any, weight: float, count: int) -> torch
     elif weight != 1.0:
         loss = loss * weight
     trainer.forward_s = trainer.report.progress.backward()
-    torch.autograd.backward(loss if trainer.loss_scale is None else loss.float() * trainer.loss_scale.scale)
+    scaled = loss if trainer.loss_scale is None else loss.float() * trainer.loss_scale.scale
+    torch.autograd.backward([scaled, *trainer.strategy.ends()])
     return loss.detach()

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dtctl import names
-from dtctl.runtime import diagnose, passes
+from dtctl.runtime import diagnose, recovery
 from dtctl.runtime.config import ProfileConfig
 from dtctl.runtime.console import say
 from dtctl.runtime.worker import Worker
@@ -104,7 +104,7 @@ def measure_communication(trainer: Trainer) -> None:
     """Say what share of a step is exchange of gradients; collective. Leaves the model as it was."""
     buffers = [buffer.clone() for buffer in trainer.model.buffers()]
     pairs = trainer.config.profile.communication
-    cost = diagnose.communication(partial(passes.run, trainer), trainer.strategy.module, pairs=pairs)
+    cost = diagnose.communication(partial(recovery.accumulate, trainer), trainer.strategy.module, pairs=pairs)
     for buffer, kept in zip(trainer.model.buffers(), buffers, strict=True):
         buffer.copy_(kept)
     if trainer.worker.is_first:

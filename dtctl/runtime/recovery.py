@@ -38,6 +38,7 @@ def accumulate(trainer: Trainer) -> torch.Tensor:
         if trainer.worker.is_first:
             ranks = ", ".join(map(str, short))
             say(f"out of memory on rank {ranks} in step {trainer.step + 1}: again with {trainer.batch.describe()}")
+    trainer.strategy.finish()
     if trainer.weights:
         copies = trainer.place.degrees.tp * trainer.place.degrees.cp
         factor = correction(trainer.weights, trainer.schedule.samples(trainer.position), trainer.worker, copies=copies)

@@ -6,21 +6,24 @@ ddp.py       replicas; gradients averaged during the backward pass
 arrival.py   models that are too large for one worker
 zero1.py     ddp with an optimizer whose state is divided
 sharded.py   fsdp, hsdp, tp (tensor.py), cp (context.py) and their products
+unused.py    what some workers leave out of a step
 pipeline.py  blocks on other workers (stages.py cuts), and products with all of them
 trial.py     whether a divided model computes what it did in one piece
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
+from dtctl.errors import DtctlError, PlanError
 from dtctl.runtime.config import Batch, TrainConfig
 from dtctl.runtime.elastic import require
+from dtctl.runtime.explain import explained
 from dtctl.runtime.mesh import Degrees, device_mesh
 from dtctl.runtime.strategies import context, trial
 from dtctl.runtime.strategies.ddp import Ddp
@@ -67,6 +70,12 @@ class Strategy(Protocol):
     def accumulating(self) -> AbstractContextManager[None]:
         """The context of a pass whose gradients are not the last of their step: they stay local."""
 
+    def ends(self) -> Sequence[torch.Tensor]:
+        """Scalars that a backward pass goes back from beside the loss."""
+
+    def finish(self) -> None:
+        """After the last pass of a step: bring its gradients to what they are in one process."""
+
     def norm(self) -> torch.Tensor:
         """The true length of the gradient, the same on all workers."""
 
@@ -106,14 +115,27 @@ def choose(
 
     mesh = device_mesh(degrees, worker.device.type)
     if degrees.tp == degrees.cp == degrees.pp == 1:
-        return Sharded(model, config, worker, degrees, mesh)
+        try:
+            return Sharded(model, config, worker, degrees, mesh)
+        except (AssertionError, RuntimeError, ValueError) as exc:
+            raise explained(exc) or exc from exc
     begin_alike(model)
     expected = trial.measure(probe, model)
     divided: Strategy
-    if degrees.pp == 1:
-        divided = Sharded(model, config, worker, degrees, mesh)
-    else:
-        divided = Pipeline(model, config, worker, degrees, mesh, batch, lambda: trial.measure(probe, model))
-    found = trial.measure(probe, divided.inference)
+    try:
+        if degrees.pp == 1:
+            divided = Sharded(model, config, worker, degrees, mesh)
+        else:
+            divided = Pipeline(model, config, worker, degrees, mesh, batch, lambda: trial.measure(probe, model))
+        found = trial.measure(probe, divided.inference)
+    except DtctlError:
+        raise
+    except Exception as exc:  # whatever the model's code says to tensors that are divided
+        raise explained(exc) or PlanError(
+            f"spread as {degrees}, the model cannot be computed: {str(exc).strip().partition(chr(10))[0]}",
+            where="train.tp.plan" if degrees.tp > 1 else "train.strategy",
+            hint="its code does not allow this; see the top of dtctl/runtime/strategies/tensor.py and pipeline.py for "
+            "what it must be like",
+        ) from exc
     trial.require_agreement(expected, found, worker, how=f"spread as {degrees}")
     return divided

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -54,6 +54,15 @@ class Ddp:
         self.module: nn.Module = self._ddp
         self.inference = model
         self._wanted = gradients.wanted(model)
+        self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        self._worker = worker
+        self._static = config.static_graph
+        self._used: set[torch.Tensor] = set()
+        """Parameters with a gradient from the last pass, in the first step."""
+        self._marks = [
+            parameter.register_post_accumulate_grad_hook(self._used.add)  # type: ignore[no-untyped-call]
+            for parameter in self._wanted
+        ]
 
     def state(self) -> Mapping[str, Any]:
         """What PowerSGD carries from step to step; nothing otherwise."""
@@ -71,14 +80,58 @@ class Ddp:
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Nothing to prepare: every worker makes the same step."""
 
-    def accumulating(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
         """Gradients are added up locally and not exchanged."""
         # Under a static graph DDP learns its order in the first pass of all, and asserts if that exchanges nothing
         # (torch 2.13). To exchange once more than needed changes nothing: averages are averaged again.
-        return nullcontext() if self._first_must_exchange else self._ddp.no_sync()
+        with nullcontext() if self._first_must_exchange else self._ddp.no_sync():
+            yield
+        self._used.clear()
 
     def _begun(self, *_: Any) -> None:
         self._first_must_exchange = False
+
+    def ends(self) -> Sequence[torch.Tensor]:
+        """Nothing beside the loss."""
+        return ()
+
+    def finish(self) -> None:
+        """See that gradients were exchanged, which DDP does not do while it waits for one that never comes.
+
+        It tells at the next forward pass, after a step with this worker's own gradients, and perhaps a snapshot.
+
+        Raises:
+            PlanError: a parameter had no gradient; in the first step on every worker.
+        """
+        missing: list[torch.Tensor] = []
+        if not self._is_exchanged():
+            missing = [p for p in self._wanted if p.grad is None or (self._marks and p not in self._used)]
+            if missing:  # with zeros in their place, so that the others do not wait for ever
+                torch.stack([(parameter * 0).sum() for parameter in missing]).sum().backward()  # type: ignore[no-untyped-call]
+        if self._marks:
+            absent = set(missing)
+            flags = self._worker.sum(torch.tensor([float(parameter in absent) for parameter in self._wanted]))
+            missing = [parameter for parameter, flag in zip(self._wanted, flags.tolist(), strict=True) if flag]
+            for mark in self._marks:
+                mark.remove()
+            self._marks.clear()
+        if missing or not self._is_exchanged():  # else in an earlier pass of this step it did depend on them
+            names = [self._names[parameter] for parameter in missing[:6]]
+            which = ", ".join(names) + (", ..." if len(missing) > len(names) else "") or "some parameters"
+            raise PlanError(
+                f"the loss does not depend on {which}, and ddp waits for the gradients of all",
+                where="train.ddp.static_graph" if self._static else "train.ddp.find_unused_parameters",
+                hint=("leave out `train.ddp.static_graph` and " if self._static else "")
+                + "set `train.ddp.find_unused_parameters: true`, or freeze them with requires_grad_(False)",
+            )
+
+    def _is_exchanged(self) -> bool:
+        try:
+            self._ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            return False
+        return True
 
     def norm(self) -> torch.Tensor:
         """The length of the gradient, which is the same on all workers."""

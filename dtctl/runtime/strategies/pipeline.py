@@ -25,7 +25,7 @@ from dtctl.runtime.config import Batch, TrainConfig
 from dtctl.runtime.mesh import Degrees
 from dtctl.runtime.options import PipelineConfig
 from dtctl.runtime.snapshot.share import filled, skeleton
-from dtctl.runtime.strategies import blocks, gradients, sharded, stages, tensor
+from dtctl.runtime.strategies import blocks, gradients, sharded, stages, tensor, unused
 from dtctl.runtime.worker import Worker
 
 SCHEDULES: Final[dict[str, Any]] = {
@@ -84,7 +84,7 @@ class Pipeline:
         self._kind, self._single = SCHEDULES[options.schedule], options.schedule in SINGLE
         self._degrees, self._mesh, self._worker = degrees, mesh, worker
         self.sizes = sizes_of(options, degrees.pp * per_worker, *stages.costs(found, run))
-        state = set(model.state_dict())
+        state, names = set(model.state_dict()), [name for name, _ in model.named_parameters()]
         if degrees.tp > 1:
             tensor.parallelize(model, found, config.tp, mesh["tp"])
         self._outside = outside(model, found, self.sizes)
@@ -100,9 +100,11 @@ class Pipeline:
         self.elsewhere: Collection[str] = frozenset(state - set(model.state_dict()))
         if degrees.data > 1:
             sharded.keep_buffers_alike(model, mesh)
+        self._present: unused.Present | None = None
         if degrees.fsdp > 1:
             for stage in self._stages.values():
                 sharded.shard_blocks(stage, stage.cut.blocks, config, worker, mesh)
+            self._present = unused.Present(model, list(self._stages.values()), names)
         shared = set(self._outside)
         self._own = [parameter for parameter in gradients.wanted(model) if parameter not in shared]
         self.inference: nn.Module = Inference(self._stages, self.owners, mesh["pp"])
@@ -139,8 +141,21 @@ class Pipeline:
         """Nothing to hold back: `run` makes all passes of a step."""
         return nullcontext()
 
+    def ends(self) -> Sequence[torch.Tensor]:
+        """Nothing: a stage runs all of its blocks."""
+        return ()
+
+    def finish(self) -> None:
+        """Add up over stages what is on all of them, and average over replicas what fully_shard does not."""
+        gradients.add_up(self._outside, self._mesh["pp"].get_group())
+        if self._degrees.data > 1:
+            replicated = self._outside if self._degrees.fsdp > 1 else [*self._outside, *self._own]
+            gradients.add_up(replicated, sharded.data_group(self._mesh), divide_by=self._degrees.data)
+        if self._present is not None:
+            self._present.finish()
+
     def run(self, batches: Sequence[stages.Batch], loss: stages.Loss, samples: int) -> torch.Tensor:
-        """All passes of a step, and the exchange of gradients.
+        """All passes of a step, without the exchange of gradients.
 
         Args:
             batches: the micro batches of this worker's part of the global batch, with the weights of their losses.
@@ -159,7 +174,6 @@ class Pipeline:
         losses: list[torch.Tensor] = []
         first = (index,) if 0 in self._stages else ()
         self._schedule.step(*first, target=index, losses=losses, return_outputs=False, index=index)
-        self._exchange()
         if not losses:
             return torch.zeros((), device=self._worker.device)
         return torch.stack([value.detach() for value in losses]).sum() * self._degrees.pp
@@ -200,13 +214,6 @@ class Pipeline:
             loss_fn=lambda output, _: output,  # the last stage has called the loss function
             scale_grads=False,
         )
-
-    def _exchange(self) -> None:
-        """Add up over stages what is on all of them, and average over replicas what fully_shard does not."""
-        gradients.add_up(self._outside, self._mesh["pp"].get_group())
-        if self._degrees.data > 1:
-            replicated = self._outside if self._degrees.fsdp > 1 else [*self._outside, *self._own]
-            gradients.add_up(replicated, sharded.data_group(self._mesh), divide_by=self._degrees.data)
 
     def norm(self) -> torch.Tensor:
         """The length of the gradient over all stages and shards; collective."""

@@ -25,7 +25,7 @@ from dtctl.errors import PlanError
 from dtctl.runtime.config import TrainConfig
 from dtctl.runtime.mesh import Degrees, context_group
 from dtctl.runtime.options import FsdpConfig
-from dtctl.runtime.strategies import arrival, blocks, context, gradients, tensor
+from dtctl.runtime.strategies import arrival, blocks, context, gradients, tensor, unused
 from dtctl.runtime.worker import Worker
 
 
@@ -62,8 +62,11 @@ class Sharded:
             unfit = {"compile": config.compile, "tp.sequence_parallel": degrees.tp > 1 and config.tp.sequence_parallel}
             group = context_group(degrees, worker.device.type)
             context.divide(blocks.find(model, config.blocks), group, unfit)
+        self._present: unused.Present | None = None
+        self._turns: unused.Turns | None = None
         if degrees.data * degrees.cp > 1:
-            shard(model, config, worker, mesh)
+            self._turns = shard(model, config, worker, mesh, in_turns=degrees.cp == 1)
+            self._present = unused.Present(model, [model], [name for name, _ in model.named_parameters()])
             keep_buffers_alike(model, mesh)
         self._wanted = gradients.wanted(model)
 
@@ -90,6 +93,15 @@ class Sharded:
         """Gradients are added up whole on each worker, and neither exchanged nor sharded."""
         return self._local(self.module) if isinstance(self.module, FSDPModule) else nullcontext()
 
+    def ends(self) -> Sequence[torch.Tensor]:
+        """Of the thread through the blocks that this worker has left out."""
+        return self._turns.ends() if self._turns is not None else ()
+
+    def finish(self) -> None:
+        """Tell parameters that no worker has used from those with a gradient of zero."""
+        if self._present is not None:
+            self._present.finish()
+
     def norm(self) -> torch.Tensor:
         """The length of the gradient over all shards; collective."""
         return gradients.norm(self._wanted)
@@ -112,8 +124,17 @@ def begin_alike(model: nn.Module) -> None:
         dist.broadcast(value.detach(), src=0)
 
 
-def shard(model: nn.Module, config: TrainConfig, worker: Worker, mesh: DeviceMesh) -> None:
+def shard(
+    model: nn.Module, config: TrainConfig, worker: Worker, mesh: DeviceMesh, *, in_turns: bool
+) -> unused.Turns | None:
     """Apply `fully_shard` to each block and to what is left, over the axes dp and fsdp.
+
+    Args:
+        model: changed in place.
+        config: of the training.
+        worker: this worker.
+        mesh: with all axes.
+        in_turns: whether workers may leave out blocks, each its own; then there is something that keeps their order.
 
     Raises:
         PlanError: offloading was asked for where there is no accelerator, or a block shares parameters with what is
@@ -122,8 +143,15 @@ def shard(model: nn.Module, config: TrainConfig, worker: Worker, mesh: DeviceMes
     found = blocks.find(model, config.blocks)
     blocks.require_apart(model, found.modules if found else [])
     bring = partial(arrival.bring, model=model, worker=worker)
-    shard_blocks(model, found.modules if found else [], config, worker, mesh, first=bring)
+    turns: list[unused.Turns] = []
+
+    def between(units: Sequence[nn.Module]) -> None:
+        if in_turns:
+            turns.append(unused.Turns(model, units))
+
+    shard_blocks(model, found.modules if found else [], config, worker, mesh, first=bring, between=between)
     model.register_forward_hook(_shard_again)
+    return turns[0] if turns else None
 
 
 def shard_blocks(
@@ -134,8 +162,18 @@ def shard_blocks(
     mesh: DeviceMesh,
     *,
     first: Callable[[nn.Module], None] = lambda _: None,
+    between: Callable[[Sequence[nn.Module]], None] = lambda _: None,
 ) -> None:
-    """Apply `fully_shard` to some modules and then to the one that has them; before that, `first`.
+    """Apply `fully_shard` to some modules and then to the one that has them.
+
+    Args:
+        root: which has the modules.
+        modules: to be sharded each by itself.
+        config: of the training.
+        worker: this worker.
+        mesh: with all axes.
+        first: called with each of them before.
+        between: called with those modules that have parameters, before the root is sharded.
 
     Raises:
         PlanError: as `shard`.
@@ -144,9 +182,10 @@ def shard_blocks(
     # Two axes mean replicas of shards; with one replica, one axis is the cheaper way to say it.
     over = mesh["dp", "fsdp"] if "dp" in (mesh.mesh_dim_names or ()) else mesh["fsdp"]
     policy, offload = precision(options), offloading(options, worker)
+    units = [block for block in modules if any(True for _ in block.parameters())]
     for block in modules:
         first(block)
-        if any(True for _ in block.parameters()):
+        if block in units:
             fully_shard(
                 block,
                 mesh=over,
@@ -155,7 +194,10 @@ def shard_blocks(
                 offload_policy=offload,
             )
     first(root)
-    fully_shard(root, mesh=over, mp_policy=policy, offload_policy=offload)
+    between(units)
+    whole = fully_shard(root, mesh=over, mp_policy=policy, offload_policy=offload)
+    if unused.ZEROS:
+        whole.set_reduce_scatter_unused_params(True)
 
 
 def _shard_again(model: nn.Module, *_: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -39,6 +39,13 @@ class Single:
     def accumulating(self) -> AbstractContextManager[None]:
         """Nothing to hold back."""
         return nullcontext()
+
+    def ends(self) -> Sequence[torch.Tensor]:
+        """Nothing beside the loss."""
+        return ()
+
+    def finish(self) -> None:
+        """Nothing is left to be done."""
 
     def norm(self) -> torch.Tensor:
         """The length of the gradient."""

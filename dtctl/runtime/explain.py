@@ -1,0 +1,56 @@
+"""Errors of torch that a key of the spec resolves, in words that name it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dtctl.errors import PlanError
+
+KNOWN: Final = (
+    (
+        "Expected to have finished reduction in the prior iteration",
+        "the loss does not depend on all parameters, and ddp waits for the gradients of all",
+        "train.ddp.find_unused_parameters",
+        "set `train.ddp.find_unused_parameters: true`, or freeze them with requires_grad_(False)",
+    ),
+    (
+        "Your training graph has changed in this iteration",
+        "the loss depends on other parameters than in the first step, against the promise of a static graph",
+        "train.ddp.static_graph",
+        "leave out `train.ddp.static_graph`, and set `train.ddp.find_unused_parameters: true`",
+    ),
+    (
+        "Expected to mark a variable ready only once",
+        "a parameter is used outside of the forward pass, or in several parts that are computed again one by one",
+        "train.ddp.static_graph",
+        "set `train.ddp.static_graph: true` if every step uses the same parameters",
+    ),
+    (
+        "fully_shard doesn't support scalar parameters",
+        "the model has a parameter without dims, which fully_shard cannot divide",
+        "train.strategy",
+        "make it a tensor of one element, torch.zeros(1), or use ddp or zero1",
+    ),
+    (
+        "expects uniform original parameter dtype",
+        "a block has parameters of several number formats, which fully_shard cannot put together",
+        "train.strategy",
+        "make them of one format and use `train.precision`, or use ddp or zero1",
+    ),
+    (
+        "mixed torch.Tensor and DTensor",
+        "the model's code uses a parameter that is divided together with a tensor that is not",
+        "train.strategy",
+        "call the model as a whole; with tp, let `train.tp.plan` replicate the module that has the parameter",
+    ),
+)
+"""What torch says, what that means, the key, and what to do."""
+
+
+def explained(error: BaseException) -> PlanError | None:
+    """The error in words of the spec; None if it is not known that a key resolves it."""
+    text = str(error)
+    for said, meaning, where, hint in KNOWN:
+        if said in text:
+            return PlanError(meaning, where=where, hint=hint)
+    return None
