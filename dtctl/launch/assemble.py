@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from dtctl import names
 from dtctl.errors import LaunchError, PlanError, SpecError
 from dtctl.launch import push as pushing
+from dtctl.launch.cores import usable_cores
 from dtctl.launch.job import Job
 from dtctl.launch.link import Link
 from dtctl.launch.record import RunRecord
 from dtctl.launch.tree import Tree, scan
 from dtctl.plan.build import Facts, build
-from dtctl.plan.environment import check_text
+from dtctl.plan.environment import Share, check_text
 from dtctl.plan.model import Plan
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import NodeSpec, resolve_nodes, resolve_spares
@@ -164,7 +165,18 @@ def first_plan(spec: Spec, cluster: Cluster, *, run: str) -> Plan:
     Raises:
         PlanError: no job can be made of the spec.
     """
-    return build(spec, cluster.nodes, run=run, facts=Facts(environ=os.environ, source=_source(spec)))
+    return build(
+        spec, cluster.nodes, run=run, facts=Facts(environ=os.environ, share=_share(spec), source=_source(spec))
+    )
+
+
+def _share(spec: Spec) -> Share | None:
+    """What each node has of this machine, if they all lie on it."""
+    if spec.cluster.transport == "local":
+        return Share(cores=usable_cores(), nodes=1, threads=os.environ.get("OMP_NUM_THREADS"))
+    if spec.cluster.transport == "sandbox":
+        return Share(cores=usable_cores(), nodes=len(resolve_nodes(spec)))
+    return None
 
 
 def _source(spec: Spec) -> str:
@@ -267,15 +279,16 @@ def job_of(
     plan = first_plan(spec, cluster, run=run)
     values = read_secrets(spec)
     fixed = spec.network.rendezvous_port
-    source = _source(spec)
+    source, share = _source(spec), _share(spec)
 
     everyone = {node.name: node for node in (*cluster.nodes, *cluster.spares)}
 
     def make_plan(attempt: int, address: str, port: int, gpus: Mapping[str, int], nodes: Sequence[str]) -> Plan:
-        facts = Facts(environ=os.environ, address=address, port=port, gpus=gpus, source=source)
+        facts = Facts(environ=os.environ, address=address, port=port, gpus=gpus, share=share, source=source)
         return build(spec, [everyone[name] for name in nodes], run=run, attempt=attempt, facts=facts)
 
-    standing_by = build(spec, cluster.spares, run=run, facts=Facts(environ=os.environ)).nodes if cluster.spares else ()
+    spare_facts = Facts(environ=os.environ, share=share)
+    standing_by = build(spec, cluster.spares, run=run, facts=spare_facts).nodes if cluster.spares else ()
 
     def make_script(plan: Plan, node: NodePlan) -> str:
         from dtctl.render.scripts import node_script  # loaded while the nodes are being connected

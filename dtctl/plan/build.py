@@ -30,6 +30,8 @@ class Facts:
     """Port found free on the head node; None: the one that is tried first."""
     gpus: Mapping[str, int] = field(default_factory=dict)
     """Node -> GPUs found on it, for `slots: auto`; a node that is not here counts as one without GPUs."""
+    share: env.Share | None = None
+    """What each node has of the control machine; None: the nodes are machines of their own."""
     source: str = ""
     """Text of the job's script, for the modules that it imports; empty when there is none."""
 
@@ -121,7 +123,7 @@ def _node(node: NodeSpec, placement: Placement, shared: _Shared, facts: Facts, *
         rendezvous=shared.meeting,
     )
     variables = env.merge(
-        env.defaults(kind=kind, slots=placement.slots),
+        env.defaults(kind=kind, slots=placement.slots, share=facts.share),
         env.generated(shared.made.env, framework=kind),
         env.taken(spec.job.env_from, facts.environ),
         _interface(spec, node),

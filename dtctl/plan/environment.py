@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -33,16 +34,50 @@ RESERVED = frozenset(
 )
 
 
-def defaults(*, kind: str, slots: int) -> list[EnvVar]:
-    """What dtctl sets unless somebody else does; as little as possible."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What a node on the control machine has of it: `transport: local`, and the virtual hosts of a sandbox."""
+
+    cores: int
+    """Cores of the machine that dtctl may use."""
+    nodes: int
+    """Nodes of the spec, among which they are divided."""
+    threads: str | None = None
+    """OMP_NUM_THREADS of the shell that launches, where workers inherit it."""
+
+
+def defaults(*, kind: str, slots: int, share: Share | None) -> list[EnvVar]:
+    """What dtctl sets unless somebody else does; as little as possible.
+
+    Args:
+        kind: of the job.
+        slots: workers of the node.
+        share: what the node has of the control machine, if it lies there.
+    """
     found = [EnvVar(name="PYTHONUNBUFFERED", value="1", origin="dtctl: lines reach the log when they are printed")]
-    if slots > 1:
-        origin = "dtctl: as torchrun does when several workers share a node"
-        found.append(EnvVar(name="OMP_NUM_THREADS", value="1", origin=origin))
+    found += _threads(slots, share)
     if kind == "torchrun":
         origin = "dtctl: tells the ranks' lines apart"
         found.append(EnvVar(name="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", value=RANK_PREFIX, origin=origin))
     return found
+
+
+def _threads(slots: int, share: Share | None) -> list[EnvVar]:
+    """OMP_NUM_THREADS where several workers share cores, of which torch would take all for each of them.
+
+    On a machine of its own a node does as torchrun does. It is asked for its cores only when it is connected, and its
+    share may not depend on the attempt: other numbers of threads may add up in another order, and give other bits.
+    """
+    name = "OMP_NUM_THREADS"
+    if slots * (share.nodes if share else 1) == 1:
+        return []
+    if share is None:
+        return [EnvVar(name=name, value="1", origin="dtctl: as torchrun does when several workers share a node")]
+    if share.threads is not None:
+        return [EnvVar(name=name, value=share.threads, origin="set in the shell that launches")]
+    workers = f"{slots} workers" if share.nodes == 1 else f"{share.nodes} nodes of {slots} worker{'s' * (slots > 1)}"
+    origin = f"dtctl: {workers} share this machine's {share.cores} core{'s' * (share.cores > 1)}"
+    return [EnvVar(name=name, value=str(max(1, share.cores // (share.nodes * slots))), origin=origin)]
 
 
 def taken(patterns: Iterable[str], environ: Mapping[str, str]) -> list[EnvVar]:

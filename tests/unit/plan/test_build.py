@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from dtctl.errors import PlanError
 from dtctl.plan.build import Facts, build, digest
+from dtctl.plan.environment import Share
 from dtctl.plan.model import Plan
 from dtctl.spec.load import parse_spec
 from dtctl.spec.nodes import resolve_nodes
@@ -204,3 +205,47 @@ def test_a_value_that_is_not_text_is_refused_by_its_name() -> None:
     with pytest.raises(PlanError, match="the value of X is not text in UTF-8") as caught:
         plan(TWO + "job: {script: t.py, env_from: ['X*']}", environ={"X": "a\udcff"})
     assert caught.value.where == "job.env_from: X*"
+
+
+def threads(text: str, **facts: object) -> list[tuple[str, str]]:
+    """Value and origin of OMP_NUM_THREADS on every node that has it."""
+    return [
+        (variable.value, variable.origin)
+        for node in plan(text, **facts).nodes
+        for variable in node.env
+        if variable.name == "OMP_NUM_THREADS"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("slots", "share", "value", "reason"),
+    [
+        (1, Share(cores=2, nodes=3), "1", "3 nodes of 1 worker share this machine's 2 cores"),
+        (1, Share(cores=16, nodes=2), "8", "2 nodes of 1 worker share this machine's 16 cores"),
+        (2, Share(cores=16, nodes=3), "2", "3 nodes of 2 workers share this machine's 16 cores"),
+        (4, Share(cores=12, nodes=1), "3", "4 workers share this machine's 12 cores"),
+        (4, Share(cores=1, nodes=1), "1", "4 workers share this machine's 1 core"),
+    ],
+)
+def test_workers_on_one_machine_share_its_cores(slots: int, share: Share, value: str, reason: str) -> None:
+    text = f"cluster: {{transport: sandbox, nodes: 2, slots: {slots}}}\njob: {{script: t.py}}"
+    assert threads(text, share=share) == [(value, f"dtctl: {reason}")] * 2
+
+
+def test_a_worker_that_has_the_machine_to_itself_keeps_what_torch_chooses() -> None:
+    text = "cluster: {transport: local, slots: 1}\njob: {script: t.py}"
+    assert threads(text, share=Share(cores=8, nodes=1)) == []
+    assert threads(text.replace("local", "ssh, nodes: [a, b]")) == []
+
+
+def test_threads_that_the_user_has_set_win() -> None:
+    text = "cluster: {transport: local, slots: 2}\njob: {script: t.py}"
+    shell = Share(cores=8, nodes=1, threads="7")
+    assert threads(text, share=shell) == [("7", "set in the shell that launches")]
+    spec = text.replace("t.py", "t.py, env: {OMP_NUM_THREADS: 5}")
+    assert threads(spec, share=shell) == [("5", "job.env")]
+
+
+def test_on_machines_of_their_own_workers_have_the_threads_that_torchrun_gives() -> None:
+    origin = "dtctl: as torchrun does when several workers share a node"
+    assert threads(TWO + "job: {script: t.py}") == [("1", origin)] * 2

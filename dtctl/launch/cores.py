@@ -1,0 +1,50 @@
+"""How many cores this machine lets us use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+def usable_cores(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
+    """Cores that this process may use: those it is bound to, and no more than its control groups grant it, at least 1.
+
+    A container with `--cpus 2` on a machine of 64 cores still sees 64; torch starts 64 threads there.
+    """
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([bound, *_granted(cgroups, membership)]))
+
+
+def _granted(cgroups: Path, membership: Path) -> list[int]:
+    """The limit of every control group that this process is in, whole cores; version 1 and version 2."""
+    try:
+        lines = membership.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, own = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = cgroups / "cpu" if controllers else cgroups
+        group = root / own.lstrip("/")
+        # A group inside of a container may be named as the host sees it, and then only the root is there to read.
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(root):
+                found += _limit(folder)
+    return found
+
+
+def _limit(folder: Path) -> list[int]:
+    try:
+        quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        try:
+            quota = (folder / "cpu.cfs_quota_us").read_text(encoding="ascii").strip()
+            period = (folder / "cpu.cfs_period_us").read_text(encoding="ascii").strip()
+        except OSError:
+            return []
+    return [max(1, int(quota) // int(period))] if quota.isdigit() and period.isdigit() and int(period) else []
