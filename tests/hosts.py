@@ -58,7 +58,7 @@ def sandbox(session_sandbox: Sandbox) -> Iterator[Sandbox]:
         current = control.find("main")
         assert current is not None
     with contextlib.suppress(AssertionError):
-        wait_until(lambda: not any(workers(node) for node in current.nodes), 3.0)
+        wait_until(lambda: not any(workers(node) for node in current.nodes), 20.0)
     left = {node.name: workers(node) for node in current.nodes}
     assert left == {node.name: {} for node in current.nodes}, "a test has left processes behind"
 
@@ -73,7 +73,7 @@ def workers(node: SandboxNode) -> dict[int, str]:
     }
 
 
-def wait_until(condition: Callable[[], object], limit_s: float = 20.0, what: str = "a condition") -> float:
+def wait_until(condition: Callable[[], object], limit_s: float = 60.0, what: str = "a condition") -> float:
     """Seconds until `condition` was true; looks often, and gives up."""
     begun = time.monotonic()
     while not condition():

@@ -37,7 +37,7 @@ def test_it_goes_on_and_can_be_looked_at_and_stopped(project: Project, sandbox: 
     status = json.loads(project.run("status", "--json").out)
     assert (status["run"], status["status"]) == (project.unique, "running")
     log = record(project).log_path("node2", 1)
-    wait_until(lambda: "line 3" in log.read_text(), 10, "the log grows")
+    wait_until(lambda: "line 3" in log.read_text(), what="the log grows")
     assert "[node2:1] line 0" in project.run("logs", "--node", "node2").out
     assert project.run("runs").out.count("running") == 1
     stopped = project.run("stop")
@@ -61,7 +61,7 @@ def test_the_nodes_go_on_when_the_launcher_is_killed_and_stop_still_ends_them(
     start(project)
     launcher = record(project).info()
     os.kill(launcher.pid, signal.SIGKILL)
-    wait_until(lambda: not alive(launcher), 5)
+    wait_until(lambda: not alive(launcher))
     assert json.loads(project.run("status", "--json").out)["status"] == "abandoned"
     logs = [sandbox.state / "hosts" / node.name / "home" for node in sandbox.nodes]
     sizes = [path.stat().st_size for home in logs for path in home.glob(f".dtctl/node/runs/{project.unique}/*/*.log")]
@@ -102,7 +102,7 @@ def test_a_launch_that_fails_says_so_at_once(project: Project) -> None:
 def kill_launcher(project: Project) -> None:
     launcher = record(project).info()
     os.kill(launcher.pid, signal.SIGKILL)
-    wait_until(lambda: not alive(launcher), 5)
+    wait_until(lambda: not alive(launcher))
 
 
 def test_a_run_whose_launcher_was_killed_is_taken_up_again_and_no_line_is_lost(project: Project) -> None:

@@ -76,7 +76,6 @@ def test_a_failed_worker_is_named_and_the_others_are_stopped(project: Project, s
     assert failure["summary"] == "ValueError: the loss is a banana"
     assert "the loss is a banana" in Path(failure["log"]).read_text()
     assert done.done["left_behind"] == 0
-    assert float(done.done["duration_s"]) < 8  # type: ignore[arg-type]
     assert all(workers(node) == {} for node in sandbox.nodes)
 
 

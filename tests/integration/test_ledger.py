@@ -16,15 +16,16 @@ ROOT = Path(dtctl.__file__).parents[1]
 SPEC = """\
 cluster: {{transport: local, slots: 2, workdir: "{workdir}"}}
 job:
-  {{name: test, script: train.py, kind: direct, grace_s: 1, max_restarts: 1, hang_s: 2, preload: [], {more}
+  {{name: test, script: train.py, kind: direct, grace_s: 1, max_restarts: 1, preload: [], {more}
     env: {{PYTHONPATH: "{root}"}}}}
 """
 SCRIPT = """\
-import os, signal, sys, time
+import os, pathlib, signal, sys, time
 from dtctl.runtime.progress import Phase, Progress
 
 attempt, rank = int(os.environ["DTCTL_ATTEMPT"]), int(os.environ["RANK"])
 progress = Progress(rank)
+there = pathlib.Path(os.environ["DTCTL_RUN_DIR"])
 time.sleep(0.3)
 first = 20 if attempt else 0
 progress.begin(first)
@@ -36,7 +37,11 @@ for step in range(first, 40):
     if (step + 1) % 10 == 0:
         with progress.apart(Phase.SNAPSHOT):
             time.sleep(0.1)
+    if step + 1 == 30 and attempt == 0 and rank == 0:
+        (there / "at-30").touch()
     if step + 1 == 30 and attempt == 0 and rank == 1:
+        while not (there / "at-30").exists():
+            time.sleep(0.01)
         ACT
     while step + 1 >= 30 and attempt == 0:
         time.sleep(0.01)
@@ -61,18 +66,19 @@ def test_each_second_of_a_run_that_was_killed_is_accounted_for_once(project: Pro
     assert (done["exit_code"], done["attempts"]) == (0, 2)
     spent = ledger["phases_s"]
     assert sum(spent.values()) == pytest.approx(ledger["wall_s"], abs=0.01)
-    assert ledger["wall_s"] == pytest.approx(wall_s, abs=0.3 + 0.03 * wall_s), "the end of the interpreter is not in it"
+    assert ledger["wall_s"] <= wall_s, "the end of the interpreter is not in it"
     assert (ledger["steps"], ledger["steps_lost"]) == (40, 10)
-    # 40 steps of 50 ms count and 10 do not; snapshots are made after 10, 20, 30, 30 and 40 steps.
-    assert spent["useful"] > 1.9
-    assert 0.2 < spent["lost"] < spent["useful"]
-    assert 0.45 < spent["stall"] < spent["useful"]
-    assert spent["start"] > 0.6
+    # Times of a busy machine have no upper limit. At least: 30 and 20 steps of 50 ms, two starts of 300 ms, and
+    # snapshots of 100 ms after 10, 20 and 30 steps and after 30 and 40.
+    assert spent["stall"] >= 0.5
+    assert spent["start"] + spent["useful"] + spent["lost"] >= 2 * 0.3 + 50 * 0.05 - 0.01
+    assert min(spent["start"], spent["useful"], spent["lost"]) > 0
     assert spent["run"] == 0
     assert ledger["goodput"] == pytest.approx(spent["useful"] / ledger["wall_s"], abs=0.001)
-    assert done["goodput"] == pytest.approx(ledger["goodput"], abs=0.01)
+    assert 0 < done["goodput"] <= ledger["goodput"], "it is asked for later, when more time has passed"
     lines = (project.folder / ".dtctl" / "runs" / project.unique / "events.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
+    assert events[-1]["time"] - events[0]["time"] <= ledger["wall_s"] + 0.1, "a ledger that misses some of it"
     [restart] = [event for event in events if event["event"] == "restart"]
     assert (restart["node"], restart["rank"]) == ("localhost", 1)
     told = [event["step"] for event in events if event["event"] == "snapshot"]
@@ -85,9 +91,9 @@ def test_each_second_of_a_run_that_was_killed_is_accounted_for_once(project: Pro
 
 
 def test_a_worker_that_is_stopped_is_named_and_its_time_is_a_hang(project: Project) -> None:
-    ledger, _, done = launch(project, "os.kill(os.getpid(), signal.SIGSTOP)")
+    ledger, _, done = launch(project, "os.kill(os.getpid(), signal.SIGSTOP)", "hang_s: 2,")
     assert (done["exit_code"], done["attempts"]) == (0, 2)
-    assert 1.9 < ledger["phases_s"]["hang"] < 5
+    assert ledger["phases_s"]["hang"] >= 2
     assert sum(ledger["phases_s"].values()) == pytest.approx(ledger["wall_s"], abs=0.01)
     folder = project.folder / ".dtctl" / "runs" / project.unique / "hangs" / "attempt-0" / "localhost"
     assert (folder / "rank-1.txt").read_text().startswith("state T")

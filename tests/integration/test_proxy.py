@@ -64,7 +64,7 @@ def test_a_job_runs_on_nodes_behind_a_jump_host(project: Project, cut: Sandbox) 
         f"[node3:1] RAN node3 {head} 1",
     ]
     assert done.done["left_behind"] == 0
-    wait_until(lambda: sessions_on(cut, "node1") == 0, 5, "no connection to the jump host is left")
+    wait_until(lambda: sessions_on(cut, "node1") == 0, what="no connection to the jump host is left")
 
 
 def test_two_jump_hosts_in_a_row(project: Project, cut: Sandbox) -> None:
@@ -142,4 +142,4 @@ def test_the_node_behind_has_to_show_a_known_key(project: Project, cut: Sandbox)
     done = project.run("launch")
     assert done.code == 6
     assert "host key is not known" in done.err
-    wait_until(lambda: sessions_on(cut, "node1") == 0, 5, "the connection to the jump host is let go of")
+    wait_until(lambda: sessions_on(cut, "node1") == 0, what="the connection to the jump host is let go of")

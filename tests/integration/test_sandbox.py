@@ -173,7 +173,7 @@ def test_up_and_down_leave_nothing(sandbox_env: dict[str, str]) -> None:
         control.up("leftovers", nodes=1)
     faults.freeze(made.nodes[0])
     assert control.down("leftovers")
-    wait_until(lambda: not any(kernel.start_time(pid) for pid in pids), 5, "no process is left")
+    wait_until(lambda: not any(kernel.start_time(pid) for pid in pids), what="no process is left")
     assert not made.state.exists()
     if os.getuid() == 0:
         links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
@@ -195,7 +195,7 @@ def test_two_sandboxes_do_not_meet(sandbox: Sandbox) -> None:
 def test_a_dead_keeper_takes_its_hosts_along(sandbox_env: dict[str, str]) -> None:
     made = control.up("crash", nodes=2)
     os.kill(made.keeper, signal.SIGKILL)
-    wait_until(lambda: not any(kernel.start_time(node.pid) for node in made.nodes), 5, "the hosts have ended")
+    wait_until(lambda: not any(kernel.start_time(node.pid) for node in made.nodes), what="the hosts have ended")
     assert control.find("crash") is None
     again = control.up("crash", nodes=1)
     assert len(again.nodes) == 1
@@ -263,4 +263,4 @@ dtctl sandbox down
     def left() -> str:
         return subprocess.run(["pgrep", "-u", name], capture_output=True, text=True, check=False).stdout
 
-    wait_until(lambda: not left(), 5, "no process of the user is left")
+    wait_until(lambda: not left(), what="no process of the user is left")

@@ -165,7 +165,7 @@ def test_a_job_is_found_again_after_its_launcher_was_killed(shared: Project) -> 
     wait_until(lambda: list(shared.folder.glob(".dtctl/runs/*/logs/*/rank-0.log")), what="output has come")
     launcher = record(shared).info()
     os.kill(launcher.pid, signal.SIGKILL)
-    wait_until(lambda: not alive(launcher), 5)
+    wait_until(lambda: not alive(launcher))
     followed = shared.run("logs", "-f")
     assert followed.code == 0, followed.err
     assert [followed.out.count(f" line {n}\n") for n in range(150)] == [4] * 150

@@ -75,7 +75,7 @@ def test_nothing_is_left(sandbox_env: dict[str, str], shared: Path) -> None:
         lines = {path.parent.name: path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()}
         return [pid for pid, line in lines.items() if folder in line and kernel.start_time(int(pid))]
 
-    wait_until(lambda: not left(), 5, "no process of it is left")
+    wait_until(lambda: not left(), what="no process of it is left")
     assert not sandbox.state.exists()
 
 

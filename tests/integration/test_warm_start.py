@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from tests.hosts import Project, spec_text, wait_until, workers
 
 pytestmark = pytest.mark.usefixtures("sandbox")
 
-SLOW = "import time\ntime.sleep(30)\n"
+SLOW = "import time\ntime.sleep(600)\n"
 SHOW = """\
 import json, os, sys
 preloaded = "decimal" in sys.modules
@@ -138,13 +137,11 @@ def test_it_can_be_stopped_while_it_imports(project: Project, sandbox: Sandbox) 
     wait_until(
         lambda: all(any("warm.py" in line for line in workers(node).values()) for node in sandbox.nodes), what="import"
     )
-    begun = time.monotonic()
     process.send_signal(signal.SIGINT)
     done = project.finish(process)
     assert done.code == 130
     assert "0 processes left on 3 nodes" in done.err
-    assert time.monotonic() - begun < 6
-    wait_until(lambda: all(workers(node) == {} for node in sandbox.nodes), 1, "nothing is left")
+    wait_until(lambda: all(workers(node) == {} for node in sandbox.nodes), what="nothing is left")
 
 
 def find(node: SandboxNode, which: str) -> int:
@@ -171,7 +168,7 @@ def test_nothing_is_left_whoever_is_killed(project: Project, sandbox: Sandbox, v
             process.wait(0.5)
         process.send_signal(signal.SIGTERM)
     project.finish(process)
-    wait_until(lambda: all(workers(node) == {} for node in sandbox.nodes), 8, "nothing is left")
+    wait_until(lambda: all(workers(node) == {} for node in sandbox.nodes), what="nothing is left")
 
 
 def test_ps_calls_a_forked_worker_by_its_program(project: Project) -> None:

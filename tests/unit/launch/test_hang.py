@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,6 +101,7 @@ def test_stacks_of_both_tools_are_read() -> None:
 def test_what_workers_note_is_what_their_node_reads(tmp_path: Path) -> None:
     assert (read.FIELDS, read.RECORD.size, read.MAGIC) == (noted.FIELDS, noted.SIZE, noted.MAGIC)
     assert {phase.name: phase.value for phase in noted.Phase} == {phase.name: phase.value for phase in Phase}
+    began = time.monotonic()
     mine = noted.Progress(3, folder=str(tmp_path))
     (begun,) = standings("n", read.read(str(tmp_path)))
     assert (begun.phase, begun.state) == (Phase.STARTING, "R")
@@ -117,9 +119,10 @@ def test_what_workers_note_is_what_their_node_reads(tmp_path: Path) -> None:
     assert saving.phase == Phase.SNAPSHOT
     assert (last.rank, last.phase, last.step, last.place, last.first, last.saved) == (3, 1, 10, 9, 7, 10)
     assert last.where == "in a forward pass"
-    assert 0 < last.slowest_s < 1
-    assert 0 < last.stall_s < 1
-    assert last.stale_s < last.begun_s < 5
+    took_s = time.monotonic() - began
+    assert 0 < last.slowest_s < took_s
+    assert 0 < last.stall_s < took_s
+    assert 0 <= last.stale_s < last.begun_s < took_s
 
 
 def test_half_a_file_and_others_are_not_read(tmp_path: Path) -> None:

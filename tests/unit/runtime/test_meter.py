@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -15,28 +14,40 @@ from dtctl.runtime.hardware import peak_flops
 from tests.unit.runtime.conftest import Make
 
 
-def test_the_spread_is_of_the_window() -> None:
+class Clock:
+    now = 50.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(meter, "time", clock)
+    return clock
+
+
+def test_the_spread_is_of_the_window(clock: Clock) -> None:
     times = meter.StepTimes()
     for milliseconds in range(1, 101):
-        times.pause(-milliseconds / 1000)  # as if so much time had passed
+        clock.now += milliseconds / 1000
         times.own(0.5)
         times.step()
     spread, own_s = times.take()
-    assert spread["step_p50_s"] == pytest.approx(0.050, abs=2e-3)
-    assert spread["step_p95_s"] == pytest.approx(0.095, abs=2e-3)
-    assert spread["step_max_s"] == pytest.approx(0.100, abs=5e-3)
+    assert spread["step_p50_s"] == 0.050
+    assert spread["step_p95_s"] == 0.095
+    assert spread["step_max_s"] == 0.100
     assert own_s == 0.5
     assert times.take() == ({}, 0.0)
 
 
-def test_pauses_are_left_out() -> None:
+def test_pauses_are_left_out(clock: Clock) -> None:
     times = meter.StepTimes()
-    began_s = time.perf_counter()
-    while time.perf_counter() - began_s < 0.02:
-        pass
-    times.pause(time.perf_counter() - began_s)
+    clock.now += 5.25
+    times.pause(5.0)
     times.step()
-    assert times.take()[0]["step_max_s"] < 0.01
+    assert times.take()[0]["step_max_s"] == 0.25
 
 
 def test_the_slowest_is_named() -> None:
