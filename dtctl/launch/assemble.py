@@ -312,6 +312,7 @@ def job_of(
         secrets=values,
         link_timeout_s=spec.cluster.link_timeout_s,
         hang_s=spec.job.hang_s,
+        hang_start_s=spec.job.hang_start_s,
         time_s=spec.job.time_s,
         trains=spec.train is not None,
         keep=keep,

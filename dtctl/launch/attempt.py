@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dtctl.launch.failure import Failure
 from dtctl.launch.inquest import Inquest
 from dtctl.launch.logs import METRICS
+from dtctl.launch.progress import Standing
 from dtctl.launch.session import Said, error_of
 from dtctl.names import REQUEUE_EXIT
 from dtctl.plan.model import Plan
@@ -44,6 +45,9 @@ class Outcome:
     """Nodes where the run had ended before this launcher came; no supervisor waits there for another attempt."""
     hung_s: float = 0.0
     """For how long nothing had moved when it was ended because it hung."""
+    deserters: list[Standing] = field(default_factory=list)
+    """Workers that had left, when it was ended, though their training had steps left, the first one first; those whose
+    exit code says that they failed are not among them."""
     step: int | None = None
     """The last step that is known to have been done, of the whole run; None when the job tells none."""
 
@@ -76,6 +80,8 @@ class Attempt:
         self.begun = time.monotonic()
         self.stop_deadline: float | None = None
         self.ended: set[tuple[str, int]] = set()
+        self.failed: set[int] = set()
+        """Ranks that have ended with an error of their own."""
         self.saved = 0
         """Step of the newest snapshot that workers have told of."""
         self.away: dict[str, _Away] = {}
@@ -140,7 +146,10 @@ class Attempt:
         self.gang.emit("exit", node=name, rank=data["rank"], exit_code=data["code"], signal=data["signal"])
         if not data["code"]:
             self.inquest.ended(data["rank"])
-        elif self.outcome.stopped_by is None:
+            return
+        if not data.get("told"):
+            self.failed.add(data["rank"])
+        if self.outcome.stopped_by is None:
             failure = Failure(
                 node=name,
                 rank=data["rank"] if data["rank"] >= 0 else None,
@@ -156,7 +165,8 @@ class Attempt:
     def _watch(self, name: str, said: Said) -> None:
         """What a node says about how far its workers are."""
         if said.what in ("pong", "progress"):
-            self.inquest.told(name, said.data.get("workers", []))
+            workers, before_stop = said.data.get("workers", []), said.data.get("before_stop", False)
+            self.inquest.told(name, workers, before_stop=before_stop)
             steps = [worker.step for worker in self.inquest.workers.values()]
             self.outcome.step = max([*steps, self.outcome.step or 0]) if steps else self.outcome.step
             self._note_snapshots()
@@ -221,10 +231,17 @@ class Attempt:
         if self.stop_deadline is not None:
             return
         self.gang.emit("stopping", reason=reason)
+        self.inquest.stopping()
         # A node needs the grace, a second for strays, and the way there and back.
         self.stop_deadline = time.monotonic() + self.plan.grace_s + 5
         for name in self.open:
             self.gang.sessions[name].send({"op": "stop", "now": True} if at_once else {"op": "stop"})
+
+    def close(self) -> Outcome:
+        """What it came to, when no node is open any more."""
+        found = [worker for worker in self.inquest.deserters() if worker.rank not in self.failed]
+        self.outcome.deserters = sorted(found, key=lambda worker: -worker.stale_s)
+        return self.outcome
 
     def interrupt(self, number: int, *, hard: bool) -> None:
         """Somebody wants the launcher to stop; the second time without waiting for the workers."""

@@ -22,6 +22,8 @@ _ROOT_CAUSE = re.compile(
 )
 _FIELD = re.compile(r"^\s*(rank|exitcode|traceback)\s*:\s*(-?\d+|.*)", re.MULTILINE)
 
+_ERROR = re.compile(r"(^|\s)(Traceback|[A-Za-z_][\w.]*(Error|Exception)\b|error:)")
+
 _CONSEQUENCES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -58,6 +60,8 @@ class Failure:
     """What the node knows about it that its log does not: it was ended for lack of memory, the disk is full."""
     hang: bool = False
     """Whether it was ended because it made no progress."""
+    left: str = ""
+    """How it left the training while the others went on, without an error: `ended after step 3 of 12`."""
     asked: bool = False
     """Whether it was ended by a signal from outside that asks to stop, SIGTERM or SIGUSR1."""
 
@@ -66,6 +70,8 @@ def describe(failure: Failure) -> str:
     """What happened, in one line without a place: `was ended by signal 9 (SIGKILL)`."""
     if failure.hang:
         return "made no progress"
+    if failure.left:
+        return f"{failure.left}, before the others"
     if failure.exit_code is None:
         return "was lost"
     if failure.signal is not None:
@@ -109,6 +115,27 @@ def is_consequence(failure: Failure) -> bool:
     if failure.signal is not None or failure.exit_code is None:
         return False
     return any(text in line for line in failure.tail for text in _CONSEQUENCES)
+
+
+def deserted(failure: Failure, *, node: str, rank: int, left: str, tail: tuple[str, ...]) -> Failure | None:
+    """The failure of a worker that others have lost, which is what `failure` says.
+
+    Args:
+        failure: the first of those that are reported.
+        node: of the worker that has left.
+        rank: its rank.
+        left: how it left.
+        tail: last lines of its log.
+
+    Returns:
+        None if its log has an error, so that it is one of those that have lost another.
+    """
+    if any(_ERROR.search(line) or any(text in line for text in _CONSEQUENCES) for line in tail):
+        return None
+    text = f"rank {rank} {left} without an error, and rank {failure.rank} on {failure.node} lost the connection to it"
+    return Failure(
+        node=node, rank=rank, exit_code=None, signal=None, time=failure.time, left=left, summary=text, tail=tail
+    )
 
 
 def is_stop(failure: Failure, *, trains: bool) -> bool:

@@ -117,6 +117,7 @@ class Gang:
         *,
         link_timeout_s: float,
         hang_s: HangLimit = "off",
+        hang_start_s: HangLimit = "auto",
         on_started: Callable[[], None] | None,
         on_progress: Watched | None = None,
     ) -> Outcome:
@@ -126,11 +127,18 @@ class Gang:
             plan: the attempt.
             link_timeout_s: a node not heard of for this long is lost.
             hang_s: when a job that makes no progress hangs (see hang.py).
+            hang_start_s: the same before there is a measure: start, compilation, first batches and steps.
             on_started: called once, when every node has started its processes; None when they were started before.
             on_progress: told how far the workers are, whenever a node says so.
         """
         folder = self.logs.folder / names.HANGS_DIR / f"attempt-{plan.attempt}"
-        inquest = Inquest(world_size=plan.world_size, limit=hang_s, folder=folder, on_progress=on_progress)
+        inquest = Inquest(
+            places={rank: node.name for node in plan.nodes for rank in node.ranks},
+            limit=hang_s,
+            start_limit=hang_start_s,
+            folder=folder,
+            on_progress=on_progress,
+        )
         attempt = Attempt(self, plan, link_timeout_s, inquest=inquest, under_way=on_started is None)
         while attempt.open:
             if self.signals:
@@ -144,7 +152,7 @@ class Gang:
             attempt.look_at_the_clock()
         for node, rank, text in self.logs.rest():
             self.emit("log", node=node, rank=rank, text=text)
-        return attempt.outcome
+        return attempt.close()
 
     def quit(self) -> None:
         """Send every supervisor home, and wait until they have gone or had their time."""

@@ -4,8 +4,10 @@ In a synchronous training one worker that stands still soon holds up all others,
 run hangs when no worker has noted progress for longer than steps can take, and the culprit is the one that is behind;
 where all are at the same place, the one whose stack shows that it does not wait for others.
 
-Time is only judged between one step and the next: what has no measure (the first steps, evaluation, compilation, a
-snapshot on a slow disk) is left to the time-outs of the collectives. A process that is stopped (SIGSTOP) has no excuse.
+Between one step and the next, time is measured by the steps before. What has no measure (the start, compilation, the
+first batches and steps) has a generous limit; evaluation and a snapshot on a slow disk are left to the time-outs of the
+collectives. There is no excuse for a process that is stopped (SIGSTOP), nor for a wait for one that has left early: it
+has ended, or takes no more steps, though its training has some left.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ FLOOR_S = 30.0
 """auto: no shorter silence is a hang, since file servers and switches have hiccups."""
 FACTOR = 10.0
 """auto: nor one that is shorter than this many of the slowest step so far."""
+START_S = 1800.0
+"""auto: how long a start, a compilation, or one of the first steps may be silent."""
 MEASURED_STEPS = 4
 """auto: steps of an attempt after which there is a measure."""
 
@@ -67,27 +71,46 @@ class Stack:
         return any(part in frames[0][0] for part in _WAITING) if frames else None
 
 
-def silence(workers: Collection[Standing], *, world_size: int, limit: HangLimit) -> float | None:
+def silence(
+    workers: Collection[Standing], *, world_size: int, limit: HangLimit, start_limit: HangLimit = "auto"
+) -> float | None:
     """For how many seconds the run has been hanging; None when it is not, or when that cannot be told.
 
     Args:
-        workers: of the workers that have not ended.
+        workers: those that have told their progress, also if they have ended since.
         world_size: workers that there should be.
         limit: `job.hang_s`.
+        start_limit: `job.hang_start_s`.
     """
-    if limit == "off" or len(workers) < world_size or not workers:
+    active = [worker for worker in workers if not worker.out]
+    if limit == "off" or not active:
         return None
-    slowest_s = max(worker.slowest_s for worker in workers)
+    slowest_s = max(worker.slowest_s for worker in active)
     limit_s = max(FLOOR_S, FACTOR * slowest_s) if limit == "auto" else limit
-    stopped = [worker.stale_s for worker in workers if worker.state == "T" and worker.phase != Phase.STARTING]
+    stopped = [worker.stale_s for worker in active if worker.state == "T" and worker.phase != Phase.STARTING]
     if stopped and min(stopped) >= limit_s:
         return min(stopped)
-    if any(worker.phase != Phase.STEPPING for worker in workers):
+    if any(worker.phase in (Phase.EVALUATION, Phase.SNAPSHOT) for worker in active):
         return None
-    if min(worker.step - worker.first for worker in workers) < (MEASURED_STEPS if limit == "auto" else 1):
-        return None
-    silent_s = min(worker.stale_s for worker in workers)
+    steps = all(worker.phase == Phase.STEPPING for worker in active)
+    done = min(worker.step - worker.first for worker in active)
+    measured = len(workers) >= world_size and done >= (MEASURED_STEPS if limit == "auto" else 1)
+    if not (steps and (measured or any(worker.until for worker in deserters(workers)))):
+        if start_limit == "off":
+            return None
+        limit_s = max(limit_s, START_S if start_limit == "auto" else start_limit)
+    silent_s = min(worker.stale_s for worker in active)
     return silent_s if silent_s >= limit_s else None
+
+
+def deserters(workers: Collection[Standing]) -> list[Standing]:
+    """Those that take no more steps although the training has some left, by rank.
+
+    One that never began is none if others have taken steps since: they can do without it.
+    """
+    trained = any(worker.step > worker.first for worker in workers if not worker.early)
+    found = [worker for worker in workers if worker.early and (worker.until or not trained)]
+    return sorted(found, key=lambda worker: worker.rank)
 
 
 def culprits(workers: Collection[Standing], stacks: Mapping[int, Stack]) -> list[Standing]:
@@ -96,6 +119,10 @@ def culprits(workers: Collection[Standing], stacks: Mapping[int, Stack]) -> list
     stopped = [worker for worker in everyone if worker.state == "T"]
     if stopped:
         return stopped
+    early = deserters(everyone)
+    if early:
+        return early
+    everyone = [worker for worker in everyone if not worker.out]
     waits = {worker.rank: stacks[worker.rank].waits for worker in everyone if worker.rank in stacks}
     awake = [worker for worker in everyone if waits.get(worker.rank) is False]
     least = min(worker.position for worker in everyone)
@@ -107,33 +134,69 @@ def culprits(workers: Collection[Standing], stacks: Mapping[int, Stack]) -> list
     return awake if len(awake) < len(everyone) else []
 
 
-def failure(workers: Collection[Standing], stacks: Mapping[int, Stack], *, silent_s: float, now: float) -> Failure:
-    """What is said about a run that hangs; `now` is the time of day."""
+def failure(
+    workers: Collection[Standing],
+    stacks: Mapping[int, Stack],
+    *,
+    silent_s: float,
+    now: float,
+    silent: Mapping[int, str] | None = None,
+) -> Failure:
+    """What is said about a run that hangs.
+
+    Args:
+        workers: those that have told their progress, also if they have ended since.
+        stacks: what workers have shown.
+        silent_s: for how long nothing had moved.
+        now: the time of day.
+        silent: workers that have told no progress yet, rank -> node.
+    """
+    active = [worker for worker in workers if not worker.out]
+    begun = [worker for worker in active if worker.phase != Phase.STARTING]
+    text = f"no progress for {silent_s:.0f} s "
+    text += f"in step {min(worker.step for worker in begun) + 1}" if begun else "before the first step"
     blamed = culprits(workers, stacks)
-    step = min(worker.step for worker in workers) + 1
-    text = f"no progress for {silent_s:.0f} s in step {step}"
+    if silent and not any(worker.state == "T" or worker.early for worker in blamed):
+        who = ", ".join(f"rank {rank} on {node}" for rank, node in sorted(silent.items())[:8])
+        rank, node = min(silent.items())
+        text += f": {who} {'has' if len(silent) == 1 else 'have'} not come to the training{_wait(len(active))}"
+        return Failure(node=node, rank=rank, exit_code=None, signal=None, time=now, summary=text, hang=True)
     if not blamed:
-        first = min(workers, key=lambda worker: worker.rank)
+        first = min(active, key=lambda worker: worker.rank)
         text += ": all workers wait for each other at the same place; the network between them may be broken"
         return Failure(node=first.node, rank=None, exit_code=None, signal=None, time=now, summary=text, hang=True)
     first = blamed[0]
-    others = len(workers) - len(blamed)
     who = ", ".join(f"rank {worker.rank} on {worker.node}" for worker in blamed[:8])
-    what = "is stopped (SIGSTOP)" if first.state == "T" else f"stands still {first.where}"
-    wait = {0: "", 1: "; the other one waits for it"}.get(others, f"; the {others} others wait for it")
     stack = stacks.get(first.rank)
     frames = stack.frames if stack is not None else []
-    at = f" at {frames[0][0]}:{frames[0][1]} in {frames[0][2]}" if frames else ""
+    at = f"{', and is now' if first.early else ''} at {frames[0][0]}:{frames[0][1]} in {frames[0][2]}" if frames else ""
+    wait = _wait(len([worker for worker in active if worker not in blamed]))
     return Failure(
         node=first.node,
         rank=first.rank,
         exit_code=None,
         signal=None,
         time=now,
-        summary=f"{text}: {who} {what}{at}{wait}",
+        summary=f"{text}: {who} {_what(first)}{at}{wait}",
         tail=tuple(f"{file}:{line} in {name}" for file, line, name in frames[:8]),
         hang=True,
     )
+
+
+def left(worker: Standing) -> str:
+    """How a worker left its training early: `ended after step 3 of 12`."""
+    verb = "ended" if worker.gone else "left the training"
+    return f"{verb} before its first step" if not worker.until else f"{verb} after step {worker.step} of {worker.until}"
+
+
+def _what(worker: Standing) -> str:
+    if worker.state == "T":
+        return "is stopped (SIGSTOP)"
+    return f"{left(worker)}, before the others" if worker.early else f"stands still {worker.where}"
+
+
+def _wait(others: int) -> str:
+    return {0: "", 1: "; the other one waits for it"}.get(others, f"; the {others} others wait for it")
 
 
 def keep(folder: Path, node: str, rank: int, stack: Stack) -> Path:

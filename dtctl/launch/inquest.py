@@ -6,7 +6,7 @@ What counts as a hang, and who is to blame, is decided in hang.py; here messages
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from dtctl.errors import LaunchError
 from dtctl.launch import hang
 from dtctl.launch.failure import Failure
 from dtctl.launch.hang import HangLimit, Stack
-from dtctl.launch.progress import Standing, standings
+from dtctl.launch.progress import Standing, standings, unheard
 
 LIMIT_S = 6.0
 """How long the nodes may take to tell where their workers stand."""
@@ -28,49 +28,86 @@ Watched = Callable[[Sequence[Standing]], None]
 class Inquest:
     """What is known of the workers of one attempt, and the question to them if they hang."""
 
-    def __init__(self, *, world_size: int, limit: HangLimit, folder: Path, on_progress: Watched | None) -> None:
+    def __init__(
+        self,
+        *,
+        places: Mapping[int, str],
+        limit: HangLimit,
+        start_limit: HangLimit,
+        folder: Path,
+        on_progress: Watched | None,
+    ) -> None:
         """Nothing is known yet.
 
         Args:
-            world_size: workers of the attempt.
+            places: workers of the attempt, rank -> node.
             limit: `job.hang_s`.
+            start_limit: `job.hang_start_s`.
             folder: where stacks are kept, if there will be any.
             on_progress: told how far the workers are, whenever a node says so.
         """
-        self.world_size = world_size
+        self.places = places
         self.limit: HangLimit = limit
+        self.start_limit: HangLimit = start_limit
         self.folder = folder
         self.on_progress = on_progress
         self.workers: dict[int, Standing] = {}
         self.silent_s: float | None = None
         """For how long nothing had moved when the question was asked; None: it was not."""
+        self._ended: set[int] = set()
+        """Ranks that have ended well."""
+        self._before_stop: dict[int, Standing] | None = None
         self._heard: dict[str, float] = {}
         self._stacks: dict[int, Stack] = {}
         self._asked: set[str] = set()
         self._deadline = 0.0
 
-    def told(self, node: str, facts: Sequence[dict[str, Any]]) -> None:
-        """A node says how far its workers are."""
+    def told(self, node: str, facts: Sequence[dict[str, Any]], *, before_stop: bool = False) -> None:
+        """A node says how far its workers are; `before_stop`: before it has asked them to end."""
+        if before_stop and self._before_stop is not None:
+            self._before_stop |= {worker.rank: self._as_ended(worker) for worker in standings(node, facts)}
         if self.silent_s is not None:
             return  # what is judged is how things stood when the question was asked
         self._heard[node] = time.monotonic()
         found = standings(node, facts)
-        self.workers |= {worker.rank: worker for worker in found}
+        self.workers |= {worker.rank: self._as_ended(worker) for worker in found}
         if found and self.on_progress is not None:
             self.on_progress(found)
 
+    def _as_ended(self, worker: Standing) -> Standing:
+        """Its number may be another process's by now."""
+        return replace(worker, state="") if worker.rank in self._ended else worker
+
     def ended(self, rank: int) -> None:
-        """A worker has ended well; the others may go on."""
-        if self.workers.pop(rank, None) is not None:
-            self.world_size -= 1
+        """A worker has ended well; the others may go on without it, or wait for it."""
+        if rank not in self.places:
+            return  # torchrun's agent
+        self._ended.add(rank)
+        known = self.workers.get(rank) or unheard(self.places[rank], rank)
+        self.workers[rank] = self._as_ended(known)
+
+    def deserters(self) -> list[Standing]:
+        """Workers that had left, when the attempt was ended, though their training had steps left; by rank.
+
+        Their exit codes may be any; torchrun keeps them to itself.
+        """
+        known = self.workers if self._before_stop is None else self._before_stop
+        return hang.deserters(known.values())
+
+    def stopping(self) -> None:
+        """The nodes are asked to end the attempt; whoever ends from now on may do so because of that."""
+        if self._before_stop is None:
+            self._before_stop = dict(self.workers)
 
     def hangs(self, now: float) -> bool:
         """Whether the attempt hangs, and the workers should be asked where they stand."""
         if self.silent_s is not None or any(
-            now - self._heard.get(worker.node, 0.0) > FRESH_S for worker in self.workers.values()
+            now - self._heard.get(worker.node, 0.0) > FRESH_S for worker in self.workers.values() if not worker.gone
         ):
             return False
-        self.silent_s = hang.silence(self.workers.values(), world_size=self.world_size, limit=self.limit)
+        self.silent_s = hang.silence(
+            self.workers.values(), world_size=len(self.places), limit=self.limit, start_limit=self.start_limit
+        )
         return self.silent_s is not None
 
     def ask(self, nodes: Collection[str]) -> None:
@@ -92,7 +129,10 @@ class Inquest:
         """Who is to blame, as soon as all have answered or had their time; what they have shown is kept then."""
         if self.silent_s is None or (self._asked and now < self._deadline):
             return None
-        found = hang.failure(self.workers.values(), self._stacks, silent_s=self.silent_s, now=time.time())
+        silent = {rank: node for rank, node in self.places.items() if rank not in self.workers}
+        found = hang.failure(
+            self.workers.values(), self._stacks, silent_s=self.silent_s, now=time.time(), silent=silent
+        )
         for rank, stack in sorted(self._stacks.items()):
             try:
                 path = hang.keep(self.folder, self.workers[rank].node, rank, stack)

@@ -44,6 +44,7 @@ class Job:
     secrets: Mapping[str, str]
     link_timeout_s: float
     hang_s: HangLimit
+    hang_start_s: HangLimit
     """When a job that makes no progress hangs."""
     time_s: float | None
     """When the run is stopped with snapshots; None: never."""

@@ -58,7 +58,7 @@ class Patience:
         """
         if failure.exit_code in self._refused and failure.signal is None:
             return Verdict(hopeless="the workers cannot do what the spec says, and no restart changes that")
-        lost = failure.exit_code is None and not failure.hang
+        lost = failure.exit_code is None and not (failure.hang or failure.left)
         if lost or (failure.signal in FROM_OUTSIDE and not failure.why):
             return Verdict()
         # What all workers run into is told by whoever is first, so words count and not who says them. But what a hang

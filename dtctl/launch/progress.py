@@ -41,6 +41,8 @@ class Standing:
     """Step that this attempt began after."""
     saved: int
     """Step of the last snapshot that was begun."""
+    until: int
+    """The training's last step; 0 when it is not known."""
     begun_s: float
     """Age of this attempt's first step."""
     stale_s: float
@@ -51,7 +53,22 @@ class Standing:
     """Spent on snapshots in this attempt, by the training thread."""
     evaluation_s: float
     state: str
-    """The kernel's letter; T: stopped."""
+    """The kernel's letter; T: stopped; empty, Z or X: the process has ended."""
+
+    @property
+    def gone(self) -> bool:
+        """Whether its process has ended."""
+        return self.state in ("", "Z", "X")
+
+    @property
+    def out(self) -> bool:
+        """Whether it takes no more steps."""
+        return self.gone or self.phase == Phase.ENDING
+
+    @property
+    def early(self) -> bool:
+        """Whether it takes no more steps although its training has some left, or had not begun."""
+        return self.out and (self.step < self.until or self.phase == Phase.STARTING)
 
     @property
     def position(self) -> tuple[int, int]:
@@ -68,3 +85,11 @@ def standings(node: str, told: Iterable[Mapping[str, Any]]) -> list[Standing]:
     """What a node has said about its workers."""
     fields = [name for name in Standing.__dataclass_fields__ if name != "node"]
     return [Standing(node=node, **{name: fact[name] for name in fields}) for fact in told]
+
+
+def unheard(node: str, rank: int) -> Standing:
+    """A worker that has told no progress."""
+    return Standing(
+        node=node, rank=rank, pid=0, phase=Phase.STARTING, step=0, place=0, first=0, saved=0, until=0, begun_s=0.0,
+        stale_s=0.0, slowest_s=0.0, stall_s=0.0, evaluation_s=0.0, state="",
+    )  # fmt: skip

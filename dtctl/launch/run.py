@@ -17,6 +17,7 @@ from typing import Any
 from dtctl import names
 from dtctl.errors import ConnectError, LaunchError, PlanError
 from dtctl.launch import failure as failures
+from dtctl.launch import hang
 from dtctl.launch.attempt import Emit, Outcome
 from dtctl.launch.failure import AGENT, Failure
 from dtctl.launch.gang import Gang
@@ -226,6 +227,7 @@ class _Launcher:
             plan,
             link_timeout_s=self.job.link_timeout_s,
             hang_s=self.job.hang_s,
+            hang_start_s=self.job.hang_start_s,
             on_started=on_started,
             on_progress=self.ledger.watch,
         )
@@ -274,7 +276,16 @@ class _Launcher:
         }
 
     def _first_failure(self, outcome: Outcome) -> Failure | None:
-        return failures.first(self._with_log(found) for found in outcome.failures)
+        found = failures.first(self._with_log(found) for found in outcome.failures)
+        if found is None or not failures.is_consequence(found):
+            return found
+        for worker in outcome.deserters:
+            tail = failures.last_lines(self.logs.tail(worker.node, worker.rank))
+            left = hang.left(worker)
+            cause = failures.deserted(found, node=worker.node, rank=worker.rank, left=left, tail=tail)
+            if cause is not None:
+                return replace(cause, log=str(self.record.log_path(worker.node, worker.rank)))
+        return found
 
     def _is_stop(self, failure: Failure) -> bool:
         return failures.is_stop(failure, trains=self.job.trains)

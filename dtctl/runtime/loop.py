@@ -215,6 +215,7 @@ class Trainer:
                 if decision.stop and not last:
                     outcome = asked.granted()
                     break
+            report.through()
             agreement.close()
         if first and outcome is Outcome.STOPPED:
             say(f"stopped after step {self.step} of {self.steps}, with a snapshot")

@@ -25,10 +25,10 @@ from typing import Any, Final
 
 from dtctl import names
 
-MAGIC: Final = b"dtctl-p1"
+MAGIC: Final = b"dtctl-p2"
 FIELDS: Final = (
     "pid", "signal", "phase", "step", "place", "noted_ns", "first", "begun_ns", "slowest_ns", "stall_ns",
-    "evaluation_ns", "saved",
+    "evaluation_ns", "saved", "until",
 )  # fmt: skip
 """After the magic, 8 bytes each in the machine's order; the supervisor, which is sent to nodes alone, repeats them."""
 SIZE: Final = 8 + 8 * len(FIELDS)
@@ -95,8 +95,9 @@ class Progress:
         _HOT.pack_into(self._memory, _OFFSET["phase"], self._phase, self._step, place, now_ns)
         return now_ns
 
-    def begin(self, step: int) -> None:
-        """Steps begin, after this one."""
+    def begin(self, step: int, *, until: int = 0) -> None:
+        """Steps begin, after this one; `until` is the last one, if that is known."""
+        self._set("until", until)
         self._phase, self._step, self._first, self._micro = Phase.STEPPING, step, step, 0
         self._set("first", step)
         self._set("saved", step)

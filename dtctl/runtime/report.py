@@ -51,6 +51,7 @@ class Report:
         self._tokens = tokens_per_sample
         self._use = meter.Use(worker, config.precision, meter.flops_per_sample(model, tokens_per_sample))
         self._metrics: Metrics | None = None
+        self._steps = 0
         self._parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.times = meter.StepTimes()
         self.progress = Progress(worker.rank, collectives=worker.backend is not None)
@@ -74,7 +75,8 @@ class Report:
             path = Path(os.environ.get(names.METRICS) or names.METRICS_FILE)
             self._metrics = Metrics(path, step=step, steps=steps, sinks=self._sinks(step))
         self.times = meter.StepTimes()
-        self.progress.begin(step)
+        self._steps = steps
+        self.progress.begin(step, until=steps)
         try:
             yield
         finally:
@@ -136,6 +138,10 @@ class Report:
         self.times.step()
         self.progress.step(step)
 
+    def through(self) -> None:
+        """There are no more steps; what follows, such as writing the last snapshot, takes as long as it takes."""
+        self.progress.end()
+
     def evaluating(self) -> AbstractContextManager[None]:
         """The context of an evaluation."""
         return self._apart(Phase.EVALUATION)
@@ -158,6 +164,6 @@ class Report:
     def rewind(self, step: int) -> None:
         """Take back the lines after a step that training went back to."""
         self.times.take()
-        self.progress.begin(step)
+        self.progress.begin(step, until=self._steps)
         if self._metrics is not None:
             self._metrics.rewind(step)

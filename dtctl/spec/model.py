@@ -170,13 +170,16 @@ class Job(Section):
     hang_s: Positive | Literal["auto", "off"] = "auto"
     """Seconds without progress after which a training with dtctl.runtime hangs: stacks are collected, and the gang is
     started again. auto: ten times the slowest step, at least 30. Programs without dtctl.runtime are left alone."""
+    hang_start_s: Positive | Literal["auto", "off"] = "auto"
+    """The same while there is no measure yet: from the start over compilation to the first steps of an attempt. auto:
+    1800; never less than `hang_s`."""
     time_s: Positive | None = None
     """Seconds after which the job is stopped as by SIGUSR1: workers with dtctl.runtime end with a snapshot, and `dtctl
     launch` with exit code 75, for "once more, please". Default: no limit."""
     grace_s: PositiveOrZero = 10.0
     """Seconds between SIGTERM and SIGKILL when the job is stopped."""
 
-    @field_validator("hang_s", mode="before")
+    @field_validator("hang_s", "hang_start_s", mode="before")
     @classmethod
     def _off_is_a_word(cls, value: object) -> object:
         return "off" if value is False else value  # YAML takes it for a truth value

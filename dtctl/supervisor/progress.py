@@ -12,10 +12,10 @@ import time
 
 FIELDS = (
     "pid", "signal", "phase", "step", "place", "noted_ns", "first", "begun_ns", "slowest_ns", "stall_ns",
-    "evaluation_ns", "saved",
+    "evaluation_ns", "saved", "until",
 )  # fmt: skip
 RECORD = struct.Struct(f"@8s{len(FIELDS)}Q")
-MAGIC = b"dtctl-p1"
+MAGIC = b"dtctl-p2"
 
 
 def read(folder: str) -> list:  # type: ignore[type-arg]
@@ -49,6 +49,7 @@ def facts(rank: int, numbers: tuple, now_ns: int) -> dict:  # type: ignore[type-
         "place": told["place"],
         "first": told["first"],
         "saved": told["saved"],
+        "until": told["until"],
         "begun_s": max(0, now_ns - told["begun_ns"]) / 1e9,
         "stale_s": max(0, now_ns - told["noted_ns"]) / 1e9,
         "slowest_s": told["slowest_ns"] / 1e9,

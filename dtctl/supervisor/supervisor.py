@@ -14,7 +14,7 @@ One thread, one poll loop; every wait has a deadline. Messages are JSON with the
     stop     end the attempt             exit     rank, code, signal, time      (at once)
     quit     and end yourself            stopped  processes left                (after all output)
     probe    which port is free          probed   port
-                                         progress as in pong, before an exit
+                                         progress as in pong, before an exit and a stop
     attach   I know logs up to here      log frames from there on
     stacks   where do the workers stand  stack    of one worker, then stacks-end
     ping     are you there               pong     how far the workers are (progress.py)
@@ -209,6 +209,7 @@ class Supervisor:
         fact = {"op": "exit", "rank": process.rank, "code": code, "signal": number, "time": time.time(), "why": ""}
         # From outside, to a worker that does not listen to it.
         fact["asked"] = number in (signal.SIGTERM, signal.SIGUSR1) and self.deadline is None
+        fact["told"] = self.deadline is not None  # it may have ended because we told it to
         self.tell({"op": "progress", "workers": self._progress()})
         if code and self.deadline is None:  # what ends because we end it is no riddle
             if number == signal.SIGKILL and self.memory is not None:
@@ -298,6 +299,7 @@ class Supervisor:
             elif op == "start":
                 self.try_start(message)
             elif op == "stop":
+                self.tell({"op": "progress", "workers": self._progress(), "before_stop": True})
                 self.end_attempt()
                 if message.get("now") and self.deadline is not None:
                     self.deadline = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ SPEC = """\
 cluster: {{transport: sandbox, nodes: [node1, node2, node3], slots: 1}}
 job:
   {{name: test, script: train.py, kind: {kind}, grace_s: 2, max_restarts: {restarts}, hang_s: {hang_s},
-    env: {{PYTHONPATH: "{root}", OMP_NUM_THREADS: 1}}}}
+    hang_start_s: 8, env: {{PYTHONPATH: "{root}", OMP_NUM_THREADS: 1}}}}
 """
 SCRIPT = """\
 import os, signal, sys, threading, time
@@ -30,7 +31,7 @@ def train(config, worker):
     first = os.environ["DTCTL_ATTEMPT"] == "0"
 
     def loss(model, batch):
-        if first and trainer.step == 6 and worker.rank == 1:
+        if first and trainer.step == AT and worker.rank == 1:
             misbehave()
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
@@ -47,7 +48,7 @@ def train(config, worker):
     trainer = Trainer(config, worker, nn.Linear(8, 1), loss, samples, validation=samples, score=score)
     return trainer.run()
 
-SLOW = {slow}
+SLOW, AT = {slow}, {at}
 if __name__ == "__main__":
     if SLOW:
         time.sleep(SLOW)
@@ -58,8 +59,17 @@ if __name__ == "__main__":
 """
 
 
-def launch(project: Project, act: str, *, kind: str = "direct", restarts: int = 1, hang_s: str = "3", slow: float = 0):
-    project.write("train.py", SCRIPT.format(act=act, slow=slow))
+def launch(
+    project: Project,
+    act: str,
+    *,
+    kind: str = "direct",
+    restarts: int = 1,
+    hang_s: str = "3",
+    slow: float = 0,
+    at: int = 6,
+):
+    project.write("train.py", SCRIPT.format(act=act, slow=slow, at=at))
     project.write("dtctl.yaml", SPEC.format(root=ROOT, kind=kind, restarts=restarts, hang_s=hang_s))
     return project.run("launch", "--json", "--name", project.unique, timeout_s=45)
 
@@ -107,7 +117,7 @@ def test_the_culprit_is_named_and_the_gang_is_started_again(project: Project, ac
 
 
 def test_a_hang_at_the_same_step_every_time_is_told_as_one(project: Project) -> None:
-    project.write("train.py", SCRIPT.format(act="time.sleep(1000)", slow=0).replace("first and ", ""))
+    project.write("train.py", SCRIPT.format(act="time.sleep(1000)", slow=0, at=6).replace("first and ", ""))
     project.write("dtctl.yaml", SPEC.format(root=ROOT, kind="direct", restarts=9, hang_s="2"))
     done = project.run("launch", "--json", timeout_s=120)
     assert done.code == 8, done.err
@@ -118,6 +128,49 @@ def test_a_hang_at_the_same_step_every_time_is_told_as_one(project: Project) -> 
     first = done.done["first_failure"]
     assert (first["node"], first["rank"], first["exit_code"]) == ("node2", 1, None)  # type: ignore[index]
     assert "hangs/attempt-2/node2/rank-1.txt" in first["log"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("act", "at", "kind", "said"),
+    [
+        # Its process lives on, and so do its connections: the others wait.
+        (
+            "threading.Thread(target=time.sleep, args=(1000,)).start(); sys.exit(0)", 0, "direct",
+            r"no progress for \d+ s in step 1: rank 1 on node2 left the training after step 0 of 12, before "
+            r"the others, and is now at \S+ in _shutdown; the 2 others wait for it",
+        ),
+        (
+            "threading.Thread(target=time.sleep, args=(1000,)).start(); sys.exit(0)", 6, "torchrun",
+            r"no progress for \d+ s in step 7: rank 1 on node2 left the training after step 6 of 12, before "
+            r"the others, and is now at \S+ in _shutdown; the 2 others wait for it",
+        ),
+        # Gone: the others lose their connections.
+        (
+            "sys.exit(0)", 0, "direct",
+            r"rank 1 ended after step 0 of 12 without an error, and rank \d on node\d lost the connection to it",
+        ),
+        (
+            "sys.exit(0)", 6, "torchrun",
+            r"rank 1 ended after step 6 of 12 without an error, and rank \d on node\d lost the connection to it",
+        ),
+        # It computes for ever before the first step is through.
+        (
+            "time.sleep(1000)", 0, "direct",
+            r"no progress for \d+ s in step 1: rank 1 on node2 stands still in a forward pass at \S+ in misbehave; "
+            "the 2 others wait for it",
+        ),
+    ],
+    ids=["leaves", "leaves-torchrun", "ends", "ends-torchrun", "first-step"],
+)  # fmt: skip
+def test_who_leaves_early_is_named_also_in_the_first_step(
+    project: Project, act: str, at: int, kind: str, said: str
+) -> None:
+    done = launch(project, act, kind=kind, restarts=0, at=at)
+    assert done.code == 8, done.err
+    first = done.done["first_failure"]
+    assert (first["node"], first["rank"]) == ("node2", 1)  # type: ignore[index]
+    assert re.fullmatch(said, first["summary"]), first  # type: ignore[index]
+    assert done.done["left_behind"] == 0
 
 
 def test_slow_starts_and_evaluations_are_no_hang(project: Project) -> None:

@@ -3,7 +3,17 @@ from dataclasses import replace
 
 import pytest
 
-from dtctl.launch.failure import Failure, describe, first, from_torchrun, is_consequence, is_stop, last_lines, summary
+from dtctl.launch.failure import (
+    Failure,
+    describe,
+    deserted,
+    first,
+    from_torchrun,
+    is_consequence,
+    is_stop,
+    last_lines,
+    summary,
+)
 
 AGENT_LOG = """\
 E1121 07:51:33.855000 8019 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: -9)
@@ -110,3 +120,18 @@ def test_who_was_told_to_stop_has_not_failed() -> None:
     assert not is_stop(replace(ended, asked=False), trains=True), "the supervisor's own SIGTERM"
     agent = Failure(node="n", rank=None, exit_code=1, signal=None, time=1.0)
     assert is_stop(from_torchrun(agent, AGENT_LOG.replace("{code}", "-10")), trains=True)
+
+
+def test_who_left_without_an_error_is_the_cause_of_lost_connections() -> None:
+    lost = Failure(
+        node="a", rank=0, exit_code=1, signal=None, time=5.0, tail=("RuntimeError: Connection closed by peer",)
+    )
+    said = deserted(lost, node="b", rank=1, left="ended after step 3 of 12", tail=("loss 0.3",))
+    assert said is not None
+    assert (said.node, said.rank, said.exit_code, said.time) == ("b", 1, None, 5.0)
+    assert said.summary == (
+        "rank 1 ended after step 3 of 12 without an error, and rank 0 on a lost the connection to it"
+    )
+    assert describe(said) == "ended after step 3 of 12, before the others"
+    for line in ("ValueError: x", "Traceback (most recent call last):", "dtctl: error: x", "Broken pipe"):
+        assert deserted(lost, node="b", rank=1, left="ended", tail=(line, "end")) is None

@@ -57,7 +57,13 @@ class Rig:
         logs = Logs(RunRecord(folder))
         self.gang = Gang([*self.nodes.values()], self.inbox, logs=logs, emit=lambda e, **f: self.events.append((e, f)))
         self.standings: list[Any] = []
-        inquest = Inquest(world_size=3, limit=5.0, folder=folder / "hangs", on_progress=self.standings.extend)
+        inquest = Inquest(
+            places=dict(enumerate("abc")),
+            limit=5.0,
+            start_limit=60.0,
+            folder=folder / "hangs",
+            on_progress=self.standings.extend,
+        )
         self.attempt = Attempt(self.gang, self.plan, 30.0, inquest=inquest)
 
     def say(self, node: str, what: str, **data: Any) -> None:
@@ -255,7 +261,8 @@ def test_a_bug_in_a_session_is_told_as_one(rig: Rig) -> None:
 def worker(rank: int, **more: Any) -> dict[str, Any]:
     return {
         "rank": rank, "pid": 10 + rank, "signal": 40, "phase": 1, "step": 8, "place": 2, "first": 0, "saved": 4,
-        "begun_s": 60.0, "stale_s": 9.0, "slowest_s": 0.1, "stall_s": 0.0, "evaluation_s": 0.0, "state": "S", **more,
+        "until": 20, "begun_s": 60.0, "stale_s": 9.0, "slowest_s": 0.1, "stall_s": 0.0, "evaluation_s": 0.0,
+        "state": "S", **more,
     }  # fmt: skip
 
 
@@ -302,7 +309,32 @@ def test_a_node_that_cannot_show_stacks_is_not_waited_for_longer_than_it_may_tak
     assert rig.attempt.outcome.failures[0].rank is None, "no stacks and all at the same place: nobody can be blamed"
 
 
-def test_a_worker_that_has_ended_well_is_not_waited_for(rig: Rig) -> None:
+def test_a_worker_that_has_ended_in_time_is_not_waited_for(rig: Rig) -> None:
+    for node in "abc":
+        rig.say(node, "started")
+        rig.nodes[node].heard = time.monotonic()
+        mine = {"step": 20, "phase": 5, "state": ""} if node == "a" else {"step": 19, "stale_s": 0.0}
+        rig.say(node, "pong", workers=[worker("abc".index(node), **mine)])
+    rig.exit("a")
+    rig.attempt.look_at_the_clock()
+    assert rig.told("b") == []
+
+
+def test_who_left_early_is_known_from_before_the_others_were_stopped(rig: Rig) -> None:
+    ending = {"phase": 5, "state": ""}
+    rig.say("a", "progress", workers=[worker(0, stale_s=0.1, **ending)])
+    rig.exit("a", code=1)
+    rig.say("b", "progress", workers=[worker(1, stale_s=0.5, **ending)], before_stop=True)
+    rig.say("b", "progress", workers=[worker(1, step=9, **ending)])
+    rig.say("c", "progress", workers=[worker(2)], before_stop=True)
+    rig.say("c", "progress", workers=[worker(2, **ending)])
+    rig.exit("b")
+    rig.say("c", "exit", rank=2, code=143, signal=15, time=0.0, told=True)
+    (left,) = rig.attempt.close().deserters
+    assert (left.rank, left.step) == (1, 8)
+
+
+def test_a_worker_that_has_ended_early_is_waited_for_in_vain(rig: Rig) -> None:
     for node in "abc":
         rig.say(node, "started")
         rig.nodes[node].heard = time.monotonic()

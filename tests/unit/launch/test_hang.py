@@ -15,8 +15,8 @@ from dtctl.runtime import progress as noted
 from dtctl.supervisor import progress as read
 
 WORKER = Standing(
-    node="a", rank=0, pid=1, phase=Phase.STEPPING, step=50, place=2, first=0, saved=40, begun_s=90.0, stale_s=40.0,
-    slowest_s=2.0, stall_s=0.0, evaluation_s=0.0, state="S",
+    node="a", rank=0, pid=1, phase=Phase.STEPPING, step=50, place=2, first=0, saved=40, until=99, begun_s=90.0,
+    stale_s=40.0, slowest_s=2.0, stall_s=0.0, evaluation_s=0.0, state="S",
 )  # fmt: skip
 WAITS = Stack(
     state="S", how="faulthandler", flight="",
@@ -54,6 +54,18 @@ def gang(*changes: dict[str, object]) -> list[Standing]:
         (35.0, [{}, {"first": 49}], 40.0),
         ("auto", [{"stale_s": 1.0}, {"state": "T", "phase": Phase.EVALUATION}], 40.0),  # nobody stops itself
         ("auto", [{}, {"state": "T", "phase": Phase.STARTING}], None),
+        ("auto", [{"stale_s": 1801.0}] * 2 + [{"stale_s": 1801.0, "phase": Phase.STARTING}], 1801.0),  # first batches
+        ("auto", [{"stale_s": 1801.0, "first": 50}] * 2, 1801.0),
+        ("auto", [{"stale_s": 1801.0}], 1801.0),  # the other one has told nothing yet
+        ("auto", [{"stale_s": 1801.0}, {"stale_s": 1801.0, "phase": Phase.COMPILING}], 1801.0),
+        ("auto", [{"stale_s": 1801.0}, {"stale_s": 1801.0, "phase": Phase.SNAPSHOT}], None),
+        ("auto", [{}, {"state": "", "phase": Phase.ENDING}], 40.0),  # it had steps left
+        ("auto", [{"first": 50}, {"phase": Phase.ENDING}], 40.0),  # also in the first step
+        ("auto", [{"first": 50, "phase": Phase.STARTING}, {"state": ""}], None),  # which may have to be loaded first
+        ("auto", [{"first": 50}, {"state": "", "phase": Phase.STARTING, "until": 0}], None),  # may be no part of it
+        ("auto", [{"step": 99, "stale_s": 29.0}, {"state": "", "step": 99, "phase": Phase.ENDING}], None),
+        ("auto", [{"step": 99, "phase": Phase.ENDING}, {"state": "", "step": 99, "phase": Phase.ENDING}], None),
+        ("auto", [{"state": "", "phase": Phase.ENDING}] * 2, None),
     ],
 )
 def test_a_run_hangs_when_nobody_has_moved_for_longer_than_steps_take(
@@ -73,8 +85,25 @@ def test_a_run_hangs_when_nobody_has_moved_for_longer_than_steps_take(
         ([{}, {}, {}], {}, []),
         ([{"place": 1}, {"place": 1}, {}], {0: WAITS, 1: WAITS, 2: SLEEPS}, [2]),  # it went past their collective
         ([{"place": 1}, {"place": 1}, {}], {0: SLEEPS, 1: SLEEPS, 2: WAITS}, [0, 1]),
+        ([{"place": 1}, {"state": "", "phase": Phase.ENDING}, {}], {0: WAITS, 2: SLEEPS}, [1]),
+        ([{}, {"state": "", "phase": Phase.ENDING, "step": 99}, {"place": 1}], {}, [2]),
+        ([{"first": 50}, {"state": "", "phase": Phase.STARTING, "until": 0}, {"first": 50}], {}, [1]),
+        ([{}, {"state": "", "phase": Phase.STARTING, "until": 0}, {"place": 1}], {}, [2]),
     ],
-    ids=["forward", "a step behind", "stopped", "awake", "all wait", "no stacks", "ahead", "two behind"],
+    ids=[
+        "forward",
+        "a step behind",
+        "stopped",
+        "awake",
+        "all wait",
+        "no stacks",
+        "ahead",
+        "two behind",
+        "ended early",
+        "ended in time",
+        "never began",
+        "not needed",
+    ],
 )
 def test_who_is_behind_is_to_blame_and_not_who_waits(
     changes: list[dict[str, object]], stacks: dict[int, Stack], blamed: list[int]
@@ -89,6 +118,17 @@ def test_what_is_said() -> None:
         "the 2 others wait for it"
     )
     assert (found.node, found.rank, found.hang, found.tail[0]) == ("n1", 1, True, "/me/train.py:5 in mine")
+    left = hang.failure(gang({}, {"state": "", "phase": Phase.ENDING}, {}), {}, silent_s=31.0, now=5.0)
+    assert left.summary == (
+        "no progress for 31 s in step 51: rank 1 on n1 ended after step 50 of 99, before the others; "
+        "the 2 others wait for it"
+    )
+    starts = gang({"first": 50, "phase": Phase.STARTING}, {"first": 50, "phase": Phase.STARTING})
+    absent = hang.failure(starts, {}, silent_s=1800.0, now=5.0, silent={2: "n2"})
+    assert absent.summary == (
+        "no progress for 1800 s before the first step: rank 2 on n2 has not come to the training; "
+        "the 2 others wait for it"
+    )
     nobody = hang.failure(gang({}, {}), {}, silent_s=40.2, now=5.0)
     assert (nobody.rank, "the network between them may be broken" in nobody.summary) == (None, True)
 

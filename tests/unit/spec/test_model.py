@@ -57,6 +57,7 @@ job:
   kind: accelerate
   grace_s: 0
   hang_s: 60
+  hang_start_s: 900
   time_s: 3600
   preload: [torch]
 network: {interface: {a: eth0}, profile: gcp-tcpxo, rendezvous_port: 1, rendezvous_address: a}
