@@ -18,7 +18,7 @@ from dtctl.errors import ConnectError, DtctlError, Interrupted, LaunchError
 
 if TYPE_CHECKING:
     from dtctl.launch.record import RunRecord
-    from dtctl.slurm.follow import Follower
+    from dtctl.slurm.follow import Follower, JobRef
     from dtctl.slurm.site import Site
     from dtctl.spec.model import Spec
 
@@ -80,8 +80,10 @@ def launch_job(options: Options, spec: Spec, run: str) -> int:
 
 def _not_started(run: str, exc: DtctlError) -> dict[str, Any]:
     nothing = dict.fromkeys(("first_failure", "launch_s", "duration_s"))
+    # Where the link was lost, Slurm may have the job all the same.
+    left = None if isinstance(exc, ConnectError) else 0
     return {
-        "run": run, "status": "failed", "exit_code": exc.exit_code, "attempts": 0, "left_behind": 0,
+        "run": run, "status": "failed", "exit_code": exc.exit_code, "attempts": 0, "left_behind": left,
         "error": str(exc), **nothing,
     }  # fmt: skip
 
@@ -112,28 +114,60 @@ def refresh(record: RunRecord) -> None:
 
 
 def stop_job(record: RunRecord, *, as_json: bool) -> int:
-    """`dtctl stop` for a job of Slurm: cancel it, and wait until Slurm says that nothing of it is left."""
+    """`dtctl stop` for a job of Slurm: cancel it, wait until it is over, and look whether anything of it is left."""
     from dtctl.launch import stop as stopping
-    from dtctl.slurm.follow import cancel
+    from dtctl.slurm.follow import nodes_of
+    from dtctl.slurm.left import look
 
     if not stopping.by_launcher(record, wait_s=CANCEL_LIMIT_S) and _unfollowed(record):
         with _follower(record) as follower:
-            cancel(follower.site, follower.ref.job)
-            deadline = time.monotonic() + CANCEL_LIMIT_S
-            while not _catch_up(follower):
-                if time.monotonic() > deadline:
-                    raise LaunchError(
-                        f"job {follower.ref.job} has not ended within {CANCEL_LIMIT_S:g} s",
-                        where=follower.site.name,
-                        hint=f"scontrol show job {follower.ref.job} says what it waits for",
-                    )
-                time.sleep(POLL_S)
+            _end(follower.site, follower.ref)
+            _catch_up(follower)
             _close(follower, None)
+    # Whatever has been written down: a launcher on another machine may follow it, or it was said to be over and is not.
+    with _site(record) as (site, ref):
+        state = _end(site, ref)
+        left = look(site, ref.python, ref.job, state, sorted({*nodes_of(record), *state.get("nodes", [])}))
     if as_json:
-        output.emit_json({"run": record.run, "left_behind": 0, "nodes": {}})
+        nodes = {node: "nobody could look" if count is None else count for node, count in left.counts.items()}
+        output.emit_json({"run": record.run, "left_behind": left.total, "nodes": nodes})
     else:
-        output.out("0 processes left: Slurm has ended the job")
+        output.out(left.describe())
     return 0
+
+
+def _end(site: Site, ref: JobRef) -> dict[str, Any]:
+    """Cancel a job if it is not over, and wait until it is; what Slurm says of it then.
+
+    Raises:
+        LaunchError: it does not end.
+    """
+    from dtctl.slurm import talk
+    from dtctl.slurm.follow import cancel, is_on
+
+    deadline, cancelled = time.monotonic() + CANCEL_LIMIT_S, False
+    while is_on(state := talk.ask(site, ref.python, {"op": "state", "job": ref.job})["job"]):
+        if not cancelled:
+            cancel(site, ref.job)
+            cancelled = True
+        elif time.monotonic() > deadline:
+            raise LaunchError(
+                f"job {ref.job} has not ended within {CANCEL_LIMIT_S:g} s",
+                where=site.name,
+                hint=f"scontrol show job {ref.job} says what it waits for",
+            )
+        time.sleep(POLL_S)
+    return dict(state)
+
+
+@contextmanager
+def _site(record: RunRecord) -> Iterator[tuple[Site, JobRef]]:
+    from dtctl.launch.assemble import spec_of_run
+    from dtctl.slurm.follow import reference
+    from dtctl.slurm.site import site_of
+
+    with closing(site_of(spec_of_run(record))) as site:
+        yield site, reference(record)
 
 
 def _unfollowed(record: RunRecord) -> bool:
@@ -145,12 +179,10 @@ def _unfollowed(record: RunRecord) -> bool:
 
 @contextmanager
 def _follower(record: RunRecord) -> Iterator[Follower]:
-    from dtctl.launch.assemble import spec_of_run
-    from dtctl.slurm.follow import Follower, reference
-    from dtctl.slurm.site import site_of
+    from dtctl.slurm.follow import Follower
 
-    with closing(site_of(spec_of_run(record))) as site, record.held():
-        yield Follower(record, reference(record), site, _emitter(record, None, json_lines=False))
+    with _site(record) as (site, ref), record.held():
+        yield Follower(record, ref, site, _emitter(record, None, json_lines=False))
 
 
 def _catch_up(follower: Follower) -> bool:
@@ -210,7 +242,7 @@ def _follow(record: RunRecord, site: Site, emit: Callable[..., None], signals: l
             delay_s = min(delay_s * 1.2, QUEUE_POLL_S if waiting else poll_s)
             _wait(max(delay_s, poll_s / 2), signals, cancelled=cancelled)
     result = follower.result(ledger, stopped_by=signals[-1] if cancelled else None)
-    return finish(result, emit, logs=record.folder / names.LOGS_DIR)
+    return finish(result, emit, record)
 
 
 def _wait(seconds: float, signals: list[int], *, cancelled: bool) -> None:

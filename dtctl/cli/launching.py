@@ -19,6 +19,7 @@ from dtctl.errors import DtctlError, Interrupted, UsageError
 
 if TYPE_CHECKING:
     from dtctl.launch.job import Result
+    from dtctl.launch.record import RunRecord
     from dtctl.launch.tree import Tree
     from dtctl.plan.model import Plan
     from dtctl.spec.model import Spec
@@ -166,8 +167,15 @@ def real_launch(options: Options) -> int:
     record = RunRecord.create(spec.base_dir, info)
     record.write_spec(dump_spec(spec))
     view = LaunchView(json_lines=options.json_lines)
+    attempts, left = 0, dict[str, int | None]()
 
     def emit(event: str, **facts: Any) -> None:
+        nonlocal attempts
+        if event == "start":
+            attempts = int(facts["attempt"]) + 1
+            left.update(dict.fromkeys(cluster.targets))
+        elif event == "node" and "left" in facts:
+            left[facts["node"]] = facts["left"]
         if event != "log":
             told = {"event": event, "time": round(time.time(), 3), **facts}
             record.append_event(told)
@@ -185,11 +193,18 @@ def real_launch(options: Options) -> int:
             view.end_table()
             number = signals[-1] if signals else None
             code_of_end = 128 + number if number else exc.exit_code
-            emit("done", **_done(run, "stopped" if number else "failed", code_of_end, error=str(exc)))
-            raise Interrupted("stopped before the job was started", signal=number) if number else exc from None
+            counts = list(left.values())
+            left_behind = None if None in counts else sum(count or 0 for count in counts)
+            told = _done(
+                run, "stopped" if number else "failed", code_of_end, attempts=attempts, left_behind=left_behind,
+                error=str(exc),
+            )  # fmt: skip
+            emit("done", **told)
+            when = "while it was to be started again" if attempts else "before the job was started"
+            raise Interrupted(f"stopped {when}", signal=number) if number else exc from None
         finally:
             view.end_table()
-    return finish(result, emit, logs=record.folder / names.LOGS_DIR)
+    return finish(result, emit, record)
 
 
 def show_left_out(tree: Tree) -> None:
@@ -237,10 +252,17 @@ def _done(run: str, status: str, exit_code: int, **more: Any) -> dict[str, Any]:
     return {**fields, **more}
 
 
-def finish(result: Result, emit: Any, *, logs: Path) -> int:
+def finish(result: Result, emit: Any, record: RunRecord) -> int:
     """Tell how the run ended, and why if its logs say so; the exit code."""
     note_end(result, emit)
     show_end(result)
+    if record.lost_events:
+        output.err(
+            f"{record.lost_events} events of the run could not be written into {record.folder}: what `dtctl status`, "
+            "`runs` and `report` say of it lacks them",
+            "red",
+        )
+    logs = record.folder / names.LOGS_DIR
     if result.status == "failed":
         from dtctl.cli.doctor import show_cause
 
@@ -273,6 +295,7 @@ def note_end(result: Result, emit: Any) -> None:
             duration_s=round(result.duration_s, 3),
             left_behind=result.left_behind,
             goodput=result.goodput,
+            **({"lost_output": dict(result.lost_output)} if result.lost_output else {}),
         ),
     )
 
@@ -295,6 +318,8 @@ def show_end(result: Result) -> None:
     attempts = f" in {result.attempts} attempts" if result.attempts > 1 else ""
     goodput = f", {result.goodput:.0%} of it useful steps" if result.goodput is not None else ""
     output.err(f"{result.status} after {result.duration_s:.1f} s{attempts}{goodput}", colour, "bold")
+    for node, lost in sorted(result.lost_output.items()):
+        output.err(f"output is lost: {lost:,} bytes of {node}'s could not be stored, there or here", "red", "bold")
     if result.left_behind is None:
         output.err("a node could not be asked whether processes are left; `dtctl stop` asks again", "red")
     else:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dtctl import names
 from dtctl.cli import output
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) 
         ledger = Ledger(time.monotonic, begun=time.monotonic() - (time.time() - info.started), phase="run")
         with caught_signals() as signals:
             result = launch(job, record, emit=emit, signals=signals, ledger=ledger, under_way=under_way)
-        return finish(result, emit, logs=record.folder / names.LOGS_DIR)
+        return finish(result, emit, record)
 
 
 def take_up_if_alone(record: RunRecord) -> None:

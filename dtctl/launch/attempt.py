@@ -43,6 +43,8 @@ class Outcome:
     """Nodes whose link was lost."""
     gone: list[str] = field(default_factory=list)
     """Nodes where the run had ended before this launcher came; no supervisor waits there for another attempt."""
+    lost_output: dict[str, int] = field(default_factory=dict)
+    """Node -> bytes of output that could not be stored there."""
     hung_s: float = 0.0
     """For how long nothing had moved when it was ended because it hung."""
     deserters: list[Standing] = field(default_factory=list)
@@ -102,20 +104,14 @@ class Attempt:
             self.away.pop(name, None)
             self.gang.emit("node", node=name, state="running")
         elif said.what == "stopped":
-            for fact in said.data["exits"]:
-                self._exit(name, fact)
-            self.open.discard(name)
-            self.outcome.left[name] = said.data["left"]
-            if said.data.get("gone"):
-                self.outcome.gone.append(name)
-            self.gang.emit("node", node=name, state="stopped", left=said.data["left"])
+            self._stopped(name, said.data)
         elif said.what == "cold":
             self.gang.emit("note", node=name, text=f"workers are started afresh: {said.data['why']}")
         elif said.what == "metrics-begin":
             self.gang.logs.begin_metrics(name)
         elif said.what == "error":
             self._fail(name, str(error_of(said.data, name)), exit_code=None)
-            self._drop(name, left=0)
+            self._drop(name, state="failed")
         elif said.what in ("lost", "failed"):
             text = said.data.get("stderr") or str(said.data.get("error", "")) or "the link was lost"
             self._lose(name, text)
@@ -138,6 +134,19 @@ class Attempt:
         self.starting.discard(name)
         self.gang.emit("node", node=name, state="started", interface=data.get("interface") or None)
         self.all_started = not self.starting
+
+    def _stopped(self, name: str, data: dict[str, Any]) -> None:
+        for fact in data["exits"]:
+            self._exit(name, fact)
+        self.open.discard(name)
+        self.outcome.left[name] = data["left"]
+        if data.get("log_bytes_lost"):
+            self.outcome.lost_output[name] = data["log_bytes_lost"]
+        if data.get("gone"):
+            self.outcome.gone.append(name)
+        self.gang.emit("node", node=name, state="stopped", left=data["left"])
+        if data.get("record"):
+            self.gang.emit("note", node=name, text=data["record"])
 
     def _exit(self, name: str, data: dict[str, Any]) -> None:
         if (name, data["rank"]) in self.ended:
@@ -202,7 +211,7 @@ class Attempt:
         stopping = [failure.exit_code == REQUEUE_EXIT for failure in self.outcome.failures]
         if self.stop_deadline is None or (stopping and all(stopping)):
             self._fail(name, text, exit_code=None)
-        self._drop(name, left=None)
+        self._drop(name)
 
     def _call_again(self, name: str) -> bool:
         """Plan the next try to reach a node that goes on without us; False when it is time to give it up."""
@@ -221,11 +230,12 @@ class Attempt:
         self.outcome.failures.append(failure)
         self._stop_others(f"{name}: {text}")
 
-    def _drop(self, name: str, *, left: int | None) -> None:
+    def _drop(self, name: str, *, state: str = "lost") -> None:
+        """Wait no longer for a node; nobody has looked what is left there."""
         self.open.discard(name)
         self.starting.discard(name)
-        self.outcome.left[name] = left
-        self.gang.emit("node", node=name, state="lost" if left is None else "stopped", left=left)
+        self.outcome.left[name] = None
+        self.gang.emit("node", node=name, state=state, left=None)
 
     def _stop_others(self, reason: str, *, at_once: bool = False) -> None:
         if self.stop_deadline is not None:
@@ -275,7 +285,7 @@ class Attempt:
     def _look_after(self, name: str, now: float) -> None:
         away = self.away[name]
         if self.stop_deadline is not None and now > self.stop_deadline:
-            self._drop(name, left=None)
+            self._drop(name)
         elif now >= away.next and self.gang.reattach is not None:
             away.next = float("inf")  # until this try has failed
             self.gang.reattach(name)

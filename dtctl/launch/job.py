@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dtctl.launch.failure import Failure
@@ -69,6 +69,8 @@ class Result:
     duration_s: float
     left_behind: int | None
     """Processes of the run left on all nodes; None when a node could not be asked."""
+    lost_output: Mapping[str, int] = field(default_factory=dict)
+    """Node -> bytes of its workers' output that could not be stored, there or here; empty when all was."""
     nodes: int
     goodput: float | None
     """Share of the time that went into steps which count; None when the job tells no progress."""

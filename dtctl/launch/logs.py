@@ -26,6 +26,8 @@ class Logs:
         self._refused: str | None = None
         self._told = False
         self._begun: dict[tuple[str, int], int] = {}
+        self.lost: dict[str, int] = {}
+        """Node -> bytes of its output that could not be kept here."""
         self.offsets: dict[str, dict[int, int]] = {}
         """Node -> rank -> bytes received in this attempt; what a new link asks the rest of."""
 
@@ -41,10 +43,14 @@ class Logs:
         node has them too.
         """
         key = (node, rank)
+        written = 0
         try:
-            self._file(key).write(data)
+            written = self._file(key).write(data) or 0  # on a disk that is nearly full, a part of it
         except OSError as exc:
             self._refused = self._refused or exc.strerror
+        if written < len(data):
+            self._refused = self._refused or "the disk is full"
+            self.lost[node] = self.lost.get(node, 0) + len(data) - written
         seen = self.offsets.setdefault(node, {})
         seen[rank] = seen.get(rank, 0) + len(data)
         if rank == METRICS:

@@ -147,6 +147,9 @@ class RunRecord:
         self.folder = folder
         self.run = folder.name
         self._events: int | None = None
+        self._torn = False
+        self.lost_events = 0
+        """Events that could not be written down."""
 
     @classmethod
     def create(cls, base_dir: Path, info: RunInfo) -> RunRecord:
@@ -214,11 +217,16 @@ class RunRecord:
 
     def append_event(self, event: dict[str, Any]) -> None:
         """Append one event; whole lines, whoever else reads. A full disk costs the event, not the run."""
+        line, written = (json.dumps(event, separators=(",", ":")) + "\n").encode(), 0
         with contextlib.suppress(OSError):
             if self._events is None:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
                 self._events = os.open(self.folder / names.EVENTS_FILE, flags, 0o600)
-            os.write(self._events, (json.dumps(event, separators=(",", ":")) + "\n").encode())
+            if self._torn:
+                line = b"\n" + line
+            written = os.write(self._events, line)
+            self._torn = written < len(line)
+        self.lost_events += written < len(line)
 
     def code_folders(self) -> dict[str, str]:
         """Node -> folder of the pushed code there; without the nodes that were sent none."""

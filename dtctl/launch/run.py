@@ -10,6 +10,7 @@ import contextlib
 import queue
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -81,6 +82,7 @@ class _Launcher:
         self.spares = list(job.spares)
         self.gone: dict[str, NodePlan] = {}
         """Nodes that took part and do no longer."""
+        self._lost_output = Counter[str]()
         self._attempt_number = 0
         self._attempt_begun = time.monotonic()
 
@@ -125,6 +127,7 @@ class _Launcher:
         failed = min((found.time for found in outcome.failures), default=None)
         failed_s = 0.0 if failed is None else max(0.0, time.time() - failed)
         self.ledger.ended(failed_s=failed_s, hung_s=outcome.hung_s)
+        self._lost_output.update(outcome.lost_output)
 
     def _last_step(self, outcome: Outcome) -> int | None:
         logged = self.logs.last_step()
@@ -384,5 +387,6 @@ class _Launcher:
             duration_s=self.ledger.total_s(),
             goodput=self.ledger.facts()["goodput"],
             left_behind=left,
+            lost_output=dict(self._lost_output + Counter(self.logs.lost)),
             nodes=len(self.gang.sessions),
         )

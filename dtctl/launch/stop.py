@@ -68,18 +68,18 @@ def on_nodes(record: RunRecord, targets: Mapping[str, Target], transport: Transp
     ]
     left = sweep(nodes, transport, run=record.run, token=record.info().token, grace_s=float(plan["grace_s"]))
     if note and not state_of(record).done:
-        record.append_event({"event": "done", **_done(record.run, left)})
+        record.append_event({"event": "done", **_done(record.run, int(plan["attempt"]) + 1, left)})
     return Stopped(left=left)
 
 
-def _done(run: str, left: Mapping[str, int | DtctlError]) -> dict[str, Any]:
+def _done(run: str, attempts: int, left: Mapping[str, int | DtctlError]) -> dict[str, Any]:
     counts = [answer for answer in left.values() if isinstance(answer, int)]
     return {
         "time": round(time.time(), 3),
         "run": run,
         "status": "stopped",
         "exit_code": 128 + signal.SIGTERM,
-        "attempts": 1,
+        "attempts": attempts,
         "first_failure": None,
         "launch_s": None,
         "duration_s": None,

@@ -15,7 +15,9 @@ import sys
 from datetime import datetime
 from typing import Any
 
-FIELDS = ("JobState", "Reason", "StartTime", "NodeList", "ExitCode", "Restarts", "Partition", "TimeLimit")
+FIELDS = (
+    "JobState", "Reason", "StartTime", "NodeList", "ExitCode", "Restarts", "Partition", "TimeLimit", "Account", "QOS",
+)  # fmt: skip
 Answer = dict[str, Any]
 PIECE = 1 << 20
 """Bytes of a file that one answer brings at most."""
@@ -84,6 +86,11 @@ def look(asked: Answer) -> Answer:
     return {"job": job, "files": news(asked["folder"], asked["have"])}
 
 
+def standing(asked: Answer) -> Answer:
+    """How the job is."""
+    return {"job": state(asked["job"])}
+
+
 def state(job: str) -> Answer:
     """Some fields of `scontrol show job`; of sacct when the controller has forgotten the job; none when both have."""
     done = run("scontrol", "show", "job", "-o", job)
@@ -93,6 +100,7 @@ def state(job: str) -> Answer:
         lists = re.findall(r"\sNodeList=(\S+)", done.stdout)
         if lists and "(null)" not in lists:
             shown["nodes"] = run("scontrol", "show", "hostnames", ",".join(lists)).stdout.split()
+        shown["ids"] = re.findall(r"(?:^|\n)JobId=(\d+)", done.stdout)
         # Slurm writes the time of its own machine; the asker's clock may have another zone.
         try:
             shown["start"] = datetime.strptime(shown["StartTime"], "%Y-%m-%dT%H:%M:%S").timestamp()
@@ -130,12 +138,75 @@ def news(folder: str, have: dict[str, int]) -> Answer:
     return found
 
 
-OPS = {"offer": offer, "test": test, "place": place, "fill": fill, "submit": submit, "look": look}
+LEFT = r"""
+look() { grep -lzxE "SLURM_JOB_ID=($1)" /proc/[0-9]*/environ 2>/dev/null | cut -d / -f 3; }
+for _ in 1 2 3 4 5; do
+  found=$(look "$1")
+  [ -n "$found" ] || break
+  kill -KILL $found 2>/dev/null
+  sleep 0.2
+done
+echo "left $SLURMD_NODENAME $(look "$1" | wc -l)"
+"""
+"""Ends what is left of a job on a node and counts what still is: processes with its number in their environment."""
+GONE = ("DOWN", "NOT_RESPONDING", "POWERED_DOWN", "POWERING", "FAIL", "UNKNOWN")
+LOOK_S = 10
+
+
+def left(asked: Answer) -> Answer:
+    """Processes of a job that has ended which are left on its nodes, null where nobody could look; how it was found.
+
+    With proctrack/cgroup a job has not ended for Slurm before its control groups are empty, or it says "Kill task
+    failed". Other plugins lose sight of daemons; there a small job looks, if the nodes are free for it at once.
+    """
+    nodes, found = asked["nodes"], dict.fromkeys(asked["nodes"])
+    shown = run("scontrol", "show", "node", "-o", ",".join(nodes))
+    config = run("scontrol", "show", "config").stdout
+    if shown.returncode or not config:
+        return {"left": found, "how": "scontrol does not tell about the nodes"}
+    up, stuck = [], []
+    for line in shown.stdout.splitlines():
+        told = dict(re.findall(r"(?:^|\s)(NodeName|State)=(\S+)", line))
+        if "Kill task failed" in line:
+            stuck.append(told["NodeName"])
+        elif told.get("NodeName") in found and not any(word in told.get("State", "UNKNOWN") for word in GONE):
+            up.append(told["NodeName"])
+    away = sorted(set(nodes) - set(up))
+    why = "%s: Slurm does not reach the node, or could not end all of it there" % ", ".join(away) if away else ""
+    track = re.search(r"^ProctrackType\s*=\s*(\S+)", config, re.MULTILINE)
+    if track and track[1] == "proctrack/cgroup":
+        return {"left": {**found, **dict.fromkeys(up, 0)}, "how": why or "the job's control groups are empty"}
+    if not up:
+        return {"left": found, "how": why}
+    options = [
+        "--%s=%s" % (name, value)
+        for name, value in (("partition", asked["partition"]), ("account", asked["account"]), ("qos", asked["qos"]))
+        if value and value != "(null)"
+    ]
+    count = str(len(up))
+    done = run(
+        "srun", "--immediate=%d" % LOOK_S, "--quiet", "--job-name=dtctl-left", "--time=1", "--chdir=/",
+        "--nodelist=" + ",".join(up), "--nodes=" + count, "--ntasks=" + count, "--ntasks-per-node=1", *options,
+        "sh", "-c", LEFT, "sh", "|".join(asked["ids"]),
+    )  # fmt: skip
+    for line in done.stdout.splitlines():
+        word, _, rest = line.partition(" ")
+        node, _, number = rest.partition(" ")
+        if word == "left" and node in found and number.strip().isdigit():
+            found[node] = int(number)
+    if any(found[node] is None for node in up):
+        said = (done.stderr.strip().splitlines() or ["srun says nothing"])[-1]
+        why = "no job that looks could be started at once: %s" % said
+    return {"left": found, "how": why or "looked at on the nodes"}
+
+
+OPS = {
+    "offer": offer, "place": place, "fill": fill, "submit": submit, "test": test, "look": look, "state": standing,
+    "left": left,
+}  # fmt: skip
 asked = json.load(sys.stdin)
 try:
-    answer = {"offer": offer, "place": place, "fill": fill, "submit": submit, "test": test, "look": look}[asked["op"]](
-        asked
-    )
+    answer = OPS[asked["op"]](asked)
 except OSError as exc:
     answer = {"error": "%s: %s" % (exc.filename or asked["op"], exc.strerror)}
 json.dump(answer, sys.stdout)

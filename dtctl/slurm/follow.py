@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +27,7 @@ from dtctl.launch.ledger import Ledger
 from dtctl.launch.logs import METRICS, Logs
 from dtctl.launch.record import RunRecord, write_private
 from dtctl.slurm import batchlog, talk
+from dtctl.slurm.left import Left, look
 from dtctl.slurm.site import Site
 
 STATE_FILE: Final = "slurm.json"
@@ -69,6 +70,8 @@ class Follower:
         self.emit = emit
         self.logs = Logs(record)
         self.nodes: list[str] = []
+        self._had: set[str] = set()
+        """All nodes that the job was ever given."""
         self.attempt = -1
         self.failures: list[Failure] = []
         self.taken = ""
@@ -93,6 +96,7 @@ class Follower:
         answer = talk.ask(self.site, self.ref.python, request)
         self.state = answer["job"]
         self.nodes = self.state.get("nodes") or self.nodes
+        self._had.update(self.nodes)
         files: dict[str, Any] = answer["files"]
         over = self.over
         if not over:
@@ -112,7 +116,7 @@ class Follower:
     @property
     def over(self) -> bool:
         """Whether Slurm says that the job has ended."""
-        return bool(self.state) and self.state["JobState"] not in WAITING | RUNNING
+        return bool(self.state) and not is_on(self.state)
 
     @property
     def settled(self) -> bool:
@@ -240,6 +244,7 @@ class Follower:
                 self.launch_s = self.launch_s or event["launch_s"]
             elif event["event"] == "allocated":
                 self.nodes = event["nodes"]
+                self._had.update(self.nodes)
             elif event["event"] == "exit":
                 told = Failure(
                     node=event["node"],
@@ -282,8 +287,11 @@ class Follower:
         elif failure is None:
             failure = self._without_a_word(state)
         ledger.write(self.record.folder / names.LEDGER_FILE, attempts=max(0, self.attempt) + 1)
+        found = self.left()
         for node in self.nodes:
-            self.emit("node", node=node, state="stopped")
+            self.emit("node", node=node, state="stopped", left=found.counts.get(node))
+        if found.total is None:
+            self.emit("note", node=self.site.name, text=found.describe())
         return Result(
             run=self.record.run,
             status=status,
@@ -292,10 +300,15 @@ class Follower:
             first_failure=failure if status == "failed" else None,
             launch_s=self.launch_s,
             duration_s=ledger.total_s(),
-            left_behind=0,
+            left_behind=found.total,
+            lost_output=dict(self.logs.lost),
             nodes=len(self.nodes),
             goodput=None,
         )
+
+    def left(self) -> Left:
+        """What is left of the job on the nodes that it was given; call it when it is over."""
+        return look(self.site, self.ref.python, self.ref.job, self.state, sorted(self._had))
 
     def _exit_code(self) -> int:
         """Exit code of the batch script, 128 + N for a signal; that in its log where Slurm has forgotten the job."""
@@ -320,6 +333,16 @@ class Follower:
             node=self.nodes[0] if self.nodes else self.site.name, rank=None, exit_code=None, signal=None, time=0.0,
             log=log, summary=summary, tail=tail,
         )  # fmt: skip
+
+
+def is_on(state: Mapping[str, Any]) -> bool:
+    """Whether a job waits or runs."""
+    return state["JobState"] in WAITING | RUNNING
+
+
+def nodes_of(record: RunRecord) -> list[str]:
+    """All nodes that the job was ever given, as far as it was followed."""
+    return sorted({node for event in record.events() if event["event"] == "allocated" for node in event["nodes"]})
 
 
 def cancel(site: Site, job: str) -> None:

@@ -29,9 +29,11 @@ class Log:
     def write(self, data: bytes) -> None:
         """Append `data`; what a full disk refuses is counted in `lost`, and the workers go on."""
         try:
-            self.size += os.write(self.fd, data)
+            written = os.write(self.fd, data)  # on a disk that is nearly full, a part of it
         except OSError:
-            self.lost += len(data)
+            written = 0
+        self.size += written
+        self.lost += len(data) - written
 
     def unsent(self, limit: int) -> bytes:
         """Up to `limit` bytes that the link has not been given yet."""

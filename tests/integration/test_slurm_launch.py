@@ -158,6 +158,56 @@ def test_stop_ends_a_job_that_nobody_follows(shared: Project, cluster: Sandbox) 
     assert json.loads(shared.run("status", "--json").out)["status"] == "stopped"
 
 
+ESCAPES = """\
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "train.py"], start_new_session=True)
+print("up", flush=True)
+time.sleep({stays_s})
+"""
+
+
+def test_what_slurm_loses_sight_of_is_found_and_ended(shared: Project, cluster: Sandbox) -> None:
+    """Its plugin here follows parents; a daemon has none. Without a look, four processes were left, and 0 was said."""
+    shared.write("dtctl.yaml", spec())
+    shared.write("train.py", ESCAPES.format(stays_s=0))
+    done = shared.run("launch", "--json")
+    assert (done.code, done.done["left_behind"]) == (0, 0), done.err
+    assert processes(cluster) == ""
+    told = {event["node"]: event["left"] for event in done.events if event.get("state") == "stopped"}
+    assert told == {"node1": 0, "node2": 0}
+
+
+def test_stop_ends_a_job_that_is_followed_on_another_machine(shared: Project, cluster: Sandbox) -> None:
+    shared.write("dtctl.yaml", spec())
+    shared.write("train.py", ESCAPES.format(stays_s=600))
+    assert shared.run("launch", "--detach").code == 0
+    wait_until(lambda: processes(cluster).count("train.py") >= 8, what="it runs")
+    with record(shared).held():
+        stopped = shared.run("stop")
+        assert stopped.code == 0, stopped.err
+        assert stopped.out == "0 processes left on 2 nodes: looked at on the nodes\n"
+        assert processes(cluster) == ""
+        assert state(shared, job_of(shared)) == "CANCELLED"
+
+
+def test_where_nobody_can_look_nothing_is_said(shared: Project) -> None:
+    """The nodes are another job's at once, and with this plugin Slurm's word is no proof."""
+    shared.write("dtctl.yaml", spec(more=", extra: {exclusive: true}"))
+    shared.write("train.py", "import time\ntime.sleep(100)\n")
+    for name in ("first", "second"):
+        assert shared.run("launch", "--detach", "--name", f"{shared.unique}-{name}").code == 0
+    wait_until(lambda: fields(shared, job_of(shared))["Reason"] in ("Resources", "Priority"), what="the second waits")
+    first = RunRecord(shared.folder / ".dtctl" / "runs" / f"{shared.unique}-first")
+    stopped = json.loads(shared.run("stop", first.run, "--json").out)
+    assert stopped["left_behind"] is None
+    assert stopped["nodes"] == dict.fromkeys(("node1", "node2"), "nobody could look")
+    done = json.loads(shared.run("status", first.run, "--json").out)["done"]
+    assert (done["status"], done["left_behind"]) == ("stopped", None)
+    (note,) = [event["text"] for event in first.events() if event["event"] == "note"]
+    assert note.startswith("nobody could look whether processes are left on node1, node2: no job that looks could be")
+    assert shared.run("stop").code == 0
+
+
 def test_a_job_is_found_again_after_its_launcher_was_killed(shared: Project) -> None:
     shared.write("dtctl.yaml", spec())
     shared.write("train.py", COUNT.format(count=150))

@@ -153,11 +153,11 @@ def test_a_lost_node_whose_workers_have_told_the_others_to_stop_is_the_first_fai
     assert (found.node, found.exit_code) == ("c", None)
 
 
-def test_an_error_of_a_node_fails_the_attempt_and_leaves_nothing_there(rig: Rig) -> None:
+def test_an_error_of_a_node_fails_the_attempt_and_what_is_left_there_is_to_be_looked_at(rig: Rig) -> None:
     rig.say("a", "error", code="disk-full", message="No space left: /w")
     (failure,) = rig.attempt.outcome.failures
     assert failure.summary == "the disk is full: No space left: /w"
-    assert rig.attempt.outcome.left == {"a": 0}
+    assert rig.attempt.outcome.left == {"a": None}
     assert rig.told("b") == ["stop"]
 
 

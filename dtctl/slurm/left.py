@@ -1,0 +1,61 @@
+"""What is left of a job on its nodes, when Slurm says that it has ended: looked for, never assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dtctl.errors import ConnectError, LaunchError
+from dtctl.slurm import talk
+from dtctl.slurm.site import Site
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """Processes of a job that are left."""
+
+    counts: Mapping[str, int | None]
+    """By node; None where nobody could look."""
+    how: str
+    """How that is known, or why it is not."""
+
+    @property
+    def total(self) -> int | None:
+        """On all nodes; None if nobody could look at one of them."""
+        known = [count for count in self.counts.values() if count is not None]
+        return sum(known) if len(known) == len(self.counts) else None
+
+    def describe(self) -> str:
+        """For people."""
+        nodes = "1 node" if len(self.counts) == 1 else f"{len(self.counts)} nodes"
+        if not self.counts:
+            return "0 processes left: the job was never given a node"
+        if self.total is None:
+            blind = ", ".join(node for node, count in self.counts.items() if count is None)
+            return f"nobody could look whether processes are left on {blind}: {self.how}"
+        return f"{self.total} processes left on {nodes}: {self.how}"
+
+
+def look(site: Site, python: str, job: str, state: Mapping[str, Any], nodes: Sequence[str]) -> Left:
+    """Look at the nodes that a job has had, and end what is left there.
+
+    Args:
+        site: where Slurm's commands are.
+        python: interpreter there.
+        job: its id.
+        state: what Slurm says of it (desk.py).
+        nodes: all that it was ever given.
+    """
+    if not nodes:
+        return Left(counts={}, how="")
+    told = {key: state.get(name, "") for key, name in _FIELDS.items()}
+    request = {"op": "left", "ids": state.get("ids") or [job], "nodes": list(nodes), **told}
+    try:
+        answer = talk.ask(site, python, request)
+    except (LaunchError, ConnectError) as exc:
+        return Left(counts=dict.fromkeys(nodes), how=str(exc))
+    return Left(counts=answer["left"], how=str(answer["how"]))
+
+
+_FIELDS = {"partition": "Partition", "account": "Account", "qos": "QOS"}
