@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dtctl import names
+from dtctl import folders, names, shell
 from dtctl.errors import LaunchError, UsageError
 from dtctl.launch import readable
 from dtctl.plan.model import Plan
@@ -83,13 +83,30 @@ def state_folder(base_dir: Path, name: str) -> Path:
     """A folder of dtctl's own beside the spec, for this user alone and out of git's sight.
 
     Raises:
-        LaunchError: it cannot be made.
+        LaunchError: it cannot be made, is a link, or others own it or may write to it.
     """
     state = base_dir / names.STATE_DIR
     folder = state / name
-    with writing(folder):
-        state.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
+    for path in (state, folder):
+        if path.is_symlink():
+            raise LaunchError(
+                "records are not written through a link, which may lead anywhere",
+                where=str(path),
+                hint=f"remove it (`rm {shell.quote(str(path))}`); dtctl makes a folder there",
+            )
+    try:
+        with writing(folder):
+            state.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folders.check_private(str(state))
+            folder.mkdir(mode=0o700, exist_ok=True)
+            folders.check_private(str(folder))
+    except LaunchError as exc:
+        if not isinstance(exc.__cause__, folders.Foreign):
+            raise
+        foreign = exc.__cause__
+        raise LaunchError(
+            f"others could change the run's records: {foreign.strerror}", where=foreign.filename, hint=foreign.fix
+        ) from None
     ignore = state / ".gitignore"
     if not ignore.exists():
         write_private(ignore, "*\n")
@@ -105,12 +122,14 @@ def write_private(path: Path, text: str) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with writing(path):
         try:
-            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            partial.unlink(missing_ok=True)  # of a process of the same number that was killed
+            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             with os.fdopen(fd, "w", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(path)
+            folders.sync_folder(str(path.parent))
         except OSError:
             with contextlib.suppress(OSError):
                 partial.unlink()
@@ -220,7 +239,7 @@ class RunRecord:
         line, written = (json.dumps(event, separators=(",", ":")) + "\n").encode(), 0
         with contextlib.suppress(OSError):
             if self._events is None:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
                 self._events = os.open(self.folder / names.EVENTS_FILE, flags, 0o600)
             if self._torn:
                 line = b"\n" + line
@@ -260,7 +279,7 @@ class RunRecord:
 
     def _lock(self, kind: int) -> int | None:
         """A descriptor that holds the launcher's lock; None when somebody else does."""
-        fd = os.open(self.folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(self.folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, kind | fcntl.LOCK_NB)
         except BlockingIOError:

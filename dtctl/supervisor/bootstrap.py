@@ -1,18 +1,20 @@
 """How the node's half of dtctl gets onto a node: one command and the first bytes of its standard input.
 
 Nothing has to be installed there. The command is a line of Python that reads a loader from its input; the loader reads
-the modules of this package as one compressed bundle, keeps them below the workdir under their digest (so that Python
-compiles them once, not at every launch), and calls `main`. No round trip is needed: all of it is sent in one go.
-
-What was kept is checked against the digest each time, and written again if a full disk or a crash has damaged it.
-Compiled files that cannot be read are thrown away.
+the modules of this package, compiled for the Python of this machine and as text for any other, and calls `main`. No
+round trip is needed: all of it is sent in one go. Nothing of it is read from a disk there, so what runs is what was
+sent, whoever may write to the node's folders.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
+import importlib.abc
+import importlib.util
 import json
+import marshal
+import sys
+import types
 import zlib
 from collections.abc import Sequence
 from importlib import resources
@@ -20,8 +22,14 @@ from importlib import resources
 from dtctl import shell
 
 MODULES = (
-    "autopsy", "births", "environment", "facts", "frames", "group", "lean", "link", "main", "metrics", "nursery",
-    "processes", "progress", "receive", "stacks", "supervisor", "warm",
+    "dtctl.folders",
+    *(
+        f"dtctl.supervisor.{name}"
+        for name in (
+            "autopsy", "births", "environment", "facts", "frames", "group", "lean", "link", "main", "metrics",
+            "nursery", "processes", "progress", "receive", "stacks", "supervisor", "warm",
+        )
+    ),
 )  # fmt: skip
 
 # On one line, because some login shells (csh) do not accept a newline inside quotes.
@@ -52,60 +60,49 @@ def take(size):
             os._exit(1)
         data += more
     return data
-def load(digest, workdir, bundle):
-    os.umask(0o077)
-    lib = os.path.join(workdir, "lib")
-    home = os.path.join(lib, digest)
-    folder = os.path.join(home, "dtctl", "supervisor")
-    if not whole(folder, digest):
-        import zlib, json, shutil
-        new = not os.path.isdir(home)
-        os.makedirs(folder, exist_ok=True)
-        for name, text in json.loads(zlib.decompress(bundle).decode()).items():
-            part = os.path.join(folder, "%s.%d.part" % (name, os.getpid()))
-            with open(part, "wb") as file:
-                file.write(text.encode())
-            os.rename(part, os.path.join(folder, name))
-        old = [os.path.join(lib, name) for name in os.listdir(lib) if new and name != digest]
-        for path in sorted(old, key=os.path.getmtime)[:-2]:
-            shutil.rmtree(path, ignore_errors=True)
-    sys.path.insert(0, home)
-    return folder
-def whole(folder, digest):
-    try:
-        from _blake2 import blake2b
-    except ImportError:
-        from hashlib import blake2b
-    found = blake2b(digest_size=16)
-    try:
-        for name in MODULES:
-            with open(os.path.join(folder, name + ".py"), "rb") as file:
-                data = file.read()
-            found.update(b"%d:" % len(data) + data)
-    except OSError:
-        return False
-    return found.hexdigest() == digest
-sizes = take(16)
-digest = take(32).decode()
+class Sent:
+    def __init__(self, packed, codes):
+        self.packed = packed
+        self.codes = codes
+    def text(self, name):
+        import json
+        return json.loads(zlib.decompress(self.packed).decode())[name]
+    def find_spec(self, name, path=None, target=None):
+        if name not in MODULES and name not in PACKAGES:
+            return None
+        import _frozen_importlib
+        origin = name.replace(".", "/") + ".py"
+        spec = _frozen_importlib.ModuleSpec(name, self, origin=origin, is_package=name in PACKAGES)
+        spec.has_location = True
+        return spec
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        name = module.__name__
+        if name in PACKAGES:
+            return
+        code = self.codes.get(name) or compile(self.text(name), name.replace(".", "/") + ".py", "exec", 0, True)
+        exec(code, module.__dict__)
+    def get_data(self, path):
+        return self.text(path[:-3].replace("/", ".")).encode()
+sizes = take(24)
 workdir = os.path.expanduser(take(int(sizes[:8])).decode())
-bundle = take(int(sizes[8:]))
+texts = take(int(sizes[8:16]))
+codes = take(int(sizes[16:]))
 check_version()
 if not os.path.isabs(workdir):
     workdir = os.path.join(os.path.expanduser("~"), workdir)
+os.umask(0o077)
+import zlib
 try:
-    folder = load(digest, workdir, bundle)
-except OSError as exc:
-    import errno
-    code = "disk-full" if exc.errno in (errno.ENOSPC, errno.EDQUOT) else "workdir"
-    answer(code, "%s: %s" % (exc.filename or workdir, exc.strerror))
-try:
-    from dtctl.supervisor.main import main
-except Exception:
-    import shutil
-    for name in [name for name in sys.modules if name.startswith("dtctl")]:
-        del sys.modules[name]
-    shutil.rmtree(os.path.join(folder, "__pycache__"), ignore_errors=True)
-    from dtctl.supervisor.main import main
+    import _frozen_importlib_external
+    same = _frozen_importlib_external.MAGIC_NUMBER.hex() + sys.implementation.cache_tag == COMPILED_FOR
+except (ImportError, AttributeError, TypeError):
+    same = False
+if same:
+    import marshal
+sys.meta_path.insert(0, Sent(texts, marshal.loads(zlib.decompress(codes)) if same else {}))
+from dtctl.supervisor.main import main
 os._exit(main(workdir))
 """
 
@@ -126,16 +123,37 @@ os._exit(sys.modules[name].main())
 """
 
 
+def _text(name: str) -> str:
+    package, _, leaf = name.rpartition(".")
+    return (resources.files(package) / f"{leaf}.py").read_text(encoding="utf-8")
+
+
 @functools.cache
 def _bundle() -> tuple[bytes, bytes]:
-    """The digest (32 bytes of ASCII) and the compressed modules."""
-    folder = resources.files("dtctl.supervisor")
-    files = {f"{name}.py": (folder / f"{name}.py").read_bytes() for name in MODULES}
-    digest = hashlib.blake2b(digest_size=16)
-    for data in files.values():
-        digest.update(b"%d:" % len(data) + data)
-    text = json.dumps({name: data.decode() for name, data in files.items()}).encode()
-    return digest.hexdigest().encode(), zlib.compress(text, 6)
+    """The modules: as text, and compiled by this Python; both compressed."""
+    texts = json.dumps({name: _text(name) for name in MODULES}).encode()
+    codes = {name: _compiled(name) for name in MODULES}
+    return zlib.compress(texts, 6), zlib.compress(marshal.dumps(codes), 1)
+
+
+def _compiled(name: str) -> types.CodeType:
+    """A module's code, which names no file of this machine."""
+    spec = importlib.util.find_spec(name)
+    loader = spec.loader if spec is not None else None
+    # From the file that Python has compiled already, when it has.
+    found = loader.get_code(name) if isinstance(loader, importlib.abc.InspectLoader) else None
+    shown = f"{name.replace('.', '/')}.py"
+    return _renamed(found, shown) if found is not None else compile(_text(name), shown, "exec", dont_inherit=True)
+
+
+def _renamed(code: types.CodeType, shown: str) -> types.CodeType:
+    inner = tuple(_renamed(one, shown) if isinstance(one, types.CodeType) else one for one in code.co_consts)
+    return code.replace(co_filename=shown, co_consts=inner)
+
+
+def _compiled_for() -> str:
+    """What a Python must have in common with this one to run its compiled code."""
+    return importlib.util.MAGIC_NUMBER.hex() + str(sys.implementation.cache_tag)
 
 
 def command(python: str) -> str:
@@ -147,11 +165,12 @@ def command(python: str) -> str:
 
 def opening(workdir: str) -> bytes:
     """The first bytes to send; frames follow directly. `workdir` may begin with `~`."""
-    digest, bundle = _bundle()
-    loader = f"MODULES = {MODULES!r}\n{_ANSWER}{_LOADER}".encode()
+    texts, codes = _bundle()
+    facts = {"MODULES": MODULES, "PACKAGES": ("dtctl", "dtctl.supervisor"), "COMPILED_FOR": _compiled_for()}
+    loader = "".join([*(f"{name} = {value!r}\n" for name, value in facts.items()), _ANSWER, _LOADER]).encode()
     folder = workdir.encode()
-    sizes = b"%08d%08d" % (len(folder), len(bundle))
-    return b"%06d" % len(loader) + loader + sizes + digest + folder + bundle
+    sizes = b"%08d%08d%08d" % (len(folder), len(texts), len(codes))
+    return b"%06d" % len(loader) + loader + sizes + folder + texts + codes
 
 
 def in_memory(modules: Sequence[str]) -> bytes:
@@ -160,9 +179,6 @@ def in_memory(modules: Sequence[str]) -> bytes:
     Args:
         modules: full names of modules of dtctl, each after those that it imports; `main()` of the last is called.
     """
-    sources = []
-    for name in modules:
-        package, _, leaf = name.rpartition(".")
-        sources.append((name, (resources.files(package) / f"{leaf}.py").read_text(encoding="utf-8")))
+    sources = [(name, _text(name)) for name in modules]
     loader = f"SOURCES = {sources!r}\n{_ANSWER}{_IN_MEMORY}".encode()
     return b"%06d" % len(loader) + loader

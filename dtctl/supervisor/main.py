@@ -10,6 +10,7 @@ import errno
 import os
 import time
 
+from dtctl import folders
 from dtctl.supervisor import facts, frames, processes
 from dtctl.supervisor.lean import signal
 from dtctl.supervisor.link import Link
@@ -34,9 +35,12 @@ def main(workdir: str) -> int:
     """Serve one link; the exit status of the remote command."""
     link = frames.FdLink(0, 1, IDLE_LIMIT_S)
     try:
+        claim(workdir)
         return serve(link, workdir)
     except Stop as exc:
         link.send_json({"op": "error", "code": exc.code, "message": str(exc)})
+    except folders.Foreign as exc:
+        link.send_json({"op": "error", "code": "foreign", "message": str(exc)})
     except OSError as exc:
         if exc.errno == errno.EPIPE:
             return 1  # nobody is there to be told
@@ -44,6 +48,24 @@ def main(workdir: str) -> int:
     except frames.BrokenFrame as exc:
         link.send_json({"op": "error", "code": "protocol", "message": str(exc)})
     return 1
+
+
+def claim(workdir: str) -> None:
+    """Make the workdir, and see that nobody else can put files into it or into a folder of ours below it.
+
+    Raises:
+        Stop: it cannot be made.
+        Foreign: others may write to one of the folders.
+    """
+    try:
+        folders.make_private(workdir)
+    except folders.Foreign:
+        raise
+    except OSError as exc:
+        code = facts.code_of(exc)
+        raise Stop(code if code == "disk-full" else "workdir", f"{exc.filename or workdir}: {exc.strerror}") from exc
+    for name in ("code", "runs"):
+        folders.check_private(os.path.join(workdir, name))
 
 
 def serve(link: frames.FdLink, workdir: str) -> int:
@@ -87,7 +109,7 @@ def prepare(workdir: str, message: dict) -> None:  # type: ignore[type-arg]
     stat = os.statvfs(workdir)
     if stat.f_bavail * stat.f_frsize < MIN_FREE_BYTES:
         raise Stop("disk-full", f"{stat.f_bavail * stat.f_frsize >> 20} MiB are left on the disk of {workdir}")
-    os.makedirs(run_dir, mode=0o700, exist_ok=True)
+    folders.make_private(run_dir)
     cwd = message["cwd"] or os.path.expanduser("~")
     for path in message["files"]:
         if not os.path.isfile(os.path.join(cwd, path)):

@@ -15,6 +15,7 @@ from dtctl.supervisor import lean, processes
 from dtctl.supervisor.lean import signal
 
 VIA_FILE = "via.sh"
+WARM_FILE = "warm.py"
 VIA = """\
 # Called by the node script with the program that it would have started. See dtctl's supervisor/nursery.py.
 if [ -n "$DTCTL_WARM_FILE" ]; then
@@ -32,6 +33,11 @@ FORK_LIMIT_S = 10.0
 LEAVE_LIMIT_S = 1.0
 
 
+def _warm() -> bytes:
+    """The text of warm.py, wherever this module comes from."""
+    return bytes(__loader__.get_data(os.path.join(os.path.dirname(__file__), WARM_FILE)))  # type: ignore[name-defined]
+
+
 class Cold(Exception):
     """There will be no warm start; the text says why."""
 
@@ -41,9 +47,10 @@ class Nursery:
 
     def __init__(self, run_dir: str) -> None:
         """Nothing is started yet; `run_dir` is the run's folder."""
-        self.via = os.path.join(run_dir, VIA_FILE)
-        with open(self.via, "w") as file:
-            file.write(VIA)
+        self.via, self.file = os.path.join(run_dir, VIA_FILE), os.path.join(run_dir, WARM_FILE)
+        for path, data in ((self.via, VIA.encode()), (self.file, _warm())):
+            with open(path, "wb") as file:
+                file.write(data)
         self.pid = 0
         self.ready = False
         self.argv: list[str] = []
@@ -59,7 +66,7 @@ class Nursery:
         ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
         warm = {
             "DTCTL_VIA": self.via,
-            "DTCTL_WARM_FILE": os.path.join(os.path.dirname(os.path.abspath(__file__)), "warm.py"),
+            "DTCTL_WARM_FILE": self.file,
             "DTCTL_WARM_FD": str(theirs.fileno()),
             "DTCTL_WARM_PARENT": str(os.getpid()),
             "DTCTL_WARM_MODULES": ",".join(modules),

@@ -3,6 +3,7 @@
     WORKDIR/code/TREE          the files of one tree; several runs may use it, so nothing of dtctl changes it
     WORKDIR/code/TREE.json     the seal: what was written there and what `lstat` said of it; whoever uses it holds it
     WORKDIR/code/.lock         held while trees are looked for (shared), or named and removed (exclusive)
+    WORKDIR/code/.dtctl        says that the store is ours; without it nothing is ever removed there
 
 A tree that matches its seal is taken as it is. When somebody has changed it, another folder (TREE.1, ...) is made
 beside it, from what is still good on this node and what is sent. Nothing the sender says is trusted: neither paths, nor
@@ -17,6 +18,7 @@ import fcntl
 import os
 import zlib
 
+from dtctl import folders
 from dtctl.supervisor import facts, frames, lean
 
 LINK_MODE = 0o120000
@@ -49,6 +51,8 @@ def receive(link: frames.FdLink, request: dict[str, object]) -> str:
         return _Push(link, store, str(request.get("tree"))).run()
     except _Problem as exc:
         code, text = exc.code, str(exc)
+    except folders.Foreign as exc:
+        code, text = "foreign", str(exc)
     except OSError as exc:
         if exc.errno == errno.EPIPE:
             raise  # nobody is there to be told
@@ -81,7 +85,7 @@ class _Lock:
     """A lock on a file, to be used as a context or left open. On file systems without locks it does nothing."""
 
     def __init__(self, path: str, kind: int, create: int = 0) -> None:
-        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | create, 0o600)
+        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | create, 0o600)
         try:
             fcntl.flock(self.fd, kind)
             self.held = True
@@ -101,7 +105,8 @@ class _Push:
     def __init__(self, link: frames.FdLink, store: str, tree: str) -> None:
         if len(tree) != 32 or tree.strip("0123456789abcdef"):
             raise _Problem("escape", f"{tree!r} is not the digest of a tree")
-        os.makedirs(store, mode=0o700, exist_ok=True)
+        folders.make_private(store)
+        self.cleans = folders.mark(store, _is_ours)
         self.link = link
         self.store = store
         self.tree = tree
@@ -122,7 +127,8 @@ class _Push:
             raise _Problem("escape", "the manifest is larger than it may be")
         files = _parse_manifest(manifest, self.tree)
         with self._lock(fcntl.LOCK_EX):
-            _clean(self.store)
+            if self.cleans:
+                _clean(self.store)
             seal = _Lock(self.part + ".json", fcntl.LOCK_EX, os.O_CREAT)  # tells others that this one is not stale
         with seal:
             try:
@@ -354,15 +360,32 @@ def _changed(path: str, seal: list) -> set[bytes]:  # type: ignore[type-arg]
     return changed
 
 
+def _is_tree(name: str) -> bool:
+    """Whether this is how a tree is called: a digest, and a number where that was taken."""
+    digest, _, number = name.partition(".")
+    return len(digest) == 32 and not digest.strip("0123456789abcdef") and (number.isdigit() or name == digest)
+
+
+def _is_part(name: str) -> bool:
+    """Whether this is how a tree is called while it is written."""
+    words = name.split("-")
+    return len(words) == 3 and words[0] == ".part" and words[1].isdigit() and len(words[2]) == 8
+
+
+def _is_ours(name: str) -> bool:
+    stem = name[:-5] if name.endswith(".json") else name
+    return name in (".lock", folders.MARKER) or _is_tree(stem) or _is_part(stem)
+
+
 def _sealed(store: str) -> list[str]:
     """Names of sealed trees, the most recently used first."""
-    names = [name[:-5] for name in os.listdir(store) if name.endswith(".json") and not name.startswith(".")]
+    names = [name[:-5] for name in os.listdir(store) if name.endswith(".json") and _is_tree(name[:-5])]
     return sorted(names, key=lambda name: -os.stat(os.path.join(store, name + ".json")).st_mtime_ns)
 
 
 def _clean(store: str) -> None:
     """Make room: remove what killed pushes have left, and old trees that no run uses. Needs the store's lock alone."""
-    parts = [name[:-5] for name in os.listdir(store) if name.startswith(".part-") and name.endswith(".json")]
+    parts = [name[:-5] for name in os.listdir(store) if name.endswith(".json") and _is_part(name[:-5])]
     for name in parts + _sealed(store)[KEPT_TREES - 1 :]:
         path = os.path.join(store, name)
         with _Lock(path + ".json", fcntl.LOCK_EX | fcntl.LOCK_NB) as seal:
@@ -373,26 +396,49 @@ def _clean(store: str) -> None:
 
 
 def _discard(path: str) -> None:
-    """Remove a tree, but not what a job has written into it or changed."""
-    seal = _read_seal(path) or []
-    changed = _changed(path, seal)
-    for row in seal:
-        if row[0] not in changed:
-            os.unlink(os.path.join(os.fsencode(path), row[0]))
-    for folder, _, names in os.walk(os.fsencode(path), topdown=False):
-        try:
-            if os.path.basename(folder) == b"__pycache__":
-                for name in names:
-                    os.unlink(os.path.join(folder, name))
-            os.rmdir(folder)
-        except OSError:
-            pass  # not empty
+    """Remove a tree, but not what a job has written into it or changed, nor what a link in it leads to."""
+    seal = {row[0]: row for row in _read_seal(path) or []}
+    changed = _changed(path, list(seal.values()))
+    try:
+        top = folders.open_folder(path)
+    except OSError:
+        return  # a link, or no folder: not what was sealed
+    try:
+        _empty(top, b"", {name for name in seal if name not in changed})
+    finally:
+        os.close(top)
+    try:
+        os.rmdir(path)
+    except OSError:
+        pass  # not empty
     os.unlink(path + ".json")
 
 
-def _remove_part(part: str) -> None:
-    import shutil
+def _empty(folder: int, path: bytes, gone: set[bytes]) -> None:
+    """Remove files of a tree from an open folder, and the folders that are empty then; nothing through a link."""
+    compiled = path.rpartition(b"/")[2] == b"__pycache__"
+    for name in os.listdir(folder):
+        raw = os.fsencode(name)
+        below = path + b"/" + raw if path else raw
+        try:
+            if below in gone or (compiled and name.endswith(".pyc")):
+                os.unlink(name, dir_fd=folder)
+                continue
+            inner = folders.open_folder(name, folder)
+        except OSError:
+            continue  # a file that is not ours to remove, or a link
+        try:
+            if folders.mount_of(inner) == folders.mount_of(folder):
+                _empty(inner, below, gone)
+        finally:
+            os.close(inner)
+        try:
+            os.rmdir(name, dir_fd=folder)
+        except OSError:
+            pass  # not empty
 
-    shutil.rmtree(part, ignore_errors=True)
+
+def _remove_part(part: str) -> None:
+    folders.remove_tree(part)
     if os.path.lexists(part + ".json"):
         os.unlink(part + ".json")

@@ -108,6 +108,8 @@ def listing(folder: Path) -> dict[bytes, tuple[int, bytes]]:
 
 
 def left_in(workdir: Path) -> list[str]:
-    """Names in the node's store, seals and the store's lock aside."""
+    """Names in the node's store, seals, the store's lock and its marker aside."""
     store = workdir / "code"
-    return sorted(path.name for path in store.iterdir() if path.suffix != ".json" and path.name != ".lock")
+    return sorted(
+        path.name for path in store.iterdir() if path.suffix != ".json" and path.name not in (".lock", ".dtctl")
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -175,9 +176,13 @@ def test_a_full_disk_costs_records_and_not_the_run(tmp_path: Path) -> None:
 
 def test_a_file_that_does_not_fit_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
     write_private(tmp_path / "x", "old")
-    (tmp_path / f"x.{os.getpid()}.partial").symlink_to("/dev/full")
-    with pytest.raises(LaunchError, match="No space left"):
-        write_private(tmp_path / "x", "new")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2, hard))
+    try:
+        with pytest.raises(LaunchError, match="File too large"):
+            write_private(tmp_path / "x", "new")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     assert (tmp_path / "x").read_text() == "old"
 

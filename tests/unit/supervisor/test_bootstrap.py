@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
+import py_compile
 import subprocess
 import sys
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,12 +38,6 @@ def call(workdir: str, *, shell: str = "sh", sent: bytes = HELLO, home: Path | N
     return Answer(frames.decode(found[0][2]) if found else {}, done.stderr.decode(), done.returncode)
 
 
-def kept(workdir: Path) -> dict[str, Path]:
-    """The kept modules of the newest version, by name."""
-    (folder,) = (workdir / "lib").glob("*/dtctl/supervisor")
-    return {path.stem: path for path in folder.glob("*.py")}
-
-
 @pytest.mark.parametrize("shell", ["sh", "bash"])
 def test_a_node_without_anything_answers(tmp_path: Path, shell: str) -> None:
     answer = call(str(tmp_path / "a b'c"), shell=shell)
@@ -51,98 +46,87 @@ def test_a_node_without_anything_answers(tmp_path: Path, shell: str) -> None:
     assert answer.message["workdir"] == str(tmp_path / "a b'c")
 
 
-def test_what_is_kept_is_all_that_is_used_and_private(tmp_path: Path) -> None:
-    call(str(tmp_path))
-    found = kept(tmp_path)
-    assert sorted(found) == sorted(bootstrap.MODULES)
-    real = Path(bootstrap.__file__).parent
-    assert all(path.read_bytes() == (real / path.name).read_bytes() for path in found.values())
-    inside = list((tmp_path / "lib").rglob("*"))
-    assert not [path for path in inside if path.stat().st_mode & 0o077], "others may read or write it"
-    assert not [path for path in inside if path.suffix == ".part"]
+def test_nothing_of_it_is_kept_there(tmp_path: Path) -> None:
+    call(str(tmp_path / "work"))
+    assert [path.name for path in (tmp_path / "work").iterdir()] == []
+    assert (tmp_path / "work").stat().st_mode & 0o777 == 0o700
 
 
 def test_every_module_that_a_module_imports_is_sent() -> None:
     import ast
 
-    real = Path(bootstrap.__file__).parent
     for name in bootstrap.MODULES:
-        for node in ast.walk(ast.parse((real / f"{name}.py").read_text())):
+        for node in ast.walk(ast.parse(bootstrap._text(name))):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("dtctl"):
-                parts = [node.module.rpartition(".")[2]] if node.module != "dtctl.supervisor" else []
-                for wanted in parts or [alias.name for alias in node.names]:
-                    assert wanted in bootstrap.MODULES, f"{name} imports {wanted}"
+                whole = node.module in ("dtctl", "dtctl.supervisor")
+                wanted = [f"{node.module}.{alias.name}" for alias in node.names] if whole else [node.module]
+                assert set(wanted) <= set(bootstrap.MODULES), f"{name} imports {wanted}"
 
 
-def test_the_second_call_writes_nothing(tmp_path: Path) -> None:
-    call(str(tmp_path))
-    before = {path: path.stat().st_mtime_ns for path in kept(tmp_path).values()}
-    assert call(str(tmp_path)).message["op"] == "hello"
-    assert {path: path.stat().st_mtime_ns for path in kept(tmp_path).values()} == before
+PLANTED = "raise SystemExit('not ours')\n"
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-DAMAGE = {
-    "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
-    "emptied, as by a power failure": lambda path: os.truncate(path, 0),
-    "flipped bit": flip,
-    "replaced": lambda path: path.write_text("raise SystemExit('not ours')\n"),
-    "missing": lambda path: path.unlink(),
-}
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-@pytest.mark.parametrize("module", ["main", "frames"])
-def test_a_damaged_module_is_noticed_and_written_again(tmp_path: Path, kind: str, module: str) -> None:
-    call(str(tmp_path))
-    found = kept(tmp_path)[module]
-    right = found.read_bytes()
-    DAMAGE[kind](found)
-    answer = call(str(tmp_path))
-    assert (answer.message.get("op"), answer.stderr) == ("hello", "")
-    assert found.read_bytes() == right
-
-
-def test_two_modules_do_not_pass_for_one_another(tmp_path: Path) -> None:
-    call(str(tmp_path))
-    found = kept(tmp_path)
-    texts = found["facts"].read_bytes(), found["group"].read_bytes()
-    found["facts"].write_bytes(texts[1])
-    found["group"].write_bytes(texts[0])
-    assert call(str(tmp_path)).message["op"] == "hello"
-    assert found["facts"].read_bytes() == texts[0]
-
-
-def test_a_damaged_compiled_file_is_thrown_away(tmp_path: Path) -> None:
-    call(str(tmp_path))
-    compiled = list((tmp_path / "lib").rglob("*.pyc"))
-    assert compiled, "nothing was compiled, so every launch costs the compiling"
-    for path in compiled:
-        os.truncate(path, path.stat().st_size - 20)
+@pytest.mark.parametrize("place", ["lib", "lib/{digest}/dtctl/supervisor", "dtctl/supervisor", "."])
+def test_no_module_in_the_workdir_is_run(tmp_path: Path, place: str) -> None:
+    folder = tmp_path / place.format(digest="0" * 32)
+    (folder / "__pycache__").mkdir(parents=True)
+    for name in ("main", "frames", "facts", "folders", "zlib", "json", "__init__"):
+        (folder / f"{name}.py").write_text(PLANTED)
+        py_compile.compile(str(folder / f"{name}.py"))
     answer = call(str(tmp_path))
     assert (answer.message.get("op"), answer.stderr) == ("hello", "")
 
 
-def test_other_versions_are_kept_for_a_while_and_then_removed(tmp_path: Path) -> None:
-    for number in range(5):
-        old = tmp_path / "lib" / f"{number:032d}"
-        old.mkdir(parents=True)
-        os.utime(old, (number, number))
-    call(str(tmp_path))
-    left = sorted(path.name for path in (tmp_path / "lib").iterdir())
-    assert [name for name in left if name.startswith("0000")] == [f"{3:032d}", f"{4:032d}"]
-    assert len(left) == 3
+def test_folders_called_lib_and_code_of_the_users_own_stay_as_they_are(tmp_path: Path) -> None:
+    for name in ("lib/numpy/x.py", "lib/0123456789abcdef0123456789abcdef/y", "code/config.json", "code/config/a"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    for _ in range(2):
+        assert call(str(tmp_path)).message["op"] == "hello"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_python_of_another_version_compiles_what_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "_compiled_for", lambda: "another")
+    answer = call(str(tmp_path))
+    assert (answer.message["op"], answer.stderr, answer.code) == ("hello", "", 0)
+
+
+OTHER_UID = 12_345
+
+
+@pytest.mark.parametrize("below", ["", "code", "runs"])
+@pytest.mark.parametrize("kind", ["others write", "others own"])
+def test_a_workdir_that_others_may_change_is_refused(tmp_path: Path, below: str, kind: str) -> None:
+    folder = tmp_path / "work" / below
+    folder.mkdir(parents=True)
+    (tmp_path / "work").chmod(0o700)
+    if kind == "others write":
+        folder.chmod(0o777)
+    elif os.getuid() == 0:
+        os.chown(folder, OTHER_UID, OTHER_UID)
+    else:
+        pytest.skip("only root can give a folder away")
+    answer = call(str(tmp_path / "work"))
+    assert (answer.message["op"], answer.message["code"]) == ("error", "foreign")
+    command = str(answer.message["message"]).split("`")[1].removeprefix("sudo ")
+    assert subprocess.run(command, shell=True, check=False).returncode == 0
+    assert call(str(tmp_path / "work")).message["op"] == "hello", f"not mended by {command}"
+
+
+def test_a_workdir_in_a_folder_where_anybody_may_rename_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    assert call(str(tmp_path / "open" / "work")).message["code"] == "foreign"
+    (tmp_path / "open").chmod(0o1777)
+    assert call(str(tmp_path / "open" / "work")).message["op"] == "hello"
 
 
 def test_the_workdir_may_be_below_the_home(tmp_path: Path) -> None:
     assert call("~/.dtctl/node", home=tmp_path).message["workdir"] == str(tmp_path / ".dtctl" / "node")
     assert call("relative/place", home=tmp_path).message["workdir"] == str(tmp_path / "relative" / "place")
-    assert (tmp_path / "relative" / "place" / "lib").is_dir()
+    assert (tmp_path / "relative" / "place").is_dir()
 
 
 def test_a_workdir_that_cannot_be_is_named(tmp_path: Path) -> None:
@@ -157,9 +141,9 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         pytest.skip("needs a file system of its own")
     small = tmp_path / "small"
     small.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", small], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "nr_inodes=1,mode=0700", "tmpfs", small], check=True)
     try:
-        answer = call(str(small))
+        answer = call(str(small / "work"))
     finally:
         subprocess.run(["umount", small], check=True)
     assert (answer.message["op"], answer.message["code"]) == ("error", "disk-full")
@@ -172,7 +156,7 @@ def test_a_stream_that_ends_early_ends_the_node_quietly(tmp_path: Path) -> None:
             ["sh", "-c", bootstrap.command(sys.executable)], input=whole[:length], capture_output=True, check=False
         )
         assert (done.returncode, done.stdout, done.stderr) == (1, b"", b""), length
-    assert not (tmp_path / "lib").exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_old_python_is_named_in_an_answer_and_not_by_a_syntax_error() -> None:
@@ -193,9 +177,6 @@ def test_the_command_has_no_newline_and_nothing_of_the_job(tmp_path: Path) -> No
 
 
 def test_nothing_of_the_bundle_depends_on_this_machine() -> None:
-    digest, bundle = bootstrap._bundle()
-    import zlib
-
-    files = json.loads(zlib.decompress(bundle))
-    assert len(digest) == 32
-    assert str(Path.home()) not in json.dumps(files)
+    texts, codes = (zlib.decompress(one) for one in bootstrap._bundle())
+    assert str(Path.home()).encode() not in texts
+    assert os.fsencode(Path(bootstrap.__file__).parent) not in codes

@@ -346,13 +346,13 @@ def test_what_a_job_has_written_outlives_its_tree(project: Path, workdir: Path) 
 
 def test_what_a_killed_push_has_left_is_removed_and_what_a_live_one_makes_is_not(project: Path, workdir: Path) -> None:
     store = workdir / "code"
-    for name in ("dead", "live"):
+    for name in ("1-deadbeef", "2-00000000"):
         (store / f".part-{name}" / "a").mkdir(parents=True)
         (store / f".part-{name}.json").touch()
-    with open(store / ".part-live.json") as live:
+    with open(store / ".part-2-00000000.json") as live:
         fcntl.flock(live, fcntl.LOCK_EX)
         bring(project, workdir)
-        assert sorted(path.name for path in store.glob(".part-*")) == [".part-live", ".part-live.json"]
+        assert sorted(path.name for path in store.glob(".part-*")) == [".part-2-00000000", ".part-2-00000000.json"]
     (project / "new.py").touch()
     bring(project, workdir)
     assert list(store.glob(".part-*")) == []
@@ -407,3 +407,36 @@ def test_the_module_is_cheap_to_import() -> None:
     argv = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {path!r}); {code}"]
     loaded = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split()
     assert not {"typing", "subprocess", "tempfile", "shutil", "pathlib", "hashlib", "socket", "threading"} & set(loaded)
+
+
+def test_files_of_the_users_own_in_a_folder_called_code_stay(project: Path, workdir: Path) -> None:
+    """Pushes make room by removing old trees; `config.json` beside `config/` looks like one and is none."""
+    mine = {"config.json": '{"files": [["a", 384, 1, "", ""]]}', "config/a": "x", ".part-mine.json": "", "notes": ""}
+    for name, text in mine.items():
+        (workdir / "code" / name).parent.mkdir(parents=True, exist_ok=True)
+        (workdir / "code" / name).write_text(text)
+    old = workdir / "code" / ("0" * 32)
+    old.mkdir()
+    old.with_name(f"{old.name}.json").write_text('{"files": []}')
+    for number in range(receive.KEPT_TREES + 2):
+        (project / "train.py").write_text(f"{number}")
+        bring(project, workdir)
+        release()
+    assert {name: (workdir / "code" / name).read_text() for name in mine} == mine
+    assert old.is_dir(), "a store without our marker was cleaned"
+
+
+def test_a_tree_whose_folder_was_moved_away_and_linked_is_not_followed(project: Path, workdir: Path) -> None:
+    (project / "deep").mkdir()
+    (project / "deep" / "data.txt").write_text("kept")
+    first = Path(bring(project, workdir).path)
+    release()
+    kept = workdir.parent / "kept"
+    (first / "deep").rename(kept)  # the files in it are still those that were written: same inode, same times
+    (first / "deep").symlink_to(kept)
+    os.utime(first.with_name(first.name + ".json"), (1, 1))
+    for number in range(receive.KEPT_TREES + 1):
+        (project / "train.py").write_text(f"{number}")
+        bring(project, workdir)
+        release()
+    assert (kept / "data.txt").read_text() == "kept"

@@ -1,0 +1,267 @@
+"""Files in folders that others may have a hand in: opened without following links, removed only where they are ours.
+
+Used on the control machine, in the workers and, sent along with the supervisor, on nodes. Stdlib only, Python 3.8.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+
+MARKER = ".dtctl"
+"""A file of this name says that dtctl made the folder that it lies in. Nothing is removed below a folder without it."""
+NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+"""Of every open: no link is followed, and a pipe without a writer does not block."""
+
+
+class Foreign(OSError):
+    """A folder or file that is not for this user alone; `fix` is the shell command that mends it."""
+
+    def __init__(self, text: str, path: str, fix: str) -> None:
+        """Say what is wrong with `path`."""
+        super().__init__(1, text, path)
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return "%s: %s; mend it with `%s`" % (self.filename, self.strerror, self.fix)
+
+
+class NotRegular(OSError):
+    """What was to be read is a folder, a device, a pipe or a socket."""
+
+
+def check_private(path: str) -> None:
+    """Refuse a folder that others own or may write to; one that does not exist yet is in order.
+
+    Whoever may write to a folder may put another file in the place of each one in it. Folders above it are their
+    owners' business, but for those in which anybody may rename what is there (mode o+w without the sticky bit).
+
+    Raises:
+        Foreign: the folder is not this user's, or others may write to it.
+    """
+    # An absolute one that is no option: also as part of a shell command it means the same.
+    path = os.path.realpath(path)
+    try:
+        info = os.stat(path)
+    except FileNotFoundError:
+        info = None
+    if info is not None:
+        _check_owner(path, info)
+        if info.st_mode & 0o002 or (info.st_mode & 0o020 and not _own_group(info.st_gid)):
+            raise Foreign("others may write to it", path, "chmod go-w %s" % _quoted(path))
+    above = os.path.dirname(path)
+    while True:
+        try:
+            mode = os.stat(above).st_mode
+        except OSError:
+            mode = 0
+        if mode & 0o002 and not mode & stat.S_ISVTX:
+            raise Foreign("anybody may replace what is in it", above, "chmod o-w %s" % _quoted(above))
+        if above == os.path.dirname(above):
+            return
+        above = os.path.dirname(above)
+
+
+def make_private(path: str) -> None:
+    """Make a folder, with those above it, unless it exists; in both cases it is this user's alone afterwards.
+
+    Raises:
+        Foreign: as `check_private`.
+        OSError: it cannot be made.
+    """
+    check_private(path)
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    check_private(path)
+
+
+def _check_owner(path: str, info: os.stat_result) -> None:
+    own = os.geteuid()
+    if info.st_uid not in (own, 0):  # root may do anything anyway
+        fix = "sudo chown -R %d %s" % (own, _quoted(path))
+        raise Foreign("it belongs to user %d, not to %d" % (info.st_uid, own), path, fix)
+
+
+def _own_group(gid: int) -> bool:
+    """Whether a group is that of one user alone, as many systems make for each (umask 002): its name is the user's."""
+    import grp
+    import pwd
+
+    try:
+        name, group = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return group.gr_name == name and set(group.gr_mem) <= {name}
+
+
+def _quoted(path: str) -> str:
+    return path if all(c.isalnum() or c in "/._-+@" for c in path) else "'" + path.replace("'", "'\\''") + "'"
+
+
+# -- reading and writing ------------------------------------------------------------------------------------------
+
+
+def open_folder(path: str, parent: int | None = None) -> int:
+    """A descriptor of a folder that is no link.
+
+    Raises:
+        OSError: it is a link, or no folder.
+    """
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | NO_LINK, dir_fd=parent)
+
+
+def create_in(folder: int, name: str, mode: int = 0o600) -> int:
+    """A descriptor of a new file in an open folder; nothing is overwritten, and no link followed.
+
+    Raises:
+        ValueError: the name is not that of a file in this folder.
+        OSError: there is something of this name, or it cannot be made.
+    """
+    if not is_name(name):
+        raise ValueError("%r is not the name of a file" % (name,))
+    return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=folder)
+
+
+def is_name(name: object) -> bool:
+    """Whether this is the name of one file: no path, no control characters, not longer than file systems take."""
+    return (
+        isinstance(name, str)
+        and name not in ("", ".", "..")
+        and "/" not in name
+        and name.isprintable()
+        and len(name.encode("utf-8", "surrogatepass")) <= 255
+    )
+
+
+def open_regular(path: str, *, follow: bool = True) -> int:
+    """A descriptor of a regular file. A pipe or a device is refused before anything is read from it.
+
+    Raises:
+        NotRegular: it is something else.
+        OSError: it cannot be opened.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    fd = os.open(path, flags)
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode):
+        return fd
+    os.close(fd)
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFIFO: "a pipe"}
+    raise NotRegular(22, "it is %s, not a regular file" % kinds.get(stat.S_IFMT(mode), "something else"), path)
+
+
+def read_regular(path: str, limit_bytes: int) -> bytes:
+    """All of a regular file.
+
+    Raises:
+        NotRegular: it is something else.
+        OSError: it cannot be read, or is larger than the limit (EFBIG).
+    """
+    with open(open_regular(path), "rb") as file:
+        data = file.read(limit_bytes + 1)
+    if len(data) > limit_bytes:
+        raise OSError(27, "it is larger than %d MiB" % (limit_bytes >> 20), path)
+    return data
+
+
+def sync_folder(path: str) -> None:
+    """Make names that were given in a folder outlast a power failure; where the file system cannot, nothing happens."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        os.fsync(fd)
+    except OSError:
+        pass
+    finally:
+        os.close(fd)
+
+
+# -- removing -----------------------------------------------------------------------------------------------------
+
+
+def mark(path: str, ours) -> bool:  # type: ignore[no-untyped-def]  # Callable would have to come from typing
+    """Whether a folder is marked as ours. One in which everything has a name of ours is, from now on.
+
+    Args:
+        path: the folder.
+        ours: function of a name; whether dtctl gives such names there.
+    """
+    marker = os.path.join(path, MARKER)
+    try:
+        if stat.S_ISREG(os.lstat(marker).st_mode):
+            return True
+    except FileNotFoundError:
+        pass
+    if not all(ours(name) for name in os.listdir(path)):
+        return False
+    try:
+        os.close(os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+    except FileExistsError:
+        pass  # somebody else marks it now
+    return True
+
+
+def remove_tree(path: str) -> list[str]:
+    """Remove a folder, or a file, with all that is below it, but nothing that lies elsewhere.
+
+    Links are removed and never followed, and what is mounted below it stays.
+
+    Returns:
+        What is left, the innermost first; empty when all of it is gone.
+    """
+    above, name = os.path.split(os.path.abspath(path))
+    try:
+        parent = os.open(above, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return []
+    except OSError:
+        return [path]
+    try:
+        left: list[str] = []
+        _remove(parent, name, path, mount_of(parent), left)
+        return left
+    finally:
+        os.close(parent)
+
+
+def _remove(parent: int, name: str, path: str, mount: object, left: list[str]) -> None:
+    try:
+        if not stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
+            os.unlink(name, dir_fd=parent)
+            return
+        folder = open_folder(name, parent)
+    except FileNotFoundError:
+        return  # somebody else removes the same
+    except OSError:
+        left.append(path)
+        return
+    try:
+        if mount_of(folder) != mount:
+            left.append(path)
+            return
+        for entry in os.listdir(folder):
+            _remove(folder, entry, os.path.join(path, entry), mount, left)
+    except (OSError, RecursionError):
+        left.append(path)
+        return
+    finally:
+        os.close(folder)
+    try:
+        os.rmdir(name, dir_fd=parent)
+    except FileNotFoundError:
+        pass
+    except OSError:
+        left.append(path)
+
+
+def mount_of(fd: int) -> object:
+    """What tells one mount from another, also where both show the same file system (bind mounts)."""
+    try:
+        with open("/proc/self/fdinfo/%d" % fd) as file:
+            for line in file:
+                if line.startswith("mnt_id:"):
+                    return line
+    except OSError:
+        pass
+    return os.fstat(fd).st_dev
