@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import dtctl
+from dtctl import children
 from dtctl.advise import hardware
 from dtctl.advise.config import from_config, read_config
 from dtctl.advise.hardware import Hardware
@@ -166,7 +167,7 @@ def inspected(name: str, *, seq: int, python: str) -> dict[str, Any]:
     """
     root = str(Path(dtctl.__file__).resolve().parent.parent)
     path = os.pathsep.join(one for one in (root, os.environ.get("PYTHONPATH")) if one)
-    argv = [python, "-m", "dtctl.advise.inspect", name, str(seq)]
+    argv = children.module(python, "dtctl.advise.inspect", name, str(seq), last="")
     try:
         done = subprocess.run(
             argv, capture_output=True, text=True, timeout=INSPECT_S, check=False, env={**os.environ, "PYTHONPATH": path}

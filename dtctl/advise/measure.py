@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import dtctl
+from dtctl import children
 from dtctl.errors import UsageError, WorkerFailed
 from dtctl.estimate.memory import Layout, memory
 from dtctl.estimate.model import Model
@@ -101,7 +102,7 @@ def measure(
 
 def track(settings: dict[str, Any], python: str) -> tuple[float | None, str | None]:
     """Bytes by torch's tracker, or why there are none; its tools are not part of what torch promises to keep."""
-    argv = [python, "-m", "dtctl.advise.track", json.dumps(settings)]
+    argv = children.module(python, "dtctl.advise.track", json.dumps(settings), last=str(Path.cwd()))
     try:
         done = subprocess.run(
             argv,
@@ -127,9 +128,9 @@ def _peak(settings: dict[str, Any], workers: int, python: str) -> float:
 
 
 def _path() -> str:
-    """Where a worker finds dtctl, and what lies in the working folder."""
+    """Where a worker finds dtctl."""
     root = str(Path(dtctl.__file__).resolve().parent.parent)
-    return os.pathsep.join(one for one in (root, str(Path.cwd()), os.environ.get("PYTHONPATH")) if one)
+    return os.pathsep.join(one for one in (root, os.environ.get("PYTHONPATH")) if one)
 
 
 def _run(settings: dict[str, Any], workers: int, python: str, folder: Path) -> None:
@@ -141,7 +142,7 @@ def _run(settings: dict[str, Any], workers: int, python: str, folder: Path) -> N
         "WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers), "OMP_NUM_THREADS": "1",
         "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1",
     }  # fmt: skip
-    argv = [python, "-m", "dtctl.advise.trial", json.dumps(settings)]
+    argv = children.module(python, "dtctl.advise.trial", json.dumps(settings), last=str(Path.cwd()))
     running = []
     for rank in range(workers):
         own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}

@@ -13,6 +13,7 @@ from dtctl.cli import output
 from dtctl.errors import DtctlError, LaunchError, SnapshotError
 
 if TYPE_CHECKING:
+    from dtctl.launch.gathering import Rule
     from dtctl.launch.snapshots import RunSnapshots
 
 app = typer.Typer(help="Look at snapshots: of a folder, or of a run on its nodes.", no_args_is_help=True)
@@ -132,16 +133,22 @@ def prune(
     json_: Json = False,
 ) -> int:
     """Remove old and damaged snapshots; while no good one is left, nothing goes."""
-    options = ["--keep", str(keep)] if keep is not None else []
-    options += ["--every-s", str(every_h * 3600)] if every_h is not None else []
-    options += ["--no-best"] if no_best else []
     from dtctl.launch import snapshots
 
     if snapshots.is_folder(place):
+        options = ["--keep", str(keep)] if keep is not None else []
+        options += ["--every-s", str(every_h * 3600)] if every_h is not None else []
+        options += ["--no-best"] if no_best else []
         answers, silent = _all("prune", place, [*options, *(["--dry-run"] if dry_run else [])])
-        found = [{"kept": answer["kept"], "removed": answer["removed"]} for answer in answers.values()]
+        found = [
+            {"kept": answer["kept"], "removed": answer["removed"], "left": answer.get("left", [])}
+            for answer in answers.values()
+        ]
     else:
-        found, silent = _prune_run(_of_run(place), options, dry_run=dry_run)
+        from dtctl.launch.gathering import Rule
+
+        rule = Rule(keep=keep, every_s=None if every_h is None else every_h * 3600, keep_best=not no_best)
+        found, silent = _prune_run(_of_run(place), rule, dry_run=dry_run)
     if json_:
         output.emit_json({"places": found, "dry_run": dry_run})
     else:
@@ -150,42 +157,34 @@ def prune(
                 at = f"{one['node']}:" if "node" in one else ""
                 output.out(f"{'would remove' if dry_run else 'removed'} {at}{path}")
             output.out(f"kept {len(one['kept'])}{' on ' + one['node'] if 'node' in one else ''}")
-    return _code(silent)
+    for one in found:
+        for path in one["left"]:
+            at = f"{one['node']}:" if "node" in one else ""
+            output.err(f"not removed: {at}{path} is a link, or something is mounted in it", "yellow")
+    return SnapshotError.exit_code if any(one["left"] for one in found) else _code(silent)
 
 
-def _prune_run(
-    run: RunSnapshots, options: Sequence[str], *, dry_run: bool
-) -> tuple[list[dict[str, Any]], list[DtctlError]]:
+def _prune_run(run: RunSnapshots, rule: Rule, *, dry_run: bool) -> tuple[list[dict[str, Any]], list[DtctlError]]:
     """By what the nodes have together, since each may have a part of every snapshot; what each keeps and loses."""
     from dtctl.launch import gathering, snapshots
 
-    def ask(verb: str, words: Sequence[str], nodes: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
-        answers = {}
-        for node, told in run.ask(verb, words, nodes).items():
+    answers, silent = _all("pieces", None, [], run)
+    found = gathering.spread(answers)
+    rows = []
+    for node, answer in answers.items():
+        gone = gathering.removable(found, rule, node, all_told=not silent)
+        steps = {one.step for one in gone}
+        left: list[str] = []
+        if steps and not dry_run:
+            told = run.ask("remove", [word for step in sorted(steps) for word in ("--step", str(step))], [node])[node]
             if isinstance(told, DtctlError):
                 raise told
             if "error" in told.answer:
                 raise snapshots.error_of(told)
-            answers[node] = told.answer
-        return answers
-
-    answers, silent = _all("pieces", None, [], run)
-    found = gathering.spread(answers)
-    whole = [one for one in found if one.whole]
-    gone: list[gathering.Spread] = []
-    if whole:
-        # The rule stands in the newest one's manifest.
-        made = [word for one in whole for word in ("--made", f"{one.step}:{one.made_s}")]
-        (told,) = ask("stays", [*options, *made], whole[0].nodes[:1]).values()
-        gone = gathering.removable(found, told["stays"], all_told=not silent)
-    rows = []
-    for node, answer in answers.items():
-        steps = {one.step for one in gone if node in one.nodes}
-        if steps and not dry_run:
-            ask("remove", [word for step in steps for word in ("--step", str(step))], [node])
+            left = told.answer.get("left", [])
         kept = [row["path"] for row in answer["rows"] if row["step"] not in steps]
-        removed = [row["path"] for row in answer["rows"] if row["step"] in steps]
-        rows.append({"kept": kept, "removed": removed, "node": node})
+        removed = [row["path"] for row in answer["rows"] if row["step"] in steps and row["path"] not in left]
+        rows.append({"kept": kept, "removed": removed, "left": left, "node": node})
     return rows, silent
 
 
@@ -210,13 +209,21 @@ def export(
     return 0
 
 
-def _fetch(found: RunSnapshots, node: str, options: Sequence[str], out: Path) -> dict[str, Any]:
+def _fetch(found: RunSnapshots, node: str, options: Sequence[str], out: Path, *, limit_bytes: int) -> dict[str, Any]:
+    from dtctl import folders
     from dtctl.launch import snapshots
 
     draft = out.with_name(f".{out.name}.{os.getpid()}.draft")
+    made = False
     try:
-        with draft.open("wb") as stream:
-            told = found.fetch(node, "export", [*options, "--out", "-"], stream)
+        folder = os.open(draft.absolute().parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fd = folders.create_in(folder, draft.name, 0o666)
+        finally:
+            os.close(folder)
+        made = True
+        with os.fdopen(fd, "wb") as stream:
+            told = found.fetch(node, "export", [*options, "--out", "-"], stream, limit_bytes=limit_bytes)
             stream.flush()
             os.fsync(stream.fileno())
         if "error" in told.answer:
@@ -224,13 +231,16 @@ def _fetch(found: RunSnapshots, node: str, options: Sequence[str], out: Path) ->
         if draft.stat().st_size != told.answer["size_bytes"]:
             raise SnapshotError("the export did not arrive whole", where=f"node {node}", hint="try again")
         draft.replace(out)
+        folders.sync_folder(str(out.absolute().parent))
     except OSError as exc:
         raise SnapshotError(f"the export cannot be written: {exc}", where=str(out)) from exc
     finally:
-        draft.unlink(missing_ok=True)
+        if made:
+            draft.unlink(missing_ok=True)
     return dict(told.answer)
 
 
+EXPORT_HEADER_BYTES = 64 << 20
 Answers = dict[Any, Mapping[str, Any]]
 
 
@@ -310,7 +320,10 @@ def _of_nodes(verb: str, run: RunSnapshots, options: Sequence[str], out: Path | 
         with gathering.brought(run, chosen) as folder:
             told = snapshots.here([verb, str(folder), *options, *(["--out", str(out)] if out else [])])
     elif out is not None:
-        return {**_fetch(run, chosen.complete[0], options, out), "node": chosen.complete[0]}
+        # Tensors are written without gaps, with a header that is shorter than those of the files.
+        limit_bytes = sum(chosen.sizes.values()) + EXPORT_HEADER_BYTES
+        fetched = _fetch(run, chosen.complete[0], options, out, limit_bytes=limit_bytes)
+        return {**fetched, "node": chosen.complete[0]}
     else:
         word = run.ask(verb, options, chosen.complete[:1])[chosen.complete[0]]
         if isinstance(word, DtctlError):

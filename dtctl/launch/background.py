@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dtctl import names
+from dtctl import children, names
 from dtctl.launch.record import RunRecord, writing
 
 BACKGROUND = "DTCTL_BACKGROUND"
@@ -28,7 +28,7 @@ def take_up_in_background(record: RunRecord) -> str:
     with os.fdopen(os.open(record.folder / OUTPUT_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "rb") as log:
         log.seek(0, os.SEEK_END)
         process = subprocess.Popen(
-            [sys.executable, "-m", "dtctl", "take-up", str(record.folder)],
+            children.module(sys.executable, "dtctl", "take-up", str(record.folder)),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -58,7 +58,7 @@ def launch_in_background(base_dir: Path, run: str, *, on_event: Callable[[dict[s
         partial.touch(mode=0o600)
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "dtctl", *sys.argv[1:]],
+            children.module(sys.executable, "dtctl", *sys.argv[1:]),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

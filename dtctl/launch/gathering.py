@@ -1,19 +1,30 @@
-"""A snapshot of which every node of a run has a part: what it is worth as a whole, and bringing it together."""
+"""A snapshot of which every node of a run has a part: what it is worth as a whole, and bringing it together.
+
+What a node says decides about its own files, and about those that other nodes have only together with it: see
+`removable`. Whoever lies can spoil what could not be read without him, and nothing else.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import tarfile
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
-from dtctl.errors import SnapshotError
+from dtctl import folders
+from dtctl.errors import NodeError, SnapshotError
+from dtctl.launch import messages
 from dtctl.launch.snapshots import RunSnapshots, error_of
 
 RECORDS = ("manifest.json", "COMMIT")
+TAR_BLOCK_BYTES = 512
+"""A file in an archive takes two of them beside its contents, which are filled up to one; the end at most 20 more."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,27 +34,61 @@ class Spread:
     step: int
     path: str
     """On the first node that has some of it."""
-    nodes: list[str] = field(default_factory=list)
-    files: list[str] = field(default_factory=list)
-    """Of the manifest."""
-    holders: dict[str, str] = field(default_factory=dict)
-    """File -> a node where it is right."""
-    complete: list[str] = field(default_factory=list)
-    """Nodes that have all of it."""
+    record: str | None = None
+    """Its commit record."""
+    manifest: str | None = None
+    """The text that the record is of."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """File -> bytes, of the manifest."""
+    retention: Mapping[str, Any] = field(default_factory=dict)
+    """The rule that its writer followed, of the manifest."""
+    paths: dict[str, str] = field(default_factory=dict)
+    """Node -> where it lies there."""
+    good: dict[str, frozenset[str]] = field(default_factory=dict)
+    """Node -> files that are right there."""
+    made_s: dict[str, float] = field(default_factory=dict)
+    """Node -> when it had it, seconds since the epoch by its own clock."""
     wrong: list[str] = field(default_factory=list)
-    made_s: float = 0.0
-    """When the first node of these had it, seconds since the epoch."""
+
+    @property
+    def nodes(self) -> list[str]:
+        """Those that have something of it."""
+        return list(self.paths)
+
+    @property
+    def files(self) -> list[str]:
+        """Of the manifest."""
+        return list(self.sizes)
+
+    @property
+    def holders(self) -> dict[str, str]:
+        """File -> the first node where it is right."""
+        found: dict[str, str] = {}
+        for node, names in self.good.items():
+            found = {**dict.fromkeys(names, node), **found}
+        return {name: found[name] for name in self.sizes if name in found}
+
+    @property
+    def complete(self) -> list[str]:
+        """Nodes that have all of it."""
+        return [node for node in self.paths if self.whole_on({node})]
 
     @property
     def whole(self) -> bool:
         """Whether every file is right on some node."""
-        return bool(self.files) and all(name in self.holders for name in self.files)
+        return self.whole_on(self.paths.keys())
+
+    def whole_on(self, nodes: AbstractSet[str]) -> bool:
+        """Whether every file is right on one of these nodes."""
+        there: set[str] = set().union(*(self.good.get(node, frozenset()) for node in nodes))
+        return bool(self.sizes) and there >= self.sizes.keys()
 
     def row(self) -> dict[str, Any]:
         """As `dtctl snapshot verify` tells it: it is ok if it can be read, and a bad copy is named all the same."""
-        missing = [f"{name} is missing" for name in self.files if name not in self.holders]
+        holders = self.holders
+        missing = [f"{name} is missing" for name in self.sizes if name not in holders]
         known = [name for name in missing if not any(name.split(" ")[0] in phrase for phrase in self.wrong)]
-        status = "ok" if self.whole else "corrupt" if self.wrong and self.files else "incomplete"
+        status = "ok" if self.whole else "corrupt" if self.wrong and self.sizes else "incomplete"
         bad = [*self.wrong, *known]
         return {"path": self.path, "step": self.step, "status": status, "bad": bad, "node": ", ".join(self.nodes)}
 
@@ -51,78 +96,176 @@ class Spread:
 def spread(answers: Mapping[str, Mapping[str, Any]]) -> list[Spread]:
     """What the nodes have together, newest first, by what each says of its `pieces`.
 
-    Snapshots of one step belong together if they have one commit record.
+    Snapshots of one step belong together if they have one commit record and one manifest.
     """
-    found: dict[tuple[int, str], Spread] = {}
+    found: dict[tuple[Any, ...], Spread] = {}
     for node, answer in answers.items():
         for row in answer["rows"]:
-            key = (row["step"], row["record"] or node)
-            one = found.setdefault(key, Spread(step=row["step"], path=row["path"], made_s=row["made_s"]))
-            one.nodes.append(node)
-            one.files = row["files"]
-            if one.files and set(one.files) <= set(row["good"]):
-                one.complete.append(node)
-            one.holders = {**dict.fromkeys(row["good"], node), **one.holders}
+            step, record, manifest = row["step"], row["record"], row["manifest"]
+            key = (step, record, manifest) if record and manifest else (step, node)
+            one = found.get(key)
+            if one is None:
+                one = found[key] = Spread(step=step, path=row["path"])
+                if record and manifest:
+                    try:
+                        _describe(one, record, manifest, node)
+                    except NodeError as exc:  # so it counts as nothing
+                        one.wrong.append(f"{node}: {exc.message}")
+            one.paths[node], one.made_s[node] = row["path"], row["made_s"]
+            one.good[node] = frozenset(row["good"])
             one.wrong += [f"{node}: {phrase}" for phrase in row["bad"]]
     return sorted(found.values(), key=lambda one: -one.step)
 
 
-def removable(found: Sequence[Spread], stays: Collection[int], *, all_told: bool) -> list[Spread]:
-    """What `dtctl snapshot prune` removes of what nodes have together.
+def _describe(one: Spread, record: str, manifest: str, node: str) -> None:
+    document = messages.manifest(manifest, node=node)
+    if document["step"] != one.step or not _agree(record, manifest):
+        raise NodeError(f"manifest and commit record of step {one.step} do not agree", node=node)
+    rule = document["facts"].get("retention")
+    one.record, one.manifest = record, manifest
+    one.sizes = {name: entry["size_bytes"] for name, entry in document["files"].items()}
+    one.retention = rule if isinstance(rule, dict) else {}
+
+
+def _agree(record: str, manifest: str) -> bool:
+    """Whether a commit record is that of a manifest. What this machine has no hash for, two nodes at least agree on."""
+    name, _, rest = record.partition(" ")
+    if name == "blake3":
+        try:
+            from blake3 import blake3
+        except ImportError:
+            return True
+        found = blake3(manifest.encode()).hexdigest()
+    elif name == "sha256":
+        found = hashlib.sha256(manifest.encode()).hexdigest()
+    else:
+        return False
+    return rest == f"{found} {RECORDS[0]}\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What is kept; each may stay None, which is as the run that made the snapshots was told."""
+
+    keep: int | None = None
+    """How many of the newest; at least one."""
+    every_s: float | None = None
+    """Of older ones, those that are so many seconds apart."""
+    keep_best: bool = True
+    """Whether the best ones stay."""
+
+    def stays(self, whole: Sequence[tuple[Spread, float]]) -> set[int]:
+        """Steps that stay, of snapshots that are whole, with when they were made; the newest always does."""
+        found = sorted(whole, key=lambda one: one[0].step)
+        told = found[-1][0].retention if found else {}
+        keep = max(1, self.keep if self.keep is not None else _number(told.get("keep"), 1))
+        every_s = self.every_s if self.every_s is not None else _number(told.get("every_s"), 0.0) or None
+        kept = {one.step for one, _ in found[-int(keep) :]}
+        last_s: float | None = None
+        for one, made_s in found if every_s is not None else ():
+            if last_s is None or made_s - last_s >= (every_s or 0.0):
+                kept.add(one.step)
+                last_s = made_s
+        best = told.get("best") if self.keep_best else ()
+        return kept | {one.step for one, _ in found if one.step in (best if isinstance(best, list) else ())}
+
+
+def _number(value: Any, otherwise: float) -> Any:
+    try:
+        return messages.number(value)
+    except messages.Wrong:
+        return otherwise
+
+
+def removable(found: Sequence[Spread], rule: Rule, node: str, *, all_told: bool) -> list[Spread]:
+    """What `dtctl snapshot prune` removes on one node.
+
+    The rule is applied to the whole snapshots that the node has a share in, so that nothing that others tell of their
+    own ones makes it remove anything. Something only goes if one that stays can be read without any node that it did
+    not need itself.
 
     Args:
         found: newest first.
-        stays: steps of whole ones that are kept.
+        rule: what is kept.
+        node: where.
         all_told: whether every node of the run has answered; what seems to lack something may lie on one that has not.
     """
-    newest = next((one.step for one in found if one.whole), None)
-    if newest is None:  # nothing vouches for anything
+    own = [one for one in found if node in one.paths]
+    whole = [one for one in own if one.whole and one.good.get(node)]
+    if not whole:  # nothing vouches for anything
         return []
+    steps = rule.stays([(one, one.made_s[node]) for one in whole])
+    kept = [one for one in whole if one.step in steps]
+    newest = max(one.step for one in whole)
 
     def goes(one: Spread) -> bool:
-        if one.step in stays:  # also where a node has another one of the same step: it is asked by step
+        if one.step in steps:  # also where a node has another one of the same step: it is asked by step
             return False
+        if one.whole:
+            needed = {node} if one.whole_on({node}) else set(one.paths)
+            return any(other.whole_on(needed) for other in kept)
         # One that lacks something and is newer may be on its way: nodes commit one after another.
         under_way = one.step > newest and one.row()["status"] == "incomplete"
-        return one.whole or (all_told and not under_way)
+        return all_told and not under_way
 
-    return [one for one in found if goes(one)]
+    return [one for one in own if goes(one)]
 
 
 @contextmanager
 def brought(run: RunSnapshots, one: Spread) -> Iterator[Path]:
     """A folder here that has all of a snapshot, as long as the context lasts.
 
+    Nothing but the files of its manifest is brought, each as long as that says, into a new folder of this user alone;
+    whoever reads them compares digests first.
+
     Raises:
         SnapshotError: something did not arrive.
         TransportError: a node, or the way to it, fails.
     """
     shares: dict[str, list[str]] = {}
-    for name in one.files:
-        shares.setdefault(one.holders[name], []).append(name)
-    first = next(iter(shares))
-    shares[first] = [*RECORDS, *shares[first]]
+    for name, node in one.holders.items():
+        shares.setdefault(node, []).append(name)
     with tempfile.TemporaryDirectory(prefix="dtctl-snapshot-") as temporary:
-        target = Path(temporary, Path(one.path).name)
-        target.mkdir()
-        for node, names in shares.items():
-            _bring(run, node, one.step, names, target)
+        target = Path(temporary, f"step-{one.step:08d}")
+        target.mkdir(mode=0o700)
+        folder = folders.open_folder(str(target))
+        try:
+            for name, text in zip(RECORDS, (one.manifest, one.record), strict=True):
+                with os.fdopen(folders.create_in(folder, name), "w", encoding="utf-8", newline="") as out:
+                    out.write(text or "")
+            for node, names in shares.items():
+                _bring(run, node, one, names, folder)
+        finally:
+            os.close(folder)
         yield Path(temporary)
 
 
-def _bring(run: RunSnapshots, node: str, step: int, names: Sequence[str], target: Path) -> None:
-    options = ["--step", str(step), *(word for name in names for word in ("--name", name))]
-    with tempfile.TemporaryFile(dir=target.parent) as archive:
-        told = run.fetch(node, "send", options, archive)
+def _bring(run: RunSnapshots, node: str, one: Spread, names: Sequence[str], folder: int) -> None:
+    options = ["--step", str(one.step), *(word for name in names for word in ("--name", name))]
+    sizes = {name: one.sizes[name] for name in names}
+    limit_bytes = sum(sizes.values()) + TAR_BLOCK_BYTES * (3 * len(sizes) + 20)
+    with tempfile.TemporaryFile() as archive:
+        told = run.fetch(node, "send", options, cast(BinaryIO, archive), limit_bytes=limit_bytes)
         if "error" in told.answer:
             raise error_of(told)
         archive.seek(0)
-        with tarfile.open(fileobj=archive, mode="r:") as members:
-            for member in members:
-                # Only what was asked for: a name is no path.
-                content = members.extractfile(member) if member.name in names else None
-                if content is None:
-                    raise SnapshotError(f"{member.name} was not asked for", where=f"node {node}")
-                with (target / member.name).open("wb") as out:
-                    while chunk := content.read(1 << 20):
-                        out.write(chunk)
+        try:
+            _unpack(cast(BinaryIO, archive), sizes, folder, node)
+        except tarfile.TarError as exc:
+            raise SnapshotError(f"the files did not arrive whole: {exc}", where=f"node {node}") from exc
+    if sizes:
+        raise SnapshotError(f"{', '.join(sizes)} did not arrive", where=f"node {node}", hint="try again")
+
+
+def _unpack(archive: BinaryIO, sizes: dict[str, int], folder: int, node: str) -> None:
+    """Write the files of an archive into an open folder; what has arrived is taken out of `sizes`."""
+    with tarfile.open(fileobj=archive, mode="r:") as members:
+        for member in members:
+            # Only what was asked for, once, and as much as there should be: a name is no path.
+            content = members.extractfile(member) if member.isreg() and member.name in sizes else None
+            if content is None or member.size != sizes.pop(member.name):
+                what = messages.shown(member.name)
+                raise SnapshotError(f"{what} was not asked for, or not like this", where=f"node {node}")
+            with os.fdopen(folders.create_in(folder, member.name), "wb") as out:
+                while chunk := content.read(1 << 20):
+                    out.write(chunk)

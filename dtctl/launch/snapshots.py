@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import posixpath
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from dtctl import shell
+from dtctl import children, shell
 from dtctl.errors import DtctlError, LaunchError, NodeError, SnapshotError
+from dtctl.launch import messages
 from dtctl.launch.assemble import cluster_of_run, spec_of_run
 from dtctl.launch.record import RunRecord
-from dtctl.transport.base import Stream, Target, Transport
+from dtctl.transport.base import Connection, Stream, Target, Transport
 from dtctl.transport.fanout import fan_out
 
 MODULE = "dtctl.runtime.snapshot"
 END_S = 10.0
 """How long a command may take to end after its last word."""
+SILENCE_S = 60.0
+"""How long a node may be silent that is asked for what its folders say,"""
+READING_S = 3600.0
+"""and one that has to read all of its snapshots before it can say anything."""
+_QUICK = ("ls", "remove")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +44,9 @@ def here(words: Sequence[str]) -> Told:
     Raises:
         LaunchError: it ended without an answer.
     """
-    done = subprocess.run([sys.executable, "-m", MODULE, *words], capture_output=True, text=True, check=False)
-    return _told(done.returncode, done.stdout, done.stderr, where="this machine")
+    argv = children.module(sys.executable, MODULE, *words)
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    return _told(words[0], done.returncode, done.stdout, done.stderr, where="this machine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,41 +98,84 @@ class RunSnapshots:
         chosen = {name: place for name, place in self._places.items() if nodes is None or name in nodes}
         return fan_out(chosen, partial(_ask, transport=transport, verb=verb, options=options))
 
-    def fetch(self, node: str, verb: str, options: Sequence[str], out: IO[bytes]) -> Told:
-        """Bring what an export or a `send` writes.
+    def fetch(self, node: str, verb: str, options: Sequence[str], out: IO[bytes], *, limit_bytes: int) -> Told:
+        """Bring what an export or a `send` writes, of which there may be as much as was asked for.
 
         Raises:
-            TransportError: the node, or the way to it, fails.
+            TransportError: the node, or the way to it, fails, or it sends more.
             SnapshotError: there is nothing good to export.
         """
         place = self._places[node]
         connection = self._make_transport().connect(place.target)
         try:
-            stream = _open(connection.open, place, verb, options)
+            stream, clock = _open(connection, place, verb, options), _Clock(connection, READING_S)
+            left = limit_bytes
             while data := stream.read(1 << 18):
+                clock.heard()
+                left -= len(data)
+                if left < 0:
+                    raise NodeError(f"the node sends more than the {limit_bytes} bytes that there can be", node=node)
                 out.write(data)
+            clock.stop(node)
             code = stream.exit_status(END_S)
-            return _told(code, stream.read_stderr().decode(errors="replace"), "", where=f"node {node}")
+            return _told(verb, code, stream.read_stderr().decode(errors="replace"), "", where=node)
         finally:
             connection.close()
 
 
+class _Clock:
+    """Drops a connection over which nothing comes for too long."""
+
+    def __init__(self, connection: Connection, limit_s: float) -> None:
+        self._connection, self._limit_s, self._over = connection, limit_s, False
+        self._timer = threading.Timer(limit_s, self._end)
+        self.heard()
+
+    def heard(self) -> None:
+        """Begin anew."""
+        self._timer.cancel()
+        self._timer = threading.Timer(self._limit_s, self._end)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def stop(self, node: str) -> None:
+        """The command has ended, or the time was up.
+
+        Raises:
+            NodeError: the latter.
+        """
+        self._timer.cancel()
+        if self._over:
+            raise NodeError(f"nothing was heard of it for {self._limit_s:g} s", node=node)
+
+    def _end(self) -> None:
+        self._over = True
+        self._connection.close()
+
+
 def _ask(place: _Place, *, transport: Transport, verb: str, options: Sequence[str]) -> Told:
     connection = transport.connect(place.target)
+    name = place.target.name
     try:
-        stream = _open(connection.open, place, verb, options)
+        stream = _open(connection, place, verb, options)
+        clock = _Clock(connection, SILENCE_S if verb in _QUICK else READING_S)
         said = bytearray()
-        while data := stream.read(1 << 16):
+        while data := stream.read(1 << 18):
             said += data
+            if len(said) > messages.ANSWER_BYTES:
+                raise NodeError(f"its answer is longer than {messages.ANSWER_BYTES >> 20} MiB", node=name)
+        clock.stop(name)
         code = stream.exit_status(END_S)
         errors = stream.read_stderr().decode(errors="replace")
-        return _told(code, said.decode(errors="replace"), errors, where=place.target.name)
+        return _told(verb, code, said.decode(errors="replace"), errors, where=name)
     finally:
         connection.close()
 
 
-def _open(start: Any, place: _Place, verb: str, options: Sequence[str]) -> Stream:
-    stream: Stream = start(shell.join(["bash", "-c", f"{place.command} {shell.join([verb, place.folder, *options])}"]))
+def _open(connection: Connection, place: _Place, verb: str, options: Sequence[str]) -> Stream:
+    stream = connection.open(
+        shell.join(["bash", "-c", f"{place.command} {shell.join([verb, place.folder, *options])}"])
+    )
     if place.variables:
         stream.write(place.variables.encode())
     stream.close_stdin()
@@ -152,17 +202,16 @@ def _beginning(node: Mapping[str, Any], code: str, *, asks: bool) -> str:
     lines = ["exec 3>&1 1>&2", *(['eval "$(cat)"'] if asks else [])]
     lines += [f"cd {shell.quote(code)} || true"] if code else []
     lines += [f"export PYTHONPATH={shell.quote(path)}" for path in paths]
-    return "\n".join([*lines, *node["setup"], f"exec {shell.join([python, '-m', MODULE])} 1>&3"])
+    return "\n".join([*lines, *node["setup"], f"exec {shell.join(children.module(python, MODULE, last=''))} 1>&3"])
 
 
-def _told(code: int | None, text: str, errors: str, *, where: str) -> Told:
-    lines = text.strip().splitlines()
+def _told(verb: str, code: int | None, text: str, errors: str, *, where: str) -> Told:
     try:
-        answer = json.loads(lines[-1])
-    except (IndexError, ValueError):
-        reason = (errors.strip().splitlines() or lines or [f"status {code}"])[-1]
+        answer = messages.about_snapshots(verb, text, node=where)
+    except messages.Wrong:
+        reason = (errors.strip().splitlines() or text.strip().splitlines() or [f"status {code}"])[-1]
         raise NodeError(
-            f"snapshots cannot be looked at: {reason}",
+            f"snapshots cannot be looked at: {messages.prose(reason)}",
             node=where,
             hint="the job's Python needs dtctl and blake3 (`pip install dtctl[train]`)",
         ) from None

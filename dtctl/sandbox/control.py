@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from dtctl import children
 from dtctl.errors import SandboxError
 from dtctl.sandbox import kernel, layout, slurm
 from dtctl.sandbox.layout import Sandbox, SandboxNode, default_name
@@ -149,15 +150,14 @@ def _start_keeper(state: Path, name: str, nodes: int, *, with_slurm: bool) -> No
     log = state / "keeper.log"
     with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as errors:
         keeper = subprocess.Popen(
-            [
+            children.module(
                 sys.executable,
-                "-m",
                 "dtctl.sandbox.keeper",
                 str(state),
                 name,
                 str(nodes),
                 *(["slurm"] if with_slurm else []),
-            ],
+            ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,

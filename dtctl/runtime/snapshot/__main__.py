@@ -35,12 +35,9 @@ def main(argv: list[str]) -> int:
 
 
 def _answer(options: argparse.Namespace, where: Place) -> dict[str, Any]:
-    if options.verb in ("prune", "stays"):
+    if options.verb == "prune":
         rule = {"keep": options.keep, "every_s": options.every_s, "keep_best": not options.no_best}
-        if options.verb == "prune":
-            return commands.prune(where, **rule, dry_run=options.dry_run)
-        made = (word.partition(":") for word in options.made)
-        return commands.stays(where, {int(step): float(made_s) for step, _, made_s in made}, **rule)
+        return commands.prune(where, **rule, dry_run=options.dry_run)
     if options.verb == "remove":
         return commands.remove(where, options.step)
     if options.verb == "export":
@@ -61,17 +58,14 @@ def _answer(options: argparse.Namespace, where: Place) -> dict[str, Any]:
 def _options(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m dtctl.runtime.snapshot")
     verbs = parser.add_subparsers(dest="verb", required=True)
-    for verb in ("ls", "verify", "show", "digest", "prune", "export", "pieces", "send", "stays", "remove"):
+    for verb in ("ls", "verify", "show", "digest", "prune", "export", "pieces", "send", "remove"):
         sub = verbs.add_parser(verb)
         sub.add_argument("place")
-        if verb in ("prune", "stays"):
+        if verb == "prune":
             sub.add_argument("--keep", type=int)
             sub.add_argument("--every-s", type=float)
             sub.add_argument("--no-best", action="store_true")
-        if verb == "prune":
             sub.add_argument("--dry-run", action="store_true")
-        if verb == "stays":
-            sub.add_argument("--made", action="append", required=True, metavar="STEP:SECONDS")
         if verb == "remove":
             sub.add_argument("--step", type=int, action="append", required=True)
         if verb == "export":

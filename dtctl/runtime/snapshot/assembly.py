@@ -14,6 +14,11 @@ from typing import Any
 from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot import headers
 
+
+class Misfit(SnapshotError):
+    """The files of a snapshot are what their digests say, and do not fit together."""
+
+
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """A stretch of a tensor: index of its first number, and its shape."""
 
@@ -58,8 +63,21 @@ def assembled(files: Iterable[tuple[str, str, headers.Header]], *, pieces: bool 
         pieces: whether tensors may be there in part only.
 
     Raises:
-        SnapshotError: a tensor is not all there.
+        Misfit: a tensor is not all there, or what there is does not fit together.
     """
+    try:
+        found = _fitted(files)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
+        raise Misfit(f"the parts of the snapshot do not fit together: {exc}") from exc
+    for part, tree in found.items():
+        for leaf in leaves(tree):
+            count = sum(math.prod(source.box[1]) for source in leaf.sources)
+            if count != math.prod(leaf.shape) and not pieces:
+                raise Misfit(f"{part}.{leaf.name} has {count} of {math.prod(leaf.shape)} numbers")
+    return found
+
+
+def _fitted(files: Iterable[tuple[str, str, headers.Header]]) -> dict[str, Any]:
     trees: dict[str, list[Any]] = {}
     for part, name, header in files:
         trees.setdefault(part, []).append(_leafy(header.tree, header, name, ()))
@@ -67,11 +85,6 @@ def assembled(files: Iterable[tuple[str, str, headers.Header]], *, pieces: bool 
     for part, several in trees.items():
         if len(several) > 1 and part == "optimizer":
             found[part]["groups"] = one_group_each(group for tree in several for group in tree["groups"])
-    for part, tree in found.items():
-        for leaf in leaves(tree):
-            count = sum(math.prod(source.box[1]) for source in leaf.sources)
-            if count != math.prod(leaf.shape) and not pieces:
-                raise SnapshotError(f"{part}.{leaf.name} has {count} of {math.prod(leaf.shape)} numbers")
     return found
 
 
@@ -168,8 +181,12 @@ def _leafy(tree: Any, header: headers.Header, file: str, path: tuple[str, ...]) 
         own = tuple(entry["shape"])
         whole = tree.get(headers.OF, {"shape": own, "offset": [0] * len(own)})
         begin, end = entry["data_offsets"]
-        source = Source(file=file, begin=begin, end=end, box=(tuple(whole["offset"]), own))
-        return Leaf(path=path, dtype=entry["dtype"], shape=tuple(whole["shape"]), sources=[source])
+        shape, offset = tuple(whole["shape"]), tuple(whole["offset"])
+        inside = zip(shape, offset, own, strict=True)
+        if not all(type(all_) is int and 0 <= at <= at + part <= all_ < 1 << 62 for all_, at, part in inside):
+            raise ValueError(f"{'.'.join(path)} is a piece of something else")
+        source = Source(file=file, begin=begin, end=end, box=(offset, own))
+        return Leaf(path=path, dtype=entry["dtype"], shape=shape, sources=[source])
     if isinstance(tree, dict):
         return {key: _leafy(value, header, file, (*path, key)) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -183,6 +200,8 @@ def _merged(trees: Sequence[Any]) -> Any:
         return there[0] if there else None
     first = there[0]
     if all(isinstance(tree, Leaf) for tree in there):
+        if any((tree.shape, tree.dtype) != (first.shape, first.dtype) for tree in there):
+            raise ValueError(f"pieces of {first.name} are of several tensors")
         boxes = {source.box: source for tree in reversed(there) for source in tree.sources}
         first.sources = list(boxes.values())
         return first

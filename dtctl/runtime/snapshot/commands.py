@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tarfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -63,21 +63,22 @@ def pieces(place: Place) -> Answer:
     """What of each snapshot is good here, file by file: of one that lies on several nodes, this is a node's part.
 
     Returns:
-        Rows, newest first: path, step, when it was made, the commit record that all nodes of it have, all files of its
-        manifest, those that are here and right, and what is wrong.
+        Rows, newest first: path, step, when it was made, the commit record and the manifest that all nodes of it have,
+        the files that are here and right, and what is wrong.
     """
     rows = []
     for path in snapshots(place):
         found = read.record(path)
-        row: Answer = {"path": str(path), "step": found.step, "record": None, "files": [], "good": []}
+        row: Answer = {"path": str(path), "step": found.step, "record": None, "manifest": None, "good": []}
         row["made_s"] = retention.made_s(path)
         row |= {"bad": list(found.bad)}
         if found.manifest is not None:
             present = layout.entries(path)
             here = [name for name in found.manifest.files if present.get(name) is not None]
             wrong = read.faults(path, found.manifest, here)
-            row["record"] = (path / layout.COMMIT).read_text()
-            row |= {"files": list(found.manifest.files), "good": [name for name in here if name not in wrong]}
+            text = found.manifest.text.decode()
+            row |= {"record": layout.commit_record(found.manifest.text, found.manifest.hash).decode(), "manifest": text}
+            row["good"] = [name for name in here if name not in wrong]
             row["bad"] = list(wrong.values())
         rows.append(row)
     return {"rows": rows}
@@ -135,7 +136,10 @@ def show(place: Place) -> Answer:
     """The manifest of the newest good snapshot, and its tensors."""
     found, answer = newest(place)
     assert found.manifest is not None  # noqa: S101  # for the type checker
-    files = {name: _header(found.path / name) for name in found.manifest.files}
+    files = {}
+    for name, entry in found.manifest.files.items():
+        with (found.path / name).open("rb") as file:
+            files[name] = headers.read(file, entry.size_bytes)
     trees = assembly.assembled((found.manifest.part_of(name), name, header) for name, header in files.items())
     tensors = {
         f"{part}.{leaf.name}": {"dtype": headers.DTYPES[leaf.dtype], "shape": list(leaf.shape)}
@@ -203,10 +207,14 @@ def prune(
         steps = rule.stays([(found.step, retention.made_s(found.path)) for found in good])
         stays = {found.path for found in good if found.step in steps}
     gone = [found.path for found in verdicts if found.path not in stays]
-    if not dry_run:
-        retention.remove(gone)
-    left = [str(found.path) for found in verdicts if found.path in stays]
-    return {"kept": left, "removed": [str(path) for path in gone], "dry_run": dry_run}
+    kept = [str(found.path) for found in verdicts if found.path in stays]
+    return {"kept": kept, **_removed(gone, dry_run=dry_run), "dry_run": dry_run}
+
+
+def _removed(gone: Sequence[Place], *, dry_run: bool = False) -> Answer:
+    """Which of these are gone now, and which could not be removed without touching what lies elsewhere."""
+    left = [] if dry_run else retention.remove(gone)
+    return {"removed": [str(path) for path in gone if path not in left], "left": [str(path) for path in left]}
 
 
 def _rule(found: read.Verdict, *, keep: int | None, every_s: float | None, keep_best: bool) -> retention.Rule:
@@ -220,37 +228,9 @@ def _rule(found: read.Verdict, *, keep: int | None, every_s: float | None, keep_
     )
 
 
-def stays(
-    place: Place,
-    made: Mapping[int, float],
-    *,
-    keep: int | None = None,
-    every_s: float | None = None,
-    keep_best: bool = True,
-) -> Answer:
-    """Which steps `prune` would keep of snapshots that several nodes have together; nothing is removed or verified.
-
-    Args:
-        place: folder of snapshots that has the manifest of the newest one.
-        made: step -> when it was made, in seconds since the epoch; of all that are good.
-        keep: as for `prune`.
-        every_s: as for `prune`.
-        keep_best: as for `prune`.
-    """
-    newest_step = max(made)
-    path = next((path for path in snapshots(place) if layout.step_of(path) == newest_step), None)
-    found = None if path is None else read.record(path)
-    if found is None or found.manifest is None:
-        raise SnapshotError(f"the manifest of step {newest_step} is gone", where=str(place), hint="try again")
-    rule = _rule(found, keep=keep, every_s=every_s, keep_best=keep_best)
-    return {"stays": sorted(rule.stays(list(made.items())))}
-
-
 def remove(place: Place, steps: Collection[int]) -> Answer:
     """Remove the snapshots of some steps: whoever asks knows what other nodes have."""
-    gone = [path for path in snapshots(place) if layout.step_of(path) in steps]
-    retention.remove(gone)
-    return {"removed": [str(path) for path in gone]}
+    return _removed([path for path in snapshots(place) if layout.step_of(path) in steps])
 
 
 def export(place: Place, *, part: str, out: Path | BinaryIO) -> Answer:
@@ -314,9 +294,3 @@ def _laid_out(leaves: Iterable[assembly.Leaf]) -> tuple[dict[str, Any], list[ass
         entries[name] = {"dtype": leaf.dtype, "shape": list(leaf.shape), "data_offsets": [place, end]}
         place = end
     return entries, [names[name] for name in ordered]
-
-
-def _header(path: Place) -> headers.Header:
-    with path.open("rb") as file:
-        beginning = file.read(8)
-        return headers.parse(memoryview(beginning + file.read(int.from_bytes(beginning, "little"))))

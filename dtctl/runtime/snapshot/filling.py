@@ -42,12 +42,14 @@ def newest_into(folder: Where, into: Mapping[str, Any]) -> read.Loaded | None:
             filled: dict[Place, torch.Tensor] = {}
             bad = _faults(path, found.manifest, places, heads, filled)
             if not bad:
-                return read.Loaded(
-                    step=found.step,
-                    facts=found.manifest.facts,
-                    parts=_parts(found.manifest, heads, filled),
-                    rejected=tuple(rejected),
-                )
+                try:
+                    parts = _parts(found.manifest, heads, filled)
+                except assembly.Misfit as exc:
+                    bad = [exc.message]
+                else:
+                    return read.Loaded(
+                        step=found.step, facts=found.manifest.facts, parts=parts, rejected=tuple(rejected)
+                    )
             status = "incomplete" if all(phrase.endswith("is missing") for phrase in bad) else "corrupt"
         rejected.append(f"{path.name} is {status}: {'; '.join(bad)}")
     if rejected:
@@ -75,6 +77,8 @@ def _faults(
             heads[name], tensors = _fill(path / name, manifest, places)
         except FileNotFoundError:
             return f"{name} is missing"
+        except assembly.Misfit as exc:
+            return f"{name}: {exc.message}"
         except SnapshotError:
             raise  # says nothing about the snapshot
         except OSError as exc:
@@ -104,6 +108,7 @@ def _fill(
         beginning = length + file.read(min(entry.size_bytes, int.from_bytes(length, "little")))
         state.update(beginning)
         header = headers.parse(memoryview(beginning))
+        headers.check_data(header, entry.size_bytes)
         (tree,) = assembly.assembled([(part, path.name, header)], pieces=True).values()
         leaves = {(leaf.sources[0].begin, leaf.sources[0].end): leaf for leaf in assembly.leaves(tree)}
         read_bytes = len(beginning)

@@ -12,9 +12,10 @@ Source of the format: README.md of safetensors 0.6, "Format".
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 ALIGNMENT: Final = 64
 METADATA: Final = "__metadata__"
@@ -76,9 +77,72 @@ def is_tensor(tree: Any) -> bool:
     return isinstance(tree, dict) and TENSOR in tree and tree.keys() <= {TENSOR, OF}
 
 
+class Malformed(ValueError):
+    """A file is what its digest says, and yet not what a snapshot is made of."""
+
+
 def parse(file: memoryview) -> Header:
-    """The header of a file, of which there is at least the beginning."""
+    """The header of a file, of which there is at least the beginning.
+
+    Raises:
+        Malformed: it is none, or says something of its tensors that cannot be.
+    """
     length = int.from_bytes(file[:8], "little")
-    document = json.loads(bytes(file[8 : 8 + length]))
-    metadata = document.pop(METADATA)
-    return Header(document, json.loads(metadata[TREE]), 8 + length)
+    if len(file) < 8 or not 0 < length <= len(file) - 8:
+        raise Malformed("its header is not all there")
+    try:
+        document = json.loads(bytes(file[8 : 8 + length]))
+        metadata = document.pop(METADATA)
+        tree = json.loads(metadata[TREE])
+        for name, entry in document.items():
+            _check(name, entry)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
+        raise Malformed(f"its header makes no sense: {exc}") from None
+    return Header(document, tree, 8 + length)
+
+
+def check_data(header: Header, size_bytes: int) -> None:
+    """Compare what a header says with the size of its file.
+
+    Raises:
+        Malformed: a tensor would end behind the file, or two share bytes.
+    """
+    place = 0
+    for begin, end in sorted(entry["data_offsets"] for entry in header.tensors.values()):
+        if begin < place:
+            raise Malformed("two of its tensors share bytes")
+        place = end
+    if header.size_bytes + place > size_bytes:
+        raise Malformed("its tensors are longer than the file")
+
+
+class Readable(Protocol):
+    """An open file."""
+
+    def read(self, size: int, /) -> bytes:
+        """The next bytes; fewer at the end."""
+
+
+def read(file: Readable, size_bytes: int) -> Header:
+    """The header of an open file of this size.
+
+    Raises:
+        Malformed: as `parse` and `check_data`.
+        OSError: it cannot be read.
+    """
+    beginning = file.read(8)
+    length = int.from_bytes(beginning, "little")
+    if length > size_bytes:
+        raise Malformed("its header is longer than the file")
+    header = parse(memoryview(beginning + file.read(length)))
+    check_data(header, size_bytes)
+    return header
+
+
+def _check(name: str, entry: Any) -> None:
+    dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    numbers = (*shape, begin, end)
+    if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers) or len(shape) > 64:
+        raise ValueError(f"shape or place of {name}")
+    if end - begin != math.prod(shape) * SIZES[dtype]:
+        raise ValueError(f"the size of {name}")

@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from dtctl import folders
 from dtctl.errors import SnapshotError
+from dtctl.runtime.snapshot.headers import Malformed
 from dtctl.runtime.snapshot.place import Place, Remote
 
 FORMAT: Final = 2
@@ -22,6 +24,9 @@ FORMAT_SPREAD: Final = 3
 """Of those whose parts are in several files, a worker's pieces in each."""
 MANIFEST: Final = "manifest.json"
 COMMIT: Final = "COMMIT"
+RECORD_BYTES: Final = 64 << 20
+"""A longer manifest, or commit record, is none."""
+HASHES: Final = ("blake3", "sha256")
 PART_SUFFIX: Final = ".safetensors"
 DRAFT_SUFFIX: Final = ".draft"
 """Of folders that a writer has not renamed into place (yet, or ever); they begin with a dot."""
@@ -59,6 +64,8 @@ class Manifest:
     facts: Mapping[str, Any]
     """The loop's own state and the circumstances it ran in; JSON."""
     files: Mapping[str, FileEntry]
+    text: bytes = b""
+    """What it was read from; the commit record is of that."""
 
     def to_bytes(self) -> bytes:
         """The text of manifest.json."""
@@ -77,21 +84,42 @@ class Manifest:
         """The manifest in a text whose digest was found right.
 
         Raises:
+            Malformed: it is none.
             SnapshotError: the format is of a later version.
         """
-        document = json.loads(text)
-        if document["format"] not in (FORMAT, FORMAT_SPREAD):
+        try:
+            document = json.loads(text)
+            form = document["format"]
+        except (ValueError, LookupError, TypeError, RecursionError) as exc:
+            raise Malformed(f"{MANIFEST} makes no sense: {exc}") from None
+        if type(form) is not int:
+            raise Malformed(f"{MANIFEST} makes no sense: its format is {ascii(form)[:80]}")
+        if form not in (FORMAT, FORMAT_SPREAD):
             raise SnapshotError(
-                f"the snapshot has format {document['format']}, and this version reads {FORMAT} and {FORMAT_SPREAD}",
+                f"the snapshot has format {form}, and this version reads {FORMAT} and {FORMAT_SPREAD}",
                 where=where,
                 hint="resume with the version of dtctl that wrote it, or later",
             )
-        return cls(
-            step=document["step"],
-            hash=document["hash"],
-            facts=document["facts"],
-            files={name: FileEntry(**entry) for name, entry in document["files"].items()},
-        )
+        try:
+            files = {name: _entry(name, entry) for name, entry in document["files"].items()}
+            found = cls(
+                step=document["step"], hash=document["hash"], facts=document["facts"], files=files, text=bytes(text)
+            )
+        except (ValueError, LookupError, TypeError, AttributeError) as exc:
+            raise Malformed(f"{MANIFEST} makes no sense: {exc}") from None
+        if type(found.step) is not int or found.hash not in HASHES or not isinstance(found.facts, dict):
+            raise Malformed(f"{MANIFEST} makes no sense: step, hash or facts are of another kind")
+        return found
+
+
+def _entry(name: str, entry: Mapping[str, Any]) -> FileEntry:
+    found = FileEntry(**entry)
+    # A name is no path: what is read lies in the snapshot's own folder.
+    right = folders.is_name(name) and name not in (MANIFEST, COMMIT)
+    right = right and type(found.size_bytes) is int and found.size_bytes >= 0
+    if not (right and isinstance(found.digest, str) and (found.part is None or folders.is_name(found.part))):
+        raise ValueError(f"its file {ascii(name)[:80]}")
+    return found
 
 
 def folder_of(folder: Place, step: int) -> Place:

@@ -45,14 +45,21 @@ def record(path: Place) -> Verdict:
     if missing:
         return Verdict(path=path, step=step, status="incomplete", bad=missing)
     try:
+        for name in (layout.COMMIT, layout.MANIFEST):
+            if layout.size_bytes(path / name) > layout.RECORD_BYTES:
+                bad = f"{name} is larger than {layout.RECORD_BYTES >> 20} MiB"
+                return Verdict(path=path, step=step, status="corrupt", bad=(bad,))
         commit, text = (path / layout.COMMIT).read_bytes(), (path / layout.MANIFEST).read_bytes()
     except OSError as exc:
         return Verdict(path=path, step=step, status="corrupt", bad=(f"{Path(exc.filename).name}: {exc.strerror}",))
     name = commit.split(b" ")[0].decode(errors="replace")
-    if name not in ("blake3", "sha256") or commit != layout.commit_record(text, name):
+    if name not in layout.HASHES or commit != layout.commit_record(text, name):
         bad = f"{layout.MANIFEST} and {layout.COMMIT} do not agree"
         return Verdict(path=path, step=step, status="corrupt", bad=(bad,))
-    manifest = layout.Manifest.from_bytes(text, where=str(path))
+    try:
+        manifest = layout.Manifest.from_bytes(text, where=str(path))
+    except headers.Malformed as exc:
+        return Verdict(path=path, step=step, status="corrupt", bad=(str(exc),))
     if manifest.step != step:
         bad = f"the folder is named after step {step} and holds step {manifest.step}"
         return Verdict(path=path, step=step, status="corrupt", bad=(bad,))
@@ -60,7 +67,7 @@ def record(path: Place) -> Verdict:
 
 
 def verify(path: Place, contents: Contents | None = None) -> Verdict:
-    """Read every byte of a snapshot and compare digests.
+    """Read every byte of a snapshot, compare digests, and see whether the files fit together.
 
     Args:
         path: folder of the snapshot.
@@ -78,10 +85,28 @@ def verify(path: Place, contents: Contents | None = None) -> Verdict:
     absent = [f"{name} is missing" for name in manifest.files if present.get(name) is None]
     if absent:
         return Verdict(path=path, step=step, status="incomplete", bad=tuple(absent))
-    wrong = faults(path, manifest, list(manifest.files), contents)
+    own: Contents = {} if contents is None else contents
+    wrong = list(faults(path, manifest, list(manifest.files), contents).values())
+    if not wrong:
+        try:
+            heads = {name: _head(path / name, own.get(name)) for name in manifest.files}
+            assembly.assembled((manifest.part_of(name), name, header) for name, header in heads.items())
+        except assembly.Misfit as exc:
+            wrong = [exc.message]
+        except OSError as exc:
+            wrong = [str(exc)]
     if wrong:
-        return Verdict(path=path, step=step, status="corrupt", bad=tuple(wrong.values()))
+        return Verdict(path=path, step=step, status="corrupt", bad=tuple(wrong))
     return found
+
+
+def _head(path: Place, content: memoryview | None) -> headers.Header:
+    if content is None:
+        with path.open("rb") as file:
+            return headers.read(file, layout.size_bytes(path))
+    header = headers.parse(content)
+    headers.check_data(header, len(content))
+    return header
 
 
 def faults(
@@ -109,6 +134,9 @@ def _fault(path: Place, entry: layout.FileEntry, name: str, contents: Contents |
         buffer = None if contents is None else layout.memory(size_bytes)
         if layout.file_digest(path, name, buffer) != entry.digest:
             return f"{path.name} does not have the digest that was recorded"
+        _head(path, buffer)
+    except headers.Malformed as exc:
+        return f"{path.name} is no part of a snapshot: {exc}"
     except OSError as exc:
         return f"{path.name} cannot be read: {exc.strerror}"
     if contents is not None and buffer is not None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from dtctl import folders
 from dtctl.runtime.snapshot import layout
 from dtctl.runtime.snapshot.place import Place, Remote
 
@@ -31,8 +32,15 @@ class Rule:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Rule:
-        """The rule that a manifest's facts have; the newest alone if they have none."""
-        return cls(**facts.get(FACT, {}))
+        """The rule that a manifest's facts have; the newest alone if they have none that makes sense."""
+        told = facts.get(FACT)
+        told = told if isinstance(told, dict) else {}
+        keep, every_s, best = told.get("keep"), told.get("every_s"), told.get("best")
+        return cls(
+            keep=keep if type(keep) is int and keep > 0 else 1,
+            every_s=float(every_s) if isinstance(every_s, int | float) and every_s > 0 else None,
+            best=[step for step in best if type(step) is int] if isinstance(best, list) else (),
+        )
 
     def stays(self, good: Sequence[tuple[int, float]]) -> set[int]:
         """The steps of snapshots that stay.
@@ -40,7 +48,7 @@ class Rule:
         Args:
             good: step, and when it was made, in seconds; of snapshots that count.
         """
-        kept = {step for step, _ in sorted(good)[-self.keep :]}
+        kept = {step for step, _ in sorted(good)[-max(1, self.keep) :]}
         # From the oldest on: what is kept once is kept again, whatever comes later.
         last_s = None
         for step, made_s in sorted(good) if self.every_s is not None else ():
@@ -77,16 +85,24 @@ def prune(folder: Place, *, newest: Place, rule: Rule) -> list[Place]:
     return gone
 
 
-def remove(paths: Sequence[Place]) -> None:
-    """Remove snapshots and drafts."""
+def remove(paths: Sequence[Place]) -> list[Place]:
+    """Remove snapshots and drafts, but nothing that a link among them leads to, or that is mounted in one.
+
+    Returns:
+        Those that are still there.
+    """
+    left: list[Place] = []
     for path in paths:
         if isinstance(path, Remote):
             (path / layout.COMMIT).unlink(missing_ok=True)
             path.remove()
-            continue
-        if not path.is_dir():  # a sign that a worker left which was killed before it took it away (stores.py)
-            path.unlink(missing_ok=True)
-            continue
-        # Without its commit record it is no snapshot any more, should the removal be cut short.
-        (path / layout.COMMIT).unlink(missing_ok=True)
-        shutil.rmtree(path, ignore_errors=True)  # nodes with one disk do the same at the same time
+        elif path.is_symlink():  # what it leads to is an archive's, or another run's
+            left.append(path)
+        else:
+            if path.is_dir():
+                # Without its commit record it is no snapshot any more, should the removal be cut short.
+                with contextlib.suppress(OSError):
+                    (path / layout.COMMIT).unlink(missing_ok=True)
+            if folders.remove_tree(str(path)):
+                left.append(path)
+    return left

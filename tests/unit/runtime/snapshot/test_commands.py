@@ -135,18 +135,6 @@ def test_prune_keeps_one_every_so_many_hours(tmp_path: Path) -> None:
     assert [step for step, _ in layout.listing(tmp_path)] == [6, 5, 4, 2, 0]
 
 
-def test_what_stays_is_decided_for_snapshots_that_lie_elsewhere(tmp_path: Path) -> None:
-    save(tmp_path, 4)  # keep=9, as the helper has it
-    made = {4: 400.0, 3: 300.0, 2: 200.0, 1: 100.0}
-    assert commands.stays(tmp_path, made, keep=2) == {"stays": [3, 4]}
-    assert commands.stays(tmp_path, made, keep=1, every_s=150.0) == {"stays": [1, 3, 4]}
-    assert [step for step, _ in layout.listing(tmp_path)] == [4]
-    with pytest.raises(SnapshotError, match="step 5 is gone"):
-        commands.stays(tmp_path, {5: 500.0, **made})
-    assert commands.remove(tmp_path, [3, 4])["removed"] == [str(layout.folder_of(tmp_path, 4))]
-    assert layout.listing(tmp_path) == []
-
-
 def test_headers_are_read_from_their_beginning_alone(tmp_path: Path) -> None:
     text = headers.to_bytes({}, {headers.TREE: "[1]"})
     assert headers.parse(memoryview(text)).tree == [1]

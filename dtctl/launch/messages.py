@@ -1,0 +1,373 @@
+"""What a node may say: one schema per message. Nothing that a node sends is used before it went through here.
+
+A node is not trusted (docs/security.md): it may be broken, have another version, or belong to somebody else by now.
+What has not the form that was asked for is an error of that node, what is not asked for is dropped, and everything
+has a limit. The supervisor's messages are listed in dtctl/supervisor/supervisor.py, the answers of `python -m
+dtctl.runtime.snapshot` in dtctl/runtime/snapshot/commands.py, which also tells this machine what lies in a folder.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final, TypeAlias
+
+from dtctl import folders
+from dtctl.errors import NodeError
+
+ANSWER_BYTES: Final = 64 << 20
+"""Of one answer about snapshots: some 300,000 tensors."""
+STDERR_BYTES: Final = 1 << 20
+"""Of what a command has printed beside its answer; more is not read."""
+PROSE: Final = 4000
+"""Characters of a text for people; the rest is left out."""
+DEPTH: Final = 32
+"""Of what a snapshot's manifest says freely."""
+MANY: Final = 200_000
+"""Rows of a list, where the limit of bytes is not the closer one."""
+WORKERS: Final = 4096
+"""Of one node."""
+STACK_CHARACTERS: Final = 1 << 20
+
+Check: TypeAlias = Callable[[Any], Any]
+"""Returns the value, perhaps shortened, or raises Wrong."""
+
+
+class Wrong(ValueError):
+    """A message that is not what its schema says; the text says where."""
+
+
+# -- kinds of values ----------------------------------------------------------------------------------------------
+
+
+def prose(value: Any) -> str:
+    """A text for people, cut to a length that they read."""
+    if not isinstance(value, str):
+        raise Wrong("no text")
+    return value if len(value) <= PROSE else f"{value[:PROSE]} ..."
+
+
+def text(limit: int) -> Check:
+    """A text that is used whole, or not at all."""
+
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or len(value) > limit:
+            raise Wrong(f"no text of at most {limit} characters")
+        return value
+
+    return check
+
+
+def whole(low: int, high: int = 1 << 63) -> Check:
+    """An integer of a range, both ends included."""
+
+    def check(value: Any) -> int:
+        if type(value) is not int or not low <= value <= high:
+            raise Wrong(f"no integer from {low} to {high}")
+        return value
+
+    return check
+
+
+def number(value: Any) -> float:
+    """A number that a clock or a plot can have."""
+    if type(value) is int and abs(value) < 1 << 63:
+        return value
+    if type(value) is not float or not math.isfinite(value):
+        raise Wrong("no finite number")
+    return value
+
+
+def flag(value: Any) -> bool:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise Wrong("neither true nor false")
+    return value
+
+
+def anything(value: Any) -> Any:
+    """Any JSON that is not too deep to be looked through."""
+    todo = [(value, 0)]
+    while todo:
+        one, depth = todo.pop()
+        if depth > DEPTH:
+            raise Wrong(f"deeper than {DEPTH}")
+        if isinstance(one, dict):
+            todo += [(inner, depth + 1) for inner in one.values()]
+        elif isinstance(one, list):
+            todo += [(inner, depth + 1) for inner in one]
+    return value
+
+
+def file_name(value: Any) -> str:
+    """The name of one file, which is no path."""
+    if not folders.is_name(value):
+        raise Wrong("not the name of a file")
+    return str(value)
+
+
+def path(value: Any) -> str:
+    """A path for people to read and for its own node to be given back; nothing is opened by it here."""
+    if not isinstance(value, str) or not 0 < len(value) <= 4096 or not value.isprintable():
+        raise Wrong("no path")
+    return value
+
+
+def address(value: Any) -> str:
+    """A numeric address, or nothing."""
+    try:
+        return str(ipaddress.ip_address(value)) if value else ""
+    except ValueError:
+        raise Wrong("no numeric address") from None
+
+
+def maybe(check: Check) -> Check:
+    """The value, or null."""
+    return lambda value: None if value is None else check(value)
+
+
+def each(check: Check, limit: int = MANY) -> Check:
+    """A list of such values."""
+
+    def check_all(value: Any) -> list[Any]:
+        if not isinstance(value, list) or len(value) > limit:
+            raise Wrong(f"no list of at most {limit}")
+        return [check(one) for one in value]
+
+    return check_all
+
+
+def those(check: Check, limit: int) -> Check:
+    """As `each`, of which those that are wrong are left out: user programs can write what a node reports of them."""
+
+    def check_some(value: Any) -> list[Any]:
+        found = []
+        for one in each(lambda one: one, limit)(value):
+            try:
+                found.append(check(one))
+            except Wrong:
+                continue
+        return found
+
+    return check_some
+
+
+def by_name(check_name: Check, check: Check, limit: int = MANY) -> Check:
+    """An object with names that are not known before."""
+
+    def check_all(value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict) or len(value) > limit:
+            raise Wrong(f"no object of at most {limit} names")
+        return {check_name(name): check(one) for name, one in value.items()}
+
+    return check_all
+
+
+def form(optional: Mapping[str, Check] | None = None, **needed: Check) -> Check:
+    """An object with these keys; others are dropped."""
+
+    def check(value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise Wrong("no object")
+        found = {}
+        for key, inner in (*needed.items(), *(optional or {}).items()):
+            if key in value:
+                try:
+                    found[key] = inner(value[key])
+                except Wrong as exc:
+                    raise Wrong(f"{key}: {exc}") from None
+            elif key in needed:
+                raise Wrong(f"{key} is missing")
+        return found
+
+    return check
+
+
+# -- what a supervisor says ---------------------------------------------------------------------------------------
+
+RANK: Final = whole(-1, 1 << 24)
+COUNT: Final = whole(0)
+PORT: Final = whole(0, 65_535)
+_EXIT: Final = form(
+    rank=RANK,
+    code=whole(0, 255),
+    signal=maybe(whole(1, 64)),
+    optional={"why": prose, "asked": flag, "time": number},
+)
+_WORKER: Final = form(
+    rank=whole(0, 1 << 24), pid=COUNT, phase=whole(0, 255), step=COUNT, place=COUNT, first=COUNT, saved=COUNT,
+    begun_s=number, stale_s=number, slowest_s=number, stall_s=number, evaluation_s=number, state=text(1),
+)  # fmt: skip
+_WORKERS: Final = those(_WORKER, WORKERS)
+
+_BEFORE: Final[dict[str, Check]] = {
+    "hello": form(gpus=whole(0, WORKERS), address=address, port=PORT, optional={"python": text(40)}),
+    "ready": form(),
+    "push": form(
+        state=text(40),
+        optional={
+            "path": path,
+            "indexes": each(COUNT, 10_000_000),
+            "digest": text(64),
+            "code": text(40),
+            "message": prose,
+        },
+    ),
+    "swept": form(left=whole(0, 1 << 22), found=whole(0, 1 << 22)),
+    "error": form(code=text(40), message=prose),
+}
+"""Until a run has started."""
+
+_RUNNING: Final[dict[str, Check]] = {
+    "started": form(optional={"interface": maybe(text(64))}),
+    "exit": _EXIT,
+    "stopped": form(left=whole(0, 1 << 22), exits=each(_EXIT, WORKERS), optional={"gone": flag, "lost": flag}),
+    "pong": form(workers=_WORKERS),
+    "progress": form(workers=_WORKERS),
+    "probed": form(port=PORT),
+    "cold": form(why=prose),
+    "metrics-begin": form(),
+    "stack": form(
+        rank=whole(0, 1 << 24),
+        state=text(8),
+        how=text(40),
+        text=text(STACK_CHARACTERS),
+        flight=text(STACK_CHARACTERS),
+    ),
+    "stacks-end": form(),
+    "error": _BEFORE["error"],
+}
+"""From then on."""
+
+
+def before_start(message: Mapping[str, Any], *, node: str) -> dict[str, Any]:
+    """A supervisor's message before it has started a run, with its `op`.
+
+    Raises:
+        NodeError: it is none of those that there are, or has not their form.
+    """
+    return _supervisors(_BEFORE, message, node)
+
+
+def while_running(message: Mapping[str, Any], *, node: str) -> dict[str, Any]:
+    """A supervisor's message from the start of a run on, with its `op`.
+
+    Raises:
+        NodeError: as `before_start`.
+    """
+    return _supervisors(_RUNNING, message, node)
+
+
+def _supervisors(known: Mapping[str, Check], message: Mapping[str, Any], node: str) -> dict[str, Any]:
+    op = message.get("op")
+    check = known.get(op) if isinstance(op, str) else None
+    if check is None:
+        raise NodeError(f"the node said {shown(op)}, which makes no sense here", node=node)
+    return {"op": op, **checked(check, message, what=f"its message {op!r}", node=node)}
+
+
+def among(value: int, allowed: Collection[int], *, what: str, node: str) -> int:
+    """The value, if it is one of those that were asked about.
+
+    Raises:
+        NodeError: it is another one.
+    """
+    if value not in allowed:
+        raise NodeError(f"the node told of {what} {value}, which it was not asked about", node=node)
+    return value
+
+
+# -- what is said about snapshots ---------------------------------------------------------------------------------
+
+_STEP: Final = whole(0)
+_ROWS: Final = 100_000
+_REJECTED: Final = each(prose, _ROWS)
+_FILE: Final = form(size_bytes=COUNT, digest=text(128), optional={"part": maybe(text(255))})
+
+_SNAPSHOTS: Final[dict[str, Check]] = {
+    "ls": form(
+        snapshots=each(form(path=path, step=_STEP, committed=flag, size_bytes=COUNT, time=number), _ROWS),
+    ),
+    "verify": form(
+        snapshots=each(form(path=path, step=_STEP, status=text(20), bad=each(prose)), _ROWS),
+        newest_good=maybe(path),
+    ),
+    "pieces": form(
+        rows=each(
+            form(
+                path=path, step=_STEP, record=maybe(text(300)), manifest=maybe(text(ANSWER_BYTES)),
+                good=each(file_name), bad=each(prose), made_s=number,
+            ),
+            _ROWS,
+        ),
+    ),
+    "show": form(
+        path=path, step=_STEP, rejected=_REJECTED, hash=text(20), facts=anything,
+        files=by_name(file_name, _FILE),
+        tensors=by_name(text(4096), form(dtype=text(40), shape=each(COUNT, 64)), 1_000_000),
+    ),
+    "digest": form(path=path, step=_STEP, rejected=_REJECTED, digest=text(128)),
+    "prune": form(kept=each(path, _ROWS), removed=each(path, _ROWS), optional={"left": each(path, _ROWS)}),
+    "remove": form(removed=each(path, _ROWS), optional={"left": each(path, _ROWS)}),
+    "export": form(path=path, step=_STEP, rejected=_REJECTED, size_bytes=COUNT, out=maybe(path)),
+    "send": form(path=path, step=_STEP),
+}  # fmt: skip
+_NO: Final = form(error=prose, optional={"where": maybe(prose), "hint": maybe(prose)})
+MANIFEST: Final = form(
+    format=whole(1, 1000), step=_STEP, hash=text(20), facts=form(optional={"retention": anything}),
+    files=by_name(file_name, _FILE),
+)  # fmt: skip
+
+
+def about_snapshots(verb: str, said: str, *, node: str) -> dict[str, Any]:
+    """The last line of what `python -m dtctl.runtime.snapshot VERB` has said: an answer, or an `error`.
+
+    Raises:
+        Wrong: there is no such line.
+        NodeError: it has not the form of an answer.
+    """
+    lines = said.strip().splitlines()
+    try:
+        answer = json.loads(lines[-1])
+    except (IndexError, ValueError, RecursionError):
+        raise Wrong("no answer") from None
+    check = _NO if isinstance(answer, dict) and "error" in answer else _SNAPSHOTS[verb]
+    return checked(check, answer, what=f"its answer to `{verb}`", node=node)
+
+
+def manifest(said: str, *, node: str) -> dict[str, Any]:
+    """A snapshot's manifest, as a node has sent it.
+
+    Raises:
+        NodeError: it is none.
+    """
+    try:
+        document = json.loads(said)
+    except (ValueError, RecursionError):
+        raise NodeError("the node sent something that is no manifest", node=node) from None
+    return checked(MANIFEST, document, what="a manifest", node=node)
+
+
+def checked(check: Check, value: Any, *, what: str, node: str) -> dict[str, Any]:
+    """The value in its form.
+
+    Raises:
+        NodeError: it has another one.
+    """
+    try:
+        found: dict[str, Any] = check(value)
+    except Wrong as exc:
+        raise NodeError(
+            f"{what} makes no sense: {exc}",
+            node=node,
+            hint="is another version of dtctl installed there, or is the node broken?",
+        ) from None
+    return found
+
+
+def shown(value: object) -> str:
+    """Something that a node said, for an error."""
+    found = ascii(value)
+    return found if len(found) <= 80 else f"{found[:80]}..."
