@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from dtctl import children
+from dtctl import children, folders, shell
 from dtctl.errors import SandboxError
 from dtctl.sandbox import kernel, layout, slurm
 from dtctl.sandbox.layout import Sandbox, SandboxNode, default_name
@@ -23,6 +23,11 @@ from dtctl.sandbox.layout import Sandbox, SandboxNode, default_name
 __all__ = ["default_name", "down", "enter_argv", "find", "host_processes", "up"]
 
 UP_LIMIT_S = 60.0
+_OWN = (
+    "id", "id.pub", "known_hosts", "xtables.lock", "sandbox.json", "sandbox.partial", "keeper.sock", "keeper.log",
+    "keeper.pid", "hosts", "self", "slurm",
+)  # fmt: skip
+"""What there is in a sandbox's folder."""
 PACKAGES = {
     "/usr/sbin/sshd": "openssh-server",
     "ip": "iproute2",
@@ -124,6 +129,7 @@ def _up(name: str, nodes: int, *, with_slurm: bool) -> Sandbox:
     try:
         down(name)
         state.mkdir(mode=0o700, parents=True)
+        folders.mark(str(state), lambda _: False)
     except OSError as exc:
         raise SandboxError(
             f"the sandbox's folder cannot be made: {exc.strerror}", where=str(state), hint="set DTCTL_SANDBOX_DIR"
@@ -187,6 +193,12 @@ def down(name: str) -> bool:
     state = layout.state_dir(name)
     if not state.exists():
         return False
+    if state.is_symlink() or not folders.mark(str(state), lambda name: name in _OWN):
+        raise SandboxError(
+            "this folder is not a sandbox's, so nothing in it is removed",
+            where=str(state),
+            hint="choose another name (--name), or another folder (DTCTL_SANDBOX_DIR)",
+        )
     sandbox = layout.load(state)
     _kill_keeper(state)
     nodes = sandbox.nodes if sandbox else ()
@@ -197,9 +209,13 @@ def down(name: str) -> bool:
         links = [layout.bridge_name(state), *(layout.link_name(state, node.index) for node in nodes)]
         commands = "".join(f"link del {link}\n" for link in links)
         subprocess.run(["ip", "-force", "-batch", "-"], input=commands, capture_output=True, text=True, check=False)
-    shutil.rmtree(state, ignore_errors=True)
-    if state.exists():
-        raise SandboxError("the sandbox's folder cannot be removed", where=str(state))
+    left = folders.remove_tree(str(state))
+    if left:
+        raise SandboxError(
+            "the sandbox's folder cannot be removed whole: something is mounted there, or belongs to somebody else",
+            where=left[0],
+            hint=f"umount {shell.quote(left[0])}, then `dtctl sandbox down` again",
+        )
     return True
 
 
