@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from dtctl.runtime.snapshot import Saver, load_optimizer, newest, optimizer_tree
+from dtctl.runtime.snapshot import Saver, load_optimizer, load_random_state, newest, optimizer_tree, random_state
 
 folder, steps = Path(sys.argv[1]), 60
 torch.manual_seed(0)
@@ -22,7 +22,7 @@ with Saver(folder, keep=2) as saver:
         step = found.step
         model.load_state_dict(found.parts["model"])
         load_optimizer(model, optimizer, found.parts["optimizer"])
-        torch.set_rng_state(found.parts["random"].clone())  # torch ignores that it is a view of a larger buffer
+        load_random_state(found.parts["random"])
         print(f"going on from step {step}", *found.rejected)
     while step < steps:
         inputs = torch.randn(16, 8)
@@ -33,4 +33,4 @@ with Saver(folder, keep=2) as saver:
         step += 1
         if step % 20 == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer_tree(model, optimizer)}
-            saver.save(step, {**state, "random": torch.get_rng_state()}, facts={"loss": loss.item()})
+            saver.save(step, {**state, "random": random_state()}, facts={"loss": loss.item()})

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from dtctl.errors import PlanError
-from dtctl.runtime import circumstances
+from dtctl.runtime import circumstances, elastic
 from dtctl.runtime.program_state import ProgramState, content, inner_state, is_stateful, put_into
 from dtctl.runtime.snapshot.encoding import decode, encode, generator_state, is_generator
 from dtctl.runtime.snapshot.share import gathered_json
@@ -51,6 +51,17 @@ class Account:
     def text(self) -> str:
         """The long list, as a snapshot keeps it."""
         return json.dumps(self.detail, separators=(",", ":"))
+
+    def require_elastic(self) -> None:
+        """See that the model keeps nothing that depends on what its worker has seen.
+
+        Raises:
+            PlanError: it does.
+        """
+        kept, lost = self.program.changed()
+        own = [path for path in [*kept, *lost] if path.startswith("model.")]
+        if own:
+            elastic.refuse(f"{own[0]} changes in training, by what its worker has seen")
 
     def local(self) -> tuple[dict[str, Any], list[str]]:
         """What the program keeps of its own, encoded, and the paths of what cannot be kept."""

@@ -12,7 +12,7 @@ while the backward pass still runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -45,21 +45,37 @@ def require(config: TrainConfig, degrees: Degrees, model: nn.Module) -> None:
         reason = f"{names[0]} keeps running statistics, which depend on what else its worker has seen"
     else:
         return
-    raise PlanError(f"exact: elastic is not possible: {reason}", where="train.exact")
+    refuse(reason)
+
+
+def refuse(reason: str) -> NoReturn:
+    """Raise the error that says why not."""
+    raise PlanError(
+        f"exact: elastic is not possible: {reason}",
+        where="train.exact",
+        hint="leave `exact` out: a resume on the same number of workers is exact all the same",
+    )
 
 
 class Shards:
     """The gradient of one step, shard by shard."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor], worker: Worker, seed: int) -> None:
+    def __init__(self, model: nn.Module, parameters: Sequence[torch.Tensor], worker: Worker, seed: int) -> None:
         """Nothing is allocated yet.
 
         Args:
+            model: whose buffers must stay as they are.
             parameters: those that are trained; the same on all workers.
             worker: this worker.
             seed: of the training.
         """
         self._worker, self._seed = worker, seed
+        self._buffers = [
+            (f"{path}.{name}" if path else name, module, name)
+            for path, module in model.named_modules()
+            for name in module._buffers
+        ]
+        self._versions: list[tuple[int, int]] | None = None
         kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for parameter in parameters:
             kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
@@ -68,7 +84,25 @@ class Shards:
 
     def begin(self, step: int, shard: int) -> None:
         """Take on the random state of a shard."""
+        if self._versions is None:
+            self._versions = self._now()
         randomness.begin(self._seed, shard, step=step)
+
+    def _now(self) -> list[tuple[int, int]]:
+        held = (module._buffers[name] for _, module, name in self._buffers)
+        return [(id(buffer), 0 if buffer is None else buffer._version) for buffer in held]
+
+    def require_constant(self) -> None:
+        """See that no buffer has changed in a pass: what it has then depends on which shards its worker has seen.
+
+        Raises:
+            PlanError: one has.
+        """
+        now = self._now()
+        if now != self._versions:
+            pairs = zip(self._buffers, now, self._versions or now, strict=True)
+            changed = next(name for (name, _, _), is_now, was in pairs if is_now != was)
+            refuse(f"the buffer {changed} changes in a training pass, by what its worker has seen")
 
     def add(self) -> None:
         """Add the gradients of a pass of each worker to the sums, in the order of ranks, and clear them; collective."""
@@ -134,7 +168,10 @@ def passes(trainer: Trainer, shards: Shards, batches: Sequence[Indices], count: 
         samples = micro.read(trainer, indices, index)
         parts.append(micro.backward(trainer, samples, len(indices) / count, len(indices)))
         if trainer.weights:
-            raise PlanError("exact: elastic does not go with a loss that counts tokens", where="train.exact")
+            refuse("the loss counts tokens, of which each worker has another number")
+        shards.require_constant()
         shards.add()
     shards.finish()
+    if trainer.step == trainer.began_at:
+        trainer.account.require_elastic()
     return torch.stack(parts).sum() * workers

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from dtctl import names
-from dtctl.errors import DtctlError, SnapshotError
+from dtctl.errors import DtctlError, SnapshotError, WorkerFailed
 from dtctl.runtime import randomness, resume
 from dtctl.runtime.account import EVERYONE, checksum
 from dtctl.runtime.config import SnapshotConfig
@@ -138,15 +138,41 @@ def _local(trainer: Trainer, *, in_pieces: bool) -> tuple[dict[str, Any], list[s
         What this worker gives to the snapshot, and the paths of what cannot be kept, on any.
     """
     worker = trainer.worker
+    if trainer.shards is not None:
+        trainer.account.require_elastic()
     mine, lost = trainer.account.local()
-    told = gathered_json([checksum(mine) if mine else None, lost], worker)
-    everywhere = list(dict.fromkeys(path for _, paths in told for path in paths))
-    if all(one is None for one, _ in told):
+    groups = [
+        {key: checksum(value) for key, value in state.group_values(group).items()} if group["params"] else None
+        for group in trainer.optimizer.param_groups
+    ]
+    told = gathered_json([checksum(mine) if mine else None, lost, groups], worker)
+    _require_alike([rows for _, _, rows in told], trainer.strategy.name)
+    everywhere = list(dict.fromkeys(path for _, paths, _ in told for path in paths))
+    if all(one is None for one, _, _ in told):
         return {}, everywhere
-    if all(one == told[0][0] for one, _ in told):
+    if all(one == told[0][0] for one, _, _ in told):
         return ({EVERYONE: mine} if worker.is_first else {}), everywhere
     own = {str(worker.rank): mine}
     return (own if in_pieces else gathered(own, worker) or {}), everywhere
+
+
+def _require_alike(told: list[list[dict[str, int] | None]], strategy: str) -> None:
+    """See that what the optimizer counts for its groups is the same on all workers, of which each may have a part.
+
+    Raises:
+        WorkerFailed: on every worker, if it is not.
+    """
+    if len({len(groups) for groups in told}) > 1:  # stages of a pipeline, whose tensors lie on several meshes
+        return
+    for number, row in enumerate(zip(*told, strict=True)):
+        there = [values for values in row if values is not None]
+        for key in there[0] if there else ():
+            if len({values.get(key) for values in there}) > 1:
+                raise WorkerFailed(
+                    f"the workers' optimizers have come apart: param_groups[{number}] has another `{key}` on each",
+                    where=f"train.strategy ({strategy})",
+                    hint="an optimizer that counts over all parameters needs all of them on each worker: use ddp",
+                )
 
 
 def _own(trainer: Trainer) -> dict[str, Any]:

@@ -74,6 +74,7 @@ class Trainer:
         step: optimizer steps done.
         steps: length of the training.
         position: samples consumed, over all workers and attempts.
+        began_at: step that this attempt began after.
     """
 
     def __init__(
@@ -142,7 +143,9 @@ class Trainer:
         self.guard = Guard(config.on_nan, self.loss_scale, worker)
         self.ema = Ema(self.model, config.ema) if config.ema else None
         self.weights: list[torch.Tensor] = []
-        self.shards = elastic.Shards(self.parameters, worker, config.seed) if config.exact == "elastic" else None
+        self.shards = (
+            elastic.Shards(self.model, self.parameters, worker, config.seed) if config.exact == "elastic" else None
+        )
         halve = config.on_oom == "halve" and self.shards is None
         self.memory = MemoryWatch(self.strategy.module, self.parameters, worker, wanted=halve)
         self.order = InSequence() if isinstance(samples, data.Stream) else Order(self.samples, config.seed)
@@ -158,7 +161,7 @@ class Trainer:
         account.require_stateful(self.extra_state)
         self.circumstances = circumstances.settings(config, worker, self.batch, samples=self.samples, steps=self.steps)
         self.circumstances |= {} if self.shards else {"mesh": str(degrees)}
-        self.step = self.position = 0
+        self.step = self.position = self.began_at = 0
         self.saved_s = self.forward_s = time.monotonic()
 
     def run(self) -> Outcome:
@@ -178,6 +181,7 @@ class Trainer:
         if self.config.profile.communication:  # before the state is restored, since it costs passes
             measure_communication(self)
         self._resume()
+        self.began_at = self.step
         config, first, outcome = self.config, self.worker.is_first, Outcome.FINISHED
         agreement, report = Agreement(self.worker, step=self.step), self.report
         listening = StopRequest().listening()
@@ -257,7 +261,8 @@ class Trainer:
         if self.validation is None or self.score is None:
             raise PlanError("an evaluation needs both `validation` and `score`", where="Trainer")
         averaged = self.ema is not None and self.config.ema is not None and self.config.ema.evaluate
-        with self.report.evaluating(), self.ema.applied() if self.ema and averaged else nullcontext():
+        drawn = randomness.preserved(self.worker.device, self.config.seed)  # what a score draws is the same each time
+        with drawn, self.report.evaluating(), self.ema.applied() if self.ema and averaged else nullcontext():
             found = evaluate(
                 self.strategy.inference,
                 self.validation,

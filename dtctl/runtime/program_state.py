@@ -102,7 +102,9 @@ class ProgramState:
         """
         self._roots, self._model, self._apart = dict(roots), model, list(apart)
         self.plain: dict[str, str] = {}
-        self._marks = {path: _mark(leaf.value) for path, leaf in self._leaves(describe=self.plain)}
+        self._held: list[torch.Tensor] = []
+        """Tensors that were there: as long as they live, no other one has their address."""
+        self._marks = {path: _mark(leaf.value, self._held) for path, leaf in self._leaves(describe=self.plain)}
 
     def changed(self) -> tuple[dict[str, Any], list[str]]:
         """What is another than at first.
@@ -421,26 +423,34 @@ def content(value: Any) -> Any:
     return value
 
 
-def _mark(value: Any) -> Any:
-    """Equal as long as a value is what it was; nothing is copied, and of large tensors nothing is read."""
+def _mark(value: Any, held: list[torch.Tensor] | None = None) -> Any:
+    """Equal as long as a value is what it was; nothing is copied, and of tensors nothing is read.
+
+    Args:
+        value: anything that is looked at.
+        held: is given the tensors, by whose addresses the mark goes.
+    """
     if isinstance(value, torch.Tensor):
+        if held is not None:
+            held.append(value)
         return ("tensor", value.data_ptr() if value.layout is torch.strided else id(value), value._version, value.shape)
     if isinstance(value, np.ndarray):
         return ("array", _crc(value))
     if is_generator(value):
-        return ("generator", _mark(decode(generator_state(value))))
+        state = decode(generator_state(value))
+        return ("generator", _mark_of_bytes(state["torch"]) if "torch" in state else repr(state))
     if isinstance(value, torch.optim.Optimizer):
-        tensors = [_mark(held) for state in value.state.values() for held in state.values()]
+        tensors = [_mark(one, held) for state in value.state.values() for one in state.values()]
         return ("optimizer", tensors, repr([{k: v for k, v in g.items() if k != "params"} for g in value.param_groups]))
     if isinstance(value, Mapping):
-        return ("mapping", [(repr(key), _mark(item)) for key, item in value.items()])
+        return ("mapping", [(repr(key), _mark(item, held)) for key, item in value.items()])
     if isinstance(value, list | tuple | deque):
-        return (type(value).__name__, [_mark(item) for item in value])
+        return (type(value).__name__, [_mark(item, held) for item in value])
     if isinstance(value, _PLAIN):
         return (type(value).__name__, repr(value))
     if is_stateful(value):
         try:
-            return ("state", _mark(value.state_dict()))
+            return ("state", _mark(value.state_dict(), held))
         except Exception as exc:  # noqa: BLE001  # the user's code, at a time when nobody calls it
             return ("state", type(exc).__qualname__)
     return ("other", repr(value) if isinstance(value, set | frozenset) else type(value).__qualname__)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -30,6 +32,16 @@ def capture(device: torch.device) -> State:
     }
 
 
+def random_state(device: torch.device | str = "cpu") -> State:
+    """The states of Python's, NumPy's and torch's generators, for a loop of one's own to keep in its snapshots."""
+    return capture(torch.device(device))
+
+
+def load_random_state(state: State, device: torch.device | str = "cpu") -> None:
+    """Put back what `random_state` returned; call it last, since making things draws random numbers."""
+    restore({name: tensor.clone() for name, tensor in state.items()}, torch.device(device))
+
+
 def restore(state: State, device: torch.device) -> None:
     """Put back what `capture` returned."""
     gauss = float(state["python_gauss"])
@@ -39,6 +51,17 @@ def restore(state: State, device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["cuda"].numel():
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+@contextmanager
+def preserved(device: torch.device, seed: int) -> Iterator[None]:
+    """The context of what draws random numbers of its own, the same each time, and leaves those of training alone."""
+    kept = capture(device)
+    seed_all(seed)
+    try:
+        yield
+    finally:
+        restore(kept, device)
 
 
 def gather(worker: Worker) -> State | None:

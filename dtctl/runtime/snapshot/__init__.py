@@ -23,16 +23,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dtctl.runtime.randomness import load_random_state, random_state
     from dtctl.runtime.snapshot.read import newest
     from dtctl.runtime.snapshot.saver import Saver
     from dtctl.runtime.snapshot.state import load_optimizer, optimizer_tree
 
-__all__ = ["Saver", "load_optimizer", "newest", "optimizer_tree"]
+__all__ = ["Saver", "load_optimizer", "load_random_state", "newest", "optimizer_tree", "random_state"]
 
-_HOME = {"Saver": "saver", "load_optimizer": "state", "newest": "read", "optimizer_tree": "state"}
+_HOME = {
+    "Saver": "snapshot.saver",
+    "load_optimizer": "snapshot.state",
+    "load_random_state": "randomness",
+    "newest": "snapshot.read",
+    "optimizer_tree": "snapshot.state",
+    "random_state": "randomness",
+}
 
 
 def __getattr__(name: str) -> Any:  # who verifies snapshots should not wait for torch
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(import_module(f"dtctl.runtime.{_HOME[name]}"), name)

@@ -15,6 +15,8 @@ from dtctl.runtime.snapshot.place import Place, place
 Contents = MutableMapping[str, memoryview]
 """File name -> its bytes."""
 READERS: Final = 4
+RETRIES: Final = 5
+"""Looks at a folder of which somebody removes snapshots at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,14 +156,27 @@ def newest_good(folder: Place, contents: Contents | None = None) -> tuple[Verdic
     Raises:
         SnapshotError: as `verify`.
     """
-    rejected: list[Verdict] = []
-    for _, path in layout.listing(folder):
-        verdict = verify(path, contents)
-        if verdict.status == "ok":
-            return verdict, rejected
-        if contents is not None:
-            contents.clear()
-        rejected.append(verdict)
+    for left in reversed(range(RETRIES)):
+        rejected: list[Verdict] = []
+        vanished = False
+        for _, path in layout.listing(folder):
+            try:
+                verdict = verify(path, contents)
+            except SnapshotError:
+                if path.exists():
+                    raise
+                verdict = None
+            if verdict is not None and verdict.status == "ok":
+                return verdict, rejected
+            if contents is not None:
+                contents.clear()
+            # Removed while it was read, since there is a newer one: that is no damage.
+            if verdict is None or not path.exists():
+                vanished = True
+            else:
+                rejected.append(verdict)
+        if not (vanished and left):
+            break
     return None, rejected
 
 

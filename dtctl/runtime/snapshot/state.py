@@ -27,12 +27,12 @@ def configured(optimizer: torch.optim.Optimizer) -> Configured:
     """What an optimizer just made was told: the values of each parameter's group, before a step has changed any."""
     found: Configured = {}
     for group in optimizer.param_groups:
-        values = _values(group)
+        values = group_values(group)
         found |= dict.fromkeys(group["params"], values)
     return found
 
 
-def _values(group: Mapping[str, Any]) -> dict[str, Any]:
+def group_values(group: Mapping[str, Any]) -> dict[str, Any]:
     """What a group has beside parameters, encoded; what cannot be is there by the name of its type, as a setting."""
     found: dict[str, Any] = {}
     for key, value in group.items():
@@ -93,7 +93,7 @@ def optimizer_tree(
     for group in optimizer.param_groups:
         told = configured.get(group["params"][0]) if configured is not None and group["params"] else None
         made = {} if told is None else {CONFIGURED: told}
-        groups.append({**_values(group), **made, "params": [names[parameter] for parameter in group["params"]]})
+        groups.append({**group_values(group), **made, "params": [names[parameter] for parameter in group["params"]]})
     state: dict[str, Any] = {}
     other: list[Any] = []
     on_cpu: dict[str, dict[str, bool]] = {}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import re
 import shutil
+import subprocess
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -378,3 +380,68 @@ def test_nothing_is_begun_anew_in_silence(make: Make) -> None:
         SnapshotError, match="trained before, and none of its snapshots is good: step-00000006 is corrupt"
     ):
         make({"steps": WHOLE}).run()
+
+
+class Recorded(nn.Linear):
+    """Notes what it has seen in a buffer that is called whatever it likes."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__(8, 1)
+        self.register_buffer("whatever", torch.zeros(()), persistent=persistent)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.whatever += inputs.sum()
+        return super().forward(inputs)
+
+
+class Remembering(nn.Linear):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.last = float(inputs.sum())
+        return super().forward(inputs)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Recorded(persistent=True), "the buffer whatever changes in a training pass"),
+        (Recorded(persistent=False), "the buffer whatever changes in a training pass"),
+        (Remembering(8, 1), "model.last changes in training"),
+    ],
+)
+def test_shards_go_with_nothing_that_a_worker_remembers(make: Make, model: nn.Module, reason: str) -> None:
+    with pytest.raises(PlanError, match=f"exact: elastic is not possible: {reason}"):
+        make({"exact": "elastic", "global_batch": 8, "micro_batch": 4}, model=model).run()
+
+
+def test_an_evaluation_leaves_the_random_numbers_of_training_alone(make: Make) -> None:
+    def score(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        torch.rand(3), random.random(), np.random.rand()
+        return {"loss": (model(batch[0]) - batch[1]).square().mean(1)}
+
+    found = []
+    for number, every in enumerate((1, 5)):
+        settings = {"eval_every": every, "snapshot": {"dir": f"every-{number}"}}
+        trainer = make(settings, loss=noisy_loss, validation=points(20), score=score)
+        trainer.run()
+        found.append(bits(trainer))
+    assert found[0] == found[1]
+
+
+def test_two_trainings_do_not_share_a_folder(make: Make) -> None:
+    script = "import sys; from pathlib import Path; from dtctl.runtime.snapshot.lease import Lease\n"
+    script += "Lease(Path('snapshots')).acquire(); print('held', flush=True); sys.stdin.readline()"
+    other = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout
+    assert other.stdout.readline() == "held\n"
+    with pytest.raises(SnapshotError, match=rf"process {other.pid} on .* writes its snapshots here"):
+        make().run()
+    other.communicate("\n")
+    make().run()
+
+
+def test_a_folder_that_cannot_be_written_is_known_before_the_first_step(make: Make) -> None:
+    Path("snapshots").write_text("no folder")
+    trainer = make()
+    with pytest.raises(SnapshotError, match="snapshots cannot be written here"):
+        trainer.run()
+    assert trainer.step == 0
