@@ -18,7 +18,7 @@ import torch
 from dtctl.errors import PlanError
 from dtctl.runtime import circumstances, elastic
 from dtctl.runtime.program_state import ProgramState, content, inner_state, is_stateful, put_into
-from dtctl.runtime.snapshot.encoding import decode, encode, generator_state, is_generator
+from dtctl.runtime.snapshot.encoding import decode, encode, generator_state, is_generator, with_devices
 from dtctl.runtime.snapshot.share import gathered_json
 from dtctl.runtime.snapshot.state import Configured, configured, tensors
 
@@ -101,7 +101,9 @@ class Account:
 
 
 def _encoded(value: Any, name: str) -> Any:
-    return generator_state(value) if is_generator(value) else encode(content(value), f"extra_state.{name}")
+    if is_generator(value):
+        return generator_state(value)
+    return with_devices(encode(content(value), f"extra_state.{name}"))
 
 
 def require_stateful(extra: Mapping[str, Any]) -> None:

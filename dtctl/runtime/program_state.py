@@ -22,6 +22,7 @@ import types
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -37,6 +38,7 @@ from dtctl.runtime.snapshot.encoding import (
     generator_state,
     is_generator,
     set_generator_state,
+    with_devices,
 )
 
 OPTIMIZER: Final = "optimizer"
@@ -118,7 +120,7 @@ class ProgramState:
         for path, leaf in self._leaves():
             if _mark(leaf.value) != self._marks.get(path, _MISSING):
                 try:
-                    kept[path] = encode(content(leaf.value), path)
+                    kept[path] = with_devices(encode(content(leaf.value), path))
                 except NotEncodable:
                     lost.append(path)
         return kept, lost
@@ -138,26 +140,48 @@ class ProgramState:
             What could not be put back, a phrase each.
         """
         left = dict(state)
+        failed = []
         # Twice: what is put back first may be where something else belongs, such as an entry of a dict.
         for _ in range(2):
             for path, leaf in list(self._leaves()):
-                if path in left:
-                    self._put(leaf, decode(left.pop(path)))
-        return [f"{path} has changed in training, and there is no place for it now" for path in left]
-
-    @staticmethod
-    def _put(leaf: _Leaf, value: Any) -> None:
-        if not put_into(leaf.value, value):
-            held = leaf.value
-            device = held.device if isinstance(held, torch.Tensor) else None
-            leaf.put(value.to(device) if device is not None and isinstance(value, torch.Tensor) else value)
+                if path in left and not _put(leaf, decode(left.pop(path))):
+                    failed.append(path)
+        owners = self._owners()
+        for path in list(left):  # attributes that training has made
+            owner, _, name = path.rpartition(".")
+            if owner in owners:
+                owners[owner](name, decode(left.pop(path)))
+        found = [f"{path} has changed in training, and there is no place for it now" for path in left]
+        return found + [f"{path} has changed in training, and cannot be set" for path in failed]
 
     # -- the walk ---------------------------------------------------------------------------------------------------
 
     def _leaves(self, describe: dict[str, str] | None = None) -> Iterator[tuple[str, _Leaf]]:
-        walk = _Walk(self._model, describe, self._apart)
+        return self._walked(_Walk(self._model, describe, self._apart))
+
+    def _owners(self) -> dict[str, Callable[[str, Any], None]]:
+        walk = _Walk(self._model, None, self._apart)
+        for _ in self._walked(walk):
+            pass
+        return walk.owners
+
+    def _walked(self, walk: _Walk) -> Iterator[tuple[str, _Leaf]]:
         for name, root in self._roots.items():
             yield from walk.visit(root, name, lambda _: None, 0)
+
+
+def _put(leaf: _Leaf, value: Any) -> bool:
+    """Give a leaf a value; whether that was possible."""
+    held = leaf.value
+    if isinstance(held, _PLAIN) and _mark(held) == _mark(value):  # also where it cannot be set (a frozen dataclass)
+        return True
+    if put_into(held, value):
+        return True
+    try:
+        leaf.put(value.to(held.device) if isinstance(value, torch.Tensor) and isinstance(held, torch.Tensor) else value)
+    except (AttributeError, TypeError):
+        return False
+    return True
 
 
 def is_stateful(value: object) -> bool:
@@ -212,6 +236,8 @@ class _Walk:
         self._kept: list[object] = []  # so that no number in `_seen` is given to another object
         self._count = 0
         self._describe = describe
+        self.owners: dict[str, Callable[[str, Any], None]] = {}
+        """Path of what has attributes -> how to set one."""
         for value in apart:
             self._first_time(value)
             if isinstance(value, nn.Module):
@@ -282,8 +308,9 @@ class _Walk:
     def _container(self, value: Any, path: str, put: Callable[[Any], None], depth: int) -> Iterator[tuple[str, _Leaf]]:
         if len(value) > MAX_ELEMENTS:
             return
-        if _all_plain(value):
-            if value:  # what is empty now may be filled with anything, such as paths
+        if _is_value(value, self._known):
+            # As a whole, since it may grow or be replaced. What is empty now may come to have anything, such as paths.
+            if value and _is_value(value, self._known, plain=True):
                 self._note(path, lambda: repr(value)[:200])
             yield path, _Leaf(value, put)
         elif isinstance(value, dict):
@@ -292,16 +319,10 @@ class _Walk:
                     value[key], f"{path}[{key!r}]", functools.partial(value.__setitem__, key), depth + 1
                 )
         elif isinstance(value, list):
-            # A queue that grows and shrinks is put back as a whole.
-            if value and all(isinstance(item, torch.Tensor) and id(item) not in self._known for item in value):
-                yield path, _Leaf(value, put)
-                return
             for index, item in enumerate(list(value)):
                 yield from self.visit(item, f"{path}[{index}]", functools.partial(value.__setitem__, index), depth + 1)
-        elif isinstance(value, deque) and all(isinstance(item, (*_PLAIN, torch.Tensor)) for item in value):
-            yield path, _Leaf(value, put)
-        elif isinstance(value, tuple):
-            for index, item in enumerate(value):
+        elif isinstance(value, tuple | deque):
+            for index, item in enumerate(list(value)):
                 yield from self.visit(item, f"{path}[{index}]", lambda _: None, depth + 1)
 
     def _module(self, module: nn.Module, path: str, depth: int) -> Iterator[tuple[str, _Leaf]]:
@@ -364,6 +385,7 @@ class _Walk:
     def _attributes(
         self, held: Mapping[str, Any], path: str, put: Callable[[str, Any], None], depth: int
     ) -> Iterator[tuple[str, _Leaf]]:
+        self.owners[path] = put
         for name, value in list(held.items()):
             if not name.startswith("__"):
                 yield from self.visit(value, f"{path}.{name}", functools.partial(put, name), depth + 1)
@@ -394,6 +416,7 @@ class _Walk:
         for name, default in (function.__kwdefaults__ or {}).items():
             yield from self.visit(default, f"{path}.{name}", lambda _: None, depth + 1)
         module = function.__globals__
+        self.owners[module_name(function.__module__)] = module.__setitem__
         for name in sorted(_names_in(function.__code__)):
             held = module.get(name, _MISSING)
             if held is _MISSING or name.startswith("__"):
@@ -402,12 +425,25 @@ class _Walk:
             yield from self.visit(held, label, functools.partial(module.__setitem__, name), depth + 1)
 
 
-def _all_plain(value: Any) -> bool:
+def _is_value(value: Any, known: AbstractSet[int], *, plain: bool = False) -> bool:
+    """Whether a container has numbers, text and tensors alone, none of which is in snapshots anyway.
+
+    Args:
+        value: a container.
+        known: identities of tensors that are in snapshots.
+        plain: whether tensors do not count as such.
+    """
     items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-    return all(
-        isinstance(item, _PLAIN) or (isinstance(item, tuple | list) and len(item) <= 16 and _all_plain(item))
-        for item in items
-    )
+    for item in items:
+        if isinstance(item, _CONTAINERS):
+            fits = len(item) <= MAX_ELEMENTS and _is_value(item, known, plain=plain)
+        elif isinstance(item, torch.Tensor):
+            fits = not plain and id(item) not in known and not hasattr(item, "device_mesh")
+        else:
+            fits = isinstance(item, _PLAIN) or (not plain and isinstance(item, np.ndarray))
+        if not fits:
+            return False
+    return True
 
 
 def _set_attribute(owner: Any, name: str, value: Any) -> None:

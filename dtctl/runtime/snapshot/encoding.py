@@ -84,6 +84,15 @@ def _encoded_rarely(value: Any, path: str) -> Any:
     return None
 
 
+def with_devices(tree: Any) -> Any:
+    """An encoded tree in which each tensor of an accelerator says so: nothing else tells where it belongs."""
+    if isinstance(tree, torch.Tensor):
+        return tree if tree.device.type == "cpu" else {"$on": tree.device.type, "tensor": tree}
+    if isinstance(tree, dict):
+        return {key: with_devices(value) for key, value in tree.items()}
+    return [with_devices(value) for value in tree] if isinstance(tree, list) else tree
+
+
 def decode(tree: Any) -> Any:
     """What `encode` was given; a generator is what `set_generator_state` takes."""
     if isinstance(tree, list):
@@ -106,6 +115,7 @@ def decode(tree: Any) -> Any:
         "$scalar": lambda: np.dtype(held[0]).type(held[1]),
         "$array": lambda: held.numpy().copy().reshape(tree["shape"]),
         "$generator": lambda: decode(held),
+        "$on": lambda: tree["tensor"].to(held),
         "$tensor_bytes": lambda: _tensor_of(*held),
     }
     if mark not in simple:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,14 @@ class ScheduleFree(torch.optim.Optimizer):
                 p.copy_(held)
 
 
+@dataclass(frozen=True)
+class Shape:
+    """A configuration that nobody can set."""
+
+    width: int = 8
+    scale: float = 1.0
+
+
 class Counting(nn.Module):
     """State in attributes, in a buffer that is not persistent, in a queue, in a generator, and in the class."""
 
@@ -98,9 +107,11 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.line = nn.Linear(8, 1)
+        self.line, self.shape = nn.Linear(8, 1), Shape()
         self.calls, self.last = 0, torch.zeros(1)
         self.queue: deque[torch.Tensor] = deque(maxlen=3)
+        self.hidden: tuple[torch.Tensor, ...] | None = None
+        self.seen: dict[str, Any] = {"first": torch.zeros(())}
         self.generator, self.noise = torch.Generator().manual_seed(3), np.random.default_rng(4)
         self.register_buffer("mean", torch.zeros(8), persistent=False)
 
@@ -109,7 +120,13 @@ class Counting(nn.Module):
         self.mean = 0.9 * self.mean + 0.1 * inputs.mean(0)
         self.queue.append(inputs.detach().sum())
         type(self).total += 0.5
-        found = self.line(inputs - self.mean) * (1 + 0.01 * self.calls) + self.last + self.total
+        self.hidden = (inputs.mean().detach(), *(self.hidden or ())[:2])
+        self.seen[str(self.calls % 5)] = [inputs.sum().detach(), self.calls]
+        self.seen["first"] = self.seen["first"] + sum(
+            value[0] * value[1] for key, value in self.seen.items() if key < "f"
+        )
+        self.total_of = (self.hidden[0] + self.hidden[-1]) * 0.1 + self.seen["first"] * 1e-3
+        found = self.total_of + self.line(inputs - self.mean) * (1 + 0.01 * self.calls) + self.last + self.total
         self.last = found.detach().mean().reshape(1)
         draw = (
             torch.rand(1, generator=self.generator) + float(self.noise.random()) + torch.stack(list(self.queue)).sum()
