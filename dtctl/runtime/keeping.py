@@ -62,6 +62,7 @@ def saver(config: SnapshotConfig, folder: Place, worker: Worker, model: nn.Modul
             when_busy=config.when_busy,
             max_failed=config.max_failed_saves,
             complain=complain,
+            committed=resume.marker(folder),
         )
     # Its process group costs a few milliseconds, which others should not pay.
     from dtctl.runtime.snapshot.together import Together
@@ -82,6 +83,7 @@ def saver(config: SnapshotConfig, folder: Place, worker: Worker, model: nn.Modul
         firsts=firsts,
         when_busy=config.when_busy,
         max_failed=config.max_failed_saves,
+        committed=resume.marker(folder) if worker.local_rank == 0 else lambda _: None,
     )
 
 

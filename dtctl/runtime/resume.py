@@ -5,14 +5,19 @@ Nodes need no folder in common: what one lacks it gets from those that have it (
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
 
+from dtctl import names
 from dtctl.errors import PlanError, SnapshotError
 from dtctl.runtime import account, circumstances
 from dtctl.runtime.account import EVERYONE
@@ -21,10 +26,14 @@ from dtctl.runtime.snapshot.assembly import Leaf
 from dtctl.runtime.snapshot.choose import Chosen, choose
 from dtctl.runtime.snapshot.deliver import Wanted, deliver
 from dtctl.runtime.snapshot.place import Place
+from dtctl.runtime.snapshot.share import gathered_json
 from dtctl.runtime.worker import Worker
 
 if TYPE_CHECKING:
     from dtctl.runtime.loop import Trainer
+
+MARKER: Final = "last-snapshot.json"
+"""In the run's folder on a node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +73,43 @@ def find(folder: Place, worker: Worker) -> Found:
             where=str(folder),
             hint="bring back what is missing, or begin anew with another `train.snapshot.dir`",
         )
+    if chosen.path is None:
+        _require_beginning(folder, worker)
     step, facts = (chosen.manifest.step, chosen.manifest.facts) if chosen.manifest is not None else (0, {})
     return Found(path=chosen.path, step=step, facts=facts, rejected=chosen.rejected, chosen=chosen)
+
+
+def marker(folder: Place) -> Callable[[int], None]:
+    """What notes, in the run's own folder on this node, that a snapshot of a step was committed; for dtctl's runs."""
+    run_dir = os.environ.get(names.RUN_DIR)
+
+    def note(step: int) -> None:
+        if run_dir:
+            draft = Path(run_dir) / f"{MARKER}.part"
+            with contextlib.suppress(OSError):  # the snapshot is there; this is only what is known of it
+                draft.write_text(json.dumps({"dir": str(folder), "step": step}))
+                draft.replace(draft.with_name(MARKER))
+
+    return note
+
+
+def _require_beginning(folder: Place, worker: Worker) -> None:
+    """See that a run without snapshots has none to miss; collective over all workers.
+
+    Raises:
+        SnapshotError: an earlier attempt of this run has committed one.
+    """
+    mine = None
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        kept = json.loads((Path(os.environ[names.RUN_DIR]) / MARKER).read_text())
+        mine = int(kept["step"]) if kept["dir"] == str(folder) else None
+    steps = [step for step in gathered_json(mine, worker) if step is not None]
+    if steps:
+        raise SnapshotError(
+            f"this run has written a snapshot of step {max(steps)}, and there is none now",
+            where=str(folder),
+            hint="bring it back (a disk that is not mounted?), or launch a new run to begin anew",
+        )
 
 
 def _wanted(model: nn.Module, optimizer: torch.optim.Optimizer, worker: Worker) -> Wanted:

@@ -42,6 +42,7 @@ class Saver:
         when_busy: Literal["wait", "skip"] = "wait",
         max_failed: int = 3,
         complain: Callable[[DtctlError], None] = complain,
+        committed: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Nothing is written or allocated yet.
 
@@ -52,10 +53,11 @@ class Saver:
             when_busy: what a save does that comes while one is under way.
             max_failed: consecutive saves that may fail before `save` raises.
             complain: told of each failure at once, from the writing thread; standard error unless another is given.
+            committed: told of each step whose snapshot is durable, from the writing thread.
         """
         self._folder, self._when_busy, self._max_failed = place(folder), when_busy, max_failed
         self._keep, self._keep_every_s = keep, keep_every_s
-        self._complain = complain
+        self._complain, self._committed = complain, committed
         self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._error: DtctlError | None = None
@@ -156,6 +158,7 @@ class Saver:
     def _write(self, step: int, staged: Staged, facts: Mapping[str, Any], rule: retention.Rule) -> None:
         try:
             self._write_staged(step, staged, facts, rule)
+            self._committed(step)
         except Exception as exc:  # noqa: BLE001  # whatever it is, training must learn of it
             wrapped = SnapshotError(f"the snapshot of step {step} cannot be written: {exc!r}", where=str(self._folder))
             self._error = exc if isinstance(exc, DtctlError) else wrapped

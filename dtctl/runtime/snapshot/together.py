@@ -51,6 +51,7 @@ class Together(Saver):
         when_busy: Literal["wait", "skip"] = "wait",
         max_failed: int = 3,
         complain: Callable[[DtctlError], None] = complain,
+        committed: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Make a process group for the writing threads; nothing is written yet. Collective.
 
@@ -65,6 +66,7 @@ class Together(Saver):
             when_busy: what a save does that comes while one is under way.
             max_failed: consecutive saves that may fail before `save` raises.
             complain: told of each failure on the first worker, from the writing thread.
+            committed: as for `Saver`, on every worker.
         """
         first = worker.is_first
         super().__init__(
@@ -74,6 +76,7 @@ class Together(Saver):
             when_busy=when_busy,
             max_failed=max_failed,
             complain=complain if first else lambda _: None,
+            committed=committed,
         )
         self.spread = spread
         self._worker, self._replicas = worker, replicas

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 
+from dtctl import names
 from dtctl.errors import PlanError, SnapshotError
 from dtctl.runtime import TensorData, Trainer
 from dtctl.runtime.snapshot import layout, state
@@ -462,3 +463,14 @@ def test_a_folder_that_cannot_be_written_is_known_before_the_first_step(make: Ma
     with pytest.raises(SnapshotError, match="snapshots cannot be written here"):
         trainer.run()
     assert trainer.step == 0
+
+
+def test_a_run_whose_snapshots_have_vanished_does_not_begin_anew(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(names.RUN_DIR, str(tmp_path))
+    make({"steps": HALF}).run()
+    shutil.rmtree("snapshots")
+    with pytest.raises(SnapshotError, match="has written a snapshot of step 6, and there is none now"):
+        make({"steps": WHOLE}).run()
+    make({"steps": WHOLE, "snapshot": {"dir": "elsewhere"}}).run()
