@@ -37,6 +37,9 @@ def launch(
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(metavar="RUN", help="Name of the run.  [default: made up]")] = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Go on from the newest good snapshot of an earlier run.")
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="JSON Lines on standard output.")] = False,
 ) -> int:
     """Run a job on all its nodes.
@@ -54,6 +57,7 @@ def launch(
         name=name,
         detach=detach,
         doctor=doctor,
+        resume=resume,
         json_lines=json_,
     )
     if dry_run or out is not None:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,6 +40,8 @@ class Options:
     doctor: bool | None
     """Whether to examine the nodes first; None: as `first_look.is_due` finds."""
     json_lines: bool
+    resume: str | None = None
+    """The run whose snapshots are gone on from."""
 
 
 def spec_of(options: Options) -> Spec:
@@ -130,11 +132,15 @@ def real_launch(options: Options) -> int:
 
     spec = spec_of(options)
     run = check_run_name(options.name) if options.name is not None else new_run_id(spec.job.name, now=time.time())
-    if spec.cluster.transport == "slurm":
+    background = os.environ.pop(BACKGROUND, None)
+    snapshots: Mapping[str, str] = {}
+    slurm = spec.cluster.transport == "slurm"
+    if options.resume is not None and (slurm or background is not None or not options.detach):
+        spec, snapshots = _continued(spec, options.resume)
+    if slurm:
         from dtctl.cli.launch_slurm import launch_job
 
         return launch_job(options, spec, run)
-    background = os.environ.pop(BACKGROUND, None)
     if background is None:
         from dtctl.cli.first_look import look_first
 
@@ -150,7 +156,7 @@ def real_launch(options: Options) -> int:
 
     code = CodePush(spec) if spec.pushes else None
     cluster = cluster_of(spec, start=True)
-    job = job_of(spec, cluster, run=run, keep=options.detach, code=code)
+    job = job_of(spec, cluster, run=run, keep=options.detach, code=code, snapshots=snapshots)
     if code is not None:
         check_program_files(spec, code.tree)
         show_left_out(code.tree)
@@ -163,6 +169,7 @@ def real_launch(options: Options) -> int:
         spec=str(options.spec or names.SPEC_FILE) if options.nodes is None else "",
         command=sys.argv,
         detached=options.detach,
+        snapshots=dict(snapshots),
     )
     record = RunRecord.create(spec.base_dir, info)
     record.write_spec(dump_spec(spec))
@@ -205,6 +212,20 @@ def real_launch(options: Options) -> int:
         finally:
             view.end_table()
     return finish(result, emit, record)
+
+
+def _continued(spec: Spec, earlier: str) -> tuple[Spec, Mapping[str, str]]:
+    """The spec and, by node, the folders of snapshots of a run that goes on from an earlier one."""
+    from dtctl.launch import continuation
+    from dtctl.launch.record import find_run
+
+    record = find_run(spec.base_dir, earlier)
+    continuation.require_over(record)
+    if record.info().slurm:
+        from dtctl.slurm.follow import snapshot_folder
+
+        return continuation.with_folder(spec, snapshot_folder(record)), {}
+    return continuation.continued(spec, record)
 
 
 def show_left_out(tree: Tree) -> None:
@@ -262,12 +283,25 @@ def finish(result: Result, emit: Any, record: RunRecord) -> int:
             "`runs` and `report` say of it lacks them",
             "red",
         )
+    if result.exit_code == names.REQUEUE_EXIT:
+        _show_continuation(record)
     logs = record.folder / names.LOGS_DIR
     if result.status == "failed":
         from dtctl.cli.doctor import show_cause
 
         show_cause(logs)
     return result.exit_code
+
+
+def _show_continuation(record: RunRecord) -> None:
+    """What goes on where a run was stopped."""
+    from dtctl.launch.continuation import command, told_folder
+
+    folder = told_folder(record)
+    if folder is not None:
+        output.err(f"the next `dtctl launch` goes on from the newest good snapshot in {folder}, if there is one")
+    else:
+        output.err(f"to go on from its newest good snapshot: {command(record.run)}  (without --resume it begins anew)")
 
 
 def note_end(result: Result, emit: Any) -> None:

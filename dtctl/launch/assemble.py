@@ -142,7 +142,8 @@ def job_of_run(record: RunRecord) -> Job:
     """
     spec = spec_of_run(record)
     cluster = cluster_of(spec, start=False)
-    return job_of(spec, cluster, run=record.run, keep=True, code=None, token=record.info().token)
+    info = record.info()
+    return job_of(spec, cluster, run=record.run, keep=True, code=None, token=info.token, snapshots=info.snapshots)
 
 
 def attempt_of_run(record: RunRecord, job: Job) -> Plan:
@@ -269,9 +270,18 @@ def check_program_files(spec: Spec, tree: Tree) -> None:
 
 
 def job_of(
-    spec: Spec, cluster: Cluster, *, run: str, keep: bool, code: CodePush | None, token: str | None = None
+    spec: Spec,
+    cluster: Cluster,
+    *,
+    run: str,
+    keep: bool,
+    code: CodePush | None,
+    token: str | None = None,
+    snapshots: Mapping[str, str] | None = None,
 ) -> Job:
     """Everything that a launch needs, decided; `token` is that of a run that is under way already.
+
+    `snapshots` are the folders, by node, of a run that is gone on from.
 
     Raises:
         DtctlError: of the class that says what is wrong; nothing was started.
@@ -315,5 +325,6 @@ def job_of(
         hang_start_s=spec.job.hang_start_s,
         time_s=spec.job.time_s,
         trains=spec.train is not None,
+        snapshots=snapshots or {},
         keep=keep,
     )

@@ -50,6 +50,8 @@ class Job:
     """When the run is stopped with snapshots; None: never."""
     trains: bool
     """Whether the spec has a section `train`, which dtctl.runtime reads in the workers."""
+    snapshots: Mapping[str, str]
+    """Node -> folder of snapshots, of nodes that go on from another run's; the others have their own run's."""
     keep: bool
     """Whether nodes go on when the link is lost (`--detach`)."""
 

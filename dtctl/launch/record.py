@@ -24,7 +24,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +157,8 @@ class RunInfo:
     the system does not say."""
     slurm: bool = False
     """Whether the run is a job of Slurm, which goes on whoever watches it."""
+    snapshots: dict[str, str] = field(default_factory=dict)
+    """Node -> folder of the snapshots, where the run has gone on from another one's."""
 
 
 class RunRecord:

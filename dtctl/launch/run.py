@@ -274,6 +274,7 @@ class _Launcher:
             "cwd": code,
             "peer": plan.rendezvous.address,
             "grace_s": plan.grace_s,
+            "snapshots": self.job.snapshots.get(node.name, ""),
             "keep": self.job.keep,
             "link_timeout_s": self.job.link_timeout_s,
         }

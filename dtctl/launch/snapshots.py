@@ -75,7 +75,7 @@ class RunSnapshots:
         cluster, spec = cluster_of_run(record), spec_of_run(record)
         self._make_transport = cluster.make_transport
         own = spec.train.snapshot.dir if spec.train and spec.train.snapshot else None
-        code = record.code_folders()
+        code, continued = record.code_folders(), record.info().snapshots
         self._places = {}
         # What is at a URL all nodes see: the first one is asked.
         at_url = own is not None and is_url(own)
@@ -86,7 +86,7 @@ class RunSnapshots:
                 self._places[name] = _Place(
                     target=cluster.targets[name],
                     command=_beginning(node, code.get(name, ""), asks=at_url),
-                    folder=own or posixpath.join(run_dir, "snapshots"),
+                    folder=own or continued.get(name) or posixpath.join(run_dir, "snapshots"),
                     variables=_job_variables(node) if at_url else "",
                 )
 

@@ -15,7 +15,7 @@ def complete(message: dict, run_dir: str) -> dict:  # type: ignore[type-arg]  # 
     env = {
         "DTCTL_RUN_DIR": run_dir,
         "DTCTL_METRICS": os.path.join(run_dir, "metrics.jsonl"),
-        "DTCTL_SNAPSHOT_DIR": os.path.join(run_dir, "snapshots"),
+        "DTCTL_SNAPSHOT_DIR": os.path.expanduser(message.get("snapshots", "")) or os.path.join(run_dir, "snapshots"),
         "DTCTL_PROGRESS": os.path.join(run_dir, f"attempt-{message['attempt']}", "progress"),
         # Where torchrun puts its own files, which would otherwise stay behind in /tmp.
         "PET_LOG_DIR": os.path.join(run_dir, f"attempt-{message['attempt']}", "torchrun"),

@@ -1,0 +1,102 @@
+"""A run that goes on from the snapshots of an earlier one: where these lie, and whether there are any.
+
+The new run reads and writes them where they are, on the same nodes: nothing is copied, and the earlier run's folder is
+the new one's, too. That a launch does not do so by itself is on purpose: who changes a script and launches again mostly
+wants to begin anew.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping
+
+from dtctl.errors import LaunchError
+from dtctl.launch.assemble import spec_of_run
+from dtctl.launch.record import RunRecord
+from dtctl.launch.snapshots import RunSnapshots, Told
+from dtctl.launch.state import state_of
+from dtctl.spec.model import Spec, Train
+from dtctl.spec.training import Snapshot
+
+
+def command(run: str) -> str:
+    """What goes on from a run."""
+    return f"dtctl launch --resume {run}"
+
+
+def require_over(earlier: RunRecord) -> None:
+    """Refuse a run that still writes snapshots.
+
+    Raises:
+        LaunchError: the run is not over.
+    """
+    if not state_of(earlier).over:
+        raise LaunchError(
+            f"run {earlier.run} is not over", where=str(earlier.folder), hint=f"`dtctl stop {earlier.run}` ends it"
+        )
+
+
+def continued(spec: Spec, earlier: RunRecord) -> tuple[Spec, Mapping[str, str]]:
+    """The spec and the folders of snapshots, by node, of a run that goes on from an earlier one.
+
+    Raises:
+        LaunchError: the earlier run has no snapshot.
+        SpecError: the copy of its spec is gone or broken.
+        TransportError: none of its nodes can be asked.
+    """
+    _require_one(earlier)
+    train = spec_of_run(earlier).train
+    own = train.snapshot.dir if train and train.snapshot else None
+    if own is not None and ("://" in own or posixpath.isabs(own)):
+        return with_folder(spec, own), {}
+    return with_folder(spec, None), folders(earlier, own)
+
+
+def folders(earlier: RunRecord, own: str | None) -> dict[str, str]:
+    """Node -> folder on it that holds a run's snapshots; `own` is relative to its code."""
+    code, taken = earlier.code_folders(), earlier.info().snapshots
+    found = {}
+    for node in earlier.plan()["nodes"]:
+        name = node["name"]
+        usual = posixpath.join(node["workdir"], "runs", earlier.run, "snapshots")
+        found[name] = posixpath.join(code[name], own) if own and name in code else taken.get(name, usual)
+    return found
+
+
+def told_folder(record: RunRecord) -> str | None:
+    """The folder or URL of snapshots that a run's spec names, if every launch of it finds the same there."""
+    train = spec_of_run(record).train
+    own = train.snapshot.dir if train and train.snapshot else None
+    return own if own is not None and ("://" in own or posixpath.isabs(own)) else None
+
+
+def with_folder(spec: Spec, folder: str | None) -> Spec:
+    """The spec with this folder of snapshots; None: that of the run."""
+    train = spec.train
+    if folder is None and (train is None or train.snapshot is None or train.snapshot.dir is None):
+        return spec
+    train = train or Train()
+    snapshot = (train.snapshot or Snapshot()).model_copy(update={"dir": folder})
+    changed = train.model_copy(update={"snapshot": snapshot})
+    changed.model_fields_set.add("snapshot")
+    snapshot.model_fields_set.add("dir")
+    spec = spec.model_copy(update={"train": changed})
+    spec.model_fields_set.add("train")
+    return spec
+
+
+def _require_one(earlier: RunRecord) -> None:
+    """Refuse a run without snapshots: its successor would begin anew without a word."""
+    answers = RunSnapshots(earlier).ask("ls", [])
+    told = [answer for answer in answers.values() if isinstance(answer, Told)]
+    if any(row["committed"] for answer in told for row in answer.answer.get("snapshots", [])):
+        return
+    errors = [answer for answer in answers.values() if not isinstance(answer, Told)]
+    if errors and not told:
+        raise errors[0]
+    silent = f"; {len(errors)} of its nodes cannot be asked" if errors else ""
+    raise LaunchError(
+        f"run {earlier.run} has no snapshot to go on from{silent}",
+        where=str(earlier.folder),
+        hint="`dtctl snapshot ls RUN` lists those of a run",
+    )
