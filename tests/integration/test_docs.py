@@ -300,6 +300,7 @@ SCENES: dict[tuple[str, str], Scene] = {
     ("docs/guides/slurm.md", "dtctl doctor"): on_slurm,
     ("docs/guides/slurm.md", "dtctl sbatch"): batch,
     ("docs/guides/snapshots.md", "dtctl snapshot ls"): past_runs,
+    ("docs/guides/snapshots.md", "dtctl launch --resume RUN"): past_runs,
     ("docs/guides/training.md", "python train.py --train.lr=1e-2 --train.steps=200"): past_runs,
 }
 """(document, first line of the block) -> how it is run."""
