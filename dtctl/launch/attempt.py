@@ -50,6 +50,8 @@ class Outcome:
     deserters: list[Standing] = field(default_factory=list)
     """Workers that had left, when it was ended, though their training had steps left, the first one first; those whose
     exit code says that they failed are not among them."""
+    first: int | None = None
+    """The step that it began after; None when the job tells none."""
     step: int | None = None
     """The last step that is known to have been done, of the whole run; None when the job tells none."""
 
@@ -176,7 +178,9 @@ class Attempt:
         if said.what in ("pong", "progress"):
             workers, before_stop = said.data.get("workers", []), said.data.get("before_stop", False)
             self.inquest.told(name, workers, before_stop=before_stop)
-            steps = [worker.step for worker in self.inquest.workers.values()]
+            known = self.inquest.workers.values()
+            steps = [worker.step for worker in known]
+            self.outcome.first = max((worker.first for worker in known), default=None)
             self.outcome.step = max([*steps, self.outcome.step or 0]) if steps else self.outcome.step
             self._note_snapshots()
         elif said.what == "stack":

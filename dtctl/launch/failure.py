@@ -171,6 +171,6 @@ def summary(tail: Iterable[str]) -> str:
     """The one line that says most: the exception at the end of a traceback, else the last line."""
     lines = [re.sub(r"^\[rank\d+\]:\s?", "", line) for line in tail]
     for line in reversed(lines):
-        if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b", line):
+        if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b", line) or line.startswith("error: "):
             return line.strip()
     return lines[-1].strip() if lines else ""

@@ -8,6 +8,7 @@ node was lost, is started again at once.
 
 from __future__ import annotations
 
+import re
 import signal
 from dataclasses import dataclass
 
@@ -16,11 +17,16 @@ from dtctl.launch.failure import Failure, describe
 
 SAME_LIMIT = 3
 """Attempts that may end in the same way at the same step."""
+SURE_LIMIT = 2
+"""The same, where it can be nothing but the program: the last one had done steps, and then failed with the same error
+in the same step. What is wrong with a machine does not wait for a step."""
 LONG_S = 300.0
 """An attempt that lasted longer has got somewhere, even if it tells no steps."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 REFUSED = (SpecError.exit_code, PlanError.exit_code)
 """What workers with dtctl.runtime end with when they cannot do what the spec says."""
+_STEP = re.compile(r"^.*?\bstep \d+")
+"""An error that names its step is the same one if its words are, up to there: the rest may be known better by now."""
 FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -45,16 +51,17 @@ class Patience:
         """
         self._refused = REFUSED if trains else ()
         self._last: str | None = None
-        self._step = -1
+        self._step = self._failed_at = -1
         self._same = 0
 
-    def judge(self, failure: Failure, *, step: int | None, lasted_s: float) -> Verdict:
+    def judge(self, failure: Failure, *, step: int | None, lasted_s: float, first: int | None = None) -> Verdict:
         """Take in the end of an attempt.
 
         Args:
             failure: why it ended.
             step: the last step that is known to have been done, of the whole run; None when the job tells none.
             lasted_s: from its start to the failure.
+            first: the step that it began after; None when the job tells none.
         """
         if failure.exit_code in self._refused and failure.signal is None:
             return Verdict(hopeless="the workers cannot do what the spec says, and no restart changes that")
@@ -64,9 +71,15 @@ class Patience:
         # What all workers run into is told by whoever is first, so words count and not who says them. But what a hang
         # says of itself has seconds in it, and why a process was ended has counters: there the worker counts.
         blank = failure.hang or bool(failure.why)
-        kind = f"{failure.node} {failure.rank}" if blank else f"{describe(failure)} {failure.summary}"
+        named = _STEP.search(failure.summary)
+        words = named[0] if named else failure.summary
+        kind = f"{failure.node} {failure.rank}" if blank else f"{describe(failure)} {words}"
         progress = lasted_s > LONG_S if step is None else step > self._step
         self._step = max(self._step, step if step is not None else -1)
+        again = kind == self._last and not blank and (step == self._failed_at or named is not None)
+        self._failed_at = -1 if step is None else step
+        if again and step is not None and first is not None and first < step:
+            return Verdict(hopeless=f"{SURE_LIMIT} attempts have failed with the same error after step {step}")
         if progress:
             self._last, self._same = kind, 1
             return Verdict()

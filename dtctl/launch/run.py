@@ -103,7 +103,9 @@ class _Launcher:
                 break
             if attempt >= plan.max_restarts:
                 break
-            verdict = self.patience.judge(failure, step=self._last_step(outcome), lasted_s=self._lasted_s())
+            verdict = self.patience.judge(
+                failure, step=self._last_step(outcome), first=outcome.first, lasted_s=self._lasted_s()
+            )
             if verdict.hopeless:
                 self.emit("note", node=failure.node, text=f"not started again: {verdict.hopeless}")
                 break

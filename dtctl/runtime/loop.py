@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from dtctl.runtime.guard import Guard
 from dtctl.runtime.mesh import Place
 from dtctl.runtime.oom import MemoryWatch
 from dtctl.runtime.order import InSequence, Order, Schedule
+from dtctl.runtime.origin import spoilt
 from dtctl.runtime.precision import LossScale, autocast, multiply
 from dtctl.runtime.profile import Profiler, measure_communication
 from dtctl.runtime.reading import Reader
@@ -140,7 +142,8 @@ class Trainer:
         self.scales = [group["lr"] / config.lr for group in self.optimizer.param_groups]
         self.autocast = autocast(config.precision, worker.device)
         self.loss_scale = LossScale() if config.precision == "fp16" else None
-        self.guard = Guard(config.on_nan, self.loss_scale, worker)
+        blame = partial(spoilt, self.model, self.optimizer.param_groups)
+        self.guard = Guard(config.on_nan, self.loss_scale, worker, blame)
         self.ema = Ema(self.model, config.ema) if config.ema else None
         self.weights: list[torch.Tensor] = []
         self.shards = (
@@ -194,8 +197,9 @@ class Trainer:
                 self.profiler.before(self.step + 1)
                 lr = self._set_rate()
                 loss = recovery.accumulate(self)
+                self.guard.note(self.step + 1, loss)
                 norm = self._clip(logged)
-                verdict = self.guard.judge(self.step + 1, norm if logged or self.guard.always else None)
+                verdict = self.guard.judge(self.step + 1, norm, wanted=logged or self.guard.always)
                 if verdict == "rollback":
                     recovery.go_back(self)
                     agreement.restart(self.step)

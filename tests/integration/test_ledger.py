@@ -121,6 +121,6 @@ raise ValueError("the gradient of step 8 is not finite")
     text = SPEC.format(workdir=project.folder.parent / "work", root=ROOT, more="")
     project.write("dtctl.yaml", text.replace("max_restarts: 1", "max_restarts: 20"))
     done = project.run("launch", "--json")
-    assert (done.code, done.done["attempts"]) == (8, 3)
+    assert (done.code, done.done["attempts"]) == (8, 2)
     notes = [event["text"] for event in done.events if event["event"] == "note"]
-    assert notes == ["not started again: 3 attempts have failed in the same way at step 7"]
+    assert notes == ["not started again: 2 attempts have failed with the same error after step 7"]

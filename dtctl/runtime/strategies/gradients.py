@@ -6,6 +6,7 @@ are taken mesh by mesh. A DTensor is known by its attributes: to import the clas
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -31,7 +32,11 @@ def norm(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def cut(parameters: Sequence[torch.Tensor], max_norm: float, total: torch.Tensor) -> None:
-    """Scale gradients down to `max_norm`, if their norm `total` is larger."""
+    """Scale gradients down to `max_norm`, if their norm `total` is larger.
+
+    One that is not a number counts as infinite: what is finite becomes zero, and only what has spoilt it stays so.
+    """
+    total = torch.nan_to_num(total, nan=math.inf, posinf=math.inf)
     for group in by_mesh(parameter for parameter in parameters if parameter.grad is not None):
         nn.utils.clip_grads_with_norm_(group, max_norm, total)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -85,3 +86,43 @@ def test_workers_that_refuse_the_spec_are_not_started_again(code: int) -> None:
     refused = replace(FAILURE, exit_code=code, summary="error: the global batch cannot be kept")
     assert Patience(trains=True).judge(refused, step=None, lasted_s=1).hopeless
     assert not Patience().judge(refused, step=None, lasted_s=1).hopeless, "another program's codes mean something else"
+
+
+def test_the_same_error_in_the_same_step_after_good_ones_is_the_programs() -> None:
+    patience = Patience()
+    assert patience.judge(FAILURE, step=70, first=0, lasted_s=1).hopeless is None
+    verdict = patience.judge(FAILURE, step=70, first=60, lasted_s=1)
+    assert verdict.hopeless == "2 attempts have failed with the same error after step 70"
+
+
+@pytest.mark.parametrize(
+    ("changes", "step", "first"),
+    [
+        ({}, 70, 70),  # at its first step: a file server that is away is there, too
+        ({}, 69, 60),
+        ({}, 70, None),
+        ({"summary": "KeyError: no"}, 70, 60),
+        ({"hang": True, "exit_code": None}, 70, 60),
+        ({"why": "the kernel ended it for lack of memory"}, 70, 60),
+        ({"exit_code": 137, "signal": 9}, 70, 60),
+    ],
+)
+def test_what_may_have_come_from_a_machine_is_tried_again(
+    changes: dict[str, Any], step: int, first: int | None
+) -> None:
+    patience = Patience()
+    before = replace(replace(FAILURE, **changes), summary="ValueError: no")
+    patience.judge(before, step=70, first=0, lasted_s=1)
+    assert patience.judge(replace(FAILURE, **changes), step=step, first=first, lasted_s=1).hopeless is None
+
+
+def test_an_error_that_names_its_step_is_known_again_by_it() -> None:
+    patience = Patience()
+    first = replace(FAILURE, summary="error: the gradient of step 21 is not finite: somewhere")
+    again = replace(FAILURE, summary="error: the gradient of step 21 is not finite: in 0.bias")
+    patience.judge(first, step=24, first=0, lasted_s=1)
+    assert patience.judge(again, step=20, first=15, lasted_s=1).hopeless is not None
+    patience = Patience()
+    patience.judge(first, step=24, first=0, lasted_s=1)
+    other = replace(first, summary=first.summary.replace("21", "22"))
+    assert patience.judge(other, step=20, first=15, lasted_s=1).hopeless is None

@@ -75,9 +75,78 @@ def test_going_back_helps_or_ends(worker: Worker) -> None:
 
 def test_stop_leaves_no_spoilt_snapshot(make: Make, tmp_path: Path) -> None:
     settings = {"snapshot": {"every_steps": 2, "keep": 9}, "log_every": 100}
-    with pytest.raises(WorkerFailed, match="gradient of step 6 is not finite"):
+    with pytest.raises(WorkerFailed, match=r"the gradient of step 5 is not finite: the loss was not$"):
         make(settings, **linear(loss=poisoned(5))).run()
     assert [step for step, _ in layout.listing(tmp_path / "snapshots")] == [4, 2]
+
+
+class Root(torch.autograd.Function):
+    """The identity, whose gradient is not a number: what `sqrt` does at zero."""
+
+    @staticmethod
+    def forward(_: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * math.nan
+
+
+def rooted(call: int) -> Callable[[nn.Module, Any], torch.Tensor]:
+    """A loss whose gradient with regard to the first layer's bias alone is not finite in one call."""
+    count = 0
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        value = squared(model, batch)
+        bias: torch.Tensor = model[0].bias  # type: ignore[index,union-attr]
+        return value + 0 * Root.apply(bias).sum() if count == call else value
+
+    return loss
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_what_comes_up_in_the_backward_pass_is_told_with_its_parameters(make: Make, clip: float | None) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1))
+    message = (
+        r"^the gradient of step 3 is not finite: the loss was finite, so it came up in the backward pass; "
+        r"not finite: 0\.bias$"
+    )
+    with pytest.raises(WorkerFailed, match=message):
+        make({"log_every": 1, "clip_norm": clip}, model=model, loss=rooted(3)).run()
+
+
+def test_the_step_is_that_of_the_first_norm_where_norms_are_there_anyway(make: Make) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1))
+    with pytest.raises(WorkerFailed, match="the gradient of step 3 is not finite: the loss was finite, so it came up"):
+        make({"log_every": 10, "clip_norm": 1.0}, model=model, loss=rooted(3)).run()
+
+
+def test_what_cannot_be_known_is_said_and_the_next_attempt_finds_it(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DTCTL_RUN_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    doubt = (
+        "^the gradient of step 4 is not finite: the loss of step 4 is the first that is not; the gradient of step 3, "
+        "which nobody looked at, may have spoilt the weights before; if the run is started again, the parameters are "
+        "named$"
+    )
+    layers = nn.Linear(8, 4), nn.Linear(4, 1)
+    with pytest.raises(WorkerFailed, match=doubt):
+        make({"log_every": 10, "snapshot": {"every_steps": 100}}, model=nn.Sequential(*layers), loss=rooted(3)).run()
+    monkeypatch.setenv("DTCTL_ATTEMPT", "1")
+    layers = nn.Linear(8, 4), nn.Linear(4, 1)
+    trainer = make({"log_every": 10}, model=nn.Sequential(*layers), loss=rooted(3))
+    with pytest.raises(
+        WorkerFailed, match=r"^the gradient of step 3 is not finite: .* backward pass; not finite: 0\.bias$"
+    ):
+        trainer.run()
+    trainer.guard.note(11, GOOD)
+    assert not trainer.guard.always, "it looks no longer than it has to"
 
 
 def test_skip_leaves_weights_and_moments_as_they_were(make: Make) -> None:
