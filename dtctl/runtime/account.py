@@ -134,14 +134,16 @@ def take(trainer: Trainer) -> Account:
     described = program.plain | ProgramState({"data": data}, model=trainer.model).plain
     examined = trainer.feed.examine(np.asarray(trainer.schedule.positions(0)[0]))
     detail = circumstances.detail(described, examined, worker, elastic=elastic, argv=sys.argv[1:])
-    told = gathered_json([circumstances.checksum(detail), examined.irreproducible], worker)
+    reasons = [f"{path} is an iterator, whose position snapshots do not keep" for path in program.iterators()]
+    reasons += [examined.irreproducible] if examined.irreproducible else []
+    told = gathered_json([circumstances.checksum(detail), reasons], worker)
     return Account(
         program=program,
         extra=trainer.extra_state,
         configured=configured(trainer.optimizer),
         detail=detail,
         checksums=[number for number, _ in told],
-        irreproducible=list(dict.fromkeys(reason for _, reason in told if reason)),
+        irreproducible=list(dict.fromkeys(reason for _, reasons in told for reason in reasons)),
     )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import io
 import sys
 import sysconfig
 import types
@@ -159,6 +160,13 @@ class ProgramState:
     def _leaves(self, describe: dict[str, str] | None = None) -> Iterator[tuple[str, _Leaf]]:
         return self._walked(_Walk(self._model, describe, self._apart))
 
+    def iterators(self) -> list[str]:
+        """Paths of iterators, whose position cannot be kept."""
+        walk = _Walk(self._model, None, self._apart)
+        for _ in self._walked(walk):
+            pass
+        return walk.iterators
+
     def _owners(self) -> dict[str, Callable[[str, Any], None]]:
         walk = _Walk(self._model, None, self._apart)
         for _ in self._walked(walk):
@@ -236,6 +244,8 @@ class _Walk:
         self._kept: list[object] = []  # so that no number in `_seen` is given to another object
         self._count = 0
         self._describe = describe
+        self.iterators: list[str] = []
+        """Paths of what has a position that nobody can ask for."""
         self.owners: dict[str, Callable[[str, Any], None]] = {}
         """Path of what has attributes -> how to set one."""
         for value in apart:
@@ -297,6 +307,8 @@ class _Walk:
                 yield from self._attributes(vars(value), path, functools.partial(setattr, value), depth)
         elif isinstance(value, types.ModuleType) or type(value).__module__.partition(".")[0] == "dtctl":
             return
+        elif isinstance(value, Iterator) and _is_advanced_by_use(value):
+            self.iterators.append(path)
         elif is_stateful(value):
             yield path, _Leaf(value, put)
             for name, inner in inner_state(value).items():
@@ -423,6 +435,11 @@ class _Walk:
                 continue
             label = f"{module_name(function.__module__)}.{name}"
             yield from self.visit(held, label, functools.partial(module.__setitem__, name), depth + 1)
+
+
+def _is_advanced_by_use(value: object) -> bool:
+    """Whether an iterator is one that has a position, rather than an open file."""
+    return not isinstance(value, io.IOBase)
 
 
 def _is_value(value: Any, known: AbstractSet[int], *, plain: bool = False) -> bool:

@@ -41,13 +41,12 @@ def train(config, worker):
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randn({SAMPLES} + (worker.rank if config.data.get("uneven") else 0), 16, generator=generator)
     data = TensorData(inputs, inputs[:, :1] - inputs[:, 1:2], torch.arange(len(inputs)))
-    calls = 0
+    os.calls = 0  # nothing of the training, which would be put back: every launch counts its own calls
     before = set(Path("snapshots").glob("step-*"))
 
     def loss(model, batch):
-        nonlocal calls
-        calls += 1
-        if os.environ.get("HURT") == f"{{worker.rank}}:{{calls}}":
+        os.calls += 1
+        if os.environ.get("HURT") == f"{{worker.rank}}:{{os.calls}}":
             while os.environ["HURT_SAVED"] and not set(Path("snapshots").glob("step-*")) - before:
                 time.sleep(0.01)
             os.kill(os.getpid(), getattr(signal, os.environ["HURT_WITH"]))

@@ -287,9 +287,16 @@ class Unkept(nn.Linear):
         return super().forward(inputs)
 
 
+def drawing() -> dict[str, Any]:
+    """A loss that draws from an iterator, as adversarial trainings do from a second loader."""
+    noise = iter([float(number) for number in range(1000)])
+    return {"loss": lambda model, batch: squared(model, batch) * next(noise)}
+
+
 @pytest.mark.parametrize(
     ("parts", "settings", "reason"),
     [
+        (drawing, {}, "loss.noise is an iterator, whose position snapshots do not keep"),
         (lambda: {"samples": Forgetful()}, {}, "the data set gives another sample 0 each time it is asked"),
         (lambda: {"samples": NoisyBatches()}, {"data_workers": "thread"}, "draws random numbers in a thread"),
         (lambda: {"model": Unkept(8, 1)}, {}, r"model.kept\b.* changes in training, and snapshots do not keep it"),
