@@ -6,7 +6,6 @@ Made when training begins; program_state.py finds the program's state, circumsta
 from __future__ import annotations
 
 import json
-import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -129,11 +128,15 @@ def take(trainer: Trainer) -> Account:
         roots["rate"] = trainer.rate
     for name, value in trainer.extra_state.items():
         roots |= {f"extra_state.{name}.{inner}": held for inner, held in inner_state(value).items()}
-    program = ProgramState(roots, model=trainer.model, apart=[trainer, trainer.config, *trainer.extra_state.values()])
+    program = ProgramState(
+        roots,
+        model=trainer.model,
+        apart=[trainer, trainer.config, trainer.config.data, trainer.config.model, *trainer.extra_state.values()],
+    )
     data = trainer.feed.reader.data
     described = program.plain | ProgramState({"data": data}, model=trainer.model).plain
     examined = trainer.feed.examine(np.asarray(trainer.schedule.positions(0)[0]))
-    detail = circumstances.detail(described, examined, worker, elastic=elastic, argv=sys.argv[1:])
+    detail = circumstances.detail(described, examined, worker, elastic=elastic)
     reasons = [f"{path} is an iterator, whose position snapshots do not keep" for path in program.iterators()]
     reasons += [examined.irreproducible] if examined.irreproducible else []
     told = gathered_json([circumstances.checksum(detail), reasons], worker)

@@ -17,7 +17,7 @@ import platform
 import sys
 import types
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +28,6 @@ import dtctl
 from dtctl.runtime.config import Batch, TrainConfig
 from dtctl.runtime.program_state import code_digest, is_own_code, module_name
 from dtctl.runtime.reading import Examination
-from dtctl.runtime.settings import PREFIX
 from dtctl.runtime.worker import Worker
 
 BITS_DO_NOT_DEPEND_ON: Final = (
@@ -131,18 +130,6 @@ def numerics(worker: Worker, *, elastic: bool) -> dict[str, str]:
     return {key: str(value) for key, value in found.items()}
 
 
-def arguments(argv: Sequence[str]) -> str:
-    """The script's own arguments; those for the configuration are compared as what they come to."""
-    words, own = iter(argv), []
-    for word in words:
-        if word.startswith(PREFIX):
-            if "=" not in word:
-                next(words, None)
-        else:
-            own.append(word)
-    return " ".join(own)
-
-
 def code(before: Iterable[str] = ()) -> dict[str, str]:
     """A digest of every module of the user's own that is loaded; comments and line numbers do not count.
 
@@ -185,9 +172,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def detail(
-    described: Mapping[str, str], examined: Examination, worker: Worker, *, elastic: bool, argv: Sequence[str]
-) -> dict[str, str]:
+def detail(described: Mapping[str, str], examined: Examination, worker: Worker, *, elastic: bool) -> dict[str, str]:
     """The long list, of this worker.
 
     Args:
@@ -195,13 +180,12 @@ def detail(
         examined: some samples.
         worker: this worker.
         elastic: whether the number of workers does not count.
-        argv: arguments of the script.
     """
     found = dict(described) | {f"data[{name}]": digest for name, digest in examined.digests.items()}
     found |= {f"version of {name}": text for name, text in versions(described).items()}
     found |= numerics(worker, elastic=elastic)
     found |= {f"code of {name}": digest for name, digest in code().items()}
-    return found | {"arguments": arguments(argv)}
+    return found
 
 
 def checksum(found: Mapping[str, str]) -> int:

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from dtctl.runtime.idle_names import idle_names
 from dtctl.runtime.snapshot.encoding import (
     NotEncodable,
     decode,
@@ -282,6 +283,13 @@ class _Walk:
         if self._describe is not None:
             self._describe[path] = text()
 
+    @contextlib.contextmanager
+    def _describing(self, wanted: bool) -> Iterator[None]:
+        kept = self._describe
+        self._describe = kept if wanted else None
+        yield
+        self._describe = kept
+
     def _numbers(self, value: Any, path: str, put: Callable[[Any], None]) -> Iterator[tuple[str, _Leaf]]:
         if isinstance(value, torch.Tensor):
             if hasattr(value, "device_mesh"):
@@ -417,12 +425,16 @@ class _Walk:
         if not isinstance(function, types.FunctionType) or not is_own_code(function.__module__ or ""):
             return
         self._note(f"{path} (code)", lambda: code_digest(function.__code__))
+        # What has no say in what a function computes is state that is kept, and no circumstance.
+        idle = idle_names(function) if self._describe is not None else frozenset()
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             try:
                 held = cell.cell_contents
             except ValueError:  # not bound yet
                 continue
-            yield from self.visit(held, f"{path}.{name}", functools.partial(setattr, cell, "cell_contents"), depth + 1)
+            with self._describing(name not in idle):
+                put = functools.partial(setattr, cell, "cell_contents")
+                yield from self.visit(held, f"{path}.{name}", put, depth + 1)
         for index, default in enumerate(function.__defaults__ or ()):
             yield from self.visit(default, f"{path}.default{index}", lambda _: None, depth + 1)
         for name, default in (function.__kwdefaults__ or {}).items():
@@ -434,7 +446,8 @@ class _Walk:
             if held is _MISSING or name.startswith("__"):
                 continue
             label = f"{module_name(function.__module__)}.{name}"
-            yield from self.visit(held, label, functools.partial(module.__setitem__, name), depth + 1)
+            with self._describing(name not in idle):
+                yield from self.visit(held, label, functools.partial(module.__setitem__, name), depth + 1)
 
 
 def _is_advanced_by_use(value: object) -> bool:

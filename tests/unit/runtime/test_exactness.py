@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import shutil
@@ -384,17 +385,36 @@ def test_another_optimizer_is_refused(other: Any, make: Make) -> None:
         make({"steps": WHOLE}, optimizer=lambda model: other(model.parameters(), lr=0.1)).run()
 
 
-def test_arguments_and_switches_count(
+def test_switches_of_libraries_count(
     make: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["train.py", "--train.lr", "0.1", "--alpha", "1"])
     make({"steps": HALF}).run()
-    monkeypatch.setattr("sys.argv", ["train.py", "--alpha", "2"])
     monkeypatch.setenv("NCCL_ALGO", "Tree")
     make({"steps": HALF}).run()
-    text = said(capsys.readouterr().out)
-    assert "arguments was --alpha 1 and is --alpha 2" in text
-    assert "NCCL_ALGO was not there and is Tree" in text
+    assert said(capsys.readouterr().out) == "not exact: NCCL_ALGO was not there and is Tree"
+
+
+def broken_off(until: int | None, every: int, where: str) -> Any:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        if trainer_step() == until:
+            raise KeyboardInterrupt
+        if trainer_step() % every == 0:
+            print("a line")
+            with open(os.devnull, "a") as file:
+                file.write(where)
+        return squared(model, batch)
+
+    return loss
+
+
+def trainer_step() -> int:
+    return 0
+
+
+def test_what_has_no_say_in_the_loss_may_be_another(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    make({"steps": HALF}, loss=broken_off(100, 3, "here")).run()
+    make({"steps": HALF}, loss=broken_off(None, 5, "there")).run()
+    assert said(capsys.readouterr().out) == "exact"
 
 
 def test_nothing_is_begun_anew_in_silence(make: Make) -> None:
