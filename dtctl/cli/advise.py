@@ -21,6 +21,11 @@ SHOWN = 7
 """Choices of the table beside the best one."""
 PAST = 12
 """Letters of a bar that are shown past the mark."""
+COMPUTED = (
+    "computed from the model's dimensions, not run: what else is on the GPU, and what the program keeps, is not in it "
+    "(--measure trains a few steps)"
+)
+"""What `fits` is an answer to."""
 PARTS = ("states", "activations", "logits", "temporary", "overhead")
 
 
@@ -105,6 +110,7 @@ def _recommend(task: Task, path: Path, *, write: bool, plot: Path | None, json_l
                 "recommendation": as_json(found.best, found.reasons),
                 "alternatives": [as_json(one) for one in found.others],
                 "tried": found.tried,
+                "basis": COMPUTED,
             }
         )
     else:
@@ -236,6 +242,7 @@ def _show(task: Task, found: Advice) -> None:
     if task.model.assumed:
         output.out(f"  computed with {task.model.assumed}")
     output.out(_verdict(found), "bold")
+    output.out(f"  {COMPUTED}", "dim")
     for reason in found.reasons:
         output.out(f"  {reason}")
     output.out("")

@@ -90,6 +90,7 @@ def examine_cluster(path: Path, *, skip: Sequence[str], json_lines: bool) -> int
                 "nodes": [seen.name for seen in done.seen],
                 "took_s": took_s,
                 "findings": findings,
+                "not_examined": list(done.not_examined),
                 "links": links_of(done.seen),
                 "all_reduce": done.sums or None,
             }
@@ -115,8 +116,9 @@ def show_examination(done: Examination, took_s: float) -> None:
         output.table(speeds[1], header=speeds[0])
     show_findings(done.findings)
     nodes = "1 node" if len(done.seen) == 1 else f"{len(done.seen)} nodes"
-    verdict = "can train" if done.ok else "cannot train as they are"
+    verdict = "can train, by what was examined" if done.ok else "cannot train as they are"
     output.out(f"\n{nodes} {verdict}; {took_s:.1f} s", "green" if done.ok else "red", "bold")
+    output.out(f"not examined: {'; '.join(done.not_examined)}", "dim")
 
 
 def show_findings(findings: Sequence[Finding]) -> None:

@@ -39,7 +39,7 @@ def examine_offer(spec: Spec, *, json_lines: bool) -> int:
         verdict = "can be submitted" if ok else "can never start as it is"
         output.out(f"the job {verdict}; {took_s:.1f} s", "green" if ok else "red", "bold")
         if ok:
-            output.err("inside an allocation (salloc, sbatch), dtctl doctor examines its nodes", "dim")
+            output.out("not examined: the nodes themselves (inside an allocation, `dtctl doctor` examines them)", "dim")
     return 0 if ok else DoctorFailed.exit_code
 
 

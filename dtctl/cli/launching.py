@@ -118,6 +118,7 @@ def show_scripts(plan: Plan, scripts: dict[str, str]) -> None:
     output.out(f"run {plan.run}: {plan.job}, {plan.kind} over {plan.transport}, rendezvous {plan.rendezvous.endpoint}")
     rows = [[n.name, n.address, str(n.node_rank), str(n.slots), f"{n.ranks[0]}-{n.ranks[-1]}"] for n in plan.nodes]
     output.table(rows, header=["NODE", "ADDRESS", "NODE RANK", "SLOTS", "RANKS"])
+    output.out("note: no node was asked, and no file was looked for: `dtctl doctor` and `dtctl validate` do")
     for note in plan.notes:
         output.out(f"note: {note}")
     for node, text in scripts.items():

@@ -15,6 +15,14 @@ from dtctl.errors import DtctlError
 if TYPE_CHECKING:
     from dtctl.plan.model import Plan
 
+NOT_EXAMINED = (
+    "the nodes (`dtctl doctor`)",
+    "what the program does (`dtctl lint`)",
+    "whether model and batch fit into memory (`dtctl advise`)",
+    "data",
+)
+"""What can be wrong with a launch although the spec is right."""
+
 
 def validate(
     spec: Annotated[Path, typer.Argument(help="The spec.")] = Path(names.SPEC_FILE),
@@ -37,14 +45,21 @@ def validate(
         raise
     if json_:
         output.emit_json(
-            {"ok": True, "spec": str(spec), "nodes": [node.name for node in plan.nodes], "world_size": plan.world_size}
+            {
+                "ok": True,
+                "spec": str(spec),
+                "nodes": [node.name for node in plan.nodes],
+                "world_size": plan.world_size,
+                "not_examined": list(NOT_EXAMINED),
+            }
         )
         return
     nodes = "1 node" if len(plan.nodes) == 1 else f"{len(plan.nodes)} nodes"
     workers = "1 worker" if plan.world_size == 1 else f"{plan.world_size} workers"
-    output.out(f"{spec} is right: {plan.job}, {plan.kind} over {plan.transport}, {nodes}, {workers}")
+    output.out(f"{spec} can be planned: {plan.job}, {plan.kind} over {plan.transport}, {nodes}, {workers}")
     for note in plan.notes:
         output.out(f"note: {note}")
+    output.out(f"not examined: {', '.join(NOT_EXAMINED)}", "dim")
 
 
 def _planned(spec: Path, changes: Sequence[str]) -> Plan:

@@ -41,8 +41,14 @@ class Examination:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing has failed."""
+        """Whether nothing has failed of what was examined."""
         return not any(finding.status == "fail" for finding in self.findings)
+
+    @property
+    def not_examined(self) -> tuple[str, ...]:
+        """What nobody has looked at, one sentence each without a point; what no doctor looks at comes last."""
+        skipped = dict.fromkeys(finding.summary for finding in self.findings if finding.status == "skip")
+        return (*skipped, "the job's own code and data")
 
 
 def examine(spec: Spec, cluster: Cluster, *, skip: Collection[Costly], progress: Progress) -> Examination:
@@ -80,7 +86,33 @@ def examine(spec: Spec, cluster: Cluster, *, skip: Collection[Costly], progress:
             # A node that was lost on the way is not a matter of sums.
             found += list(node.reach(seen)) or sums.findings
             ran += collective.RAN
-    return Examination(findings=tuple(ordered(found, ran=ran)), seen=tuple(seen), sums=sums.figures)
+    left_out = _left_out(seen, skip, ran)
+    return Examination(findings=tuple(ordered(found, ran=ran, left_out=left_out)), seen=tuple(seen), sums=sums.figures)
+
+
+def _left_out(seen: Collection[Seen], skip: Collection[Costly], ran: Collection[str]) -> dict[str, str]:
+    """Checks that were not made, or had nothing to look at -> why."""
+    well = [one for one in seen if one.error is None]
+    found: dict[str, str] = {}
+    if len(seen) < 2:
+        alone = "there is one node, and nothing between nodes to look at"
+        found |= dict.fromkeys((*network.RAN, *links.RAN, *collective.RAN), alone)
+    elif "links" in skip:
+        found |= dict.fromkeys(links.RAN, "bandwidth, loss and delay between nodes were left out")
+    if len(seen) > 1 and "collective" not in ran:
+        without = [one.name for one in well if not one.facts["job"].get("torch")]
+        if "collective" in skip:
+            why = "torch was not run"
+        elif without:
+            why = f"torch was not run: the job's Python has none on {', '.join(without)}"
+        else:
+            why = "torch was not run, because of what has failed"
+        found["collective"] = why
+    if well and not any(one.facts["gpus"] for one in well):
+        found |= dict.fromkeys((name for name in hardware.RAN if name.startswith("gpu")), "no node shows a GPU")
+    if well and not any(one.facts["rdma"] for one in well):
+        found["rdma"] = "no node has an InfiniBand or RoCE port"
+    return found
 
 
 def _can_add_up(seen: list[Seen], found: list[Finding]) -> bool:

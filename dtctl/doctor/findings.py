@@ -49,12 +49,15 @@ class Finding:
         return asdict(self)
 
 
-def ordered(found: Iterable[Finding], *, ran: Iterable[str]) -> list[Finding]:
+def ordered(
+    found: Iterable[Finding], *, ran: Iterable[str], left_out: Mapping[str, str] | None = None
+) -> list[Finding]:
     """All findings, the primary one first, then by severity; checks that ran and found nothing are ok.
 
     Args:
         found: warnings and failures.
         ran: names of the checks that were made.
+        left_out: those that were not, or had nothing to look at -> why; they are neither ok nor wrong.
     """
     bad = sorted(found, key=lambda finding: (_SEVERITY[finding.status], CHECKS.index(finding.check)))
     if bad:
@@ -62,7 +65,13 @@ def ordered(found: Iterable[Finding], *, ran: Iterable[str]) -> list[Finding]:
         bad[0] = replace(bad[0], primary=True)
         bad[1:] = [_fold(finding, bad[0]) for finding in bad[1:]]
     named = {finding.check for finding in bad}
-    return bad + [Finding(check=check, status="ok") for check in CHECKS if check in set(ran) - named]
+    skipped = {check: why for check, why in (left_out or {}).items() if check not in named}
+    ok = set(ran) - named - skipped.keys()
+    return [
+        *bad,
+        *(Finding(check=check, status="skip", summary=skipped[check]) for check in CHECKS if check in skipped),
+        *(Finding(check=check, status="ok") for check in CHECKS if check in ok),
+    ]
 
 
 _EXPLAINS = {

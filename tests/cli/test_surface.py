@@ -182,3 +182,20 @@ def test_a_spec_whose_script_cannot_run_is_not_right(tmp_path: Path, script: str
     (tmp_path / "p" / "dtctl.yaml").write_text(f"cluster: {{transport: local}}\njob: {{script: {script}}}\n")
     found = dtctl("validate", cwd=tmp_path / "p")
     assert (found.returncode, text in found.stderr) == (4, True), found.stderr
+
+
+def test_what_was_not_examined_stands_beside_what_was(tmp_path: Path) -> None:
+    assert dtctl("init", "p", "--launcher", "local", cwd=tmp_path).returncode == 0
+    said = dtctl("validate", cwd=tmp_path / "p").stdout
+    assert said.startswith("dtctl.yaml can be planned: ")
+    assert "not examined: the nodes (`dtctl doctor`), what the program does (`dtctl lint`), whether model and" in said
+    assert (
+        "the nodes (`dtctl doctor`)"
+        in json.loads(dtctl("validate", "--json", cwd=tmp_path / "p").stdout)["not_examined"]
+    )
+    assert (
+        "note: no node was asked, and no file was looked for" in dtctl("launch", "--dry-run", cwd=tmp_path / "p").stdout
+    )
+    model = ["--params", "7B", "--gpus", "8", "--gpu", "H100", "--batch", "64"]
+    assert "computed from the model's dimensions, not run" in dtctl("advise", *model, cwd=tmp_path).stdout
+    assert "not run" in json.loads(dtctl("advise", *model, "--json", cwd=tmp_path).stdout)["basis"]

@@ -26,6 +26,15 @@ def test_a_healthy_cluster_has_no_finding_run_after_run(sandbox: Sandbox, projec
 def test_quick_on_a_healthy_cluster_has_no_finding_either(sandbox: Sandbox, project: Any) -> None:
     code, said = examine(project, None, "--quick")
     assert (code, bad(said)) == (0, [])
+    assert said["not_examined"] == [
+        "no node shows a GPU",
+        "no node has an InfiniBand or RoCE port",
+        "bandwidth, loss and delay between nodes were left out",
+        "torch was not run",
+        "the job's own code and data",
+    ]
+    skipped = {one["check"] for one in said["findings"] if one["status"] == "skip"}
+    assert {"gpus", "rdma", "bandwidth", "collective"} <= skipped
 
 
 READ_SETTINGS = "grep -rs . /proc/sys/net/ipv4 || true"

@@ -163,3 +163,16 @@ def test_a_folder_that_is_another_one_on_some_nodes_and_files_that_come_late() -
     (one,) = judge(sights(ba=2.5))
     assert (one.check, one.status, one.nodes) == ("visibility", "warn", ("b",))
     assert "2.5 s" in one.summary
+
+
+def test_what_was_not_made_is_neither_ok_nor_wrong() -> None:
+    found = ordered(
+        [], ran=["reach", "gpus", "mtu"], left_out={"gpus": "no node shows a GPU", "collective": "left out"}
+    )
+    assert [(one.check, one.status, one.summary) for one in found] == [
+        ("gpus", "skip", "no node shows a GPU"),
+        ("collective", "skip", "left out"),
+        ("reach", "ok", ""),
+        ("mtu", "ok", ""),
+    ]
+    assert not any(one.primary for one in found)
