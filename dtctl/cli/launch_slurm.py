@@ -195,7 +195,7 @@ def _catch_up(follower: Follower) -> bool:
 def _close(follower: Follower, stopped_by: int | None) -> None:
     """Write the end down, if it has come."""
     if follower.settled:
-        note_end(follower.result(_ledger(follower.record), stopped_by=stopped_by), follower.emit)
+        note_end(follower.result(None, stopped_by=stopped_by), follower.emit)
 
 
 def _ledger(record: RunRecord) -> Any:

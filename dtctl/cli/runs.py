@@ -27,7 +27,7 @@ def runs(json_: Annotated[bool, typer.Option("--json", help="JSON on standard ou
     rows = [
         [
             state.run,
-            state.status,
+            state.status if state.over or not state.job else f"{state.status} {_ago(state.looked)}",
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.started)),
             f"{state.duration_s:.0f} s",
             str(len(state.nodes)),
@@ -35,3 +35,9 @@ def runs(json_: Annotated[bool, typer.Option("--json", help="JSON on standard ou
         for state in states
     ]
     output.table(rows, header=["RUN", "STATUS", "STARTED", "DURATION", "NODES"])
+
+
+def _ago(looked: float) -> str:
+    """When somebody last looked at a job of Slurm; `dtctl status` looks again."""
+    seconds = time.time() - looked
+    return "" if seconds < 60 else f"({seconds / 60:.0f} min ago)"

@@ -47,6 +47,10 @@ def status(
         output.out(f"first failure: {who}: {failure['summary']}")
         if failure["log"]:
             output.out(f"log: {failure['log']}")
+    for node, lost in ((state.done or {}).get("lost_output") or {}).items():
+        output.out(f"output is lost: {lost:,} bytes of {node}'s could not be stored", "red")
+    if state.done is not None and state.done.get("left_behind", 0) is None:
+        output.out("nobody could look on every node whether processes are left; `dtctl stop` looks again", "yellow")
     if state.status == "abandoned":
         more = "`dtctl watch` gives it a new one, " if record.info().detached else ""
         output.out(f"its launcher has ended without a word; {more}`dtctl stop` ends what is left of it")

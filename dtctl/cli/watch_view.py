@@ -89,14 +89,15 @@ class Screen:
         from rich.text import Text
 
         last = rows[-1]
-        step, step_s = int(last["step"]), float(last.get("step_s") or 0)
+        step, step_s = int(last["step"]), float(last.get("step_s") or "nan")
         line = f"step {step:,}"
         if self._steps:
-            left = clock((self._steps - step) * step_s) if not self.state.over else ""
+            left = clock((self._steps - step) * step_s) if not self.state.over and math.isfinite(step_s) else ""
             line += f" of {self._steps:,}  {step / self._steps:.0%}" + (f"  {left} to go" if left else "")
         speed = last.get("tokens_per_s")
-        rate = f"{speed:,.0f} tokens/s" if speed else f"{last.get('samples_per_s') or 0:,.0f} samples/s"
-        facts = f"{line}  {step_s * 1e3:.1f} ms/step  {rate}"
+        samples = last.get("samples_per_s")
+        rate = f"{speed:,.0f} tokens/s" if speed else f"{samples:,.0f} samples/s" if samples else ""
+        facts = "  ".join([line, *([f"{step_s * 1e3:.1f} ms/step"] if math.isfinite(step_s) else []), rate]).rstrip()
         losses = [row.get("loss") for row in rows]
         numbers = [float("nan") if loss is None else float(loss) for loss in losses]
         told = "not a number" if math.isnan(numbers[-1]) else f"{numbers[-1]:.4f}"

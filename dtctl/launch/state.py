@@ -33,6 +33,8 @@ class RunState:
     """Why each attempt but the last one has ended: its first failure."""
     job: str = ""
     """Id of the Slurm job that the run is."""
+    looked: float = 0.0
+    """When it was last known to be so, in seconds since the epoch: a job of Slurm goes on though nobody looks."""
     waits: dict[str, Any] | None = None
     """Why it waits (`reason`) and when Slurm expects to start it (`start`, seconds since the epoch), while it waits."""
     done: dict[str, Any] | None = None
@@ -116,11 +118,14 @@ def state_of(record: RunRecord) -> RunState:
     if done is None and not info.slurm and not alive(info) and not record.has_launcher():
         status = "abandoned"
     end = last if done is not None or status == "abandoned" else time.time()
+    told = done.get("duration_s") if done is not None else None
+    unwatched = info.slurm and done is None and not record.has_launcher()
     return RunState(
         run=record.run,
         status=status,
         started=info.started,
-        duration_s=max(0.0, end - info.started),
+        duration_s=max(0.0, float(told) if told is not None and readable.number(told) else end - info.started),
+        looked=last if unwatched or done is not None else time.time(),
         attempt=attempt,
         nodes=nodes,
         restarts=tuple(restarts),

@@ -181,7 +181,7 @@ def tiles(run: Facts) -> list[tuple[str, str, str]]:
             found.append(("memory", f"{memory[0]:.3g} GiB", "peak of rank 0"))
     done = state.done or {}
     left = done.get("left_behind")
-    beside = "" if left is None else f"{_count(left, 'process')} left"
+    beside = f"{_count(left, 'process')} left" if left is not None else "nobody could look what is left" if done else ""
     found.append(("exit code", str(done.get("exit_code", "–")), beside))
     return found
 

@@ -16,7 +16,8 @@ from datetime import datetime
 from typing import Any
 
 FIELDS = (
-    "JobState", "Reason", "StartTime", "NodeList", "ExitCode", "Restarts", "Partition", "TimeLimit", "Account", "QOS",
+    "JobState", "Reason", "StartTime", "EndTime", "NodeList", "ExitCode", "Restarts", "Partition", "TimeLimit",
+    "Account", "QOS",
 )  # fmt: skip
 Answer = dict[str, Any]
 PIECE = 1 << 20
@@ -102,19 +103,24 @@ def state(job: str) -> Answer:
             shown["nodes"] = run("scontrol", "show", "hostnames", ",".join(lists)).stdout.split()
         shown["ids"] = re.findall(r"(?:^|\n)JobId=(\d+)", done.stdout)
         # Slurm writes the time of its own machine; the asker's clock may have another zone.
-        try:
-            shown["start"] = datetime.strptime(shown["StartTime"], "%Y-%m-%dT%H:%M:%S").timestamp()
-        except (KeyError, ValueError):
-            shown["start"] = None
+        shown["start"], shown["end"] = moment(shown.get("StartTime", "")), moment(shown.get("EndTime", ""))
         return shown
     if "Invalid job id" not in done.stderr:
         return {"JobState": "UNKNOWN", "Reason": (done.stderr.strip().splitlines() or ["scontrol says nothing"])[-1]}
     try:
-        kept = run("sacct", "-j", job, "-X", "-n", "-P", "-o", "State,ExitCode")
+        kept = run("sacct", "-j", job, "-X", "-n", "-P", "-o", "State,ExitCode,End")
     except OSError:
         return {"JobState": "FORGOTTEN"}
-    found, _, code = kept.stdout.strip().splitlines()[-1].partition("|") if kept.stdout.strip() else ("", "", "")
-    return {"JobState": found.split()[0], "ExitCode": code} if found else {"JobState": "FORGOTTEN"}
+    found, code, end = (kept.stdout.strip().splitlines() or ["||"])[-1].split("|")[:3]
+    return {"JobState": found.split()[0], "ExitCode": code, "end": moment(end)} if found else {"JobState": "FORGOTTEN"}
+
+
+def moment(text: str) -> float | None:
+    """Seconds since the epoch of a time as Slurm writes it; None of none."""
+    try:
+        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S").timestamp()
+    except ValueError:
+        return None
 
 
 def news(folder: str, have: dict[str, int]) -> Answer:

@@ -273,8 +273,13 @@ class Follower:
             )
         return failures.first(found)
 
-    def result(self, ledger: Ledger, *, stopped_by: int | None) -> Result:
-        """How it ended; call it when it is over."""
+    def result(self, ledger: Ledger | None, *, stopped_by: int | None) -> Result:
+        """How it ended; call it when it is over.
+
+        Args:
+            ledger: of somebody who has followed it all the time; None: nobody has, so where the time went is not known.
+            stopped_by: signal that has ended it, if it was one to the launcher.
+        """
         state, code = self.state["JobState"], self._exit_code()
         failure = self._first_failure()
         status, exit_code = "failed", 8
@@ -286,7 +291,8 @@ class Follower:
             status, exit_code = "stopped", names.REQUEUE_EXIT
         elif failure is None:
             failure = self._without_a_word(state)
-        ledger.write(self.record.folder / names.LEDGER_FILE, attempts=max(0, self.attempt) + 1)
+        if ledger is not None:
+            ledger.write(self.record.folder / names.LEDGER_FILE, attempts=max(0, self.attempt) + 1)
         found = self.left()
         for node in self.nodes:
             self.emit("node", node=node, state="stopped", left=found.counts.get(node))
@@ -299,7 +305,7 @@ class Follower:
             attempts=max(0, self.attempt) + 1,
             first_failure=failure if status == "failed" else None,
             launch_s=self.launch_s,
-            duration_s=ledger.total_s(),
+            duration_s=self._duration_s(),
             left_behind=found.total,
             lost_output=dict(self.logs.lost),
             nodes=len(self.nodes),
@@ -309,6 +315,10 @@ class Follower:
     def left(self) -> Left:
         """What is left of the job on the nodes that it was given; call it when it is over."""
         return look(self.site, self.ref.python, self.ref.job, self.state, sorted(self._had))
+
+    def _duration_s(self) -> float:
+        """From the launch to the end, as Slurm has it; to now where Slurm does not know it any more."""
+        return max(0.0, (self.state.get("end") or time.time()) - self.record.info().started)
 
     def _exit_code(self) -> int:
         """Exit code of the batch script, 128 + N for a signal; that in its log where Slurm has forgotten the job."""
