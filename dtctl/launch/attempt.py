@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dtctl.launch.failure import Failure
+from dtctl.launch.failure import AGENT, Failure
 from dtctl.launch.inquest import Inquest
 from dtctl.launch.logs import METRICS
 from dtctl.launch.progress import Standing
@@ -88,6 +88,10 @@ class Attempt:
         """Ranks that have ended with an error of their own."""
         self.saved = 0
         """Step of the newest snapshot that workers have told of."""
+        self.ranks = {node.name: frozenset(node.ranks) for node in plan.nodes}
+        """Workers of each node; what it says of others is not believed."""
+        self.cold: set[str] = set()
+        """Nodes whose workers are started afresh."""
         self.away: dict[str, _Away] = {}
         """Nodes of a kept run whose link is gone: they go on, and are called again from time to time."""
 
@@ -100,6 +104,8 @@ class Attempt:
             return
         elif said.what == "started":
             self._started(name, said.data)
+        elif not self._is_own(name, said):
+            self._lose(name, "it told of a worker that is not its own")
         elif said.what == "exit":
             self._exit(name, said.data)
         elif said.what == "ready":  # a kept run's link stands again
@@ -107,9 +113,10 @@ class Attempt:
             self.gang.emit("node", node=name, state="running")
         elif said.what == "stopped":
             self._stopped(name, said.data)
-        elif said.what == "cold":
+        elif said.what == "cold" and name not in self.cold:
+            self.cold.add(name)
             self.gang.emit("note", node=name, text=f"workers are started afresh: {said.data['why']}")
-        elif said.what == "metrics-begin":
+        elif said.what == "metrics-begin" and self._has_metrics(name):
             self.gang.logs.begin_metrics(name)
         elif said.what == "error":
             self._fail(name, str(error_of(said.data, name)), exit_code=None)
@@ -120,7 +127,20 @@ class Attempt:
         else:
             self._watch(name, said)
 
+    def _is_own(self, name: str, said: Said) -> bool:
+        """Whether what a node says is about its own workers, or torchrun's agent there."""
+        facts = said.data["exits"] if said.what == "stopped" else [said.data]
+        return said.what not in ("exit", "stopped") or all(fact["rank"] in self.ranks[name] | {-1} for fact in facts)
+
+    def _has_metrics(self, name: str) -> bool:
+        """Whether the worker that writes metrics.jsonl is on this node."""
+        return 0 in self.ranks.get(name, ())
+
     def _log(self, name: str, rank: int, payload: bytes) -> None:
+        if rank == METRICS and not self._has_metrics(name):
+            return
+        if rank != METRICS and rank not in self.ranks.get(name, ()):  # a line can begin like one of another worker
+            rank = AGENT
         for text in self.gang.logs.write(name, rank, payload):
             self.gang.emit("log", node=name, rank=rank, text=text)
         refusal = self.gang.logs.refusal()
@@ -133,6 +153,8 @@ class Attempt:
             self.gang.emit("node", node=node, state="running")
 
     def _started(self, name: str, data: dict[str, Any]) -> None:
+        if name not in self.starting:
+            return
         self.starting.discard(name)
         self.gang.emit("node", node=name, state="started", interface=data.get("interface") or None)
         self.all_started = not self.starting
@@ -176,14 +198,14 @@ class Attempt:
     def _watch(self, name: str, said: Said) -> None:
         """What a node says about how far its workers are."""
         if said.what in ("pong", "progress"):
-            workers, before_stop = said.data.get("workers", []), said.data.get("before_stop", False)
-            self.inquest.told(name, workers, before_stop=before_stop)
+            own = [fact for fact in said.data["workers"] if fact["rank"] in self.ranks[name]]
+            self.inquest.told(name, own, before_stop=said.data.get("before_stop", False))
             known = self.inquest.workers.values()
             steps = [worker.step for worker in known]
             self.outcome.first = max((worker.first for worker in known), default=None)
             self.outcome.step = max([*steps, self.outcome.step or 0]) if steps else self.outcome.step
             self._note_snapshots()
-        elif said.what == "stack":
+        elif said.what == "stack" and said.data["rank"] in self.inquest.workers.keys() & self.ranks[name]:
             self.inquest.shown(said.data)
         elif said.what == "stacks-end":
             self.inquest.answered(name)

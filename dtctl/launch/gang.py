@@ -24,6 +24,10 @@ from dtctl.transport.fanout import raise_failures
 
 PUSH_FACTS = ("sent", "files", "bytes", "state", "path")
 PING_S = 1.0
+START_SILENCE_S = 120.0
+"""How long a connected node may take for a step on its way to the start: for the start of Python, usually."""
+PUSH_SILENCE_S = 600.0
+"""The same while it has code to look at or to copy, which it does without a word."""
 QUIT_LIMIT_S = 2.0
 
 
@@ -65,7 +69,18 @@ class Gang:
         failures: dict[str, DtctlError] = {}
         while waiting and not self.signals:
             said = self._next(0.2)
-            if said is None or said.session is not self.sessions.get(said.session.name):
+            for name in [name for name in self.sessions if name in waiting and self._is_stuck(name)]:
+                self.sessions[name].close()
+                failures[name] = ConnectError(
+                    "it does not get on with its part", node=name, hint="does it hang? look at its load and its disk"
+                )
+                waiting.discard(name)
+                self.emit("node", node=name, state="failed", error=str(failures[name]))
+            if (
+                said is None
+                or said.session.name in failures
+                or said.session is not self.sessions.get(said.session.name)
+            ):
                 continue  # nothing, or the last word of a link that has been replaced
             name = said.session.name
             if said.what == "hello":
@@ -81,6 +96,11 @@ class Gang:
             self.emit("node", node=name, state=said.what, **({"push": facts} if facts else {}))
         return hellos, {name: failures[name] for name in self.sessions if name in failures}
 
+    def _is_stuck(self, name: str) -> bool:
+        session = self.sessions[name]
+        limit_s = PUSH_SILENCE_S if session.errand.push is not None else START_SILENCE_S
+        return session.moved is not None and time.monotonic() - session.moved > limit_s
+
     def idle(self, seconds: float) -> None:
         """Wait, with all links kept alive, or until somebody wants to stop."""
         deadline = time.monotonic() + seconds
@@ -95,7 +115,7 @@ class Gang:
         while time.monotonic() < deadline and not self.signals:
             said = self._next(0.2)
             if said is not None and said.session is session and said.what == "probed":
-                return int(said.data["port"])
+                return said.data["port"] if said.data["port"] in ports else 0
         return 0
 
     # -- one attempt ------------------------------------------------------------------------------------------------
@@ -174,9 +194,11 @@ class Gang:
                 self.emit("time-is-up")
                 self.signals.append(signal.SIGUSR1)
         try:
-            return self.inbox.get(timeout=timeout_s)
+            said = self.inbox.get(timeout=timeout_s)
         except queue.Empty:
             return None
+        said.session.taken(said)
+        return said
 
 
 def _as_ours(error: BaseException) -> DtctlError:

@@ -5,11 +5,12 @@ Decides how frames are read, nothing about their meaning; `dtctl/supervisor/fram
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from dtctl.errors import ConnectError, NodeError
 from dtctl.supervisor import frames
-from dtctl.transport.base import Stream
+from dtctl.transport.base import Connection, Stream
 
 
 class Link:
@@ -81,4 +82,50 @@ class Link:
         kind, _, payload = frame
         if kind != frames.JSON:
             raise NodeError(f"expected a message, got {len(payload)} bytes of kind {kind!r}", node=self.node)
-        return frames.decode(payload)
+        return self.decode(payload)
+
+    def decode(self, payload: bytes) -> dict[str, Any]:
+        """The message in a frame of JSON, of which nothing is certain but that it is an object; see messages.py.
+
+        Raises:
+            NodeError: there is none.
+        """
+        try:
+            return frames.decode(payload)
+        except frames.BrokenFrame as exc:
+            raise NodeError(f"the node sent something that is {exc}", node=self.node) from None
+
+
+class Patience:
+    """Drops a connection over which nothing comes for too long, so that whoever reads from it goes on."""
+
+    def __init__(self, connection: Connection, limit_s: float) -> None:
+        self._connection, self._limit_s, self._over = connection, limit_s, False
+        self._timer: threading.Timer | None = None
+        self.heard()
+
+    def heard(self) -> None:
+        """Begin anew."""
+        self.end()
+        self._timer = threading.Timer(self._limit_s, self._drop)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def end(self) -> None:
+        """Wait no longer."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def check(self, node: str) -> None:
+        """The end has been reached: of what there is to read, or of the time.
+
+        Raises:
+            ConnectError: the latter.
+        """
+        self.end()
+        if self._over:
+            raise ConnectError(f"nothing was heard of it for {self._limit_s:g} s", node=node)
+
+    def _drop(self) -> None:
+        self._over = True
+        self._connection.close()

@@ -194,10 +194,11 @@ _EXIT: Final = form(
     rank=RANK,
     code=whole(0, 255),
     signal=maybe(whole(1, 64)),
-    optional={"why": prose, "asked": flag, "time": number},
+    optional={"why": prose, "asked": flag, "told": flag, "time": number},
 )
 _WORKER: Final = form(
     rank=whole(0, 1 << 24), pid=COUNT, phase=whole(0, 255), step=COUNT, place=COUNT, first=COUNT, saved=COUNT,
+    until=COUNT,
     begun_s=number, stale_s=number, slowest_s=number, stall_s=number, evaluation_s=number, state=text(1),
 )  # fmt: skip
 _WORKERS: Final = those(_WORKER, WORKERS)
@@ -223,9 +224,13 @@ _BEFORE: Final[dict[str, Check]] = {
 _RUNNING: Final[dict[str, Check]] = {
     "started": form(optional={"interface": maybe(text(64))}),
     "exit": _EXIT,
-    "stopped": form(left=whole(0, 1 << 22), exits=each(_EXIT, WORKERS), optional={"gone": flag, "lost": flag}),
+    "stopped": form(
+        left=whole(0, 1 << 22),
+        exits=each(_EXIT, WORKERS),
+        optional={"gone": flag, "lost": flag, "log_bytes_lost": COUNT, "record": prose},
+    ),
     "pong": form(workers=_WORKERS),
-    "progress": form(workers=_WORKERS),
+    "progress": form(workers=_WORKERS, optional={"before_stop": flag}),
     "probed": form(port=PORT),
     "cold": form(why=prose),
     "metrics-begin": form(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import posixpath
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtctl.errors import ConnectError, NodeError, TransferError
+from dtctl.launch import messages
 from dtctl.launch.link import Link
 from dtctl.launch.tree import Tree
 
@@ -198,7 +200,7 @@ def push(link: Link, tree: Tree, *, shared: Payloads, progress: Callable[[int], 
     link.send_json({"op": "push", "tree": tree.digest})
     answer = _answer(link, "have", "want-manifest")
     if answer["state"] == "have":
-        return PushResult(path=str(answer["path"]), state="have", files_sent=0, bytes_sent=0)
+        return PushResult(path=_folder(answer, tree, link.node), state="have", files_sent=0, bytes_sent=0)
     manifest = shared.manifest(tree)
     indexes: tuple[int, ...] = ()
     sent = len(manifest)
@@ -218,16 +220,25 @@ def push(link: Link, tree: Tree, *, shared: Payloads, progress: Callable[[int], 
         _answer(link)  # a node that refuses says why, and then no longer reads
         raise
     done = _answer(link, "done")
-    if done["digest"] != tree.digest:
+    if done.get("digest") != tree.digest:
         raise TransferError("the node has another tree than was sent", node=link.node)
-    return PushResult(path=str(done["path"]), state="done", files_sent=len(indexes), bytes_sent=sent)
+    return PushResult(path=_folder(done, tree, link.node), state="done", files_sent=len(indexes), bytes_sent=sent)
 
 
 def _needed(answer: dict[str, Any], tree: Tree, node: str) -> tuple[int, ...]:
-    indexes = answer["indexes"]
-    if not all(isinstance(index, int) and 0 <= index < len(tree.files) for index in indexes):
-        raise TransferError("the node asks for files that are not in the tree", node=node)
+    indexes = answer.get("indexes", [])
+    if len(set(indexes)) < len(indexes) or not all(index < len(tree.files) for index in indexes):
+        raise TransferError("the node asks for files that are not in the tree, or for one twice", node=node)
     return tuple(indexes)
+
+
+def _folder(answer: dict[str, Any], tree: Tree, node: str) -> str:
+    """Where the node says that the tree lies, which has to be a folder that is called after it."""
+    path = str(answer.get("path", ""))
+    store, name = posixpath.split(path)
+    if not path.startswith("/") or posixpath.basename(store) != "code" or name.partition(".")[0] != tree.digest:
+        raise TransferError(f"the node says that the code lies in {messages.shown(path)}", node=node)
+    return path
 
 
 def _answer(link: Link, *states: str) -> dict[str, Any]:
@@ -238,9 +249,10 @@ def _answer(link: Link, *states: str) -> dict[str, Any]:
         TransferError: what arrived is not what was sent; or the message is none of `states`.
         ConnectError: there is none, because the link is gone.
     """
-    message = link.receive_json()
-    if message is None:
+    said = link.receive_json()
+    if said is None:
         raise ConnectError("the link was lost during the push", node=link.node)
+    message = messages.before_start(said, node=link.node)
     state, code = message.get("state"), str(message.get("code", ""))
     if state in states:
         return message

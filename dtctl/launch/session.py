@@ -7,6 +7,7 @@ itself is a single loop over messages. The launcher writes (start, stop, ping); 
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -16,9 +17,18 @@ from typing import Any
 
 from dtctl import shell
 from dtctl.errors import ConnectError, DtctlError, NodeError, TransferError
+from dtctl.launch import messages
 from dtctl.launch.link import Link
 from dtctl.supervisor import bootstrap, frames
 from dtctl.transport.base import Connection, Target, Transport
+
+UNHEARD_BYTES = 1 << 20
+"""What a node may have said that the launcher has not come to yet; then its link is not read. One that says more than
+the others takes neither their place nor all memory."""
+LEAST_BYTES = 1 << 10
+"""What any message counts as."""
+UNSENT = 1000
+"""Messages that a node may leave unread before it counts as one that is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +36,13 @@ class Said:
     """Something that a session has to say to the launcher.
 
     `what` is one of: connected, hello, pushing, pushed, ready, log, lost, failed, or the `op` of a message from the
-    supervisor (started, exit, stopped, pong, probed, error).
+    supervisor in the form that messages.py gives it.
     """
 
     session: Session
     what: str
     data: dict[str, Any]
+    size_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +69,7 @@ HINTS = {
     "permission": "the login user has to own `cluster.workdir`",
     "workdir": "set `cluster.workdir` to a folder that the login user may write to",
     "run-exists": "choose another `--name`",
+    "foreign": "then launch again; or set `cluster.workdir` to a folder of the login user's own",
 }
 
 
@@ -80,11 +92,15 @@ class Session:
         self.errand = errand
         self.connection: Connection | None = None
         self.heard = time.monotonic()
+        self.moved: float | None = None
+        """When it last came nearer to its start; None until it is connected, for which the transport has a limit."""
         self.code = ""
         self._transport = transport
         self._inbox = inbox
         self._link: Link | None = None
-        self._lock = threading.Lock()
+        self._outbox: Queue[dict[str, Any] | None] = Queue(maxsize=UNSENT)
+        self._room = threading.Condition()
+        self._unheard_bytes = 0
         self._closed = False
         self._muted = False
         self._thread = threading.Thread(target=self._run, name=f"node {self.name}", daemon=True)
@@ -94,19 +110,26 @@ class Session:
         self._thread.start()
 
     def send(self, message: dict[str, Any]) -> bool:
-        """Send one message; False when the link is gone, which the reading thread reports."""
+        """Have a message sent; False when the link is gone, which the reading thread reports.
+
+        Never waits: a node that does not read would keep the launcher from all others.
+        """
         if self._link is None or self._closed:
             return False
         try:
-            with self._lock:
-                self._link.send_json(message)
-        except ConnectError:
+            self._outbox.put_nowait(message)
+        except queue.Full:
             return False
         return True
 
     def mute(self) -> None:
         """Say nothing more, and go on reading."""
         self._muted = True
+        self._make_room()
+
+    def taken(self, said: Said) -> None:
+        """The launcher has come to something that was said."""
+        self._make_room(said.size_bytes)
 
     def wait_closed(self, timeout_s: float) -> None:
         """Wait until the node's end has closed the link: then not even the supervisor is left there."""
@@ -115,13 +138,32 @@ class Session:
     def close(self) -> None:
         """Drop the link; nothing more is said after this."""
         self._closed = True
+        self._make_room()
+        with contextlib.suppress(queue.Full):
+            self._outbox.put_nowait(None)
         if self.connection is not None:
             self.connection.close()
 
-    def say(self, what: str, **data: Any) -> None:
+    def say(self, what: str, /, **data: Any) -> None:
         """Tell the launcher something."""
+        size_bytes = LEAST_BYTES + len(data.get("payload", b""))
+        with self._room:
+            while self._unheard_bytes > UNHEARD_BYTES and not (self._closed or self._muted):
+                self._room.wait()
+            self._unheard_bytes += size_bytes
+        self.moved = time.monotonic()
         if not (self._closed or self._muted):
-            self._inbox.put(Said(self, what, data))
+            self._inbox.put(Said(self, what, data, size_bytes))
+
+    def _make_room(self, size_bytes: int = 0) -> None:
+        with self._room:
+            self._unheard_bytes -= size_bytes
+            self._room.notify_all()
+
+    def _send_all(self, link: Link) -> None:
+        with contextlib.suppress(ConnectError):  # the reading thread reports it
+            while (message := self._outbox.get()) is not None:
+                link.send_json(message)
 
     def _run(self) -> None:
         try:
@@ -130,6 +172,7 @@ class Session:
             link = self._open(self.connection)
             if self.errand.attach is None:
                 self._prepare(link)
+            threading.Thread(target=self._send_all, args=(link,), name=f"to {self.name}", daemon=True).start()
             self._link = link
             self.say("ready")
             self._listen(link)
@@ -153,7 +196,9 @@ class Session:
         if errand.push is None:
             with contextlib.suppress(ConnectError):  # as above
                 link.send_json(prepare)
-        self.say("hello", **self._expect(link, "hello"))
+        hello = self._expect(link, "hello")
+        messages.among(hello["port"], (0, *errand.ports), what="port", node=self.name)
+        self.say("hello", **hello)
         if errand.push is not None:
             self.say("pushing", sent=0)
             try:
@@ -172,13 +217,14 @@ class Session:
             NodeError: the node says that it cannot go on, or there is no usable Python.
             ConnectError: the link is gone.
         """
-        message = link.receive_json()
-        if message is None:
+        said = link.receive_json()
+        if said is None:
             raise self._why_silent(link)
-        if message.get("op") == "error":
+        message = messages.before_start(said, node=self.name)
+        if message["op"] == "error":
             raise error_of(message, self.name)
-        if message.get("op") != op:
-            raise TransferError(f"expected {op!r} from the node and got {message.get('op')!r}", node=self.name)
+        if message["op"] != op:
+            raise TransferError(f"expected {op!r} from the node and got {message['op']!r}", node=self.name)
         return message
 
     def _why_silent(self, link: Link) -> DtctlError:
@@ -209,6 +255,8 @@ class Session:
             if kind == frames.LOG:
                 self.say("log", rank=rank, payload=payload)
             elif kind == frames.JSON:
-                message = frames.decode(payload)
-                self.say(str(message.pop("op")), **message)
-        self.say("lost", stderr=link.stream.read_stderr().decode(errors="replace").strip())
+                message = messages.while_running(link.decode(payload), node=self.name)
+                self.say(message.pop("op"), **message)
+            else:
+                raise NodeError("the node sends files, which nobody has asked for", node=self.name)
+        self.say("lost", stderr=messages.prose(link.stream.read_stderr().decode(errors="replace").strip()))

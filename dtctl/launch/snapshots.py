@@ -5,7 +5,6 @@ from __future__ import annotations
 import posixpath
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from dtctl import children, shell
 from dtctl.errors import DtctlError, LaunchError, NodeError, SnapshotError
 from dtctl.launch import messages
 from dtctl.launch.assemble import cluster_of_run, spec_of_run
+from dtctl.launch.link import Patience
 from dtctl.launch.record import RunRecord
 from dtctl.transport.base import Connection, Stream, Target, Transport
 from dtctl.transport.fanout import fan_out
@@ -107,8 +107,9 @@ class RunSnapshots:
         """
         place = self._places[node]
         connection = self._make_transport().connect(place.target)
+        clock = Patience(connection, READING_S)
         try:
-            stream, clock = _open(connection, place, verb, options), _Clock(connection, READING_S)
+            stream = _open(connection, place, verb, options)
             left = limit_bytes
             while data := stream.read(1 << 18):
                 clock.heard()
@@ -116,59 +117,31 @@ class RunSnapshots:
                 if left < 0:
                     raise NodeError(f"the node sends more than the {limit_bytes} bytes that there can be", node=node)
                 out.write(data)
-            clock.stop(node)
+            clock.check(node)
             code = stream.exit_status(END_S)
             return _told(verb, code, stream.read_stderr().decode(errors="replace"), "", where=node)
         finally:
+            clock.end()
             connection.close()
-
-
-class _Clock:
-    """Drops a connection over which nothing comes for too long."""
-
-    def __init__(self, connection: Connection, limit_s: float) -> None:
-        self._connection, self._limit_s, self._over = connection, limit_s, False
-        self._timer = threading.Timer(limit_s, self._end)
-        self.heard()
-
-    def heard(self) -> None:
-        """Begin anew."""
-        self._timer.cancel()
-        self._timer = threading.Timer(self._limit_s, self._end)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def stop(self, node: str) -> None:
-        """The command has ended, or the time was up.
-
-        Raises:
-            NodeError: the latter.
-        """
-        self._timer.cancel()
-        if self._over:
-            raise NodeError(f"nothing was heard of it for {self._limit_s:g} s", node=node)
-
-    def _end(self) -> None:
-        self._over = True
-        self._connection.close()
 
 
 def _ask(place: _Place, *, transport: Transport, verb: str, options: Sequence[str]) -> Told:
     connection = transport.connect(place.target)
     name = place.target.name
+    clock = Patience(connection, SILENCE_S if verb in _QUICK else READING_S)
     try:
         stream = _open(connection, place, verb, options)
-        clock = _Clock(connection, SILENCE_S if verb in _QUICK else READING_S)
         said = bytearray()
         while data := stream.read(1 << 18):
             said += data
             if len(said) > messages.ANSWER_BYTES:
                 raise NodeError(f"its answer is longer than {messages.ANSWER_BYTES >> 20} MiB", node=name)
-        clock.stop(name)
+        clock.check(name)
         code = stream.exit_status(END_S)
         errors = stream.read_stderr().decode(errors="replace")
         return _told(verb, code, said.decode(errors="replace"), errors, where=name)
     finally:
+        clock.end()
         connection.close()
 
 

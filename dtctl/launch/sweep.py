@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtctl.errors import DtctlError, NodeError
-from dtctl.launch.link import Link
+from dtctl.launch import messages
+from dtctl.launch.link import Link, Patience
 from dtctl.launch.session import error_of
 from dtctl.supervisor import bootstrap, frames
 from dtctl.transport.base import Target, Transport
 from dtctl.transport.fanout import fan_out
+
+ANSWER_S = 60.0
+"""How long a node may take beyond the grace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +49,20 @@ def sweep(
 
 def _sweep_node(node: SweepTarget, transport: Transport, message: dict[str, Any]) -> int:
     connection = transport.connect(node.target)
+    clock = Patience(connection, message["grace_s"] + ANSWER_S)
     try:
         stream = connection.open(bootstrap.command(node.python or "python3"))
         stream.write(bootstrap.opening(node.workdir) + frames.pack_json(message))
-        answer = Link(stream, node=node.target.name).receive_json()
+        said = Link(stream, node=node.target.name).receive_json()
+        clock.check(node.target.name)
     finally:
+        clock.end()
         connection.close()
-    if answer is None:
+    if said is None:
         raise NodeError("the node ended the talk without an answer", node=node.target.name)
-    if answer.get("op") == "error":
+    answer = messages.before_start(said, node=node.target.name)
+    if answer["op"] == "error":
         raise error_of(answer, node.target.name)
+    if answer["op"] != "swept":
+        raise NodeError(f"expected 'swept' from the node and got {answer['op']!r}", node=node.target.name)
     return int(answer["left"])
