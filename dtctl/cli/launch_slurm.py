@@ -37,7 +37,7 @@ def launch_job(options: Options, spec: Spec, run: str) -> int:
     """Submit the job, follow it to its end, and report; the exit code."""
     from dtctl.launch.assemble import CodePush, cluster_of, first_plan
     from dtctl.launch.record import RunInfo, RunRecord
-    from dtctl.launch.state import start_ticks
+    from dtctl.launch.state import boot_id, start_ticks
     from dtctl.slurm.site import site_of
     from dtctl.slurm.submit import submit
     from dtctl.spec.load import dump_spec
@@ -51,6 +51,7 @@ def launch_job(options: Options, spec: Spec, run: str) -> int:
         token="",
         pid=os.getpid(),
         pid_started=start_ticks(os.getpid()),
+        boot=boot_id(),
         started=time.time() - (time.monotonic() - process_start()),
         spec=str(options.spec or names.SPEC_FILE) if options.nodes is None else "",
         command=sys.argv,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from dtctl.cli import output
+from dtctl.printable import printable
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -168,12 +169,15 @@ class LaunchView:
 
     def _table(self) -> Any:
         from rich.table import Table
+        from rich.text import Text
 
         table = Table(box=None, pad_edge=False, show_header=False)
         for node, state in self._states.items():
             colour = {"ready": "green", "running": "green", "failed": "red", "lost": "red"}.get(state, "yellow")
-            table.add_row(f"  {node}", f"[{colour}]{STATES[state]}[/]", f"[dim]{self._details.get(node, '')}[/]")
-        table.add_row(f"  [dim]{time.monotonic() - self._begun:.1f} s[/]", "", "")
+            # Text, and no markup: an error that a node tells of may have brackets in it.
+            detail = Text(printable(self._details.get(node, "")), style="dim")
+            table.add_row(Text(f"  {printable(node)}"), Text(STATES.get(state, "?"), style=colour), detail)
+        table.add_row(Text(f"  {time.monotonic() - self._begun:.1f} s", style="dim"), "", "")
         return table
 
 

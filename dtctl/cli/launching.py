@@ -152,7 +152,7 @@ def real_launch(options: Options) -> int:
     from dtctl.launch.assemble import CodePush, check_program_files, cluster_of, job_of
     from dtctl.launch.ledger import Ledger
     from dtctl.launch.run import launch
-    from dtctl.launch.state import start_ticks
+    from dtctl.launch.state import boot_id, start_ticks
     from dtctl.spec.load import dump_spec
 
     code = CodePush(spec) if spec.pushes else None
@@ -166,6 +166,7 @@ def real_launch(options: Options) -> int:
         token=job.token,
         pid=os.getpid(),
         pid_started=start_ticks(os.getpid()),
+        boot=boot_id(),
         started=time.time(),
         spec=str(options.spec or names.SPEC_FILE) if options.nodes is None else "",
         command=sys.argv,

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dtctl import names
+from dtctl import folders, names
 from dtctl.cli import output
 
 if TYPE_CHECKING:
+    from dtctl.launch.lines import Lines
     from dtctl.launch.record import RunRecord
 
 POLL_S = 0.1
+PIECE_BYTES = 1 << 20
 
 
 def logs(
@@ -58,7 +61,7 @@ class _Reader:
         self._node = node
         self._rank = rank
         self._read: dict[Path, int] = {}
-        self._partial: dict[Path, bytes] = {}
+        self._partial: dict[Path, Lines] = {}
 
     def print_new(self) -> None:
         """Print all whole lines that were not printed yet."""
@@ -68,9 +71,9 @@ class _Reader:
 
     def print_rest(self) -> None:
         """Print lines that were begun and never ended."""
-        for path, text in self._partial.items():
-            if text:
-                output.out(_prefix(path) + text.decode(errors="replace"))
+        for path, lines in self._partial.items():
+            if text := lines.rest():
+                output.out(_prefix(path) + text)
         self._partial.clear()
 
     def _wanted(self, path: Path) -> bool:
@@ -79,13 +82,22 @@ class _Reader:
         return self._rank is None or path.name == f"rank-{self._rank}.log"
 
     def _print(self, path: Path) -> None:
-        with path.open("rb") as file:
+        from dtctl.launch.lines import Lines
+
+        try:
+            file = os.fdopen(folders.open_regular(str(path)), "rb")
+        except OSError as exc:
+            if path not in self._read:
+                output.err(f"{path} cannot be read: {exc.strerror}", "yellow")
+            self._read[path] = 0
+            return
+        lines = self._partial.setdefault(path, Lines())
+        with file:
             file.seek(self._read.get(path, 0))
-            data = file.read()
-        self._read[path] = self._read.get(path, 0) + len(data)
-        *whole, self._partial[path] = (self._partial.get(path, b"") + data).split(b"\n")
-        for line in whole:
-            output.out(_prefix(path) + line.rstrip(b"\r").rsplit(b"\r", 1)[-1].decode(errors="replace"))
+            while data := file.read(PIECE_BYTES):
+                self._read[path] = file.tell()
+                for line in lines.feed(data):
+                    output.out(_prefix(path) + line)
 
 
 def _prefix(path: Path) -> str:

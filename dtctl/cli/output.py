@@ -12,6 +12,7 @@ import sys
 from typing import IO
 
 from dtctl.errors import DtctlError, NodeFailures
+from dtctl.printable import printable
 
 _STYLES = {
     "red": "31",
@@ -40,17 +41,17 @@ def styled(text: str, *styles: str, stream: IO[str]) -> str:
 
 def out(text: str, *styles: str) -> None:
     """One line of result."""
-    _write(sys.stdout, styled(text, *styles, stream=sys.stdout) + "\n")
+    _write(sys.stdout, styled(printable(text), *styles, stream=sys.stdout) + "\n")
 
 
 def err(text: str, *styles: str) -> None:
     """One line about what is going on."""
-    _write(sys.stderr, styled(text, *styles, stream=sys.stderr) + "\n")
+    _write(sys.stderr, styled(printable(text), *styles, stream=sys.stderr) + "\n")
 
 
 def raw(text: str) -> None:
-    """Result text that brings its own line ends: scripts, logs."""
-    _write(sys.stdout, text)
+    """Result text that brings its own line ends, a script or a page: as it is, but for a terminal."""
+    _write(sys.stdout, printable(text) if sys.stdout.isatty() else text)
 
 
 def emit_json(value: object) -> None:
@@ -83,6 +84,7 @@ def _discard(stream: IO[str]) -> None:
 
 def table(rows: list[list[str]], *, header: list[str]) -> None:
     """Columns of text, as wide as they need to be; no lines, so that it can be cut and pasted."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
 
     def line(row: list[str]) -> str:
@@ -100,14 +102,18 @@ def error(exc: DtctlError) -> None:
         for node, failure in exc.failures.items():
             err(f"  {node}: {failure.message}")
             if failure.hint:
-                err(f"    {styled('hint:', 'cyan', stream=sys.stderr)} {failure.hint}")
+                _labelled("    ", "hint:", failure.hint, "cyan")
         return
     _error(exc.message, exc.where, exc.hint)
 
 
 def _error(message: str, where: str | None, hint: str | None) -> None:
-    err(f"{styled('error:', 'red', 'bold', stream=sys.stderr)} {message}")
+    _labelled("", "error:", message, "red", "bold")
     if where:
-        err(f"{styled('where:', 'bold', stream=sys.stderr)} {where}")
+        _labelled("", "where:", where, "bold")
     if hint:
-        err(f"{styled('hint: ', 'cyan', stream=sys.stderr)} {hint}")
+        _labelled("", "hint: ", hint, "cyan")
+
+
+def _labelled(before: str, label: str, text: str, *styles: str) -> None:
+    _write(sys.stderr, f"{before}{styled(label, *styles, stream=sys.stderr)} {printable(text)}\n")

@@ -23,7 +23,7 @@ def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) 
     from dtctl.launch.ledger import Ledger
     from dtctl.launch.record import RunRecord
     from dtctl.launch.run import launch
-    from dtctl.launch.state import start_ticks
+    from dtctl.launch.state import boot_id, start_ticks
 
     record = RunRecord(folder)
     if record.info().slurm:
@@ -39,7 +39,7 @@ def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) 
             if event != "log":
                 record.append_event({"event": event, "time": round(time.time(), 3), **facts})
 
-        record.write_info(replace(info, pid=os.getpid(), pid_started=start_ticks(os.getpid())))
+        record.write_info(replace(info, pid=os.getpid(), pid_started=start_ticks(os.getpid()), boot=boot_id()))
         emit("taken-up", attempt=under_way.attempt, pid=os.getpid())
         ledger = Ledger(time.monotonic, begun=time.monotonic() - (time.time() - info.started), phase="run")
         with caught_signals() as signals:

@@ -18,6 +18,7 @@ from dtctl.cli.launch_view import STATES
 from dtctl.launch.logs import rank_of
 from dtctl.launch.readable import number
 from dtctl.launch.state import RunState, state_of, where_the_time_went
+from dtctl.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -53,7 +54,7 @@ class Screen:
         parts: list[RenderableType] = [self._head(), Text(), self._nodes(width)]
         if self.state.restarts:
             why = f"restart {len(self.state.restarts)}: {self.state.restarts[-1]}"
-            parts.append(Text(why, style="yellow"))
+            parts.append(Text(printable(why), style="yellow"))
         if rows:
             parts += [Text(), *self._progress(rows, width)]
         if self.state.ledger is not None and self.state.ledger.get("goodput") is not None:
@@ -61,7 +62,7 @@ class Screen:
         if self._lines:
             parts.append(Text())
             for who, line in self._lines:
-                parts.append(Text.assemble((who, "dim"), line, no_wrap=True, overflow="ellipsis"))
+                parts.append(Text.assemble((printable(who), "dim"), printable(line), no_wrap=True, overflow="ellipsis"))
         return Group(*parts)
 
     def _head(self) -> RenderableType:
@@ -70,7 +71,8 @@ class Screen:
         state = self.state
         again = f", attempt {state.attempt}" if state.attempt else ""
         return Text.assemble(
-            ("run ", "dim"), (state.run, "bold"), "  ", (state.status, COLOURS.get(state.status, "yellow")),
+            ("run ", "dim"), (printable(state.run), "bold"), "  ",
+            (printable(state.status), COLOURS.get(state.status, "yellow")),
             (f"  {clock(state.duration_s)}{again}", "dim"),
         )  # fmt: skip
 
@@ -80,7 +82,7 @@ class Screen:
         from rich.text import Text
 
         cells = [
-            Text.assemble(node, " ", (STATES.get(state, state), COLOURS.get(state, "yellow")))
+            Text.assemble(printable(node), " ", (STATES.get(state, printable(state)), COLOURS.get(state, "yellow")))
             for node, state in self.state.nodes.items()
         ]
         return Columns(cells, padding=(0, 3), width=None if len(cells) > 1 else width)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dtctl import names
+from dtctl.launch.lines import Lines
 from dtctl.launch.record import RunRecord, write_private
 
 METRICS = -2
@@ -22,7 +23,7 @@ class Logs:
     def __init__(self, record: RunRecord) -> None:
         self._record = record
         self._files: dict[tuple[str, int], BinaryIO] = {}
-        self._partial: dict[tuple[str, int], bytes] = {}
+        self._partial: dict[tuple[str, int], Lines] = {}
         self._refused: str | None = None
         self._told = False
         self._begun: dict[tuple[str, int], int] = {}
@@ -55,9 +56,7 @@ class Logs:
         seen[rank] = seen.get(rank, 0) + len(data)
         if rank == METRICS:
             return []
-        *whole, self._partial[key] = (self._partial.get(key, b"") + data).split(b"\n")
-        # A progress bar redraws its line with carriage returns; people want to see its last state.
-        return [line.rstrip(b"\r").rsplit(b"\r", 1)[-1].decode(errors="replace") for line in whole]
+        return self._partial.setdefault(key, Lines()).feed(data)
 
     def refusal(self) -> str | None:
         """Why output is no longer kept, told once; None while all is kept, and afterwards."""
@@ -68,9 +67,9 @@ class Logs:
 
     def rest(self) -> list[tuple[str, int, str]]:
         """Lines that were begun and never ended, as (node, rank, text); they count as ended now."""
-        found = [(node, rank, text.decode(errors="replace")) for (node, rank), text in self._partial.items() if text]
+        found = [(node, rank, lines.rest()) for (node, rank), lines in self._partial.items()]
         self._partial.clear()
-        return found
+        return [(node, rank, text) for node, rank, text in found if text]
 
     def begin_metrics(self, node: str) -> None:
         """Rank 0 starts its metrics from the top, because a snapshot took it back; so does the copy here."""

@@ -35,6 +35,9 @@ from dtctl.plan.model import Plan
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 RUN_FILE = "run.json"
+RUN_BYTES, PLAN_BYTES = 4 << 20, 256 << 20
+EVENTS_BYTES = 1 << 30
+"""Larger ones are read so far."""
 LOCK_FILE = "launcher.lock"
 HELD_S = 0.5
 """How long one who wants to be the launcher waits for those who look whether there is one."""
@@ -155,6 +158,8 @@ class RunInfo:
     pid_started: int = 0
     """When the launcher started, in clock ticks since boot, which tells it from a later process of the same id; 0 where
     the system does not say."""
+    boot: str = ""
+    """Id of the boot since which these are counted; empty where the system does not say."""
     slurm: bool = False
     """Whether the run is a job of Slurm, which goes on whoever watches it."""
     snapshots: dict[str, str] = field(default_factory=dict)
@@ -208,8 +213,8 @@ class RunRecord:
             LaunchError: the folder is not that of a run.
         """
         try:
-            info = RunInfo(**json.loads((self.folder / RUN_FILE).read_text(encoding="utf-8")))
-            if not readable.number(info.started) or not isinstance(info.spec, str) or not isinstance(info.pid, int):
+            info = RunInfo(**json.loads(folders.read_regular(str(self.folder / RUN_FILE), RUN_BYTES)))
+            if not readable.number(info.started) or not isinstance(info.spec, str) or type(info.pid) is not int:
                 raise TypeError("a field has a value of another kind")
             return info
         except (OSError, ValueError, TypeError, RecursionError) as exc:
@@ -231,7 +236,7 @@ class RunRecord:
     def plan(self) -> dict[str, Any]:
         """The plan of the newest attempt as plain data; empty when none was made."""
         try:
-            found: dict[str, Any] = json.loads((self.folder / names.PLAN_FILE).read_text(encoding="utf-8"))
+            found: dict[str, Any] = json.loads(folders.read_regular(str(self.folder / names.PLAN_FILE), PLAN_BYTES))
         except (OSError, ValueError, RecursionError):
             return {}
         return found if readable.plan(found) else {}
@@ -292,7 +297,8 @@ class RunRecord:
     def events(self) -> Iterator[dict[str, Any]]:
         """All events so far; a half-written last line, and what is none, is left out."""
         try:
-            text = (self.folder / names.EVENTS_FILE).read_text(encoding="utf-8", errors="replace")
+            with os.fdopen(folders.open_regular(str(self.folder / names.EVENTS_FILE)), "rb") as file:
+                text = file.read(EVENTS_BYTES).decode(errors="replace")
         except OSError:
             return
         for line in text.splitlines():

@@ -66,8 +66,18 @@ def start_ticks(pid: int) -> int:
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
+def boot_id() -> str:
+    """What tells this boot of the machine from all others; empty where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""
+
+
 def alive(info: RunInfo) -> bool:
     """Whether the launcher of a run still lives; another process that has its id by now is not it."""
+    if info.pid <= 0:
+        return False
     found = start_ticks(info.pid)
     if found == -1:
         try:
@@ -77,7 +87,7 @@ def alive(info: RunInfo) -> bool:
         except PermissionError:
             pass
         return True
-    return found != 0 and info.pid_started in (0, found)
+    return found != 0 and (info.pid_started, info.boot) == (found, boot_id())
 
 
 def state_of(record: RunRecord) -> RunState:

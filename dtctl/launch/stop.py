@@ -31,7 +31,8 @@ def by_launcher(record: RunRecord, *, wait_s: float) -> bool:
         LaunchError: it did not end in time.
     """
     info = record.info()
-    if state_of(record).over or not alive(info):
+    # A launcher holds its run's lock; a record that was copied here, or made up, may name any process.
+    if state_of(record).over or not alive(info) or not record.has_launcher():
         return False
     os.kill(info.pid, signal.SIGTERM)
     deadline = time.monotonic() + wait_s

@@ -171,7 +171,7 @@ def _start_keeper(state: Path, name: str, nodes: int, *, with_slurm: bool) -> No
             cwd="/",
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
-    (state / "keeper.pid").write_text(f"{keeper.pid} {kernel.start_time(keeper.pid)}\n")
+    (state / "keeper.pid").write_text(f"{keeper.pid} {kernel.start_time(keeper.pid)} {_boot_id()}\n")
     if keeper.stdout is None:
         raise SandboxError("the keeper has no output")
     with keeper.stdout as stdout:
@@ -221,12 +221,17 @@ def down(name: str) -> bool:
 
 def _kill_keeper(state: Path) -> None:
     try:
-        pid, started = (int(word) for word in (state / "keeper.pid").read_text().split())
+        number, ticks, boot = (state / "keeper.pid").read_text().split()
+        pid, started = int(number), int(ticks)
     except (OSError, ValueError):
         return
-    if started and kernel.start_time(pid) == started:
+    if started and boot == _boot_id() and kernel.start_time(pid) == started:
         os.kill(pid, signal.SIGKILL)  # its hosts die with it
         _wait_gone(pid)
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def _wait_gone(pid: int, limit_s: float = 10.0) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -104,7 +105,12 @@ def write(path: Path, text: str) -> None:
         UsageError: it cannot be written.
     """
     try:
-        path.write_text(text, encoding="utf-8")
+        # It holds the job's variables, which are nobody else's business.
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                os.fchmod(fd, 0o600)
+            file.write(text)
     except OSError as exc:
         raise UsageError(f"the file cannot be written: {exc.strerror}", where=str(path)) from exc
 

@@ -12,6 +12,8 @@ from dtctl.supervisor import processes
 
 AGENT = -1
 """Rank under which the output of torchrun's agent, or of a command that is not a worker, is kept."""
+LONGEST = 1 << 16
+"""Bytes of a line that are waited for; a longer one is stored in parts."""
 RANK_MARK = b"[dtctl:"
 """How torchrun, told by TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, begins a line that worker R printed: `[dtctl:R] `."""
 
@@ -50,6 +52,8 @@ class Process:
         self.pipe: int | None = pipe
         self.status: int | None = None
         self.partial = b""
+        self.midst: int | None = None
+        """Rank of the line of which a part was stored already."""
 
 
 class Group:
@@ -117,8 +121,15 @@ class Group:
         chunks: dict[int, list[bytes]] = {}
         for line in lines:
             if line or not last:
-                rank, text = split_prefix(line)
+                rank, text = (process.midst, line) if process.midst is not None else split_prefix(line)
                 chunks.setdefault(rank, []).append(text + b"\n")
+                process.midst = None
+        if len(process.partial) > LONGEST:  # not kept until it ends, if it ever does
+            rank, text = (
+                (process.midst, process.partial) if process.midst is not None else split_prefix(process.partial)
+            )
+            chunks.setdefault(rank, []).append(text)
+            process.midst, process.partial = rank, b""
         for rank, texts in chunks.items():
             self.log(rank).write(b"".join(texts))
 

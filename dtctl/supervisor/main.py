@@ -248,11 +248,11 @@ def sweep(run_dir: str, message: dict) -> dict:  # type: ignore[type-arg]
         with open(os.path.join(run_dir, "supervisor.json"), "rb") as file:
             record = frames.decode(file.read())
         supervisor = int(record["pid"])
-        with open(f"/proc/{supervisor}/cmdline", "rb") as file:
-            known = b"dtctl" in file.read()  # the id may belong to somebody else by now
-    except (OSError, ValueError, frames.BrokenFrame):
+        # The id may belong to somebody else by now.
+        known = record["token"] == message["token"] and processes.identity(supervisor) == record["identity"] != ""
+    except (OSError, ValueError, KeyError, TypeError, frames.BrokenFrame):
         supervisor, known = 0, False
-    if known and record["token"] == message["token"]:
+    if known:
         processes.send([supervisor], signal.SIGTERM)
         while time.monotonic() < deadline and os.path.exists(f"/proc/{supervisor}"):
             time.sleep(0.02)

@@ -50,6 +50,18 @@ def _table() -> dict[int, tuple[int, str, int]]:
     return table
 
 
+def identity(pid: int) -> str:
+    """What tells a process from any other that has its id, before or after it; empty when there is none."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            fields = stat.read().rpartition(b")")[2].split()
+    except OSError:
+        return ""
+    return f"{boot} {fields[19].decode()}"
+
+
 def carries(pid: int, token: str) -> bool:
     """Whether a process was started with the run's token, as far as we may know."""
     return _carries(pid, f"{TOKEN}={token}".encode())

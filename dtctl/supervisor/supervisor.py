@@ -131,7 +131,15 @@ class Supervisor:
         self._give_birth(message.get("preload", []))
         write_atomically(
             os.path.join(self.run_dir, "supervisor.json"),
-            lean.dumps({"pid": os.getpid(), "attempt": message["attempt"], "keep": self.keep, "token": self.token}),
+            lean.dumps(
+                {
+                    "pid": os.getpid(),
+                    "identity": processes.identity(os.getpid()),
+                    "attempt": message["attempt"],
+                    "keep": self.keep,
+                    "token": self.token,
+                }
+            ),
         )
         pids = [process.pid for process in group.processes]
         self.tell({"op": "started", "attempt": message["attempt"], "pids": pids, "interface": message["interface"]})

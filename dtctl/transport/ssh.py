@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 # paramiko.config imports `invoke` if it is there, for a feature of its configuration parser that is not used here; that
 # takes longer than all the rest of paramiko.
@@ -40,6 +42,8 @@ KEEPALIVE_S = 5
 TRIES = 3
 MAX_JUMPS = 4
 WINDOW_BYTES = 4 << 20
+STDERR_BYTES = 1 << 20
+"""What is read of it at a time; a node could send more as fast as it is read."""
 
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 logging.getLogger("paramiko").propagate = False
@@ -118,7 +122,7 @@ class SshStream:
     def read_stderr(self) -> bytes:
         """See `dtctl.transport.base.Stream`."""
         found = b""
-        while self._channel.recv_stderr_ready():
+        while self._channel.recv_stderr_ready() and len(found) < STDERR_BYTES:
             found += self._channel.recv_stderr(1 << 16)
         return found
 
@@ -360,6 +364,10 @@ class SshTransport:
         with self._lock:
             if file not in self._keys:
                 try:
+                    info = Path(file).stat()
+                    if info.st_uid == os.getuid() and info.st_mode & 0o077:  # as ssh
+                        self._keys[file] = f"others can read it; chmod 600 {file}"
+                        return self._keys[file]
                     self._keys[file] = paramiko.PKey.from_path(file)
                 except FileNotFoundError:
                     return None

@@ -13,12 +13,21 @@ from rich.console import Console
 
 from dtctl.cli.watch_view import Screen, clock, sparkline, tail_of_metrics
 from dtctl.launch.record import RunInfo, RunRecord
+from dtctl.launch.state import boot_id, start_ticks
 
 
 @pytest.fixture
 def record(tmp_path: Path) -> RunRecord:
     info = RunInfo(
-        run="gpt-1", token="t", pid=os.getpid(), started=time.time() - 65, spec="", command=["dtctl"], detached=True
+        run="gpt-1",
+        token="t",
+        pid=os.getpid(),
+        started=time.time() - 65,
+        spec="",
+        command=["dtctl"],
+        detached=True,
+        pid_started=start_ticks(os.getpid()),
+        boot=boot_id(),
     )
     made = RunRecord.create(tmp_path, info)
     made.append_event({"event": "plan", "time": time.time(), "nodes": ["node1", "node2"]})

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from dtctl.errors import LaunchError
 from dtctl.launch import stop
 from dtctl.launch.record import RunInfo, RunRecord
-from dtctl.launch.state import alive, follow, start_ticks, state_of
+from dtctl.launch.state import alive, boot_id, follow, start_ticks, state_of
 
 ME = RunInfo(
     run="r", token="t", pid=os.getpid(), started=100.0, spec="", command=[], detached=False,
-    pid_started=start_ticks(os.getpid()),
+    pid_started=start_ticks(os.getpid()), boot=boot_id(),
 )  # fmt: skip
 
 
@@ -88,7 +89,8 @@ def test_a_dead_launcher_is_told_from_a_later_process_of_the_same_id(sleeper: su
     assert alive(ME)
     assert alive(info)
     assert not alive(replace(info, pid_started=info.pid_started - 1))
-    assert alive(replace(info, pid_started=0)), "a record of an older version"
+    assert not alive(replace(info, pid_started=0))
+    assert not alive(replace(info, boot="")), "the same number and start, of nobody knows which boot"
     sleeper.kill()
     os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
     assert not alive(info), "a zombie"
@@ -111,13 +113,13 @@ def test_stop_leaves_a_run_alone_that_is_over(tmp_path: Path, sleeper: subproces
 def test_stop_waits_for_the_launcher(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     info = replace(ME, pid=sleeper.pid, pid_started=start_ticks(sleeper.pid))
     record = record_of(tmp_path, PLAN, STARTED, info=info)
-    assert stop.by_launcher(record, wait_s=10), "it has ended, if without a word"
+    assert not stop.by_launcher(record, wait_s=10), "a launcher holds its run's lock"
+    with record.held(), pytest.raises(LaunchError, match="did not stop it"):
+        stop.by_launcher(record, wait_s=0)
     assert sleeper.wait(5) == -15
 
 
 def test_a_run_without_a_plan_has_nothing_to_stop(tmp_path: Path) -> None:
-    from dtctl.errors import LaunchError
-
     with pytest.raises(LaunchError, match="was never started"):
         stop.on_nodes(record_of(tmp_path, PLAN), {}, None, note=True)  # type: ignore[arg-type]
 

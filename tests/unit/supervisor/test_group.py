@@ -147,7 +147,7 @@ def test_it_does_not_matter_where_the_output_was_cut(lines: list[bytes], data: s
             self.data += data
 
     class Source:
-        rank, pipe, partial = 0, None, b""
+        rank, pipe, partial, midst = 0, None, b"", None
 
     whole = b"".join(lines)
     at = data.draw(st.integers(0, len(whole)))

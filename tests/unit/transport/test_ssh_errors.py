@@ -208,6 +208,14 @@ def test_keys_of_openssh_are_read(tmp_path: Path, kind: str) -> None:
     assert key.get_base64() == (tmp_path / "key.pub").read_text().split()[1]
 
 
+def test_a_key_that_others_can_read_is_not_used_as_ssh_does_not(tmp_path: Path) -> None:
+    key = keygen(tmp_path / "key", "-t", "ed25519")
+    key.chmod(0o640)
+    assert offered(key) == f"others can read it; chmod 600 {key}"
+    key.chmod(0o600)
+    assert isinstance(offered(key), paramiko.PKey)
+
+
 def test_a_key_that_cannot_be_used_is_passed_over_with_the_reason(tmp_path: Path) -> None:
     assert offered(tmp_path / "missing") is None
     locked = keygen(tmp_path / "locked", "-t", "ed25519")
@@ -215,8 +223,9 @@ def test_a_key_that_cannot_be_used_is_passed_over_with_the_reason(tmp_path: Path
     assert "ssh-add" in str(offered(locked))
     for name, text in (("empty", ""), ("words", "not a key\n"), ("cut", locked.read_text()[:120])):
         (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o600)
         assert str(offered(tmp_path / name)).startswith("unreadable"), name
-    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder").mkdir(mode=0o700)
     assert str(offered(tmp_path / "folder")).startswith("unreadable")
 
 

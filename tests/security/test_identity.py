@@ -1,0 +1,82 @@
+"""`stop` and `sweep` end the process that was meant, whoever has its number now."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dtctl.launch.record import RunInfo, RunRecord
+from dtctl.launch.state import alive, boot_id, start_ticks
+from dtctl.launch.stop import by_launcher
+from dtctl.supervisor import processes
+
+
+@pytest.fixture
+def victim() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def record(folder: Path, pid: int, **facts: object) -> RunRecord:
+    info = {"run": "one", "token": "x", "pid": pid, "started": 1.0, "spec": "", "command": [], "detached": True}
+    return RunRecord.create(folder, RunInfo(**{**info, **facts}))  # type: ignore[arg-type]
+
+
+def sweep(folder: Path) -> None:
+    """In a process of its own, whose children are ended by it."""
+    code = f"from dtctl.supervisor import main; main.sweep({str(folder)!r}, {{'token': 'f' * 32, 'grace_s': 0.0}})"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+STRANGERS: dict[str, dict[str, object]] = {
+    "no start": {},
+    "its start, of no boot": {"pid_started": 1},
+    "its start, of another boot": {"pid_started": 1, "boot": "0"},
+    "all of it": {"pid_started": 1, "boot": 1},
+}
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_a_record_that_names_a_strangers_process_ends_it_not(
+    tmp_path: Path, victim: subprocess.Popen[bytes], kind: str
+) -> None:
+    facts = dict(STRANGERS[kind])
+    if "pid_started" in facts:
+        facts["pid_started"] = start_ticks(victim.pid)
+    if facts.get("boot") == 1:
+        facts["boot"] = boot_id()
+    assert not by_launcher(record(tmp_path, victim.pid, **facts), wait_s=1.0)
+    assert victim.poll() is None
+
+
+@pytest.mark.parametrize("pid", [0, -1, -12345, 1, 2**31])
+def test_numbers_that_mean_many_processes_mean_none(tmp_path: Path, pid: int) -> None:
+    info = record(tmp_path, pid, pid_started=start_ticks(1), boot="").info()
+    assert not alive(info)
+
+
+def test_a_launcher_is_known_by_start_and_boot(tmp_path: Path) -> None:
+    own = {"pid_started": start_ticks(os.getpid()), "boot": boot_id()}
+    assert alive(record(tmp_path, os.getpid(), **own).info())
+
+
+@pytest.mark.parametrize("identity", [None, "", "0 1", 7])
+def test_a_sweep_ends_no_process_that_has_a_supervisors_number(
+    tmp_path: Path, victim: subprocess.Popen[bytes], identity: object
+) -> None:
+    facts = {"pid": victim.pid, "token": "f" * 32}
+    told = facts if identity is None else {**facts, "identity": identity}
+    (tmp_path / "supervisor.json").write_text(json.dumps(told))
+    sweep(tmp_path)
+    assert victim.poll() is None
+    (tmp_path / "supervisor.json").write_text(json.dumps({**facts, "identity": processes.identity(victim.pid)}))
+    sweep(tmp_path)
+    assert victim.wait(10) == -15
