@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtctl.doctor import rounds
+from dtctl.doctor import answers, rounds
 from dtctl.doctor.checks import links
 from dtctl.errors import ConnectError, DtctlError, NodeError
 from dtctl.launch.link import Link
+from dtctl.launch.messages import before_start
 from dtctl.launch.session import error_of
 from dtctl.supervisor import bootstrap
 from dtctl.transport.base import Connection, Target, Transport
@@ -111,12 +112,12 @@ class _Node:
             raise ConnectError("there is no link", node=self.seen.name)
         with contextlib.suppress(ConnectError):
             self._link.send_json(message)
-        answer = self._link.receive_json()
-        if answer is None:
+        said = self._link.receive_json()
+        if said is None:
             raise self._why_silent(self._link)
-        if answer.get("op") == "error":
-            raise error_of(answer, self.seen.name)
-        return answer
+        if said.get("op") == "error":
+            raise error_of(before_start(said, node=self.seen.name), self.seen.name)
+        return answers.answer(message, said, node=self.seen.name)
 
     def _why_silent(self, link: Link) -> DtctlError:
         status, said = link.last_words()
@@ -191,13 +192,13 @@ class Probes:
             limit_s: whoever takes longer counts as lost from now on.
             doing: what for, for people.
         """
-        answers: dict[str, dict[str, Any]] = {}
+        found: dict[str, dict[str, Any]] = {}
 
         def ask(node: _Node) -> None:
-            answers[node.seen.name] = node.ask(messages[node.seen.name])
+            found[node.seen.name] = node.ask(messages[node.seen.name])
 
         _all([node for node in self._nodes if node.seen.name in messages], ask, limit_s=limit_s, doing=doing)
-        return dict(answers)
+        return dict(found)
 
     def close(self) -> None:
         """Drop all links; the probes end with them."""
@@ -253,6 +254,9 @@ def _examine(
             if port > 0
         ]
         said = node.ask({"op": "call", "token": token, "targets": targets, "timeout_s": CALL_TIMEOUT_S})
+        asked = [(target[0], target[2], target[3]) for target in targets]
+        if [(one["node"], one["port"], one["kind"]) for one in said["answers"]] != asked:
+            raise NodeError("the node told of calls that it was not asked for", node=node.seen.name)
         node.seen.answers = said["answers"]
 
     # Every call may run into its limit twice, and each node makes some at a time.

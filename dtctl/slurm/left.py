@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtctl.errors import ConnectError, LaunchError
+from dtctl.errors import LaunchError, TransportError
 from dtctl.slurm import talk
 from dtctl.slurm.site import Site
 
@@ -53,7 +53,7 @@ def look(site: Site, python: str, job: str, state: Mapping[str, Any], nodes: Seq
     request = {"op": "left", "ids": state.get("ids") or [job], "nodes": list(nodes), **told}
     try:
         answer = talk.ask(site, python, request)
-    except (LaunchError, ConnectError) as exc:
+    except (LaunchError, TransportError) as exc:
         return Left(counts=dict.fromkeys(nodes), how=str(exc))
     return Left(counts=answer["left"], how=str(answer["how"]))
 

@@ -11,6 +11,8 @@ from typing import Protocol
 
 from dtctl import shell
 from dtctl.errors import ConnectError, LaunchError
+from dtctl.launch.messages import STDERR_BYTES
+from dtctl.slurm.answers import BYTES
 from dtctl.spec.model import Spec
 from dtctl.transport.base import Connection, Stream, Target, Transport
 
@@ -124,12 +126,13 @@ class There:
 
 def _read(stream: Stream, limit_s: float) -> tuple[bytes, bytes]:
     deadline = time.monotonic() + limit_s
-    out = err = b""
-    while (more := stream.read(1 << 18)) and time.monotonic() < deadline:
+    out, err = bytearray(), bytearray()
+    while (more := stream.read(1 << 18)) and time.monotonic() < deadline and len(out) <= BYTES:
         out += more
         err += stream.read_stderr()
+        del err[:-STDERR_BYTES]
     stream.exit_status(2.0)  # what it says last on standard error comes before its status
-    return out, err + stream.read_stderr()
+    return bytes(out), bytes(err) + stream.read_stderr()
 
 
 def _late(argv: Sequence[str], limit_s: float, where: str) -> LaunchError:

@@ -8,8 +8,11 @@ from typing import Any, Final
 
 from dtctl.errors import ConnectError, LaunchError, NodeError, TransferError
 from dtctl.launch.assemble import CodePush
-from dtctl.launch.link import Link
+from dtctl.launch.gang import PUSH_SILENCE_S
+from dtctl.launch.link import Link, Patience
+from dtctl.launch.messages import Wrong, before_start
 from dtctl.launch.session import error_of
+from dtctl.slurm import answers
 from dtctl.slurm.site import Site, There
 from dtctl.supervisor import bootstrap, frames
 
@@ -26,8 +29,8 @@ def ask(site: Site, python: str, request: dict[str, Any]) -> dict[str, Any]:
     program = _DESK.read_text(encoding="utf-8")
     done = site.run([python, "-I", "-c", program], stdin=json.dumps(request).encode())
     try:
-        answer: dict[str, Any] = json.loads(done.out)
-    except ValueError:
+        answer = answers.answer(request, done.out, where=site.name)
+    except Wrong:
         said = done.err.strip().splitlines()
         if any("sbatch" in line or "scontrol" in line for line in said[-1:]):
             raise missing(site) from None
@@ -56,19 +59,24 @@ def push(site: There, code: CodePush, *, python: str, workdir: str) -> str:
         TransportError: of the class that says what went wrong.
     """
     stream = site.connection().open(bootstrap.command(python))
-    link = Link(stream, node=site.name)
+    link, clock = Link(stream, node=site.name), Patience(site.connection(), PUSH_SILENCE_S)
     try:
         stream.write(bootstrap.opening(workdir) + frames.pack_json({"op": "hello", "ports": []}))
-        message = link.receive_json()
-        if message is None:
-            status, said = link.last_words()
-            raise NodeError(f"the node's part of dtctl ended with status {status}: {said}", node=site.name)
-        if message.get("op") == "error":
+        said = link.receive_json()
+        if said is None:
+            status, words = link.last_words()
+            raise NodeError(f"the node's part of dtctl ended with status {status}: {words}", node=site.name)
+        message = before_start(said, node=site.name)
+        if message["op"] == "error":
             raise error_of(message, site.name)
-        if message.get("op") != "hello":
-            raise TransferError(f"expected 'hello' and got {message.get('op')!r}", node=site.name)
-        return str(code(link, lambda _sent: None)["path"])
+        if message["op"] != "hello":
+            raise TransferError(f"expected 'hello' and got {message['op']!r}", node=site.name)
+        clock.heard()
+        pushed = str(code(link, lambda _sent: clock.heard())["path"])
+        clock.check(site.name)
+        return pushed
     except ConnectError as exc:
         raise ConnectError("the link was lost in the push", node=site.name) from exc
     finally:
+        clock.end()
         stream.close()

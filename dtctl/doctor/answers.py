@@ -1,0 +1,118 @@
+"""What a probe may answer: a form per question, as `dtctl/launch/messages.py` has one per message of a supervisor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from dtctl.launch.messages import (
+    Check,
+    Wrong,
+    address,
+    anything,
+    by_name,
+    checked,
+    each,
+    flag,
+    form,
+    maybe,
+    number,
+    prose,
+    text,
+    whole,
+)
+
+_COUNT: Final = whole(0)
+_NAME: Final = text(256)
+_WORDS: Final = text(1 << 19)
+"""Of a tool or a file, which the checks look through."""
+_LIMIT: Final = whole(-1, 1 << 64)
+_ROWS: Final = 4096
+
+
+def _pair(check: Check) -> Check:
+    def check_both(value: Any) -> list[Any]:
+        found: list[Any] = each(check, 2)(value)
+        if len(found) != 2:
+            raise Wrong("not two")
+        return found
+
+    return check_both
+
+
+def _limit(value: Any) -> int:
+    # RLIM_INFINITY is -1 or all bits, by system.
+    return int(_LIMIT(value))
+
+
+_SPACE: Final = form(path=text(4096), total=_COUNT, free=_COUNT, inodes=_COUNT, free_inodes=_COUNT)
+_FACTS: Final = form(
+    hostname=_NAME, user=_NAME, time=number, python=text(40), kernel=_NAME, machine=_NAME, cpus=maybe(_COUNT),
+    looked_up=by_name(_NAME, maybe(each(text(64), _ROWS)), _ROWS),
+    interfaces=each(form(name=text(64), address=address, mtu=_COUNT, mbit_s=_COUNT), _ROWS),
+    addresses=each(address, _ROWS), reached_at=address, ways=by_name(_NAME, text(64), _ROWS),
+    limits=form(nofile=_pair(_limit), memlock=_pair(_limit)),
+    shm=_SPACE, disk=_SPACE, writable=prose, missing=each(text(4096), _ROWS),
+    env=by_name(_NAME, _WORDS, _ROWS), conf=by_name(text(4096), _WORDS, 16), job=form(
+        optional={name: maybe(text(4096)) for name in ("executable", "python", "torch", "cuda", "nccl")}
+    ),
+    code=text(64), gpus=whole(0, 4096), gpu=_WORDS, remapped=_WORDS, nvlink=_WORDS, topology=_WORDS, xid=_WORDS,
+    rdma=each(form(device=_NAME, port=_NAME, state=_NAME, rate=_NAME, link_layer=_NAME), _ROWS),
+)  # fmt: skip
+_RATE: Final = maybe(number)
+_ANSWERS: Final[Mapping[str, Check]] = {
+    "time": form(time=number),
+    "facts": _FACTS,
+    "listen": form(ports=each(whole(-4096, 65_535), 64)),
+    "call": form(
+        answers=each(
+            form(
+                node=_NAME, port=whole(1, 65_535), kind=text(20), result=text(20),
+                optional={"said": prose, "took_ms": number, "seen": text(64), "own": text(64)},
+            ),
+            1 << 20,
+        )
+    ),
+    "measure": form(
+        optional={
+            "error": prose, "rtt_ms": _pair(number), "sent": _COUNT, "lost": maybe(_COUNT), "mbit_s": _RATE,
+            "retransmitted": _COUNT, "segments": _COUNT,
+        }
+    ),
+    "mark": form(folders=each(text(4096), _ROWS)),
+    "look": form(seen=each(_RATE, 1 << 20)),
+    "unmark": form(),
+}  # fmt: skip
+_WORKER: Final = form(
+    optional={
+        "stage": text(40), "silent": flag, "complained": _WORDS, "error": prose, "wrong": anything,
+        "seconds": number, "bytes": _COUNT, "nccl": anything, "torch": anything, "final": anything, "backend": text(40),
+    }
+)  # fmt: skip
+"""Of the job's own Python, which the probe passes on."""
+
+
+def answer(message: Mapping[str, Any], said: Mapping[str, Any], *, node: str) -> dict[str, Any]:
+    """A probe's answer to a question.
+
+    Raises:
+        NodeError: it has not the form that was asked for.
+    """
+    op = message["op"]
+    found = checked(_ANSWERS.get(op, _WORKER), said, what=f"its answer to `{op}`", node=node)
+    if found.get("stage") == "done":
+        checked(form(seconds=number, bytes=_COUNT), found, what="its worker's answer", node=node)
+    asked = {"look": "wanted", "listen": "ports"}.get(op)
+    if asked is not None:
+        value = found["seen" if op == "look" else "ports"]
+        checked(_as_many(len(message[asked])), value, what=f"its answer to `{op}`", node=node)
+    return found
+
+
+def _as_many(count: int) -> Check:
+    def check(value: Any) -> Any:
+        if len(value) != count:
+            raise Wrong(f"not {count}, as there were asked for")
+        return value
+
+    return check

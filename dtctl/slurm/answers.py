@@ -1,0 +1,130 @@
+"""What desk.py may answer from the machine of Slurm's commands: a form per request, as in launch/messages.py."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from dtctl.launch.messages import (
+    Check,
+    Wrong,
+    by_name,
+    checked,
+    each,
+    file_name,
+    form,
+    maybe,
+    number,
+    path,
+    prose,
+    shown,
+    text,
+    whole,
+)
+
+BYTES: Final = 256 << 20
+"""Of one answer: a piece of a megabyte from each rank's log."""
+_FIELD: Final = text(4096)
+_JOB: Final = re.compile(r"\d{1,18}\Z")
+_LOG: Final = re.compile(r"(?:agent|rank-\d{1,9})\.log\Z")
+
+
+def _job(value: Any) -> str:
+    if not isinstance(value, str) or not _JOB.match(value):
+        raise Wrong(f"{shown(value)} is not the number of a job")
+    return value
+
+
+def _kept_file(value: Any) -> str:
+    """One of the files that a job's folder has for whoever follows it."""
+    if value in ("job.log", "metrics.jsonl"):
+        return str(value)
+    words = value.split("/") if isinstance(value, str) else []
+    if len(words) != 3 or words[0] != "logs" or not _LOG.match(words[2]):
+        raise Wrong(f"{shown(value)} is not a file of the job")
+    file_name(words[1])
+    return str(value)
+
+
+def _piece(value: Any) -> list[Any]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise Wrong("no piece of a file")
+    try:
+        base64.b64decode(value[1], validate=True)
+    except (binascii.Error, TypeError, ValueError):
+        raise Wrong("no piece of a file") from None
+    return [whole(0)(value[0]), value[1]]
+
+
+def _partition(value: Any) -> dict[str, str]:
+    form(PartitionName=_FIELD)(value)
+    found: dict[str, str] = by_name(text(256), _FIELD)(value)
+    return found
+
+
+def _row(value: Any) -> list[str]:
+    found: list[str] = each(_FIELD, 16)(value)
+    if len(found) < 5:
+        raise Wrong("no row of a node")
+    return found
+
+
+_STATE: Final = form(
+    JobState=text(64),
+    optional={
+        **dict.fromkeys(("Reason", "StartTime", "NodeList", "Partition", "TimeLimit", "Account", "QOS"), prose),
+        "ExitCode": text(32), "Restarts": text(32), "ids": each(_job, 1000), "nodes": each(file_name, 100_000),
+        "start": maybe(number),
+    },
+)  # fmt: skip
+_SAID: Final = {"code": whole(-255, 255), "said": prose}
+_ANSWERS: Final[Mapping[str, Check]] = {
+    "offer": form(
+        partitions=each(_partition, 10_000),
+        nodes=each(_row, 1_000_000),
+    ),
+    "place": form(folder=path),
+    "fill": form(),
+    "submit": form(code=_SAID["code"], optional={"said": prose, "job": _job}),
+    "test": form(code=_SAID["code"], said=prose),
+    "look": form(job=_STATE, files=by_name(_kept_file, _piece)),
+    "state": form(job=_STATE),
+    "left": form(left=by_name(file_name, maybe(whole(0, 1 << 22))), how=prose),
+}
+_NO: Final = form(error=prose)
+
+
+def answer(request: Mapping[str, Any], said: str, *, where: str) -> dict[str, Any]:
+    """The answer to a request, or an `error`.
+
+    Raises:
+        Wrong: there is none.
+        NodeError: it has not the form that was asked for.
+    """
+    if len(said) > BYTES:
+        raise Wrong("no answer")
+    try:
+        found = json.loads(said)
+    except (ValueError, RecursionError):
+        raise Wrong("no answer") from None
+    op = request["op"]
+    what = f"its answer to `{op}`"
+    if isinstance(found, dict) and "error" in found:
+        return checked(_NO, found, what=what, node=where)
+    answer = checked(_ANSWERS[op], found, what=what, node=where)
+    if op == "place":
+        checked(lambda folder: _is_place(folder, request), answer["folder"], what=what, node=where)
+    if op == "submit" and not answer["code"] and "job" not in answer:
+        checked(_job, None, what=what, node=where)
+    return answer
+
+
+def _is_place(folder: str, request: Mapping[str, Any]) -> Any:
+    # Snapshots are removed below it later on: it is the run's own.
+    if not folder.startswith("/") or folder.split("/")[-2:] != ["slurm", request["run"]]:
+        raise Wrong(f"{shown(folder)} is no folder of the run")
+    return folder

@@ -1,0 +1,59 @@
+"""What the machine of Slurm's commands may answer: a form for each of its requests, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtctl.errors import NodeError
+from dtctl.slurm import answers
+
+
+def test_there_is_a_form_for_every_request() -> None:
+    text = Path(answers.__file__).with_name("desk.py").read_text()
+    (ops,) = re.findall(r"^OPS = \{(.*?)\}", text, re.MULTILINE | re.DOTALL)
+    assert answers._ANSWERS.keys() == set(re.findall(r'"(\w+)":', ops))
+
+
+STATE = {"JobState": "RUNNING"}
+ODD: list[tuple[str, Any]] = [
+    ("look", {"job": {}, "files": {}}),
+    ("look", {"job": {"JobState": ["x"]}, "files": {}}),
+    ("look", {"job": {**STATE, "nodes": ["../x"]}, "files": {}}),
+    *(
+        ("look", {"job": STATE, "files": {name: [0, ""]}})
+        for name in ("logs/../rank-0.log", "logs/a/../../x", "/etc/x", "x", "logs/a/rank-x.log", "logs//rank-0.log", "")
+    ),
+    ("look", {"job": STATE, "files": {"job.log": [-1, ""]}}),
+    ("look", {"job": STATE, "files": {"job.log": [0, "%%%"]}}),
+    ("look", {"job": STATE, "files": {"job.log": "x"}}),
+    ("place", {"folder": "/home/me"}),
+    ("place", {"folder": "slurm/one"}),
+    ("place", {"folder": "/x/slurm/two"}),
+    ("place", {"folder": "/x\n/slurm/one"}),
+    ("submit", {"code": 0}),
+    ("submit", {"code": 0, "job": "1; rm -rf ~"}),
+    ("submit", {"code": 0, "job": 7}),
+    ("offer", {"partitions": [{}], "nodes": []}),
+    ("offer", {"partitions": [], "nodes": [["a"]]}),
+    ("left", {"left": {"a": "none"}, "how": ""}),
+    ("test", {"code": "0", "said": ""}),
+    ("test", {"error": ["x"]}),
+    ("test", []),
+]
+
+
+@pytest.mark.parametrize(("op", "said"), ODD)
+def test_what_makes_no_sense_is_that_machines_fault(op: str, said: Any) -> None:
+    with pytest.raises(NodeError):
+        answers.answer({"op": op, "run": "one"}, json.dumps(said), where="login")
+
+
+@pytest.mark.parametrize("said", ["", "{", "[" * 100_000, "\x00"])
+def test_what_is_no_answer_is_told_from_one(said: str) -> None:
+    with pytest.raises(answers.Wrong):
+        answers.answer({"op": "look"}, said, where="login")
