@@ -16,7 +16,7 @@ import torch
 
 from dtctl.errors import PlanError
 from dtctl.runtime import circumstances, elastic
-from dtctl.runtime.program_state import ProgramState, content, inner_state, is_stateful, put_into
+from dtctl.runtime.program_state import ProgramState, content, inner_state, is_stateful, put_into, some_of
 from dtctl.runtime.snapshot.encoding import decode, encode, generator_state, is_generator, with_devices
 from dtctl.runtime.snapshot.share import gathered_json
 from dtctl.runtime.snapshot.state import Configured, configured, tensors
@@ -86,7 +86,7 @@ class Account:
         mine = held.get(EVERYONE, held.get(str(rank)))
         if mine is None:
             return ["the snapshot has no state of the program for this worker"] if held or self.extra else []
-        program = mine.get(PROGRAM, {})
+        program: Mapping[str, Any] = mine.get(PROGRAM, {})
         if going_back:
             program = {path: value for path, value in program.items() if path.startswith(("model.", "optimizer."))}
         found = self.program.load(program)
@@ -128,12 +128,9 @@ def take(trainer: Trainer) -> Account:
         roots["rate"] = trainer.rate
     for name, value in trainer.extra_state.items():
         roots |= {f"extra_state.{name}.{inner}": held for inner, held in inner_state(value).items()}
-    program = ProgramState(
-        roots,
-        model=trainer.model,
-        apart=[trainer, trainer.config, trainer.config.data, trainer.config.model, *trainer.extra_state.values()],
-    )
     data = trainer.feed.reader.data
+    apart = [trainer, trainer.config, trainer.config.data, trainer.config.model, data, *trainer.extra_state.values()]
+    program = ProgramState(roots, model=trainer.model, apart=apart)
     described = program.plain | ProgramState({"data": data}, model=trainer.model).plain
     examined = trainer.feed.examine(np.asarray(trainer.schedule.positions(0)[0]))
     detail = circumstances.detail(described, examined, worker, elastic=elastic)
@@ -163,9 +160,7 @@ def differences(account: Account, parts: Mapping[str, Any], facts: Mapping[str, 
         found.append(f"what rank {rank} runs with is not what it was, and what rank 0 runs with is")
     changed = {path for tree in parts.get("local", {}).values() for path in tree.get(PROGRAM, {})}
     if changed and len(before) != len(now):
-        found.append(
-            f"{', '.join(sorted(changed)[:4])} changed on each of {len(before)} workers, and there are {len(now)}"
-        )
+        found.append(f"{some_of(sorted(changed))} changed on each of {len(before)} workers, and there are {len(now)}")
     return found
 
 

@@ -13,6 +13,7 @@ from dtctl.runtime import randomness, resume
 from dtctl.runtime.account import EVERYONE, checksum
 from dtctl.runtime.config import SnapshotConfig
 from dtctl.runtime.console import complain
+from dtctl.runtime.program_state import some_of
 from dtctl.runtime.snapshot import state
 from dtctl.runtime.snapshot.pieces import Key
 from dtctl.runtime.snapshot.place import Place, Remote, place
@@ -118,10 +119,10 @@ def save(trainer: Trainer, *, needed: bool) -> None:
     if worker.is_first:
         parts["random"] = everyone
         parts["circumstances"] = {"detail": trainer.account.text}
+    unkept = [f"{some_of(lost)} changes in training, and snapshots do not keep it"] if lost else []
     facts = {"position": trainer.position, "circumstances": trainer.circumstances} | {
         "programs": trainer.account.checksums,
-        "irreproducible": trainer.account.irreproducible
-        + [f"{path} changes in training, and snapshots do not keep it" for path in lost],
+        "irreproducible": trainer.account.irreproducible + unkept,
         "batch": resume.sizes(trainer.asked, trainer.batch),
         "rate_factor": trainer.rate_factor,
         "chosen": trainer.settled.kept,

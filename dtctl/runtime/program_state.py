@@ -153,8 +153,8 @@ class ProgramState:
             owner, _, name = path.rpartition(".")
             if owner in owners:
                 owners[owner](name, decode(left.pop(path)))
-        found = [f"{path} has changed in training, and there is no place for it now" for path in left]
-        return found + [f"{path} has changed in training, and cannot be set" for path in failed]
+        found = [f"{some_of(left)} changed in training, and there is no place for it now"] if left else []
+        return found + ([f"{some_of(failed)} changed in training, and cannot be set"] if failed else [])
 
     # -- the walk ---------------------------------------------------------------------------------------------------
 
@@ -177,6 +177,12 @@ class ProgramState:
     def _walked(self, walk: _Walk) -> Iterator[tuple[str, _Leaf]]:
         for name, root in self._roots.items():
             yield from walk.visit(root, name, lambda _: None, 0)
+
+
+def some_of(paths: Iterable[str], count: int = 4) -> str:
+    """The first of some paths, and how many more there are."""
+    every = list(paths)
+    return ", ".join(every[:count]) + (f" and {len(every) - count} more" if len(every) > count else "")
 
 
 def _put(leaf: _Leaf, value: Any) -> bool:
@@ -313,7 +319,10 @@ class _Walk:
         elif isinstance(value, type):
             if is_own_code(value.__module__):
                 yield from self._attributes(vars(value), path, functools.partial(setattr, value), depth)
-        elif isinstance(value, types.ModuleType) or type(value).__module__.partition(".")[0] == "dtctl":
+        elif (
+            isinstance(value, types.ModuleType | torch.utils.data.Dataset)
+            or type(value).__module__.partition(".")[0] == "dtctl"
+        ):
             return
         elif isinstance(value, Iterator) and _is_advanced_by_use(value):
             self.iterators.append(path)
@@ -346,27 +355,42 @@ class _Walk:
                 yield from self.visit(item, f"{path}[{index}]", lambda _: None, depth + 1)
 
     def _module(self, module: nn.Module, path: str, depth: int) -> Iterator[tuple[str, _Leaf]]:
-        if self._describe is not None:
-            self._describe[f"{path} (class)"] = class_name(module)
-            hooks = [
-                _function_name(hook)
-                for table in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-                for hook in (getattr(module, table, None) or {}).values()
-            ]
-            if hooks:
-                self._describe[f"{path} (hooks)"] = ", ".join(hooks)
+        self._note(f"{path} (class)", lambda: class_name(module))
+        yield f"{path}.training", _Leaf(module.training, functools.partial(_set_attribute, module, "training"))
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if not parameter.requires_grad:
+                    self._note(f"{path}.{name} (frozen)", lambda: "frozen")
+                put = functools.partial(_set_attribute, parameter, "requires_grad")
+                yield f"{path}.{name}.requires_grad", _Leaf(parameter.requires_grad, put)
         for table in (module._parameters, module._buffers):
             for name, tensor in list(table.items()):
                 if tensor is not None:
-                    yield from self.visit(
-                        tensor, f"{path}.{name}", functools.partial(table.__setitem__, name), depth + 1
-                    )
+                    put = functools.partial(table.__setitem__, name)
+                    yield from self.visit(tensor, f"{path}.{name}", put, depth + 1)
+        yield from self._hooks(module, path, depth)
         own = {name: value for name, value in vars(module).items() if name not in _MODULE_KEYS}
         yield from self._attributes(own, path, functools.partial(_set_attribute, module), depth)
         yield from self._class_attributes(module, path, depth)
         for name, child in module._modules.items():
             if child is not None and self._first_time(child):
                 yield from self._module(child, f"{path}.{name}", depth)
+
+    def _hooks(self, module: nn.Module, path: str, depth: int) -> Iterator[tuple[str, _Leaf]]:
+        hooks = [
+            hook
+            for table in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+            for hook in (getattr(module, table, None) or {}).values()
+        ]
+        for parameter in module._parameters.values():
+            hooks += (getattr(parameter, "_backward_hooks", None) or {}).values()
+            hooks += (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+        # torch's own strategies work by hooks, too.
+        own = [hook for hook in hooks if is_own_code(getattr(hook, "__module__", None) or type(hook).__module__)]
+        if own:
+            self._note(f"{path} (hooks)", lambda: ", ".join(map(_function_name, own)))
+        for number, hook in enumerate(own):
+            yield from self.visit(hook, f"{path}.hook{number}", lambda _: None, depth + 1)
 
     def _optimizer(
         self, optimizer: torch.optim.Optimizer, path: str, put: Callable[[Any], None], depth: int

@@ -501,3 +501,21 @@ def test_a_run_whose_snapshots_have_vanished_does_not_begin_anew(
     with pytest.raises(SnapshotError, match="has written a snapshot of step 6, and there is none now"):
         make({"steps": WHOLE}).run()
     make({"steps": WHOLE, "snapshot": {"dir": "elsewhere"}}).run()
+
+
+def hooks_that_remember() -> dict[str, Any]:
+    """Hooks with state in their closure, and flags that training changes."""
+    model, seen = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 1)), [0.0]
+
+    def watch(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        seen[0] += 1.0
+        module.weight.requires_grad_(seen[0] > 3)
+        model[1].train(seen[0] < 5)
+        return output * (1 + seen[0] * 0.1)
+
+    model[0].register_forward_hook(watch)
+    return {"model": model, "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)}
+
+
+def test_hooks_and_flags_are_state(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    assert halves(make, capsys, hooks_that_remember) == (True, "exact")
