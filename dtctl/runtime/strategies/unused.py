@@ -16,7 +16,7 @@ pass it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, cast
 
@@ -60,7 +60,7 @@ class Present:
             ]
             if places:
                 # After the hook of fully_shard, which puts whole parameters where the shards were.
-                unit.register_forward_pre_hook(partial(self._watch, places))
+                unit.register_forward_pre_hook(partial(_plainly, self._watch, places))
 
     def _watch(self, places: Sequence[tuple[nn.Module, str, int]], *_: Any) -> None:
         for module, name, number in places:
@@ -121,8 +121,8 @@ class Turns:
         root.register_forward_pre_hook(self._begin)
         root.register_forward_hook(self._end)
         for index, unit in enumerate(self._units):
-            unit.register_forward_pre_hook(partial(self._enter, index), prepend=True, with_kwargs=True)
-            unit.register_forward_pre_hook(self._entered, with_kwargs=True)
+            unit.register_forward_pre_hook(partial(_plainly, self._enter, index), prepend=True, with_kwargs=True)
+            unit.register_forward_pre_hook(partial(_plainly, self._entered), with_kwargs=True)
 
     def ends(self) -> list[torch.Tensor]:
         """Scalars through which the backward pass must go, beside the loss; of the passes since the last call."""
@@ -212,6 +212,12 @@ class Turns:
             return
         (thread,), _ = state._pre_forward(unit, (self._thread,), {})
         self._thread = state._post_forward(unit, (thread,), thread)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _plainly(hook: Callable[..., Any], *given: Any) -> Any:
+    """A hook of a unit that is compiled: what it does differs from pass to pass, and is never part of a graph."""
+    return hook(*given)
 
 
 def _with_all(found: Sequence[int], count: int) -> list[int]:
