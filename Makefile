@@ -42,6 +42,7 @@ check: $(BIN)/.ready  ## Style, types, layers, documentation.
 soak: $(BIN)/.ready  ## Kill trainings at random for an hour; each must end with the bits of one left alone.
 	$(BIN)/python -m tests.fault.stopping --count 50
 	$(BIN)/python -m tests.fault.soak
+	$(BIN)/python -m tests.fault.zoo
 
 bench: $(BIN)/.ready  ## Launch latency and push beside other launchers; takes some minutes on an idle machine.
 	$(BIN)/python benchmarks/launch.py

@@ -22,7 +22,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,8 +47,31 @@ class Ended:
     """Of all workers, and a line for each that failed: `rank 1 ended with exit code 75`, `rank 0 ended by SIGKILL`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """A worker that gets SIGKILL, and the others a moment later."""
+
+    rank: int
+    progress: str
+    """A file that grows by a byte for each thing done; none of it when the workers start."""
+    after: int
+    """Bytes that it must have."""
+    drafts: str | None = None
+    """A folder: kill while it has something unfinished. None: at once."""
+    delay_s: float = 0.0
+    """And wait this long."""
+    stop: bool = False
+    """SIGTERM to all instead, which asks for an end with a snapshot."""
+
+
 def launch(
-    argv: Sequence[str | Path], workers: int, *, cwd: Path, environ: Mapping[str, str] | None = None, limit_s: float
+    argv: Sequence[str | Path],
+    workers: int,
+    *,
+    cwd: Path,
+    environ: Mapping[str, str] | None = None,
+    limit_s: float,
+    kill: Kill | None = None,
 ) -> Ended:
     """Run a script in some workers of one node, and wait for their end.
 
@@ -58,6 +81,7 @@ def launch(
         cwd: folder that they run in.
         environ: variables beside this process's own; those of dtctl are not handed on.
         limit_s: after which everything is ended.
+        kill: what is killed when. None: nothing.
     """
     if not _served or _served[0].poll() is not None:
         _served[:] = [_start()]
@@ -73,6 +97,7 @@ def launch(
             "environ": {**own, "OMP_NUM_THREADS": "1", **(environ or {})},
             "output": output.name,
             "limit_s": limit_s,
+            "kill": asdict(kill) if kill else None,
         }
         server.stdin.write(json.dumps(asked) + "\n")
         server.stdin.flush()
@@ -135,11 +160,12 @@ def _agent(asked: dict[str, Any]) -> int:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.write(opened, f"{store.port:8}".encode() * count)
     os.close(opened)
-    failed = _wait(pids, output, asked["limit_s"])
+    kill = Kill(**asked["kill"]) if asked["kill"] else None
+    failed = _wait(pids, output, asked["limit_s"], kill)
     return int(failed)
 
 
-def _wait(pids: dict[int, int], output: int, limit_s: float) -> bool:
+def _wait(pids: dict[int, int], output: int, limit_s: float, kill: Kill | None) -> bool:
     """Until all workers have ended; those that outlive one that failed are helped. Returns whether one failed."""
     failed, deadline = False, time.monotonic() + limit_s
     while pids:
@@ -153,13 +179,30 @@ def _wait(pids: dict[int, int], output: int, limit_s: float) -> bool:
             if code and not failed:
                 failed, deadline = True, min(deadline, time.monotonic() + LAST_WORDS_S)
             continue
+        if kill is not None and not failed and is_due(kill):
+            time.sleep(kill.delay_s)
+            os.write(output, b"killed\n")
+            for pid, rank in pids.items():
+                if kill.stop or rank == kill.rank:
+                    os.kill(pid, signal.SIGTERM if kill.stop else signal.SIGKILL)
+            failed, deadline, kill = True, deadline if kill.stop else time.monotonic() + 0.02, None
         if time.monotonic() > deadline:
             os.write(output, f"ended after waiting: ranks {sorted(pids.values())}\n".encode())
             failed, deadline = True, deadline + LAST_WORDS_S
             for left in pids:
                 os.kill(left, signal.SIGKILL)
-        time.sleep(0.005)
+        time.sleep(0.005 if kill is None else 0.0005)
     return failed
+
+
+def is_due(kill: Kill) -> bool:
+    """Whether it is time; to be asked often."""
+    done = os.stat(kill.progress).st_size if os.path.exists(kill.progress) else 0  # noqa: PTH110, PTH116
+    if done < kill.after or kill.drafts is None:
+        return done >= kill.after
+    # What is unfinished has a name that begins with a dot; if none comes in a while, it is as good now.
+    drafts = os.listdir(kill.drafts) if os.path.isdir(kill.drafts) else []  # noqa: PTH112, PTH208
+    return any(name.endswith(".draft") for name in drafts) or done > kill.after + 8
 
 
 def _worker(asked: dict[str, Any], rank: int, output: int, gate: int) -> None:
