@@ -73,6 +73,7 @@ class Trainer:
         model: the user's model, on the worker's device, not wrapped; a part of it, if the strategy divides it.
         place: where this worker stands in the mesh.
         parameters: those that are trained, as this worker has them.
+        frozen: those that the strategy has not taken up, and must not want gradients later.
         step: optimizer steps done.
         steps: length of the training.
         position: samples consumed, over all workers and attempts.
@@ -146,6 +147,8 @@ class Trainer:
         self.guard = Guard(config.on_nan, self.loss_scale, worker, blame)
         self.ema = Ema(self.model, config.ema) if config.ema else None
         self.weights: list[torch.Tensor] = []
+        spread = worker.backend is not None and config.exact != "elastic"
+        self.frozen = [p for p in self.model.parameters() if spread and not p.requires_grad]
         self.shards = (
             elastic.Shards(self.model, self.parameters, worker, config.seed) if config.exact == "elastic" else None
         )

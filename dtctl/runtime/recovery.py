@@ -15,6 +15,7 @@ from dtctl.runtime.console import say
 from dtctl.runtime.oom import smaller
 from dtctl.runtime.order import Schedule
 from dtctl.runtime.precision import multiply
+from dtctl.runtime.program_state import some_of
 from dtctl.runtime.weighing import correction
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ def accumulate(trainer: Trainer) -> torch.Tensor:
         if trainer.worker.is_first:
             ranks = ", ".join(map(str, short))
             say(f"out of memory on rank {ranks} in step {trainer.step + 1}: again with {trainer.batch.describe()}")
+    if any(parameter.requires_grad for parameter in trainer.frozen):
+        raise _thawed(trainer)
     trainer.strategy.finish()
     if trainer.weights:
         copies = trainer.place.degrees.tp * trainer.place.degrees.cp
@@ -45,6 +48,18 @@ def accumulate(trainer: Trainer) -> torch.Tensor:
         multiply(trainer.gradients(), factor)
         loss = loss * factor
     return loss
+
+
+def _thawed(trainer: Trainer) -> WorkerFailed:
+    """The error of parameters that want gradients which nobody exchanges."""
+    frozen = {id(parameter) for parameter in trainer.frozen}
+    names = [name for name, p in trainer.model.named_parameters() if p.requires_grad and id(p) in frozen]
+    return WorkerFailed(
+        f"{some_of(names)} was frozen when training began and wants gradients in step {trainer.step + 1}",
+        where=f"train.strategy ({trainer.strategy.name})",
+        hint="workers exchange the gradients of what was to be trained at first: unfreeze where the script makes the "
+        "model, after a snapshot, or use one worker or `exact: elastic`",
+    )
 
 
 def use(trainer: Trainer, sizes: Batch) -> None:

@@ -57,9 +57,13 @@ def train(config, worker):
         calls += 1
         if os.environ.get("HURT") == f"{worker.rank}:{calls}":
             os.kill(os.getpid(), signal.SIGKILL)
+        if "THAWED" in os.environ:
+            trainer.model.first.requires_grad_(trainer.step == 2)
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
-    trainer = Trainer(config, worker, Model(), loss, TensorData(inputs, inputs[:, :1] - inputs[:, 1:2]))
+    whole = Model()
+    whole.first.requires_grad_("THAWED" not in os.environ)
+    trainer = Trainer(config, worker, whole, loss, TensorData(inputs, inputs[:, :1] - inputs[:, 1:2]))
     return trainer.run()
 
 if __name__ == "__main__":
@@ -163,3 +167,11 @@ def test_bad_settings_end_all_workers_in_seconds(
     ended = launch(tmp_path, 2, "steps=2", *settings, **environment)
     assert ended.output.count(f"error: {message}") == 2, ended.output
     assert ended.code != 0
+
+
+def test_a_parameter_that_is_thawed_in_training_is_named(tmp_path: Path) -> None:
+    """Workers would go on with gradients that nobody has exchanged."""
+    ended = launch(tmp_path, 2, "strategy=ddp", "accumulate=1", BATCH_NORM="1", THAWED="1")
+    assert "first.weight, first.bias was frozen when training began and wants gradients in step 3" in ended.output
+    alone = launch(tmp_path / "alone", 1, "accumulate=1", "steps=4", BATCH_NORM="1", THAWED="1")
+    assert alone.code == 0, alone.output
