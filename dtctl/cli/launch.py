@@ -40,6 +40,9 @@ def launch(
     resume: Annotated[
         str | None, typer.Option(metavar="RUN", help="Go on from the newest good snapshot of an earlier run.")
     ] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Agree to what the spec reaches beyond its folder, without being asked.")
+    ] = False,
     json_: Annotated[bool, typer.Option("--json", help="JSON Lines on standard output.")] = False,
 ) -> int:
     """Run a job on all its nodes.
@@ -59,6 +62,7 @@ def launch(
         doctor=doctor,
         resume=resume,
         json_lines=json_,
+        yes=yes,
     )
     if dry_run or out is not None:
         return dry_launch(options, out)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dtctl import names
 from dtctl.cli import output
 from dtctl.cli.launch_view import LaunchView
-from dtctl.errors import DtctlError, Interrupted, UsageError
+from dtctl.errors import DtctlError, Interrupted, LaunchError, UsageError
 
 if TYPE_CHECKING:
     from dtctl.launch.job import Result
@@ -42,6 +42,8 @@ class Options:
     json_lines: bool
     resume: str | None = None
     """The run whose snapshots are gone on from."""
+    yes: bool = False
+    """Whether what the spec reaches beyond its folder is agreed to."""
 
 
 def spec_of(options: Options) -> Spec:
@@ -75,11 +77,14 @@ def dry_launch(options: Options, folder: Path | None) -> int:
     """Print, or write to `folder`, exactly what a launch would send."""
     import time
 
+    from dtctl.launch import trust
     from dtctl.launch.assemble import cluster_of, first_plan
     from dtctl.launch.record import check_run_name, new_run_id
     from dtctl.render.scripts import node_scripts
 
     spec = spec_of(options)
+    for text in (*trust.reach(spec), *trust.sent(spec)):
+        output.err(text, "yellow")
     run = check_run_name(options.name) if options.name is not None else new_run_id(spec.job.name, now=time.time())
     plan = first_plan(spec, cluster_of(spec, start=False), run=run)
     scripts = node_scripts(plan, base_dir=spec.base_dir)
@@ -93,6 +98,29 @@ def dry_launch(options: Options, folder: Path | None) -> int:
     return 0
 
 
+def agreed(spec: Spec, *, yes: bool) -> None:
+    """Ask for what the spec reaches beyond its folder, the first time that this folder is launched.
+
+    Raises:
+        LaunchError: nobody agrees, or nobody can be asked.
+    """
+    from dtctl.launch import trust
+
+    for name in trust.likely_secrets(spec, dict(os.environ)):
+        hint = "named in job.secrets it is kept out of scripts and plans"
+        output.err(f"warning: {name} looks like a secret and is sent by job.env_from: {hint}", "yellow")
+    if trust.is_agreed(spec):
+        return
+    if not yes and sys.stdin.isatty() and sys.stderr.isatty():
+        for text in trust.reach(spec):
+            output.err(text, "yellow")
+        output.err("agree to this, for this folder? [y/N] ")
+        yes = sys.stdin.readline().strip().lower() in ("y", "yes")
+    if yes:
+        trust.agree(spec)
+    trust.check(spec)
+
+
 def write_scripts(folder: Path, plan: Plan, scripts: dict[str, str]) -> None:
     """Write each node's script as `NODE.sh`, and the plan as `plan.json`.
 
@@ -101,14 +129,16 @@ def write_scripts(folder: Path, plan: Plan, scripts: dict[str, str]) -> None:
     """
     import json
 
+    from dtctl.launch.record import write_private
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for node, text in scripts.items():
-            path = folder / f"{node}.sh"
-            path.write_text(text, encoding="utf-8")
-            path.chmod(0o700)
-        (folder / names.PLAN_FILE).write_text(json.dumps(asdict(plan), indent=1) + "\n", encoding="utf-8")
-        (folder / names.PLAN_FILE).chmod(0o600)
+            write_private(folder / f"{node}.sh", text)
+            (folder / f"{node}.sh").chmod(0o700)
+        write_private(folder / names.PLAN_FILE, json.dumps(asdict(plan), indent=1) + "\n")
+    except LaunchError as exc:
+        raise UsageError(exc.message, where=exc.where) from exc
     except OSError as exc:
         raise UsageError(f"cannot write the scripts: {exc.strerror}", where=str(exc.filename or folder)) from exc
 
@@ -132,6 +162,7 @@ def real_launch(options: Options) -> int:
     from dtctl.launch.record import RunInfo, RunRecord, check_run_name, new_run_id
 
     spec = spec_of(options)
+    agreed(spec, yes=options.yes)
     run = check_run_name(options.name) if options.name is not None else new_run_id(spec.job.name, now=time.time())
     background = os.environ.pop(BACKGROUND, None)
     snapshots: Mapping[str, str] = {}

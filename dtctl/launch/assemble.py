@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dtctl import names
 from dtctl.errors import LaunchError, PlanError, SpecError
 from dtctl.launch import push as pushing
+from dtctl.launch import trust
 from dtctl.launch.cores import usable_cores
 from dtctl.launch.job import Job
 from dtctl.launch.link import Link
@@ -66,7 +67,12 @@ def cluster_of(spec: Spec, *, start: bool) -> Cluster:
     if spec.cluster.transport == "local":
         return Cluster(nodes=nodes, targets=targets, make_transport=_local)
     first = [targets[node.name] for node in nodes]
-    return Cluster(nodes=nodes, spares=spares, targets=targets, make_transport=lambda: ssh_transport(first))
+
+    def over_ssh() -> Transport:
+        trust.check(spec)  # before ssh reads a configuration that could run commands
+        return ssh_transport(first)
+
+    return Cluster(nodes=nodes, spares=spares, targets=targets, make_transport=over_ssh)
 
 
 def _slurm() -> Transport:

@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Literal
 
 from dtctl.errors import UsageError
+from dtctl.folders import read_regular
 
 Kind = Literal["python", "shell"]
+MAX_BYTES = 32 << 20
+"""Of a file; parsing takes twenty times as much memory."""
 STDIN = Path("-")
 SHELL = frozenset([".sh", ".bash", ".sbatch", ".slurm", ".job"])
 _SKIPPED = frozenset(
@@ -66,8 +69,12 @@ def kind_of(path: Path, raw: bytes | None = None) -> Kind | None:
 
 
 def read(path: Path) -> bytes:
-    """The content of a file, or of standard input."""
-    return _standard_input() if path == STDIN else path.read_bytes()
+    """The content of a file, or of standard input.
+
+    Raises:
+        OSError: it cannot be read, or is larger than programs are.
+    """
+    return _standard_input() if path == STDIN else read_regular(str(path), MAX_BYTES)
 
 
 @functools.cache

@@ -12,19 +12,96 @@ with a filter, each of which is safe in its place:
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from jinja2 import FileSystemLoader, StrictUndefined, TemplateError, TemplateNotFound, TemplateSyntaxError, Undefined
+from jinja2 import (
+    Environment,
+    FileSystemLoader,
+    StrictUndefined,
+    Template,
+    TemplateError,
+    TemplateNotFound,
+    TemplateSyntaxError,
+    Undefined,
+)
+from jinja2.exceptions import SecurityError
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dtctl import shell
 from dtctl.errors import RenderError
 
+MAX_CHARACTERS, MAX_EXPONENT, LIMIT_S = 4 << 20, 64, 10.0
+"""Of a template, and of what it makes."""
 _YAML_WORDS = frozenset({"null", "true", "false", "yes", "no", "on", "off", "y", "n"})
+
+
+class _Inside(FileSystemLoader):
+    """Templates of some folders, of which none is a link that leads out of its folder."""
+
+    def get_source(self, environment: Environment, template: str) -> tuple[str, str, Callable[[], bool]]:
+        """See FileSystemLoader."""
+        found = super().get_source(environment, template)
+        path = Path(found[1]).resolve()
+        if not any(Path(folder).resolve() in path.parents for folder in self.searchpath):
+            raise RenderError("the template is a link to a file elsewhere, which would be sent", where=found[1])
+        if len(found[0]) > MAX_CHARACTERS:
+            raise RenderError(f"the template has more than {MAX_CHARACTERS:,} characters", where=found[1])
+        return found
+
+
+class _Late(BaseException):
+    """Raised in a thread whose template takes too long."""
+
+
+class _Limited(ImmutableSandboxedEnvironment):
+    """As its base, which limits `range`; and nothing is multiplied to more than a script can be."""
+
+    intercepted_binops = frozenset(["*", "**", "%"])
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """See SandboxedEnvironment."""
+        pair = (left, right)
+        if operator == "%" and isinstance(left, str):
+            raise SecurityError("texts are not formatted with % here")
+        if operator != "%" and not all(isinstance(one, int | float) and abs(one) < 1 << 64 for one in pair):
+            raise SecurityError(f"only numbers are combined with {operator} here")
+        if operator == "**" and abs(right) > MAX_EXPONENT:
+            raise SecurityError(f"exponents are {MAX_EXPONENT} at most")
+        return super().call_binop(context, operator, left, right)
+
+
+def _poured(template: Template, values: Mapping[str, object]) -> str:
+    """A template's text, of limited length and in limited time."""
+    thread, over = ctypes.c_ulong(threading.get_ident()), threading.Event()
+
+    def end() -> None:
+        if not over.is_set():
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Late))
+
+    clock = threading.Timer(LIMIT_S, end)
+    clock.daemon = True
+    clock.start()
+    found, size = [], 0
+    try:
+        for piece in template.generate(values):
+            found.append(piece)
+            size += len(piece)
+            if size > MAX_CHARACTERS:
+                raise RenderError(f"a script has more than {MAX_CHARACTERS:,} characters", where=template.filename)
+    except _Late:
+        raise RenderError(f"the template takes longer than {LIMIT_S:g} s", where=template.filename) from None
+    finally:
+        over.set()
+        clock.cancel()
+    return "".join(found)
 
 
 class Verbatim(str):
@@ -70,8 +147,8 @@ def _ranks(ranks: range) -> Verbatim:
 @lru_cache(maxsize=4)
 def _environment(folders: tuple[str, ...]) -> ImmutableSandboxedEnvironment:
     """Jinja over these folders; kept, because compiling a template takes ten times as long as rendering it."""
-    environment = ImmutableSandboxedEnvironment(
-        loader=FileSystemLoader(list(folders)),
+    environment = _Limited(
+        loader=_Inside(list(folders)),
         undefined=StrictUndefined,
         finalize=_finalize,
         trim_blocks=True,
@@ -95,7 +172,7 @@ def render(name: str, values: Mapping[str, object], *, folders: Sequence[Path]) 
         RenderError: the template is missing, is not valid, or uses a name that does not exist.
     """
     try:
-        return _environment(tuple(map(str, folders))).get_template(name).render(values)
+        return _poured(_environment(tuple(map(str, folders))).get_template(name), values)
     except TemplateNotFound as exc:
         listed = ", ".join(str(folder) for folder in folders)
         raise RenderError(f"there is no template {exc.name}", where=listed) from exc

@@ -39,6 +39,8 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> Spec:
     if path.is_dir():
         path = path / SPEC_FILE
     try:
+        if path.is_fifo():  # whoever opens it waits until somebody writes
+            raise SpecError("the spec is a pipe", where=str(path), hint="`-` reads standard input")
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except FileNotFoundError:

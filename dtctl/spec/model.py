@@ -179,6 +179,13 @@ class Job(Section):
     grace_s: PositiveOrZero = 10.0
     """Seconds between SIGTERM and SIGKILL when the job is stopped."""
 
+    @field_validator("env_from")
+    @classmethod
+    def _not_everything(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        if any(not pattern.strip("*?") for pattern in patterns):
+            raise ValueError("a pattern that every name matches sends all there is, secrets too; begin it with letters")
+        return patterns
+
     @field_validator("hang_s", "hang_start_s", mode="before")
     @classmethod
     def _off_is_a_word(cls, value: object) -> object:

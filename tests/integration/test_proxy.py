@@ -84,7 +84,10 @@ def test_a_job_runs_on_nodes_behind_a_proxy_command(project: Project, cut: Sandb
     config = write_config(project, cut, cut.known_hosts, hosts)
     inner.write_text(config.read_text().replace(hosts, ""))
     write_spec(project, config, "node2", "node3")
-    done = project.run("launch", "--json")
+    refused = project.run("launch")
+    assert refused.code == 7, "the folder's own configuration runs a command here, and nobody has agreed to that"
+    assert "ProxyCommand" in refused.err
+    done = project.run("launch", "--json", "--yes")
     assert done.code == 0, done.err
     assert sorted(line.split()[2] for line in done.err.splitlines() if "RAN" in line) == ["node2", "node3"]
     assert done.done["left_behind"] == 0
@@ -97,7 +100,7 @@ def test_a_job_runs_on_nodes_behind_a_proxy_command(project: Project, cut: Sandb
 def test_a_proxy_command_that_fails_is_a_connect_error(project: Project, cut: Sandbox) -> None:
     config = write_config(project, cut, cut.known_hosts, "Host node2\n  ProxyCommand no-such-program %h\n")
     write_spec(project, config, "node2")
-    done = project.run("launch")
+    done = project.run("launch", "--yes")
     assert done.code == 6
     assert "node node2" in done.err
     assert "Traceback" not in done.err

@@ -6,6 +6,9 @@ import bz2
 import codecs
 import gzip
 import lzma
+import os
+import select
+import time
 import zlib
 from collections import deque
 from dataclasses import dataclass
@@ -18,6 +21,8 @@ HEAD_BYTES = 32 << 20
 TAIL_BYTES = 32 << 20
 """Of a longer file the beginning and the end are read: what failed stands there."""
 CHUNK = 1 << 20
+PATIENCE_S = 5.0
+"""How long what is no file, or is compressed, is read."""
 MOST_BYTES = 16 << 30
 """Of compressed data, unpacked: a small file may hold any amount."""
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -42,6 +47,9 @@ def content(file: Path) -> Content:
         UsageError: the system does not let it be read.
     """
     try:
+        if not file.is_file():
+            data, trouble = _streamed(file)
+            return Content(text=data.replace(b"\0", b"").decode(errors="replace"), trouble=trouble)
         with file.open("rb") as opened:
             magic = opened.peek(6)[:6]
             if magic.startswith(b"\x28\xb5\x2f\xfd"):
@@ -59,6 +67,25 @@ def content(file: Path) -> Content:
     if len(first) - len(first.translate(None, _NO_TEXT)) > _NO_TEXT_SHARE * len(first) or not first:
         return Content(text="", trouble="it is no text")
     return Content(text=data.decode(errors="replace"), trouble=trouble)
+
+
+def _streamed(file: Path) -> tuple[bytes, str]:
+    """What a pipe or a device gives at once: one without a writer, or without an end, keeps nobody waiting."""
+    fd = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    data, deadline = bytearray(), time.monotonic() + PATIENCE_S
+    try:
+        while len(data) < HEAD_BYTES and (left_s := deadline - time.monotonic()) > 0:
+            try:
+                piece = os.read(fd, CHUNK)
+            except BlockingIOError:  # somebody has it open, and has not written yet
+                select.select([fd], [], [], left_s)
+                continue
+            if not piece:
+                return bytes(data), "" if data else "it is a pipe that nobody writes to"
+            data += piece
+    finally:
+        os.close(fd)
+    return bytes(data), f"it is no file, and has not ended after {len(data) >> 20} MiB and {PATIENCE_S:g} s"
 
 
 def _unpacking(opened: BufferedReader, magic: bytes) -> gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile | None:
@@ -82,6 +109,7 @@ def _unpacked(packed: gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile) -> tuple[byte
     head = bytearray()
     tail: deque[bytes] = deque()
     total, kept, trouble = 0, 0, ""
+    deadline = time.monotonic() + PATIENCE_S
     try:
         while chunk := packed.read1(CHUNK):  # gives what there is before it complains
             total += len(chunk)
@@ -92,8 +120,8 @@ def _unpacked(packed: gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile) -> tuple[byte
             kept += len(chunk)
             while kept - len(tail[0]) >= TAIL_BYTES:
                 kept -= len(tail.popleft())
-            if total > MOST_BYTES:
-                trouble = f"it is longer than {MOST_BYTES >> 30} GiB unpacked; the rest was left out"
+            if total > MOST_BYTES or time.monotonic() > deadline:
+                trouble = f"it is longer than {total >> 20} MiB unpacked; the rest was left out"
                 break
     except (EOFError, zlib.error, lzma.LZMAError, OSError) as exc:
         trouble = f"its compressed data is damaged or cut off ({exc})"

@@ -1,0 +1,96 @@
+"""What a spec reaches beyond its own folder, and whether this user has agreed to it.
+
+A spec that was downloaded can name the user's other files to be sent, or commands to be run here. That is told by the
+dry run, and asked for before the first launch of a folder; the answer holds for what was asked, and for that folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+
+from dtctl import folders, names
+from dtctl.errors import LaunchError
+from dtctl.spec.model import Spec
+
+_RUNS = re.compile(r"(?im)^\s*(match\b.*\bexec\b|proxycommand\b|localcommand\b|knownhostscommand\b|include\b).*$")
+CONFIG_BYTES = 4 << 20
+SECRET = re.compile(r"(?i)(token|secret|passw|credential|api_?key|access_?key|private_?key)|_key$")
+"""Of names of variables."""
+
+
+def reach(spec: Spec) -> list[str]:
+    """What has to be agreed to, a phrase each: files from elsewhere that are sent, commands that are run here."""
+    found = []
+    base = Path(os.path.realpath(spec.base_dir))
+    root = Path(os.path.realpath(spec.base_dir / spec.job.files.root))
+    if spec.pushes and root != base and base not in root.parents:
+        found.append(f"the files of {root} are sent to the nodes (job.files.root)")
+    config = spec.cluster.ssh_config
+    if config is not None and base in Path(os.path.realpath(config)).parents:
+        try:
+            text = folders.read_regular(str(config), CONFIG_BYTES).decode(errors="replace")
+        except OSError:
+            text = ""  # ssh says it
+        found += [f"{config.name} has `{match[0].strip()}`, which is run here" for match in _RUNS.finditer(text)]
+    return found
+
+
+def sent(spec: Spec) -> list[str]:
+    """What else leaves this machine, for the dry run: variables by pattern, and what secrets they may be."""
+    found = [f"variables of this machine that match {pattern} are sent (job.env_from)" for pattern in spec.job.env_from]
+    if spec.pushes:
+        found.append(f"the files of {os.path.realpath(spec.base_dir / spec.job.files.root)} are sent (job.files)")
+    if (templates := spec.base_dir / "templates").is_dir():
+        found += [f"{path.name} of the folder's own templates makes the scripts" for path in templates.glob("*.j2")]
+    return found
+
+
+def likely_secrets(spec: Spec, environ: dict[str, str]) -> list[str]:
+    """Variables that `job.env_from` matches and that are called like secrets: they would stand in scripts and plans."""
+    from fnmatch import fnmatchcase
+
+    matched = [name for name in environ if any(fnmatchcase(name, pattern) for pattern in spec.job.env_from)]
+    return sorted(name for name in matched if SECRET.search(name))
+
+
+def is_agreed(spec: Spec) -> bool:
+    """Whether this user has agreed to all of it, in this folder."""
+    told = reach(spec)
+    return not told or _record(spec, told).is_file()
+
+
+def agree(spec: Spec) -> None:
+    """Write down that this user agrees. It is not kept in the folder, which could have brought the answer along.
+
+    Raises:
+        LaunchError: it cannot be written.
+    """
+    path = _record(spec, reach(spec))
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+    except OSError as exc:
+        raise LaunchError(f"the answer cannot be kept: {exc.strerror}", where=str(path)) from exc
+
+
+def check(spec: Spec) -> None:
+    """Refuse to go on without agreement.
+
+    Raises:
+        LaunchError: there is none.
+    """
+    if not is_agreed(spec):
+        raise LaunchError(
+            f"this folder's spec reaches beyond the folder: {'; '.join(reach(spec))}",
+            where=str(spec.base_dir / names.SPEC_FILE),
+            hint="if you trust it, `dtctl launch --yes` agrees to exactly this, once for the folder",
+        )
+
+
+def _record(spec: Spec, told: list[str]) -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    seal = "\0".join([os.path.realpath(spec.base_dir), *told])
+    return Path(state).expanduser() / "dtctl" / "agreed" / hashlib.sha256(os.fsencode(seal)).hexdigest()

@@ -1,0 +1,152 @@
+"""A spec, a template or a log that came from elsewhere: what it reaches is asked for, and nothing hangs on it."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dtctl.doctor.explain.content import content
+from dtctl.errors import LaunchError, RenderError, SpecError
+from dtctl.launch import trust
+from dtctl.render.engine import MAX_CHARACTERS, render
+from dtctl.spec.load import load_spec, parse_spec
+
+DTCTL = Path(sys.executable).with_name("dtctl")
+
+
+@pytest.fixture(autouse=True)
+def _no_answers_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def project(folder: Path, cluster: str, job: str = "script: t.py") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "t.py").write_text("print('it ran')\n")
+    (folder / "dtctl.yaml").write_text(f"cluster: {{{cluster}}}\njob: {{{job}, kind: direct}}\n")
+    return folder
+
+
+def dtctl(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    argv = [DTCTL, *words]
+    return subprocess.run(
+        argv, cwd=folder, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=60
+    )
+
+
+@pytest.mark.parametrize("line", ['Match exec "touch {0}"', "ProxyCommand touch {0}", "Include {1}/other"])
+def test_a_configuration_of_the_folder_that_runs_commands_is_not_used_unasked(tmp_path: Path, line: str) -> None:
+    trace = tmp_path / "it-ran"
+    folder = project(tmp_path / "p", "transport: ssh, nodes: [a], ssh_config: config, connect_timeout_s: 1")
+    (folder / "config").write_text(line.format(trace, folder) + "\n  HostName 127.0.0.1\n  Port 1\n")
+    (folder / "other").write_text(f'Match exec "touch {trace}"\n')
+    for words in (["launch", "--no-doctor"], ["doctor", "--quick"], ["launch"]):
+        done = dtctl(folder, *words)
+        assert done.returncode == 7, done.stderr
+        assert line.split(maxsplit=1)[0] in done.stderr
+    assert not trace.exists()
+    assert line.split(maxsplit=1)[0] in dtctl(folder, "launch", "--dry-run").stderr
+    assert not trace.exists()
+    assert dtctl(folder, "launch", "--no-doctor", "--yes").returncode == 6
+    assert trace.exists(), "agreed to, and then used"
+    (folder / "config").write_text((folder / "config").read_text() + "Match exec other\n")
+    assert dtctl(folder, "launch", "--no-doctor").returncode == 7, "the answer was for something else"
+
+
+def test_files_from_elsewhere_are_sent_only_when_agreed_to(tmp_path: Path) -> None:
+    (tmp_path / "secrets").mkdir()
+    spec = project(tmp_path / "p", "transport: ssh, nodes: [a]", "script: t.py, files: {root: ../secrets}")
+    loaded = load_spec(spec / "dtctl.yaml")
+    assert [str(tmp_path / "secrets") in text for text in trust.reach(loaded)] == [True]
+    with pytest.raises(LaunchError, match="reaches beyond"):
+        trust.check(loaded)
+    trust.agree(loaded)
+    trust.check(loaded)
+    (tmp_path / "q").mkdir()
+    (tmp_path / "q" / "dtctl.yaml").write_bytes((spec / "dtctl.yaml").read_bytes())
+    with pytest.raises(LaunchError, match="reaches beyond"):
+        trust.check(load_spec(tmp_path / "q" / "dtctl.yaml"))
+
+
+@pytest.mark.parametrize("pattern", ["*", "**", "?*", "*?*"])
+def test_all_variables_at_once_are_refused(tmp_path: Path, pattern: str) -> None:
+    with pytest.raises(SpecError, match="env_from"):
+        parse_spec(f"job: {{script: t.py, env_from: ['{pattern}']}}", source="x", base_dir=tmp_path)
+
+
+def test_variables_that_look_like_secrets_are_told(tmp_path: Path) -> None:
+    spec = parse_spec("job: {script: t.py, env_from: ['WANDB_*', 'HF_*']}", source="x", base_dir=tmp_path)
+    names = ("WANDB_API_KEY", "HF_TOKEN", "HF_HOME", "OTHER_TOKEN", "WANDB_MODE")
+    assert trust.likely_secrets(spec, dict.fromkeys(names, "x")) == ["HF_TOKEN", "WANDB_API_KEY"]
+
+
+def test_a_template_that_is_a_link_to_a_file_elsewhere_is_not_sent(tmp_path: Path) -> None:
+    (tmp_path / "id_rsa").write_text("PRIVATE")
+    (tmp_path / "templates").mkdir()
+    (tmp_path / "templates" / "node.sh.j2").symlink_to(tmp_path / "id_rsa")
+    with pytest.raises(RenderError, match="elsewhere"):
+        render("node.sh.j2", {}, folders=[tmp_path / "templates"])
+
+
+ENDLESS = {
+    "long": "{% for i in range(90000) %}{% for j in range(90000) %}xxxxxxxxxx{% endfor %}{% endfor %}",
+    "wide": "{{ 'x' * 10000000000 }}",
+    "wide list": "{{ [1] * 10000000000 }}",
+    "tall": "{{ 9 ** 9999999999 }}",
+    "formatted": "{{ '%1000000000d' % 1 }}",
+    "itself": "{% include 't.j2' %}",
+}
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_a_template_without_an_end_has_one(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "t.j2").write_text(ENDLESS[kind])
+    with pytest.raises(RenderError):
+        render("t.j2", {}, folders=[tmp_path])
+
+
+def test_a_template_that_takes_for_ever_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dtctl.render import engine
+
+    monkeypatch.setattr(engine, "LIMIT_S", 0.5)
+    text = "{% for i in range(90000) %}{% for j in range(90000) %}{% set x = 1 %}{% endfor %}{% endfor %}"
+    (tmp_path / "t.j2").write_text(text)
+    with pytest.raises(RenderError, match="longer than"):
+        render("t.j2", {}, folders=[tmp_path])
+    (tmp_path / "big.j2").write_text("x" * (MAX_CHARACTERS + 1))
+    with pytest.raises(RenderError, match="characters"):
+        render("big.j2", {}, folders=[tmp_path])
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    for name in ("a.log", "dtctl.yaml", "a.py"):
+        os.mkfifo(tmp_path / name)
+    assert "nobody writes" in content(tmp_path / "a.log").trouble
+    with pytest.raises(SpecError, match="pipe"):
+        load_spec(tmp_path / "dtctl.yaml")
+    assert dtctl(tmp_path, "lint", "a.py").returncode in (0, 9)
+
+
+def test_a_device_without_an_end_is_read_in_part_and_said_so() -> None:
+    assert "not ended" in content(Path("/dev/zero")).trouble
+
+
+def test_a_small_file_that_unpacks_to_anything_is_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dtctl.doctor.explain import content as module
+
+    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+    with gzip.open(tmp_path / "a.log.gz", "wb", compresslevel=1) as file:
+        for _ in range(2000):
+            file.write(b"0123456789abcdef" * (1 << 16))
+    assert "left out" in content(tmp_path / "a.log.gz").trouble
+
+
+def test_a_program_larger_than_programs_are_is_not_parsed(tmp_path: Path) -> None:
+    with (tmp_path / "a.py").open("wb") as file:
+        file.truncate(3 << 30)
+    done = dtctl(tmp_path, "lint", "a.py")
+    assert "larger than" in done.stdout + done.stderr
