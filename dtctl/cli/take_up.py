@@ -23,7 +23,7 @@ def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) 
     from dtctl.launch.ledger import Ledger
     from dtctl.launch.record import RunRecord
     from dtctl.launch.run import launch
-    from dtctl.launch.state import boot_id, start_ticks
+    from dtctl.launch.state import boot_id, start_ticks, state_of
 
     record = RunRecord(folder)
     if record.info().slurm:
@@ -31,6 +31,8 @@ def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) 
 
         return take_up_job(record)
     with record.held():
+        if state_of(record).done is not None:
+            return 0  # somebody else was quicker, and it is over by now
         info = record.info()
         job = job_of_run(record)
         under_way = attempt_of_run(record, job)

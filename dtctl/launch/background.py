@@ -16,6 +16,7 @@ from typing import Any
 
 from dtctl import children, names
 from dtctl.launch.record import RunRecord, writing
+from dtctl.launch.state import state_of
 
 BACKGROUND = "DTCTL_BACKGROUND"
 """Set, to the name of the run, in the launcher that stays behind."""
@@ -39,7 +40,7 @@ def take_up_in_background(record: RunRecord) -> str:
                 return ""
             time.sleep(POLL_S)
         # It may have been over at once, or somebody else was quicker: then that is what is to be seen in the record.
-        taken = record.info().pid == process.pid or record.has_launcher()
+        taken = record.info().pid == process.pid or record.has_launcher() or state_of(record).done is not None
         return "" if taken else log.read().decode(errors="replace").strip()
 
 
