@@ -1,0 +1,148 @@
+"""Whatever bytes come: an answer in its form, or an error of who sent them; never a Python error.
+
+`DTCTL_FUZZ=100000` tries so many inputs of each kind instead of a few.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dtctl.doctor import answers as doctor
+from dtctl.errors import DtctlError, NodeError, SnapshotError
+from dtctl.launch import messages
+from dtctl.launch.gathering import Rule, removable, spread
+from dtctl.launch.lines import Lines
+from dtctl.printable import printable
+from dtctl.runtime.snapshot import assembly, headers, layout
+from dtctl.slurm import answers as slurm
+from dtctl.supervisor import frames
+
+MANY = settings(
+    max_examples=int(os.environ.get("DTCTL_FUZZ", "300")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+NUMBERS = st.one_of(st.integers(), st.floats(), st.booleans(), st.none())
+WORDS = st.one_of(st.text(max_size=20), st.sampled_from(["../../x", "/etc/passwd", "", ".", "..", "\x1b[2J", "a/b"]))
+JSON = st.recursive(
+    st.one_of(NUMBERS, WORDS),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(WORDS, inner, max_size=4)),
+    max_leaves=12,
+)
+REAL: list[dict[str, Any]] = [
+    {"op": "hello", "gpus": 0, "address": "", "port": 0, "python": "3.11.7"},
+    {"op": "push", "state": "done", "path": "/w/code/x", "digest": "0" * 32},
+    {"op": "started", "attempt": 0, "pids": [1], "interface": "eth0"},
+    {"op": "exit", "rank": 0, "code": 1, "signal": None, "time": 1.0, "why": "", "asked": False},
+    {"op": "stopped", "left": 0, "killed": False, "exits": [], "log_bytes_lost": 0},
+    {"op": "pong", "time": 1.0, "sent": 1.0, "workers": [{"rank": 0, "pid": 1, "phase": 1, "step": 2}]},
+    {"op": "stack", "rank": 0, "state": "S", "how": "none", "text": "", "flight": ""},
+]
+"""As a supervisor says them; some values are replaced."""
+
+
+@st.composite
+def mutated(draw: st.DrawFn, real: list[dict[str, Any]]) -> dict[str, Any]:
+    message = dict(draw(st.sampled_from(real)))
+    for _ in range(draw(st.integers(0, 3))):
+        key = draw(st.sampled_from([*message, "more"]))
+        if draw(st.booleans()):
+            message[key] = draw(JSON)
+        else:
+            message.pop(key, None)
+    return message
+
+
+@MANY
+@given(mutated(REAL))
+def test_messages_of_a_supervisor(message: dict[str, Any]) -> None:
+    for parse in (messages.before_start, messages.while_running):
+        with contextlib.suppress(NodeError):
+            found = parse(message, node="a")
+            assert found["op"] == message["op"]
+            for name in ("rank", "left", "port", "gpus"):
+                assert type(found.get(name, 0)) is int
+
+
+@MANY
+@given(st.lists(st.binary(max_size=40)))
+def test_frames(pieces: list[bytes]) -> None:
+    parser = frames.Parser()
+    with contextlib.suppress(frames.BrokenFrame):
+        for piece in pieces:
+            for kind, _, payload in parser.feed(piece):
+                if kind == frames.JSON:
+                    assert isinstance(frames.decode(payload), dict)
+
+
+@MANY
+@given(st.sampled_from(sorted(messages._SNAPSHOTS)), JSON, st.binary(max_size=30))
+def test_answers_about_snapshots(verb: str, value: Any, raw: bytes) -> None:
+    for said in (json.dumps(value), raw.decode(errors="replace")):
+        with contextlib.suppress(NodeError, messages.Wrong):
+            assert isinstance(messages.about_snapshots(verb, said, node="a"), dict)
+
+
+@MANY
+@given(st.sampled_from(sorted(slurm._ANSWERS)), JSON)
+def test_answers_of_slurms_machine(op: str, value: Any) -> None:
+    with contextlib.suppress(NodeError, slurm.Wrong):
+        slurm.answer({"op": op, "run": "one"}, json.dumps(value), where="login")
+
+
+@MANY
+@given(st.sampled_from(sorted(doctor._ANSWERS)), st.dictionaries(WORDS, JSON, max_size=5))
+def test_answers_of_a_probe(op: str, value: dict[str, Any]) -> None:
+    with contextlib.suppress(NodeError):
+        doctor.answer({"op": op, "wanted": [], "ports": []}, value, node="a")
+
+
+@MANY
+@given(JSON, st.binary(max_size=60))
+def test_manifests_and_headers(value: Any, raw: bytes) -> None:
+    text = json.dumps(value).encode()
+    for found in (text, raw):
+        with contextlib.suppress(headers.Malformed, SnapshotError):
+            layout.Manifest.from_bytes(found, where="here")
+        for data in (len(found).to_bytes(8, "little") + found, found):
+            with contextlib.suppress(headers.Malformed, SnapshotError):
+                header = headers.parse(memoryview(data))
+                assembly.assembled([("model", "model.safetensors", header)])
+
+
+@MANY
+@given(JSON, JSON)
+def test_the_tree_of_a_header(tree: Any, entry: Any) -> None:
+    document = {"__metadata__": {"tree": json.dumps({"w": {"$tensor": "w", "$of": tree}})}, "w": entry}
+    text = json.dumps(document).encode()
+    with contextlib.suppress(headers.Malformed, SnapshotError):
+        header = headers.parse(memoryview(len(text).to_bytes(8, "little") + text))
+        assembly.assembled([("model", "model.safetensors", header)])
+
+
+@MANY
+@given(JSON, st.booleans())
+def test_what_nodes_say_of_their_pieces(value: Any, all_told: bool) -> None:
+    row = {"path": "/s", "step": 1, "record": "x", "manifest": json.dumps(value), "good": ["a"], "bad": [], "made_s": 0}
+    found = spread({"a": {"rows": [row]}, "b": {"rows": [row]}})
+    assert removable(found, Rule(), "a", all_told=all_told) == []
+
+
+@MANY
+@given(st.binary(max_size=200), st.text())
+def test_output(data: bytes, text: str) -> None:
+    lines = Lines()
+    for line in [*lines.feed(data), lines.rest(), text]:
+        assert "\x1b" not in printable(line)
+
+
+def test_an_error_is_one_of_ours() -> None:
+    with pytest.raises(DtctlError):
+        messages.before_start({}, node="a")
