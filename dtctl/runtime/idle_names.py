@@ -29,7 +29,7 @@ HARMLESS: Final = frozenset(
         "warnings",
         "subprocess",
     }
-    | {"shutil", "faulthandler", "threading", "Path", "json", "pprint", "writer", "wandb", "tqdm"}
+    | {"shutil", "faulthandler", "threading", "Path", "json", "pprint", "writer", "wandb", "tqdm", "trainer", "worker"}
 )
 """Names whose calls leave nothing in a training."""
 

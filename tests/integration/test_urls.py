@@ -178,7 +178,8 @@ def test_a_link_that_dies_in_an_upload_and_one_that_is_dead_at_a_resume(s3: stor
         assert "the snapshot of step 2 cannot be written" in cut.output
         assert "no answer for 2 s" in cut.output
         assert s3.link.is_cut
-        assert s3.names("cut/") == before, "the older one is intact"
+        left = [name for name in s3.names("cut/") if "/.lease-" not in name]  # no way to it, to let go of it
+        assert left == before, "the older one is intact"
         dead = save(url, 3)
         assert dead.code == 1
         assert "newest" not in dead.output.splitlines(), "it must not begin anew because a link is down"
