@@ -19,7 +19,7 @@ from dtctl.runtime import circumstances, elastic
 from dtctl.runtime.program_state import ProgramState, content, inner_state, is_stateful, put_into, some_of
 from dtctl.runtime.snapshot.encoding import decode, encode, generator_state, is_generator, with_devices
 from dtctl.runtime.snapshot.share import gathered_json
-from dtctl.runtime.snapshot.state import Configured, configured, tensors
+from dtctl.runtime.snapshot.state import tensors
 
 if TYPE_CHECKING:
     from dtctl.runtime.loop import Trainer
@@ -37,8 +37,6 @@ class Account:
     program: ProgramState
     extra: Mapping[str, Any]
     """The user's `extra_state`."""
-    configured: Configured
-    """What the optimizer was told."""
     detail: Mapping[str, str]
     """The long list of this worker, by `circumstances.detail`."""
     checksums: list[int]
@@ -140,7 +138,6 @@ def take(trainer: Trainer) -> Account:
     return Account(
         program=program,
         extra=trainer.extra_state,
-        configured=configured(trainer.optimizer),
         detail=detail,
         checksums=[number for number, _ in told],
         irreproducible=list(dict.fromkeys(reason for _, reasons in told for reason in reasons)),

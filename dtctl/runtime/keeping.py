@@ -180,7 +180,7 @@ def _require_alike(told: list[list[dict[str, int] | None]], strategy: str) -> No
 
 def _own(trainer: Trainer) -> dict[str, Any]:
     """What this worker has."""
-    tree = state.optimizer_tree(trainer.model, trainer.optimizer, trainer.account.configured)
+    tree = state.optimizer_tree(trainer.model, trainer.optimizer, trainer.configured)
     if any(True for _ in state.tensors(tree["groups"])):
         raise SnapshotError(
             "the optimizer has large tensors in param_groups, which workers cannot share the writing of",
@@ -199,7 +199,7 @@ def _whole(trainer: Trainer) -> dict[str, Any]:
     """Everything on rank 0, and nothing elsewhere; collective over all workers."""
     worker, spread, tree = trainer.worker, trainer.strategy.spread, dict[str, Any]()
     if spread or worker.is_first:
-        tree = state.optimizer_tree(trainer.model, trainer.optimizer, trainer.account.configured)
+        tree = state.optimizer_tree(trainer.model, trainer.optimizer, trainer.configured)
     parts: dict[str, Any] = {
         "model": weights(trainer),
         "optimizer": gathered_optimizer(tree, worker) if spread else tree,

@@ -56,6 +56,7 @@ from dtctl.runtime.reading import Reader
 from dtctl.runtime.report import Report
 from dtctl.runtime.snapshot import state
 from dtctl.runtime.snapshot.share import gathered_json
+from dtctl.runtime.snapshot.state import configured
 from dtctl.runtime.stop import Outcome, StopRequest
 from dtctl.runtime.strategies import arrival, choose
 from dtctl.runtime.weighing import Weighted
@@ -138,6 +139,7 @@ class Trainer:
         self.optimizer = optimizer(self.model) if optimizer else optim.optimizer(config, self.model)
         self.parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self.strategy.prepare(self.optimizer)
+        self.configured = configured(self.optimizer)
         self.configured_rate, self.rate_factor = optim.schedule(config, self.steps), 1.0
         self.rate = rate or self.configured_rate
         self.scales = [group["lr"] / config.lr for group in self.optimizer.param_groups]
@@ -168,6 +170,7 @@ class Trainer:
         self.circumstances = circumstances.settings(config, worker, self.batch, samples=self.samples, steps=self.steps)
         self.circumstances |= {} if self.shards else {"mesh": str(degrees)}
         self.step = self.position = self.began_at = 0
+        self._taken = False
         self.saved_s = self.forward_s = time.monotonic()
 
     def run(self) -> Outcome:
@@ -176,7 +179,8 @@ class Trainer:
         Raises:
             SnapshotError: a snapshot does not fit this model, or cannot be written.
         """
-        self.account = account.take(self)
+        if not self._taken:
+            self.account, self._taken = account.take(self), True
         keeping.begin(self.saver, self.worker)
         try:
             return self._train()
@@ -339,7 +343,7 @@ class Trainer:
         state.load_model(self.model, parts["model"], elsewhere=self.strategy.elsewhere)
         whole = not self.strategy.spread
         differing = state.load_optimizer(
-            self.model, self.optimizer, parts["optimizer"], whole=whole, configured=self.account.configured
+            self.model, self.optimizer, parts["optimizer"], whole=whole, configured=self.configured
         )
         if self.best is not None:
             self.best.load(found.facts.get("best"))

@@ -57,11 +57,9 @@ _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype,
 _FUNCTIONS: Final = (types.FunctionType, types.MethodType, functools.partial)
 _CONTAINERS: Final = (dict, OrderedDict, list, tuple, set, frozenset, deque)
 _MODULE_KEYS: Final = frozenset(nn.Module().__dict__)
-_OPTIMIZER_KEYS: Final = frozenset(torch.optim.SGD([torch.zeros(1, requires_grad=True)]).__dict__) | {
-    "_dtctl",
-    "_opt_called",
-    "_step_count",
-}  # the last two are put there by learning rate schedulers
+_WEIGHT: Final = torch.zeros(1, requires_grad=True)
+_OPTIMIZER_KEYS: Final = frozenset(torch.optim.AdamW([_WEIGHT], fused=True).__dict__) | {"_opt_called", "_step_count"}
+"""What torch's own optimizers have beside groups and state; the last two are put there by learning rate schedulers."""
 _INSTALLED: Final = tuple(
     {str(Path(sysconfig.get_paths()[name]).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
