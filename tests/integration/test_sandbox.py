@@ -166,12 +166,15 @@ def test_exec_passes_everything_through(project: Project, sandbox: Sandbox) -> N
     assert project.run("sandbox", "exec", "node2", "--").code == 2
 
 
-def test_up_and_down_leave_nothing(sandbox_env: dict[str, str]) -> None:
-    made = control.up("leftovers", nodes=4)
+@pytest.mark.parametrize("record", ["kept", "of an older version"])
+def test_up_and_down_leave_nothing(sandbox_env: dict[str, str], record: str) -> None:
+    made = control.up("leftovers", nodes=4 if record == "kept" else 1)
     pids = [made.keeper, *(pid for node in made.nodes for pid in control.host_processes(node))]
-    with pytest.raises(Exception, match="is up already, with 4 hosts"):
-        control.up("leftovers", nodes=1)
+    with pytest.raises(Exception, match="is up already, with"):
+        control.up("leftovers", nodes=2)
     faults.freeze(made.nodes[0])
+    if record != "kept":
+        (made.state / "keeper.pid").write_text(str(made.keeper))
     assert control.down("leftovers")
     wait_until(lambda: not any(kernel.start_time(pid) for pid in pids), what="no process is left")
     assert not made.state.exists()

@@ -123,7 +123,9 @@ def test_a_name_that_no_shell_can_export() -> None:
 
 
 def test_secrets_are_named_and_never_held() -> None:
-    found = plan(TWO + "job: {script: t.py, secrets: [KEY], env_from: ['K*', 'OTHER']}", environ={"KEY": "hunter2", "OTHER": "1"})
+    found = plan(
+        TWO + "job: {script: t.py, secrets: [KEY], env_from: ['K*', 'OTHER']}", environ={"KEY": "hunter2", "OTHER": "1"}
+    )
     assert found.secrets == ("KEY",)
     assert "hunter2" not in repr(found)
 
