@@ -176,6 +176,17 @@ def faults() -> str:
             f"alone; {left} processes were left, and the ledger was off by at most {off:.1%} "
             f"([{soak['file']}]({soak['file']}))."
         )
+    if zoo := newest_with("zoo", "draws"):
+        rows = zoo["draws"]
+        changed, kills = sum(bool(row["change"]) for row in rows), sum(len(row["kills"]) for row in rows)
+        verdicts = zoo["verdicts"]
+        told.append(
+            f"Of {len(rows)} draws from {zoo['kinds']} models and loops under every strategy, killed {kills} times and "
+            f"{changed} of them changed before they went on, {verdicts['equal']} said exact and ended with equal bits, "
+            f"{verdicts['not exact, named']} said not exact and named what had changed, and "
+            f"{verdicts['refused, named']} were refused for it; {zoo['false statements']} statements were false "
+            f"([{zoo['file']}]({zoo['file']}))."
+        )
     if damage := newest_with("damage", "programs"):
         flips = {name: row["flip"] for name, row in damage["programs"].items()}
         silent = ", ".join(f"{name} {row.get('SILENT', 0)}" for name, row in flips.items() if "dtctl" not in name)
