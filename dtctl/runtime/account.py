@@ -37,12 +37,19 @@ class Account:
     program: ProgramState
     extra: Mapping[str, Any]
     """The user's `extra_state`."""
-    detail: Mapping[str, str]
+    names: frozenset[str]
+    """Of the model's state, before the first step."""
+    detail: dict[str, str]
     """The long list of this worker, by `circumstances.detail`."""
     checksums: list[int]
     """Of the lists of all workers, by rank."""
     irreproducible: list[str]
     """Why a run of this program is not the same twice, on any worker."""
+
+    def look_at_code(self) -> None:
+        """Take in modules that were loaded since, such as one that the loss function imports."""
+        for name, digest in circumstances.code().items():
+            self.detail.setdefault(f"code of {name}", digest)
 
     @property
     def text(self) -> str:
@@ -127,15 +134,16 @@ def take(trainer: Trainer) -> Account:
     for name, value in trainer.extra_state.items():
         roots |= {f"extra_state.{name}.{inner}": held for inner, held in inner_state(value).items()}
     data = trainer.feed.reader.data
-    apart = [trainer, trainer.config, trainer.config.data, trainer.config.model, data, *trainer.extra_state.values()]
-    program = ProgramState(roots, model=trainer.model, apart=apart)
-    described = program.plain | ProgramState({"data": data}, model=trainer.model).plain
+    apart = [trainer, trainer.config, trainer.config.data, trainer.config.model, *trainer.extra_state.values()]
+    generators = trainer.feed.reader.generators()  # seeded by position
+    program = ProgramState({**roots, "data": data}, model=trainer.model, apart=[*apart, *generators], caches=[data])
+    described = program.plain
     examined = trainer.feed.examine(np.asarray(trainer.schedule.positions(0)[0]))
     detail = circumstances.detail(described, examined, worker, elastic=elastic)
-    reasons = [f"{path} is an iterator, whose position snapshots do not keep" for path in program.iterators()]
-    reasons += [examined.irreproducible] if examined.irreproducible else []
+    reasons = [*program.blind[:4], *([examined.irreproducible] if examined.irreproducible else [])]
     told = gathered_json([circumstances.checksum(detail), reasons], worker)
     return Account(
+        names=frozenset(trainer.model.state_dict()),
         program=program,
         extra=trainer.extra_state,
         detail=detail,

@@ -118,6 +118,7 @@ def save(trainer: Trainer, *, needed: bool) -> None:
     parts |= {"local": local} if local else {}
     if worker.is_first:
         parts["random"] = everyone
+        trainer.account.look_at_code()
         parts["circumstances"] = {"detail": trainer.account.text}
     unkept = [f"{some_of(lost)} changes in training, and snapshots do not keep it"] if lost else []
     facts = {"position": trainer.position, "circumstances": trainer.circumstances} | {
@@ -125,6 +126,7 @@ def save(trainer: Trainer, *, needed: bool) -> None:
         "irreproducible": trainer.account.irreproducible + unkept,
         "batch": resume.sizes(trainer.asked, trainer.batch),
         "rate_factor": trainer.rate_factor,
+        "late": [name for name in trainer.model.state_dict() if name not in trainer.account.names],
         "chosen": trainer.settled.kept,
         "best": trainer.best and trainer.best.state(),
         "loss_scale": trainer.loss_scale and trainer.loss_scale.state(),

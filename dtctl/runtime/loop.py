@@ -340,6 +340,7 @@ class Trainer:
             for parameter in self.parameters:
                 parameter.grad = None
         parts = found.parts(self.model, self.optimizer, self.worker)
+        state.register_late(self.model, parts["model"], found.facts.get("late", ()))
         state.load_model(self.model, parts["model"], elsewhere=self.strategy.elsewhere)
         whole = not self.strategy.spread
         differing = state.load_optimizer(

@@ -6,25 +6,31 @@ the loss function, the learning rate and the optimizer can reach, with a mark of
 has changed since, and a resume puts it back. What it was before training is part of the circumstances: a dropout of
 another probability is another training.
 
-What is reached: attributes, elements of containers, closures, defaults and global variables that functions name, as
-far as they belong to the user's own code. What is there and of no known kind (an open file, an object of an extension)
-is not looked into.
+What is reached: attributes, elements of containers, closures, defaults, hooks, and global variables that the user's own
+functions name. What is there and of a kind that cannot be put back is compared by its pickled bytes, which are never
+read; what cannot even be compared is told, unless it is of a kind that has no say in a training (a logger, a lock).
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import functools
 import io
+import pickle
 import sys
 import sysconfig
+import threading
 import types
+import weakref
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from enum import Enum
+from numbers import Number
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,7 +59,9 @@ MAX_DEPTH: Final = 12
 SAMPLE_BYTES: Final = 1 << 16
 """Of a larger array that are compared."""
 
-_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
+LONG_ELEMENTS: Final = 100_000
+"""Of a longer list of plain values that is still compared; one that has grown is a record."""
+_PLAIN: Final = (bool, int, float, complex, str, bytes, range, type(None), torch.dtype, torch.device, np.generic, Enum)
 _FUNCTIONS: Final = (types.FunctionType, types.MethodType, functools.partial)
 _CONTAINERS: Final = (dict, OrderedDict, list, tuple, set, frozenset, deque)
 _MODULE_KEYS: Final = frozenset(nn.Module().__dict__)
@@ -64,6 +72,53 @@ _INSTALLED: Final = tuple(
     {str(Path(sysconfig.get_paths()[name]).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 _MISSING: Final = object()
+_DRAWS: Final = frozenset(
+    ("rand", "randn", "randint", "random", "normal", "uniform", "bernoulli", "choice", "shuffle", "randperm", "sample")
+)
+"""Names of functions that draw random numbers."""
+_STATE: Final = "\0state"
+"""Before the class and the state of an object that has `state_dict`."""
+_NO_SAY: Final = (
+    *(
+        "logging",
+        "io",
+        "_io",
+        "threading",
+        "_thread",
+        "socket",
+        "ssl",
+        "subprocess",
+        "concurrent",
+        "asyncio",
+        "selectors",
+    ),
+    *(
+        "multiprocessing",
+        "tensorboard",
+        "wandb",
+        "mlflow",
+        "tqdm",
+        "rich",
+        "pathlib",
+        "re",
+        "typing",
+        "abc",
+        "warnings",
+    ),
+    *(
+        "contextlib",
+        "inspect",
+        "dtctl",
+        "torch.cuda",
+        "torch.distributed",
+        "torch.profiler",
+        "torch._C",
+        "torch._dynamo",
+    ),
+    *("torch.autograd", "torch.amp", "torch.utils.tensorboard", "torch.utils.hooks", "torch.nn.parallel", "unittest"),
+    *("_pytest", "pytest", "tempfile", "signal", "argparse._", "importlib", "zipimport", "weakref", "torch._ops"),
+)
+"""Modules whose objects do not change what is trained."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -85,6 +140,15 @@ class _Leaf:
     value: Any
     put: Callable[[Any], None]
     """Replaces it."""
+    cache: bool = False
+    """Whether it is a container that may grow without a meaning: of samples that a data set has read."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Opaque:
+    """Something that is compared, and cannot be put back."""
+
+    digest: str
 
 
 class ProgramState:
@@ -92,21 +156,39 @@ class ProgramState:
 
     Attributes:
         plain: path -> value, as text, of plain values and classes, as they were.
+        blind: what cannot be kept or compared, a phrase each.
     """
 
-    def __init__(self, roots: Mapping[str, Any], *, model: nn.Module, apart: Iterable[object] = ()) -> None:
+    def __init__(
+        self,
+        roots: Mapping[str, Any],
+        *,
+        model: nn.Module,
+        apart: Iterable[object] = (),
+        caches: Iterable[object] = (),
+    ) -> None:
         """Look at everything.
 
         Args:
             roots: name -> object, such as `{"model": model, "loss": loss}`.
             model: its parameters and persistent buffers are in snapshots anyway.
             apart: objects that somebody else takes care of.
+            caches: objects whose containers may grow without a meaning: data sets.
         """
-        self._roots, self._model, self._apart = dict(roots), model, list(apart)
+        self._roots, self._model, self._apart, self._caches = dict(roots), model, list(apart), list(caches)
         self.plain: dict[str, str] = {}
-        self._held: list[torch.Tensor] = []
-        """Tensors that were there: as long as they live, no other one has their address."""
-        self._marks = {path: _mark(leaf.value, self._held) for path, leaf in self._leaves(describe=self.plain)}
+        self._held: list[object] = []
+        """What was there: as long as it lives, nothing else has its address."""
+        walk = self._walk(self.plain)
+        self._marks = {path: _mark(leaf.value, self._held) for path, leaf in walk.leaves.items()}
+        self._aliases = walk.aliases
+        self.blind = walk.blind
+
+    def _walk(self, describe: dict[str, str] | None = None) -> _Walk:
+        walk = _Walk(self._model, describe, self._apart, self._caches)
+        for name, root in self._roots.items():
+            walk.visit(root, name, _refuse, 0)
+        return walk
 
     def changed(self) -> tuple[dict[str, Any], list[str]]:
         """What is another than at first.
@@ -116,19 +198,24 @@ class ProgramState:
             something that snapshots do not keep.
         """
         kept: dict[str, Any] = {}
-        lost: list[str] = []
-        for path, leaf in self._leaves():
-            if _mark(leaf.value) != self._marks.get(path, _MISSING):
-                try:
-                    kept[path] = with_devices(encode(content(leaf.value), path))
-                except NotEncodable:
-                    lost.append(path)
+        walk = self._walk()
+        lost = [path for path, other in walk.aliases.items() if self._aliases.get(path) != other]
+        for path, leaf in walk.leaves.items():
+            mark, before = _mark(leaf.value), self._marks.get(path, _MISSING)
+            if mark == before or (leaf.cache and _has_grown(before, mark)):
+                continue
+            try:
+                kept[path] = with_devices(encode(content(leaf.value), path))
+            except NotEncodable:
+                lost.append(path)
+        # Put back as a whole, a container gets new parts, and who else has one of the old ones keeps that.
+        lost += [path for path, home in walk.parts.items() if home in kept]
         return kept, lost
 
     def hold(self) -> dict[str, Any]:
         """A copy of everything, for `load`, before something runs that is not to leave a trace."""
         found: dict[str, Any] = {}
-        for path, leaf in self._leaves():
+        for path, leaf in self._walk().leaves.items():
             with contextlib.suppress(NotEncodable):
                 found[path] = copy.deepcopy(encode(content(leaf.value), path))
         return found
@@ -139,42 +226,39 @@ class ProgramState:
         Returns:
             What could not be put back, a phrase each.
         """
-        left = dict(state)
-        failed = []
+        left, failed = dict(state), list[str]()
+        model = {
+            tensor.untyped_storage().data_ptr() for tensor in self._model.state_dict().values() if _has_storage(tensor)
+        }
+        owners: dict[str, Callable[[str, Any], None]] = {}
         # Twice: what is put back first may be where something else belongs, such as an entry of a dict.
         for _ in range(2):
-            for path, leaf in list(self._leaves()):
-                if path in left and not _put(leaf, decode(left.pop(path))):
+            walk = self._walk()
+            owners = walk.owners
+            for path, leaf in walk.leaves.items():
+                if path in left and not _put(leaf, decode(left.pop(path)), model):
                     failed.append(path)
-        owners = self._owners()
         for path in list(left):  # attributes that training has made
             owner, _, name = path.rpartition(".")
-            if owner in owners:
-                owners[owner](name, decode(left.pop(path)))
+            value = decode(left[path]) if owner in owners else None
+            if owner in owners and not _is_tagged(value):
+                owners[owner](name, value)
+                del left[path]
         found = [f"{some_of(left)} changed in training, and there is no place for it now"] if left else []
         return found + ([f"{some_of(failed)} changed in training, and cannot be set"] if failed else [])
 
-    # -- the walk ---------------------------------------------------------------------------------------------------
 
-    def _leaves(self, describe: dict[str, str] | None = None) -> Iterator[tuple[str, _Leaf]]:
-        return self._walked(_Walk(self._model, describe, self._apart))
+def _has_storage(tensor: object) -> bool:
+    return isinstance(tensor, torch.Tensor) and not hasattr(tensor, "device_mesh") and tensor.layout is torch.strided
 
-    def iterators(self) -> list[str]:
-        """Paths of iterators, whose position cannot be kept."""
-        walk = _Walk(self._model, None, self._apart)
-        for _ in self._walked(walk):
-            pass
-        return walk.iterators
 
-    def _owners(self) -> dict[str, Callable[[str, Any], None]]:
-        walk = _Walk(self._model, None, self._apart)
-        for _ in self._walked(walk):
-            pass
-        return walk.owners
+def _has_grown(before: Any, mark: Any) -> bool:
+    """Whether two marks of a container tell of other lengths."""
+    return isinstance(before, tuple) and before[0] == mark[0] and len(before) > 1 and before[1] != mark[1]
 
-    def _walked(self, walk: _Walk) -> Iterator[tuple[str, _Leaf]]:
-        for name, root in self._roots.items():
-            yield from walk.visit(root, name, lambda _: None, 0)
+
+def _refuse(_value: Any) -> None:
+    raise TypeError("nothing can be put here")
 
 
 def some_of(paths: Iterable[str], count: int = 4) -> str:
@@ -183,18 +267,31 @@ def some_of(paths: Iterable[str], count: int = 4) -> str:
     return ", ".join(every[:count]) + (f" and {len(every) - count} more" if len(every) > count else "")
 
 
-def _put(leaf: _Leaf, value: Any) -> bool:
-    """Give a leaf a value; whether that was possible."""
+def _put(leaf: _Leaf, value: Any, model: AbstractSet[int]) -> bool:
+    """Give a leaf a value; whether that was possible.
+
+    Args:
+        leaf: of this process.
+        value: decoded.
+        model: addresses of what the model's state lies in, which must not be written to by another name.
+    """
     held = leaf.value
     if isinstance(held, _PLAIN) and _mark(held) == _mark(value):  # also where it cannot be set (a frozen dataclass)
         return True
-    if put_into(held, value):
+    shared = _has_storage(held) and held.untyped_storage().data_ptr() in model
+    if not shared and put_into(held, value):
         return True
+    if _is_tagged(value) or is_generator(held):
+        return False
     try:
         leaf.put(value.to(held.device) if isinstance(value, torch.Tensor) and isinstance(held, torch.Tensor) else value)
     except (AttributeError, TypeError):
         return False
     return True
+
+
+def _is_tagged(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 3 and isinstance(value[0], str) and value[0] == _STATE
 
 
 def is_stateful(value: object) -> bool:
@@ -211,77 +308,112 @@ def inner_state(value: object) -> dict[str, Any]:
     return {name: inner for name, inner in held.items() if isinstance(inner, nn.Module | torch.optim.Optimizer)}
 
 
+def content(value: Any) -> Any:
+    """What is kept of a value: of what has a state, its state; of a container of a kind of its own, what is in it."""
+    if is_generator(value):
+        return decode(generator_state(value))
+    if is_stateful(value) and not isinstance(value, dict):
+        return (_STATE, class_name(value), value.state_dict())
+    for kind in (dict, list, set):
+        if isinstance(value, kind):
+            return value if isinstance(value, OrderedDict) else kind(value)
+    return deque(value, value.maxlen) if isinstance(value, deque) else value
+
+
 def put_into(held: Any, value: Any) -> bool:
     """Give an object the state that `content` had of it; whether that is possible in place."""
-    if isinstance(held, torch.Tensor):
-        fits = isinstance(value, torch.Tensor) and held.shape == value.shape and held.dtype == value.dtype
-        if fits:
-            with torch.no_grad():
-                held.copy_(value)
-        return fits
-    if isinstance(held, np.ndarray):
-        fits = isinstance(value, np.ndarray) and held.shape == value.shape and held.dtype == value.dtype
-        if fits:
-            held[...] = value
-        return fits
+    if _is_tagged(value):
+        if not is_stateful(held) or class_name(held) != value[1]:
+            return False
+        if isinstance(held, torch.optim.Optimizer):
+            _put_optimizer(held, value[2])
+        else:
+            held.load_state_dict(value[2])
+        return True
+    if isinstance(held, torch.Tensor | np.ndarray):
+        return _put_numbers(held, value)
     if is_generator(held):
         set_generator_state(held, value)
     elif isinstance(held, list | deque) and isinstance(value, list | deque):
         held.clear()
         held.extend(value)
-    elif isinstance(held, dict | set) and isinstance(value, dict | set):
+    elif (isinstance(held, dict) and isinstance(value, dict)) or (isinstance(held, set) and isinstance(value, set)):
         held.clear()
         held.update(value)
-    elif is_stateful(held):
-        held.load_state_dict(value)
     else:
         return False
     return True
 
 
-class _Walk:
-    """One pass over all that is reached."""
+def _put_numbers(held: Any, value: Any) -> bool:
+    kind = torch.Tensor if isinstance(held, torch.Tensor) else np.ndarray
+    if not isinstance(value, kind) or held.shape != value.shape or held.dtype != value.dtype:
+        return False
+    try:
+        if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor):
+            with torch.no_grad():
+                held.copy_(value)
+        else:
+            held[...] = value
+    except (RuntimeError, ValueError):  # numbers that are one in memory, or cannot be written
+        return False
+    return True
 
-    def __init__(self, model: nn.Module, describe: dict[str, str] | None, apart: Iterable[object]) -> None:
+
+def _put_optimizer(held: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """In place, where torch makes new groups: another optimizer may share them (SAM, Lookahead)."""
+    parameters = [parameter for group in held.param_groups for parameter in group["params"]]
+    for group, values in zip(held.param_groups, state["param_groups"], strict=True):
+        group.update({key: value for key, value in values.items() if key != "params"})
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    places = dict(zip(numbers, parameters, strict=True))
+    held.state.clear()
+    for number, values in state["state"].items():
+        held.state[places.get(number, number)] = values
+
+
+class _Walk:
+    """One pass over all that is reached.
+
+    Attributes:
+        leaves: by path.
+        owners: path of what has attributes -> how to set one.
+        aliases: path -> that of the same object, where it was seen first.
+        parts: path -> that of a leaf which has the same object as a part.
+        blind: what cannot be kept or compared, a phrase each.
+    """
+
+    def __init__(
+        self, model: nn.Module, describe: dict[str, str] | None, apart: Iterable[object], caches: Iterable[object]
+    ) -> None:
         state = model.state_dict(keep_vars=True)
         self._known = {id(value) for value in state.values()} | {id(value) for value in model.parameters()}
-        self._seen: set[int] = set()
+        self._seen: dict[int, str] = {}
+        self._inner: dict[int, str] = {}
         self._kept: list[object] = []  # so that no number in `_seen` is given to another object
-        self._count = 0
-        self._describe = describe
-        self.iterators: list[str] = []
-        """Paths of what has a position that nobody can ask for."""
+        self._describe, self._cache = describe, False
+        self._caches = {id(value) for value in caches}
+        self.leaves: dict[str, _Leaf] = {}
         self.owners: dict[str, Callable[[str, Any], None]] = {}
-        """Path of what has attributes -> how to set one."""
+        self.aliases: dict[str, str] = {}
+        self.parts: dict[str, str] = {}
+        self.blind: list[str] = []
         for value in apart:
-            self._first_time(value)
+            self._first_time(value, "")
             if isinstance(value, nn.Module):
                 for part in (*value.modules(), *value.parameters(), *value.buffers()):
-                    self._first_time(part)
+                    self._first_time(part, "")
 
-    def _first_time(self, value: object) -> bool:
+    def _first_time(self, value: object, path: str) -> bool:
         if id(value) in self._seen:
             return False
-        self._seen.add(id(value))
+        self._seen[id(value)] = path
         self._kept.append(value)
         return True
 
-    def visit(self, value: Any, path: str, put: Callable[[Any], None], depth: int) -> Iterator[tuple[str, _Leaf]]:
-        """Everything below a value."""
-        self._count += 1
-        if depth > MAX_DEPTH or self._count > MAX_LEAVES:
-            return
-        if isinstance(value, _PLAIN):
-            if not (isinstance(value, str) and "/" in value):  # a path may be another on each node and in each run
-                self._note(path, lambda: repr(value)[:200])
-            yield path, _Leaf(value, put)
-        elif id(value) not in self._known and self._first_time(value):
-            if isinstance(value, torch.Tensor | np.ndarray) or is_generator(value):
-                yield from self._numbers(value, path, put)
-            elif isinstance(value, _CONTAINERS):
-                yield from self._container(value, path, put, depth)
-            else:
-                yield from self._inside(value, path, put, depth)
+    def _leaf(self, path: str, value: Any, put: Callable[[Any], None]) -> None:
+        cache = self._cache and isinstance(value, _CONTAINERS) and not _is_value(value, self._known, plain=True)
+        self.leaves.setdefault(path, _Leaf(value, put, cache=cache))
 
     def _note(self, path: str, text: Callable[[], str]) -> None:
         if self._describe is not None:
@@ -294,87 +426,135 @@ class _Walk:
         yield
         self._describe = kept
 
-    def _numbers(self, value: Any, path: str, put: Callable[[Any], None]) -> Iterator[tuple[str, _Leaf]]:
+    def visit(self, value: Any, path: str, put: Callable[[Any], None], depth: int) -> None:
+        """Everything below a value."""
+        if depth > MAX_DEPTH or len(self.leaves) > MAX_LEAVES:
+            return
+        if isinstance(value, _PLAIN):
+            text = repr(value)[:200]
+            if not (isinstance(value, str) and "/" in value):  # a path may be another on each node and in each run
+                self._note(path, lambda: text)
+            self._leaf(path, value, put)
+        elif id(value) in self._known:
+            return
+        elif id(value) in self._inner:
+            self.parts[path] = self._inner[id(value)]
+        elif not self._first_time(value, path):
+            if isinstance(value, (torch.Tensor, np.ndarray, *_CONTAINERS)) and not isinstance(value, tuple):
+                self.aliases[path] = self._seen[id(value)]
+        else:
+            kept, self._cache = self._cache, self._cache or id(value) in self._caches
+            self._below(value, path, put, depth)
+            self._cache = kept
+
+    def _below(self, value: Any, path: str, put: Callable[[Any], None], depth: int) -> None:
+        if isinstance(value, torch.Tensor | np.ndarray) or is_generator(value):
+            self._numbers(value, path, put, depth)
+        elif isinstance(value, _CONTAINERS):
+            self._container(value, path, put, depth)
+        elif isinstance(value, nn.Module):
+            self._module(value, path, depth)
+        elif isinstance(value, torch.optim.Optimizer):
+            self._optimizer(value, path, put, depth)
+        elif isinstance(value, _FUNCTIONS):
+            self._function(value, path, depth)
+        elif isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
+            self._leaf(f"{path} (function)", _builtin_name(value), _refuse)
+            self._note(f"{path} (function)", lambda: _builtin_name(value))
+            owner = getattr(value, "__self__", None)
+            if owner is not None and not isinstance(owner, types.ModuleType | type):
+                self.visit(owner, f"{path}.__self__", _refuse, depth + 1)
+        elif isinstance(value, type):
+            if is_own_code(value.__module__):
+                self._attributes(vars(value), path, functools.partial(setattr, value), depth)
+        elif isinstance(value, weakref.ref):
+            self.visit(value(), f"{path}()", _refuse, depth + 1)
+        elif isinstance(value, contextvars.ContextVar):
+            self.visit(value.get(None), f"{path}.get()", lambda new: (value.set(new), None)[1], depth + 1)
+        elif isinstance(value, types.MappingProxyType):
+            self._container(dict(value), path, _refuse, depth)
+        elif not isinstance(value, types.ModuleType):
+            self._object(value, path, put, depth)
+
+    def _numbers(self, value: Any, path: str, put: Callable[[Any], None], depth: int) -> None:
         if isinstance(value, torch.Tensor):
             if hasattr(value, "device_mesh"):
                 return
             if value.numel() * value.element_size() <= SAMPLE_BYTES and value.layout is torch.strided:
                 self._note(path, lambda: f"{tuple(value.shape)} {_mark_of_bytes(value)}")
+            if value.requires_grad and value.is_leaf:  # gradients that live from step to step
+                self.visit(value.grad, f"{path}.grad", functools.partial(setattr, value, "grad"), depth + 1)
+            self._public(value, path, depth)
         elif isinstance(value, np.ndarray):
-            if value.dtype.kind not in "biufc":
+            if type(value) is not np.ndarray or value.dtype.kind not in "biufc":
+                self._compare(value, path)
                 return
             if value.nbytes <= SAMPLE_BYTES:
                 self._note(path, lambda: f"{value.shape} {_crc(value)}")
-        yield path, _Leaf(value, put)
+        self._leaf(path, value, put)
 
-    def _inside(self, value: Any, path: str, put: Callable[[Any], None], depth: int) -> Iterator[tuple[str, _Leaf]]:
-        if isinstance(value, nn.Module):
-            yield from self._module(value, path, depth)
-        elif isinstance(value, torch.optim.Optimizer):
-            yield from self._optimizer(value, path, put, depth)
-        elif isinstance(value, _FUNCTIONS):
-            yield from self._function(value, path, depth)
-        elif isinstance(value, type):
-            if is_own_code(value.__module__):
-                yield from self._attributes(vars(value), path, functools.partial(setattr, value), depth)
-        elif (
-            isinstance(value, types.ModuleType | torch.utils.data.Dataset)
-            or type(value).__module__.partition(".")[0] == "dtctl"
-        ):
-            return
-        elif isinstance(value, Iterator) and _is_advanced_by_use(value):
-            self.iterators.append(path)
-        elif is_stateful(value):
-            yield path, _Leaf(value, put)
-            for name, inner in inner_state(value).items():
-                yield from self.visit(inner, f"{path}.{name}", lambda _: None, depth + 1)
-        elif is_own_code(type(value).__module__):
-            self._note(f"{path} (class)", lambda: type(value).__qualname__)
-            yield from self._object(value, path, depth)
+    def _public(self, value: Any, path: str, depth: int) -> None:
+        """Attributes that the user has given a tensor or a function."""
+        own = {name: held for name, held in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
+        if own:
+            self._attributes(own, path, functools.partial(setattr, value), depth)
 
-    def _container(self, value: Any, path: str, put: Callable[[Any], None], depth: int) -> Iterator[tuple[str, _Leaf]]:
+    def _container(self, value: Any, path: str, put: Callable[[Any], None], depth: int) -> None:
+        if type(value) not in _CONTAINERS:
+            self._public(value, path, depth)
         if len(value) > MAX_ELEMENTS:
+            if len(value) <= LONG_ELEMENTS and _is_value(value, self._stop(), plain=True):
+                self._note(path, lambda: f"{len(value)} elements, {zlib.crc32(_text(value).encode()):08x}")
+                self.leaves.setdefault(path, _Leaf(value, put, cache=True))
             return
-        if _is_value(value, self._known):
+        if _is_value(value, self._stop()):
             # As a whole, since it may grow or be replaced. What is empty now may come to have anything, such as paths.
-            if value and _is_value(value, self._known, plain=True):
-                self._note(path, lambda: repr(value)[:200])
-            yield path, _Leaf(value, put)
+            if value and _is_value(value, self._stop(), plain=True) and " at 0x" not in _text(value):
+                self._note(path, lambda: _text(value)[:200])
+            self._leaf(path, value, put)
+            for part in _parts(value):
+                self._inner.setdefault(id(part), path)
+                self._kept.append(part)
         elif isinstance(value, dict):
-            for key in list(value):
-                yield from self.visit(
-                    value[key], f"{path}[{key!r}]", functools.partial(value.__setitem__, key), depth + 1
-                )
+            for number, key in enumerate(list(value)):
+                name = repr(key) if isinstance(key, _PLAIN) else f"<{type(key).__qualname__} {number}>"
+                self.visit(value[key], f"{path}[{name}]", functools.partial(value.__setitem__, key), depth + 1)
         elif isinstance(value, list):
             for index, item in enumerate(list(value)):
-                yield from self.visit(item, f"{path}[{index}]", functools.partial(value.__setitem__, index), depth + 1)
-        elif isinstance(value, tuple | deque):
+                self.visit(item, f"{path}[{index}]", functools.partial(value.__setitem__, index), depth + 1)
+        else:
             for index, item in enumerate(list(value)):
-                yield from self.visit(item, f"{path}[{index}]", lambda _: None, depth + 1)
+                self.visit(item, f"{path}[{index}]", _refuse, depth + 1)
 
-    def _module(self, module: nn.Module, path: str, depth: int) -> Iterator[tuple[str, _Leaf]]:
+    def _stop(self) -> AbstractSet[int]:
+        """What must not be a part of a container that is kept as a whole."""
+        return self._known | self._seen.keys()
+
+    def _module(self, module: nn.Module, path: str, depth: int) -> None:
         self._note(f"{path} (class)", lambda: class_name(module))
-        yield f"{path}.training", _Leaf(module.training, functools.partial(_set_attribute, module, "training"))
+        self._leaf(f"{path} (class)", class_name(module), _refuse)
+        self._leaf(f"{path}.training", module.training, functools.partial(setattr, module, "training"))
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 if not parameter.requires_grad:
                     self._note(f"{path}.{name} (frozen)", lambda: "frozen")
-                put = functools.partial(_set_attribute, parameter, "requires_grad")
-                yield f"{path}.{name}.requires_grad", _Leaf(parameter.requires_grad, put)
+                put = functools.partial(setattr, parameter, "requires_grad")
+                self._leaf(f"{path}.{name}.requires_grad", parameter.requires_grad, put)
+                if id(parameter) in self._known and not hasattr(parameter, "device_mesh"):
+                    self._public(parameter, f"{path}.{name}", depth)
         for table in (module._parameters, module._buffers):
             for name, tensor in list(table.items()):
                 if tensor is not None:
-                    put = functools.partial(table.__setitem__, name)
-                    yield from self.visit(tensor, f"{path}.{name}", put, depth + 1)
-        yield from self._hooks(module, path, depth)
+                    self.visit(tensor, f"{path}.{name}", functools.partial(table.__setitem__, name), depth + 1)
+        self._hooks(module, path, depth)
         own = {name: value for name, value in vars(module).items() if name not in _MODULE_KEYS}
-        yield from self._attributes(own, path, functools.partial(_set_attribute, module), depth)
-        yield from self._class_attributes(module, path, depth)
+        self._attributes(own, path, functools.partial(_set_attribute, module), depth)
+        self._class_attributes(module, path, depth)
         for name, child in module._modules.items():
-            if child is not None and self._first_time(child):
-                yield from self._module(child, f"{path}.{name}", depth)
+            if child is not None and self._first_time(child, f"{path}.{name}"):
+                self._module(child, f"{path}.{name}", depth)
 
-    def _hooks(self, module: nn.Module, path: str, depth: int) -> Iterator[tuple[str, _Leaf]]:
+    def _hooks(self, module: nn.Module, path: str, depth: int) -> None:
         hooks = [
             hook
             for table in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -388,65 +568,111 @@ class _Walk:
         if own:
             self._note(f"{path} (hooks)", lambda: ", ".join(map(_function_name, own)))
         for number, hook in enumerate(own):
-            yield from self.visit(hook, f"{path}.hook{number}", lambda _: None, depth + 1)
+            self.visit(hook, f"{path}.hook{number}", _refuse, depth + 1)
 
-    def _optimizer(
-        self, optimizer: torch.optim.Optimizer, path: str, put: Callable[[Any], None], depth: int
-    ) -> Iterator[tuple[str, _Leaf]]:
+    def _optimizer(self, optimizer: torch.optim.Optimizer, path: str, put: Callable[[Any], None], depth: int) -> None:
         own = {name: value for name, value in vars(optimizer).items() if name not in _OPTIMIZER_KEYS}
         if path != OPTIMIZER:  # one that something else has; that of the training has a part of its own in snapshots
-            yield path, _Leaf(optimizer, put)
+            self._leaf(path, optimizer, put)
         else:
             self._note(f"{path} (class)", lambda: class_name(optimizer))
+        for table in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            for number, hook in enumerate(getattr(optimizer, table, {}).values()):
+                self.visit(hook, f"{path}.{table}{number}", _refuse, depth + 1)
         # A step function that torch has wrapped for its profiler, or a scheduler to count, is none of the user's.
         own = {name: value for name, value in own.items() if not isinstance(value, _FUNCTIONS)}
-        yield from self._attributes(own, path, functools.partial(_set_attribute, optimizer), depth)
+        self._attributes(own, path, functools.partial(_set_attribute, optimizer), depth)
 
-    def _object(self, value: Any, path: str, depth: int) -> Iterator[tuple[str, _Leaf]]:
-        if hasattr(value, "__dict__"):
-            yield from self._attributes(dict(vars(value)), path, functools.partial(_set_attribute, value), depth)
-        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-        held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-        yield from self._attributes(held, path, functools.partial(_set_attribute, value), depth)
-        yield from self._class_attributes(value, path, depth)
+    def _object(self, value: Any, path: str, put: Callable[[Any], None], depth: int) -> None:
+        kind = type(value)
+        own = is_own_code(kind.__module__)
+        if isinstance(value, Number):  # fractions and decimals
+            self._compare(value, path)
+            return
+        if kind.__module__.startswith(_NO_SAY) and not isinstance(value, threading.local) and not is_stateful(value):
+            return
+        if isinstance(value, functools._lru_cache_wrapper):
+            self.visit(value.__wrapped__, path, _refuse, depth + 1)
+            if not _DRAWS.isdisjoint(_names_in(getattr(value.__wrapped__, "__code__", _refuse.__code__))):
+                self.blind.append(f"{path} keeps what it has drawn (lru_cache), which snapshots do not")
+            return
+        if isinstance(value, Iterator) and not isinstance(value, io.IOBase) and not own:
+            self.blind.append(f"{path} is an iterator, whose position snapshots do not keep")
+            return
+        if is_stateful(value):
+            self._leaf(path, value, put)
+            for name, inner in inner_state(value).items():
+                self.visit(inner, f"{path}.{name}", _refuse, depth + 1)
+            return
+        slots = {name for base in kind.__mro__ for name in _slots(base) if not name.startswith("__")}
+        held = {name: getattr(value, name) for name in sorted(slots) if hasattr(value, name)}
+        held |= dict(getattr(value, "__dict__", {}))
+        if not held and not own:
+            self._compare(value, path)
+            return
+        self._note(f"{path} (class)", lambda: kind.__qualname__)
+        self._leaf(f"{path} (class)", kind.__qualname__, _refuse)
+        self._attributes(held, path, functools.partial(_set_attribute, value), depth, quiet=not own)
+        self._class_attributes(value, path, depth)
 
-    def _class_attributes(self, value: Any, path: str, depth: int) -> Iterator[tuple[str, _Leaf]]:
+    def _compare(self, value: Any, path: str) -> None:
+        """By its pickled bytes, which nobody ever reads."""
+        try:
+            opaque = _Opaque(f"{zlib.crc32(pickle.dumps(value)):08x}")
+        except Exception:  # noqa: BLE001  # whatever it is, it cannot be looked into
+            self.blind.append(f"{path} is a {type(value).__qualname__}, which cannot be looked into")
+            return
+        self._note(path, lambda: opaque.digest)
+        self._leaf(path, opaque, _refuse)
+
+    def _class_attributes(self, value: Any, path: str, depth: int) -> None:
         for kind in type(value).__mro__:
-            if is_own_code(kind.__module__) and self._first_time(kind):
+            if is_own_code(kind.__module__) and self._first_time(kind, path):
                 own = {
                     name: held
                     for name, held in vars(kind).items()
                     if not name.startswith("__") and isinstance(held, (*_PLAIN, *_CONTAINERS, torch.Tensor))
                 }
-                yield from self._attributes(own, f"{path}.<{kind.__name__}>", functools.partial(setattr, kind), depth)
+                self._attributes(own, f"{path}.<{kind.__name__}>", functools.partial(setattr, kind), depth)
                 for name, held in vars(kind).items():
                     function = held.__func__ if isinstance(held, staticmethod | classmethod) else held
+                    function = function.fget if isinstance(function, property) else function
                     if isinstance(function, types.FunctionType):
-                        yield from self.visit(function, f"{path}.{name}", lambda _: None, depth + 1)
+                        self.visit(function, f"{path}.{name}", _refuse, depth + 1)
 
     def _attributes(
-        self, held: Mapping[str, Any], path: str, put: Callable[[str, Any], None], depth: int
-    ) -> Iterator[tuple[str, _Leaf]]:
+        self, held: Mapping[str, Any], path: str, put: Callable[[str, Any], None], depth: int, *, quiet: bool = False
+    ) -> None:
+        """Below each attribute; `quiet`: private ones are no circumstance."""
         self.owners[path] = put
         for name, value in list(held.items()):
             if not name.startswith("__"):
-                yield from self.visit(value, f"{path}.{name}", functools.partial(put, name), depth + 1)
+                with self._describing(self._describe is not None and not (quiet and name.startswith("_"))):
+                    self.visit(value, f"{path}.{name}", functools.partial(put, name), depth + 1)
 
-    def _function(self, function: Any, path: str, depth: int) -> Iterator[tuple[str, _Leaf]]:
+    def _function(self, function: Any, path: str, depth: int) -> None:
         if isinstance(function, functools.partial):
-            yield from self.visit(function.func, path, lambda _: None, depth + 1)
+            self.visit(function.func, path, _refuse, depth + 1)
             for index, item in enumerate(function.args):
-                yield from self.visit(item, f"{path}({index})", lambda _: None, depth + 1)
+                self.visit(item, f"{path}({index})", _refuse, depth + 1)
             for name, item in function.keywords.items():
                 put = functools.partial(function.keywords.__setitem__, name)
-                yield from self.visit(item, f"{path}({name})", put, depth + 1)
+                self.visit(item, f"{path}({name})", put, depth + 1)
             return
         if isinstance(function, types.MethodType):
-            yield from self.visit(function.__self__, path, lambda _: None, depth + 1)
+            self.visit(function.__self__, path, _refuse, depth + 1)
             function = function.__func__
-        if not isinstance(function, types.FunctionType) or not is_own_code(function.__module__ or ""):
+        if not isinstance(function, types.FunctionType):
             return
-        self._note(f"{path} (code)", lambda: code_digest(function.__code__))
+        made_by_hand = function.__code__.co_filename.startswith("<")
+        if not made_by_hand and not is_own_code(function.__module__ or ""):
+            self._leaf(f"{path} (function)", _builtin_name(function), _refuse)
+            self._note(f"{path} (function)", lambda: _builtin_name(function))
+            return
+        digest = code_digest(function.__code__)
+        self._note(f"{path} (code)", lambda: digest)
+        self._leaf(f"{path} (code)", digest, _refuse)
+        self._public(function, path, depth)
         # What has no say in what a function computes is state that is kept, and no circumstance.
         idle = idle_names(function) if self._describe is not None else frozenset()
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
@@ -454,45 +680,86 @@ class _Walk:
                 held = cell.cell_contents
             except ValueError:  # not bound yet
                 continue
-            with self._describing(name not in idle):
+            with self._describing(self._describe is not None and name not in idle):
                 put = functools.partial(setattr, cell, "cell_contents")
-                yield from self.visit(held, f"{path}.{name}", put, depth + 1)
+                self.visit(held, f"{path}.{name}", put, depth + 1)
         for index, default in enumerate(function.__defaults__ or ()):
-            yield from self.visit(default, f"{path}.default{index}", lambda _: None, depth + 1)
+            self.visit(default, f"{path}.default{index}", _refuse, depth + 1)
         for name, default in (function.__kwdefaults__ or {}).items():
-            yield from self.visit(default, f"{path}.{name}", lambda _: None, depth + 1)
-        module = function.__globals__
-        self.owners[module_name(function.__module__)] = module.__setitem__
-        for name in sorted(_names_in(function.__code__)):
+            self.visit(default, f"{path}.{name}", _refuse, depth + 1)
+        self._globals(function, idle, depth)
+
+    def _globals(self, function: types.FunctionType, idle: AbstractSet[str], depth: int) -> None:
+        """The global variables that a function names, and those of the user's modules that it names."""
+        module, names = function.__globals__, _names_in(function.__code__)
+        label = module_name(function.__module__)
+        self.owners.setdefault(label, module.__setitem__)
+        for name in sorted(names):
             held = module.get(name, _MISSING)
+            if held is _MISSING:
+                held = sys.modules.get(name, _MISSING)  # imported where it is used
             if held is _MISSING or name.startswith("__"):
                 continue
-            label = f"{module_name(function.__module__)}.{name}"
-            with self._describing(name not in idle):
-                yield from self.visit(held, label, functools.partial(module.__setitem__, name), depth + 1)
+            with self._describing(self._describe is not None and name not in idle):
+                if isinstance(held, types.ModuleType):
+                    own = is_own_code(held.__name__)
+                    for attribute in sorted(names & vars(held).keys()):
+                        value = vars(held)[attribute]
+                        # Of an installed module, what the user has put in its place.
+                        if own or (isinstance(value, types.FunctionType) and is_own_code(value.__module__)):
+                            self.owners.setdefault(held.__name__, functools.partial(setattr, held))
+                            put = functools.partial(setattr, held, attribute)
+                            self.visit(value, f"{held.__name__}.{attribute}", put, depth + 1)
+                else:
+                    self.visit(held, f"{label}.{name}", functools.partial(module.__setitem__, name), depth + 1)
 
 
-def _is_advanced_by_use(value: object) -> bool:
-    """Whether an iterator is one that has a position, rather than an open file."""
-    return not isinstance(value, io.IOBase)
+def _slots(kind: type) -> Iterable[str]:
+    found = vars(kind).get("__slots__", ())
+    return (found,) if isinstance(found, str) else found
 
 
-def _is_value(value: Any, known: AbstractSet[int], *, plain: bool = False) -> bool:
+def _builtin_name(function: Any) -> str:
+    return f"{getattr(function, '__module__', None) or ''}.{_function_name(function)}"
+
+
+def _text(value: Any) -> str:
+    """As `repr`, with sets in an order that is the same in every process."""
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(repr, value)))}}}"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {_text(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple | deque):
+        return f"({', '.join(map(_text, value))})"
+    return repr(value)
+
+
+def _parts(value: Any) -> Iterator[object]:
+    """What is in a container and may be in another one, too."""
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, (torch.Tensor, np.ndarray, list, dict, set, deque)):
+            yield item
+        if isinstance(item, _CONTAINERS):
+            yield from _parts(item)
+
+
+def _is_value(value: Any, stop: AbstractSet[int], *, plain: bool = False) -> bool:
     """Whether a container has numbers, text and tensors alone, none of which is in snapshots anyway.
 
     Args:
         value: a container.
-        known: identities of tensors that are in snapshots.
+        stop: identities of what must not be in it.
         plain: whether tensors do not count as such.
     """
     items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
     for item in items:
         if isinstance(item, _CONTAINERS):
-            fits = len(item) <= MAX_ELEMENTS and _is_value(item, known, plain=plain)
+            fits = id(item) not in stop and type(item) in _CONTAINERS and len(item) <= MAX_ELEMENTS
+            fits = fits and _is_value(item, stop, plain=plain)
         elif isinstance(item, torch.Tensor):
-            fits = not plain and id(item) not in known and not hasattr(item, "device_mesh")
+            fits = not plain and id(item) not in stop and not hasattr(item, "device_mesh")
         else:
-            fits = isinstance(item, _PLAIN) or (not plain and isinstance(item, np.ndarray))
+            fits = isinstance(item, _PLAIN) or (not plain and type(item) is np.ndarray and id(item) not in stop)
         if not fits:
             return False
     return True
@@ -502,16 +769,7 @@ def _set_attribute(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def content(value: Any) -> Any:
-    """What is kept of a value: of what has a state, its state."""
-    if is_generator(value):
-        return decode(generator_state(value))
-    if is_stateful(value):
-        return value.state_dict()
-    return value
-
-
-def _mark(value: Any, held: list[torch.Tensor] | None = None) -> Any:
+def _mark(value: Any, held: list[object] | None = None) -> Any:
     """Equal as long as a value is what it was; nothing is copied, and of tensors nothing is read.
 
     Args:
@@ -530,18 +788,24 @@ def _mark(value: Any, held: list[torch.Tensor] | None = None) -> Any:
     if isinstance(value, torch.optim.Optimizer):
         tensors = [_mark(one, held) for state in value.state.values() for one in state.values()]
         return ("optimizer", tensors, repr([{k: v for k, v in g.items() if k != "params"} for g in value.param_groups]))
+    if isinstance(value, _CONTAINERS) and len(value) > MAX_ELEMENTS:
+        return (type(value).__name__, len(value), zlib.crc32(_text(value).encode()))
+    if isinstance(value, set | frozenset):
+        return (type(value).__name__, len(value), _text(value))
     if isinstance(value, Mapping):
-        return ("mapping", [(repr(key), _mark(item, held)) for key, item in value.items()])
+        return ("mapping", len(value), [(repr(key), _mark(item, held)) for key, item in value.items()])
     if isinstance(value, list | tuple | deque):
-        return (type(value).__name__, [_mark(item, held) for item in value])
+        return (type(value).__name__, len(value), [_mark(item, held) for item in value])
     if isinstance(value, _PLAIN):
         return (type(value).__name__, repr(value))
+    if isinstance(value, _Opaque):
+        return ("opaque", value.digest)
     if is_stateful(value):
         try:
             return ("state", _mark(value.state_dict(), held))
         except Exception as exc:  # noqa: BLE001  # the user's code, at a time when nobody calls it
             return ("state", type(exc).__qualname__)
-    return ("other", repr(value) if isinstance(value, set | frozenset) else type(value).__qualname__)
+    return ("other", type(value).__qualname__)
 
 
 def _crc(value: np.ndarray[Any, Any]) -> str:

@@ -23,7 +23,7 @@ from torch.utils.data import default_collate
 
 from dtctl.runtime.data import Batches, Samples, Stream, is_deterministic
 from dtctl.runtime.order import Indices, mix
-from dtctl.runtime.snapshot.encoding import Generator, is_generator, seed_generator
+from dtctl.runtime.snapshot.encoding import Generator, generator_state, is_generator, seed_generator
 
 PROBES: Final = 8
 """Samples that are looked at before training: the first, the last, and some in between."""
@@ -52,6 +52,7 @@ class Reader:
         self.data, self._seed = data, seed
         self._cursors: dict[int, Cursor] = {}
         self._own_generators: list[Generator] | None = None
+        self._examining, self._drawn = False, 0
         self.at_once: Callable[[Indices], Any] | None = None
         """How to get a whole batch of a data set that draws no random numbers."""
         self._read: Callable[[Indices, Indices], Any] = self._one_by_one
@@ -74,6 +75,8 @@ class Reader:
         try:
             return self._read(indices, positions)
         finally:
+            if self._examining:
+                self._drawn = self._state()
             torch.set_rng_state(kept)
             self.settle(positions)
 
@@ -137,10 +140,14 @@ class Reader:
         torch.default_generator.manual_seed(seed % 2**63)
         self._seed_own(seed)
 
-    def _seed_own(self, seed: int) -> None:
-        if self._own_generators is None:  # in this process: they are others where the data set was copied to
+    def generators(self) -> list[Generator]:
+        """Those that the data set keeps in this process: they are others where it was copied to."""
+        if self._own_generators is None:
             self._own_generators = list(_generators(self.data))
-        for number, generator in enumerate(self._own_generators, start=1):
+        return self._own_generators
+
+    def _seed_own(self, seed: int) -> None:
+        for number, generator in enumerate(self.generators(), start=1):
             seed_generator(generator, _mixed(seed + number) % 2**63)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -160,11 +167,12 @@ class Reader:
             threaded: whether a thread will read, which draws from the loop's generators in no fixed order.
         """
         found = Examination()
+        self._examining = True
         kept = torch.get_rng_state()
         begun_s = time.perf_counter()
         try:
             for name, indices, places in self._probes(positions):
-                first = self._probe(indices, places, other=False)
+                first, drawn = self._probe(indices, places, other=False), self._drawn
                 spent_s = time.perf_counter() - begun_s
                 found.digests[name] = first
                 if self.at_once is not None:
@@ -176,6 +184,11 @@ class Reader:
                         )
                     break
                 again = self._probe(indices, places, other=threaded)
+                if again == first and not threaded and drawn != self._drawn:
+                    found.irreproducible = (
+                        f"the data set draws random numbers for sample {name} when it is first asked, and keeps them"
+                    )
+                    break
                 if again != first:
                     del found.digests[name]
                     found.irreproducible = (
@@ -186,8 +199,15 @@ class Reader:
                     )
                     break
         finally:
+            self._examining = False
             torch.set_rng_state(kept)
         return found
+
+    def _state(self) -> int:
+        """Of all generators, after something was read."""
+        crc = zlib.crc32(torch.get_rng_state().numpy().data)
+        crc = zlib.crc32(repr((random.getstate(), np.random.get_state(legacy=False))).encode(), crc)
+        return zlib.crc32(repr([_digest_of(generator) for generator in self.generators()]).encode(), crc)
 
     def _probes(self, positions: Indices) -> Iterator[tuple[str, Indices, Indices]]:
         if isinstance(self.data, Stream):
@@ -201,7 +221,9 @@ class Reader:
 
     def _probe(self, indices: Indices, positions: Indices, *, other: bool) -> str:
         """The digest of a batch, with the generators of the process seeded otherwise or not."""
-        reader = Reader(self.data, self._seed) if isinstance(self.data, Stream) else self
+        reader = self
+        if isinstance(self.data, Stream):
+            reader = Reader(self.data, self._seed)
         try:
             if other:
                 torch.default_generator.manual_seed(1)
@@ -213,6 +235,11 @@ class Reader:
         except Exception as exc:  # noqa: BLE001  # a sample that training may never reach
             return f"{type(exc).__name__}"
         return f"{_digest(batch, 0):08x}"
+
+
+def _digest_of(generator: Generator) -> str:
+    state = generator_state(generator)
+    return str(_digest(state["torch"], 0)) if "torch" in state else repr(state)
 
 
 def _mixed(value: int) -> int:

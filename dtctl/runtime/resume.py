@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -57,7 +57,7 @@ class Found:
             optimizer: of this worker's parameters.
             worker: this worker.
         """
-        return deliver(self.chosen, _wanted(model, optimizer, worker), worker)
+        return deliver(self.chosen, _wanted(model, optimizer, worker, self.facts.get("late", ())), worker)
 
 
 def find(folder: Place, worker: Worker) -> Found:
@@ -112,14 +112,14 @@ def _require_beginning(folder: Place, worker: Worker) -> None:
         )
 
 
-def _wanted(model: nn.Module, optimizer: torch.optim.Optimizer, worker: Worker) -> Wanted:
+def _wanted(model: nn.Module, optimizer: torch.optim.Optimizer, worker: Worker, late: Collection[str]) -> Wanted:
     """What a worker needs: its own stretch of what it has of model and optimizer, and of other parts all."""
     own, parameters = model.state_dict(), dict(model.named_parameters())
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
 
     def wanted(part: str, leaf: Leaf) -> torch.Tensor | bool:
         if part == "model":
-            held_here: torch.Tensor | bool = own.get(leaf.path[0], False)
+            held_here: torch.Tensor | bool = own.get(leaf.path[0], leaf.path[0] in late)
             return held_here
         if part == "ema":
             return parameters.get(leaf.path[0], False)

@@ -17,6 +17,8 @@ import torch
 from dtctl.errors import SnapshotError
 
 _MARK: Final = "$"
+_ADDRESSES: Final = 1 << 32
+"""Whole numbers from here on are rarely counted, and mostly `id(...)`."""
 _SCALARS: Final = (bool, int, float, str, type(None))
 
 
@@ -41,14 +43,16 @@ def encode(value: Any, path: str = "state") -> Any:
         return value
     if type(value) in _SCALARS:
         return value
-    if isinstance(value, Mapping):
+    if type(value) in (dict, OrderedDict) or (isinstance(value, Mapping) and not isinstance(value, dict)):
+        if any(type(key) is int and key >= _ADDRESSES for key in value):
+            raise NotEncodable(f"{path} has keys that look like addresses, which are others in each process")
         items = [[encode(key, f"{path} (a key)"), encode(item, f"{path}.{key}")] for key, item in value.items()]
         if type(value) in (dict, OrderedDict) and all(type(key) is str and not key.startswith(_MARK) for key in value):
             return dict(items)
         return {"$items": items}
     if type(value) is list:
         return [encode(item, f"{path}.{index}") for index, item in enumerate(value)]
-    if isinstance(value, tuple):
+    if type(value) in (tuple, torch.Size):
         return {"$tuple": [encode(item, f"{path}.{index}") for index, item in enumerate(value)]}
     found = _encoded_rarely(value, path)
     if found is not None:
@@ -61,11 +65,11 @@ def encode(value: Any, path: str = "state") -> Any:
 
 def _encoded_rarely(value: Any, path: str) -> Any:
     """As `encode`, of kinds that state seldom has; None of any other."""
-    if isinstance(value, set | frozenset):
+    if type(value) in (set, frozenset):
         return {"$set": sorted((encode(item, path) for item in value), key=repr)}
-    if isinstance(value, deque):
+    if type(value) is deque:
         return {"$deque": [encode(item, path) for item in value], "maxlen": value.maxlen}
-    if isinstance(value, bytes | bytearray):
+    if isinstance(value, bytes):
         return {"$bytes": value.hex()}
     if isinstance(value, complex):
         return {"$complex": [value.real, value.imag]}
@@ -73,14 +77,14 @@ def _encoded_rarely(value: Any, path: str) -> Any:
         return {"$dtype": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
         return {"$device": str(value)}
+    if isinstance(value, range):
+        return {"$range": [value.start, value.stop, value.step]}
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         return {"$scalar": [value.dtype.name, value.item()]}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return {"$array": torch.from_numpy(np.ascontiguousarray(value)), "shape": list(value.shape)}
     if is_generator(value):
         return {"$generator": generator_state(value)}
-    if isinstance(value, _SCALARS):  # a subclass, such as an IntEnum
-        return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
     return None
 
 
@@ -108,6 +112,7 @@ def decode(tree: Any) -> Any:
         "$tuple": lambda: tuple(decode(item) for item in held),
         "$set": lambda: {decode(item) for item in held},
         "$deque": lambda: deque((decode(item) for item in held), tree["maxlen"]),
+        "$range": lambda: range(*held),
         "$bytes": lambda: bytes.fromhex(held),
         "$complex": lambda: complex(*held),
         "$dtype": lambda: getattr(torch, held),

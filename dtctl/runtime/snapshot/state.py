@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -256,6 +256,17 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other) or (one != one and other != other)
+
+
+def register_late(model: nn.Module, tree: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Register buffers that a model has made while it was trained, where a module is there to have them."""
+    modules = dict(model.named_modules())
+    for name in names:
+        owner, _, last = name.rpartition(".")
+        module = modules.get(owner)
+        if module is not None and isinstance(tree.get(name), torch.Tensor) and not hasattr(module, last):
+            device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+            module.register_buffer(last, tree[name].to(device, copy=True))
 
 
 def load_model(model: nn.Module, tree: Mapping[str, Any], *, elsewhere: Collection[str] = ()) -> None:
