@@ -34,7 +34,7 @@ def train(config, worker):
             trainer.saver.wait()
             found = commands.verify(folder)
             print("AT 5", json.dumps([[row["step"], row["status"]] for row in found["snapshots"]]),
-                  [path.name for path in folder.iterdir() if path.name.startswith(".")], flush=True)
+                  [path.name for path in folder.iterdir() if path.name.endswith(".draft")], flush=True)
             ballast.unlink()
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
