@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
+from torch import nn
 
 from dtctl.errors import PlanError
 from dtctl.runtime import circumstances, elastic
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 EVERYONE: Final = "all"
 """In the part `local`, in the place of a rank: what is the same on all workers."""
 PROGRAM: Final = "program"
+BUFFERS: Final = "buffers"
+"""Of each worker, where running means are of its own samples until they are exchanged."""
+BUFFER_BYTES: Final = 64 << 20
 EXTRA: Final = "extra"
 
 
@@ -35,6 +39,9 @@ class Account:
     """Of one training."""
 
     program: ProgramState
+    model: nn.Module
+    together: int
+    """Workers, of which each may have seen other samples; 0 for one alone."""
     extra: Mapping[str, Any]
     """The user's `extra_state`."""
     names: frozenset[str]
@@ -71,6 +78,9 @@ class Account:
         """What the program keeps of its own, encoded, and the paths of what cannot be kept."""
         changed, lost = self.program.changed()
         tree: dict[str, Any] = {PROGRAM: changed} if changed else {}
+        buffers = {name: value for name, value in self.model.named_buffers() if name in self.names}
+        if sum(value.numel() * value.element_size() for value in buffers.values()) <= BUFFER_BYTES:
+            tree |= {BUFFERS: dict(buffers)} if buffers and self.together else {}
         if self.extra:
             tree[EXTRA] = {name: _encoded(value, name) for name, value in self.extra.items()}
         return tree, lost
@@ -95,6 +105,10 @@ class Account:
         if going_back:
             program = {path: value for path, value in program.items() if path.startswith(("model.", "optimizer."))}
         found = self.program.load(program)
+        buffers = dict(self.model.named_buffers())
+        for name, value in mine.get(BUFFERS, {}).items() if len(held) == self.together or EVERYONE in held else ():
+            if name in buffers and buffers[name].shape == value.shape and not hasattr(buffers[name], "device_mesh"):
+                buffers[name].copy_(value)
         then = mine.get(EXTRA, {})
         for name, value in self.extra.items():
             if name not in then:
@@ -145,6 +159,8 @@ def take(trainer: Trainer) -> Account:
     return Account(
         names=frozenset(trainer.model.state_dict()),
         program=program,
+        model=trainer.model,
+        together=worker.world_size if worker.backend is not None else 0,
         extra=trainer.extra_state,
         detail=detail,
         checksums=[number for number, _ in told],

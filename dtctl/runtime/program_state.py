@@ -252,6 +252,13 @@ def _has_storage(tensor: object) -> bool:
     return isinstance(tensor, torch.Tensor) and not hasattr(tensor, "device_mesh") and tensor.layout is torch.strided
 
 
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's numbers are there: sharding frees those of whole parameters, and leaves the tensors."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return not tensor.is_meta
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > tensor.storage_offset() * tensor.element_size()
+
+
 def _has_grown(before: Any, mark: Any) -> bool:
     """Whether two marks of a container tell of other lengths."""
     return isinstance(before, tuple) and before[0] == mark[0] and len(before) > 1 and before[1] != mark[1]
@@ -478,7 +485,7 @@ class _Walk:
 
     def _numbers(self, value: Any, path: str, put: Callable[[Any], None], depth: int) -> None:
         if isinstance(value, torch.Tensor):
-            if hasattr(value, "device_mesh"):
+            if hasattr(value, "device_mesh") or not _has_memory(value):
                 return
             if value.numel() * value.element_size() <= SAMPLE_BYTES and value.layout is torch.strided:
                 self._note(path, lambda: f"{tuple(value.shape)} {_mark_of_bytes(value)}")
@@ -547,7 +554,13 @@ class _Walk:
                 if tensor is not None:
                     self.visit(tensor, f"{path}.{name}", functools.partial(table.__setitem__, name), depth + 1)
         self._hooks(module, path, depth)
-        own = {name: value for name, value in vars(module).items() if name not in _MODULE_KEYS}
+        # What torch's own modules have in private is theirs: LSTM keeps its weights once more.
+        theirs = not any(is_own_code(kind.__module__) for kind in type(module).__mro__)
+        own = {
+            name: value
+            for name, value in vars(module).items()
+            if name not in _MODULE_KEYS and not (theirs and name.startswith("_"))
+        }
         self._attributes(own, path, functools.partial(_set_attribute, module), depth)
         self._class_attributes(module, path, depth)
         for name, child in module._modules.items():
@@ -757,7 +770,7 @@ def _is_value(value: Any, stop: AbstractSet[int], *, plain: bool = False) -> boo
             fits = id(item) not in stop and type(item) in _CONTAINERS and len(item) <= MAX_ELEMENTS
             fits = fits and _is_value(item, stop, plain=plain)
         elif isinstance(item, torch.Tensor):
-            fits = not plain and id(item) not in stop and not hasattr(item, "device_mesh")
+            fits = not plain and id(item) not in stop and not hasattr(item, "device_mesh") and _has_memory(item)
         else:
             fits = isinstance(item, _PLAIN) or (not plain and type(item) is np.ndarray and id(item) not in stop)
         if not fits:
@@ -845,6 +858,8 @@ def _names_in(code: types.CodeType) -> set[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names |= _names_in(constant)
+        elif isinstance(constant, str) and constant.isidentifier():  # globals()["name"], getattr(module, "name")
+            names.add(constant)
     return names
 
 
