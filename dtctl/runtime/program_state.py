@@ -447,7 +447,7 @@ class _Walk:
         elif id(value) in self._inner:
             self.parts[path] = self._inner[id(value)]
         elif not self._first_time(value, path):
-            if isinstance(value, (torch.Tensor, np.ndarray, *_CONTAINERS)) and not isinstance(value, tuple):
+            if not isinstance(value, (tuple, type, types.ModuleType, types.BuiltinFunctionType, *_FUNCTIONS)):
                 self.aliases[path] = self._seen[id(value)]
         else:
             kept, self._cache = self._cache, self._cache or id(value) in self._caches
@@ -640,7 +640,14 @@ class _Walk:
 
     def _class_attributes(self, value: Any, path: str, depth: int) -> None:
         for kind in type(value).__mro__:
-            if is_own_code(kind.__module__) and self._first_time(kind, path):
+            if not is_own_code(kind.__module__):
+                plain = {
+                    name: held
+                    for name, held in vars(kind).items()
+                    if not name.startswith("_") and isinstance(held, int | float | str)
+                }
+                self._attributes(plain, f"{path}.<{kind.__name__}>", functools.partial(setattr, kind), depth)
+            elif self._first_time(kind, path):
                 own = {
                     name: held
                     for name, held in vars(kind).items()
@@ -681,6 +688,7 @@ class _Walk:
         if not made_by_hand and not is_own_code(function.__module__ or ""):
             self._leaf(f"{path} (function)", _builtin_name(function), _refuse)
             self._note(f"{path} (function)", lambda: _builtin_name(function))
+            self._public(function, path, depth)
             return
         digest = code_digest(function.__code__)
         self._note(f"{path} (code)", lambda: digest)
@@ -718,8 +726,11 @@ class _Walk:
                     own = is_own_code(held.__name__)
                     for attribute in sorted(names & vars(held).keys()):
                         value = vars(held)[attribute]
-                        # Of an installed module, what the user has put in its place.
-                        if own or (isinstance(value, types.FunctionType) and is_own_code(value.__module__)):
+                        # Of an installed module, what the user has put in its place, or given attributes.
+                        changed = isinstance(value, types.FunctionType) and (
+                            is_own_code(value.__module__) or bool(vars(value))
+                        )
+                        if own or changed:
                             self.owners.setdefault(held.__name__, functools.partial(setattr, held))
                             put = functools.partial(setattr, held, attribute)
                             self.visit(value, f"{held.__name__}.{attribute}", put, depth + 1)
