@@ -503,8 +503,7 @@ class _Walk:
     def _public(self, value: Any, path: str, depth: int) -> None:
         """Attributes that the user has given a tensor or a function."""
         own = {name: held for name, held in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
-        if own:
-            self._attributes(own, path, functools.partial(setattr, value), depth)
+        self._attributes(own, path, functools.partial(setattr, value), depth)
 
     def _container(self, value: Any, path: str, put: Callable[[Any], None], depth: int) -> None:
         if type(value) not in _CONTAINERS:
