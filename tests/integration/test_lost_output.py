@@ -29,7 +29,8 @@ def launch(project: Project, small: Path, *, mib: int, slots: int = 2) -> Finish
     project.write("train.py", PRINTS)
     project.write("dtctl.yaml", SPEC.format(workdir=project.folder.parent / "work", slots=slots))
     small.mkdir(parents=True)
-    mount = f'mount -t tmpfs -o size={mib}m,mode=755 none "$1" && shift && "$@"; code=$?; cat .dtctl/runs/*/events.jsonl; exit $code'
+    mount = f'mount -t tmpfs -o size={mib}m,mode=755 none "$1" && shift && "$@"; code=$?; '
+    mount += "cat .dtctl/runs/*/events.jsonl; exit $code"
     done = subprocess.run(
         [
             *["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, "sh", small],
