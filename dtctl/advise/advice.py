@@ -87,8 +87,8 @@ def _reasons(task: Task, best: Choice, others: tuple[Choice, ...]) -> list[str]:
 
 def _batch(task: Task, layout: Layout) -> str:
     """The samples of a step, and what they shut out."""
-    samples = layout.micro_batch * layout.accumulate * layout.replicas
-    made = f"micro batch {layout.micro_batch} x {layout.accumulate} accumulated x {layout.replicas} replicas"
+    samples = layout.micro_batch * layout.accumulate * layout.data
+    made = f"micro batch {layout.micro_batch} x {layout.accumulate} accumulated x {layout.data} replicas"
     if task.global_batch is None:
         return f"{samples} samples a step ({made}), since none were asked for; --batch sets them"
     gpus = task.hardware.gpus
@@ -140,7 +140,7 @@ def as_json(choice: Choice, reasons: tuple[str, ...] = ()) -> dict[str, Any]:
         "mesh": {name: getattr(layout, name) for name in ("dp", "fsdp", "tp", "pp", "cp", "ep")},
         "micro_batch": layout.micro_batch,
         "accumulate": layout.accumulate,
-        "global_batch": layout.micro_batch * layout.accumulate * layout.replicas,
+        "global_batch": layout.micro_batch * layout.accumulate * layout.data,
         "recompute": layout.recompute,
         "offload": layout.offload,
         "memory_gib": {name: round(getattr(memory, name) / GIB, 3) for name in parts},

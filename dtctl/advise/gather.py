@@ -80,8 +80,7 @@ def task(options: Options, spec: Spec | None) -> Task:
         if value is not None and value < 1:
             option = "gpus-per-node" if name == "per_node" else name.replace("_", "-")
             raise UsageError(f"--{option} must be at least 1, and is {value}")
-    train = spec.train if spec is not None else None
-    batch = options.batch or (train.global_batch if train is not None else None)
+    batch = options.batch or (spec.settings.get("global_batch") if spec is not None else None)
     return Task(
         model=_model(options, spec),
         hardware=_hardware(options, spec),
@@ -139,9 +138,8 @@ def _model(options: Options, spec: Spec | None) -> Model:
         )
     if options.params is not None:
         return _usual(count(options.params), options)
-    train = spec.train if spec is not None else None
-    if train is not None and train.model:
-        return from_config(train.model, source="train.model", seq=options.seq, name=spec.job.name if spec else "")
+    if spec is not None and (config := spec.settings.get("model")):
+        return from_config(config, source="train.model", seq=options.seq, name=spec.job.name)
     raise UsageError(
         "which model?", hint="--config config.json, --model module:factory, --params 7B, --layers and --hidden, or "
         "train.model in the spec",

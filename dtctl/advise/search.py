@@ -105,7 +105,7 @@ def _batches(task: Task, base: Layout) -> Iterator[Layout]:
         if task.global_batch is None:
             yield replace(base, micro_batch=micro, accumulate=4 * base.pp if base.pp > 1 else 1)
             continue
-        step = micro * base.replicas
+        step = micro * base.data
         if step <= task.global_batch and task.global_batch % step == 0:
             yield replace(base, micro_batch=micro, accumulate=task.global_batch // step)
 
@@ -126,7 +126,7 @@ def _meshes(task: Task) -> Iterator[Layout]:
                 for fsdp in _divisors(rest):
                     layout = Layout(dp=rest // fsdp, fsdp=fsdp, tp=tp, pp=pp, cp=cp)
                     yield layout
-                    if layout.dp > 1 and layout.gpus == layout.dp:
+                    if layout.dp > 1 and layout.workers == layout.dp:
                         yield replace(layout, zero1=True)
                     if task.beyond and model.expert_params and fsdp > 1:
                         yield replace(layout, ep=min(fsdp, hardware.per_node))

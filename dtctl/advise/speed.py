@@ -63,16 +63,16 @@ def speed(
     offload = 0.0
     if layout.offload:  # gradients out, the optimizer on the host, weights in: 4 + 4 bytes over the bus, 28 in memory
         own = model.params / (layout.fsdp * layout.tp * layout.pp * layout.cp)
-        offload = own * 8 / (hardware.gpu.host * 1e9) + own * 28 * min(hardware.per_node, layout.gpus) / 200e9
+        offload = own * 8 / (hardware.gpu.host * 1e9) + own * 28 * min(hardware.per_node, layout.workers) / 200e9
     step = compute + bubble + exposed + offload
-    made = samples * model.seq * layout.replicas
+    made = samples * model.seq * layout.data
     return Speed(
         step_s=step,
         compute_s=compute,
         exchange_s=exchange + apart,
         exposed_s=exposed + offload,
         bubble_s=bubble,
-        tokens_per_s_per_gpu=made / step / layout.gpus,
+        tokens_per_s_per_gpu=made / step / layout.workers,
     )
 
 
@@ -93,7 +93,7 @@ def _exchange(model: Model, layout: Layout, hardware: Hardware, recipe: Recipe) 
     held = model.params / (layout.tp * layout.pp)
     inner = layout.tp * layout.cp
     found = 0.0
-    shards = layout.fsdp * layout.cp
+    shards = layout.shards
     if shards > 1:
         weight = 4 if recipe.autocast or layout.precision == "fp32" else 2
         bandwidth = _bandwidth(hardware, shards, inner)

@@ -24,10 +24,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtctl.advise.trial import loss_of, made
 from dtctl.runtime import Worker, load
-from dtctl.runtime.config import TrainConfig
-from dtctl.runtime.mesh import Degrees, device_mesh
+from dtctl.runtime.device_mesh import device_mesh
 from dtctl.runtime.optim import optimizer
 from dtctl.runtime.strategies import blocks, sharded
+from dtctl.train.config import TrainConfig
+from dtctl.train.mesh import Degrees
 
 STEPS = 2
 """The optimizer's state is there after the first."""

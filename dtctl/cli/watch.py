@@ -46,5 +46,4 @@ def _steps(record: RunRecord) -> int | None:
     """Length of the training, if the spec says it."""
     from dtctl.launch.assemble import spec_of_run
 
-    train = spec_of_run(record).train
-    return train.steps if train else None
+    return spec_of_run(record).settings.get("steps")

@@ -170,7 +170,7 @@ def _of_nodes(well: list[Seen], spec: Spec, slots: dict[str, int]) -> list[Findi
 
 def wanted_of(spec: Spec, one: NodeSpec, cluster: Cluster) -> Wanted:
     """What to ask about a node of the spec."""
-    data = (spec.train.data if spec.train is not None else None) or {}
+    data = spec.settings.get("data", {})
     root = spec.job.files.root
     # Relative ones may lie in the code that a launch brings; only absolute ones have to be there now.
     absolute = [value for value in data.values() if isinstance(value, str) and value.startswith(("/", "~"))]

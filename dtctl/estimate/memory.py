@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtctl.estimate.model import Model
+from dtctl.train.mesh import Degrees
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -57,15 +58,11 @@ TORCHTITAN = Recipe(autocast=False, loss_parallel=True, sequence_parallel=True, 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """One way to spread a training. The product of the degrees is the number of GPUs; ep lies within dp and fsdp."""
+class Layout(Degrees):
+    """One way to spread a training over GPUs, a worker on each."""
 
-    dp: int = 1
-    fsdp: int = 1
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
     ep: int = 1
+    """Workers that divide the experts; it lies within dp and fsdp."""
     zero1: bool = False
     """Optimizer state is split over dp."""
     recompute: Recompute = "none"
@@ -75,16 +72,6 @@ class Layout:
     accumulate: int = 1
     """Micro batches of a step."""
     precision: Precision = "bf16"
-
-    @property
-    def gpus(self) -> int:
-        """Number of GPUs."""
-        return self.dp * self.fsdp * self.tp * self.pp * self.cp
-
-    @property
-    def replicas(self) -> int:
-        """Workers with batches of their own."""
-        return self.dp * self.fsdp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +120,8 @@ def memory(model: Model, layout: Layout, recipe: Recipe = RUNTIME) -> Memory:
     experts = model.expert_params / model.params if layout.ep > 1 else 0.0
     held = root + blocks * model.block_params * (1 - experts + experts / layout.ep) / layout.tp
     block = model.block_params / layout.tp
-    shared = layout.fsdp * layout.cp
-    sharded = shared > 1
-    own = held / shared
+    sharded = layout.shards > 1
+    own = held / layout.shards
     kept, working = _activations(model, layout, recipe, blocks)
     logits = _logits(model, layout, recipe)
     trained = own * (1 - model.frozen / model.params if model.params else 1.0)
@@ -151,7 +137,7 @@ def memory(model: Model, layout: Layout, recipe: Recipe = RUNTIME) -> Memory:
     shared_room = min(trained * recipe.gradient_bytes, work) if layout.accumulate == 1 and layout.pp == 1 else 0.0
     work -= shared_room
     dynamic = state + work + temporary
-    exchange = recipe.exchange if layout.gpus > 1 else 0.0
+    exchange = recipe.exchange if layout.workers > 1 else 0.0
     return Memory(
         states=state,
         activations=max(0.0, work - logits),

@@ -16,7 +16,6 @@ from dtctl.launch.record import RunRecord
 from dtctl.launch.snapshots import RunSnapshots, Told
 from dtctl.launch.state import state_of
 from dtctl.spec.model import Spec, Train
-from dtctl.spec.training import Snapshot
 
 
 def command(run: str) -> str:
@@ -45,8 +44,7 @@ def continued(spec: Spec, earlier: RunRecord) -> tuple[Spec, Mapping[str, str]]:
         TransportError: none of its nodes can be asked.
     """
     _require_one(earlier)
-    train = spec_of_run(earlier).train
-    own = train.snapshot.dir if train and train.snapshot else None
+    own = spec_of_run(earlier).snapshot_dir
     if own is not None and ("://" in own or posixpath.isabs(own)):
         return with_folder(spec, own), {}
     return with_folder(spec, None), folders(earlier, own)
@@ -65,22 +63,18 @@ def folders(earlier: RunRecord, own: str | None) -> dict[str, str]:
 
 def told_folder(record: RunRecord) -> str | None:
     """The folder or URL of snapshots that a run's spec names, if every launch of it finds the same there."""
-    train = spec_of_run(record).train
-    own = train.snapshot.dir if train and train.snapshot else None
+    own = spec_of_run(record).snapshot_dir
     return own if own is not None and ("://" in own or posixpath.isabs(own)) else None
 
 
 def with_folder(spec: Spec, folder: str | None) -> Spec:
     """The spec with this folder of snapshots; None: that of the run."""
-    train = spec.train
-    if folder is None and (train is None or train.snapshot is None or train.snapshot.dir is None):
+    if folder == spec.snapshot_dir:
         return spec
-    train = train or Train()
-    snapshot = (train.snapshot or Snapshot()).model_copy(update={"dir": folder})
-    changed = train.model_copy(update={"snapshot": snapshot})
-    changed.model_fields_set.add("snapshot")
-    snapshot.model_fields_set.add("dir")
-    spec = spec.model_copy(update={"train": changed})
+    snapshot = {key: value for key, value in spec.settings.get("snapshot", {}).items() if key != "dir"}
+    if folder is not None:
+        snapshot["dir"] = folder
+    spec = spec.model_copy(update={"train": Train.of({**spec.settings, "snapshot": snapshot})})
     spec.model_fields_set.add("train")
     return spec
 

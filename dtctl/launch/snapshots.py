@@ -74,7 +74,7 @@ class RunSnapshots:
             raise LaunchError(f"run {record.run} was never started", where=str(record.folder))
         cluster, spec = cluster_of_run(record), spec_of_run(record)
         self._make_transport = cluster.make_transport
-        own = spec.train.snapshot.dir if spec.train and spec.train.snapshot else None
+        own = spec.snapshot_dir
         code, continued = record.code_folders(), record.info().snapshots
         self._places = {}
         # What is at a URL all nodes see: the first one is asked.

@@ -6,7 +6,8 @@ accelerate/utils/dataclasses.py and accelerate/parallelism_config.py, read at ac
 
 from __future__ import annotations
 
-from dtctl.plan.frameworks import Shape, Wanted
+from dtctl.plan.frameworks import Wanted
+from dtctl.train.mesh import Degrees
 
 PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
@@ -18,7 +19,7 @@ def variables(wanted: Wanted) -> dict[str, str]:
         PlanError: a key of `train:` has no counterpart.
     """
     found: dict[str, str] = {}
-    name, shape = wanted.shape()
+    name, degrees = wanted.mesh()
     if precision := wanted.take("precision"):
         found["ACCELERATE_MIXED_PRECISION"] = PRECISION[precision]
     if steps := wanted.take("accumulate"):
@@ -27,10 +28,10 @@ def variables(wanted: Wanted) -> dict[str, str]:
         found["ACCELERATE_DYNAMO_BACKEND"] = "INDUCTOR" if backend is True else backend.upper()
     if name == "zero1":
         found |= _deepspeed(wanted)
-    elif shape.pp > 1:
+    elif degrees.pp > 1:
         raise wanted.refused("strategy", "Accelerate has no pipelines")
     else:
-        found |= _sharded(wanted, shape)
+        found |= _sharded(wanted, degrees)
     wanted.done()
     return found
 
@@ -43,10 +44,10 @@ def _deepspeed(wanted: Wanted) -> dict[str, str]:
     return found
 
 
-def _sharded(wanted: Wanted, shape: Shape) -> dict[str, str]:
+def _sharded(wanted: Wanted, degrees: Degrees) -> dict[str, str]:
     """FSDP2 and a mesh; nothing for plain data parallel, which Accelerate does unasked."""
     found: dict[str, str] = {}
-    if shape.fsdp > 1:
+    if degrees.fsdp > 1:
         part = wanted.take_part("fsdp", "reshard_after_forward", "cpu_offload")
         found |= {
             "ACCELERATE_USE_FSDP": "true",
@@ -60,13 +61,13 @@ def _sharded(wanted: Wanted, shape: Shape) -> dict[str, str]:
         if checkpointing not in (None, "none", "full"):
             raise wanted.refused("checkpointing", f"Accelerate cannot checkpoint activations as in {checkpointing!r}")
         found["FSDP_ACTIVATION_CHECKPOINTING"] = _word(checkpointing == "full")
-    if shape.tp > 1 or shape.cp > 1 or (shape.fsdp > 1 and shape.dp > 1):
+    if degrees.tp > 1 or degrees.cp > 1 or (degrees.fsdp > 1 and degrees.dp > 1):
         found |= {
             "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-            "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(shape.dp),
-            "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(shape.fsdp),
-            "PARALLELISM_CONFIG_CP_SIZE": str(shape.cp),
-            "PARALLELISM_CONFIG_TP_SIZE": str(shape.tp),
+            "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(degrees.dp),
+            "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(degrees.fsdp),
+            "PARALLELISM_CONFIG_CP_SIZE": str(degrees.cp),
+            "PARALLELISM_CONFIG_TP_SIZE": str(degrees.tp),
         }
     return found
 

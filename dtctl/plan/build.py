@@ -14,6 +14,7 @@ from dtctl.plan.model import WORKER_KINDS, EnvVar, Kind, NodePlan, Plan, Rendezv
 from dtctl.plan.preload import modules_of
 from dtctl.plan.rendezvous import numeric, port_candidates, rendezvous
 from dtctl.plan.topology import Placement, place, require_equal_slots, world_size
+from dtctl.plan.training import check_training
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import NodeSpec
 
@@ -47,7 +48,7 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
         facts: what is known about the world.
 
     Raises:
-        PlanError: no job can be made of this.
+        PlanError: no job can be made of this, or its workers would refuse their mesh or batch.
     """
     facts = facts or Facts()
     kind = _kind(spec)
@@ -65,6 +66,11 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
     counted = all(isinstance(node.slots, int) or node.name in facts.gpus for node in nodes)
     made = generate(spec, kind, placements, counted=counted)
     program = _program(spec, made)
+    training: list[str] = []
+    # Later attempts may have fewer workers, and the script may mean that; the workers decide.
+    if made.runtime and counted and attempt == 0:
+        sizes = {placement.slots for placement in placements}
+        training = check_training(spec, workers=total, per_node=sizes.pop() if len(sizes) == 1 else 0)
     shared = _Shared(
         spec=spec, kind=kind, run=run, attempt=attempt, meeting=meeting, program=program, made=made, total=total
     )
@@ -84,7 +90,7 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
         grace_s=spec.job.grace_s,
         secrets=tuple(spec.job.secrets),
         spec_digest=digest(spec),
-        notes=(*_notes(spec, nodes, meeting, facts), *made.notes),
+        notes=(*_notes(spec, nodes, meeting, facts), *made.notes, *training),
     )
 
 
@@ -129,7 +135,7 @@ def _node(node: NodeSpec, placement: Placement, shared: _Shared, facts: Facts, *
         _interface(spec, node),
         env.written(spec.job.env, origin="job.env"),
         env.written(node.env, origin=f"cluster.nodes: {node.name}"),
-        env.train_config(spec.train.settings() if spec.train is not None else {}),
+        env.train_config(spec.settings),
         env.identity(
             run=shared.run,
             attempt=shared.attempt,
@@ -224,7 +230,7 @@ def _notes(spec: Spec, nodes: Sequence[NodeSpec], meeting: Rendezvous, facts: Fa
         notes.append(f"port {meeting.port} is tried first on {nodes[0].name}; a launch takes another if it is in use")
     if spec.network.interface == "auto":
         notes.append(f"every node finds its interface towards {meeting.address} when it starts")
-    if spec.train is not None and spec.train.strategy == "auto" and _kind(spec) in ("torchrun", "direct"):
+    if spec.settings.get("strategy") == "auto" and _kind(spec) in ("torchrun", "direct"):
         notes.append(
             "strategy: auto is decided by the workers, which see model and memory: the first of ddp, zero1, hsdp and "
             "fsdp that fits"

@@ -10,8 +10,10 @@ import base64
 import json
 from typing import Any
 
-from dtctl.plan.frameworks import Shape, Wanted
+from dtctl.plan.frameworks import Wanted
 from dtctl.plan.topology import Placement
+from dtctl.train.config import TrainConfig
+from dtctl.train.mesh import Degrees
 
 LOCAL_RANK_ARGUMENT = "--local_rank"
 CONFIG_ARGUMENT = "--deepspeed_config"
@@ -39,8 +41,8 @@ def config(wanted: Wanted) -> dict[str, Any]:
 
 
 def _made(wanted: Wanted) -> dict[str, Any]:
-    name, shape = wanted.shape()
-    found: dict[str, Any] = {"zero_optimization": _zero(wanted, name, shape)}
+    name, degrees = wanted.mesh()
+    found: dict[str, Any] = {"zero_optimization": _zero(wanted, name, degrees)}
     micro, total, steps = wanted.batch(wanted.workers)
     if not micro and not total and not wanted.spec.job.deepspeed.keys() & BATCH:
         raise wanted.refused("micro_batch", "DeepSpeed needs train.micro_batch or train.global_batch")
@@ -68,10 +70,10 @@ def as_text(found: dict[str, Any]) -> str:
     return json.dumps(found, sort_keys=True, separators=(",", ":"))
 
 
-def _zero(wanted: Wanted, name: str, shape: Shape) -> dict[str, Any]:
+def _zero(wanted: Wanted, name: str, degrees: Degrees) -> dict[str, Any]:
     if name == "zero1":
         return {"stage": 1}
-    if shape.fsdp == wanted.workers > 1:
+    if degrees.fsdp == wanted.workers > 1:
         part = wanted.take_part("fsdp", "reshard_after_forward", "cpu_offload")
         # Parameters kept from the forward to the backward pass: what others call ZeRO 2 is DeepSpeed's stage 2.
         stage = 3 if part.get("reshard_after_forward", True) else 2
@@ -81,7 +83,7 @@ def _zero(wanted: Wanted, name: str, shape: Shape) -> dict[str, Any]:
             if stage == 3:
                 found["offload_param"] = {"device": "cpu"}
         return found
-    if shape.dp == wanted.workers:
+    if degrees.dp == wanted.workers:
         return {"stage": 0}
     raise wanted.refused(
         "strategy",
@@ -94,7 +96,8 @@ def _optimizer(wanted: Wanted, name: str) -> dict[str, Any]:
     parameters = {key: value for key in keys if (value := wanted.take(key)) is not None}
     if name == "sgd":
         return {"type": "SGD", "params": parameters}
-    beta1, beta2 = wanted.take("beta1"), wanted.take("beta2")
     # dtctl's own defaults, so that a spec means the same with dtctl.runtime.
-    betas = [0.9 if beta1 is None else beta1, 0.95 if beta2 is None else beta2]
+    betas = [
+        getattr(TrainConfig(), key) if (value := wanted.take(key)) is None else value for key in ("beta1", "beta2")
+    ]
     return {"type": "AdamW", "params": {**parameters, "betas": betas}}

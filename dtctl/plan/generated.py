@@ -21,6 +21,8 @@ class Generated:
     env: Mapping[str, str] = field(default_factory=dict)
     args: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    runtime: bool = False
+    """Whether it is dtctl.runtime that reads `train:`."""
 
 
 def generate(spec: Spec, kind: Kind, placements: Sequence[Placement], *, counted: bool) -> Generated:
@@ -42,7 +44,7 @@ def generate(spec: Spec, kind: Kind, placements: Sequence[Placement], *, counted
     framework = {"accelerate": "Accelerate", "deepspeed": "DeepSpeed"}.get(kind)
     framework = "Megatron-LM" if "megatron" in added else framework
     if framework is None or not (spec.train is not None or spec.job.deepspeed):
-        return Generated(args=local_rank)
+        return Generated(args=local_rank, runtime=framework is None and kind != "command" and spec.train is not None)
     if not counted:
         if spec.cluster.transport == "slurm":
             raise PlanError(

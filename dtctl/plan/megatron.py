@@ -6,7 +6,8 @@ ModelParallelConfig, TrainingConfig, SchedulerConfig, CheckpointConfig), read at
 
 from __future__ import annotations
 
-from dtctl.plan.frameworks import Shape, Wanted
+from dtctl.plan.frameworks import Wanted
+from dtctl.train.mesh import Degrees
 
 PLAIN = {
     "lr": "--lr",
@@ -35,8 +36,8 @@ def arguments(wanted: Wanted) -> tuple[str, ...]:
     Raises:
         PlanError: a key of `train:` has no counterpart, or the workers cannot be divided so.
     """
-    name, shape = wanted.shape()
-    found = [*_parallel(wanted, name, shape), *_batch(wanted, shape)]
+    name, degrees = wanted.mesh()
+    found = [*_parallel(wanted, name, degrees), *_batch(wanted, degrees)]
     for key, option in PLAIN.items():
         value = wanted.take(key)
         if value is not None:
@@ -52,17 +53,17 @@ def arguments(wanted: Wanted) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _parallel(wanted: Wanted, name: str, shape: Shape) -> list[str]:
-    found = ["--tensor-model-parallel-size", str(shape.tp), "--pipeline-model-parallel-size", str(shape.pp)]
-    if shape.cp > 1:
-        found += ["--context-parallel-size", str(shape.cp)]
+def _parallel(wanted: Wanted, name: str, degrees: Degrees) -> list[str]:
+    found = ["--tensor-model-parallel-size", str(degrees.tp), "--pipeline-model-parallel-size", str(degrees.pp)]
+    if degrees.cp > 1:
+        found += ["--context-parallel-size", str(degrees.cp)]
     tensor = wanted.take_part("tp", "sequence_parallel")
-    if tensor.get("sequence_parallel") and shape.tp > 1:
+    if tensor.get("sequence_parallel") and degrees.tp > 1:
         found.append("--sequence-parallel")
     if name == "zero1":
         found.append("--use-distributed-optimizer")
-    if shape.fsdp > 1:
-        if shape.dp > 1:
+    if degrees.fsdp > 1:
+        if degrees.dp > 1:
             raise wanted.refused("strategy", "dp beside fsdp (hsdp) is not an option of Megatron that dtctl knows")
         part = wanted.take_part("fsdp", "reshard_after_forward")
         what = "optim_grads_params" if part.get("reshard_after_forward", True) else "optim_grads"
@@ -76,8 +77,8 @@ def _parallel(wanted: Wanted, name: str, shape: Shape) -> list[str]:
     return found
 
 
-def _batch(wanted: Wanted, shape: Shape) -> list[str]:
-    micro, total, _ = wanted.batch(shape.data)
+def _batch(wanted: Wanted, degrees: Degrees) -> list[str]:
+    micro, total, _ = wanted.batch(degrees.data)
     found = ["--micro-batch-size", str(micro)] if micro else []
     return found + (["--global-batch-size", str(total)] if total else [])
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtctl.runtime import diagnose
-    from dtctl.runtime.config import SnapshotConfig, TrainConfig, load
     from dtctl.runtime.data import TensorData, TokenFile
     from dtctl.runtime.evaluation import evaluate
     from dtctl.runtime.loop import Trainer
     from dtctl.runtime.main import run
-    from dtctl.runtime.settings import build
     from dtctl.runtime.stop import Outcome
     from dtctl.runtime.worker import Worker, start
+    from dtctl.train.config import SnapshotConfig, TrainConfig, load
+    from dtctl.train.settings import build
 
 __all__ = [
     "Outcome",
@@ -36,18 +36,18 @@ __all__ = [
 ]
 
 _HOME = {
-    "Outcome": "stop",
-    "SnapshotConfig": "config",
-    "TensorData": "data",
-    "TokenFile": "data",
-    "TrainConfig": "config",
-    "Trainer": "loop",
-    "Worker": "worker",
-    "build": "settings",
-    "evaluate": "evaluation",
-    "load": "config",
-    "run": "main",
-    "start": "worker",
+    "Outcome": "dtctl.runtime.stop",
+    "SnapshotConfig": "dtctl.train.config",
+    "TensorData": "dtctl.runtime.data",
+    "TokenFile": "dtctl.runtime.data",
+    "TrainConfig": "dtctl.train.config",
+    "Trainer": "dtctl.runtime.loop",
+    "Worker": "dtctl.runtime.worker",
+    "build": "dtctl.train.settings",
+    "evaluate": "dtctl.runtime.evaluation",
+    "load": "dtctl.train.config",
+    "run": "dtctl.runtime.main",
+    "start": "dtctl.runtime.worker",
 }
 
 
@@ -56,4 +56,4 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.diagnose")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(import_module(_HOME[name]), name)

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from dtctl.errors import PlanError
-from dtctl.runtime import circumstances, elastic
+from dtctl.runtime import circumstances
 from dtctl.runtime.program_state import ProgramState, content, inner_state, is_stateful, put_into, some_of
 from dtctl.runtime.snapshot.encoding import decode, encode, generator_state, is_generator, with_devices
 from dtctl.runtime.snapshot.share import gathered_json
 from dtctl.runtime.snapshot.state import tensors
+from dtctl.train.compatibility import not_elastic
 
 if TYPE_CHECKING:
     from dtctl.runtime.loop import Trainer
@@ -72,7 +73,7 @@ class Account:
         kept, lost = self.program.changed()
         own = [path for path in [*kept, *lost] if path.startswith("model.")]
         if own:
-            elastic.refuse(f"{own[0]} changes in training, by what its worker has seen")
+            raise not_elastic(f"{own[0]} changes in training, by what its worker has seen")
 
     def local(self) -> tuple[dict[str, Any], list[str]]:
         """What the program keeps of its own, encoded, and the paths of what cannot be kept."""

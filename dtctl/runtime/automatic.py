@@ -23,15 +23,16 @@ from dtctl.estimate.memory import BUDGET, GIB, RUNTIME, Recipe, Recompute
 from dtctl.estimate.model import Model, from_inspection
 from dtctl.runtime import capacity, data
 from dtctl.runtime.apart import apart
-from dtctl.runtime.config import Batch, TrainConfig, batch
 from dtctl.runtime.console import say
-from dtctl.runtime.mesh import Degrees, resolve
 from dtctl.runtime.reading import Reader
 from dtctl.runtime.snapshot import layout, read
 from dtctl.runtime.snapshot.place import Place, Remote
 from dtctl.runtime.snapshot.share import gathered_json, spread_json
 from dtctl.runtime.strategies import blocks
 from dtctl.runtime.worker import Worker
+from dtctl.train.batch import Batch, batch
+from dtctl.train.config import TrainConfig
+from dtctl.train.mesh import Degrees, resolve
 
 SEEN: Final = 4
 """Samples of the pass that is looked at; what is kept grows with their number."""

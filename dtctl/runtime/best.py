@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtctl.errors import PlanError
-from dtctl.runtime.config import BestConfig
+from dtctl.train.config import BestConfig
 
 
 class Best:

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtctl.errors import PlanError
-from dtctl.runtime.config import TrainConfig
+from dtctl.train.config import TrainConfig
 
 KEPT: Final = frozenset(
     getattr(torch.ops.aten, name)

@@ -25,10 +25,11 @@ import numpy as np
 import torch
 
 import dtctl
-from dtctl.runtime.config import Batch, TrainConfig
 from dtctl.runtime.program_state import code_digest, is_own_code, module_name
 from dtctl.runtime.reading import Examination
 from dtctl.runtime.worker import Worker
+from dtctl.train.batch import Batch
+from dtctl.train.config import TrainConfig
 
 BITS_DO_NOT_DEPEND_ON: Final = (
     "best",

@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import default_collate
 
 from dtctl.errors import SpecError
-from dtctl.runtime.config import ENDLESS
 from dtctl.runtime.order import Indices
+from dtctl.train.batch import ENDLESS
 
 TOKEN_TYPES: Final = ("uint16", "uint32")
 

@@ -12,49 +12,33 @@ while the backward pass still runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from dtctl.errors import PlanError
 from dtctl.runtime import micro, randomness
-from dtctl.runtime.config import TrainConfig
-from dtctl.runtime.mesh import Degrees
 from dtctl.runtime.order import Indices
 from dtctl.runtime.worker import Worker
+from dtctl.train.compatibility import not_elastic
+from dtctl.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from dtctl.runtime.loop import Trainer
 
 
-def require(config: TrainConfig, degrees: Degrees, model: nn.Module) -> None:
-    """Refuse what would not have the same bits.
+def require_for(config: TrainConfig, model: nn.Module) -> None:
+    """Refuse what would not have the same bits; `dtctl.train.compatibility` has refused what does not need the model.
 
     Raises:
-        PlanError: the configuration or the model does not go with `exact: elastic`; says why.
+        PlanError: the sizes of a batch or the model do not go with `exact: elastic`; says why.
     """
-    if degrees.dp != degrees.workers or config.strategy == "zero1":
-        reason = f"{config.strategy} divides the state over the workers, and adds gradients up in an order of its own"
-    elif config.global_batch is None or config.micro_batch is None:
-        reason = "the shards follow from train.global_batch and train.micro_batch, which must both be set"
-    elif config.ddp.comm_hook != "none":
-        reason = f"train.ddp.comm_hook {config.ddp.comm_hook} rounds what each worker sends"
-    elif names := [name for name, module in model.named_modules() if getattr(module, "running_mean", None) is not None]:
-        reason = f"{names[0]} keeps running statistics, which depend on what else its worker has seen"
-    else:
-        return
-    refuse(reason)
-
-
-def refuse(reason: str) -> NoReturn:
-    """Raise the error that says why not."""
-    raise PlanError(
-        f"exact: elastic is not possible: {reason}",
-        where="train.exact",
-        hint="leave `exact` out: a resume on the same number of workers is exact all the same",
-    )
+    if config.global_batch is None or config.micro_batch is None:
+        raise not_elastic("the shards follow from train.global_batch and train.micro_batch, which must both be set")
+    for name, module in model.named_modules():
+        if getattr(module, "running_mean", None) is not None:
+            raise not_elastic(f"{name} keeps running statistics, which depend on what else its worker has seen")
 
 
 class Shards:
@@ -102,7 +86,7 @@ class Shards:
         if now != self._versions:
             pairs = zip(self._buffers, now, self._versions or now, strict=True)
             changed = next(name for (name, _, _), is_now, was in pairs if is_now != was)
-            refuse(f"the buffer {changed} changes in a training pass, by what its worker has seen")
+            raise not_elastic(f"the buffer {changed} changes in a training pass, by what its worker has seen")
 
     def add(self) -> None:
         """Add the gradients of a pass of each worker to the sums, in the order of ranks, and clear them; collective."""
@@ -168,7 +152,7 @@ def passes(trainer: Trainer, shards: Shards, batches: Sequence[Indices], count: 
         samples = micro.read(trainer, indices, index)
         parts.append(micro.backward(trainer, samples, len(indices) / count, len(indices)))
         if trainer.weights:
-            refuse("the loss counts tokens, of which each worker has another number")
+            raise not_elastic("the loss counts tokens, of which each worker has another number")
         shards.require_constant()
         shards.add()
     shards.finish()

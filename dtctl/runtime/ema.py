@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from dtctl.errors import SnapshotError
-from dtctl.runtime.config import EmaConfig
 from dtctl.runtime.snapshot.whole import like
+from dtctl.train.config import EmaConfig
 
 
 class Ema:

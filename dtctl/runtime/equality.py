@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from dtctl.errors import PlanError
-from dtctl.runtime.config import TrainConfig
-from dtctl.runtime.mesh import Degrees
 from dtctl.runtime.worker import Worker
+from dtctl.train.config import TrainConfig
+from dtctl.train.mesh import Degrees
 
 
 def require_equal(facts: Mapping[str, int], worker: Worker) -> None:

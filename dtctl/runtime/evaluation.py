@@ -12,8 +12,8 @@ from torch import nn
 
 from dtctl.errors import PlanError
 from dtctl.runtime import data
-from dtctl.runtime.mesh import Place
 from dtctl.runtime.worker import Worker
+from dtctl.train.mesh import Coordinate
 
 Score = Callable[[nn.Module, Any], Mapping[str, torch.Tensor]]
 """Scores of one batch: name -> one value per sample, shape [B]."""
@@ -27,7 +27,7 @@ def evaluate(
     *,
     batch: int,
     autocast: AbstractContextManager[Any] | None = None,
-    place: Place | None = None,
+    place: Coordinate | None = None,
     together: bool = False,
 ) -> dict[str, float]:
     """The mean of each score over all samples, each taken exactly once whatever the number of workers.

@@ -19,10 +19,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from dtctl.errors import PlanError, WorkerFailed
-from dtctl.runtime.config import TrainConfig
 from dtctl.runtime.data import Batches, pinned
 from dtctl.runtime.order import Indices, Schedule
 from dtctl.runtime.reading import Examination, Reader
+from dtctl.train.config import TrainConfig
 
 Request = tuple[Indices, Indices]
 """Indices and positions of one micro batch."""

@@ -11,7 +11,6 @@ from dtctl import names
 from dtctl.errors import DtctlError, SnapshotError, WorkerFailed
 from dtctl.runtime import randomness, resume
 from dtctl.runtime.account import EVERYONE, checksum
-from dtctl.runtime.config import SnapshotConfig
 from dtctl.runtime.console import complain
 from dtctl.runtime.program_state import some_of
 from dtctl.runtime.snapshot import state
@@ -22,6 +21,7 @@ from dtctl.runtime.snapshot.share import gathered_json
 from dtctl.runtime.snapshot.stores import stores
 from dtctl.runtime.snapshot.whole import gathered, gathered_optimizer
 from dtctl.runtime.worker import Worker
+from dtctl.train.config import SnapshotConfig
 
 if TYPE_CHECKING:
     from dtctl.runtime.loop import Trainer

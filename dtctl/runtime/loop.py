@@ -39,14 +39,12 @@ from dtctl.runtime import (
 from dtctl.runtime.agreement import Agreement
 from dtctl.runtime.automatic import Subject, settle
 from dtctl.runtime.best import Best
-from dtctl.runtime.config import DEFAULT_SNAPSHOT_S, TrainConfig, batch, length
 from dtctl.runtime.console import say
 from dtctl.runtime.ema import Ema
 from dtctl.runtime.equality import fingerprint, require_equal, settings
 from dtctl.runtime.evaluation import Score, evaluate
 from dtctl.runtime.feed import Feed
 from dtctl.runtime.guard import Guard
-from dtctl.runtime.mesh import Place
 from dtctl.runtime.oom import MemoryWatch
 from dtctl.runtime.order import InSequence, Order, Schedule
 from dtctl.runtime.origin import spoilt
@@ -61,6 +59,9 @@ from dtctl.runtime.stop import Outcome, StopRequest
 from dtctl.runtime.strategies import arrival, choose
 from dtctl.runtime.weighing import Weighted
 from dtctl.runtime.worker import Worker
+from dtctl.train.batch import batch, length
+from dtctl.train.config import DEFAULT_SNAPSHOT_S, TrainConfig
+from dtctl.train.mesh import Coordinate
 
 Loss = Callable[[nn.Module, Any], "torch.Tensor | Weighted"]
 """Mean loss over the samples of a batch, a scalar, or a sum and how much it is a sum of (see weighing.py); called with
@@ -126,7 +127,7 @@ class Trainer:
         self.settled = settle(config, worker, Subject(model=model, loss=loss, samples=samples), self.folder)
         config, degrees = self.settled.config, self.settled.degrees
         self.config, self.worker, self.loss = config, worker, loss
-        self.place = Place(degrees=degrees, rank=worker.rank)
+        self.place = Coordinate(degrees=degrees, rank=worker.rank)
         self.batch = self.asked = batch(config, degrees.data, stages=degrees.pp)
         self.samples, tokens = data.size(samples), getattr(samples, "tokens_per_sample", None)
         self.steps, self.end = length(config, samples=self.samples, batch=self.batch)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dtctl.errors import DtctlError
-from dtctl.runtime.config import TrainConfig, load
 from dtctl.runtime.console import complain
 from dtctl.runtime.stop import Outcome
 from dtctl.runtime.worker import Worker, record_failure, start
+from dtctl.train.config import TrainConfig, load
 
 
 def run(train: Callable[[TrainConfig, Worker], Outcome], *, defaults: Mapping[str, Any] | None = None) -> int:

@@ -21,8 +21,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dtctl.errors import PlanError, WorkerFailed
-from dtctl.runtime.config import Batch
 from dtctl.runtime.worker import Worker
+from dtctl.train.batch import Batch
 
 
 class MemoryWatch:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from dtctl.runtime.config import TrainConfig
+from dtctl.train.config import TrainConfig
 
 
 def optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:

@@ -22,7 +22,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from dtctl.runtime.config import Batch
+from dtctl.train.batch import Batch
 
 Indices = NDArray[np.int64]
 

@@ -22,9 +22,9 @@ import torch
 
 from dtctl import names
 from dtctl.runtime import diagnose, recovery
-from dtctl.runtime.config import ProfileConfig
 from dtctl.runtime.console import say
 from dtctl.runtime.worker import Worker
+from dtctl.train.config import ProfileConfig
 
 if TYPE_CHECKING:
     from dtctl.runtime.loop import Trainer

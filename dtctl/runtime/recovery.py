@@ -10,13 +10,13 @@ import torch
 
 from dtctl.errors import WorkerFailed
 from dtctl.runtime import micro, optim, passes, resume
-from dtctl.runtime.config import Batch
 from dtctl.runtime.console import say
 from dtctl.runtime.oom import smaller
 from dtctl.runtime.order import Schedule
 from dtctl.runtime.precision import multiply
 from dtctl.runtime.program_state import some_of
 from dtctl.runtime.weighing import correction
+from dtctl.train.batch import Batch
 
 if TYPE_CHECKING:
     from dtctl.runtime.loop import Trainer

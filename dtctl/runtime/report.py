@@ -14,11 +14,12 @@ from torch import nn
 
 from dtctl import names
 from dtctl.runtime import meter
-from dtctl.runtime.config import Batch, TrainConfig
 from dtctl.runtime.metrics import Metrics
 from dtctl.runtime.progress import Phase, Progress
 from dtctl.runtime.sinks import MlFlow, Sink, TensorBoard, WandB
 from dtctl.runtime.worker import Worker
+from dtctl.train.batch import Batch
+from dtctl.train.config import TrainConfig
 
 
 class Report:

@@ -21,13 +21,14 @@ from dtctl import names
 from dtctl.errors import PlanError, SnapshotError
 from dtctl.runtime import account, circumstances
 from dtctl.runtime.account import EVERYONE
-from dtctl.runtime.config import Batch, TrainConfig
 from dtctl.runtime.snapshot.assembly import Leaf
 from dtctl.runtime.snapshot.choose import Chosen, choose
 from dtctl.runtime.snapshot.deliver import Wanted, deliver
 from dtctl.runtime.snapshot.place import Place
 from dtctl.runtime.snapshot.share import gathered_json
 from dtctl.runtime.worker import Worker
+from dtctl.train.batch import Batch
+from dtctl.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from dtctl.runtime.loop import Trainer

@@ -385,8 +385,7 @@ def snapshot_folder(record: RunRecord) -> str:
         LaunchError: it was never submitted, or they lie where this machine does not see them.
         SpecError: the copy of its spec is gone or broken.
     """
-    ref, train = reference(record), spec_of_run(record).train
-    told = train.snapshot.dir if train and train.snapshot else None
+    ref, told = reference(record), spec_of_run(record).snapshot_dir
     if told and "://" in told:
         return told
     folder = Path(ref.folder) / "code" / told if told else Path(ref.folder) / "snapshots"

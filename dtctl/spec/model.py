@@ -7,6 +7,7 @@ to others.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,18 +17,16 @@ from dtctl import shell
 from dtctl.names import DEFAULT_WORKDIR
 from dtctl.spec.places import Places, parse_key
 from dtctl.spec.section import Count, CountOrZero, Port, Positive, PositiveOrZero, Section, Text, Word
-from dtctl.spec.training import Mesh, Snapshot, Train
+from dtctl.spec.training import Train
 
-__all__ = [  # the sections; those of training.py too, so that a reader finds all in one place
+__all__ = [  # the sections
     "Cluster",
     "Files",
     "Job",
     "Kubernetes",
-    "Mesh",
     "Network",
     "NodeEntry",
     "Slurm",
-    "Snapshot",
     "Spec",
     "Train",
 ]
@@ -299,6 +298,16 @@ class Spec(Section):
     def pushes(self) -> bool:
         """Whether code is brought to the nodes."""
         return self.job.files.push
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The keys that `train:` sets; none without the section."""
+        return self.train.given if self.train is not None else {}
+
+    @property
+    def snapshot_dir(self) -> str | None:
+        """Folder or URL of the snapshots, if `train:` names one."""
+        return self.train.config.snapshot.dir if self.train is not None else None
 
     def written_at(self, key: str) -> str:
         """Where the user wrote `key`, or what is nearest above it: `dtctl.yaml:12`, `--set train.lr=1`.

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from dtctl.errors import SpecError
 from dtctl.spec.model import Spec
 from dtctl.spec.places import Path, Places, dotted, holds
+from dtctl.spec.training import Train
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -154,6 +155,8 @@ def _legal_keys(path: Path) -> set[str]:
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
     """The section classes that an annotation mentions."""
+    if annotation is Train:
+        return [Train.section]
     if get_origin(annotation) is None:
         return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
     return [model for inner in get_args(annotation) for model in _models_in(inner)]

@@ -7,7 +7,8 @@ import inspect
 from itertools import pairwise
 from typing import Any
 
-from dtctl.spec import model, training
+from dtctl.spec import model
+from dtctl.train import config, mesh
 
 
 def documentation() -> dict[str, dict[str, str]]:
@@ -17,11 +18,11 @@ def documentation() -> dict[str, dict[str, str]]:
     would be at every command.
     """
     found: dict[str, dict[str, str]] = {}
-    for module in (model, training):
+    for module in (model, config, mesh):
         for section in ast.parse(inspect.getsource(module)).body:
             if not isinstance(section, ast.ClassDef):
                 continue
-            fields = found.setdefault(section.name, {})
+            fields = found.setdefault(section.name.removesuffix("Config"), {})
             for field, below in pairwise(section.body):
                 match field, below:
                     case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):

@@ -21,10 +21,9 @@ import torch
 from torch import nn
 
 from dtctl.errors import DtctlError, PlanError
-from dtctl.runtime.config import Batch, TrainConfig
-from dtctl.runtime.elastic import require
+from dtctl.runtime.device_mesh import device_mesh
+from dtctl.runtime.elastic import require_for
 from dtctl.runtime.explain import explained
-from dtctl.runtime.mesh import Degrees, device_mesh
 from dtctl.runtime.strategies import context, trial
 from dtctl.runtime.strategies.ddp import Ddp
 from dtctl.runtime.strategies.elastic import Elastic
@@ -32,6 +31,10 @@ from dtctl.runtime.strategies.single import Single
 from dtctl.runtime.strategies.trial import Probe
 from dtctl.runtime.strategies.zero1 import Zero1
 from dtctl.runtime.worker import Worker
+from dtctl.train.batch import Batch
+from dtctl.train.compatibility import require
+from dtctl.train.config import TrainConfig
+from dtctl.train.mesh import Degrees
 
 if TYPE_CHECKING:
     from dtctl.runtime.strategies.pipeline import Pipeline
@@ -97,11 +100,12 @@ def choose(
         probe: the loss of a few samples, to see whether the divided model still computes it.
 
     Raises:
-        PlanError: an option does not fit the device or the model.
+        PlanError: settings exclude each other, or one does not fit the device or the model.
     """
     context.forget()
+    require(config, degrees, accumulate=batch.accumulate)
     if config.exact == "elastic":
-        require(config, degrees, model)
+        require_for(config, model)
         return Elastic(model, worker)
     if degrees.workers == 1:
         return Single(model)
@@ -126,7 +130,7 @@ def choose(
         if degrees.pp == 1:
             divided = Sharded(model, config, worker, degrees, mesh)
         else:
-            divided = Pipeline(model, config, worker, degrees, mesh, batch, lambda: trial.measure(probe, model))
+            divided = Pipeline(model, config, worker, degrees, mesh, lambda: trial.measure(probe, model))
         found = trial.measure(probe, divided.inference)
     except DtctlError:
         raise

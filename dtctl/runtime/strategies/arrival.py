@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from dtctl.errors import PlanError
-from dtctl.runtime.mesh import Degrees
 from dtctl.runtime.worker import Worker
+from dtctl.train.mesh import Degrees
 
 
 def build(model: nn.Module | Callable[[], nn.Module], worker: Worker, degrees: Degrees) -> nn.Module:

@@ -18,7 +18,6 @@ with replicas, adds up what each has computed for its tokens, and leaves alone w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -199,20 +198,16 @@ def forget() -> None:
     nn.functional.scaled_dot_product_attention = ATTENTION
 
 
-def divide(found: Blocks | None, group: dist.ProcessGroup, options: Mapping[str, object]) -> None:
+def divide(found: Blocks | None, group: dist.ProcessGroup) -> None:
     """Spread the tokens inside of a model's blocks over a group.
 
     Args:
         found: the model's blocks.
         group: workers with the same samples.
-        options: settings that do not go with it -> whether they are on.
 
     Raises:
-        PlanError: the model has no blocks, or they mix tokens otherwise, or an option does not go with it.
+        PlanError: the model has no blocks, or they mix tokens otherwise.
     """
-    wrong = [name for name, on in options.items() if on]
-    if wrong:
-        raise PlanError(f"{wrong[0]} does not go with cp", where="train.strategy.cp", hint=f"leave {wrong[0]} out")
     if found is None:
         raise PlanError("cp needs a model with a list of blocks", where="train.blocks", hint="name the list")
     if any(isinstance(part, _BatchNorm) for block in found.modules for part in block.modules()):

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dtctl.errors import PlanError
-from dtctl.runtime.options import DdpConfig
 from dtctl.runtime.strategies import gradients, hooks
 from dtctl.runtime.worker import Worker
+from dtctl.train.config import DdpConfig
 
 
 class Ddp:

@@ -14,8 +14,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from dtctl.errors import PlanError
-from dtctl.runtime.options import DdpConfig
 from dtctl.runtime.worker import Worker
+from dtctl.train.config import DdpConfig
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook

@@ -21,12 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from dtctl.errors import PlanError
-from dtctl.runtime.config import Batch, TrainConfig
-from dtctl.runtime.mesh import Degrees
-from dtctl.runtime.options import PipelineConfig
 from dtctl.runtime.snapshot.share import filled, skeleton
 from dtctl.runtime.strategies import blocks, gradients, sharded, stages, tensor, unused
 from dtctl.runtime.worker import Worker
+from dtctl.train.compatibility import ONE_STAGE, stages_per_worker
+from dtctl.train.config import PipelineConfig, TrainConfig
+from dtctl.train.mesh import Degrees
 
 SCHEDULES: Final[dict[str, Any]] = {
     "gpipe": schedules.ScheduleGPipe,
@@ -35,10 +35,6 @@ SCHEDULES: Final[dict[str, Any]] = {
     "zero-bubble": schedules.ScheduleInterleavedZeroBubble,
     "zbv": schedules.ScheduleZBVZeroBubble,
 }
-SINGLE: Final = ("gpipe", "1f1b")
-"""Schedules for one stage on each worker."""
-SPLIT_BACKWARD: Final = ("zero-bubble", "zbv")
-"""Schedules that compute gradients of weights later than those of inputs, past the hooks of fully_shard."""
 
 
 class Pipeline:
@@ -55,7 +51,6 @@ class Pipeline:
         worker: Worker,
         degrees: Degrees,
         mesh: DeviceMesh,
-        batch: Batch,
         run: Callable[[], Any],
     ) -> None:
         """Take this worker's part of a model.
@@ -66,14 +61,13 @@ class Pipeline:
             worker: this worker.
             degrees: of the mesh.
             mesh: with all axes.
-            batch: its micro batches go through the pipeline.
             run: makes a forward pass of the whole model, to see what costs how much.
 
         Raises:
-            PlanError: the schedule does not go with the mesh, or the model cannot be cut.
+            PlanError: the model cannot be cut so.
         """
         options = config.pipeline
-        per_worker = check(config, degrees, batch.accumulate)
+        per_worker = stages_per_worker(config.pipeline)
         found = blocks.find(model, config.blocks)
         if found is None:
             raise PlanError(
@@ -81,7 +75,7 @@ class Pipeline:
             )
         self.name = f"{degrees}, {options.schedule}"
         self.module, self._blocks = model, found
-        self._kind, self._single = SCHEDULES[options.schedule], options.schedule in SINGLE
+        self._kind, self._single = SCHEDULES[options.schedule], options.schedule in ONE_STAGE
         self._degrees, self._mesh, self._worker = degrees, mesh, worker
         self.sizes = sizes_of(options, degrees.pp * per_worker, *stages.costs(found, run))
         state, names = set(model.state_dict()), [name for name, _ in model.named_parameters()]
@@ -289,53 +283,6 @@ class Inference(nn.Module):
         for value in tensors:
             dist.broadcast(value, group_src=owner, group=self.group)
         return result if self.rank == owner else filled(header["skeleton"], tensors)
-
-
-def check(config: TrainConfig, degrees: Degrees, micro_batches: int) -> int:
-    """Stages per worker, if the settings of a pipeline go together.
-
-    Raises:
-        PlanError: they do not.
-    """
-    options = config.pipeline
-    name, per_worker = options.schedule, options.stages_per_worker or (1 if options.schedule in SINGLE else 2)
-    where = "train.pipeline"
-    if name in SINGLE and per_worker != 1:
-        raise PlanError(
-            f"schedule {name} has one stage per worker, not {per_worker}", where=where, hint="use interleaved"
-        )
-    if name == "zbv" and per_worker != 2:
-        raise PlanError(
-            f"schedule zbv has two stages per worker, not {per_worker}", where=where, hint="use zero-bubble"
-        )
-    if name in SPLIT_BACKWARD and degrees.fsdp > 1:
-        raise PlanError(
-            f"schedule {name} with fsdp gives wrong gradients (torch 2.13): those of weights come up past fully_shard",
-            where=where,
-            hint="use 1f1b or interleaved with fsdp, or dp instead of fsdp",
-        )
-    if degrees.cp > 1:
-        raise PlanError(
-            "cp does not go with a pipeline: streams between stages would be parts of sequences",
-            where="train.strategy",
-            hint="use fsdp instead of pp beside cp",
-        )
-    if config.tp.sequence_parallel and degrees.tp > 1:
-        raise PlanError("sequence parallelism does not go with a pipeline", where="train.tp.sequence_parallel")
-    if micro_batches < degrees.pp:
-        raise PlanError(
-            f"{micro_batches} micro batches are fewer than the {degrees.pp} workers of a pipeline, which would hang",
-            where=where,
-            hint=f"set train.accumulate to {2 * degrees.pp} or more",
-        )
-    rounds = micro_batches // degrees.pp
-    if name in ("interleaved", "zero-bubble") and micro_batches % rounds:
-        raise PlanError(
-            f"schedule {name} takes micro batches in {rounds} rounds, and {micro_batches} cannot be divided by that",
-            where=where,
-            hint=f"use a multiple of {degrees.pp}",
-        )
-    return per_worker
 
 
 def sizes_of(options: PipelineConfig, count: int, costs: Sequence[int], after: int) -> list[int]:

@@ -22,11 +22,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from dtctl.errors import PlanError
-from dtctl.runtime.config import TrainConfig
-from dtctl.runtime.mesh import Degrees, context_group
-from dtctl.runtime.options import FsdpConfig
+from dtctl.runtime.device_mesh import context_group
 from dtctl.runtime.strategies import arrival, blocks, context, gradients, tensor, unused
 from dtctl.runtime.worker import Worker
+from dtctl.train.config import FsdpConfig, TrainConfig
+from dtctl.train.mesh import Degrees
 
 
 class Sharded:
@@ -59,9 +59,7 @@ class Sharded:
         if degrees.tp > 1:
             tensor.parallelize(model, blocks.find(model, config.blocks), config.tp, mesh["tp"])
         if degrees.cp > 1:
-            unfit = {"compile": config.compile, "tp.sequence_parallel": degrees.tp > 1 and config.tp.sequence_parallel}
-            group = context_group(degrees, worker.device.type)
-            context.divide(blocks.find(model, config.blocks), group, unfit)
+            context.divide(blocks.find(model, config.blocks), context_group(degrees, worker.device.type))
         self._present: unused.Present | None = None
         self._turns: unused.Turns | None = None
         if degrees.data * degrees.cp > 1:

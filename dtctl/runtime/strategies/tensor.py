@@ -37,8 +37,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from dtctl.errors import PlanError
-from dtctl.runtime.options import TpConfig
 from dtctl.runtime.strategies.blocks import Blocks
+from dtctl.train.config import TpConfig
 
 STYLES: Final = ("colwise", "rowwise", "colwise-gather", "embedding", "replicate")
 COLWISE: Final = (

@@ -43,8 +43,8 @@ def test_a_search_over_1024_gpus_takes_less_than_2_seconds() -> None:
 def test_every_layout_uses_all_gpus_and_the_whole_batch() -> None:
     for one in choices(Task(model=BIG, hardware=cluster(64), global_batch=256, beyond=True)):
         layout = one.layout
-        assert layout.gpus == 64
-        assert layout.micro_batch * layout.accumulate * layout.replicas == 256
+        assert layout.workers == 64
+        assert layout.micro_batch * layout.accumulate * layout.data == 256
         assert BIG.kv_heads % layout.tp == 0
 
 
@@ -269,7 +269,7 @@ def test_of_equally_fast_choices_the_one_with_the_larger_micro_batch_is_taken_an
 
 def test_a_batch_that_shuts_data_parallelism_out_is_told_with_the_next_one_that_does_not() -> None:
     found = advise(Task(model=SMALL, hardware=cluster(12, per_node=4), global_batch=7))
-    assert found.best.layout.replicas == 1
+    assert found.best.layout.data == 1
     assert "7 samples a step" in found.reasons[1]
     assert "no multiple of 12 GPUs" in found.reasons[1]
     assert "--batch 12" in found.reasons[1]

@@ -51,7 +51,7 @@ def test_torchtitan(name, model, layout, compiled, fp8, gib, tokens) -> None:
     if gib is not None:
         reserved = (memory(model, layout, TORCHTITAN).total - CONTEXT - EXCHANGE) / GIB
         assert reserved == pytest.approx(gib, rel=0.15), name
-    hardware = Hardware(gpu=gpu("H100-96"), gpus=layout.gpus, per_node=8, network=400)
+    hardware = Hardware(gpu=gpu("H100-96"), gpus=layout.workers, per_node=8, network=400)
     found = speed(model, layout, hardware, TORCHTITAN, compiled=compiled, fp8=fp8)
     assert found.tokens_per_s_per_gpu == pytest.approx(tokens, rel=0.30), name
 

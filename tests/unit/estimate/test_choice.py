@@ -40,7 +40,7 @@ def test_hsdp_needs_several_nodes_of_the_same_number_of_workers(workers: int, pe
 
 def test_every_candidate_has_all_workers() -> None:
     for one in candidates(MODEL, setting(80)):
-        assert one.layout.gpus == 16
+        assert one.layout.workers == 16
         assert one.memory == memory(MODEL, one.layout)
 
 

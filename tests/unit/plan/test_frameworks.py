@@ -72,7 +72,12 @@ def test_what_deepspeeds_launcher_gives_its_workers() -> None:
         ),
         (
             "{strategy: {fsdp: -1}, fsdp: {reshard_after_forward: false}, global_batch: 16, accumulate: 2}",
-            {"zero_optimization": {"stage": 2}, "train_batch_size": 16, "gradient_accumulation_steps": 2},
+            {
+                "zero_optimization": {"stage": 2},
+                "train_batch_size": 16,
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_accumulation_steps": 2,
+            },
         ),
         (
             "{strategy: fsdp, fsdp: {cpu_offload: true}, micro_batch: 1, optimizer: adamw, lr: 0.1, weight_decay: 0.2}",
@@ -217,13 +222,17 @@ MEGATRON = """
         ("accelerate", "{strategy: fsdp, fsdp: {reduce_dtype: bf16}}", "train.fsdp.reduce_dtype has no counterpart"),
         ("accelerate", "{strategy: fsdp, checkpointing: 2}", "cannot checkpoint activations as in 2"),
         ("accelerate", "{strategy: single}", "8 workers would train 8 models apart"),
-        ("accelerate", "{strategy: {dp: 3}}", "8 workers are not dp 3"),
+        ("accelerate", "{strategy: {dp: 3}}", "the mesh dp 3 has 3 workers, and the job has 8"),
         ("deepspeed", "{strategy: tp, micro_batch: 1}", "DeepSpeed's configuration knows ddp, zero1 and fsdp"),
         ("deepspeed", "{strategy: hsdp, micro_batch: 1}", "DeepSpeed's configuration knows ddp, zero1 and fsdp"),
         ("deepspeed", "{strategy: ddp}", "DeepSpeed needs train.micro_batch or train.global_batch"),
         ("deepspeed", "{micro_batch: 1, steps: 5}", "train.steps has no counterpart in DeepSpeed"),
-        ("deepspeed", "{micro_batch: 3, global_batch: 8}", "8 is no multiple of micro batch 3 on 8 data parallel"),
-        ("deepspeed", "{micro_batch: 1, global_batch: 8, accumulate: 2}", "accumulate is 2, and 8 samples are 1 micro"),
+        ("deepspeed", "{micro_batch: 3, global_batch: 8}", "global_batch 8 cannot be divided by micro_batch 3"),
+        (
+            "deepspeed",
+            "{micro_batch: 1, global_batch: 8, accumulate: 2}",
+            "is 16, and global_batch is 8",
+        ),
     ],
 )
 def test_what_has_no_counterpart_is_refused_where_it_is_written(kind: str, train: str, message: str) -> None:

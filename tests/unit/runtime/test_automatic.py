@@ -17,8 +17,8 @@ from dtctl.estimate.choice import Setting
 from dtctl.runtime import TensorData, Worker, automatic, capacity, load
 from dtctl.runtime.apart import apart
 from dtctl.runtime.automatic import Subject, settle
-from dtctl.runtime.config import Batch
 from dtctl.runtime.randomness import capture
+from dtctl.train.batch import Batch
 from tests.unit.runtime.conftest import Make, points, squared
 
 CPU = torch.device("cpu")

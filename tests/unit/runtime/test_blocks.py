@@ -11,7 +11,7 @@ from torch import nn
 
 from dtctl.errors import PlanError
 from dtctl.runtime import blocks
-from dtctl.runtime.config import TrainConfig
+from dtctl.train.config import TrainConfig
 from tests.unit.runtime.conftest import Make
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from dtctl.errors import SnapshotError
-from dtctl.runtime.config import EmaConfig
 from dtctl.runtime.ema import Ema
+from dtctl.train.config import EmaConfig
 from tests.unit.runtime.conftest import Make, points
 from tests.unit.runtime.test_loop import Killed, dies_at
 

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from dtctl.render import engine, project
-from dtctl.runtime import config, settings
 from dtctl.spec.load import load_spec
+from dtctl.train import config, settings
 
 ROOT = Path(__file__).resolve().parents[3]
 TEMPLATES = ROOT / "templates" / "init"

@@ -17,10 +17,11 @@ from torch import nn
 
 from dtctl.errors import PlanError, WorkerFailed
 from dtctl.runtime import TensorData
-from dtctl.runtime.config import Batch, TrainConfig
 from dtctl.runtime.feed import Feed
 from dtctl.runtime.order import InSequence, Order, Schedule
 from dtctl.runtime.reading import Reader
+from dtctl.train.batch import Batch
+from dtctl.train.config import TrainConfig
 from tests.unit.runtime.conftest import Make, points, squared
 from tests.unit.runtime.test_loop import Killed, dies_at, digest
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from dtctl.errors import PlanError
-from dtctl.runtime.config import Batch
 from dtctl.runtime.oom import smaller
+from dtctl.train.batch import Batch
 from tests.unit.runtime.conftest import Make, squared
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from dtctl.runtime.config import TrainConfig
 from dtctl.runtime.optim import optimizer, schedule
+from dtctl.train.config import TrainConfig
 
 
 def rates(steps: int, **settings: object) -> list[float]:

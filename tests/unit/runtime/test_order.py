@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtctl.runtime.config import Batch
 from dtctl.runtime.order import Order, Schedule
+from dtctl.train.batch import Batch
 
 
 @given(samples=st.integers(1, 3000), seed=st.integers(0, 2**64 - 1), epoch=st.integers(0, 1000))

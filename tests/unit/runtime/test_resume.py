@@ -9,7 +9,8 @@ import pytest
 
 from dtctl.errors import PlanError
 from dtctl.runtime import resume
-from dtctl.runtime.config import Batch, TrainConfig, batch
+from dtctl.train.batch import Batch, batch
+from dtctl.train.config import TrainConfig
 
 
 def facts(config: TrainConfig, workers: int, *, used: Batch | None = None, factor: float = 1.0) -> dict[str, Any]:

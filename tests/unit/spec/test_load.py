@@ -60,7 +60,7 @@ def test_a_key_with_nothing_behind_it_means_its_default() -> None:
     spec = parse("cluster:\njob:\n  args:\n  files: {exclude: }\ntrain: {snapshot: , lr: ~}\nslurm: null")
     assert spec == parse("job: {files: {}}\ntrain: {}").model_copy(update={"slurm": None})
     assert spec.train is not None
-    assert spec.train.settings() == {}
+    assert spec.settings == {}
 
 
 def test_paths_are_relative_to_the_spec(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

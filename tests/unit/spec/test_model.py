@@ -121,17 +121,17 @@ slurm: {partition: p, account: a, time: "1-12:00:00", qos: q, gres: "gpu:8", arr
             spec.job,
             spec.job.files,
             spec.network,
-            spec.train,
             spec.slurm,
             spec.kubernetes,
         )
         if isinstance(section, Section)
         for name in set(type(section).model_fields) - section.model_fields_set
     }
-    assert unset == {"Job.script", "Job.command", "Cluster.hostfile", "Train.epochs"}
     assert spec.train is not None
-    assert spec.train.settings()["steps"] == 1000
-    assert spec.train.settings()["data"] == {"any": {"thing": None}}
+    unset |= {f"Train.{name}" for name in set(spec.train.section.model_fields) - set(spec.settings)}
+    assert unset == {"Job.script", "Job.command", "Cluster.hostfile", "Train.epochs"}
+    assert spec.settings["steps"] == 1000
+    assert spec.settings["data"] == {"any": {"thing": None}}
 
 
 @pytest.mark.parametrize(
@@ -148,9 +148,8 @@ def test_a_command_is_words_or_a_line_of_a_shell(text: str, words: tuple[str, ..
 
 
 def test_settings_hold_only_what_the_spec_says() -> None:
-    train = parse("train: {lr: 1e-3, strategy: {dp: 2}, snapshot: {}, model: {}}").train
-    assert train is not None
-    assert train.settings() == {"lr": 0.001, "strategy": {"dp": 2}, "snapshot": {}, "model": {}}
+    spec = parse("train: {lr: 1e-3, strategy: {dp: 2}, snapshot: {}, model: {}}")
+    assert spec.settings == {"lr": 0.001, "strategy": {"dp": 2}, "snapshot": {}, "model": {}}
 
 
 def test_a_spec_cannot_be_changed_or_share_its_defaults() -> None:

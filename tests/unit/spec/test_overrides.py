@@ -15,9 +15,7 @@ def parse(*overrides: str, text: str = TEXT) -> Spec:
 
 
 def train(*overrides: str) -> dict[str, Any]:
-    found = parse(*overrides).train
-    assert found is not None
-    return found.settings()
+    return dict(parse(*overrides).settings)
 
 
 def test_values_are_yaml() -> None:

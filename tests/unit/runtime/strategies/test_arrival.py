@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from dtctl.errors import PlanError
-from dtctl.runtime.mesh import Degrees
 from dtctl.runtime.strategies import arrival
 from dtctl.runtime.worker import Worker
+from dtctl.train.mesh import Degrees
 
 
 class Model(nn.Module):

@@ -67,7 +67,7 @@ def test_a_model_with_one_worker_computes_what_it_did(alone: dist.ProcessGroup, 
     given = {"mask": mask} if masked else {}
     expected = model(stream, each, **given)
     (slope,) = torch.autograd.grad(expected.square().sum(), stream)
-    context.divide(blocks.find(model), alone, {})
+    context.divide(blocks.find(model), alone)
     found = model(stream, each, **given)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found.square().sum(), stream)[0], slope)
@@ -75,7 +75,7 @@ def test_a_model_with_one_worker_computes_what_it_did(alone: dist.ProcessGroup, 
 
 def test_attention_outside_of_the_blocks_is_as_ever(alone: dist.ProcessGroup) -> None:
     model, stream = Model(), torch.randn(2, 8, 4)
-    context.divide(blocks.find(model), alone, {})
+    context.divide(blocks.find(model), alone)
     model(stream)
     odd = torch.randn(2, 5, 4)
     torch.testing.assert_close(
@@ -86,7 +86,7 @@ def test_attention_outside_of_the_blocks_is_as_ever(alone: dist.ProcessGroup) ->
 def test_a_model_that_is_trained_afterwards_is_left_alone(alone: dist.ProcessGroup) -> None:
     """Its blocks are computed again in the backward pass, which is where attention asks for the newest model."""
     model, other, stream = Model(), Block(), torch.randn(2, 5, 4, requires_grad=True)
-    context.divide(blocks.find(model), alone, {})
+    context.divide(blocks.find(model), alone)
     model(torch.randn(2, 8, 4))
     context.forget()
     checkpoint(other, stream, use_reentrant=False).sum().backward()
@@ -95,14 +95,12 @@ def test_a_model_that_is_trained_afterwards_is_left_alone(alone: dist.ProcessGro
 
 def test_what_cannot_be_divided_is_refused(alone: dist.ProcessGroup) -> None:
     model = Model()
-    with pytest.raises(PlanError, match=r"tp\.sequence_parallel does not go with cp"):
-        context.divide(blocks.find(model), alone, {"tp.sequence_parallel": True})
     with pytest.raises(PlanError, match="needs a model with a list of blocks"):
-        context.divide(None, alone, {})
+        context.divide(None, alone)
     with_norm = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
     with pytest.raises(PlanError, match="BatchNorm"):
-        context.divide(blocks.find(with_norm), alone, {})
-    context.divide(blocks.find(model), alone, {})
+        context.divide(blocks.find(with_norm), alone)
+    context.divide(blocks.find(model), alone)
     with pytest.raises(PlanError, match="a sequence of 7 tokens cannot be divided into 2 pieces"):
         model(torch.randn(2, 7, 4))
     with pytest.raises(PlanError, match="an attention mask of 3 x 3 does not fit 8 tokens"):

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dtctl.errors import PlanError
-from dtctl.runtime.options import PipelineConfig
 from dtctl.runtime.strategies import blocks, pipeline, stages
+from dtctl.train.config import PipelineConfig
 
 
 class Block(nn.Module):

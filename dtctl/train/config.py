@@ -8,29 +8,93 @@ said when it cannot, is in settings.py.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from dtctl import names
-from dtctl.errors import PlanError, SpecError
-from dtctl.runtime import settings
-from dtctl.runtime.options import DdpConfig, FsdpConfig, PipelineConfig, TpConfig
+from dtctl.train import settings
+from dtctl.train.mesh import Degrees
 
 StrategyName = Literal["auto", "single", "ddp", "zero1", "fsdp", "hsdp", "tp", "pipeline"]
 
-DEFAULT_MICRO_BATCH: Final = 8
+CommHook = Literal["none", "bf16", "fp16", "powersgd"]
+Reduce = Literal["fp32", "bf16"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
+
 DEFAULT_SNAPSHOT_S: Final = 300.0
-ENDLESS: Final = 1 << 62
-"""Stands for the number of samples of a data set that has no end."""
+
+
+def _without_secret(place: str) -> None:
+    if re.search(r"://([^/]*:[^/]*@|.*\?)", place):
+        raise ValueError("a URL here has no secrets in it: credentials come from the store's own variables and files")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DdpConfig:
+    """Data parallel; strategies ddp and zero1."""
+
+    bucket_mb: int = field(default=25, metadata={"at_least": 1})
+    """Size in MiB of the buckets in which gradients are exchanged."""
+    static_graph: bool = False
+    """Promise that every step uses the same parameters in the same order; lets DDP overlap more."""
+    find_unused_parameters: bool = False
+    """Look in every step for parameters that the loss does not depend on. Needed if there are any, and slower."""
+    comm_hook: CommHook = "none"
+    """Gradients on the wire: as they are, as bf16 or fp16, or as a low-rank approximation (PowerSGD, not exact)."""
+    powersgd_rank: int = field(default=1, metadata={"at_least": 1})
+    """Rank of PowerSGD's approximation; more is closer and more bytes."""
+    sync_batchnorm: bool = False
+    """BatchNorm over the batch of all workers, not of each alone; on GPUs only (torch has it there only)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FsdpConfig:
+    """Sharded parameters, gradients and optimizer state; strategies fsdp and hsdp, and meshes with fsdp or tp."""
+
+    reshard_after_forward: bool = True
+    """Give a block's parameters up between forward and backward pass (ZeRO-3). false: keep them (ZeRO-2), which needs
+    more memory and one exchange less."""
+    cpu_offload: bool = False
+    """Keep shards in the host's memory and bring them to the GPU when they are needed; on GPUs only."""
+    reduce_dtype: Reduce = "fp32"
+    """Number format in which gradients are added up over workers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TpConfig:
+    """Matrices split over workers; meshes with tp."""
+
+    plan: Mapping[str, str] = field(default_factory=dict)
+    """Pattern of module names (`blocks.*.wide`) -> colwise, rowwise, embedding, replicate. Empty: that of the models
+    that dtctl knows (docs/strategies.md), recognized by their names."""
+    sequence_parallel: bool = False
+    """Split norms and dropout between the matrices along the sequence (dim 1) too: less memory for activations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineConfig:
+    """Blocks split over workers; strategy pipeline and meshes with pp."""
+
+    schedule: ScheduleName = "1f1b"
+    """Order of forward and backward passes. interleaved and zero-bubble give each worker two stages or more,
+    zbv two."""
+    micro_batches: int | None = field(default=None, metadata={"at_least": 1})
+    """Forward passes of a step that are in the pipeline one after another; another word for `accumulate`, which must
+    not contradict. None: `accumulate`, or else twice the number of workers of a pipeline."""
+    split: tuple[int, ...] | None = field(default=None, metadata={"at_least": 1})
+    """Blocks per stage, in order; as many numbers as stages. None: balanced by cost."""
+    stages_per_worker: int | None = field(default=None, metadata={"at_least": 1})
+    """Stages that each worker has. None: 1, and 2 with interleaved, zero-bubble and zbv."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotConfig:
     """When and where the state of training is kept. With neither interval set: every 300 s. The end is always kept."""
 
-    dir: str | None = None
+    dir: str | None = field(default=None, metadata={"check": _without_secret})
     """Folder, or a URL that fsspec knows (s3://, gs:// ...). None: that of the run (DTCTL_SNAPSHOT_DIR), else
     `snapshots` in the working folder."""
     every_steps: int | None = field(default=None, metadata={"at_least": 1})
@@ -70,7 +134,7 @@ class EmaConfig:
 class BestConfig:
     """Which evaluation is the best; its snapshot is kept beside the newest ones."""
 
-    metric: str = "val_loss"
+    metric: str = field(default="val_loss", metadata={"not_empty": True})
     """Name of a score as it is logged."""
     mode: Literal["min", "max"] = "min"
     """Whether low or high values are good."""
@@ -95,10 +159,10 @@ class ProfileConfig:
 class TrainConfig:
     """How to train; read by the runtime, not by the model."""
 
-    strategy: StrategyName | Mapping[str, int] = "auto"
+    strategy: StrategyName | Mapping[str, int] = field(default="auto", metadata={"section": Degrees})
     """How the model is spread over the workers, by name, or by degrees of dp, fsdp, cp, tp and pp: missing is 1, one
-    may be -1 for what is left (see mesh.py). auto: the first of ddp, zero1, hsdp and fsdp whose memory fits (see
-    automatic.py); single with one worker."""
+    may be -1 for what is left. auto: the first of ddp, zero1, hsdp and fsdp whose memory fits;
+    single with one worker."""
     memory_gib: float | None = field(default=None, metadata={"above": 0})
     """GiB of each worker's memory that `strategy: auto` may plan for. None: 95% of its GPU's, or of its share of the
     node's."""
@@ -182,12 +246,12 @@ class TrainConfig:
     """Which evaluation is the best. None: none is kept."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     """What is recorded with torch's profiler."""
-    wandb: str | None = None
+    wandb: str | None = field(default=None, metadata={"not_empty": True})
     """Project of Weights & Biases that metrics go to. None: none."""
-    mlflow: str | None = None
+    mlflow: str | None = field(default=None, metadata={"not_empty": True})
     """Experiment of MLflow that metrics go to. None: none."""
     exact: Literal["elastic"] | None = None
-    """elastic: the same bits on any number of workers (ddp and single only; slower, see elastic.py). None: on the same
+    """elastic: the same bits on any number of workers (ddp and single only; slower). None: on the same
     number."""
     require_exact: bool = False
     """Whether to fail rather than to go on from a snapshot with other bits than a run that was never stopped."""
@@ -196,9 +260,14 @@ class TrainConfig:
     snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
     """When and where the state is kept."""
     model: Mapping[str, Any] = field(default_factory=dict)
-    """For the script's own model; see `settings.build` for a strict way to read it."""
+    """For the job's own code; `dtctl.runtime.build` reads it strictly."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """For the script's own data."""
+    """For the job's own code."""
+
+    def __post_init__(self) -> None:
+        """Refuse keys that exclude each other."""
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("steps and epochs are both set; keep one of the two (null unsets the other)")
 
 
 def load(
@@ -226,11 +295,7 @@ def load(
     ]
     merged: dict[str, Any] = {}
     for where, layer in layers:
-        checked = settings.build(TrainConfig, layer, at="train", where=where)
-        if checked.steps is not None and checked.epochs is not None:
-            raise SpecError(
-                "train.steps and train.epochs are both set", where=where, key="train.epochs", hint="keep one of the two"
-            )
+        settings.build(TrainConfig, layer, at="train", where=where)
         merged = settings.merge(_yielding(merged, layer), layer)
     return settings.build(TrainConfig, merged, at="train", where="train")
 
@@ -243,107 +308,3 @@ def _yielding(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, A
     if given & {"steps", "epochs"}:
         gone = gone | {"steps", "epochs"}
     return {key: value for key, value in lower.items() if key not in gone}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """The three sizes of a batch, and the number of workers that makes them agree."""
-
-    micro: int
-    """Samples per worker and forward pass."""
-    accumulate: int
-    """Forward passes per optimizer step."""
-    world_size: int
-    """Workers that take different samples; all, unless some share a model."""
-
-    @property
-    def total(self) -> int:
-        """Samples per optimizer step over all workers."""
-        return self.micro * self.world_size * self.accumulate
-
-    def describe(self) -> str:
-        """The sizes in words for people."""
-        return f"global batch {self.total} = {self.micro} x {self.world_size} x {self.accumulate}"
-
-
-def batch(config: TrainConfig, world_size: int, *, stages: int = 1) -> Batch:
-    """Sizes such that global_batch = micro_batch * workers * accumulate.
-
-    Args:
-        config: of the training.
-        world_size: workers that take different samples.
-        stages: workers of a pipeline, which needs several micro batches.
-
-    Raises:
-        PlanError: the sizes that are set cannot be had with this number of workers.
-    """
-    micro, total, accumulate = config.micro_batch, config.global_batch, config.accumulate
-    if stages > 1:
-        accumulate = _in_pipeline(config, stages)
-    if total is None:
-        return Batch(micro=micro or DEFAULT_MICRO_BATCH, accumulate=accumulate or 1, world_size=world_size)
-    if micro is None:
-        parts = world_size * (accumulate or 1)
-        _divisible(total, parts, f"{world_size} workers * accumulate {accumulate or 1}")
-        return Batch(micro=total // parts, accumulate=accumulate or 1, world_size=world_size)
-    if accumulate is None:
-        _divisible(total, micro * world_size, f"micro_batch {micro} * {world_size} workers")
-        return Batch(micro=micro, accumulate=total // (micro * world_size), world_size=world_size)
-    found = Batch(micro=micro, accumulate=accumulate, world_size=world_size)
-    if found.total != total:
-        raise PlanError(
-            f"micro_batch {micro} * {world_size} workers * accumulate {accumulate} is {found.total}, "
-            f"and global_batch is {total}",
-            where="train.global_batch",
-            hint="leave one of the three out and it is derived",
-        )
-    return found
-
-
-def _in_pipeline(config: TrainConfig, stages: int) -> int | None:
-    """Micro batches of a step in a pipeline; None if the two other sizes say it.
-
-    Raises:
-        PlanError: the two words for it contradict each other.
-    """
-    named, accumulate = config.pipeline.micro_batches, config.accumulate
-    if named and accumulate and named != accumulate:
-        raise PlanError(
-            f"pipeline.micro_batches is {named} and accumulate is {accumulate}, and they are the same thing",
-            where="train.pipeline.micro_batches",
-            hint="keep one of the two",
-        )
-    if named or accumulate or (config.micro_batch and config.global_batch):
-        return named or accumulate
-    return 2 * stages
-
-
-def _divisible(total: int, parts: int, made_of: str) -> None:
-    if total % parts:
-        below, above = total // parts * parts, (total // parts + 1) * parts
-        near = f"{below} or {above}" if below else str(above)
-        raise PlanError(
-            f"global_batch {total} cannot be divided by {made_of} = {parts}",
-            where="train.global_batch",
-            hint=f"the nearest that can: {near}",
-        )
-
-
-def length(config: TrainConfig, *, samples: int, batch: Batch) -> tuple[int, int]:
-    """Optimizer steps of the training, and the number of samples that it ends after.
-
-    Raises:
-        PlanError: there are no samples, or so few that one would be twice in a step.
-    """
-    if samples == 0:
-        raise PlanError("the data set has no samples", where="train.data")
-    if config.steps is None and samples >= ENDLESS:
-        raise PlanError("a stream of samples has no end", where="train.steps", hint="set `train.steps`")
-    end = config.steps * batch.total if config.steps is not None else (config.epochs or 1) * samples
-    if samples < min(end, batch.total):
-        raise PlanError(
-            f"the data set has {samples} samples, fewer than one step takes: {batch.describe()}",
-            where="train.global_batch",
-            hint="a sample would be twice in one step; lower global_batch, micro_batch or accumulate",
-        )
-    return -(-end // batch.total), end

@@ -14,14 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, field
+from typing import Final
 
 from dtctl.errors import PlanError
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 AXES: Final = ("pp", "dp", "fsdp", "cp", "tp")
 """From the slowest to the fastest in the order of ranks."""
@@ -30,15 +26,25 @@ FILL: Final = -1
 NAMES: Final = ("auto", "single", "ddp", "zero1", "fsdp", "hsdp", "tp", "pipeline")
 
 
+def _degree(value: int) -> None:
+    if value == 0 or value < FILL:
+        raise ValueError(f"expected at least 1, or -1 for what is left, got {value}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Degrees:
-    """Workers along each axis; their product is the number of workers."""
+    """Degrees of parallelism; their product is the number of workers. One may be -1: what the others leave."""
 
-    pp: int = 1
-    dp: int = 1
-    fsdp: int = 1
-    cp: int = 1
-    tp: int = 1
+    dp: int = field(default=1, metadata={"check": _degree})
+    """Data parallel replicas."""
+    fsdp: int = field(default=1, metadata={"check": _degree})
+    """Workers that share the parameters of one replica."""
+    cp: int = field(default=1, metadata={"check": _degree})
+    """Workers that divide the tokens of a sequence."""
+    tp: int = field(default=1, metadata={"check": _degree})
+    """Tensor parallel degree."""
+    pp: int = field(default=1, metadata={"check": _degree})
+    """Workers of a pipeline."""
 
     @property
     def workers(self) -> int:
@@ -64,7 +70,7 @@ class Degrees:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Coordinate:
     """Where one worker stands in a mesh."""
 
     degrees: Degrees
@@ -107,7 +113,7 @@ def resolve(strategy: str | Mapping[str, int], *, workers: int, per_node: int) -
     Args:
         strategy: a name of `NAMES`, or degrees by axis: missing is 1, one of them may be -1 and takes what is left.
         workers: in the whole job.
-        per_node: workers of one node; hsdp shards inside a node, tp splits inside one.
+        per_node: workers of one node, 0 if nodes differ; hsdp shards inside a node, tp splits inside one.
 
     Raises:
         PlanError: there is no such mesh, with the nearest one that there is.
@@ -129,10 +135,10 @@ def resolve(strategy: str | Mapping[str, int], *, workers: int, per_node: int) -
     if strategy == "pipeline":
         return Degrees(pp=workers)
     if strategy in ("hsdp", "tp"):
-        if workers % per_node:
+        if not per_node or workers % per_node:
+            fact = f"{workers} workers are no multiple of the {per_node} here" if per_node else "here they differ"
             raise PlanError(
-                f"{strategy} needs the same number of workers on every node, and {workers} workers are no multiple of "
-                f"the {per_node} here",
+                f"{strategy} needs the same number of workers on every node, and {fact}",
                 where="train.strategy",
                 hint="give degrees instead, as in {dp: 2, fsdp: -1}",
             )
@@ -205,27 +211,3 @@ def _products(number: int, count: int) -> Iterator[tuple[int, ...]]:
         if number % factor == 0:
             for rest in _products(number // factor, count - 1):
                 yield (factor, *rest)
-
-
-def device_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
-    """The process groups of the axes that have more than one worker; collective over all workers.
-
-    cp is a part of fsdp here, which is there always; see `context_group`.
-
-    Args:
-        degrees: their product is the world size.
-        device_type: cpu or cuda.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-
-    sizes = {"pp": degrees.pp, "dp": degrees.dp, "fsdp": degrees.shards, "tp": degrees.tp}
-    sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis == "fsdp"}
-    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-
-def context_group(degrees: Degrees, device_type: str) -> ProcessGroup:
-    """The workers that divide this one's sequences; collective over all workers."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    shape = (degrees.pp * degrees.data, degrees.cp, degrees.tp)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("rest", "cp", "tp"))["cp"].get_group()

@@ -6,8 +6,9 @@ Knows dataclasses and type hints, and nothing of what the keys mean.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
+import math
+import operator
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -16,6 +17,9 @@ from dtctl.errors import SpecError
 
 PREFIX: Final = "--train."
 """What arguments that belong to the configuration begin with."""
+
+MOST: Final = (1 << 63) - 1
+"""No number is larger than what the workers' programs can hold."""
 
 T = TypeVar("T")
 
@@ -86,8 +90,9 @@ def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
 def build(cls: type[T], values: Mapping[str, Any], *, at: str, where: str) -> T:
     """An instance of a dataclass from plain values.
 
-    Fields may carry `metadata={"at_least": x}`, `{"above": x}` or `{"below": x}`. Meant for scripts too:
-    `build(ModelConfig, config.model, at="train.model", where="the spec")`.
+    Fields may carry `metadata`: `at_least`, `above` and `below` for numbers and lists of them; `not_empty` for text;
+    `check`, a function that raises ValueError; `section`, a dataclass whose fields are the keys of a mapping. Meant for
+    scripts too: `build(ModelConfig, config.model, at="train.model", where="the spec")`.
 
     Args:
         cls: the dataclass.
@@ -96,7 +101,8 @@ def build(cls: type[T], values: Mapping[str, Any], *, at: str, where: str) -> T:
         where: who gave the values, for messages.
 
     Raises:
-        SpecError: a key is unknown, a value has the wrong type or is out of range.
+        SpecError: a key is unknown, a value has the wrong type or is out of range, or the class refuses the whole
+            with a ValueError.
     """
     if not dataclasses.is_dataclass(cls):
         raise TypeError(f"{cls!r} is not a dataclass")
@@ -106,11 +112,13 @@ def build(cls: type[T], values: Mapping[str, Any], *, at: str, where: str) -> T:
     for name, value in values.items():
         key = f"{at}.{name}"
         if name not in fields:
+            import difflib  # only errors need it
+
             near = difflib.get_close_matches(name, fields, n=1)
             hint = f"did you mean `{near[0]}`?" if near else f"the keys here are {', '.join(fields)}"
             raise SpecError(f"unknown key `{key}`", where=where, key=key, hint=hint)
         ready[name] = _convert(value, hints[name], key=key, where=where)
-        _check_range(ready[name], fields[name].metadata, key=key, where=where)
+        _check(ready[name], fields[name].metadata, key=key, where=where)
     missing = [
         name
         for name, field in fields.items()
@@ -118,7 +126,10 @@ def build(cls: type[T], values: Mapping[str, Any], *, at: str, where: str) -> T:
     ]
     if missing:
         raise SpecError(f"`{at}.{missing[0]}` is not set and has no default", where=where, key=f"{at}.{missing[0]}")
-    return cls(**ready)
+    try:
+        return cls(**ready)
+    except ValueError as exc:
+        raise SpecError(str(exc), where=where, key=at) from None
 
 
 class _WrongType(Exception):
@@ -175,14 +186,33 @@ def _scalar(value: Any, option: Any) -> Any:
     return value
 
 
-def _check_range(value: Any, limits: Mapping[str, Any], *, key: str, where: str) -> None:
-    if isinstance(value, int | float):
-        if "at_least" in limits and not value >= limits["at_least"]:
-            raise SpecError(f"`{key}` is {value}, and must be at least {limits['at_least']}", where=where, key=key)
-        if "above" in limits and not value > limits["above"]:
-            raise SpecError(f"`{key}` is {value}, and must be more than {limits['above']}", where=where, key=key)
-        if "below" in limits and not value < limits["below"]:
-            raise SpecError(f"`{key}` is {value}, and must be less than {limits['below']}", where=where, key=key)
+def _check(value: Any, rules: Mapping[str, Any], *, key: str, where: str) -> None:
+    if value is None:
+        return
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, int | float):
+            _check_range(number, rules, key=key, where=where)
+    if rules.get("not_empty") and value == "":
+        raise SpecError(f"`{key}` is empty", where=where, key=key)
+    if "section" in rules and isinstance(value, Mapping):
+        build(rules["section"], value, at=key, where=where)
+    if "check" in rules:
+        try:
+            rules["check"](value)
+        except ValueError as exc:
+            raise SpecError(f"`{key}`: {exc}", where=where, key=key) from None
+
+
+def _check_range(value: float, limits: Mapping[str, Any], *, key: str, where: str) -> None:
+    if not math.isfinite(value) or abs(value) > MOST:
+        raise SpecError(f"`{key}` is {value}, and a finite number is expected", where=where, key=key)
+    for limit, words, keeps in (
+        ("at_least", "at least", operator.ge),
+        ("above", "more than", operator.gt),
+        ("below", "less than", operator.lt),
+    ):
+        if limit in limits and not keeps(value, limits[limit]):
+            raise SpecError(f"`{key}` is {value}, and must be {words} {limits[limit]}", where=where, key=key)
 
 
 def _expected(hint: Any) -> str:
@@ -198,6 +228,8 @@ def _expected(hint: Any) -> str:
 
 def _near_choice(value: Any, hint: Any) -> str | None:
     choices = [choice for option in _options(hint) if get_origin(option) is Literal for choice in get_args(option)]
+    import difflib  # only errors need it
+
     near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
     return f"did you mean `{near[0]}`?" if near else None
 

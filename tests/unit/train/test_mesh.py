@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtctl.errors import PlanError
-from dtctl.runtime.config import StrategyName
-from dtctl.runtime.mesh import AXES, NAMES, Degrees, Place, resolve
+from dtctl.train.config import StrategyName
+from dtctl.train.mesh import AXES, NAMES, Coordinate, Degrees, resolve
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_names_are_those_of_the_configuration() -> None:
 @given(st.fixed_dictionaries({axis: st.integers(1, 4) for axis in AXES}))
 def test_every_worker_has_a_place_of_its_own(sizes: dict[str, int]) -> None:
     degrees = Degrees(**sizes)
-    places = [Place(degrees=degrees, rank=rank) for rank in range(degrees.workers)]
+    places = [Coordinate(degrees=degrees, rank=rank) for rank in range(degrees.workers)]
     assert {(place.stage, place.data, place.cp, place.tp) for place in places} == set(
         product(*map(range, (degrees.pp, degrees.data, degrees.cp, degrees.tp)))
     )

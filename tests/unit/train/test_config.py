@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -11,28 +11,12 @@ from hypothesis import strategies as st
 
 from dtctl.errors import PlanError, SpecError
 from dtctl.names import TRAIN_CONFIG
-from dtctl.runtime import options
-from dtctl.runtime.config import Batch, SnapshotConfig, TrainConfig, batch, length, load
-from dtctl.spec import model, training
+from dtctl.train.batch import Batch, batch, length
+from dtctl.train.config import TrainConfig, load
 
 
 def from_spec(values: object) -> dict[str, str]:
     return {TRAIN_CONFIG: json.dumps(values)}
-
-
-def test_keys_are_those_of_the_spec() -> None:
-    assert {field.name for field in dataclasses.fields(TrainConfig)} == set(model.Train.model_fields)
-    assert {field.name for field in dataclasses.fields(SnapshotConfig)} == set(model.Snapshot.model_fields)
-    for ours, theirs in (
-        (options.DdpConfig, training.Ddp),
-        (options.FsdpConfig, training.Fsdp),
-        (options.TpConfig, training.TensorParallel),
-        (options.PipelineConfig, training.Pipeline),
-    ):
-        mine = {field.name: field.default for field in dataclasses.fields(ours)}
-        assert set(mine) == set(theirs.model_fields)
-        written = {name: field.default for name, field in theirs.model_fields.items() if name != "plan"}
-        assert written == {name: value for name, value in mine.items() if name != "plan"}
 
 
 @pytest.mark.parametrize(
@@ -92,7 +76,7 @@ def test_command_line_values(key: str, text: str, value: object) -> None:
         ({"precision": "bf61"}, "one of fp32, bf16, fp16 is expected", "did you mean `bf16`?"),
         ({"micro_batch": 0}, "`train.micro_batch` is 0, and must be at least 1", None),
         ({"lr": 0}, "`train.lr` is 0.0, and must be more than 0", None),
-        ({"steps": 3, "epochs": 1}, "train.steps and train.epochs are both set", "keep one"),
+        ({"steps": 3, "epochs": 1}, "steps and epochs are both set; keep one", None),
     ],
 )
 def test_mistakes_are_named(values: object, message: str, hint: str | None) -> None:
@@ -182,3 +166,22 @@ def test_no_sample_is_twice_in_one_step() -> None:
         length(TrainConfig(epochs=2), samples=23, batch=sizes)
     with pytest.raises(PlanError, match="the data set has 23 samples, fewer than one step takes: global batch 24 ="):
         length(TrainConfig(steps=2), samples=23, batch=sizes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sizes"),
+    [
+        ({}, (8, 8)),
+        ({"accumulate": 5}, (8, 5)),
+        ({"pipeline": {"micro_batches": 6}, "global_batch": 24}, (2, 6)),
+        ({"micro_batch": 2, "global_batch": 12}, (2, 3)),
+    ],
+)
+def test_micro_batches_are_the_accumulation(settings: dict[str, Any], sizes: tuple[int, int]) -> None:
+    found = batch(load(settings, argv=[], environ={}), 2, stages=4)
+    assert (found.micro, found.accumulate) == sizes
+
+
+def test_two_words_for_one_thing_must_agree() -> None:
+    with pytest.raises(PlanError, match="they are the same thing"):
+        batch(load({"accumulate": 4, "pipeline": {"micro_batches": 8}}, argv=[], environ={}), 2, stages=2)

@@ -1,0 +1,53 @@
+"""What workers with dtctl.runtime would refuse at their start, refused by the plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dtctl.errors import PlanError
+from dtctl.spec.model import Spec
+from dtctl.train import settings
+from dtctl.train.batch import batch, derive
+from dtctl.train.compatibility import require
+from dtctl.train.config import TrainConfig
+from dtctl.train.mesh import resolve
+
+SIZES = ("micro_batch", "global_batch", "accumulate")
+
+
+def check_training(spec: Spec, *, workers: int, per_node: int) -> list[str]:
+    """Notes about the training of a spec on these workers.
+
+    What the spec leaves open, the job's script may set: only what holds whatever that is, is refused.
+
+    Args:
+        spec: with a `train:` section.
+        workers: in the whole job.
+        per_node: workers of every node; 0 if nodes differ.
+
+    Raises:
+        PlanError: the workers would refuse the mesh, the sizes of a batch, or settings that do not go together.
+        SpecError: an argument of the job that begins with `--train.` is wrong.
+    """
+    given = settings.merge(spec.settings, settings.from_argv(spec.job.args))
+    if "strategy" not in given:
+        return []
+    config = settings.build(TrainConfig, given, at="train", where="the spec")
+    try:
+        degrees = resolve(config.strategy, workers=workers, per_node=per_node)
+        accumulate = config.accumulate or config.pipeline.micro_batches
+        if sum(key in given for key in SIZES) > 1:
+            accumulate = batch(config, degrees.data, stages=degrees.pp).accumulate
+        else:
+            derive(None, config.global_batch, None, workers=degrees.data)
+        if "schedule" not in given.get("pipeline", {}):  # the script may choose one with other numbers of stages
+            config = replace(config, pipeline=replace(config.pipeline, stages_per_worker=None))
+        require(config, degrees, accumulate=accumulate)
+    except PlanError as exc:
+        raise PlanError(exc.message, where=spec.written_at(exc.where or "train"), hint=exc.hint) from None
+    if per_node and degrees.tp > per_node:
+        return [
+            f"tp {degrees.tp} spans nodes of {per_node} workers: every layer of every step would wait for the network "
+            f"between them; a tp of at most {per_node} stays inside a node"
+        ]
+    return []

@@ -1,0 +1,35 @@
+"""The process groups of a mesh; which there are is said in dtctl/train/mesh.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dtctl.train.mesh import Degrees
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def device_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
+    """The process groups of the axes that have more than one worker; collective over all workers.
+
+    cp is a part of fsdp here, which is there always; see `context_group`.
+
+    Args:
+        degrees: their product is the world size.
+        device_type: cpu or cuda.
+    """
+    from torch.distributed.device_mesh import init_device_mesh  # takes half a second, which ddp need not wait for
+
+    sizes = {"pp": degrees.pp, "dp": degrees.dp, "fsdp": degrees.shards, "tp": degrees.tp}
+    sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis == "fsdp"}
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def context_group(degrees: Degrees, device_type: str) -> ProcessGroup:
+    """The workers that divide this one's sequences; collective over all workers."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = (degrees.pp * degrees.data, degrees.cp, degrees.tp)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("rest", "cp", "tp"))["cp"].get_group()

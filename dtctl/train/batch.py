@@ -1,0 +1,135 @@
+"""The three sizes of a batch, and the length of a training: how they follow from each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from dtctl.errors import PlanError
+from dtctl.train.config import TrainConfig
+
+DEFAULT_MICRO_BATCH: Final = 8
+ENDLESS: Final = 1 << 62
+"""Stands for the number of samples of a data set that has no end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The three sizes of a batch, and the number of workers that makes them agree."""
+
+    micro: int
+    """Samples per worker and forward pass."""
+    accumulate: int
+    """Forward passes per optimizer step."""
+    world_size: int
+    """Workers that take different samples; all, unless some share a model."""
+
+    @property
+    def total(self) -> int:
+        """Samples per optimizer step over all workers."""
+        return self.micro * self.world_size * self.accumulate
+
+    def describe(self) -> str:
+        """The sizes in words for people."""
+        return f"global batch {self.total} = {self.micro} x {self.world_size} x {self.accumulate}"
+
+
+def batch(config: TrainConfig, world_size: int, *, stages: int = 1) -> Batch:
+    """Sizes such that global_batch = micro_batch * workers * accumulate.
+
+    Args:
+        config: of the training.
+        world_size: workers that take different samples.
+        stages: workers of a pipeline, which needs several micro batches.
+
+    Raises:
+        PlanError: the sizes that are set cannot be had with this number of workers.
+    """
+    accumulate = _in_pipeline(config, stages) if stages > 1 else config.accumulate
+    micro, _, accumulate = derive(config.micro_batch, config.global_batch, accumulate, workers=world_size)
+    if config.global_batch is not None and micro is None:
+        accumulate = accumulate or 1
+        micro = config.global_batch // (world_size * accumulate)
+    return Batch(micro=micro or DEFAULT_MICRO_BATCH, accumulate=accumulate or 1, world_size=world_size)
+
+
+def derive(
+    micro: int | None, total: int | None, accumulate: int | None, *, workers: int
+) -> tuple[int | None, int | None, int | None]:
+    """Micro batch, global batch and accumulation: those that are set, and the third that follows from two of them.
+
+    Args:
+        micro: samples per worker and forward pass, if set.
+        total: samples per optimizer step over all workers, if set.
+        accumulate: forward passes per optimizer step, if set.
+        workers: those that take different samples.
+
+    Raises:
+        PlanError: they contradict each other, or the workers cannot divide the global batch.
+    """
+    if total is None:
+        return micro, micro * workers * accumulate if micro and accumulate else None, accumulate
+    if micro is None:
+        parts = workers * (accumulate or 1)
+        _divisible(total, parts, f"{workers} workers * accumulate {accumulate or 1}")
+        return total // parts if accumulate else None, total, accumulate
+    if accumulate is None:
+        _divisible(total, micro * workers, f"micro_batch {micro} * {workers} workers")
+        return micro, total, total // (micro * workers)
+    if micro * workers * accumulate != total:
+        raise PlanError(
+            f"micro_batch {micro} * {workers} workers * accumulate {accumulate} is {micro * workers * accumulate}, "
+            f"and global_batch is {total}",
+            where="train.global_batch",
+            hint="leave one of the three out and it is derived",
+        )
+    return micro, total, accumulate
+
+
+def _in_pipeline(config: TrainConfig, stages: int) -> int | None:
+    """Micro batches of a step in a pipeline; None if the two other sizes say it.
+
+    Raises:
+        PlanError: the two words for it contradict each other.
+    """
+    named, accumulate = config.pipeline.micro_batches, config.accumulate
+    if named and accumulate and named != accumulate:
+        raise PlanError(
+            f"pipeline.micro_batches is {named} and accumulate is {accumulate}, and they are the same thing",
+            where="train.pipeline.micro_batches",
+            hint="keep one of the two",
+        )
+    if named or accumulate or (config.micro_batch and config.global_batch):
+        return named or accumulate
+    return 2 * stages
+
+
+def _divisible(total: int, parts: int, made_of: str) -> None:
+    if total % parts:
+        below, above = total // parts * parts, (total // parts + 1) * parts
+        near = f"{below} or {above}" if below else str(above)
+        raise PlanError(
+            f"global_batch {total} cannot be divided by {made_of} = {parts}",
+            where="train.global_batch",
+            hint=f"the nearest that can: {near}",
+        )
+
+
+def length(config: TrainConfig, *, samples: int, batch: Batch) -> tuple[int, int]:
+    """Optimizer steps of the training, and the number of samples that it ends after.
+
+    Raises:
+        PlanError: there are no samples, or so few that one would be twice in a step.
+    """
+    if samples == 0:
+        raise PlanError("the data set has no samples", where="train.data")
+    if config.steps is None and samples >= ENDLESS:
+        raise PlanError("a stream of samples has no end", where="train.steps", hint="set `train.steps`")
+    end = config.steps * batch.total if config.steps is not None else (config.epochs or 1) * samples
+    if samples < min(end, batch.total):
+        raise PlanError(
+            f"the data set has {samples} samples, fewer than one step takes: {batch.describe()}",
+            where="train.global_batch",
+            hint="a sample would be twice in one step; lower global_batch, micro_batch or accumulate",
+        )
+    return -(-end // batch.total), end

@@ -1,0 +1,95 @@
+"""Settings that do not go together, whatever the model: known from the spec and the number of workers alone."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dtctl.errors import PlanError
+from dtctl.train.config import PipelineConfig, TrainConfig
+from dtctl.train.mesh import Degrees
+
+ONE_STAGE: Final = ("gpipe", "1f1b")
+"""Schedules with one stage per worker."""
+SPLIT_BACKWARD: Final = ("zero-bubble", "zbv")
+"""Schedules that compute the gradients of weights apart from those of activations."""
+
+
+def require(config: TrainConfig, degrees: Degrees, *, accumulate: int | None) -> None:
+    """Refuse settings that exclude each other.
+
+    Args:
+        config: of the training.
+        degrees: the mesh that `config.strategy` means.
+        accumulate: forward passes per optimizer step; None if they are not known.
+
+    Raises:
+        PlanError: two settings do not go together; names the key to change.
+    """
+    if degrees.pp > 1:
+        _pipeline(config, degrees, accumulate)
+    if degrees.cp > 1:
+        for key, is_set in (("compile", config.compile), ("tp.sequence_parallel", _sequence_parallel(config, degrees))):
+            if is_set:
+                raise PlanError(f"{key} does not go with cp", where="train.strategy.cp", hint=f"leave {key} out")
+    if config.exact == "elastic":
+        if degrees.dp != degrees.workers or config.strategy == "zero1":
+            name = config.strategy if isinstance(config.strategy, str) else str(degrees)
+            raise not_elastic(f"{name} divides the state over the workers, and adds up gradients in its own order")
+        if config.ddp.comm_hook != "none":
+            raise not_elastic(f"train.ddp.comm_hook {config.ddp.comm_hook} rounds what each worker sends")
+
+
+def not_elastic(reason: str) -> PlanError:
+    """The error that says why a training cannot have the same bits on any number of workers."""
+    return PlanError(
+        f"exact: elastic is not possible: {reason}",
+        where="train.exact",
+        hint="leave `exact` out: a resume on the same number of workers is exact all the same",
+    )
+
+
+def stages_per_worker(options: PipelineConfig) -> int:
+    """How many stages of a pipeline each worker has."""
+    return options.stages_per_worker or (1 if options.schedule in ONE_STAGE else 2)
+
+
+def _sequence_parallel(config: TrainConfig, degrees: Degrees) -> bool:
+    return config.tp.sequence_parallel and degrees.tp > 1
+
+
+def _pipeline(config: TrainConfig, degrees: Degrees, micro_batches: int | None) -> None:
+    name, stages = config.pipeline.schedule, stages_per_worker(config.pipeline)
+    where = "train.pipeline"
+    if degrees.cp > 1:
+        raise PlanError(
+            "cp does not go with a pipeline: streams between stages would be parts of sequences",
+            where="train.strategy",
+            hint="use fsdp instead of pp beside cp",
+        )
+    if name in ONE_STAGE and stages != 1:
+        raise PlanError(f"schedule {name} has one stage per worker, not {stages}", where=where, hint="use interleaved")
+    if name == "zbv" and stages != 2:
+        raise PlanError(f"schedule zbv has two stages per worker, not {stages}", where=where, hint="use zero-bubble")
+    if name in SPLIT_BACKWARD and degrees.fsdp > 1:
+        raise PlanError(
+            f"schedule {name} with fsdp gives wrong gradients (torch 2.13): those of weights come up past fully_shard",
+            where=where,
+            hint="use 1f1b or interleaved with fsdp, or dp instead of fsdp",
+        )
+    if _sequence_parallel(config, degrees):
+        raise PlanError("sequence parallelism does not go with a pipeline", where="train.tp.sequence_parallel")
+    if micro_batches is None:
+        return
+    if micro_batches < degrees.pp:
+        raise PlanError(
+            f"{micro_batches} micro batches are fewer than the {degrees.pp} workers of a pipeline, which would hang",
+            where=where,
+            hint=f"set train.accumulate to {2 * degrees.pp} or more",
+        )
+    rounds = micro_batches // degrees.pp
+    if name in ("interleaved", "zero-bubble") and micro_batches % rounds:
+        raise PlanError(
+            f"schedule {name} takes micro batches in {rounds} rounds, and {micro_batches} cannot be divided by that",
+            where=where,
+            hint=f"use a multiple of {degrees.pp}",
+        )
