@@ -7,24 +7,23 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import nn
 
 from dtctl.errors import PlanError
 from dtctl.runtime import circumstances
+from dtctl.runtime.feed import Feed
+from dtctl.runtime.order import Indices
 from dtctl.runtime.program_state import ProgramState, content, inner_state, is_stateful, put_into, some_of
 from dtctl.runtime.snapshot.encoding import decode, encode, generator_state, is_generator, with_devices
 from dtctl.runtime.snapshot.share import gathered_json
 from dtctl.runtime.snapshot.state import tensors
+from dtctl.runtime.worker import Worker
 from dtctl.train.compatibility import not_elastic
-
-if TYPE_CHECKING:
-    from dtctl.runtime.loop import Trainer
 
 EVERYONE: Final = "all"
 """In the part `local`, in the place of a rank: what is the same on all workers."""
@@ -140,29 +139,45 @@ def require_stateful(extra: Mapping[str, Any]) -> None:
             )
 
 
-def take(trainer: Trainer) -> Account:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What a training consists of, for its account."""
+
+    model: nn.Module
+    loss: Any
+    optimizer: torch.optim.Optimizer
+    rate: Callable[[int], float] | None
+    """The script's own; None if the learning rate follows from the configuration."""
+    extra_state: Mapping[str, Any]
+    apart: Sequence[Any]
+    """Objects that refer to all of that and are no state of the program."""
+    feed: Feed
+    first: Indices
+    """Positions of the first samples."""
+
+
+def take(subject: Subject, worker: Worker, *, elastic: bool) -> Account:
     """The account of a training that is about to begin; collective over all workers."""
-    worker, elastic = trainer.worker, trainer.shards is not None
-    roots = {"model": trainer.model, "loss": trainer.loss, "optimizer": trainer.optimizer}
-    if trainer.rate is not trainer.configured_rate:
-        roots["rate"] = trainer.rate
-    for name, value in trainer.extra_state.items():
+    roots = {"model": subject.model, "loss": subject.loss, "optimizer": subject.optimizer}
+    if subject.rate is not None:
+        roots["rate"] = subject.rate
+    for name, value in subject.extra_state.items():
         roots |= {f"extra_state.{name}.{inner}": held for inner, held in inner_state(value).items()}
-    data = trainer.feed.reader.data
-    apart = [trainer, trainer.config, trainer.config.data, trainer.config.model, *trainer.extra_state.values()]
-    generators = trainer.feed.reader.generators()  # seeded by position
-    program = ProgramState({**roots, "data": data}, model=trainer.model, apart=[*apart, *generators], caches=[data])
+    reader = subject.feed.reader
+    # The reader's generators are seeded by position.
+    apart = [*subject.apart, *subject.extra_state.values(), *reader.generators()]
+    program = ProgramState({**roots, "data": reader.data}, model=subject.model, apart=apart, caches=[reader.data])
     described = program.plain
-    examined = trainer.feed.examine(np.asarray(trainer.schedule.positions(0)[0]))
+    examined = subject.feed.examine(subject.first)
     detail = circumstances.detail(described, examined, worker, elastic=elastic)
     reasons = [*program.blind[:4], *([examined.irreproducible] if examined.irreproducible else [])]
     told = gathered_json([circumstances.checksum(detail), reasons], worker)
     return Account(
-        names=frozenset(trainer.model.state_dict()),
+        names=frozenset(subject.model.state_dict()),
         program=program,
-        model=trainer.model,
+        model=subject.model,
         together=worker.world_size if worker.backend is not None else 0,
-        extra=trainer.extra_state,
+        extra=subject.extra_state,
         detail=detail,
         checksums=[number for number, _ in told],
         irreproducible=list(dict.fromkeys(reason for _, reasons in told for reason in reasons)),

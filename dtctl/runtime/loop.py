@@ -22,18 +22,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from dtctl.errors import PlanError, SnapshotError
+from dtctl.errors import PlanError, SnapshotError, WorkerFailed
 from dtctl.runtime import (
     account,
     blocks,
     circumstances,
     data,
-    elastic,
+    diagnose,
     keeping,
-    micro,
     optim,
     randomness,
-    recovery,
     resume,
 )
 from dtctl.runtime.agreement import Agreement
@@ -45,27 +43,25 @@ from dtctl.runtime.equality import fingerprint, require_equal, settings
 from dtctl.runtime.evaluation import Score, evaluate
 from dtctl.runtime.feed import Feed
 from dtctl.runtime.guard import Guard
-from dtctl.runtime.oom import MemoryWatch
+from dtctl.runtime.oom import MemoryWatch, smaller
 from dtctl.runtime.order import InSequence, Order, Schedule
 from dtctl.runtime.origin import spoilt
 from dtctl.runtime.precision import LossScale, autocast, multiply
-from dtctl.runtime.profile import Profiler, measure_communication
+from dtctl.runtime.profile import Profiler, kept_buffers
 from dtctl.runtime.reading import Reader
 from dtctl.runtime.report import Report
-from dtctl.runtime.snapshot import state
 from dtctl.runtime.snapshot.share import gathered_json
 from dtctl.runtime.snapshot.state import configured
+from dtctl.runtime.step import Loss, Passes, Step
 from dtctl.runtime.stop import Outcome, StopRequest
 from dtctl.runtime.strategies import arrival, choose
-from dtctl.runtime.weighing import Weighted
+from dtctl.runtime.strategies.frozen import Frozen
+from dtctl.runtime.training_state import TrainingState
+from dtctl.runtime.weighing import correction
 from dtctl.runtime.worker import Worker
-from dtctl.train.batch import batch, length
+from dtctl.train.batch import Batch, batch, length
 from dtctl.train.config import DEFAULT_SNAPSHOT_S, TrainConfig
 from dtctl.train.mesh import Coordinate
-
-Loss = Callable[[nn.Module, Any], "torch.Tensor | Weighted"]
-"""Mean loss over the samples of a batch, a scalar, or a sum and how much it is a sum of (see weighing.py); called with
-the model as the strategy wraps it."""
 
 
 class Trainer:
@@ -75,7 +71,6 @@ class Trainer:
         model: the user's model, on the worker's device, not wrapped; a part of it, if the strategy divides it.
         place: where this worker stands in the mesh.
         parameters: those that are trained, as this worker has them.
-        frozen: those that the strategy has not taken up, and must not want gradients later.
         step: optimizer steps done.
         steps: length of the training.
         position: samples consumed, over all workers and attempts.
@@ -149,14 +144,20 @@ class Trainer:
         blame = partial(spoilt, self.model, self.optimizer.param_groups)
         self.guard = Guard(config.on_nan, self.loss_scale, worker, blame)
         self.ema = Ema(self.model, config.ema) if config.ema else None
-        self.weights: list[torch.Tensor] = []
-        spread = worker.backend is not None and config.exact != "elastic"
-        self.frozen = [p for p in self.model.parameters() if spread and not p.requires_grad]
-        self.shards = (
-            elastic.Shards(self.model, self.parameters, worker, config.seed) if config.exact == "elastic" else None
-        )
-        halve = config.on_oom == "halve" and self.shards is None
+        self.elastic = config.exact == "elastic"
+        exchanging = worker.backend is not None and not self.elastic
+        self.frozen = Frozen(self.model, self.strategy.name) if exchanging else None
+        halve = config.on_oom == "halve" and not self.elastic
         self.memory = MemoryWatch(self.strategy.module, self.parameters, worker, wanted=halve)
+        self.passes = Passes(
+            loss=loss,
+            feed=self.feed,
+            worker=worker,
+            autocast=self.autocast,
+            loss_scale=self.loss_scale,
+            clock=self.report.progress,
+            poison=self.memory.poison,
+        )
         self.order = InSequence() if isinstance(samples, data.Stream) else Order(self.samples, config.seed)
         self.schedule = Schedule(self.order, self.batch, rank=self.place.data, end=self.end)
         self.validation, self.score = validation, score
@@ -169,10 +170,10 @@ class Trainer:
         self.extra_state = dict(extra_state or {})
         account.require_stateful(self.extra_state)
         self.circumstances = circumstances.settings(config, worker, self.batch, samples=self.samples, steps=self.steps)
-        self.circumstances |= {} if self.shards else {"mesh": str(degrees)}
+        self.circumstances |= {} if self.elastic else {"mesh": str(degrees)}
         self.step = self.position = self.began_at = 0
-        self._taken = False
-        self.saved_s = self.forward_s = time.monotonic()
+        self._account: account.Account | None = None
+        self.saved_s = time.monotonic()
 
     def run(self) -> Outcome:
         """Train until all steps are done or a signal asks to stop; there is a snapshot of the end in both cases.
@@ -180,8 +181,7 @@ class Trainer:
         Raises:
             SnapshotError: a snapshot does not fit this model, or cannot be written.
         """
-        if not self._taken:
-            self.account, self._taken = account.take(self), True
+        self.account  # noqa: B018  # taken before anything trains
         keeping.begin(self.saver, self.worker)
         try:
             return self._train()
@@ -190,7 +190,7 @@ class Trainer:
 
     def _train(self) -> Outcome:
         if self.config.profile.communication:  # before the state is restored, since it costs passes
-            measure_communication(self)
+            self._measure_communication()
         self._resume()
         self.began_at = self.step
         config, first, outcome = self.config, self.worker.is_first, Outcome.FINISHED
@@ -204,12 +204,12 @@ class Trainer:
                 logged = last or evaluated or _due(self.step + 1, config.log_every)
                 self.profiler.before(self.step + 1)
                 lr = self._set_rate()
-                loss = recovery.accumulate(self)
+                loss = self.backward()
                 self.guard.note(self.step + 1, loss)
                 norm = self._clip(logged)
                 verdict = self.guard.judge(self.step + 1, norm, wanted=logged or self.guard.always)
                 if verdict == "rollback":
-                    recovery.go_back(self)
+                    self._go_back()
                     agreement.restart(self.step)
                     report.rewind(self.step)
                     continue
@@ -242,6 +242,69 @@ class Trainer:
         indices = np.arange(min(self.batch.micro, self.samples), dtype=np.int64)
         loss = self.loss(model, data.to_device(self.feed.single(indices), self.worker.device))
         return loss[0] if isinstance(loss, tuple) else loss
+
+    def backward(self) -> torch.Tensor:
+        """Gradients of the next global batch, in smaller passes if a worker runs out of memory; collective.
+
+        Returns:
+            This worker's share of the mean loss, not yet added up over workers.
+        """
+        while True:
+            for parameter in self.parameters:  # as `zero_grad` does it, which spends 15 us on being profiled
+                parameter.grad = None
+            step = self._next_step()
+            loss, short = self.memory.attempt(
+                partial(self.strategy.gradients, step), partial(step.spoil, self.strategy.module)
+            )
+            if loss is not None and not short:
+                break
+            self._use(smaller(self.batch))
+            if self.worker.is_first:
+                ranks = ", ".join(map(str, short))
+                say(f"out of memory on rank {ranks} in step {self.step + 1}: again with {self.batch.describe()}")
+        if step.own_s is not None:
+            self.report.times.own(step.own_s)
+        if self.frozen is not None:
+            self.frozen.require(self.step)
+        self.strategy.finish()
+        if self.elastic and self.step == self.began_at:
+            self.account.require_elastic()
+        if step.weights:
+            copies = self.place.degrees.tp * self.place.degrees.cp
+            factor = correction(step.weights, step.samples, self.worker, copies=copies)
+            multiply(self.gradients(), factor)
+            loss = loss * factor
+        return loss
+
+    def _next_step(self) -> Step:
+        return Step(
+            passes=self.passes,
+            number=self.step,
+            position=self.position,
+            batch=self.batch,
+            schedule=self.schedule,
+            replicas=self.place.degrees.data,
+        )
+
+    def _use(self, sizes: Batch) -> None:
+        """Go on from here with these sizes of a batch; by epochs the number of steps follows them."""
+        self.batch = sizes
+        if self.config.steps is not None:
+            self.end = self.position + (self.steps - self.step) * sizes.total
+        else:
+            self.steps = self.step - (self.position - self.end) // sizes.total
+            own = self.rate is not self.configured_rate
+            self.configured_rate = optim.schedule(self.config, self.steps)
+            self.rate = self.rate if own else self.configured_rate
+        self.schedule = Schedule(self.order, sizes, rank=self.place.data, end=self.end)
+
+    def _measure_communication(self) -> None:
+        """Say what share of a step is exchange of gradients; collective. Leaves the model as it was."""
+        with kept_buffers(self.model):
+            pairs = self.config.profile.communication
+            cost = diagnose.communication(self.backward, self.strategy.module, pairs=pairs)
+        if self.worker.is_first:
+            say(cost.describe())
 
     def gradients(self) -> list[torch.Tensor]:
         """Of the parameters that have one."""
@@ -296,12 +359,60 @@ class Trainer:
         with self.report.saving():
             if not self.guard.always:
                 self.guard.judge(self.step, self._norm())
-            keeping.save(self, needed=needed)
+            parts, facts = self.state.collect(in_pieces=self.saver.spread)
+            if self.worker.is_first or self.saver.together:
+                best = self.best.steps if self.best else ()
+                self.saver.save(self.step, parts, facts={**self._counters(), **facts}, best=best, needed=needed)
         self.saved_s = time.monotonic()
 
     def full_weights(self) -> dict[str, Any]:
         """The whole model's state on rank 0, whatever the strategy; empty elsewhere. Collective over all workers."""
-        return keeping.weights(self)
+        return self.state.full_weights()
+
+    def _counters(self) -> dict[str, Any]:
+        """What a snapshot keeps of the loop itself; JSON."""
+        return {
+            "position": self.position,
+            "circumstances": self.circumstances,
+            "batch": resume.sizes(self.asked, self.batch),
+            "rate_factor": self.rate_factor,
+            "chosen": self.settled.kept,
+            "best": self.best and self.best.state(),
+            "loss_scale": self.loss_scale and self.loss_scale.state(),
+        }
+
+    @property
+    def account(self) -> account.Account:
+        """What this program was before its first step; taken when first asked for, collective over all workers."""
+        if self._account is None:
+            subject = account.Subject(
+                model=self.model,
+                loss=self.loss,
+                optimizer=self.optimizer,
+                rate=None if self.rate is self.configured_rate else self.rate,
+                extra_state=self.extra_state,
+                apart=[self, self.config, self.config.data, self.config.model],
+                feed=self.feed,
+                first=np.asarray(self.schedule.positions(0)[0]),
+            )
+            self._account = account.take(subject, self.worker, elastic=self.elastic)
+        return self._account
+
+    @property
+    def state(self) -> TrainingState:
+        """What snapshots hold beside the counters of the loop."""
+        return TrainingState(
+            model=self.model,
+            optimizer=self.optimizer,
+            configured=self.configured,
+            strategy=self.strategy,
+            ema=self.ema,
+            worker=self.worker,
+            account=self.account,
+            seed=self.config.seed,
+            stream=self.place.stream,
+            elastic=self.elastic,
+        )
 
     def _is_time(self) -> bool:
         return self.every_s is not None and time.monotonic() - self.saved_s >= self.every_s
@@ -319,6 +430,20 @@ class Trainer:
         if self.worker.is_first:
             say("\n".join(lines))
 
+    def _go_back(self) -> None:
+        """To the newest snapshot, and past the samples that were seen since: among them is what spoilt the gradient."""
+        step, position = self.step + 1, self.position + self.schedule.samples(self.position)
+        self.saver.wait()  # the newest may still be on its way
+        found = resume.find(self.folder, self.worker)
+        if found.path is None:
+            raise WorkerFailed(f"the gradient of step {step} is not finite, and there is no snapshot to go back to")
+        self.restore(found, going_back=True)
+        if self.worker.is_first:
+            skipped = position - self.position
+            say(f"the gradient of step {step} is not finite: back to step {self.step}, {skipped} samples are left out")
+        self.position = position
+        self._use(self.batch)
+
     def restore(self, found: resume.Found, *, going_back: bool = False) -> str:
         """Go on from a snapshot, one of this process's own if it is `going_back`.
 
@@ -328,40 +453,25 @@ class Trainer:
         self.step, self.position = found.step, found.facts["position"]
         sizes, factor = resume.batch(self.config, self.asked, found.facts)
         self.rate_factor = factor
-        recovery.use(self, sizes)
+        self._use(sizes)
         if self.loss_scale is not None and found.facts.get("loss_scale"):
             self.loss_scale.load(found.facts["loss_scale"])
         held: dict[str, Any] = {}
         if self.strategy.has_warm_up and self.step < self.steps:
             # Before anything is restored, so that what it changes (gradients, buffers, random state) is put right.
             held = self.account.program.hold()
-            first = self.schedule(self.position)[0]
-            micro.backward(self, self.feed.single(first if len(first) else self.schedule.stand_in), 1.0, 1)
+            step = self._next_step()
+            step.backward(self.strategy.module, step.first_alone(), 1.0, 1)
             self.strategy.finish()
             for parameter in self.parameters:
                 parameter.grad = None
         parts = found.parts(self.model, self.optimizer, self.worker)
-        state.register_late(self.model, parts["model"], found.facts.get("late", ()))
-        state.load_model(self.model, parts["model"], elsewhere=self.strategy.elsewhere)
-        whole = not self.strategy.spread
-        differing = state.load_optimizer(
-            self.model, self.optimizer, parts["optimizer"], whole=whole, configured=self.configured
-        )
         if self.best is not None:
             self.best.load(found.facts.get("best"))
-        if self.ema is not None:
-            self.ema.load(parts.get("ema"), elsewhere=self.strategy.elsewhere)
-        kept = self.strategy.load_state(parts.get("strategy", {}).get(str(self.worker.rank), {}))
-        differing += [kept] if kept else []
-        self.account.program.load(held)
-        differing += self.account.load(parts, self.worker.rank, going_back=going_back)
-        # Last, since all of the above may draw random numbers.
-        mine = randomness.of_rank(parts["random"], self.place.stream)
-        if mine is None:
-            randomness.begin(self.config.seed, self.place.stream, step=self.step)
-        else:
-            randomness.restore(mine, self.worker.device)
-        differing += resume.differences(self, found, parts)
+        differing = self.state.load(parts, found.facts, step=self.step, held=held, going_back=going_back)
+        differing += account.differences(self.account, parts, found.facts, self.worker.rank)
+        if self.worker.is_first:
+            differing += circumstances.differences(found.facts["circumstances"], self.circumstances)
         told = gathered_json(differing, self.worker)  # else one worker might stop where the others go on
         differing = list(dict.fromkeys(phrase for phrases in told for phrase in phrases))
         if differing and self.config.require_exact:

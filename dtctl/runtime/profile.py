@@ -13,21 +13,16 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from dtctl import names
-from dtctl.runtime import diagnose, recovery
 from dtctl.runtime.console import say
 from dtctl.runtime.worker import Worker
 from dtctl.train.config import ProfileConfig
-
-if TYPE_CHECKING:
-    from dtctl.runtime.loop import Trainer
 
 
 class Profiler:
@@ -100,12 +95,12 @@ class Profiler:
         say(f"recorded from step {self._first} on: {path}")
 
 
-def measure_communication(trainer: Trainer) -> None:
-    """Say what share of a step is exchange of gradients; collective. Leaves the model as it was."""
-    buffers = [buffer.clone() for buffer in trainer.model.buffers()]
-    pairs = trainer.config.profile.communication
-    cost = diagnose.communication(partial(recovery.accumulate, trainer), trainer.strategy.module, pairs=pairs)
-    for buffer, kept in zip(trainer.model.buffers(), buffers, strict=True):
-        buffer.copy_(kept)
-    if trainer.worker.is_first:
-        say(cost.describe())
+@contextmanager
+def kept_buffers(model: torch.nn.Module) -> Iterator[None]:
+    """Leave a model's buffers as they were before the body."""
+    before = [buffer.clone() for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, kept in zip(model.buffers(), before, strict=True):
+            buffer.copy_(kept)

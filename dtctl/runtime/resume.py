@@ -12,14 +12,13 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from dtctl import names
 from dtctl.errors import PlanError, SnapshotError
-from dtctl.runtime import account, circumstances
 from dtctl.runtime.account import EVERYONE
 from dtctl.runtime.snapshot.assembly import Leaf
 from dtctl.runtime.snapshot.choose import Chosen, choose
@@ -29,9 +28,6 @@ from dtctl.runtime.snapshot.share import gathered_json
 from dtctl.runtime.worker import Worker
 from dtctl.train.batch import Batch
 from dtctl.train.config import TrainConfig
-
-if TYPE_CHECKING:
-    from dtctl.runtime.loop import Trainer
 
 MARKER: Final = "last-snapshot.json"
 """In the run's folder on a node."""
@@ -178,10 +174,3 @@ def _keeping(total: int, asked: Batch) -> Batch:
     share = total // workers
     micro = next(size for size in range(min(asked.micro, share), 0, -1) if share % size == 0)
     return Batch(micro=micro, accumulate=share // micro, world_size=workers)
-
-
-def differences(trainer: Trainer, found: Found, parts: Mapping[str, Any]) -> list[str]:
-    """Why going on from a snapshot is not exact, a phrase each, as far as this worker knows."""
-    program = account.differences(trainer.account, parts, found.facts, trainer.worker.rank)
-    settings = circumstances.differences(found.facts["circumstances"], trainer.circumstances)
-    return [*(settings if trainer.worker.is_first else ()), *program]

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
-from pydantic import BaseModel
-
 from dtctl.errors import SpecError
 from dtctl.spec.model import Spec
 from dtctl.spec.places import Path, Places, dotted, holds
+from dtctl.spec.section import Section
 from dtctl.spec.training import Train
 
 if TYPE_CHECKING:
@@ -69,7 +68,11 @@ def unknown(path: Path) -> str:
     """What to say of a key that no section has: the near match, or all that may stand there."""
     import difflib
 
-    legal = sorted(_legal_keys(path[:-1]))
+    models = _models_at(path[:-1])
+    for model in models:
+        if path[-1] in model.absent:
+            return f"unknown key: {model.absent[str(path[-1])]}"
+    legal = sorted({name for model in models for name in model.model_fields} - {"base_dir"})
     near = difflib.get_close_matches(str(path[-1]), legal, n=1)
     return f"unknown key; did you mean `{near[0]}`?" if near else f"unknown key; here may stand: {', '.join(legal)}"
 
@@ -143,20 +146,20 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def _legal_keys(path: Path) -> set[str]:
-    """Keys that may stand in the section at `path`."""
-    models: list[type[BaseModel]] = [Spec]
+def _models_at(path: Path) -> list[type[Section]]:
+    """The sections that may stand at `path`."""
+    models: list[type[Section]] = [Spec]
     for step in path:
         if isinstance(step, str):
             fields = [model.model_fields[step] for model in models if step in model.model_fields]
             models = [inner for each in fields for inner in _models_in(each.annotation)]
-    return {name for model in models for name in model.model_fields} - {"base_dir"}
+    return models
 
 
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
+def _models_in(annotation: Any) -> list[type[Section]]:
     """The section classes that an annotation mentions."""
     if annotation is Train:
         return [Train.section]
     if get_origin(annotation) is None:
-        return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
+        return [annotation] if isinstance(annotation, type) and issubclass(annotation, Section) else []
     return [model for inner in get_args(annotation) for model in _models_in(inner)]

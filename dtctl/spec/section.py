@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -39,6 +40,9 @@ Share = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
 
 class Section(BaseModel):
     """A part of the spec: closed, unchangeable, documented field by field (see schema.py)."""
+
+    absent: ClassVar[Mapping[str, str]] = {}
+    """Keys that people look for -> why they are not here."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import ClassVar, Final
 
 from dtctl.errors import PlanError
 
@@ -34,6 +34,11 @@ def _degree(value: int) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Degrees:
     """Degrees of parallelism; their product is the number of workers. One may be -1: what the others leave."""
+
+    absent: ClassVar[Mapping[str, str]] = {
+        "ep": "torch has no expert parallelism (2.13), nor has dtctl; fsdp shards experts like everything else"
+    }
+    """Axes that people look for -> why they are not here."""
 
     dp: int = field(default=1, metadata={"check": _degree})
     """Data parallel replicas."""
@@ -158,10 +163,9 @@ def _filled(wanted: Mapping[str, int], workers: int) -> Degrees:
     for axis, degree in wanted.items():
         if axis not in AXES:
             known = f"there are {', '.join(AXES)}"
-            ep = "torch has no expert parallelism (2.13); fsdp shards experts like everything else; "
-            raise PlanError(
-                f"there is no axis {axis} in a mesh", where="train.strategy", hint=(ep if axis == "ep" else "") + known
-            )
+            why = Degrees.absent.get(axis)
+            hint = f"{why}; {known}" if why else known
+            raise PlanError(f"there is no axis {axis} in a mesh", where="train.strategy", hint=hint)
         if degree < 1 and degree != FILL:
             raise PlanError(
                 f"the degree of {axis} is {degree}, and must be at least 1, or -1 for what is left",

@@ -169,6 +169,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Path
                 "optimizer": case.optimizer,
                 "dtype": case.dtype,
                 "limit": limit_of(case),
+                "digest": digest(folders[workers] / case.key() / "snapshots"),
                 **differences(folders[workers] / case.key(), folders[1] / single(case).key()),
             }
             for workers, case in ALL

@@ -3,6 +3,7 @@
 single.py    one worker
 elastic.py   replicas; the same bits on any number of workers
 ddp.py       replicas; gradients averaged during the backward pass
+accumulation.py   the passes of a step, where they simply follow each other
 arrival.py   models that are too large for one worker
 zero1.py     ddp with an optimizer whose state is divided
 sharded.py   fsdp, hsdp, tp (tensor.py), cp (context.py) and their products
@@ -13,20 +14,19 @@ trial.py     whether a divided model computes what it did in one piece
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from dtctl.errors import DtctlError, PlanError
 from dtctl.runtime.device_mesh import device_mesh
-from dtctl.runtime.elastic import require_for
 from dtctl.runtime.explain import explained
+from dtctl.runtime.step import Step
 from dtctl.runtime.strategies import context, trial
 from dtctl.runtime.strategies.ddp import Ddp
-from dtctl.runtime.strategies.elastic import Elastic
+from dtctl.runtime.strategies.elastic import Elastic, require_for
 from dtctl.runtime.strategies.single import Single
 from dtctl.runtime.strategies.trial import Probe
 from dtctl.runtime.strategies.zero1 import Zero1
@@ -35,9 +35,6 @@ from dtctl.train.batch import Batch
 from dtctl.train.compatibility import require
 from dtctl.train.config import TrainConfig
 from dtctl.train.mesh import Degrees
-
-if TYPE_CHECKING:
-    from dtctl.runtime.strategies.pipeline import Pipeline
 
 
 class Strategy(Protocol):
@@ -57,10 +54,6 @@ class Strategy(Protocol):
     has_warm_up: bool
     """Whether the first backward pass differs from all later ones, so that resuming exactly needs one to throw away."""
 
-    @property
-    def pipeline(self) -> Pipeline | None:
-        """Itself, if it orders the passes of a step in its own way: then its `run` makes all of them."""
-
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Take an optimizer over all trained parameters, just made; it may be changed."""
 
@@ -70,14 +63,15 @@ class Strategy(Protocol):
     def load_state(self, tree: Mapping[str, Any]) -> str | None:
         """Put back what `state` returned, empty if there is none. Returns why that is not exact, if it is not."""
 
-    def accumulating(self) -> AbstractContextManager[None]:
-        """The context of a pass whose gradients are not the last of their step: they stay local."""
+    def gradients(self, step: Step) -> torch.Tensor:
+        """All passes of a step, whose gradients are none before.
 
-    def ends(self) -> Sequence[torch.Tensor]:
-        """Scalars that a backward pass goes back from beside the loss."""
+        Returns:
+            This worker's share of the mean loss of the global batch: its mean over all workers is that loss. A scalar.
+        """
 
     def finish(self) -> None:
-        """After the last pass of a step: bring its gradients to what they are in one process."""
+        """After `gradients` went well on all workers: bring them to what they are in one process."""
 
     def norm(self) -> torch.Tensor:
         """The true length of the gradient, the same on all workers."""
@@ -106,7 +100,7 @@ def choose(
     require(config, degrees, accumulate=batch.accumulate)
     if config.exact == "elastic":
         require_for(config, model)
-        return Elastic(model, worker)
+        return Elastic(model, worker, config.seed)
     if degrees.workers == 1:
         return Single(model)
     if config.strategy == "zero1":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -11,7 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dtctl.errors import PlanError
+from dtctl.runtime.step import Step
 from dtctl.runtime.strategies import gradients, hooks
+from dtctl.runtime.strategies.accumulation import accumulate
 from dtctl.runtime.worker import Worker
 from dtctl.train.config import DdpConfig
 
@@ -27,7 +29,6 @@ class Ddp:
     name = "ddp"
     has_warm_up = True
     together = False
-    pipeline = None
     elsewhere: Collection[str] = ()
     spread = False
 
@@ -80,8 +81,12 @@ class Ddp:
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Nothing to prepare: every worker makes the same step."""
 
+    def gradients(self, step: Step) -> torch.Tensor:
+        """Micro batch by micro batch; the last pass exchanges."""
+        return accumulate(step, self.module, local=self._local)
+
     @contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def _local(self) -> Iterator[None]:
         """Gradients are added up locally and not exchanged."""
         # Under a static graph DDP learns its order in the first pass of all, and asserts if that exchanges nothing
         # (torch 2.13). To exchange once more than needed changes nothing: averages are averaged again.
@@ -91,10 +96,6 @@ class Ddp:
 
     def _begun(self, *_: Any) -> None:
         self._first_must_exchange = False
-
-    def ends(self) -> Sequence[torch.Tensor]:
-        """Nothing beside the loss."""
-        return ()
 
     def finish(self) -> None:
         """See that gradients were exchanged, which DDP does not do while it waits for one that never comes.

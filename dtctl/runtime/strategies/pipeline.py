@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
@@ -22,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from dtctl.errors import PlanError
 from dtctl.runtime.snapshot.share import filled, skeleton
+from dtctl.runtime.step import Step
 from dtctl.runtime.strategies import blocks, gradients, sharded, stages, tensor, unused
 from dtctl.runtime.worker import Worker
 from dtctl.train.compatibility import ONE_STAGE, stages_per_worker
@@ -115,11 +115,6 @@ class Pipeline:
             found.container[index] = stages.Elsewhere()
         return {number: stages.Stage(cut, self._outside) for number, cut in cuts.items()}
 
-    @property
-    def pipeline(self) -> Pipeline:
-        """Itself."""
-        return self
-
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Give tensors of each mesh a group of their own, since fused optimizers do not mix them."""
         sharded.separate_meshes(optimizer)
@@ -131,13 +126,19 @@ class Pipeline:
     def load_state(self, tree: Mapping[str, Any]) -> str | None:
         """Nothing of its own."""
 
-    def accumulating(self) -> AbstractContextManager[None]:
-        """Nothing to hold back: `run` makes all passes of a step."""
-        return nullcontext()
-
-    def ends(self) -> Sequence[torch.Tensor]:
-        """Nothing: a stage runs all of its blocks."""
-        return ()
+    def gradients(self, step: Step) -> torch.Tensor:
+        """All micro batches in the order of the schedule."""
+        loss_scale = step.passes.loss_scale
+        scale = 1.0 if loss_scale is None else loss_scale.scale
+        weighed = []
+        for index, indices in enumerate(step.micro_batches):
+            weight = scale * len(indices) * step.replicas / step.samples
+            weighed.append(((step.read(index), len(indices)), weight))
+        total = self._run(weighed, lambda model, part: step.loss(model, *part), step.batch.micro) / scale
+        # Only workers with the last stage have seen whether losses have weights; all take part in adding them up.
+        if float(self._worker.sum(torch.tensor(float(len(step.weights))))) and not step.weights:
+            step.weights.append(torch.zeros((), device=total.device))
+        return total
 
     def finish(self) -> None:
         """Add up over stages what is on all of them, and average over replicas what fully_shard does not."""
@@ -148,7 +149,7 @@ class Pipeline:
         if self._present is not None:
             self._present.finish()
 
-    def run(self, batches: Sequence[stages.Batch], loss: stages.Loss, samples: int) -> torch.Tensor:
+    def _run(self, batches: Sequence[stages.Batch], loss: stages.Loss, samples: int) -> torch.Tensor:
         """All passes of a step, without the exchange of gradients.
 
         Args:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from dtctl.errors import PlanError
 from dtctl.runtime.device_mesh import context_group
+from dtctl.runtime.step import Step
 from dtctl.runtime.strategies import arrival, blocks, context, gradients, tensor, unused
+from dtctl.runtime.strategies.accumulation import accumulate
 from dtctl.runtime.worker import Worker
 from dtctl.train.config import FsdpConfig, TrainConfig
 from dtctl.train.mesh import Degrees
@@ -34,7 +36,6 @@ class Sharded:
 
     has_warm_up = False
     together = True
-    pipeline = None
     elsewhere: Collection[str] = ()
     spread = True
 
@@ -72,13 +73,22 @@ class Sharded:
         """Give tensors of each mesh a group of their own, since fused optimizers do not mix them."""
         separate_meshes(optimizer)
 
+    def gradients(self, step: Step) -> torch.Tensor:
+        """Micro batch by micro batch; those before the last are added up whole on each worker."""
+        beside = tuple if self._turns is None else self._turns.ends  # of blocks that this worker has left out
+        return accumulate(step, self.module, local=self._local, beside=beside)
+
     @contextmanager
-    def _local(self, module: FSDPModule) -> Iterator[None]:
-        module.set_requires_gradient_sync(False)
+    def _local(self) -> Iterator[None]:
+        """Gradients are neither exchanged nor sharded."""
+        sharded = self.module if isinstance(self.module, FSDPModule) else None
+        if sharded is not None:
+            sharded.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            module.set_requires_gradient_sync(True)
+            if sharded is not None:
+                sharded.set_requires_gradient_sync(True)
 
     def state(self) -> Mapping[str, Any]:
         """Nothing of its own."""
@@ -86,14 +96,6 @@ class Sharded:
 
     def load_state(self, tree: Mapping[str, Any]) -> str | None:
         """Nothing of its own."""
-
-    def accumulating(self) -> AbstractContextManager[None]:
-        """Gradients are added up whole on each worker, and neither exchanged nor sharded."""
-        return self._local(self.module) if isinstance(self.module, FSDPModule) else nullcontext()
-
-    def ends(self) -> Sequence[torch.Tensor]:
-        """Of the thread through the blocks that this worker has left out."""
-        return self._turns.ends() if self._turns is not None else ()
 
     def finish(self) -> None:
         """Tell parameters that no worker has used from those with a gradient of zero."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from dtctl.runtime.step import Step
 from dtctl.runtime.strategies import gradients
+from dtctl.runtime.strategies.accumulation import accumulate
 
 
 class Single:
@@ -18,7 +19,6 @@ class Single:
     name = "single"
     has_warm_up = False
     together = False
-    pipeline = None
     elsewhere: Collection[str] = ()
     spread = False
 
@@ -36,13 +36,9 @@ class Single:
     def load_state(self, tree: Mapping[str, Any]) -> str | None:
         """Nothing of its own."""
 
-    def accumulating(self) -> AbstractContextManager[None]:
-        """Nothing to hold back."""
-        return nullcontext()
-
-    def ends(self) -> Sequence[torch.Tensor]:
-        """Nothing beside the loss."""
-        return ()
+    def gradients(self, step: Step) -> torch.Tensor:
+        """Micro batch by micro batch."""
+        return accumulate(step, self.module)
 
     def finish(self) -> None:
         """Nothing is left to be done."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtctl.runtime import TensorData, Worker, recovery
+from dtctl.runtime import TensorData, Worker
 from dtctl.runtime.weighing import correction
 from tests.unit.runtime.conftest import Make
 
@@ -69,7 +69,7 @@ def test_the_gradient_is_that_of_the_mean(make: Make, precision: str) -> None:
     trainer = make(settings, model=nn.Linear(8, 4), loss=per_token, samples=texts())
     if trainer.loss_scale is not None:
         trainer.loss_scale.scale = 64.0
-    recovery.accumulate(trainer)
+    trainer.backward()
     trainer._clip(wanted=True)  # takes the scale out
     found = [gradient.clone() for gradient in trainer.gradients()]
     total, count = per_token(trainer.model, texts().tensors)
@@ -89,8 +89,8 @@ def test_the_logged_loss_is_the_mean_over_tokens(make: Make) -> None:
         seen.append((float(total.detach()), float(count)))
         return total, count
 
-    trainer.loss = loss
-    mean = float(recovery.accumulate(trainer))
+    trainer.passes.loss = loss
+    mean = float(trainer.backward())
     assert mean == pytest.approx(sum(total for total, _ in seen) / sum(count for _, count in seen), rel=1e-5)
 
 

@@ -1,0 +1,162 @@
+"""One optimizer step, as strategies see it: the micro batches of a worker, and their forward and backward passes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from dtctl.runtime import data
+from dtctl.runtime.explain import explained
+from dtctl.runtime.feed import Feed
+from dtctl.runtime.order import Indices, Schedule
+from dtctl.runtime.precision import LossScale
+from dtctl.runtime.weighing import Weighted
+from dtctl.runtime.worker import Worker
+from dtctl.train.batch import Batch
+
+Loss = Callable[[nn.Module, Any], "torch.Tensor | Weighted"]
+"""Mean loss over the samples of a batch, a scalar, or a sum and how much it is a sum of (see weighing.py); called with
+the model as the strategy wraps it."""
+
+
+class Clock(Protocol):
+    """What is told of the progress of a step."""
+
+    def forward(self) -> None:
+        """A forward pass begins."""
+
+    def backward(self) -> float:
+        """A backward pass begins; when, on the clock of `time.perf_counter`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Passes:
+    """How the passes of a training are made; the same in all of its steps."""
+
+    loss: Loss
+    feed: Feed
+    worker: Worker
+    autocast: AbstractContextManager[Any]
+    loss_scale: LossScale | None
+    clock: Clock
+    poison: Callable[[torch.Tensor], torch.Tensor]
+    """Makes a loss whose gradient is NaN on all workers."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """The passes of one step on this worker."""
+
+    passes: Passes
+    number: int
+    """Steps done before."""
+    position: int
+    """Samples consumed before, over all workers."""
+    batch: Batch
+    schedule: Schedule
+    replicas: int
+    """Into how many parts a global batch is divided."""
+    micro_batches: list[Indices] = field(default_factory=list)
+    """The indices of this worker's; some are empty at the end of a training."""
+    samples: int = 0
+    """Of the global batch."""
+    weights: list[torch.Tensor] = field(default_factory=list)
+    """How much the losses of the passes were sums of, if they were; scalars on the worker's device."""
+    began_s: float = field(default_factory=time.perf_counter)
+    forward_s: float = 0.0
+    """When the last forward pass was done, on the clock of `time.perf_counter`."""
+    own_s: float | None = None
+    """Seconds to the end of the last forward pass, if this worker waited for no other in them."""
+
+    def __post_init__(self) -> None:
+        """Look up whose turn it is."""
+        self.micro_batches = self.schedule(self.position)
+        self.samples = self.schedule.samples(self.position)
+
+    def read(self, index: int) -> Any:
+        """The micro batch of that number, on the worker's device; a stand-in for an empty one.
+
+        The peers expect this worker's part of every exchange.
+        """
+        indices, feed = self.micro_batches[index], self.passes.feed
+        if not len(indices):
+            return self.stand_in()
+        return data.to_device(feed.batch(indices, self.schedule, self.position, index), self.passes.worker.device)
+
+    def first_alone(self) -> Any:
+        """The first micro batch, read out of turn, on the worker's device."""
+        indices = self.micro_batches[0] if len(self.micro_batches[0]) else self.schedule.stand_in
+        return data.to_device(self.passes.feed.single(indices), self.passes.worker.device)
+
+    def stand_in(self) -> Any:
+        """A micro batch for a pass that does not count, on the worker's device."""
+        return data.to_device(self.passes.feed.single(self.schedule.stand_in), self.passes.worker.device)
+
+    def loss(self, model: nn.Module, batch: Any, samples: int) -> torch.Tensor:
+        """The mean loss of a micro batch; a loss with weights is divided by the samples, and the weight noted.
+
+        Args:
+            model: what the loss function is called with.
+            batch: the micro batch, on the worker's device.
+            samples: how many of it count; 0 for a stand-in.
+        """
+        with self.passes.autocast:
+            loss = self.passes.loss(model, batch)
+        if not isinstance(loss, tuple):
+            return loss
+        total, weight = loss
+        self.weights.append(torch.as_tensor(weight if samples else 0.0, dtype=torch.float32, device=total.device))
+        return total / max(1, samples)
+
+    def backward(
+        self,
+        model: nn.Module,
+        batch: Any,
+        weight: float,
+        samples: int,
+        *,
+        beside: Callable[[], Sequence[torch.Tensor]] = tuple,
+    ) -> torch.Tensor:
+        """Add the gradients of a micro batch to those that are there.
+
+        Args:
+            model: what the loss function is called with.
+            batch: the micro batch, on the worker's device.
+            weight: of its mean loss; NaN spoils the gradients of all workers.
+            samples: how many of it count; 0 for a stand-in.
+            beside: called after the forward pass; scalars that the backward pass goes back from as well.
+
+        Returns:
+            The loss times its weight, detached; a scalar.
+
+        Raises:
+            PlanError: torch cannot do it the way that a key of the configuration asks for.
+        """
+        passes = self.passes
+        try:
+            passes.clock.forward()
+            loss = self.loss(model, batch, samples)
+            if weight != weight:
+                loss = passes.poison(loss)
+            elif weight != 1.0:
+                loss = loss * weight
+            self.forward_s = passes.clock.backward()
+            scaled = loss if passes.loss_scale is None else loss.float() * passes.loss_scale.scale
+            torch.autograd.backward([scaled, *beside()])
+        except (AssertionError, RuntimeError, ValueError) as exc:
+            known = explained(exc)
+            if known is None:
+                raise
+            raise known from exc
+        return loss.detach()
+
+    def spoil(self, model: nn.Module) -> None:
+        """A short pass whose gradients are NaN on all workers, in the place of one that failed."""
+        self.backward(model, self.stand_in(), math.nan, 2)

@@ -1,0 +1,43 @@
+"""Micro batch by micro batch: the passes of a step of all strategies that do not order them in their own way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from dtctl.runtime.step import Step
+
+
+def accumulate(
+    step: Step,
+    model: nn.Module,
+    *,
+    local: Callable[[], AbstractContextManager[None]] = nullcontext,
+    beside: Callable[[], Sequence[torch.Tensor]] = tuple,
+) -> torch.Tensor:
+    """Add up the gradients of a step's micro batches.
+
+    Args:
+        step: the step.
+        model: what the loss function is called with.
+        local: the context of a pass whose gradients are not the last of their step: they are not exchanged yet.
+        beside: called after each forward pass; scalars that its backward pass goes back from beside the loss.
+
+    Returns:
+        This worker's share of the mean loss of the global batch, not yet added up over workers.
+    """
+    losses = []
+    # At the end of a training, those that are empty on all workers are left out.
+    count = -(-step.samples // (step.batch.micro * step.batch.world_size))
+    micro_batches = step.micro_batches[:count]
+    for index, indices in enumerate(micro_batches):
+        # Every sample weighs the same, in a short last batch too; gradients are averaged over the workers.
+        weight = len(indices) * step.replicas / step.samples
+        batch = step.read(index)
+        with nullcontext() if index + 1 == len(micro_batches) else local():
+            losses.append(step.backward(model, batch, weight, len(indices), beside=beside))
+    step.own_s = step.forward_s - step.began_s
+    return losses[0] if len(losses) == 1 else torch.stack(losses).sum()

@@ -1,0 +1,180 @@
+"""The state of a training, to a snapshot and back: model, optimizer, averages, random numbers, the program's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtctl.errors import SnapshotError, WorkerFailed
+from dtctl.runtime import randomness
+from dtctl.runtime.account import EVERYONE, Account, checksum
+from dtctl.runtime.ema import Ema
+from dtctl.runtime.program_state import some_of
+from dtctl.runtime.snapshot import state
+from dtctl.runtime.snapshot.share import gathered_json
+from dtctl.runtime.snapshot.whole import gathered, gathered_optimizer
+from dtctl.runtime.strategies import Strategy
+from dtctl.runtime.worker import Worker
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainingState:
+    """What a snapshot holds beside the counters of the loop."""
+
+    model: nn.Module
+    """As this worker has it."""
+    optimizer: torch.optim.Optimizer
+    configured: Any
+    """What the optimizer was made with, by `snapshot.state.configured`."""
+    strategy: Strategy
+    ema: Ema | None
+    worker: Worker
+    account: Account
+    seed: int
+    """Of the training."""
+    stream: int
+    """The rank whose random numbers this worker draws."""
+    elastic: bool
+    """Whether the program may keep nothing that depends on what its worker has seen."""
+
+    def collect(self, *, in_pieces: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The parts of a snapshot, and facts about them; collective over all workers.
+
+        Args:
+            in_pieces: each worker gives what it has; else rank 0 gives all, and the others nothing.
+        """
+        everyone = randomness.gather(self.worker)
+        local, lost = self._local(in_pieces=in_pieces)
+        parts = self._own() if in_pieces else self._whole()
+        parts |= {"local": local} if local else {}
+        if self.worker.is_first:
+            parts["random"] = everyone
+            self.account.look_at_code()
+            parts["circumstances"] = {"detail": self.account.text}
+        unkept = [f"{some_of(lost)} changes in training, and snapshots do not keep it"] if lost else []
+        return parts, {
+            "programs": self.account.checksums,
+            "irreproducible": self.account.irreproducible + unkept,
+            "late": [name for name in self.model.state_dict() if name not in self.account.names],
+        }
+
+    def load(
+        self, parts: Mapping[str, Any], facts: Mapping[str, Any], *, step: int, held: dict[str, Any], going_back: bool
+    ) -> list[str]:
+        """Put back what `collect` returned.
+
+        Args:
+            parts: of a snapshot, as far as this worker needs them.
+            facts: of the snapshot.
+            step: of the snapshot.
+            held: what the program had before a pass that was thrown away, by `ProgramState.hold`.
+            going_back: whether this process has trained on since.
+
+        Returns:
+            What is not as it was, a phrase each, as far as this worker knows.
+        """
+        state.register_late(self.model, parts["model"], facts.get("late", ()))
+        state.load_model(self.model, parts["model"], elsewhere=self.strategy.elsewhere)
+        whole = not self.strategy.spread
+        differing = state.load_optimizer(
+            self.model, self.optimizer, parts["optimizer"], whole=whole, configured=self.configured
+        )
+        if self.ema is not None:
+            self.ema.load(parts.get("ema"), elsewhere=self.strategy.elsewhere)
+        kept = self.strategy.load_state(parts.get("strategy", {}).get(str(self.worker.rank), {}))
+        differing += [kept] if kept else []
+        self.account.program.load(held)
+        differing += self.account.load(parts, self.worker.rank, going_back=going_back)
+        # Last, since all of the above may draw random numbers.
+        mine = randomness.of_rank(parts["random"], self.stream)
+        if mine is None:
+            randomness.begin(self.seed, self.stream, step=step)
+        else:
+            randomness.restore(mine, self.worker.device)
+        return differing
+
+    def full_weights(self) -> dict[str, Any]:
+        """The whole model's state on rank 0, whatever the strategy; empty elsewhere. Collective over all workers."""
+        spread = self.strategy.spread
+        own = dict(self.model.state_dict()) if spread or self.worker.is_first else {}
+        return (gathered(own, self.worker) or {}) if spread else own
+
+    def _local(self, *, in_pieces: bool) -> tuple[dict[str, Any], list[str]]:
+        """What the program keeps beside model and optimizer, once if all workers have the same; collective.
+
+        Returns:
+            What this worker gives to the snapshot, and the paths of what cannot be kept, on any.
+        """
+        worker = self.worker
+        if self.elastic:
+            self.account.require_elastic()
+        mine, lost = self.account.local()
+        groups = [
+            {key: checksum(value) for key, value in state.group_values(group).items()} if group["params"] else None
+            for group in self.optimizer.param_groups
+        ]
+        told = gathered_json([checksum(mine) if mine else None, lost, groups], worker)
+        _require_alike([rows for _, _, rows in told], self.strategy.name)
+        everywhere = list(dict.fromkeys(path for _, paths, _ in told for path in paths))
+        if all(one is None for one, _, _ in told):
+            return {}, everywhere
+        if all(one == told[0][0] for one, _, _ in told):
+            return ({EVERYONE: mine} if worker.is_first else {}), everywhere
+        own = {str(worker.rank): mine}
+        return (own if in_pieces else gathered(own, worker) or {}), everywhere
+
+    def _own(self) -> dict[str, Any]:
+        """What this worker has."""
+        tree = state.optimizer_tree(self.model, self.optimizer, self.configured)
+        if any(True for _ in state.tensors(tree["groups"])):
+            raise SnapshotError(
+                "the optimizer has large tensors in param_groups, which workers cannot share the writing of",
+                where="train.snapshot.layout",
+                hint="use `layout: whole`",
+            )
+        parts: dict[str, Any] = {"model": dict(self.model.state_dict()), "optimizer": tree}
+        if self.ema is not None:
+            parts["ema"] = self.ema.state()
+        if own := self.strategy.state():
+            parts["strategy"] = {str(self.worker.rank): own}
+        return parts
+
+    def _whole(self) -> dict[str, Any]:
+        """All there is, on rank 0, and nothing elsewhere; collective over all workers."""
+        worker, spread, tree = self.worker, self.strategy.spread, dict[str, Any]()
+        if spread or worker.is_first:
+            tree = state.optimizer_tree(self.model, self.optimizer, self.configured)
+        parts: dict[str, Any] = {
+            "model": self.full_weights(),
+            "optimizer": gathered_optimizer(tree, worker) if spread else tree,
+        }
+        own = self.strategy.state()
+        others = gathered({str(worker.rank): own}, worker) if own else None
+        if self.ema is not None:
+            average = self.ema.state()
+            parts["ema"] = gathered(average, worker) if spread else average
+        parts |= {"strategy": others} if others else {}
+        return parts if worker.is_first else {}
+
+
+def _require_alike(told: list[list[dict[str, int] | None]], strategy: str) -> None:
+    """See that what the optimizer counts for its groups is the same on all workers, of which each may have a part.
+
+    Raises:
+        WorkerFailed: on every worker, if it is not.
+    """
+    if len({len(groups) for groups in told}) > 1:  # stages of a pipeline, whose tensors lie on several meshes
+        return
+    for number, row in enumerate(zip(*told, strict=True)):
+        there = [values for values in row if values is not None]
+        for key in there[0] if there else ():
+            if len({values.get(key) for values in there}) > 1:
+                raise WorkerFailed(
+                    f"the workers' optimizers have come apart: param_groups[{number}] has another `{key}` on each",
+                    where=f"train.strategy ({strategy})",
+                    hint="an optimizer that counts over all parameters needs all of them on each worker: use ddp",
+                )
