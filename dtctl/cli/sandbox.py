@@ -251,7 +251,7 @@ def fault_full_disk(
 
 def as_json(sandbox: Sandbox) -> dict[str, object]:
     """What `status --json` prints."""
-    from dtctl.sandbox import faults, kernel, slurm
+    from dtctl.sandbox import control, faults, slurm
 
     return {
         "up": True,
@@ -261,7 +261,7 @@ def as_json(sandbox: Sandbox) -> dict[str, object]:
             {
                 "name": node.name,
                 "address": node.address,
-                "on": bool(kernel.start_time(node.pid)),
+                "on": control.is_on(node),
                 "ssh": {
                     "user": sandbox.user,
                     "port": 22,
@@ -279,9 +279,9 @@ def as_json(sandbox: Sandbox) -> dict[str, object]:
 
 def show(sandbox: Sandbox) -> None:
     """What `status` prints for people."""
-    from dtctl.sandbox import faults, kernel, slurm
+    from dtctl.sandbox import control, faults, slurm
 
-    rows = [[n.name, n.address, "on" if kernel.start_time(n.pid) else "off"] for n in sandbox.nodes]
+    rows = [[n.name, n.address, "on" if control.is_on(n) else "off"] for n in sandbox.nodes]
     output.table(rows, header=["HOST", "ADDRESS", "POWER"])
     if sandbox.slurm:
         output.out(f"Slurm: export SLURM_CONF={slurm.environment(sandbox)['SLURM_CONF']}")

@@ -204,7 +204,7 @@ def down(name: str) -> bool:
     _kill_keeper(state)
     nodes = sandbox.nodes if sandbox else ()
     for node in nodes:
-        _wait_gone(node.pid)
+        _wait_gone(node.pid, node.started)
     if os.getuid() == 0:
         # The kernel takes the cables of dead hosts away in its own time; here they are to be gone when this returns.
         links = [layout.bridge_name(state), *(layout.link_name(state, node.index) for node in nodes)]
@@ -231,9 +231,10 @@ def _kill_keeper(state: Path) -> None:
         except OSError:
             continue
         if own and b"dtctl.sandbox.keeper" in words and os.fsencode(state) in words:
+            started = kernel.start_time(int(entry.name))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(entry.name), signal.SIGKILL)
-            _wait_gone(int(entry.name))
+            _wait_gone(int(entry.name), started)
 
 
 def _kill_recorded_keeper(state: Path) -> None:
@@ -244,17 +245,17 @@ def _kill_recorded_keeper(state: Path) -> None:
         return
     if started and boot == _boot_id() and kernel.start_time(pid) == started:
         os.kill(pid, signal.SIGKILL)  # its hosts die with it
-        _wait_gone(pid)
+        _wait_gone(pid, started)
 
 
 def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
-def _wait_gone(pid: int, limit_s: float = 10.0) -> None:
-    """Return when a process has ended. Its children, if we are their parent, are reaped."""
+def _wait_gone(pid: int, started: int, limit_s: float = 10.0) -> None:
+    """Return when a process that began at `started` has ended. Its children, if we are their parent, are reaped."""
     deadline = time.monotonic() + limit_s
-    while pid and kernel.start_time(pid) and time.monotonic() < deadline:
+    while pid and kernel.start_time(pid) == started != 0 and time.monotonic() < deadline:
         time.sleep(0.005)
 
 
@@ -292,19 +293,24 @@ def enter_argv(sandbox: Sandbox, node: SandboxNode, command: Sequence[str]) -> l
     ]
 
 
+def is_on(node: SandboxNode) -> bool:
+    """Whether a host runs. Its init's id may be that of another process by now, which is not to be touched."""
+    return bool(node.pid) and kernel.start_time(node.pid) == node.started
+
+
 def check_on(node: SandboxNode) -> None:
     """Refuse a host that is switched off.
 
     Raises:
         SandboxError: it is.
     """
-    if not node.pid or not kernel.start_time(node.pid):
+    if not is_on(node):
         raise SandboxError(f"host {node.name} is switched off", hint=f"dtctl sandbox heal {node.name}")
 
 
 def host_processes(node: SandboxNode) -> dict[int, str]:
     """Processes of a host, by this machine's ids -> command line; its init is among them."""
-    wanted = _pid_namespace(node.pid)
+    wanted = _pid_namespace(node.pid) if is_on(node) else None
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and wanted and _pid_namespace(int(entry.name)) == wanted:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from dtctl.errors import SandboxError, UsageError
-from dtctl.sandbox import control, kernel, layout, world
+from dtctl.sandbox import control, layout, world
 from dtctl.sandbox.layout import Sandbox, SandboxNode
 
 FAULTS_FILE = "faults.json"
@@ -131,7 +131,7 @@ def kill(sandbox: Sandbox, node: SandboxNode) -> None:
     cut(sandbox, node, None)  # first, or the kernel would close its connections politely
     os.kill(node.pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while kernel.start_time(node.pid) and time.monotonic() < deadline:
+    while control.is_on(node) and time.monotonic() < deadline:
         time.sleep(0.002)
 
 
@@ -176,7 +176,7 @@ def heal(sandbox: Sandbox, nodes: Sequence[SandboxNode]) -> None:
         SandboxError: a host does not come back.
     """
     for node in nodes:
-        if not kernel.start_time(node.pid):
+        if not control.is_on(node):
             answer, _ = world.ask(sandbox, {"op": "power-on", "node": node.name}, timeout_s=30.0)
             if "error" in answer:
                 raise SandboxError(f"the host cannot be switched on: {answer['error']}", where=f"host {node.name}")

@@ -79,6 +79,7 @@ class Keeper:
         started: dict[str, tuple[int, int]] = {}
         for name in names:
             started[name] = self._fork_host(self.sandbox.node(name))
+        pids = {name: pid for name, (pid, _) in started.items()}
         commands = []
         for name, (pid, _) in started.items():
             link = layout.link_name(self.state, self.sandbox.node(name).index)
@@ -92,7 +93,10 @@ class Keeper:
             os.write(go, b"g")
             os.close(go)
         nodes = tuple(
-            replace(node, pid=started[node.name][0]) if node.name in started else node for node in self.sandbox.nodes
+            replace(node, pid=pids[node.name], started=kernel.start_time(pids[node.name]))
+            if node.name in pids
+            else node
+            for node in self.sandbox.nodes
         )
         self.sandbox = replace(self.sandbox, nodes=nodes)
         for name in names:

@@ -37,7 +37,10 @@ class SandboxNode:
     index: int
     """From 1; the last part of the address."""
     pid: int
-    """Of the host's init, as this machine counts; 0 when the host is switched off."""
+    """Of the host's init, as this machine counts; 0 before the host was ever switched on."""
+    started: int = 0
+    """When that init started, in clock ticks since boot: with the id, this tells it from a later process of the same
+    id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,13 +7,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from dtctl.errors import SandboxError
 from dtctl.launch.record import RunInfo, RunRecord
 from dtctl.launch.state import alive, boot_id, start_ticks
 from dtctl.launch.stop import by_launcher
+from dtctl.sandbox import control, faults, kernel
+from dtctl.sandbox.layout import SandboxNode
 from dtctl.supervisor import processes
 
 
@@ -80,3 +84,15 @@ def test_a_sweep_ends_no_process_that_has_a_supervisors_number(
     (tmp_path / "supervisor.json").write_text(json.dumps({**facts, "identity": processes.identity(victim.pid)}))
     sweep(tmp_path)
     assert victim.wait(10) == -15
+
+
+@pytest.mark.parametrize("off_by", [1, -1, 10**9])
+def test_a_host_whose_number_another_process_has_is_off(victim: subprocess.Popen[bytes], off_by: int) -> None:
+    started = kernel.start_time(victim.pid)
+    node = SandboxNode(name="node1", address="10.0.0.1", index=1, pid=victim.pid, started=started + off_by)
+    assert not control.is_on(node)
+    assert control.host_processes(node) == {}
+    with pytest.raises(SandboxError):
+        faults.freeze(node)
+    assert victim.poll() is None
+    assert control.is_on(replace(node, started=started))
