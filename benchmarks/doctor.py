@@ -37,7 +37,7 @@ from dtctl.doctor.checks import links, network
 from dtctl.doctor.examine import DATA_PORTS, MEASURE_S
 from dtctl.doctor.observe import Probes, Wanted
 from dtctl.doctor.probe import pairs, quality
-from dtctl.launch.assemble import cluster_of
+from dtctl.launch.cluster import cluster_of
 from dtctl.sandbox import control
 from dtctl.spec.load import parse_spec
 from dtctl.supervisor import frames

@@ -12,7 +12,8 @@ from statistics import median
 from typing import Any
 
 from dtctl.bench.figures import result, training_row
-from dtctl.launch.assemble import CodePush, cluster_of, job_of
+from dtctl.launch.assemble import CodePush, job_of
+from dtctl.launch.cluster import cluster_of
 from dtctl.launch.job import Result
 from dtctl.launch.ledger import Ledger
 from dtctl.launch.record import RunInfo, RunRecord, new_run_id

@@ -58,7 +58,7 @@ def examine_cluster(path: Path, *, skip: Sequence[str], json_lines: bool) -> int
     from dtctl.doctor.examine import COSTLY, examine
     from dtctl.doctor.tables import links_of
     from dtctl.errors import DoctorFailed
-    from dtctl.launch.assemble import cluster_of
+    from dtctl.launch.cluster import cluster_of
     from dtctl.spec.load import load_spec
 
     for layer in set(skip) - {*COSTLY}:

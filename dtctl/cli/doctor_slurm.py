@@ -46,7 +46,8 @@ def examine_offer(spec: Spec, *, json_lines: bool) -> int:
 def _ask(spec: Spec, site: Site) -> tuple[list[Finding], str]:
     """What the job lacks, and Slurm's own words about it."""
     from dtctl.doctor.findings import Finding
-    from dtctl.launch.assemble import cluster_of, first_plan
+    from dtctl.launch.cluster import cluster_of
+    from dtctl.launch.first_plan import first_plan
     from dtctl.slurm import batch, talk
     from dtctl.slurm.offer import lacks
     from dtctl.slurm.submit import python_at, words

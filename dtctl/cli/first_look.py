@@ -38,7 +38,7 @@ def look_first(spec: Spec, wanted: bool | None) -> None:
         return
     from dtctl.doctor.examine import COSTLY, examine
     from dtctl.errors import DoctorFailed
-    from dtctl.launch.assemble import cluster_of
+    from dtctl.launch.cluster import cluster_of
 
     done = examine(spec, cluster_of(spec, start=True), skip=COSTLY, progress=lambda _: None)
     failed = [one for one in done.findings if one.status == "fail" and one.check not in LEFT_TO_LAUNCH]

@@ -35,7 +35,9 @@ CANCEL_LIMIT_S = 120.0
 
 def launch_job(options: Options, spec: Spec, run: str) -> int:
     """Submit the job, follow it to its end, and report; the exit code."""
-    from dtctl.launch.assemble import CodePush, cluster_of, first_plan
+    from dtctl.launch.assemble import CodePush
+    from dtctl.launch.cluster import cluster_of
+    from dtctl.launch.first_plan import first_plan
     from dtctl.launch.record import RunInfo, RunRecord
     from dtctl.launch.state import boot_id, start_ticks
     from dtctl.slurm.site import site_of

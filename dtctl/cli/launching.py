@@ -78,7 +78,8 @@ def dry_launch(options: Options, folder: Path | None) -> int:
     import time
 
     from dtctl.launch import trust
-    from dtctl.launch.assemble import cluster_of, first_plan
+    from dtctl.launch.cluster import cluster_of
+    from dtctl.launch.first_plan import first_plan
     from dtctl.launch.record import check_run_name, new_run_id
     from dtctl.render.scripts import node_scripts
 
@@ -180,7 +181,8 @@ def real_launch(options: Options) -> int:
     if options.detach and background is None:
         return background_launch(options, spec, run)
     run = background or run
-    from dtctl.launch.assemble import CodePush, check_program_files, cluster_of, job_of
+    from dtctl.launch.assemble import CodePush, check_program_files, job_of
+    from dtctl.launch.cluster import cluster_of
     from dtctl.launch.ledger import Ledger
     from dtctl.launch.run import launch
     from dtctl.launch.state import boot_id, start_ticks

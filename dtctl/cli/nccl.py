@@ -52,7 +52,7 @@ def explain(
 def env(spec: Annotated[Path, typer.Argument(help="The spec.")] = Path(names.SPEC_FILE), json_: Json = False) -> None:
     """Show, per node, the variables that its network needs, each with its reason, and what is set there now."""
     from dtctl.doctor.settings import node_settings
-    from dtctl.launch.assemble import cluster_of
+    from dtctl.launch.cluster import cluster_of
     from dtctl.nccl.profiles import NOTES
     from dtctl.spec.load import load_spec
 

@@ -64,7 +64,9 @@ def validate(
 
 def _planned(spec: Path, changes: Sequence[str]) -> Plan:
     """The plan that a launch would begin with, had it asked the nodes nothing."""
-    from dtctl.launch.assemble import check_program_files, cluster_of, first_plan
+    from dtctl.launch.assemble import check_program_files
+    from dtctl.launch.cluster import cluster_of
+    from dtctl.launch.first_plan import first_plan
     from dtctl.launch.tree import scan
     from dtctl.spec.load import load_spec
 

@@ -13,7 +13,7 @@ from dtctl.doctor import collective, scheduled, shared
 from dtctl.doctor.checks import environment, hardware, links, network, node, scheduler
 from dtctl.doctor.findings import Finding, ordered
 from dtctl.doctor.observe import Probes, Progress, Seen, Wanted
-from dtctl.launch.assemble import Cluster
+from dtctl.launch.cluster import Cluster
 from dtctl.plan import rendezvous
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import NodeSpec

@@ -9,7 +9,7 @@ from dtctl.doctor.checks.environment import effective
 from dtctl.doctor.examine import wanted_of
 from dtctl.doctor.observe import Seen, good_ways, observe
 from dtctl.errors import DtctlError
-from dtctl.launch.assemble import Cluster
+from dtctl.launch.cluster import Cluster
 from dtctl.nccl import profiles
 from dtctl.spec.model import Spec
 from dtctl.transport.fanout import raise_failures

@@ -1,117 +1,31 @@
-"""From a spec to a job that can be launched: nodes found, plan made, code scanned, transport chosen. Starts nothing."""
+"""From a spec, or the record of a run, to a job that can be launched. Starts nothing."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtctl import names
 from dtctl.errors import LaunchError, PlanError, SpecError
+from dtctl.launch import first_plan as first
 from dtctl.launch import push as pushing
-from dtctl.launch import trust
-from dtctl.launch.cores import usable_cores
+from dtctl.launch.cluster import Cluster, cluster_of
 from dtctl.launch.job import Job
 from dtctl.launch.link import Link
 from dtctl.launch.record import RunRecord
 from dtctl.launch.tree import Tree, scan
 from dtctl.plan.build import Facts, build
-from dtctl.plan.environment import Share, check_text
+from dtctl.plan.environment import check_text
 from dtctl.plan.model import Plan
 from dtctl.spec.model import Spec
-from dtctl.spec.nodes import NodeSpec, resolve_nodes, resolve_spares
-from dtctl.transport.base import Target, Transport
-from dtctl.transport.dial import EarlyCalls, OpenSocket, open_socket
 
 if TYPE_CHECKING:
     from dtctl.plan.model import NodePlan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    """The nodes of a spec and the way to them."""
-
-    nodes: tuple[NodeSpec, ...]
-    spares: tuple[NodeSpec, ...] = ()
-    targets: Mapping[str, Target]
-    """Of nodes and spares."""
-    make_transport: Callable[[], Transport]
-    """Calls the nodes and imports what the transport needs, which takes a while; not called in a dry run."""
-
-
-def cluster_of(spec: Spec, *, start: bool) -> Cluster:
-    """The nodes that a spec names.
-
-    Args:
-        spec: the checked spec.
-        start: whether a sandbox may be started for it.
-
-    Raises:
-        SpecError: the nodes are not well formed.
-        SandboxError: the sandbox cannot be used.
-    """
-    if spec.cluster.transport == "sandbox":
-        from dtctl.launch.sandboxed import sandbox_cluster
-
-        return sandbox_cluster(spec, start=start)
-    nodes = resolve_nodes(spec)
-    spares = resolve_spares(spec)
-    targets = _targets(spec, (*nodes, *spares))
-    if spec.cluster.transport == "slurm":
-        return Cluster(nodes=nodes, spares=spares, targets=targets, make_transport=_slurm)
-    if spec.cluster.transport == "local":
-        return Cluster(nodes=nodes, targets=targets, make_transport=_local)
-    first = [targets[node.name] for node in nodes]
-
-    def over_ssh() -> Transport:
-        trust.check(spec)  # before ssh reads a configuration that could run commands
-        return ssh_transport(first)
-
-    return Cluster(nodes=nodes, spares=spares, targets=targets, make_transport=over_ssh)
-
-
-def _slurm() -> Transport:
-    raise PlanError(
-        "this command needs machines that it can reach, and Slurm's are known inside a job only",
-        where="cluster.transport",
-        hint="`dtctl launch`, `status`, `logs`, `watch`, `stop`, `doctor` and `report` know Slurm",
-    )
-
-
-def _local() -> Transport:
-    from dtctl.transport.local import LocalTransport
-
-    return LocalTransport()
-
-
-def ssh_transport(targets: Iterable[Target], connect: OpenSocket = open_socket) -> Transport:
-    """SSH to these nodes, which are being called when this returns."""
-    early = EarlyCalls(targets, connect)
-    from dtctl.transport.ssh import SshTransport  # takes a while, in which the nodes get ready
-
-    return SshTransport(open_socket=connect, early=early)
-
-
-def _targets(spec: Spec, nodes: Sequence[NodeSpec]) -> dict[str, Target]:
-    cluster = spec.cluster
-    return {
-        node.name: Target(
-            name=node.name,
-            address=node.address,
-            user=node.user,
-            port=node.port,
-            identity_file=str(cluster.identity_file) if cluster.identity_file else None,
-            known_hosts=str(cluster.known_hosts) if cluster.known_hosts else None,
-            ssh_config=str(cluster.ssh_config) if cluster.ssh_config else None,
-            connect_timeout_s=cluster.connect_timeout_s,
-        )
-        for node in nodes
-    }
 
 
 def spec_of_run(record: RunRecord) -> Spec:
@@ -164,36 +78,6 @@ def attempt_of_run(record: RunRecord, job: Job) -> Plan:
     meeting = facts["rendezvous"]
     slots = {node["name"]: int(node["slots"]) for node in facts["nodes"]}
     return job.make_plan(int(facts["attempt"]), meeting["address"], int(meeting["port"]), slots, list(slots))
-
-
-def first_plan(spec: Spec, cluster: Cluster, *, run: str) -> Plan:
-    """The plan as it is known before any node was asked; what a dry run shows.
-
-    Raises:
-        PlanError: no job can be made of the spec.
-    """
-    return build(
-        spec, cluster.nodes, run=run, facts=Facts(environ=os.environ, share=_share(spec), source=_source(spec))
-    )
-
-
-def _share(spec: Spec) -> Share | None:
-    """What each node has of this machine, if they all lie on it."""
-    if spec.cluster.transport == "local":
-        return Share(cores=usable_cores(), nodes=1, threads=os.environ.get("OMP_NUM_THREADS"))
-    if spec.cluster.transport == "sandbox":
-        return Share(cores=usable_cores(), nodes=len(resolve_nodes(spec)))
-    return None
-
-
-def _source(spec: Spec) -> str:
-    """Text of the job's script, if it is here."""
-    if spec.job.script is None or spec.job.kind != "direct":
-        return ""
-    try:
-        return (spec.base_dir / spec.job.files.root / spec.job.script).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 def read_secrets(spec: Spec) -> dict[str, str]:
@@ -292,10 +176,10 @@ def job_of(
     Raises:
         DtctlError: of the class that says what is wrong; nothing was started.
     """
-    plan = first_plan(spec, cluster, run=run)
+    plan = first.first_plan(spec, cluster, run=run)
     values = read_secrets(spec)
     fixed = spec.network.rendezvous_port
-    source, share = _source(spec), _share(spec)
+    source, share = first.source(spec), first.share(spec)
 
     everyone = {node.name: node for node in (*cluster.nodes, *cluster.spares)}
 

@@ -8,26 +8,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dtctl import names
 from dtctl.launch.failure import AGENT, Failure
-from dtctl.launch.inquest import Inquest
+from dtctl.launch.gang import Gang
+from dtctl.launch.hang import HangLimit
+from dtctl.launch.inquest import Inquest, Watched
 from dtctl.launch.logs import METRICS
 from dtctl.launch.progress import Standing
 from dtctl.launch.session import Said, error_of
-from dtctl.names import REQUEUE_EXIT
 from dtctl.plan.model import Plan
-
-if TYPE_CHECKING:
-    from dtctl.launch.gang import Gang
 
 CALL_AGAIN_S = 0.5
 AWAY_LIMIT_S = 3600.0
 """How long a kept run's node may be out of reach before it counts as lost."""
 START_LIMIT_S = 30.0
 """How long a node may take from the start message to its answer."""
-
-Emit = Callable[..., None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -193,7 +190,7 @@ class Attempt:
                 asked=data.get("asked", False),
             )
             self.outcome.failures.append(failure)
-            self._stop_others("a worker was told to stop" if data["code"] == REQUEUE_EXIT else f"{name} failed")
+            self._stop_others("a worker was told to stop" if data["code"] == names.REQUEUE_EXIT else f"{name} failed")
 
     def _watch(self, name: str, said: Said) -> None:
         """What a node says about how far its workers are."""
@@ -234,7 +231,7 @@ class Attempt:
         self.outcome.lost.append(name)
         # A node whose supervisor is ended, or loses its link, tells its workers to stop, and these all others; what
         # others say of it may be here before the loss, which is the cause.
-        stopping = [failure.exit_code == REQUEUE_EXIT for failure in self.outcome.failures]
+        stopping = [failure.exit_code == names.REQUEUE_EXIT for failure in self.outcome.failures]
         if self.stop_deadline is None or (stopping and all(stopping)):
             self._fail(name, text, exit_code=None)
         self._drop(name)
@@ -315,3 +312,48 @@ class Attempt:
         elif now >= away.next and self.gang.reattach is not None:
             away.next = float("inf")  # until this try has failed
             self.gang.reattach(name)
+
+
+def watch(
+    gang: Gang,
+    plan: Plan,
+    *,
+    link_timeout_s: float,
+    hang_s: HangLimit = "off",
+    hang_start_s: HangLimit = "auto",
+    on_started: Callable[[], None] | None,
+    on_progress: Watched | None = None,
+) -> Outcome:
+    """Watch an attempt to its end on every node.
+
+    Args:
+        gang: the sessions of its nodes.
+        plan: the attempt.
+        link_timeout_s: a node not heard of for this long is lost.
+        hang_s: when a job that makes no progress hangs (see hang.py).
+        hang_start_s: the same before there is a measure: start, compilation, first batches and steps.
+        on_started: called once, when every node has started its processes; None when they were started before.
+        on_progress: told how far the workers are, whenever a node says so.
+    """
+    folder = gang.logs.folder / names.HANGS_DIR / f"attempt-{plan.attempt}"
+    inquest = Inquest(
+        places={rank: node.name for node in plan.nodes for rank in node.ranks},
+        limit=hang_s,
+        start_limit=hang_start_s,
+        folder=folder,
+        on_progress=on_progress,
+    )
+    attempt = Attempt(gang, plan, link_timeout_s, inquest=inquest, under_way=on_started is None)
+    while attempt.open:
+        if gang.signals:
+            attempt.interrupt(gang.signals[-1], hard=len(gang.signals) > 1)
+        said = gang.next_message(0.2)
+        if said is not None:
+            attempt.take(said)
+        if attempt.all_started and on_started is not None:
+            on_started()
+            attempt.all_started = False
+        attempt.look_at_the_clock()
+    for node, rank, text in gang.logs.rest():
+        gang.emit("log", node=node, rank=rank, text=text)
+    return attempt.close()

@@ -1,4 +1,4 @@
-"""All nodes of a run: brought to the start, started together, watched, and sent home together.
+"""All nodes of a run: brought to the start, started together, and sent home together.
 
 Everything that happens arrives as a message in one inbox, so this reads as a loop over messages; nothing here blocks on
 a single node. What a message means while an attempt is on stands in attempt.py.
@@ -12,14 +12,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from dtctl import names
 from dtctl.errors import ConnectError, DtctlError
-from dtctl.launch.attempt import Attempt, Emit, Outcome
-from dtctl.launch.hang import HangLimit
-from dtctl.launch.inquest import Inquest, Watched
 from dtctl.launch.logs import Logs
 from dtctl.launch.session import Said, Session
-from dtctl.plan.model import Plan
 from dtctl.transport.fanout import raise_failures
 
 PUSH_FACTS = ("sent", "files", "bytes", "state", "path")
@@ -29,6 +24,8 @@ START_SILENCE_S = 120.0
 PUSH_SILENCE_S = 600.0
 """The same while it has code to look at or to copy, which it does without a word."""
 QUIT_LIMIT_S = 2.0
+
+Emit = Callable[..., None]
 
 
 class Gang:
@@ -68,7 +65,7 @@ class Gang:
         hellos: dict[str, dict[str, Any]] = {}
         failures: dict[str, DtctlError] = {}
         while waiting and not self.signals:
-            said = self._next(0.2)
+            said = self.next_message(0.2)
             for name in [name for name in self.sessions if name in waiting and self._is_stuck(name)]:
                 self.sessions[name].close()
                 failures[name] = ConnectError(
@@ -105,7 +102,7 @@ class Gang:
         """Wait, with all links kept alive, or until somebody wants to stop."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self.signals:
-            self._next(min(0.2, max(0.0, deadline - time.monotonic())))
+            self.next_message(min(0.2, max(0.0, deadline - time.monotonic())))
 
     def probe(self, node: str, ports: tuple[int, ...]) -> int:
         """The first of `ports` that is free on `node`; 0 when none is, or the node does not answer."""
@@ -113,7 +110,7 @@ class Gang:
         session.send({"op": "probe", "ports": list(ports)})
         deadline = time.monotonic() + 5
         while time.monotonic() < deadline and not self.signals:
-            said = self._next(0.2)
+            said = self.next_message(0.2)
             if said is not None and said.session is session and said.what == "probed":
                 return said.data["port"] if said.data["port"] in ports else 0
         return 0
@@ -131,49 +128,6 @@ class Gang:
             if not self.sessions[name].send({"op": "start", **message}):
                 raise ConnectError("the link was lost before the start", node=name)
 
-    def watch(
-        self,
-        plan: Plan,
-        *,
-        link_timeout_s: float,
-        hang_s: HangLimit = "off",
-        hang_start_s: HangLimit = "auto",
-        on_started: Callable[[], None] | None,
-        on_progress: Watched | None = None,
-    ) -> Outcome:
-        """Watch an attempt to its end on every node.
-
-        Args:
-            plan: the attempt.
-            link_timeout_s: a node not heard of for this long is lost.
-            hang_s: when a job that makes no progress hangs (see hang.py).
-            hang_start_s: the same before there is a measure: start, compilation, first batches and steps.
-            on_started: called once, when every node has started its processes; None when they were started before.
-            on_progress: told how far the workers are, whenever a node says so.
-        """
-        folder = self.logs.folder / names.HANGS_DIR / f"attempt-{plan.attempt}"
-        inquest = Inquest(
-            places={rank: node.name for node in plan.nodes for rank in node.ranks},
-            limit=hang_s,
-            start_limit=hang_start_s,
-            folder=folder,
-            on_progress=on_progress,
-        )
-        attempt = Attempt(self, plan, link_timeout_s, inquest=inquest, under_way=on_started is None)
-        while attempt.open:
-            if self.signals:
-                attempt.interrupt(self.signals[-1], hard=len(self.signals) > 1)
-            said = self._next(min(0.2, PING_S))
-            if said is not None:
-                attempt.take(said)
-            if attempt.all_started and on_started is not None:
-                on_started()
-                attempt.all_started = False
-            attempt.look_at_the_clock()
-        for node, rank, text in self.logs.rest():
-            self.emit("log", node=node, rank=rank, text=text)
-        return attempt.close()
-
     def quit(self) -> None:
         """Send every supervisor home, and wait until they have gone or had their time."""
         asked = [session for session in self.sessions.values() if session.send({"op": "quit"})]
@@ -183,7 +137,8 @@ class Gang:
         for session in asked:
             session.wait_closed(deadline - time.monotonic())
 
-    def _next(self, timeout_s: float) -> Said | None:
+    def next_message(self, timeout_s: float) -> Said | None:
+        """The next message of any node, None after `timeout_s`; keeps links alive and ends the run after `time_s`."""
         now = time.monotonic()
         if now - self._pinged >= PING_S:
             self._pinged = now

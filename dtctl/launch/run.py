@@ -19,9 +19,9 @@ from dtctl import names
 from dtctl.errors import ConnectError, LaunchError, PlanError
 from dtctl.launch import failure as failures
 from dtctl.launch import hang
-from dtctl.launch.attempt import Emit, Outcome
+from dtctl.launch.attempt import Outcome, watch
 from dtctl.launch.failure import AGENT, Failure
-from dtctl.launch.gang import Gang
+from dtctl.launch.gang import Emit, Gang
 from dtctl.launch.job import Job, Result
 from dtctl.launch.ledger import Ledger
 from dtctl.launch.logs import Logs
@@ -228,7 +228,8 @@ class _Launcher:
         return self._watch(plan, on_started=self._on_started)
 
     def _watch(self, plan: Plan, *, on_started: Callable[[], None] | None) -> Outcome:
-        return self.gang.watch(
+        return watch(
+            self.gang,
             plan,
             link_timeout_s=self.job.link_timeout_s,
             hang_s=self.job.hang_s,

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping
 
 from dtctl.errors import LaunchError
-from dtctl.launch.assemble import Cluster
+from dtctl.launch.cluster import Cluster
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import NodeSpec
 from dtctl.transport.base import Target

@@ -156,7 +156,7 @@ def site_of(spec: Spec) -> Site:
         return Here()
     if login == SANDBOX:
         return Here(_sandbox_env(), name="the sandbox")
-    from dtctl.launch.assemble import ssh_transport
+    from dtctl.launch.cluster import ssh_transport
 
     cluster = spec.cluster
     target = Target(

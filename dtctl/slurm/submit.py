@@ -13,7 +13,9 @@ from typing import Any
 
 from dtctl import names
 from dtctl.errors import LaunchError, PlanError, UsageError
-from dtctl.launch.assemble import CodePush, check_program_files, cluster_of, first_plan, read_secrets
+from dtctl.launch.assemble import CodePush, check_program_files, read_secrets
+from dtctl.launch.cluster import cluster_of
+from dtctl.launch.first_plan import first_plan
 from dtctl.launch.record import state_folder
 from dtctl.launch.tree import Tree
 from dtctl.slurm import batch, talk

@@ -15,7 +15,8 @@ import pytest
 
 from dtctl.errors import DtctlError, TransportError
 from dtctl.launch import attempt, gang
-from dtctl.launch.assemble import Cluster, CodePush, cluster_of, job_of
+from dtctl.launch.assemble import CodePush, job_of
+from dtctl.launch.cluster import Cluster, cluster_of
 from dtctl.launch.job import Result
 from dtctl.launch.ledger import Ledger
 from dtctl.launch.record import RunInfo, RunRecord

@@ -1,0 +1,163 @@
+"""The nodes of a spec and the way to them: this machine, SSH, Slurm, or the sandbox. Calls none of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from dtctl.errors import PlanError
+from dtctl.launch import trust
+from dtctl.spec.model import Spec
+from dtctl.spec.nodes import NodeSpec, resolve_nodes, resolve_spares
+from dtctl.transport.base import Target, Transport
+
+if TYPE_CHECKING:
+    from dtctl.transport.dial import OpenSocket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The nodes of a spec and the way to them."""
+
+    nodes: tuple[NodeSpec, ...]
+    spares: tuple[NodeSpec, ...] = ()
+    targets: Mapping[str, Target]
+    """Of nodes and spares."""
+    make_transport: Callable[[], Transport]
+    """Calls the nodes and imports what the transport needs, which takes a while; not called in a dry run."""
+
+
+def cluster_of(spec: Spec, *, start: bool) -> Cluster:
+    """The nodes that a spec names.
+
+    Args:
+        spec: the checked spec.
+        start: whether a sandbox may be started for it.
+
+    Raises:
+        SpecError: the nodes are not well formed.
+        SandboxError: the sandbox cannot be used.
+    """
+    if spec.cluster.transport == "sandbox":
+        return _sandbox(spec, start=start)
+    nodes = resolve_nodes(spec)
+    spares = resolve_spares(spec)
+    targets = _targets(spec, (*nodes, *spares))
+    if spec.cluster.transport == "slurm":
+        return Cluster(nodes=nodes, spares=spares, targets=targets, make_transport=_slurm)
+    if spec.cluster.transport == "local":
+        return Cluster(nodes=nodes, targets=targets, make_transport=_local)
+    first = [targets[node.name] for node in nodes]
+
+    def over_ssh() -> Transport:
+        trust.check(spec)  # before ssh reads a configuration that could run commands
+        return ssh_transport(first)
+
+    return Cluster(nodes=nodes, spares=spares, targets=targets, make_transport=over_ssh)
+
+
+def _slurm() -> Transport:
+    raise PlanError(
+        "this command needs machines that it can reach, and Slurm's are known inside a job only",
+        where="cluster.transport",
+        hint="`dtctl launch`, `status`, `logs`, `watch`, `stop`, `doctor` and `report` know Slurm",
+    )
+
+
+def _local() -> Transport:
+    from dtctl.transport.local import LocalTransport
+
+    return LocalTransport()
+
+
+def ssh_transport(targets: Iterable[Target], connect: OpenSocket | None = None) -> Transport:
+    """SSH to these nodes, which are being called when this returns; `connect` opens a socket to one, if given."""
+    from dtctl.transport.dial import EarlyCalls, open_socket
+
+    connect = connect or open_socket
+    early = EarlyCalls(targets, connect)
+    from dtctl.transport.ssh import SshTransport  # takes a while, in which the nodes get ready
+
+    return SshTransport(open_socket=connect, early=early)
+
+
+def _targets(spec: Spec, nodes: Sequence[NodeSpec]) -> dict[str, Target]:
+    cluster = spec.cluster
+    return {
+        node.name: Target(
+            name=node.name,
+            address=node.address,
+            user=node.user,
+            port=node.port,
+            identity_file=str(cluster.identity_file) if cluster.identity_file else None,
+            known_hosts=str(cluster.known_hosts) if cluster.known_hosts else None,
+            ssh_config=str(cluster.ssh_config) if cluster.ssh_config else None,
+            connect_timeout_s=cluster.connect_timeout_s,
+        )
+        for node in nodes
+    }
+
+
+def _sandbox(spec: Spec, *, start: bool) -> Cluster:
+    """The spec's nodes as hosts of the running sandbox.
+
+    Args:
+        spec: a spec with `transport: sandbox`.
+        start: whether to start a sandbox if none is up; without, names stand for the addresses that are not known yet.
+
+    Raises:
+        SandboxError: it cannot be started here.
+        PlanError: the running sandbox lacks nodes that the spec names.
+    """
+    from dtctl.sandbox import control
+
+    nodes, spares = resolve_nodes(spec), resolve_spares(spec)
+    wanted = (*nodes, *spares)
+    name = control.default_name()
+    sandbox = control.find(name)
+    if sandbox is None and start:
+        sandbox = control.up_or_running(name, nodes=len(wanted))
+    if sandbox is None:
+        return Cluster(nodes=nodes, spares=spares, targets={}, make_transport=_never)
+    hosts = {node.name: node for node in sandbox.nodes}
+    missing = [node.name for node in wanted if node.name not in hosts]
+    if missing:
+        raise PlanError(
+            f"the sandbox that is up has no node {', '.join(missing)} (it has {', '.join(hosts)})",
+            where="cluster.nodes",
+            hint=f"`dtctl sandbox down`, then `dtctl sandbox up --nodes {len(wanted)}`",
+        )
+    placed = tuple(_placed(node, hosts[node.name].address) for node in wanted)
+    targets = {
+        node.name: Target(
+            name=node.name,
+            address=host.address,
+            user=sandbox.user,
+            port=22,
+            identity_file=str(sandbox.identity_file),
+            known_hosts=str(sandbox.known_hosts),
+            ssh_config="none",
+            connect_timeout_s=spec.cluster.connect_timeout_s,
+        )
+        for node in placed
+        for host in (hosts[node.name],)
+    }
+
+    def make_transport() -> Transport:
+        from dtctl.sandbox.world import opener
+
+        return ssh_transport([targets[node.name] for node in nodes], opener(sandbox))
+
+    count = len(nodes)
+    return Cluster(nodes=placed[:count], spares=placed[count:], targets=targets, make_transport=make_transport)
+
+
+def _placed(node: NodeSpec, address: str) -> NodeSpec:
+    # The virtual hosts share this machine's files, so they have the Python that runs dtctl and what is installed there.
+    return replace(node, address=address, python=node.python or sys.executable)
+
+
+def _never() -> Transport:
+    raise PlanError("the sandbox is not up", hint="dtctl sandbox up")

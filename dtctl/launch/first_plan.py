@@ -1,0 +1,41 @@
+"""The plan of a spec before any node was asked, from what this machine knows; what a dry run shows."""
+
+from __future__ import annotations
+
+import os
+
+from dtctl.launch.cluster import Cluster
+from dtctl.launch.cores import usable_cores
+from dtctl.plan.build import Facts, build
+from dtctl.plan.environment import Share
+from dtctl.plan.model import Plan
+from dtctl.spec.model import Spec
+from dtctl.spec.nodes import resolve_nodes
+
+
+def first_plan(spec: Spec, cluster: Cluster, *, run: str) -> Plan:
+    """The plan as it is known before any node was asked; what a dry run shows.
+
+    Raises:
+        PlanError: no job can be made of the spec.
+    """
+    return build(spec, cluster.nodes, run=run, facts=Facts(environ=os.environ, share=share(spec), source=source(spec)))
+
+
+def share(spec: Spec) -> Share | None:
+    """What each node has of this machine, if they all lie on it."""
+    if spec.cluster.transport == "local":
+        return Share(cores=usable_cores(), nodes=1, threads=os.environ.get("OMP_NUM_THREADS"))
+    if spec.cluster.transport == "sandbox":
+        return Share(cores=usable_cores(), nodes=len(resolve_nodes(spec)))
+    return None
+
+
+def source(spec: Spec) -> str:
+    """Text of the job's script, if it is here."""
+    if spec.job.script is None or spec.job.kind != "direct":
+        return ""
+    try:
+        return (spec.base_dir / spec.job.files.root / spec.job.script).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
