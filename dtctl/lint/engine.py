@@ -13,7 +13,20 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from dtctl.lint import names, source
-from dtctl.lint.checks import Check, python_checks
+from dtctl.lint.check import Check, Checker
+from dtctl.lint.checks import (
+    accumulating,
+    data,
+    devices,
+    environment,
+    exits,
+    legacy,
+    numbers,
+    saving,
+    steps,
+    together,
+    wrapping,
+)
 from dtctl.lint.model import Cluster, Problem
 from dtctl.lint.module import Module
 from dtctl.lint.project import Project
@@ -22,6 +35,10 @@ from dtctl.lint.shell_files import check_shell
 
 PARALLEL_FROM = 100
 """Files from which several processes are worth starting."""
+FAMILIES = (wrapping, data, devices, steps, accumulating, together, exits, saving, numbers, legacy, environment)
+"""The modules of checkers."""
+PYTHON_CHECKS: tuple[Checker, ...] = tuple(checker for family in FAMILIES for checker in family.CHECKS)
+"""The checkers of all rules for Python."""
 _DEEP = 60_000
 """Frames allowed for a file that is nested deeper than usual: an elif chain of thousands is one."""
 _STACK = 512 << 20
@@ -137,7 +154,7 @@ def _checked(path: Path, text: str, cluster: Cluster, project: Project) -> list[
     project.add(module)
     check = Check(module, project, cluster)
     found: list[Problem] = []
-    for checker in python_checks():
+    for checker in PYTHON_CHECKS:
         found += _guarded(functools.partial(checker, check), path, checker.__name__)
     return found
 

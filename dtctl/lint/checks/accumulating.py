@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from dtctl.lint import names
-from dtctl.lint.checks import Check
+from dtctl.lint.check import Check
 from dtctl.lint.edits import ends_its_line, imported, indent
 from dtctl.lint.model import Edit, Problem
 from dtctl.lint.module import Function, key

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dtctl.lint import names
-from dtctl.lint.checks import Check
+from dtctl.lint.check import Check
 from dtctl.lint.model import Problem
 from dtctl.lint.module import keyword
 from dtctl.lint.ranks import Guard, guard, guards, leaves

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import resources
 
 from dtctl.lint import names
-from dtctl.lint.checks import Check
+from dtctl.lint.check import Check
 from dtctl.lint.model import Edit, Problem
 from dtctl.lint.module import constant, keyword, position
 

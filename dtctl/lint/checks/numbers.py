@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from dtctl.lint.checks import Check
+from dtctl.lint.check import Check
 from dtctl.lint.model import Problem, Severity
 from dtctl.lint.module import constant, key, keyword, position
 from dtctl.lint.ranks import guards, is_world_size

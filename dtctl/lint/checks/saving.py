@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dtctl.lint import names
-from dtctl.lint.checks import Check
+from dtctl.lint.check import Check
 from dtctl.lint.model import Problem
 from dtctl.lint.module import Function, key
 from dtctl.lint.ranks import guards, mentions_rank

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from dtctl.lint.checks import Check
+from dtctl.lint.check import Check
 from dtctl.lint.model import Problem
 from dtctl.lint.module import constant, keyword
 from dtctl.lint.ranks import guards, mentions_rank

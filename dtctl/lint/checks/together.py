@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from dtctl.lint import names
-from dtctl.lint.checks import Check
+from dtctl.lint.check import Check
 from dtctl.lint.model import Problem
 from dtctl.lint.module import key, keyword
 from dtctl.lint.ranks import Guard, guards

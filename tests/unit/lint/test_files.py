@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from dtctl.lint import engine, formats
-from dtctl.lint.checks import python_checks
 from dtctl.lint.engine import lint
 from dtctl.lint.fixes import apply
 from dtctl.lint.model import Cluster, Edit, Problem
@@ -71,7 +70,7 @@ def test_a_rule_that_breaks_down_is_named_and_the_others_still_speak(
     def broken(_check: object) -> list[Problem]:
         raise KeyError("oops")
 
-    monkeypatch.setattr(engine, "python_checks", lambda: (broken, *python_checks()))
+    monkeypatch.setattr(engine, "PYTHON_CHECKS", (broken, *engine.PYTHON_CHECKS))
     (tmp_path / "a.py").write_text(WRONG)
     (tmp_path / "b.py").write_text(WRONG)
     got = lint([tmp_path], cluster=Cluster())

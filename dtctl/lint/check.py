@@ -1,0 +1,50 @@
+"""What a checker is given, and what it returns."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from dtctl.lint.model import Cluster, Edit, Problem, Severity
+from dtctl.lint.module import Module
+from dtctl.lint.project import Project
+from dtctl.lint.rules import rules
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What a checker is given."""
+
+    module: Module
+    project: Project
+    cluster: Cluster
+
+    def problem(
+        self,
+        rule: str,
+        node: ast.AST,
+        message: str,
+        *,
+        severity: Severity | None = None,
+        fix: str | None = None,
+        edits: tuple[Edit, ...] = (),
+    ) -> Problem:
+        """A problem at a node; severity and fix are the rule's unless they are given."""
+        known = rules()[rule]
+        line, column = node.lineno, node.col_offset  # type: ignore[attr-defined]  # all nodes that are reported have them
+        text = self.module.text.split("\n", line)[line - 1] if line else ""
+        return Problem(
+            rule=rule,
+            severity=severity or known.severity,
+            path=str(self.module.path),
+            line=line,
+            column=len(text.encode()[:column].decode("utf-8", "replace")) + 1,
+            message=message,
+            fix=fix or known.fix,
+            end_line=getattr(node, "end_lineno", None) or line,
+            edits=edits,
+        )
+
+
+Checker = Callable[[Check], Iterator[Problem]]
