@@ -35,7 +35,7 @@ import machine
 
 from dtctl.doctor.checks import links, network
 from dtctl.doctor.examine import DATA_PORTS, MEASURE_S
-from dtctl.doctor.observe import Probes, Wanted
+from dtctl.doctor.observe import NodeQuery, Probes
 from dtctl.doctor.probe import pairs, quality
 from dtctl.launch.cluster import cluster_of
 from dtctl.sandbox import control
@@ -147,7 +147,8 @@ class Simulation:
 def simulated(count: int) -> dict[str, float]:
     """Seconds of the quick and the full examination of so many simulated nodes, their checks included."""
     wanted = [
-        Wanted(target=Target(name=f"n{i}", address=address(i)), python=None, workdir="~/.dtctl") for i in range(count)
+        NodeQuery(target=Target(name=f"n{i}", address=address(i)), python=None, workdir="~/.dtctl")
+        for i in range(count)
     ]
     found = {}
     for name, measure_s, ports in (("quick", 0.0, 1), ("full", MEASURE_S, DATA_PORTS)):

@@ -61,7 +61,7 @@ def measure_and_show(spec: Spec, asked: Asked, *, plot: Path | None, json_lines:
     """Run the benchmark and print what came of it; the exit code."""
     from dtctl.bench.job import measure
     from dtctl.bench.picture import draw
-    from dtctl.cli.doctor import show_cause
+    from dtctl.cli.doctor_view import show_cause
     from dtctl.cli.launching import caught_signals, show_end
     from dtctl.errors import WorkerFailed
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtctl.cli import output
-from dtctl.cli.doctor import show_findings
+from dtctl.cli.doctor_view import show_findings
 
 if TYPE_CHECKING:
     from dtctl.doctor.findings import Finding

@@ -322,7 +322,7 @@ def finish(result: Result, emit: Any, record: RunRecord) -> int:
         _show_continuation(record)
     logs = record.folder / names.LOGS_DIR
     if result.status == "failed":
-        from dtctl.cli.doctor import show_cause
+        from dtctl.cli.doctor_view import show_cause
 
         show_cause(logs)
     return result.exit_code

@@ -12,7 +12,8 @@ from typing import Any
 
 from dtctl.doctor.bisect import bad_ones
 from dtctl.doctor.findings import Finding
-from dtctl.doctor.observe import Probes, Progress, Seen
+from dtctl.doctor.node_report import NodeReport
+from dtctl.doctor.observe import Probes, Progress
 from dtctl.plan import rendezvous
 
 RAN = ("collective",)
@@ -41,7 +42,7 @@ class _Gang:
     def __init__(
         self,
         probes: Probes,
-        seen: Sequence[Seen],
+        seen: Sequence[NodeReport],
         *,
         backend: str,
         python: Mapping[str, str],
@@ -125,7 +126,7 @@ def culprits(answers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
 
 def add_up(
     probes: Probes,
-    seen: Sequence[Seen],
+    seen: Sequence[NodeReport],
     *,
     python: Mapping[str, str],
     env: Mapping[str, Mapping[str, str]],

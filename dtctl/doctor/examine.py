@@ -12,7 +12,8 @@ from typing import Any, Literal, get_args
 from dtctl.doctor import collective, scheduled, shared
 from dtctl.doctor.checks import environment, hardware, links, network, node, scheduler
 from dtctl.doctor.findings import Finding, ordered
-from dtctl.doctor.observe import Probes, Progress, Seen, Wanted
+from dtctl.doctor.node_report import NodeReport
+from dtctl.doctor.observe import NodeQuery, Probes, Progress
 from dtctl.launch.cluster import Cluster
 from dtctl.plan import rendezvous
 from dtctl.spec.model import Spec
@@ -35,7 +36,7 @@ class Examination:
     """What came of it."""
 
     findings: tuple[Finding, ...]
-    seen: tuple[Seen, ...]
+    seen: tuple[NodeReport, ...]
     sums: dict[str, Any] = field(default_factory=dict)
     """`backend`, `bytes`, `seconds` and `busbw_gb_s` of an all_reduce over all nodes; empty when there was none."""
 
@@ -90,7 +91,7 @@ def examine(spec: Spec, cluster: Cluster, *, skip: Collection[Costly], progress:
     return Examination(findings=tuple(ordered(found, ran=ran, left_out=left_out)), seen=tuple(seen), sums=sums.figures)
 
 
-def _left_out(seen: Collection[Seen], skip: Collection[Costly], ran: Collection[str]) -> dict[str, str]:
+def _left_out(seen: Collection[NodeReport], skip: Collection[Costly], ran: Collection[str]) -> dict[str, str]:
     """Checks that were not made, or had nothing to look at -> why."""
     well = [one for one in seen if one.error is None]
     found: dict[str, str] = {}
@@ -115,7 +116,7 @@ def _left_out(seen: Collection[Seen], skip: Collection[Costly], ran: Collection[
     return found
 
 
-def _can_add_up(seen: list[Seen], found: list[Finding]) -> bool:
+def _can_add_up(seen: list[NodeReport], found: list[Finding]) -> bool:
     """Whether everything below holds: several nodes, all well, all with torch."""
     if len(seen) < 2 or any(one.status == "fail" for one in found):
         return False
@@ -123,7 +124,7 @@ def _can_add_up(seen: list[Seen], found: list[Finding]) -> bool:
 
 
 def _judge(
-    spec: Spec, cluster: Cluster, seen: list[Seen], candidates: tuple[int, ...], *, measured: bool
+    spec: Spec, cluster: Cluster, seen: list[NodeReport], candidates: tuple[int, ...], *, measured: bool
 ) -> tuple[list[Finding], list[str]]:
     """The findings, and the names of the checks that were made."""
     found = list(node.reach(seen))
@@ -158,7 +159,7 @@ def _judge(
     return found, ran
 
 
-def _of_nodes(well: list[Seen], spec: Spec, slots: dict[str, int]) -> list[Finding]:
+def _of_nodes(well: list[NodeReport], spec: Spec, slots: dict[str, int]) -> list[Finding]:
     return [
         *node.limits(well),
         *node.storage(well, spec.cluster.workdir),
@@ -168,13 +169,13 @@ def _of_nodes(well: list[Seen], spec: Spec, slots: dict[str, int]) -> list[Findi
     ]
 
 
-def wanted_of(spec: Spec, one: NodeSpec, cluster: Cluster) -> Wanted:
+def wanted_of(spec: Spec, one: NodeSpec, cluster: Cluster) -> NodeQuery:
     """What to ask about a node of the spec."""
     data = spec.settings.get("data", {})
     root = spec.job.files.root
     # Relative ones may lie in the code that a launch brings; only absolute ones have to be there now.
     absolute = [value for value in data.values() if isinstance(value, str) and value.startswith(("/", "~"))]
-    return Wanted(
+    return NodeQuery(
         target=cluster.targets[one.name],
         python=one.python,
         workdir=one.workdir,

@@ -10,11 +10,12 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from dtctl.doctor import answers, rounds
 from dtctl.doctor.checks import links
+from dtctl.doctor.node_report import NodeReport, good_ways
 from dtctl.errors import ConnectError, DtctlError, NodeError
 from dtctl.launch.link import Link
 from dtctl.launch.messages import before_start
@@ -43,7 +44,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class NodeQuery:
     """What to ask about one node."""
 
     target: Target
@@ -53,31 +54,12 @@ class Wanted:
     code: str = ""
 
 
-@dataclass(slots=True, kw_only=True)
-class Seen:
-    """What is known of one node."""
-
-    name: str
-    address: str = ""
-    error: DtctlError | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
-    offset_s: float = 0.0
-    """Its clock minus ours."""
-    offset_error_s: float = 0.0
-    ports: dict[str, int] = field(default_factory=dict)
-    """kind -> port that it listens on; minus an error number where it could not."""
-    answers: list[dict[str, Any]] = field(default_factory=list)
-    """Of its calls to the others: node, port, kind, result, ..."""
-    measured: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """other node -> what was measured on the way to it, once, or twice where the first looked bad."""
-
-
 class _Node:
     """The link to one node; used by one thread at a time."""
 
-    def __init__(self, wanted: Wanted, transport: Transport) -> None:
+    def __init__(self, wanted: NodeQuery, transport: Transport) -> None:
         self.wanted = wanted
-        self.seen = Seen(name=wanted.target.name)
+        self.seen = NodeReport(name=wanted.target.name)
         self._transport = transport
         self._connection: Connection | None = None
         self._link: Link | None = None
@@ -171,12 +153,12 @@ def _all(nodes: Sequence[_Node], act: Callable[[_Node], None], *, limit_s: float
 class Probes:
     """A probe on each node, there until they are closed."""
 
-    def __init__(self, wanted: Sequence[Wanted], transport: Transport, *, progress: Progress) -> None:
+    def __init__(self, wanted: Sequence[NodeQuery], transport: Transport, *, progress: Progress) -> None:
         """`wanted`: the nodes, the first is the head node; `progress` is told what is going on."""
         self._nodes = [_Node(one, transport) for one in wanted]
         self._progress = progress
 
-    def look(self, *, rendezvous: Sequence[int], data_ports: int, measure_s: float) -> list[Seen]:
+    def look(self, *, rendezvous: Sequence[int], data_ports: int, measure_s: float) -> list[NodeReport]:
         """Everything that the checks need, of all nodes, in their order; the arguments are those of `observe`."""
         token = secrets.token_hex(8)
         _examine(self._nodes, rendezvous=rendezvous, data_ports=data_ports, token=token, progress=self._progress)
@@ -207,8 +189,8 @@ class Probes:
 
 
 def observe(
-    wanted: Sequence[Wanted], transport: Transport, *, rendezvous: Sequence[int], data_ports: int, progress: Progress
-) -> list[Seen]:
+    wanted: Sequence[NodeQuery], transport: Transport, *, rendezvous: Sequence[int], data_ports: int, progress: Progress
+) -> list[NodeReport]:
     """Everything that the checks need, of all nodes, in their order; nothing is measured.
 
     Args:
@@ -305,13 +287,3 @@ def _measure(nodes: Sequence[_Node], seconds: float, *, token: str, progress: Pr
         progress(f"measuring again, to be sure: {', '.join(f'{caller} to {called}' for caller, called in doubtful)}")
         for ways in rounds.disjoint(doubtful):
             one_round(ways)
-
-
-def good_ways(seen: Sequence[Seen]) -> set[tuple[str, str]]:
-    """The (caller, called) ways on which every call went well."""
-    said: dict[tuple[str, str], bool] = {}
-    for node in seen:
-        for answer in node.answers:
-            way = (node.name, str(answer["node"]))
-            said[way] = said.get(way, True) and answer["result"] == "ok"
-    return {way for way, well in said.items() if well}

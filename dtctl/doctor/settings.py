@@ -7,7 +7,8 @@ from typing import Any
 
 from dtctl.doctor.checks.environment import effective
 from dtctl.doctor.examine import wanted_of
-from dtctl.doctor.observe import Seen, good_ways, observe
+from dtctl.doctor.node_report import NodeReport, good_ways
+from dtctl.doctor.observe import observe
 from dtctl.errors import DtctlError
 from dtctl.launch.cluster import Cluster
 from dtctl.nccl import profiles
@@ -31,7 +32,7 @@ def node_settings(spec: Spec, cluster: Cluster) -> list[dict[str, Any]]:
     return [_of(node, seen, spec, jobs[node.name]) for node in seen]
 
 
-def _of(node: Seen, seen: list[Seen], spec: Spec, job: dict[str, str]) -> dict[str, Any]:
+def _of(node: NodeReport, seen: list[NodeReport], spec: Spec, job: dict[str, str]) -> dict[str, Any]:
     ways = [way for other in seen if other is not node and (way := node.facts["ways"].get(other.address))]
     chosen = spec.network.interface
     named = chosen.get(node.name) if isinstance(chosen, dict) else None if chosen == "auto" else chosen

@@ -6,7 +6,8 @@ import secrets
 from collections.abc import Iterator, Sequence
 
 from dtctl.doctor.findings import Finding
-from dtctl.doctor.observe import Probes, Seen
+from dtctl.doctor.node_report import NodeReport
+from dtctl.doctor.observe import Probes
 
 RAN = ("shared", "visibility")
 LIMIT_S = 12.0
@@ -15,7 +16,7 @@ Sights = dict[tuple[str, str, str], float | None]
 """(folder, who looks, whose mark) -> seconds until it was seen; None when it never was"""
 
 
-def look(probes: Probes, seen: Sequence[Seen], folders: Sequence[str]) -> Sights:
+def look(probes: Probes, seen: Sequence[NodeReport], folders: Sequence[str]) -> Sights:
     """Let each node leave a mark in each folder and look for those of all others; no mark is left.
 
     Only folders that several nodes can write to are looked at.

@@ -7,7 +7,7 @@ from typing import Any
 
 from dtctl.doctor.checks.links import RAN, rate_text
 from dtctl.doctor.examine import Examination
-from dtctl.doctor.observe import Seen
+from dtctl.doctor.node_report import NodeReport
 
 _LAYERS = {
     "REACH": ("reach", "host-key", "login", "python", "shell-output", "clock"),
@@ -62,7 +62,7 @@ def pair_table(done: Examination) -> tuple[list[str], list[list[str]]] | None:
     return ["FROM \\ TO", *names], rows
 
 
-def links_of(seen: Sequence[Seen]) -> list[dict[str, Any]]:
+def links_of(seen: Sequence[NodeReport]) -> list[dict[str, Any]]:
     """What was measured, an object a way: `from`, `to`, `mbit_s`, `rtt_ms`, `sent`, `lost`; the better of two tries."""
     found = []
     for node in seen:

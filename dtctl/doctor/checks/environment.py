@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from dtctl.doctor.findings import Finding, Status, odd_ones
-from dtctl.doctor.observe import Seen
+from dtctl.doctor.node_report import NodeReport
 from dtctl.nccl.catalogue import catalogue, near
 
 RAN = ("interface", "env-differs", "env-unknown", "env-dead", "env-dangerous")
@@ -14,7 +14,7 @@ Environment = dict[str, tuple[str, str]]
 """variable -> (value, where it is set)"""
 
 
-def effective(node: Seen, job: Mapping[str, str]) -> Environment:
+def effective(node: NodeReport, job: Mapping[str, str]) -> Environment:
     """What a worker on this node would see, and where it comes from.
 
     Args:
@@ -33,7 +33,7 @@ def effective(node: Seen, job: Mapping[str, str]) -> Environment:
     return {name: said for name, said in found.items() if name.startswith(_OURS)}
 
 
-def environment(seen: Sequence[Seen], jobs: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
+def environment(seen: Sequence[NodeReport], jobs: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
     """All findings about variables.
 
     Args:
@@ -80,7 +80,7 @@ def _one(name: str, where: Mapping[str, tuple[str, str]], said: Mapping[str, Env
         yield finding("env-dangerous", "warn", f"{name}={value}: {variable.danger}", f"unset {name} for real training")
 
 
-def _interfaces(seen: Sequence[Seen], said: Mapping[str, Environment]) -> Iterator[Finding]:
+def _interfaces(seen: Sequence[NodeReport], said: Mapping[str, Environment]) -> Iterator[Finding]:
     missing: dict[str, str] = {}
     for node in seen:
         have = [interface["name"] for interface in node.facts["interfaces"]]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from dtctl.doctor.checks.node import differ, per_node
 from dtctl.doctor.findings import Finding
-from dtctl.doctor.observe import Seen
+from dtctl.doctor.node_report import NodeReport
 
 RAN = ("gpus", "gpu-xid", "gpu-ecc", "gpu-driver", "gpu-model", "gpu-links", "gpu-busy", "rdma", "link-speed")
 XID = {
@@ -34,7 +34,7 @@ _XID = re.compile(r"NVRM: Xid \((?P<gpu>[^)]*)\): (?P<number>\d+)")
 _ROW = re.compile(r"GPU\d+\s")
 
 
-def hardware(seen: Sequence[Seen], slots: Mapping[str, int]) -> Iterator[Finding]:
+def hardware(seen: Sequence[NodeReport], slots: Mapping[str, int]) -> Iterator[Finding]:
     """GPUs, RDMA ports and network cards.
 
     Args:
@@ -72,7 +72,7 @@ def hardware(seen: Sequence[Seen], slots: Mapping[str, int]) -> Iterator[Finding
     yield from _network(seen)
 
 
-def _counts(seen: Sequence[Seen], slots: Mapping[str, int]) -> Iterator[Finding]:
+def _counts(seen: Sequence[NodeReport], slots: Mapping[str, int]) -> Iterator[Finding]:
     fix = "if a GPU should be there, read `dmesg | grep Xid` (79: it fell off the bus) and `nvidia-smi -L`"
     few = {
         n.name: f"{n.facts['gpus']} GPUs for {slots[n.name]} workers"
@@ -85,7 +85,7 @@ def _counts(seen: Sequence[Seen], slots: Mapping[str, int]) -> Iterator[Finding]
         yield from differ("gpus", counts, fix, what="number of GPUs", status="warn")
 
 
-def _health(seen: Sequence[Seen]) -> Iterator[Finding]:
+def _health(seen: Sequence[NodeReport]) -> Iterator[Finding]:
     xids = {n.name: found for n in seen if (found := xid_errors(n.facts["xid"]))}
     for status, deadly in (("fail", True), ("warn", False)):
         yield from per_node(
@@ -107,7 +107,7 @@ def _health(seen: Sequence[Seen]) -> Iterator[Finding]:
     )
 
 
-def _links(seen: Sequence[Seen]) -> Iterator[Finding]:
+def _links(seen: Sequence[NodeReport]) -> Iterator[Finding]:
     """NVLinks: of GPUs that should be alike, those with fewer. Some models have dead links by design, on every GPU."""
     active = {(n.name, gpu): links for n in seen for gpu, links in nvlinks(n.facts["nvlink"]).items()}
     usual = Counter(active.values()).most_common(1)
@@ -133,7 +133,7 @@ def _links(seen: Sequence[Seen]) -> Iterator[Finding]:
         )
 
 
-def _network(seen: Sequence[Seen]) -> Iterator[Finding]:
+def _network(seen: Sequence[NodeReport]) -> Iterator[Finding]:
     dead = {n.name: text for n in seen if (text := ", ".join(dead_ports(n.facts["rdma"])))}
     yield from per_node(
         "rdma",
@@ -151,7 +151,7 @@ def _network(seen: Sequence[Seen]) -> Iterator[Finding]:
     yield from differ("link-speed", speeds, fix, what="speed of the network card", status="warn")
 
 
-def _speed(node: Seen, seen: Sequence[Seen]) -> int:
+def _speed(node: NodeReport, seen: Sequence[NodeReport]) -> int:
     """Mbit/s that the interface towards the other nodes says it has; 0 when it does not say."""
     speeds = {interface["name"]: int(interface.get("mbit_s", 0)) for interface in node.facts["interfaces"]}
     ways = [node.facts["ways"].get(other.address, "") for other in seen if other is not node]

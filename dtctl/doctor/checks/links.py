@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dtctl.doctor.findings import Finding, Status, cover
+from dtctl.doctor.node_report import NodeReport
 from dtctl.doctor.rounds import Way
-
-if TYPE_CHECKING:
-    from dtctl.doctor.observe import Seen
 
 RAN = ("packet-loss", "bandwidth", "latency")
 DOUBT = 0.6
@@ -36,7 +34,7 @@ TRIES = 3
 """How often a way is measured that never looks good."""
 
 
-def doubtful(seen: Sequence[Seen]) -> list[Way]:
+def doubtful(seen: Sequence[NodeReport]) -> list[Way]:
     """Ways to measure again: the worst few of each machine that could be the reason."""
     said = _said(seen)
     usual, usual_trip = _usual(_rates(said)), _usual_trip(said)
@@ -56,7 +54,7 @@ def doubtful(seen: Sequence[Seen]) -> list[Way]:
     return list(chosen)[:AGAIN_AT_MOST]
 
 
-def links(seen: Sequence[Seen]) -> Iterator[Finding]:
+def links(seen: Sequence[NodeReport]) -> Iterator[Finding]:
     """What the measurements of all ways have told."""
     said = _said(seen)
     if not said:
@@ -88,7 +86,7 @@ def _only_confirmed(bad: dict[Way, Any], said: Mapping[Way, Sequence[Mapping[str
         del bad[way]
 
 
-def _said(seen: Sequence[Seen]) -> dict[Way, list[dict[str, Any]]]:
+def _said(seen: Sequence[NodeReport]) -> dict[Way, list[dict[str, Any]]]:
     names = {node.name for node in seen}
     return {(node.name, other): tries for node in seen for other, tries in node.measured.items() if other in names}
 
@@ -159,7 +157,7 @@ def _lossy(loss: Mapping[Way, float], ways: int) -> Finding:
 
 
 def _slow(
-    slow: Mapping[Way, float], usual: float, said: Mapping[Way, Sequence[Mapping[str, Any]]], seen: Sequence[Seen]
+    slow: Mapping[Way, float], usual: float, said: Mapping[Way, Sequence[Mapping[str, Any]]], seen: Sequence[NodeReport]
 ) -> Finding:
     worst = min(slow.values())
     known = {interface for node in seen for interface in node.facts.get("ways", {}).values() if interface}

@@ -8,7 +8,7 @@ from ipaddress import ip_address
 from typing import Any
 
 from dtctl.doctor.findings import Finding, cover, odd_ones
-from dtctl.doctor.observe import Seen
+from dtctl.doctor.node_report import NodeReport
 
 RAN = ("duplicate-address", "loopback-name", "names", "data-ports", "rendezvous-port", "large-packets", "nat", "mtu")
 _WORDS = {
@@ -27,7 +27,7 @@ def _loopback(address: str) -> bool:
         return False
 
 
-def names(seen: Sequence[Seen]) -> Iterator[Finding]:
+def names(seen: Sequence[NodeReport]) -> Iterator[Finding]:
     """Host names: no node may take its own for a loopback address, and all have to mean the same by each."""
     looped = {}
     for node in seen:
@@ -66,7 +66,7 @@ def names(seen: Sequence[Seen]) -> Iterator[Finding]:
             )
 
 
-def addresses(seen: Sequence[Seen]) -> Iterator[Finding]:
+def addresses(seen: Sequence[NodeReport]) -> Iterator[Finding]:
     """Addresses that several nodes have, and interfaces whose packets have different sizes.
 
     An address that is on every node and that no traffic uses (docker0) is no trouble.
@@ -100,14 +100,14 @@ def addresses(seen: Sequence[Seen]) -> Iterator[Finding]:
         )
 
 
-def _mtu(node: Seen, seen: Sequence[Seen]) -> int:
+def _mtu(node: NodeReport, seen: Sequence[NodeReport]) -> int:
     """MTU of the interface towards the other nodes; 0 when not known."""
     sizes = {interface["name"]: int(interface["mtu"]) for interface in node.facts["interfaces"]}
     ways = [node.facts["ways"].get(other.address, "") for other in seen if other is not node]
     return next((sizes[way] for way in ways if way in sizes), 0)
 
 
-def pairs(seen: Sequence[Seen], *, rendezvous: Sequence[int], fixed: bool) -> Iterator[Finding]:
+def pairs(seen: Sequence[NodeReport], *, rendezvous: Sequence[int], fixed: bool) -> Iterator[Finding]:
     """What the calls between all ordered pairs of nodes have told.
 
     Args:
@@ -136,7 +136,7 @@ def pairs(seen: Sequence[Seen], *, rendezvous: Sequence[int], fixed: bool) -> It
     yield from _through(seen)
 
 
-def _taken(head: Seen, port: int, number: int, *, fixed: bool) -> Finding:
+def _taken(head: NodeReport, port: int, number: int, *, fixed: bool) -> Finding:
     hint = "or let dtctl choose: network.rendezvous_port: auto" if fixed else "or end what uses it"
     return Finding(
         check="rendezvous-port",
@@ -180,7 +180,7 @@ def _ways(ways: Sequence[tuple[str, str]]) -> str:
     return ", ".join(told[:6]) + (" ..." if len(told) > 6 else "")
 
 
-def _through(seen: Sequence[Seen]) -> Iterator[Finding]:
+def _through(seen: Sequence[NodeReport]) -> Iterator[Finding]:
     """Calls that were answered, and yet: large packets lost, another node answered, addresses translated."""
     large, strange, seen_as = [], [], []
     for node in seen:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dtctl.doctor.findings import Finding, Status, odd_ones
-from dtctl.doctor.observe import Seen
+from dtctl.doctor.node_report import NodeReport
 from dtctl.errors import AuthError, DtctlError, HostKeyError, NodeError
 
 MIB = 1 << 20
@@ -24,7 +24,7 @@ RAN = ("clock", "workdir", "disk", "nofile", "memlock", "shm", "python-version",
        "code", "path")  # fmt: skip
 
 
-def reach(seen: Sequence[Seen]) -> Iterator[Finding]:
+def reach(seen: Sequence[NodeReport]) -> Iterator[Finding]:
     """Nodes that could not be asked, one finding for each reason."""
     for node in seen:
         if node.error is not None:
@@ -60,7 +60,7 @@ def per_node(
         )
 
 
-def limits(seen: Sequence[Seen]) -> Iterator[Finding]:
+def limits(seen: Sequence[NodeReport]) -> Iterator[Finding]:
     """Limits of a process started over the link, which is what workers get."""
     nofile = {n.name: n.facts["limits"]["nofile"] for n in seen}
     low = {name: f"soft {soft}, hard {hard}" for name, (soft, hard) in nofile.items() if 0 <= soft < MIN_NOFILE}
@@ -90,7 +90,7 @@ def limits(seen: Sequence[Seen]) -> Iterator[Finding]:
     )
 
 
-def storage(seen: Sequence[Seen], workdir: str) -> Iterator[Finding]:
+def storage(seen: Sequence[NodeReport], workdir: str) -> Iterator[Finding]:
     """Whether each node has room and the right to write, and the files that the job needs."""
     disks = {n.name: n.facts["disk"] for n in seen}
     full = {n: d for n, d in disks.items() if d["free"] < MIN_DISK or (d["inodes"] and d["free_inodes"] < MIN_INODES)}
@@ -120,7 +120,7 @@ def _spaces(disks: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     }
 
 
-def alike(seen: Sequence[Seen]) -> Iterator[Finding]:
+def alike(seen: Sequence[NodeReport]) -> Iterator[Finding]:
     """Software that has to be the same everywhere; the odd node out is named."""
     job = {n.name: n.facts["job"] for n in seen}
     yield from differ(
@@ -156,7 +156,7 @@ def differ(check: str, values: Mapping[str, str], fix: str, *, what: str, status
         yield Finding(check=check, status=status, nodes=odd, summary=summary, fix=fix, evidence=evidence)
 
 
-def clock(seen: Sequence[Seen]) -> Iterator[Finding]:
+def clock(seen: Sequence[NodeReport]) -> Iterator[Finding]:
     """Clocks that are off by more than the way there and back explains."""
     off = {n.name: n.offset_s for n in seen if abs(n.offset_s) - n.offset_error_s > CLOCK_WARN_S}
     worst = max((abs(offset) for offset in off.values()), default=0.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from dtctl.doctor.checks import hardware
-from dtctl.doctor.observe import Seen
+from dtctl.doctor.node_report import NodeReport
 
 GPUS = "0, NVIDIA H100 80GB HBM3, 4, 81559, 535.129.03, 0\n1, NVIDIA H100 80GB HBM3, 4, 81559, 535.129.03, 0"
 REMAPPED = "00000000:3B:00.0, No, No\n00000000:5E:00.0, No, No"
@@ -37,7 +37,7 @@ ACTIVE = {
 }
 
 
-def node(name: str, **changed: Any) -> Seen:
+def node(name: str, **changed: Any) -> NodeReport:
     facts = {
         "gpus": 2,
         "gpu": GPUS,
@@ -49,7 +49,7 @@ def node(name: str, **changed: Any) -> Seen:
         "interfaces": [{"name": "eth0", "mbit_s": 25_000}],
         "ways": {"a": "eth0", "b": "eth0", "c": "eth0"},
     }
-    return Seen(name=name, address=name, facts={**facts, **changed})
+    return NodeReport(name=name, address=name, facts={**facts, **changed})
 
 
 def found(**changed: Any) -> list[tuple[str, str, tuple[str, ...], str]]:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtctl.doctor.checks import links
-from dtctl.doctor.observe import Seen
+from dtctl.doctor.node_report import NodeReport
 from dtctl.doctor.probe import pairs, quality
 from dtctl.doctor.rounds import all_pairs, disjoint
 
@@ -35,16 +35,16 @@ def test_ways_that_share_a_node_are_in_different_rounds() -> None:
     ]
 
 
-def cluster(names: str, **changed: list[dict[str, Any]]) -> list[Seen]:
+def cluster(names: str, **changed: list[dict[str, Any]]) -> list[NodeReport]:
     """Nodes whose ways carry 10 Gbit/s, apart from those that are named, such as ab=[...]."""
     well = {"mbit_s": 10_000.0, "rtt_ms": [0.1, 0.2], "sent": 500, "lost": 0}
-    seen = {name: Seen(name=name) for name in names}
+    seen = {name: NodeReport(name=name) for name in names}
     for one, other in permutations(names, 2):
         seen[one].measured[other] = [{**well, **tried} for tried in changed.get(one + other, [{}])]
     return list(seen.values())
 
 
-def found(seen: list[Seen]) -> list[tuple[str, str, tuple[str, ...]]]:
+def found(seen: list[NodeReport]) -> list[tuple[str, str, tuple[str, ...]]]:
     return [(one.check, one.status, one.nodes) for one in links.links(seen)]
 
 
@@ -118,7 +118,7 @@ def test_the_verdict_on_many_nodes_takes_a_moment() -> None:
     """64 nodes are 4032 ways; a look at all ways for each way took a minute."""
     names = [f"n{i}" for i in range(64)]
     well = {"mbit_s": 10_000.0, "rtt_ms": [0.1, 0.2], "sent": 500, "lost": 0}
-    seen = [Seen(name=name, measured={other: [well] for other in names if other != name}) for name in names]
+    seen = [NodeReport(name=name, measured={other: [well] for other in names if other != name}) for name in names]
     begun = time.process_time()
     assert (links.doubtful(seen), found(seen)) == ([], [])
     assert time.process_time() - begun < 2.0

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dtctl.doctor.examine import Examination
 from dtctl.doctor.findings import Finding
-from dtctl.doctor.observe import Seen, good_ways
+from dtctl.doctor.node_report import NodeReport, good_ways
 from dtctl.doctor.tables import link_table, links_of, node_table, pair_table
 from dtctl.errors import ConnectError
 
 OK = tuple(Finding(check=check, status="ok") for check in ("reach", "disk", "torch", "gpus", "mtu"))
 
 
-def nodes() -> tuple[Seen, ...]:
-    a, b = Seen(name="a", address="10.0.0.1"), Seen(name="b", address="10.0.0.2")
+def nodes() -> tuple[NodeReport, ...]:
+    a, b = NodeReport(name="a", address="10.0.0.1"), NodeReport(name="b", address="10.0.0.2")
     a.answers = [{"node": "b", "kind": "data-0", "result": "ok"}, {"node": "b", "kind": "data-1", "result": "dropped"}]
     b.answers = [{"node": "a", "kind": "data-0", "result": "ok"}]
     b.measured = {

@@ -1,0 +1,93 @@
+"""How people see the answers of the doctor: findings about a cluster, diagnoses of logs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dtctl.cli import output
+from dtctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from dtctl.doctor.examine import Examination
+    from dtctl.doctor.explain.diagnose import Diagnosis
+    from dtctl.doctor.findings import Finding
+
+
+def show_examination(done: Examination, took_s: float) -> None:
+    """Tables of nodes and of pairs, then the findings, the primary one first."""
+    from dtctl.doctor.tables import link_table, node_table, pair_table
+
+    header, rows = node_table(done)
+    output.table(rows, header=header)
+    matrix = pair_table(done)
+    if matrix is not None:
+        output.out("")
+        output.table(matrix[1], header=matrix[0])
+    speeds = link_table(done)
+    if speeds is not None:
+        output.out("")
+        output.table(speeds[1], header=speeds[0])
+    show_findings(done.findings)
+    nodes = "1 node" if len(done.seen) == 1 else f"{len(done.seen)} nodes"
+    verdict = "can train, by what was examined" if done.ok else "cannot train as they are"
+    output.out(f"\n{nodes} {verdict}; {took_s:.1f} s", "green" if done.ok else "red", "bold")
+    output.out(f"not examined: {'; '.join(done.not_examined)}", "dim")
+
+
+def show_findings(findings: Sequence[Finding]) -> None:
+    """What is wrong, the primary cause first, each with its fix and its evidence."""
+    for finding in findings:
+        if finding.status not in ("fail", "warn"):
+            continue
+        label = "primary cause" if finding.primary and finding.status == "fail" else finding.status
+        follows = f" (follows from {finding.follows})" if finding.follows else ""
+        output.out(f"\n{label}: {finding.check}: {finding.summary}{follows}", "bold")
+        output.out(f"  fix: {finding.fix}")
+        for line in finding.evidence:
+            output.out(f"  | {line}")
+
+
+def show_diagnoses(found: Sequence[Diagnosis]) -> None:
+    """The primary cause with its evidence, then what follows from it, a line each."""
+    from dtctl.doctor.explain.lines import shown
+
+    first = found[0]
+    output.out(f"cause: {first.cause}{_who(first)}", "bold")
+    if first.confidence in ("low", "medium", "ambiguous"):
+        output.out(f"  confidence: {first.confidence}")
+    output.out(f"  fix: {first.fix}")
+    for evidence in first.evidence:
+        output.out(f"  | {shown(evidence.file)}:{evidence.line}: {evidence.text}")
+    if first.source:
+        output.out(f"  see {first.source}")
+    if len(found) > 1:
+        follow = first.id != "unknown" and not any(one.survived for one in found[1:])
+        output.out("also found, probably because of that:" if follow else "also found:")
+    for diagnosis in found[1:]:
+        output.out(f"  {diagnosis.id}: {diagnosis.cause}{_who(diagnosis)}")
+
+
+def show_cause(logs: Path) -> None:
+    """Tell the cause of a failed run, if its logs have one; for the end of `dtctl launch`."""
+    from dtctl.doctor.explain.diagnose import explain
+
+    try:
+        first = explain([logs])[0]
+    except UsageError:  # nothing was printed, so nothing can be said
+        return
+    # A plain exception was shown already, and a mere consequence would only distract from what was.
+    if first.id in ("unknown", "exception") or first.confidence == "low":
+        return
+    output.err(f"cause: {first.cause}{_who(first)}", "bold")
+    output.err(f"  fix: {first.fix}")
+
+
+def _who(diagnosis: Diagnosis) -> str:
+    """` (rank 3 on node2)`; empty when nobody in particular is meant."""
+    ranks = ", ".join(str(rank) for rank in diagnosis.ranks)
+    named = f"rank{'s' if len(diagnosis.ranks) > 1 else ''} {ranks}" if ranks else ""
+    nodes = ", ".join(diagnosis.nodes)
+    told = f"{named} on {nodes}" if named and nodes else named or nodes
+    return f" ({told})" if told else ""
