@@ -62,7 +62,8 @@ def measure_and_show(spec: Spec, asked: Asked, *, plot: Path | None, json_lines:
     from dtctl.bench.job import measure
     from dtctl.bench.picture import draw
     from dtctl.cli.doctor_view import show_cause
-    from dtctl.cli.launching import caught_signals, show_end
+    from dtctl.cli.launch_end import show_end
+    from dtctl.cli.process import caught_signals
     from dtctl.errors import WorkerFailed
 
     if not json_lines:

@@ -10,10 +10,10 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from dtctl import names
 from dtctl.cli import output
-from dtctl.cli.launch_view import LaunchView
-from dtctl.cli.launching import Options, caught_signals, finish, note_end, process_start, show_left_out
+from dtctl.cli.launch_end import finish, note_end
+from dtctl.cli.launch_view import LaunchView, show_left_out
+from dtctl.cli.process import caught_signals, process_start
 from dtctl.errors import ConnectError, DtctlError, Interrupted, LaunchError
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ CANCEL_LIMIT_S = 120.0
 """Slurm gives workers KillWait (30 s unless configured) between SIGTERM and SIGKILL."""
 
 
-def launch_job(options: Options, spec: Spec, run: str) -> int:
-    """Submit the job, follow it to its end, and report; the exit code."""
+def launch_job(spec: Spec, run: str, *, spec_name: str, detach: bool, json_lines: bool) -> int:
+    """Submit the job, follow it to its end unless it is detached, and report; the exit code."""
     from dtctl.launch.assemble import CodePush
     from dtctl.launch.cluster import cluster_of
     from dtctl.launch.first_plan import first_plan
@@ -55,16 +55,16 @@ def launch_job(options: Options, spec: Spec, run: str) -> int:
         pid_started=start_ticks(os.getpid()),
         boot=boot_id(),
         started=time.time() - (time.monotonic() - process_start()),
-        spec=str(options.spec or names.SPEC_FILE) if options.nodes is None else "",
+        spec=spec_name,
         command=sys.argv,
-        detached=options.detach,
+        detached=detach,
         slurm=True,
     )
     with closing(site_of(spec)) as site:
         record = RunRecord.create(spec.base_dir, info)
         record.write_spec(dump_spec(spec))
         record.write_plan(plan)
-        emit = _emitter(record, LaunchView(json_lines=options.json_lines), json_lines=options.json_lines)
+        emit = _emitter(record, LaunchView(json_lines=json_lines), json_lines=json_lines)
         emit("plan", run=run, kind=plan.kind, world_size=plan.world_size, nodes=[])
         output.err(f"run {run}: {len(plan.nodes)} nodes, {plan.world_size} workers ({plan.kind} over slurm)", "bold")
         with record.held(), caught_signals() as signals:
@@ -74,7 +74,7 @@ def launch_job(options: Options, spec: Spec, run: str) -> int:
                 emit("done", **_not_started(run, exc))
                 raise
             emit("submitted", site=site.name, **asdict(ref))
-            if not options.detach:
+            if not detach:
                 return _follow(record, site, emit, signals)
     output.out(run)
     output.err("it goes on without you: `dtctl status`, `dtctl logs -f`, `dtctl stop`")

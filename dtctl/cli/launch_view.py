@@ -17,6 +17,7 @@ from dtctl.printable import printable
 if TYPE_CHECKING:
     from rich.live import Live
 
+    from dtctl.launch.tree import Tree
     from dtctl.plan.model import Plan
 
 STATES = {
@@ -33,6 +34,14 @@ STATES = {
     "lost": "lost",
     "failed": "failed",
 }
+
+
+def show_left_out(tree: Tree) -> None:
+    """Name the files that are not pushed although nobody has excluded them."""
+    for kind, paths in (("looks like a secret", tree.withheld), ("cannot be pushed", tree.skipped)):
+        if paths:
+            more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
+            output.err(f"not pushed, {kind}: {', '.join(paths[:5])}{more}", "yellow")
 
 
 def waits(facts: dict[str, Any]) -> str:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtctl import names
 from dtctl.cli import output
-from dtctl.cli.launch_view import LaunchView
+from dtctl.cli.launch_end import end_facts, finish
+from dtctl.cli.launch_view import LaunchView, show_left_out
+from dtctl.cli.process import caught_signals, process_start
 from dtctl.errors import DtctlError, Interrupted, LaunchError, UsageError
 
 if TYPE_CHECKING:
-    from dtctl.launch.job import Result
-    from dtctl.launch.record import RunRecord
-    from dtctl.launch.tree import Tree
     from dtctl.plan.model import Plan
     from dtctl.spec.model import Spec
 
@@ -44,6 +41,11 @@ class Options:
     """The run whose snapshots are gone on from."""
     yes: bool = False
     """Whether what the spec reaches beyond its folder is agreed to."""
+
+    @property
+    def spec_name(self) -> str:
+        """Path of the spec as it was given; empty for a job without one."""
+        return str(self.spec or names.SPEC_FILE) if self.nodes is None else ""
 
 
 def spec_of(options: Options) -> Spec:
@@ -173,7 +175,7 @@ def real_launch(options: Options) -> int:
     if slurm:
         from dtctl.cli.launch_slurm import launch_job
 
-        return launch_job(options, spec, run)
+        return launch_job(spec, run, spec_name=options.spec_name, detach=options.detach, json_lines=options.json_lines)
     if background is None:
         from dtctl.cli.first_look import look_first
 
@@ -201,7 +203,7 @@ def real_launch(options: Options) -> int:
         pid_started=start_ticks(os.getpid()),
         boot=boot_id(),
         started=time.time(),
-        spec=str(options.spec or names.SPEC_FILE) if options.nodes is None else "",
+        spec=options.spec_name,
         command=sys.argv,
         detached=options.detach,
         snapshots=dict(snapshots),
@@ -237,7 +239,7 @@ def real_launch(options: Options) -> int:
             code_of_end = 128 + number if number else exc.exit_code
             counts = list(left.values())
             left_behind = None if None in counts else sum(count or 0 for count in counts)
-            told = _done(
+            told = end_facts(
                 run, "stopped" if number else "failed", code_of_end, attempts=attempts, left_behind=left_behind,
                 error=str(exc),
             )  # fmt: skip
@@ -263,14 +265,6 @@ def _continued(spec: Spec, earlier: str) -> tuple[Spec, Mapping[str, str]]:
     return continuation.continued(spec, record)
 
 
-def show_left_out(tree: Tree) -> None:
-    """Name the files that are not pushed although nobody has excluded them."""
-    for kind, paths in (("looks like a secret", tree.withheld), ("cannot be pushed", tree.skipped)):
-        if paths:
-            more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
-            output.err(f"not pushed, {kind}: {', '.join(paths[:5])}{more}", "yellow")
-
-
 def background_launch(options: Options, spec: Spec, run: str) -> int:
     """Leave a launcher of its own behind, and return when it says that the job runs."""
     from dtctl.launch.background import launch_in_background
@@ -292,135 +286,3 @@ def background_launch(options: Options, spec: Spec, run: str) -> int:
         output.out(run)
         output.err("it goes on without you: `dtctl status`, `dtctl logs -f`, `dtctl stop`")
     return exit_code
-
-
-def _done(run: str, status: str, exit_code: int, **more: Any) -> dict[str, Any]:
-    fields = {
-        "run": run,
-        "status": status,
-        "exit_code": exit_code,
-        "attempts": 0,
-        "first_failure": None,
-        "launch_s": None,
-        "duration_s": None,
-        "left_behind": 0,
-    }
-    return {**fields, **more}
-
-
-def finish(result: Result, emit: Any, record: RunRecord) -> int:
-    """Tell how the run ended, and why if its logs say so; the exit code."""
-    note_end(result, emit)
-    show_end(result)
-    if record.lost_events:
-        output.err(
-            f"{record.lost_events} events of the run could not be written into {record.folder}: what `dtctl status`, "
-            "`runs` and `report` say of it lacks them",
-            "red",
-        )
-    if result.exit_code == names.REQUEUE_EXIT:
-        _show_continuation(record)
-    logs = record.folder / names.LOGS_DIR
-    if result.status == "failed":
-        from dtctl.cli.doctor_view import show_cause
-
-        show_cause(logs)
-    return result.exit_code
-
-
-def _show_continuation(record: RunRecord) -> None:
-    """What goes on where a run was stopped."""
-    from dtctl.launch.continuation import command, told_folder
-
-    folder = told_folder(record)
-    if folder is not None:
-        output.err(f"the next `dtctl launch` goes on from the newest good snapshot in {folder}, if there is one")
-    else:
-        output.err(f"to go on from its newest good snapshot: {command(record.run)}  (without --resume it begins anew)")
-
-
-def note_end(result: Result, emit: Any) -> None:
-    """The last event of a run."""
-    failure = result.first_failure
-    told = None
-    if failure is not None:
-        told = {
-            "node": failure.node,
-            "rank": failure.rank,
-            "exit_code": failure.exit_code,
-            "signal": failure.signal,
-            "log": failure.log,
-            "summary": failure.summary,
-        }
-    emit(
-        "done",
-        **_done(
-            result.run,
-            result.status,
-            result.exit_code,
-            attempts=result.attempts,
-            first_failure=told,
-            launch_s=round(result.launch_s, 3) if result.launch_s is not None else None,
-            duration_s=round(result.duration_s, 3),
-            left_behind=result.left_behind,
-            goodput=result.goodput,
-            **({"lost_output": dict(result.lost_output)} if result.lost_output else {}),
-        ),
-    )
-
-
-def show_end(result: Result) -> None:
-    """The last lines for people: how it ended, whose fault it was, and that nothing is left."""
-    from dtctl.launch.failure import describe
-
-    failure = result.first_failure
-    if failure is not None:
-        who = f"rank {failure.rank} on {failure.node}" if failure.rank is not None else f"node {failure.node}"
-        output.err(f"first failure: {who} {describe(failure)}", "red", "bold")
-        for line in failure.tail:
-            output.err(f"  | {line}")
-        if failure.exit_code is None and failure.summary:
-            output.err(f"  | {failure.summary}")
-        if failure.log:
-            output.err(f"  log: {failure.log}")
-    colour = {"succeeded": "green", "failed": "red"}.get(result.status, "yellow")
-    attempts = f" in {result.attempts} attempts" if result.attempts > 1 else ""
-    goodput = f", {result.goodput:.0%} of it useful steps" if result.goodput is not None else ""
-    output.err(f"{result.status} after {result.duration_s:.1f} s{attempts}{goodput}", colour, "bold")
-    for node, lost in sorted(result.lost_output.items()):
-        output.err(f"output is lost: {lost:,} bytes of {node}'s could not be stored, there or here", "red", "bold")
-    if result.left_behind is None:
-        output.err("a node could not be asked whether processes are left; `dtctl stop` asks again", "red")
-    else:
-        nodes = "1 node" if result.nodes == 1 else f"{result.nodes} nodes"
-        output.err(f"{result.left_behind} processes left on {nodes}")
-
-
-def process_start() -> float:
-    """When this process began, on the monotonic clock; needed to count the time of the imports."""
-    from dtctl.cli.main import STARTED
-
-    try:
-        with open("/proc/self/stat", "rb") as file:
-            stat = file.read()
-        ticks = int(stat[stat.rindex(b")") + 2 :].split()[19])
-        # The kernel counts from boot, sleep included; the monotonic clock leaves sleep out.
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-        return time.monotonic() - age
-    except (OSError, ValueError, AttributeError):
-        return STARTED
-
-
-@contextmanager
-def caught_signals() -> Iterator[list[int]]:
-    """Signals that ask to stop are written down, for the launcher to act upon between two messages."""
-    received: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, _frame: received.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    }
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

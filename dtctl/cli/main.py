@@ -5,13 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import time
 
-from dtctl.cli import output
+from dtctl.cli import output, process  # noqa: F401 - process notes when it is loaded
 from dtctl.errors import DtctlError, Interrupted
-
-STARTED = time.monotonic()
-"""When this module was loaded, for places where the system does not say when the process began."""
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) -> int:
     """Watch a run that goes on by itself, and restart its workers when they fail, until it is over."""
-    from dtctl.cli.launching import caught_signals, finish
+    from dtctl.cli.launch_end import finish
+    from dtctl.cli.process import caught_signals
     from dtctl.launch.assemble import attempt_of_run, job_of_run
     from dtctl.launch.ledger import Ledger
     from dtctl.launch.record import RunRecord
