@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 from machine import HERE, keep
 
 from dtctl.runtime import Worker
-from dtctl.runtime.snapshot import read, write
+from dtctl.runtime.snapshot import load, read, write
 from dtctl.runtime.snapshot.together import Together
 
 sys.path.insert(0, str(HERE.parent))
@@ -46,7 +46,7 @@ def _load_ours(_: State, folder: Path) -> State:
     good, rejected = read.newest_good(folder)
     if good is None or rejected:
         raise ValueError(f"passed over: {rejected}")
-    loaded: State = read.load(good)["model"]
+    loaded: State = load.load(good)["model"]
     return loaded
 
 

@@ -29,7 +29,7 @@ import torch.distributed.checkpoint as dcp
 from machine import keep, wait_for_quiet
 from torch import nn
 
-from dtctl.runtime.snapshot import optimizer_tree, read
+from dtctl.runtime.snapshot import load, optimizer_tree
 from dtctl.runtime.snapshot.saver import Saver
 
 MIB = 1 << 20
@@ -121,7 +121,7 @@ class Round:
                 tensor.zero_()
 
         def ours() -> None:
-            found = read.newest(self.folder / "dtctl", into=nested)
+            found = load.newest(self.folder / "dtctl", into=nested)
             assert found is not None
 
         def torchs() -> None:

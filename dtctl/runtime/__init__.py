@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from dtctl.runtime.evaluation import evaluate
     from dtctl.runtime.loop import Trainer
     from dtctl.runtime.main import run
+    from dtctl.runtime.process_group import start
     from dtctl.runtime.stop import Outcome
-    from dtctl.runtime.worker import Worker, start
+    from dtctl.runtime.worker import Worker
     from dtctl.train.config import SnapshotConfig, TrainConfig, load
     from dtctl.train.settings import build
 
@@ -47,7 +48,7 @@ _HOME = {
     "evaluate": "dtctl.runtime.evaluation",
     "load": "dtctl.train.config",
     "run": "dtctl.runtime.main",
-    "start": "dtctl.runtime.worker",
+    "start": "dtctl.runtime.process_group",
 }
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from dtctl.errors import DtctlError
 from dtctl.runtime.console import complain
+from dtctl.runtime.process_group import record_failure, start
 from dtctl.runtime.stop import Outcome
-from dtctl.runtime.worker import Worker, record_failure, start
+from dtctl.runtime.worker import Worker
 from dtctl.train.config import TrainConfig, load
 
 

@@ -12,15 +12,13 @@ import socket
 import struct
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from dtctl import names
 from dtctl.nccl import profiles
 from dtctl.nccl.profiles import Network, Setting
 from dtctl.runtime.console import say
-
-if TYPE_CHECKING:
-    from dtctl.runtime.worker import Worker
+from dtctl.runtime.worker import Worker
 
 FLIGHT: Final = "flight"
 """Folder in that of the run for the last collectives of each worker, if one fails."""

@@ -12,9 +12,16 @@ import torch
 import torch.distributed as dist
 
 from dtctl.runtime.snapshot.state import raw
-from dtctl.runtime.worker import Worker, seed_all
+from dtctl.runtime.worker import Worker
 
 State = dict[str, torch.Tensor]
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators (those of all GPUs too)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def capture(device: torch.device) -> State:

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from dtctl.runtime import TensorData, TrainConfig, Trainer, Worker, build
+from dtctl.runtime.randomness import seed_all
 from dtctl.runtime.snapshot import commands, layout
-from dtctl.runtime.worker import identify, seed_all
+from dtctl.runtime.worker import identify
 from tests.damage import hurt
 from tests.unit.runtime.snapshot.gang import gang
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtctl.runtime.snapshot import layout, read, state
+from dtctl.runtime.snapshot import layout, load, read, state
 from tests import forked
 from tests.integration.equality_worker import Case, written
 
@@ -183,7 +183,7 @@ def single(case: Case) -> Case:
 
 def parts(folder: Path) -> dict[str, Any]:
     ((_, newest), *_) = layout.listing(folder)
-    return read.load(read.verify(newest))
+    return load.load(read.verify(newest))
 
 
 def digest(folder: Path) -> str:

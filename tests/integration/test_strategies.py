@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.runtime.snapshot import layout, read, state
+from dtctl.runtime.snapshot import layout, load, read, state
 from tests import forked
 from tests.integration.test_runtime_training import rows
 
@@ -85,7 +85,7 @@ def launch(folder: Path, workers: int, *settings: str, **environment: str) -> fo
 
 def digest(folder: Path) -> str:
     ((_, newest), *_) = layout.listing(folder / "snapshots")
-    parts = read.load(read.verify(newest))
+    parts = load.load(read.verify(newest))
     return state.digest(parts["model"], parts["optimizer"])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtctl.runtime.snapshot import layout, read
+from dtctl.runtime.snapshot import layout, load, read
 from tests import forked
 from tests.integration.unused_worker import Case, written
 
@@ -92,7 +92,7 @@ def apart(one: torch.Tensor, two: torch.Tensor) -> float:
 
 def optimizer_state(folder: Path) -> dict[str, torch.Tensor]:
     ((_, newest), *_) = layout.listing(folder / "snapshots")
-    tree = read.load(read.verify(newest))["optimizer"]["state"]
+    tree = load.load(read.verify(newest))["optimizer"]["state"]
     return {f"{name}.{key}": value for name, values in tree.items() for key, value in values.items()}
 
 

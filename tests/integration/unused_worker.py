@@ -21,8 +21,8 @@ from torch import nn
 from dtctl import names
 from dtctl.errors import DtctlError
 from dtctl.runtime import TensorData, Trainer, Worker, load, start
+from dtctl.runtime.randomness import seed_all
 from dtctl.runtime.strategies import unused
-from dtctl.runtime.worker import seed_all
 
 WIDTH, SAMPLES, EXPERTS = 8, 48, 4
 

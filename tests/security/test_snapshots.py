@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from dtctl.runtime.snapshot import commands, headers, layout, read, write
+from dtctl.runtime.snapshot import commands, headers, layout, load, read, write
 
 Change = Callable[[dict[str, Any]], Any]
 
@@ -111,11 +111,11 @@ def falls_back(folder: Path) -> None:
     for verb in (commands.show, commands.digest):
         answer = verb(folder)
         assert (answer["step"], len(answer["rejected"])) == (5, 1)
-    loaded = read.newest(folder)
+    loaded = load.newest(folder)
     assert loaded is not None
     assert loaded.step == 5
     into = {"model": {"w": torch.zeros(4)}}
-    filled = read.newest(folder, into=into)
+    filled = load.newest(folder, into=into)
     assert filled is not None
     assert filled.step == 5
     assert into["model"]["w"].tolist() == [5.0] * 4

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtctl.runtime.randomness import load_random_state, random_state
-    from dtctl.runtime.snapshot.read import newest
+    from dtctl.runtime.snapshot.load import newest
     from dtctl.runtime.snapshot.saver import Saver
     from dtctl.runtime.snapshot.state import load_optimizer, optimizer_tree
 
@@ -34,7 +34,7 @@ _HOME = {
     "Saver": "snapshot.saver",
     "load_optimizer": "snapshot.state",
     "load_random_state": "randomness",
-    "newest": "snapshot.read",
+    "newest": "snapshot.load",
     "optimizer_tree": "snapshot.state",
     "random_state": "randomness",
 }

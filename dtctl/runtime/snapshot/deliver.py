@@ -12,10 +12,9 @@ from dtctl.runtime.snapshot import assembly, headers
 from dtctl.runtime.snapshot.assembly import Box, Leaf
 from dtctl.runtime.snapshot.choose import Chosen
 from dtctl.runtime.snapshot.packing import DTYPES
-from dtctl.runtime.snapshot.pieces import box_of
+from dtctl.runtime.snapshot.pieces import box_of, sharded_like
 from dtctl.runtime.snapshot.share import gathered_json
 from dtctl.runtime.snapshot.state import raw
-from dtctl.runtime.snapshot.whole import sharded_like
 from dtctl.runtime.worker import Worker
 
 UNDER_WAY_BYTES: Final = 1 << 28

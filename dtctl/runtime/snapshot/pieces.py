@@ -57,6 +57,32 @@ def box_of(tensor: torch.Tensor) -> assembly.Box:
     return tuple(offset), tuple(shape)
 
 
+def like(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """This worker's part of a whole tensor, if `tensor` is sharded, as a DTensor like it; else the whole tensor.
+
+    A tensor of another shape is left whole: who loads it will say so. One that is sharded already is left as it is.
+    """
+    if hasattr(whole, "device_mesh") or not hasattr(tensor, "device_mesh") or tensor.shape != whole.shape:
+        return whole
+    offset, shape = box_of(tensor)
+    return sharded_like(tensor, whole[tuple(slice(i, i + size) for i, size in zip(offset, shape, strict=True))])
+
+
+def sharded_like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """A DTensor that is sharded as `tensor` is, of this worker's part."""
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(tensor, DTensor)  # noqa: S101  # for the type checker
+    return DTensor.from_local(
+        part.to(tensor.to_local().device).contiguous(),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
 class Division:
     """Who writes what: each piece once, and about as much on every worker that has something.
 

@@ -1,8 +1,8 @@
-"""Reading snapshots: nothing is believed before its digest was found right; a bad one gives way to the one before."""
+"""Verifying snapshots, without torch: nothing is used before its digest was found right; a bad one is passed over."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot import assembly, headers, layout
-from dtctl.runtime.snapshot.place import Place, place
+from dtctl.runtime.snapshot.place import Place
 
 Contents = MutableMapping[str, memoryview]
 """File name -> its bytes."""
@@ -180,44 +180,6 @@ def newest_good(folder: Place, contents: Contents | None = None) -> tuple[Verdic
     return None, rejected
 
 
-def load(verdict: Verdict) -> dict[str, Any]:
-    """The parts of a snapshot that verified, on the CPU; digests are compared once more, with the bytes that are used.
-
-    Raises:
-        SnapshotError: it did not verify, or changed since.
-    """
-    contents: dict[str, memoryview] = {}
-    again = verify(verdict.path, contents) if verdict.status == "ok" else verdict
-    if again.manifest is None:
-        raise SnapshotError(f"the snapshot is {again.status}: {'; '.join(again.bad)}", where=str(verdict.path))
-    return parts(contents, again.manifest)
-
-
-def parts(contents: Contents, manifest: layout.Manifest) -> dict[str, Any]:
-    """The parts in the contents of a snapshot's files; tensors are views of them, where they are in one piece.
-
-    Raises:
-        SnapshotError: a tensor is not all there.
-    """
-    # Who verifies snapshots need not have torch.
-    import torch
-
-    from dtctl.runtime.snapshot import packing
-
-    trees, data = opened(contents, manifest)
-    found = {}
-    for part, tree in trees.items():
-        tensors = {}
-        for leaf in assembly.leaves(tree):
-            pieces = list(assembly.content(leaf, data))
-            whole = pieces[0] if len(pieces) == 1 else memoryview(bytearray().join(pieces))
-            shape, dtype = leaf.shape, packing.DTYPES[leaf.dtype]
-            flat = torch.frombuffer(whole, dtype=dtype) if len(whole) else torch.empty(0, dtype=dtype)
-            tensors[leaf.path] = flat.view(shape)
-        found[part] = assembly.replaced(tree, tensors)
-    return found
-
-
 def opened(contents: Contents, manifest: layout.Manifest) -> tuple[dict[str, Any], dict[str, memoryview]]:
     """Parts as trees of `assembly.Leaf`, and the data of each file.
 
@@ -227,40 +189,3 @@ def opened(contents: Contents, manifest: layout.Manifest) -> tuple[dict[str, Any
     headed = {name: headers.parse(contents[name]) for name in manifest.files}
     trees = assembly.assembled((manifest.part_of(name), name, header) for name, header in headed.items())
     return trees, {name: contents[name][header.size_bytes :] for name, header in headed.items()}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """The newest good snapshot of a folder."""
-
-    step: int
-    facts: Mapping[str, Any]
-    """As they were given to `save`."""
-    parts: Mapping[str, Any]
-    """As they were given to `save`, on the CPU; tuples are lists."""
-    rejected: tuple[str, ...]
-    """Newer ones that were passed over, each with the reason."""
-
-
-def newest(folder: str | Place, *, into: Mapping[str, Any] | None = None) -> Loaded | None:
-    """The newest snapshot that verifies, loaded; None if there is none.
-
-    Args:
-        folder: of all snapshots, or its URL.
-        into: tensors to be filled, by part and name, such as `{"model": model.state_dict()}`: the fastest way to load.
-            Those that fit are then part of what is returned; others are made as ever.
-
-    Raises:
-        SnapshotError: as `verify`; or there are snapshots, none is right, and what was to be filled is spoilt.
-    """
-    folder = place(folder)
-    if into is not None:
-        from dtctl.runtime.snapshot.filling import newest_into
-
-        return newest_into(folder, into)
-    contents: dict[str, memoryview] = {}
-    found, rejected = newest_good(folder, contents)
-    if found is None or found.manifest is None:
-        return None
-    reasons = tuple(f"{bad.path.name} is {bad.status}: {'; '.join(bad.bad)}" for bad in rejected)
-    return Loaded(step=found.step, facts=found.manifest.facts, parts=parts(contents, found.manifest), rejected=reasons)

@@ -296,7 +296,7 @@ def _cut(tensor: torch.Tensor, value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or not hasattr(tensor, "device_mesh"):
         return value
     # Who reads snapshots without training should not wait for this import.
-    from dtctl.runtime.snapshot.whole import like
+    from dtctl.runtime.snapshot.pieces import like
 
     return like(tensor, value)
 

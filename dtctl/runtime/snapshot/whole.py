@@ -1,4 +1,4 @@
-"""State that is spread over workers, made whole on rank 0; and whole state, cut to what a worker has.
+"""State that is spread over workers, made whole on rank 0.
 
 So that a snapshot is the same file whatever the strategy, and can be resumed with any other.
 """
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from dtctl.runtime.snapshot.assembly import one_group_each
-from dtctl.runtime.snapshot.pieces import box_of
 from dtctl.runtime.snapshot.share import filled, gathered_json, receive, send, skeleton
 from dtctl.runtime.snapshot.state import raw
 from dtctl.runtime.worker import Worker
@@ -83,29 +82,3 @@ def _whole(entry: Any) -> Any:
         gone = any(parts[key] is None and value is not None for key, value in entry.items())
         return None if gone else parts
     return entry
-
-
-def like(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """This worker's part of a whole tensor, if `tensor` is sharded, as a DTensor like it; else the whole tensor.
-
-    A tensor of another shape is left whole: who loads it will say so. One that is sharded already is left as it is.
-    """
-    if hasattr(whole, "device_mesh") or not hasattr(tensor, "device_mesh") or tensor.shape != whole.shape:
-        return whole
-    offset, shape = box_of(tensor)
-    return sharded_like(tensor, whole[tuple(slice(i, i + size) for i, size in zip(offset, shape, strict=True))])
-
-
-def sharded_like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """A DTensor that is sharded as `tensor` is, of this worker's part."""
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(tensor, DTensor)  # noqa: S101  # for the type checker
-    return DTensor.from_local(
-        part.to(tensor.to_local().device).contiguous(),
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )

@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 from dtctl import names
 from dtctl.errors import PlanError
-from dtctl.runtime.worker import ERROR_FILE, identify, seed_all, start
+from dtctl.runtime.process_group import ERROR_FILE, start
+from dtctl.runtime.randomness import seed_all
+from dtctl.runtime.worker import identify
 
 TORCHRUN = {
     names.RANK: "3",

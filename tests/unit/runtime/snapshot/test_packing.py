@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtctl.runtime.snapshot import headers, layout, packing, read
+from dtctl.runtime.snapshot import headers, layout, load, packing
 from dtctl.runtime.snapshot.staging import Staging
 
 
@@ -22,7 +22,7 @@ def there_and_back(part: Any) -> Any:
 def unpacked(text: bytes) -> Any:
     entry = layout.FileEntry(size_bytes=len(text), digest="")
     manifest = layout.Manifest(step=1, hash="blake3", facts={}, files={"part.safetensors": entry})
-    return read.parts({"part.safetensors": memoryview(bytearray(text))}, manifest)["part"]
+    return load.parts({"part.safetensors": memoryview(bytearray(text))}, manifest)["part"]
 
 
 @pytest.mark.parametrize("dtype", packing.DTYPES.values(), ids=str)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dtctl.errors import SnapshotError
-from dtctl.runtime.snapshot import layout, read, write
+from dtctl.runtime.snapshot import layout, load, read, write
 
 
 def parts(step: int) -> dict[str, object]:
@@ -31,7 +31,7 @@ def test_the_newest_is_taken(folder: Path) -> None:
     assert good.manifest is not None
     assert (good.step, good.status, rejected) == (20, "ok", [])
     assert good.manifest.facts == {"position": 160}
-    loaded = read.load(good)
+    loaded = load.load(good)
     assert loaded.keys() == {"model", "random"}
     assert torch.equal(loaded["model"]["weight"], torch.full((40, 30), 20.0))
 
@@ -92,7 +92,7 @@ def test_nothing_unverified_is_loaded(folder: Path) -> None:
     path = layout.folder_of(folder, 20)
     (path / layout.COMMIT).unlink()
     with pytest.raises(SnapshotError, match="incomplete: COMMIT is missing"):
-        read.load(read.verify(path))
+        load.load(read.verify(path))
     with pytest.raises(SnapshotError, match="no snapshot here"):
         read.verify(folder / "elsewhere")
 
@@ -112,7 +112,7 @@ def test_bytes_that_were_verified_are_the_bytes_that_are_used(folder: Path) -> N
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(SnapshotError, match="corrupt"):
-        read.load(good)
+        load.load(good)
 
 
 def test_sha256_where_blake3_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,14 +128,14 @@ def test_sha256_where_blake3_is_missing(folder: Path, monkeypatch: pytest.Monkey
 
 def test_tensors_that_are_there_are_filled_and_others_made(folder: Path) -> None:
     weight, other = torch.zeros(40, 30), torch.zeros(99)
-    found = read.newest(folder, into={"model": {"weight": weight}, "random": {"torch": other}})
+    found = load.newest(folder, into={"model": {"weight": weight}, "random": {"torch": other}})
     assert found is not None
     assert (found.step, found.facts["position"], found.rejected) == (20, 160, ())
     assert found.parts["model"]["weight"].data_ptr() == weight.data_ptr()
     assert torch.equal(weight, torch.full((40, 30), 20.0))
     assert torch.equal(found.parts["random"]["torch"], torch.arange(100))
     assert not other.any(), "another shape is left alone"
-    assert read.newest(folder / "nowhere", into={}) is None
+    assert load.newest(folder / "nowhere", into={}) is None
 
 
 def test_filling_notices_every_flip_cut_and_loss(folder: Path) -> None:
@@ -152,11 +152,11 @@ def test_filling_notices_every_flip_cut_and_loss(folder: Path) -> None:
         else:
             hurt[place] ^= 1 << source.randrange(8)
         path.write_bytes(hurt)
-        found = read.newest(folder, into={"model": {"weight": weight}})
+        found = load.newest(folder, into={"model": {"weight": weight}})
         assert found is not None
         assert (found.step, len(found.rejected)) == (10, 1)
         assert torch.equal(weight, torch.full((40, 30), 10.0))
     path.unlink()
     shutil.rmtree(layout.folder_of(folder, 10))
     with pytest.raises(SnapshotError, match="no snapshot is right: step-00000020 is incomplete"):
-        read.newest(folder, into={"model": {"weight": weight}})
+        load.newest(folder, into={"model": {"weight": weight}})

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dtctl.errors import DtctlError, SnapshotError
-from dtctl.runtime.snapshot import layout, read, saver
+from dtctl.runtime.snapshot import layout, load, read, saver
 
 
 class SlowDisk:
@@ -56,7 +56,7 @@ def test_what_is_written_is_the_state_at_the_time_of_the_save(tmp_path: Path, sl
     found.finish()
     good, _ = read.newest_good(tmp_path)
     assert good is not None
-    model = read.load(good)["model"]
+    model = load.load(good)["model"]
     assert model["weight"].tolist() == [0.0] * 1000
     assert model["settings"] == {"lr": 0.1, "betas": [0.9, 0.95]}
 
@@ -81,7 +81,7 @@ def test_else_it_waits_and_memory_does_not_grow(tmp_path: Path) -> None:
     found.finish()
     assert steps(tmp_path) == [5, 4, 3, 2, 1]
     for step, path in layout.listing(tmp_path):
-        assert read.load(read.verify(path))["model"]["weight"][0] == step
+        assert load.load(read.verify(path))["model"]["weight"][0] == step
 
 
 def test_a_failed_save_is_told_at_once_and_ends_training_only_when_it_was_not_the_first(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from dtctl.errors import SnapshotError
 from dtctl.runtime import Worker
-from dtctl.runtime.snapshot import commands, layout, read, write
+from dtctl.runtime.snapshot import commands, layout, load, write
 from dtctl.runtime.snapshot.assembly import Leaf
 from dtctl.runtime.snapshot.choose import choose
 from dtctl.runtime.snapshot.deliver import deliver
@@ -108,11 +108,11 @@ def test_each_writes_its_pieces_and_each_gets_what_it_needs(tmp_path: Path) -> N
         answers = gang(count, tmp_path, loading(tmp_path, shared=True), per_node=count)
         check(answers[:COUNT], 2)
         assert [answer["rejected"] for answer in answers] == [[]] * count
-    found = read.newest(tmp_path / "all")
+    found = load.newest(tmp_path / "all")
     assert found is not None
     assert torch.equal(found.parts["model"]["weight"], torch.arange(70.0).view(7, 10) + 2)
     same = torch.zeros(5)
-    filled = read.newest(tmp_path / "all", into={"model": {"weight": torch.zeros(7, 10), "same": same}})
+    filled = load.newest(tmp_path / "all", into={"model": {"weight": torch.zeros(7, 10), "same": same}})
     assert filled is not None
     assert torch.equal(filled.parts["model"]["weight"], found.parts["model"]["weight"])
     assert same.tolist() == [2.0] * 5
@@ -213,7 +213,7 @@ def test_buffers_are_those_of_the_first_that_has_them(tmp_path: Path) -> None:
             saver.save(1, {"model": model.state_dict()}, facts={})
 
     gang(4, tmp_path, action, per_node=4)
-    found = read.newest(tmp_path / "all")
+    found = load.newest(tmp_path / "all")
     assert found is not None
     means = {name: value.tolist() for name, value in found.parts["model"].items() if "mean" in name}
     assert means == {"all.running_mean": [0, 0, 0], "0.running_mean": [0, 0], "1.running_mean": [2, 2]}
@@ -233,7 +233,7 @@ def test_what_nobody_would_write_is_found_in_any_mesh(tmp_path: Path) -> None:
             saver.save(1, {"model": model}, facts={})
 
     gang(4, tmp_path, action, per_node=4)
-    found = read.newest(tmp_path / "all")
+    found = load.newest(tmp_path / "all")
     assert found is not None
     names = {f"block{half}.{index}" for half in range(2) for index in range(5)} | {"tied"}
     assert found.parts["model"].keys() == names

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from dtctl.errors import SnapshotError
 from dtctl.runtime import Worker
 from dtctl.runtime.snapshot import state
-from dtctl.runtime.snapshot.whole import gathered, gathered_optimizer, like
+from dtctl.runtime.snapshot.pieces import like
+from dtctl.runtime.snapshot.whole import gathered, gathered_optimizer
 
 
 @pytest.fixture

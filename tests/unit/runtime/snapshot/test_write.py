@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dtctl.errors import SnapshotError
-from dtctl.runtime.snapshot import layout, read, write
+from dtctl.runtime.snapshot import layout, load, read, write
 
 PARTS = {"model": {"weight": torch.zeros(100)}}
 
@@ -30,7 +30,7 @@ def test_the_same_step_again_replaces(tmp_path: Path) -> None:
     write.save(tmp_path, 7, {"model": {"weight": torch.ones(3)}}, facts={}, keep=2)
     good, _ = read.newest_good(tmp_path)
     assert good is not None
-    assert read.load(good)["model"]["weight"].tolist() == [1, 1, 1]
+    assert load.load(good)["model"]["weight"].tolist() == [1, 1, 1]
     assert names(tmp_path) == ["step-00000007"]
 
 

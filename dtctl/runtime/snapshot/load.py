@@ -1,13 +1,15 @@
-"""Reading straight into tensors that are there: each byte is read once, and hashed while it is in the cache.
+"""Loading snapshots that are right into new tensors, or straight into tensors that are there.
 
-What a tensor held is gone before its snapshot was found right; where that is not, older ones are read over it, and if
-none is, there is nothing to go on with, and that is an error.
+Into tensors that are there each byte is read once, and hashed while it is in the cache. What they held is gone before
+the snapshot was found right; where it is not, older ones are read over it, and if none is, there is nothing to go on
+with, and that is an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,15 +17,83 @@ import torch
 from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot import assembly, headers, layout, read
 from dtctl.runtime.snapshot.packing import DTYPES
-from dtctl.runtime.snapshot.place import Place as Where
+from dtctl.runtime.snapshot.place import Place, place
 from dtctl.runtime.snapshot.state import raw, tensors
 
-Place = tuple[str, int, int]
+Extent = tuple[str, int, int]
 """File, and where in its data a tensor begins and ends."""
 
 
-def newest_into(folder: Where, into: Mapping[str, Any]) -> read.Loaded | None:
-    """As `read.newest`, with tensors of `into` in the place of those with the same path, type and shape.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """The newest good snapshot of a folder."""
+
+    step: int
+    facts: Mapping[str, Any]
+    """As they were given to `save`."""
+    parts: Mapping[str, Any]
+    """As they were given to `save`, on the CPU; tuples are lists."""
+    rejected: tuple[str, ...]
+    """Newer ones that were passed over, each with the reason."""
+
+
+def newest(folder: str | Place, *, into: Mapping[str, Any] | None = None) -> Loaded | None:
+    """The newest snapshot that verifies, loaded; None if there is none.
+
+    Args:
+        folder: of all snapshots, or its URL.
+        into: tensors to be filled, by part and name, such as `{"model": model.state_dict()}`: the fastest way to load.
+            Those that fit are then part of what is returned; others are made as ever.
+
+    Raises:
+        SnapshotError: as `read.verify`; or there are snapshots, none is right, and what was to be filled is spoilt.
+    """
+    folder = place(folder)
+    if into is not None:
+        return _newest_into(folder, into)
+    contents: dict[str, memoryview] = {}
+    found, rejected = read.newest_good(folder, contents)
+    if found is None or found.manifest is None:
+        return None
+    reasons = tuple(f"{bad.path.name} is {bad.status}: {'; '.join(bad.bad)}" for bad in rejected)
+    return Loaded(step=found.step, facts=found.manifest.facts, parts=parts(contents, found.manifest), rejected=reasons)
+
+
+def load(verdict: read.Verdict) -> dict[str, Any]:
+    """The parts of a snapshot that verified, on the CPU; digests are compared once more, with the bytes that are used.
+
+    Raises:
+        SnapshotError: it did not verify, or changed since.
+    """
+    contents: dict[str, memoryview] = {}
+    again = read.verify(verdict.path, contents) if verdict.status == "ok" else verdict
+    if again.manifest is None:
+        raise SnapshotError(f"the snapshot is {again.status}: {'; '.join(again.bad)}", where=str(verdict.path))
+    return parts(contents, again.manifest)
+
+
+def parts(contents: read.Contents, manifest: layout.Manifest) -> dict[str, Any]:
+    """The parts in the contents of a snapshot's files; tensors are views of them, where they are in one piece.
+
+    Raises:
+        SnapshotError: a tensor is not all there.
+    """
+    trees, data = read.opened(contents, manifest)
+    found = {}
+    for part, tree in trees.items():
+        values = {}
+        for leaf in assembly.leaves(tree):
+            pieces = list(assembly.content(leaf, data))
+            whole = pieces[0] if len(pieces) == 1 else memoryview(bytearray().join(pieces))
+            shape, dtype = leaf.shape, DTYPES[leaf.dtype]
+            flat = torch.frombuffer(whole, dtype=dtype) if len(whole) else torch.empty(0, dtype=dtype)
+            values[leaf.path] = flat.view(shape)
+        found[part] = assembly.replaced(tree, values)
+    return found
+
+
+def _newest_into(folder: Place, into: Mapping[str, Any]) -> Loaded | None:
+    """As `newest`, with tensors of `into` in the place of those with the same path, type and shape.
 
     Args:
         folder: of all snapshots.
@@ -39,7 +109,7 @@ def newest_into(folder: Where, into: Mapping[str, Any]) -> read.Loaded | None:
         status, bad = found.status, list(found.bad)
         if found.manifest is not None:
             heads: dict[str, headers.Header] = {}
-            filled: dict[Place, torch.Tensor] = {}
+            filled: dict[Extent, torch.Tensor] = {}
             bad = _faults(path, found.manifest, places, heads, filled)
             if not bad:
                 try:
@@ -47,9 +117,7 @@ def newest_into(folder: Where, into: Mapping[str, Any]) -> read.Loaded | None:
                 except assembly.Misfit as exc:
                     bad = [exc.message]
                 else:
-                    return read.Loaded(
-                        step=found.step, facts=found.manifest.facts, parts=parts, rejected=tuple(rejected)
-                    )
+                    return Loaded(step=found.step, facts=found.manifest.facts, parts=parts, rejected=tuple(rejected))
             status = "incomplete" if all(phrase.endswith("is missing") for phrase in bad) else "corrupt"
         rejected.append(f"{path.name} is {status}: {'; '.join(bad)}")
     if rejected:
@@ -64,11 +132,11 @@ def _can_be_filled(tensor: torch.Tensor) -> bool:
 
 
 def _faults(
-    path: Where,
+    path: Place,
     manifest: layout.Manifest,
     places: Mapping[str, torch.Tensor],
     heads: dict[str, headers.Header],
-    filled: dict[Place, torch.Tensor],
+    filled: dict[Extent, torch.Tensor],
 ) -> list[str]:
     """Read all files side by side, into what is there for them. Returns what is wrong, a phrase a file."""
 
@@ -93,8 +161,8 @@ def _faults(
 
 
 def _fill(
-    path: Where, manifest: layout.Manifest, places: Mapping[str, torch.Tensor]
-) -> tuple[headers.Header, dict[Place, torch.Tensor]]:
+    path: Place, manifest: layout.Manifest, places: Mapping[str, torch.Tensor]
+) -> tuple[headers.Header, dict[Extent, torch.Tensor]]:
     """Read one file.
 
     Raises:
@@ -102,7 +170,7 @@ def _fill(
         OSError: it cannot be read.
     """
     entry, part, state = manifest.files[path.name], manifest.part_of(path.name), layout.hasher(manifest.hash)
-    found: dict[Place, torch.Tensor] = {}
+    found: dict[Extent, torch.Tensor] = {}
     with path.open("rb", buffering=0) as file:
         length = file.read(8)
         beginning = length + file.read(min(entry.size_bytes, int.from_bytes(length, "little")))
@@ -137,7 +205,7 @@ def _pour(file: Any, place: memoryview, state: layout.Hasher) -> None:
 
 
 def _parts(
-    manifest: layout.Manifest, heads: Mapping[str, headers.Header], filled: Mapping[Place, torch.Tensor]
+    manifest: layout.Manifest, heads: Mapping[str, headers.Header], filled: Mapping[Extent, torch.Tensor]
 ) -> dict[str, Any]:
     found = {}
     trees = assembly.assembled((manifest.part_of(name), name, heads[name]) for name in manifest.files)
