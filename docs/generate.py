@@ -33,8 +33,9 @@ def commands() -> str:
     from typer.main import get_command
     from typer.testing import CliRunner
 
-    from dtctl.cli.app import app
+    from dtctl.cli.app import app_of
 
+    app = app_of(())
     runner = CliRunner()
 
     def paths(command: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

@@ -1,6 +1,9 @@
-"""The commands and where they live. Imports typer and the command files, which import nothing heavy at their top."""
+"""The commands and where they live. A command's file is imported when that command, or the help, is asked for."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
 
 import typer
 
@@ -11,15 +14,15 @@ HELP = """Check a cluster, launch PyTorch training on all its nodes, and leave n
 Start with `dtctl init my-project`, then `cd my-project` and `dtctl launch`.
 """
 
-app = typer.Typer(
-    name="dtctl",
-    help=HELP,
-    no_args_is_help=True,
-    add_completion=True,
-    rich_markup_mode=None,  # rich takes longer to import than the help takes to read
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+COMMANDS = (
+    "init", "validate", "launch", "runs", "status", "logs", "watch", "report", "stop", "sbatch", "render", "doctor",
+    "advise", "lint", "bench",
+)  # fmt: skip
+"""In the order of the help; each is the function of that name in dtctl/cli/NAME.py."""
+GROUPS = ("sandbox", "snapshot", "nccl")
+"""Commands with commands of their own: `app` in dtctl/cli/NAME.py."""
+HIDDEN = ("take-up",)
+"""As `COMMANDS`; called by dtctl itself."""
 
 
 def _version(wanted: bool) -> None:
@@ -28,7 +31,6 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _root(
     version: bool = typer.Option(
         False, "--version", "-V", callback=_version, is_eager=True, help="Print the version and exit."
@@ -48,48 +50,24 @@ def split_rest(arguments: list[str]) -> tuple[list[str], list[str] | None]:
     return arguments, None
 
 
-def _register() -> None:
-    from dtctl.cli import (
-        advise,
-        bench,
-        doctor,
-        init,
-        launch,
-        lint,
-        logs,
-        nccl,
-        render,
-        report,
-        runs,
-        sandbox,
-        sbatch,
-        snapshot,
-        status,
-        stop,
-        take_up,
-        validate,
-        watch,
+def app_of(arguments: Sequence[str]) -> typer.Typer:
+    """The command line for these arguments: with the command that they begin with, or with all if that is none."""
+    app = typer.Typer(
+        name="dtctl",
+        help=HELP,
+        no_args_is_help=True,
+        add_completion=True,
+        rich_markup_mode=None,  # rich takes longer to import than the help takes to read
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
-
-    app.command("init")(init.init)
-    app.command("validate")(validate.validate)
-    app.command("launch")(launch.launch)
-    app.command("runs")(runs.runs)
-    app.command("status")(status.status)
-    app.command("logs")(logs.logs)
-    app.command("watch")(watch.watch)
-    app.command("report")(report.report)
-    app.command("stop")(stop.stop)
-    app.command("sbatch")(sbatch.sbatch)
-    app.command("render")(render.render)
-    app.command("doctor")(doctor.doctor)
-    app.command("advise")(advise.advise)
-    app.command("lint")(lint.lint)
-    app.command("bench")(bench.bench)
-    app.command("take-up", hidden=True)(take_up.take_up)
-    app.add_typer(sandbox.app, name="sandbox")
-    app.add_typer(snapshot.app, name="snapshot")
-    app.add_typer(nccl.app, name="nccl")
-
-
-_register()
+    app.callback()(_root)
+    every = (*COMMANDS, *HIDDEN, *GROUPS)
+    for name in arguments[:1] if arguments and arguments[0] in every else every:
+        python_name = name.replace("-", "_")
+        module = import_module(f"dtctl.cli.{python_name}")
+        if name in GROUPS:
+            app.add_typer(module.app, name=name)
+        else:
+            app.command(name, hidden=name in HIDDEN)(getattr(module, python_name))
+    return app

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from dtctl import names
 from dtctl.cli import output
-from dtctl.cli.launch_end import end_facts, finish
-from dtctl.cli.launch_view import LaunchView, show_left_out
 from dtctl.cli.process import caught_signals, process_start
 from dtctl.errors import DtctlError, Interrupted, LaunchError, UsageError
 
@@ -55,10 +53,9 @@ def spec_of(options: Options) -> Spec:
         UsageError: the options contradict each other.
         SpecError: the spec is wrong.
     """
-    from dtctl.spec.load import load_spec
-    from dtctl.spec.quick import spec_from_nodes
-
     if options.nodes is not None:
+        from dtctl.spec.quick import spec_from_nodes
+
         if options.spec is not None:
             raise UsageError("--nodes is for a job without a spec, and a spec is named too", where=str(options.spec))
         if not options.rest:
@@ -68,6 +65,8 @@ def spec_of(options: Options) -> Spec:
         )
     if options.slots is not None:
         raise UsageError("--slots goes with --nodes", hint="with a spec: --set cluster.slots=N")
+    from dtctl.spec.load import load_spec
+
     spec = load_spec(options.spec or Path(names.SPEC_FILE), options.overrides)
     if not options.rest:
         return spec
@@ -183,6 +182,8 @@ def real_launch(options: Options) -> int:
     if options.detach and background is None:
         return background_launch(options, spec, run)
     run = background or run
+    from dtctl.cli.launch_end import end_facts, finish
+    from dtctl.cli.launch_view import LaunchView, show_left_out
     from dtctl.launch.assemble import CodePush, check_program_files, job_of
     from dtctl.launch.cluster import cluster_of
     from dtctl.launch.ledger import Ledger
@@ -267,6 +268,7 @@ def _continued(spec: Spec, earlier: str) -> tuple[Spec, Mapping[str, str]]:
 
 def background_launch(options: Options, spec: Spec, run: str) -> int:
     """Leave a launcher of its own behind, and return when it says that the job runs."""
+    from dtctl.cli.launch_view import LaunchView
     from dtctl.launch.background import launch_in_background
     from dtctl.spec.nodes import resolve_nodes
 

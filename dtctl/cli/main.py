@@ -36,11 +36,11 @@ def run(arguments: list[str]) -> int:
     """Run one command; its exit code."""
     import typer
 
-    from dtctl.cli.app import app, split_rest
+    from dtctl.cli.app import app_of, split_rest
 
     before, rest = split_rest(arguments)
     try:
-        result = app(before, standalone_mode=False, prog_name="dtctl", obj=rest)
+        result = app_of(before)(before, standalone_mode=False, prog_name="dtctl", obj=rest)
     except Interrupted as exc:
         output.error(exc)
         return 128 + exc.signal

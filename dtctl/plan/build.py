@@ -11,10 +11,8 @@ from dtctl.plan import environment as env
 from dtctl.plan.commands import Program, node_argv
 from dtctl.plan.generated import Generated, generate
 from dtctl.plan.model import WORKER_KINDS, EnvVar, Kind, NodePlan, Plan, Rendezvous
-from dtctl.plan.preload import modules_of
 from dtctl.plan.rendezvous import numeric, port_candidates, rendezvous
 from dtctl.plan.topology import Placement, place, require_equal_slots, world_size
-from dtctl.plan.training import check_training
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import NodeSpec
 
@@ -69,6 +67,8 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
     training: list[str] = []
     # Later attempts may have fewer workers, and the script may mean that; the workers decide.
     if made.runtime and counted and attempt == 0:
+        from dtctl.plan.training import check_training
+
         sizes = {placement.slots for placement in placements}
         training = check_training(spec, workers=total, per_node=sizes.pop() if len(sizes) == 1 else 0)
     shared = _Shared(
@@ -172,7 +172,11 @@ def _preload(spec: Spec, kind: Kind, placement: Placement, facts: Facts) -> tupl
     shared = kind == "direct" and not job.command and (placement.slots > 1 or job.max_restarts > 0)
     if not shared or any("RANK" in line for line in job.setup):
         return ()
-    return modules_of(facts.source) if job.preload is None else tuple(job.preload)
+    if job.preload is not None:
+        return tuple(job.preload)
+    from dtctl.plan.preload import modules_of
+
+    return modules_of(facts.source)
 
 
 def _kind(spec: Spec) -> Kind:

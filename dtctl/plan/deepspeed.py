@@ -15,7 +15,6 @@ from dtctl.plan.topology import Placement
 from dtctl.train.config import TrainConfig
 from dtctl.train.mesh import Degrees
 
-LOCAL_RANK_ARGUMENT = "--local_rank"
 CONFIG_ARGUMENT = "--deepspeed_config"
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 PLACE = ("CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE")

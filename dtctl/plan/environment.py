@@ -14,7 +14,6 @@ from typing import Any
 
 from dtctl import names, shell
 from dtctl.errors import PlanError
-from dtctl.plan import deepspeed
 from dtctl.plan.model import WORKER_KINDS, EnvVar, Rendezvous
 from dtctl.plan.topology import Placement
 
@@ -155,6 +154,8 @@ def identity(
             names.NODE_RANK: str(placement.node_rank),
         }
     if kind == "deepspeed":
+        from dtctl.plan import deepspeed
+
         found |= deepspeed.place(placement, nodes=nodes)
     return [EnvVar(name=name, value=value, origin="dtctl: place in the job") for name, value in found.items()]
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from dtctl import names, shell
 from dtctl.errors import PlanError
-from dtctl.plan import accelerate, deepspeed, megatron
-from dtctl.plan.frameworks import Wanted, wanted
 from dtctl.plan.model import WORKER_KINDS, Kind
 from dtctl.plan.topology import Placement, world_size
 from dtctl.spec.model import Spec
+
+if TYPE_CHECKING:
+    from dtctl.plan.frameworks import Wanted
+
+
+LOCAL_RANK_ARGUMENT = "--local_rank"
+"""What DeepSpeed's launcher adds to a program's arguments, and programs of DeepSpeed expect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +46,7 @@ def generate(spec: Spec, kind: Kind, placements: Sequence[Placement], *, counted
     usual = ("local_rank",) if kind == "deepspeed" else ()
     added: Sequence[str] = usual if spec.job.add_args is None else spec.job.add_args
     _check(spec, kind, added)
-    local_rank = (shell.Late(f"{deepspeed.LOCAL_RANK_ARGUMENT}=${names.LOCAL_RANK}"),) if "local_rank" in added else ()
+    local_rank = (shell.Late(f"{LOCAL_RANK_ARGUMENT}=${names.LOCAL_RANK}"),) if "local_rank" in added else ()
     framework = {"accelerate": "Accelerate", "deepspeed": "DeepSpeed"}.get(kind)
     framework = "Megatron-LM" if "megatron" in added else framework
     if framework is None or not (spec.train is not None or spec.job.deepspeed):
@@ -56,15 +62,24 @@ def generate(spec: Spec, kind: Kind, placements: Sequence[Placement], *, counted
         return Generated(args=local_rank, notes=(note,))
     slots = {placement.slots for placement in placements}
     per_node = slots.pop() if len(slots) == 1 else 0
+    # Few jobs have one of these frameworks, and no job has two.
+    from dtctl.plan.frameworks import wanted
+
     asked = wanted(spec, framework, workers=world_size(placements), per_node=per_node)
     if "megatron" in added:
+        from dtctl.plan import megatron
+
         return Generated(args=(*local_rank, *megatron.arguments(asked)))
     if kind == "accelerate":
+        from dtctl.plan import accelerate
+
         return Generated(env=accelerate.variables(asked), args=local_rank)
     return _deepspeed(asked, local_rank, as_argument="deepspeed_config" in added)
 
 
 def _deepspeed(asked: Wanted, local_rank: tuple[str, ...], *, as_argument: bool) -> Generated:
+    from dtctl.plan import deepspeed
+
     found = deepspeed.config(asked)
     if not found:
         return Generated(args=local_rank)

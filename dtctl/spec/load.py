@@ -13,8 +13,7 @@ from pydantic import ValidationError
 
 from dtctl.errors import SpecError
 from dtctl.names import SPEC_FILE
-from dtctl.spec import overrides as setting
-from dtctl.spec import positions, problems
+from dtctl.spec import positions
 from dtctl.spec.model import Cluster, Spec
 from dtctl.spec.places import Path as Key
 from dtctl.spec.places import Places
@@ -89,13 +88,21 @@ def check(document: positions.Document, *, base_dir: Path, overrides: Sequence[s
         SpecError: a key or a value is wrong; all problems in one error.
     """
     data, texts = document.data, document.texts
-    applied = [(setting.apply(data, texts, override), override) for override in overrides]
+    applied = []
+    if overrides:
+        from dtctl.spec.overrides import apply
+
+        applied = [(apply(data, texts, override), override) for override in overrides]
     places = Places(document.places.source, document.places.lines, applied)
     if "base_dir" in data:
+        from dtctl.spec import problems
+
         raise SpecError(f"base_dir: {problems.unknown(('base_dir',))}", where=places.of(("base_dir",)), key="base_dir")
     try:
         spec = _validated(data, texts)
     except ValidationError as exc:
+        from dtctl.spec import problems
+
         raise problems.explain(exc.errors(include_url=False), data, places) from None
     spec = spec.model_copy(update={"base_dir": base_dir, **_absolute(spec.cluster, base_dir, places)})
     spec._places = places
@@ -139,6 +146,8 @@ def _retype(error: ValidationError, data: dict[str, Any], texts: Mapping[Key, st
 
     `env: {CUDA: 12.10}` means 12.10 and not 12.1. Returns whether anything was changed.
     """
+    from dtctl.spec import problems
+
     changed = False
     for problem in error.errors(include_url=False, include_context=False):
         path = problems.path_in(problem["loc"], data)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dtctl.errors import SpecError
-from dtctl.spec import hostfile, nodeset
+from dtctl.spec import nodeset
 from dtctl.spec.model import Cluster, NodeEntry, Spec
 
 # A node's name becomes the name of a folder and of a script; an address, like a name, an argument of programs.
@@ -105,6 +105,8 @@ def _entries(spec: Spec) -> Iterator[tuple[NodeSpec, str, str]]:
                 key="cluster.hostfile",
                 hint="keep one of the two",
             )
+        from dtctl.spec import hostfile
+
         for line in hostfile.read(cluster.hostfile):
             yield _node(cluster, _entry(line.name, line.slots), line.name), "cluster.hostfile", line.where
         return

@@ -30,8 +30,9 @@ def test_help_loads_nothing_heavy(tmp_path: Path) -> None:
 
 
 def test_the_commands() -> None:
-    from dtctl.cli.app import app
+    from dtctl.cli.app import app_of
 
+    app = app_of(())
     assert {command.name for command in app.registered_commands if not command.hidden} == {
         "init", "validate", "launch", "runs", "status", "logs", "watch", "stop", "doctor", "bench", "lint",
         "sbatch", "advise", "report", "render",

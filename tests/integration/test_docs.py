@@ -334,8 +334,9 @@ def test_a_command_in_a_sentence_exists_with_its_options(line: str) -> None:
     from typer.main import get_command
     from typer.testing import CliRunner
 
-    from dtctl.cli.app import app
+    from dtctl.cli.app import app_of
 
+    app = app_of(())
     command, words = get_command(app), shlex.split(line.replace(" | ", " "))[1:]
     path: list[str] = []
     while words and words[0] in getattr(command, "commands", {}):
