@@ -39,7 +39,7 @@ def launch_job(spec: Spec, run: str, *, spec_name: str, detach: bool, json_lines
     from dtctl.launch.cluster import cluster_of
     from dtctl.launch.first_plan import first_plan
     from dtctl.launch.record import RunInfo, RunRecord
-    from dtctl.launch.state import boot_id, start_ticks
+    from dtctl.node_facts import boot_id, start_ticks
     from dtctl.slurm.site import site_of
     from dtctl.slurm.submit import submit
     from dtctl.spec.load import dump_spec
@@ -96,7 +96,7 @@ def take_up_job(record: RunRecord) -> int:
     from dataclasses import replace
 
     from dtctl.launch.assemble import spec_of_run
-    from dtctl.launch.state import start_ticks
+    from dtctl.node_facts import start_ticks
     from dtctl.slurm.site import site_of
 
     with closing(site_of(spec_of_run(record))) as site, record.held():

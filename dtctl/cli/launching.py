@@ -188,7 +188,7 @@ def real_launch(options: Options) -> int:
     from dtctl.launch.cluster import cluster_of
     from dtctl.launch.ledger import Ledger
     from dtctl.launch.run import launch
-    from dtctl.launch.state import boot_id, start_ticks
+    from dtctl.node_facts import boot_id, start_ticks
     from dtctl.spec.load import dump_spec
 
     code = CodePush(spec) if spec.pushes else None

@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from dtctl import node_facts
+
 STARTED = time.monotonic()
 """When this module was loaded, for places where the system does not say when the process began."""
 
@@ -15,9 +17,9 @@ STARTED = time.monotonic()
 def process_start() -> float:
     """When this process began, on the monotonic clock; needed to count the time of the imports."""
     try:
-        with open("/proc/self/stat", "rb") as file:
-            stat = file.read()
-        ticks = int(stat[stat.rindex(b")") + 2 :].split()[19])
+        ticks = node_facts.start_ticks(os.getpid())
+        if ticks <= 0:
+            return STARTED
         # The kernel counts from boot, sleep included; the monotonic clock leaves sleep out.
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
         return time.monotonic() - age

@@ -24,7 +24,8 @@ def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) 
     from dtctl.launch.ledger import Ledger
     from dtctl.launch.record import RunRecord
     from dtctl.launch.run import launch
-    from dtctl.launch.state import boot_id, start_ticks, state_of
+    from dtctl.launch.state import state_of
+    from dtctl.node_facts import boot_id, start_ticks
 
     record = RunRecord(folder)
     if record.info().slurm:

@@ -24,6 +24,7 @@ from dtctl.supervisor import bootstrap
 from dtctl.transport.base import Connection, Target, Transport
 
 PROBE = (
+    "dtctl.node_facts",
     "dtctl.supervisor.lean",
     "dtctl.supervisor.frames",
     "dtctl.supervisor.facts",

@@ -7,10 +7,9 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from dtctl import names
+from dtctl import names, node_facts
 from dtctl.launch import readable
 from dtctl.launch.record import RunInfo, RunRecord
 
@@ -56,29 +55,11 @@ def why_again(event: Mapping[str, Any]) -> str:
     return f"rank {rank} on {node} {reason}" if rank is not None else f"node {node} {reason}"
 
 
-def start_ticks(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 when it has ended, -1 where the system does not say."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return 0 if Path("/proc/self/stat").exists() else -1
-    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
-
-
-def boot_id() -> str:
-    """What tells this boot of the machine from all others; empty where the system does not say."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        return ""
-
-
 def alive(info: RunInfo) -> bool:
     """Whether the launcher of a run still lives; another process that has its id by now is not it."""
     if info.pid <= 0:
         return False
-    found = start_ticks(info.pid)
+    found = node_facts.start_ticks(info.pid)
     if found == -1:
         try:
             os.kill(info.pid, 0)
@@ -87,7 +68,7 @@ def alive(info: RunInfo) -> bool:
         except PermissionError:
             pass
         return True
-    return found != 0 and (info.pid_started, info.boot) == (found, boot_id())
+    return found != 0 and (info.pid_started, info.boot) == (found, node_facts.boot_id())
 
 
 def state_of(record: RunRecord) -> RunState:

@@ -6,20 +6,12 @@ and in which order, so that a dry run shows the one that a launch takes unless s
 
 from __future__ import annotations
 
-import hashlib
 import socket
 from ipaddress import ip_address
 
+from dtctl import node_facts
 from dtctl.errors import PlanError
 from dtctl.plan.model import Rendezvous
-
-FIRST_PORT = 20_000
-LAST_PORT = 32_767
-"""Below Linux's ephemeral range (net.ipv4.ip_local_port_range, 32768-60999 by default): the kernel does not give these
-out by itself, so a port found free stays free unless a program asks for exactly this one."""
-AVOIDED = frozenset({29_400, 29_500})
-"""Defaults of torchrun's rendezvous and of MASTER_PORT: most likely taken, or about to be."""
-CANDIDATES = 16
 
 
 def rendezvous_id(run: str, attempt: int) -> str:
@@ -37,15 +29,7 @@ def port_candidates(run: str, attempt: int, fixed: int | None) -> tuple[int, ...
     """
     if fixed is not None:
         return (fixed,)
-    ports: list[int] = []
-    counter = 0
-    while len(ports) < CANDIDATES:
-        digest = hashlib.blake2b(f"{run}/{attempt}/{counter}".encode(), digest_size=8).digest()
-        port = FIRST_PORT + int.from_bytes(digest, "big") % (LAST_PORT - FIRST_PORT + 1)
-        if port not in AVOIDED and port not in ports:
-            ports.append(port)
-        counter += 1
-    return tuple(ports)
+    return tuple(node_facts.port_candidates(f"{run}/{attempt}"))
 
 
 def is_numeric(address: str) -> bool:

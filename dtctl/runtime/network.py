@@ -6,15 +6,12 @@ interfaces by then. How long a collective waits is an argument of the process gr
 
 from __future__ import annotations
 
-import fcntl
 import os
-import socket
-import struct
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Final
 
-from dtctl import names
+from dtctl import names, node_facts
 from dtctl.nccl import profiles
 from dtctl.nccl.profiles import Network, Setting
 from dtctl.runtime.console import say
@@ -24,8 +21,6 @@ FLIGHT: Final = "flight"
 """Folder in that of the run for the last collectives of each worker, if one fails."""
 DUMP: Final = "TORCH_FR_DUMP_TEMP_FILE"
 DEVICES: Final = Path("/sys/class/infiniband")
-ADDRESS_OF: Final = 0x8915
-"""SIOCGIFADDR of linux/sockios.h."""
 
 
 def apply(worker: Worker, environ: MutableMapping[str, str]) -> None:
@@ -66,7 +61,7 @@ def wanted(worker: Worker, network: Network, environ: Mapping[str, str]) -> list
 
 def look(environ: Mapping[str, str]) -> Network:
     """The way from here to rank 0, and the RDMA devices."""
-    return Network(interface=interface_of(_own_address(environ)), rdma=rdma(DEVICES), nodes=2)
+    return Network(interface=interface(environ), rdma=rdma(DEVICES), nodes=2)
 
 
 def rdma(folder: Path) -> list[dict[str, str]]:
@@ -78,30 +73,10 @@ def rdma(folder: Path) -> list[dict[str, str]]:
     return found
 
 
-def _own_address(environ: Mapping[str, str]) -> str:
-    """This node's IPv4 address on the way to rank 0; empty if there is none. Nothing is sent."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((environ[names.MASTER_ADDR], int(environ.get(names.MASTER_PORT, "1"))))
-            address: str = probe.getsockname()[0]
-    except (OSError, KeyError, ValueError):
-        return ""
-    return address
-
-
-def interface_of(address: str) -> str:
-    """The interface that has an IPv4 address; empty for none, and for loopback, which leads to no other node."""
-    if not address or address.startswith("127."):
-        return ""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe.fileno(), ADDRESS_OF, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has no address
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return ""
+def interface(environ: Mapping[str, str]) -> str:
+    """The interface towards rank 0; empty when it is not known, and for loopback, which leads to no other node."""
+    address = node_facts.address_towards(environ.get(names.MASTER_ADDR, ""))
+    return "" if address.startswith("127.") else node_facts.interface_of(address)
 
 
 def record(worker: Worker) -> Path | None:

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from dtctl import children, folders, shell
+from dtctl import children, folders, node_facts, shell
 from dtctl.errors import SandboxError
-from dtctl.sandbox import kernel, layout, slurm
+from dtctl.sandbox import layout, slurm
 from dtctl.sandbox.layout import Sandbox, SandboxNode, default_name
 
 __all__ = ["default_name", "down", "enter_argv", "find", "host_processes", "up"]
@@ -67,7 +67,7 @@ def check_requirements() -> None:
 def find(name: str) -> Sandbox | None:
     """The sandbox of this name if it is up."""
     sandbox = layout.load(layout.state_dir(name))
-    if sandbox is None or kernel.start_time(sandbox.keeper) != sandbox.keeper_started:
+    if sandbox is None or node_facts.start_ticks(sandbox.keeper) != sandbox.keeper_started:
         return None
     return sandbox
 
@@ -172,7 +172,7 @@ def _start_keeper(state: Path, name: str, nodes: int, *, with_slurm: bool) -> No
             cwd="/",
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
-    (state / "keeper.pid").write_text(f"{keeper.pid} {kernel.start_time(keeper.pid)} {_boot_id()}\n")
+    (state / "keeper.pid").write_text(f"{keeper.pid} {node_facts.start_ticks(keeper.pid)} {node_facts.boot_id()}\n")
     if keeper.stdout is None:
         raise SandboxError("the keeper has no output")
     with keeper.stdout as stdout:
@@ -231,7 +231,7 @@ def _kill_keeper(state: Path) -> None:
         except OSError:
             continue
         if own and b"dtctl.sandbox.keeper" in words and os.fsencode(state) in words:
-            started = kernel.start_time(int(entry.name))
+            started = node_facts.start_ticks(int(entry.name))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(entry.name), signal.SIGKILL)
             _wait_gone(int(entry.name), started)
@@ -243,19 +243,15 @@ def _kill_recorded_keeper(state: Path) -> None:
         pid, started = int(number), int(ticks)
     except (OSError, ValueError):
         return
-    if started and boot == _boot_id() and kernel.start_time(pid) == started:
+    if started and boot == node_facts.boot_id() and node_facts.start_ticks(pid) == started:
         os.kill(pid, signal.SIGKILL)  # its hosts die with it
         _wait_gone(pid, started)
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def _wait_gone(pid: int, started: int, limit_s: float = 10.0) -> None:
     """Return when a process that began at `started` has ended. Its children, if we are their parent, are reaped."""
     deadline = time.monotonic() + limit_s
-    while pid and kernel.start_time(pid) == started != 0 and time.monotonic() < deadline:
+    while pid and node_facts.start_ticks(pid) == started != 0 and time.monotonic() < deadline:
         time.sleep(0.005)
 
 
@@ -295,7 +291,7 @@ def enter_argv(sandbox: Sandbox, node: SandboxNode, command: Sequence[str]) -> l
 
 def is_on(node: SandboxNode) -> bool:
     """Whether a host runs. Its init's id may be that of another process by now, which is not to be touched."""
-    return bool(node.pid) and kernel.start_time(node.pid) == node.started
+    return bool(node.pid) and node_facts.start_ticks(node.pid) == node.started
 
 
 def check_on(node: SandboxNode) -> None:
@@ -318,7 +314,7 @@ def host_processes(node: SandboxNode) -> dict[int, str]:
                 line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue
-            if kernel.start_time(int(entry.name)):
+            if node_facts.start_ticks(int(entry.name)):
                 found[int(entry.name)] = line.strip()
     return found
 

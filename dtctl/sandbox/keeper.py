@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from dtctl import node_facts
 from dtctl.sandbox import files, host, kernel, layout, slurm
 from dtctl.sandbox.layout import Sandbox, SandboxNode
 
@@ -47,7 +48,7 @@ class Keeper:
             name=name,
             state_dir=str(state),
             keeper=os.getpid(),
-            keeper_started=kernel.start_time(os.getpid()),
+            keeper_started=node_facts.start_ticks(os.getpid()),
             rootless=self.rootless,
             user=_user_name(self.uid),
             bridge=layout.bridge_name(state),
@@ -93,7 +94,7 @@ class Keeper:
             os.write(go, b"g")
             os.close(go)
         nodes = tuple(
-            replace(node, pid=pids[node.name], started=kernel.start_time(pids[node.name]))
+            replace(node, pid=pids[node.name], started=node_facts.start_ticks(pids[node.name]))
             if node.name in pids
             else node
             for node in self.sandbox.nodes

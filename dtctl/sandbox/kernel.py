@@ -87,13 +87,3 @@ def interface_up(name: str, address: str | None = None, netmask: str | None = No
         answer = fcntl.ioctl(sock, _SIOCGIFFLAGS, struct.pack("16s16x", name.encode()))
         (flags,) = struct.unpack_from("=H", answer, 16)
         fcntl.ioctl(sock, _SIOCSIFFLAGS, struct.pack("=16sH14x", name.encode(), flags | _IFF_UP))
-
-
-def start_time(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 when it is gone or a zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return 0
-    fields = stat[stat.rindex(b")") + 2 :].split()
-    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])

@@ -23,6 +23,7 @@ from dtctl import shell
 
 MODULES = (
     "dtctl.folders",
+    "dtctl.node_facts",
     *(
         f"dtctl.supervisor.{name}"
         for name in (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from dtctl.supervisor import facts
+from dtctl import node_facts
 
 
 def complete(message: dict, run_dir: str) -> dict:  # type: ignore[type-arg]  # typing is slow to import on a node
@@ -20,7 +20,7 @@ def complete(message: dict, run_dir: str) -> dict:  # type: ignore[type-arg]  # 
         # Where torchrun puts its own files, which would otherwise stay behind in /tmp.
         "PET_LOG_DIR": os.path.join(run_dir, f"attempt-{message['attempt']}", "torchrun"),
     }
-    interface = facts.interface_towards(message["peer"]) if message["peer"] else ""
+    interface = node_facts.interface_towards(message["peer"]) if message["peer"] else ""
     if interface:
         env["GLOO_SOCKET_IFNAME"] = interface
         env["NCCL_SOCKET_IFNAME"] = "=" + interface  # "=": this one, not all whose names begin like it

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import _socket
 import errno
-import fcntl
 import os
-import struct
 import sys
 import time
 
-_SIOCGIFADDR = 0x8915  # linux/sockios.h: the primary IPv4 address of an interface
+from dtctl import node_facts
 
 
 def hello(workdir: str, ports: list[int]) -> dict:  # type: ignore[type-arg]  # typing is slow to import
@@ -32,7 +30,7 @@ def hello(workdir: str, ports: list[int]) -> dict:  # type: ignore[type-arg]  # 
         "cpus": os.cpu_count(),
         "gpus": count_gpus(),
         "address": server_address(),
-        "port": first_free(ports),
+        "port": node_facts.first_free(ports),
         "time": time.time(),
     }
 
@@ -49,70 +47,6 @@ def server_address() -> str:
     """This node's own address on the way that the control machine came by; empty when not known."""
     words = os.environ.get("SSH_CONNECTION", "").split()
     return words[2] if len(words) == 4 else ""
-
-
-def first_free(ports: list[int]) -> int:
-    """The first port that nothing listens on; 0 when all are taken or none was given.
-
-    The candidates lie outside the range from which the kernel picks ports by itself, so a free one is not handed to
-    somebody else between this look and its use.
-    """
-    for port in ports:
-        probe = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
-        try:
-            probe.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
-            probe.bind(("0.0.0.0", port))  # noqa: S104 - bound, never listened on
-            return port
-        except OSError:
-            continue
-        finally:
-            probe.close()
-    return 0
-
-
-def interface_towards(peer: str) -> str:
-    """Name of the interface that packets to `peer` leave by; on `peer` itself, the one that has the address.
-
-    Asks the kernel's routing table by connecting a UDP socket, which sends nothing. Empty when there is no route, or
-    when the address found is not the primary one of any interface.
-    """
-    probe = _socket.socket(_socket.AF_INET6 if ":" in peer else _socket.AF_INET, _socket.SOCK_DGRAM)
-    try:
-        probe.connect((peer, 9))
-        address = probe.getsockname()[0]
-    except OSError:
-        return ""
-    finally:
-        probe.close()
-    return _interface_of_v6(address) if ":" in address else _interface_of_v4(address)
-
-
-def _interface_of_v4(address: str) -> str:
-    probe = _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM)
-    try:
-        for _, name in _socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue  # no IPv4 address on this one
-            if _socket.inet_ntoa(answer[20:24]) == address:
-                return str(name)
-    finally:
-        probe.close()
-    return ""
-
-
-def _interface_of_v6(address: str) -> str:
-    wanted = _socket.inet_pton(_socket.AF_INET6, address.split("%", maxsplit=1)[0]).hex()
-    try:
-        with open("/proc/net/if_inet6") as table:
-            for line in table:
-                words = line.split()
-                if words[0] == wanted:
-                    return words[5]
-    except OSError:
-        pass
-    return ""
 
 
 def code_of(exc: OSError) -> str:

@@ -10,7 +10,7 @@ import errno
 import os
 import time
 
-from dtctl import folders
+from dtctl import folders, node_facts
 from dtctl.supervisor import facts, frames, processes
 from dtctl.supervisor.lean import signal
 from dtctl.supervisor.link import Link
@@ -88,7 +88,7 @@ def serve(link: frames.FdLink, workdir: str) -> int:
             prepare(workdir, message)
             link.send_json({"op": "ready"})
         elif op == "probe":
-            link.send_json({"op": "probed", "port": facts.first_free(message["ports"])})
+            link.send_json({"op": "probed", "port": node_facts.first_free(message["ports"])})
         elif op == "start":
             return run(link, workdir, message)
         elif op == "attach":

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 
+from dtctl import node_facts
 from dtctl.supervisor import lean
 from dtctl.supervisor.lean import signal
 
@@ -37,29 +38,16 @@ def _table() -> dict[int, tuple[int, str, int]]:
     """All processes: id -> (parent id, state letter, start time in clock ticks since boot)."""
     table = {}
     for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                stat = file.read()
-        except OSError:
-            continue  # it ended while we looked
-        # The command name, in parentheses, may itself hold spaces and parentheses.
-        fields = stat[stat.rindex(b")") + 2 :].split()
-        table[int(name)] = (int(fields[1]), fields[0].decode(), int(fields[19]))
+        row = node_facts.process(name) if name.isdigit() else None
+        if row is not None:  # else it ended while we looked
+            table[int(name)] = (row[1], row[0], row[2])
     return table
 
 
 def identity(pid: int) -> str:
     """What tells a process from any other that has its id, before or after it; empty when there is none."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            fields = stat.read().rpartition(b")")[2].split()
-    except OSError:
-        return ""
-    return f"{boot} {fields[19].decode()}"
+    row = node_facts.process(pid)
+    return "" if row is None else f"{node_facts.boot_id()} {row[2]}"
 
 
 def carries(pid: int, token: str) -> bool:

@@ -10,6 +10,8 @@ import os
 import struct
 import time
 
+from dtctl import node_facts
+
 FIELDS = (
     "pid", "signal", "phase", "step", "place", "noted_ns", "first", "begun_ns", "slowest_ns", "stall_ns",
     "evaluation_ns", "saved", "until",
@@ -55,15 +57,5 @@ def facts(rank: int, numbers: tuple, now_ns: int) -> dict:  # type: ignore[type-
         "slowest_s": told["slowest_ns"] / 1e9,
         "stall_s": told["stall_ns"] / 1e9,
         "evaluation_s": told["evaluation_ns"] / 1e9,
-        "state": state(told["pid"]),
+        "state": node_facts.state(told["pid"]),
     }
-
-
-def state(pid: int) -> str:
-    """The kernel's letter for what a process does: R runs, S sleeps, D waits for a disk, T is stopped; empty: gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            stat = file.read()
-    except OSError:
-        return ""
-    return stat[stat.rindex(b")") + 2 : stat.rindex(b")") + 3].decode()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 
+from dtctl import node_facts
 from dtctl.supervisor import processes, progress
 
 LIMIT_S = 2.0
@@ -75,7 +76,7 @@ class Inquest:
                 "op": "stack",
                 "rank": fact["rank"],
                 "pid": fact["pid"],
-                "state": progress.state(fact["pid"]),
+                "state": node_facts.state(fact["pid"]),
                 "how": self.how[fact["rank"]],
                 "text": _text(self.path(fact["rank"], "stack"), TEXT_BYTES),
                 "flight": _text(self.path(fact["rank"], "flight"), FLIGHT_BYTES),

@@ -26,6 +26,7 @@ import os
 import select
 import time
 
+from dtctl import node_facts
 from dtctl.supervisor import autopsy, environment, facts, frames, lean, processes, progress
 from dtctl.supervisor.births import Births
 from dtctl.supervisor.group import AGENT, Group, Process, exit_facts
@@ -312,7 +313,7 @@ class Supervisor:
                 if message.get("now") and self.deadline is not None:
                     self.deadline = time.monotonic()
             elif op == "probe":
-                self.tell({"op": "probed", "port": facts.first_free(message["ports"])})
+                self.tell({"op": "probed", "port": node_facts.first_free(message["ports"])})
             elif op == "stacks":
                 self._ask_for_stacks()
             elif op == "attach":

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.sandbox import control, faults, kernel, layout
+from dtctl import node_facts
+from dtctl.sandbox import control, faults, layout
 from dtctl.sandbox.layout import Sandbox
 from tests.hosts import Project, wait_until
 
@@ -176,7 +177,7 @@ def test_up_and_down_leave_nothing(sandbox_env: dict[str, str], record: str) -> 
     if record != "kept":
         (made.state / "keeper.pid").write_text(str(made.keeper))
     assert control.down("leftovers")
-    wait_until(lambda: not any(kernel.start_time(pid) for pid in pids), what="no process is left")
+    wait_until(lambda: not any(node_facts.start_ticks(pid) for pid in pids), what="no process is left")
     assert not made.state.exists()
     if os.getuid() == 0:
         links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
@@ -198,7 +199,7 @@ def test_two_sandboxes_do_not_meet(sandbox: Sandbox) -> None:
 def test_a_dead_keeper_takes_its_hosts_along(sandbox_env: dict[str, str]) -> None:
     made = control.up("crash", nodes=2)
     os.kill(made.keeper, signal.SIGKILL)
-    wait_until(lambda: not any(kernel.start_time(node.pid) for node in made.nodes), what="the hosts have ended")
+    wait_until(lambda: not any(node_facts.start_ticks(node.pid) for node in made.nodes), what="the hosts have ended")
     assert control.find("crash") is None
     again = control.up("crash", nodes=1)
     assert len(again.nodes) == 1

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from dtctl import node_facts
 from dtctl.errors import SandboxError
-from dtctl.sandbox import control, faults, kernel, slurm
+from dtctl.sandbox import control, faults, slurm
 from dtctl.sandbox.layout import Sandbox
 from tests.hosts import wait_until
 
@@ -73,7 +74,7 @@ def test_nothing_is_left(sandbox_env: dict[str, str], shared: Path) -> None:
 
     def left() -> list[str]:
         lines = {path.parent.name: path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()}
-        return [pid for pid, line in lines.items() if folder in line and kernel.start_time(int(pid))]
+        return [pid for pid, line in lines.items() if folder in line and node_facts.start_ticks(int(pid))]
 
     wait_until(lambda: not left(), what="no process of it is left")
     assert not sandbox.state.exists()

@@ -14,9 +14,10 @@ import pytest
 
 from dtctl.errors import SandboxError
 from dtctl.launch.record import RunInfo, RunRecord
-from dtctl.launch.state import alive, boot_id, start_ticks
+from dtctl.launch.state import alive
 from dtctl.launch.stop import by_launcher
-from dtctl.sandbox import control, faults, kernel
+from dtctl.node_facts import boot_id, start_ticks
+from dtctl.sandbox import control, faults
 from dtctl.sandbox.layout import SandboxNode
 from dtctl.supervisor import processes
 
@@ -88,7 +89,7 @@ def test_a_sweep_ends_no_process_that_has_a_supervisors_number(
 
 @pytest.mark.parametrize("off_by", [1, -1, 10**9])
 def test_a_host_whose_number_another_process_has_is_off(victim: subprocess.Popen[bytes], off_by: int) -> None:
-    started = kernel.start_time(victim.pid)
+    started = start_ticks(victim.pid)
     node = SandboxNode(name="node1", address="10.0.0.1", index=1, pid=victim.pid, started=started + off_by)
     assert not control.is_on(node)
     assert control.host_processes(node) == {}

@@ -12,11 +12,11 @@ import sys
 import threading
 import time
 
+from dtctl import node_facts
 from dtctl.doctor.probe import devices
 from dtctl.supervisor import facts as basic
 
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
-_SIOCGIFMTU = 0x8921
+_SIOCGIFMTU = 0x8921  # linux/sockios.h
 WATCHED = ("NCCL_", "TORCH_", "GLOO_", "UCX_", "FI_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "MASTER_", "PYTORCH_")
 LOOK_UP_LIMIT_S = 2.0
 _TORCH = """
@@ -61,7 +61,7 @@ def gather(message: dict) -> dict:  # type: ignore[type-arg]
         "interfaces": interfaces(),
         "addresses": local_addresses(),
         "reached_at": basic.server_address(),
-        "ways": {peer: basic.interface_towards(peer) for peer in message["peers"]},
+        "ways": {peer: node_facts.interface_towards(peer) for peer in message["peers"]},
         "limits": {
             name: resource.getrlimit(getattr(resource, "RLIMIT_" + name.upper())) for name in ("nofile", "memlock")
         },
@@ -113,17 +113,19 @@ def interfaces() -> list:  # type: ignore[type-arg]
     probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     for _, name in socket.if_nameindex():
         try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            address = socket.inet_ntoa(answer[20:24])
-        except OSError:
-            address = ""
-        try:
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFMTU, struct.pack("256s", name.encode()[:15]))
             mtu = struct.unpack_from("i", answer, 16)[0]
         except OSError:
             mtu = 0
         speed = devices.read("/sys/class/net/%s/speed" % name)
-        found.append({"name": name, "address": address, "mtu": mtu, "mbit_s": int(speed) if speed.isdigit() else 0})
+        found.append(
+            {
+                "name": name,
+                "address": node_facts.ipv4_of(name),
+                "mtu": mtu,
+                "mbit_s": int(speed) if speed.isdigit() else 0,
+            }
+        )
     probe.close()
     return found
 

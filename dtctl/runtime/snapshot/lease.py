@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Final
 
-from dtctl import names
+from dtctl import names, node_facts
 from dtctl.errors import DtctlError, SnapshotError
 from dtctl.runtime.snapshot import layout
 from dtctl.runtime.snapshot.place import Place, Remote
@@ -91,19 +91,15 @@ def myself() -> Holder:
 
 def _here() -> tuple[str, str]:
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return boot, str(Path("/proc/self/ns/pid").readlink())
+        return node_facts.boot_id(), str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         return socket.gethostname(), ""
 
 
 def _started(pid: int) -> str:
     """When a process was started; empty if there is none, or only what is left of one."""
-    try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (OSError, ValueError):
-        return ""
-    return "" if state in "ZX" else rest[18]
+    ticks = node_facts.start_ticks(pid)
+    return str(ticks) if ticks > 0 else ""
 
 
 class Lease:

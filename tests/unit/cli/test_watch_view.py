@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dtctl.cli.watch_view import Screen, clock, sparkline, tail_of_metrics
 from dtctl.launch.record import RunInfo, RunRecord
-from dtctl.launch.state import boot_id, start_ticks
+from dtctl.node_facts import boot_id, start_ticks
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ import pytest
 from dtctl.errors import LaunchError
 from dtctl.launch import stop
 from dtctl.launch.record import RunInfo, RunRecord
-from dtctl.launch.state import alive, boot_id, follow, start_ticks, state_of
+from dtctl.launch.state import alive, follow, state_of
+from dtctl.node_facts import boot_id, start_ticks
 
 ME = RunInfo(
     run="r", token="t", pid=os.getpid(), started=100.0, spec="", command=[], detached=False,

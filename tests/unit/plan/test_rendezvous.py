@@ -1,13 +1,14 @@
 import pytest
 
 from dtctl.errors import PlanError
-from dtctl.plan.rendezvous import AVOIDED, check_reachable, numeric, port_candidates
+from dtctl.node_facts import AVOIDED_PORTS
+from dtctl.plan.rendezvous import check_reachable, numeric, port_candidates
 
 
 def test_candidates_are_distinct_and_avoid_the_usual_ports() -> None:
     ports = port_candidates("run", 0, None)
     assert len(set(ports)) == len(ports) == 16
-    assert not AVOIDED & set(ports)
+    assert not {*AVOIDED_PORTS} & set(ports)
 
 
 def test_a_fixed_port_is_the_only_one() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dtctl.launch.record import RunInfo, RunRecord
-from dtctl.launch.state import start_ticks
+from dtctl.node_facts import start_ticks
 
 BEGAN = 1_795_000_000.0
 SPEC = """\

@@ -36,8 +36,8 @@ def test_an_unknown_key_names_file_line_and_near_match() -> None:
         ("job: {files: {exlude: []}}", "job.files.exlude: unknown key; did you mean `exclude`?"),
         (
             "train: {strategy: {ep: 2}}",
-            "train.strategy.ep: unknown key: torch has no expert parallelism (2.13), nor has dtctl; fsdp shards experts like "
-            "everything else",
+            "train.strategy.ep: unknown key: torch has no expert parallelism (2.13), nor has dtctl; fsdp shards "
+            "experts like everything else",
         ),
         ("train: {strategy: {x: 1}}", "train.strategy.x: unknown key; here may stand: cp, dp, fsdp, pp, tp"),
         ("cluster: {nodes: [{name: b, slts: 2}]}", "cluster.nodes[0].slts: unknown key; did you mean `slots`?"),

@@ -23,27 +23,6 @@ def test_hello_is_about_this_machine() -> None:
     assert told["gpus"] == sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
 
 
-def test_the_first_port_that_is_free_is_chosen_and_left_free() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("0.0.0.0", 0)) as two:
-        taken = [one.getsockname()[1], two.getsockname()[1]]
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            free = probe.getsockname()[1]
-        assert facts.first_free([*taken, free]) == free
-        assert facts.first_free([free]) == free, "it is not held"
-        assert facts.first_free(taken) == 0
-    assert facts.first_free([]) == 0
-
-
-def test_a_port_that_a_client_has_just_left_counts_as_free() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        client = socket.create_connection(("127.0.0.1", port))
-        peer, _ = server.accept()
-        peer.close()  # this end waits in TIME_WAIT
-        client.close()
-    assert facts.first_free([port]) == port
-
-
 @pytest.mark.parametrize(
     ("value", "address"),
     [("10.0.0.9 50000 10.0.0.1 22", "10.0.0.1"), ("fe80::9 5 fe80::1 22", "fe80::1"), ("", ""), ("odd", "")],
@@ -53,14 +32,6 @@ def test_the_own_address_is_the_one_that_was_connected_to(
 ) -> None:
     monkeypatch.setenv("SSH_CONNECTION", value)
     assert facts.server_address() == address
-
-
-def test_the_interface_towards_an_address() -> None:
-    assert facts.interface_towards("127.0.0.1") == "lo"
-    assert facts.interface_towards("not-a-number.invalid") == ""
-    table = Path("/proc/net/if_inet6")
-    if table.exists() and " lo\n" in table.read_text():
-        assert facts.interface_towards("::1") == "lo"
 
 
 @pytest.mark.parametrize(

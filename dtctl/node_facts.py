@@ -1,0 +1,138 @@
+"""Facts about the machine that this runs on: its interfaces and ports, and the processes on it.
+
+Used on the control machine, in the workers and, sent along with the supervisor and the doctor's probe, on nodes. Stdlib
+only, Python 3.8. The C module `_socket` stands in for `socket`, whose import takes longer than everything done here.
+"""
+
+from __future__ import annotations
+
+import _socket
+import fcntl
+import os
+import struct
+
+FIRST_PORT = 20000
+LAST_PORT = 32767
+"""Below Linux's ephemeral range (net.ipv4.ip_local_port_range, 32768-60999 by default): the kernel does not give these
+out by itself, so a port found free stays free unless a program asks for exactly this one."""
+AVOIDED_PORTS = (29400, 29500)
+"""Defaults of torchrun's rendezvous and of MASTER_PORT: most likely taken, or about to be."""
+PORT_CANDIDATES = 16
+
+
+def port_candidates(seed: str) -> list[int]:
+    """Ports to try, in order of preference; the same for the same seed."""
+    import hashlib
+
+    ports: list[int] = []
+    counter = 0
+    while len(ports) < PORT_CANDIDATES:
+        digest = hashlib.blake2b(("%s/%d" % (seed, counter)).encode(), digest_size=8).digest()
+        port = FIRST_PORT + int.from_bytes(digest, "big") % (LAST_PORT - FIRST_PORT + 1)
+        if port not in AVOIDED_PORTS and port not in ports:
+            ports.append(port)
+        counter += 1
+    return ports
+
+
+def first_free(ports: list[int]) -> int:
+    """The first port that nothing listens on; 0 when all are taken or none was given."""
+    for port in ports:
+        probe = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
+        try:
+            probe.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
+            probe.bind(("0.0.0.0", port))  # noqa: S104 - bound, never listened on
+            return port
+        except OSError:
+            continue
+        finally:
+            probe.close()
+    return 0
+
+
+def address_towards(peer: str) -> str:
+    """This machine's address on the way to a numeric address; empty when there is no route.
+
+    Asks the kernel's routing table by connecting a UDP socket, which sends nothing.
+    """
+    probe = _socket.socket(_socket.AF_INET6 if ":" in peer else _socket.AF_INET, _socket.SOCK_DGRAM)
+    try:
+        probe.connect((peer, 9))
+        return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+    finally:
+        probe.close()
+
+
+def interface_of(address: str) -> str:
+    """Name of the interface whose primary address this is; empty when there is none."""
+    if ":" in address:
+        wanted = _socket.inet_pton(_socket.AF_INET6, address.split("%", 1)[0]).hex()
+        rows = [row.split() for row in read("/proc/net/if_inet6").splitlines()]
+        return next((row[5] for row in rows if row[0] == wanted), "")
+    names = [str(name) for _, name in _socket.if_nameindex()] if address else []
+    return next((name for name in names if ipv4_of(name) == address), "")
+
+
+def ipv4_of(interface: str) -> str:
+    """Primary IPv4 address of an interface; empty when it has none."""
+    probe = _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM)
+    try:
+        request = struct.pack("256s", interface.encode()[:15])
+        return str(_socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24]))  # SIOCGIFADDR
+    except OSError:
+        return ""
+    finally:
+        probe.close()
+
+
+def interface_towards(peer: str) -> str:
+    """Name of the interface that packets to `peer` leave by; on `peer` itself, the one that has the address.
+
+    Empty when there is no route, or when the address on the way is not the primary one of any interface.
+    """
+    return interface_of(address_towards(peer))
+
+
+def read(path: str) -> str:
+    """The text of a small file of the kernel's; empty when it is not there."""
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def boot_id() -> str:
+    """What tells this boot of the machine from all others; empty where the system does not say."""
+    return read("/proc/sys/kernel/random/boot_id").strip()
+
+
+def process(pid: int | str) -> tuple[str, int, int] | None:
+    """State letter, parent id, and start in clock ticks since boot of a process; None when there is none.
+
+    The state is the kernel's: R runs, S sleeps, D waits for a disk, T is stopped, Z has ended and was not waited for.
+    """
+    try:
+        with open("/proc/%s/stat" % pid, "rb") as file:
+            stat = file.read()
+    except OSError:
+        return None
+    # The command name, in parentheses, may itself hold spaces and parentheses.
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    return fields[0].decode(), int(fields[1]), int(fields[19])
+
+
+def state(pid: int) -> str:
+    """The kernel's letter for what a process does; empty when there is none."""
+    found = process(pid)
+    return "" if found is None else found[0]
+
+
+def start_ticks(pid: int) -> int:
+    """When a process started, in clock ticks since boot; 0 when it has ended, -1 where the system does not say."""
+    found = process(pid)
+    if found is None:
+        return 0 if os.path.exists("/proc/self/stat") else -1
+    return 0 if found[0] in "ZX" else found[2]

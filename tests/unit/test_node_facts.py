@@ -1,0 +1,93 @@
+"""Facts about this machine, compared with what the system says."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dtctl import node_facts
+
+
+def test_the_first_port_that_is_free_is_chosen_and_left_free() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("0.0.0.0", 0)) as two:
+        taken = [one.getsockname()[1], two.getsockname()[1]]
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            free = probe.getsockname()[1]
+        assert node_facts.first_free([*taken, free]) == free
+        assert node_facts.first_free([free]) == free, "it is not held"
+        assert node_facts.first_free(taken) == 0
+    assert node_facts.first_free([]) == 0
+
+
+def test_a_port_that_a_client_has_just_left_counts_as_free() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        client = socket.create_connection(("127.0.0.1", port))
+        peer, _ = server.accept()
+        peer.close()  # this end waits in TIME_WAIT
+        client.close()
+    assert node_facts.first_free([port]) == port
+
+
+def test_the_interface_towards_an_address() -> None:
+    assert node_facts.interface_towards("127.0.0.1") == "lo"
+    assert node_facts.interface_towards("not-a-number.invalid") == ""
+    table = Path("/proc/net/if_inet6")
+    if table.exists() and " lo\n" in table.read_text():
+        assert node_facts.interface_towards("::1") == "lo"
+
+
+def test_an_interface_is_found_by_its_address() -> None:
+    assert node_facts.interface_of("127.0.0.1") == "lo"
+    assert node_facts.interface_of("") == ""
+    assert node_facts.interface_of("192.0.2.255") == ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.77", 1))  # reserved for documentation: any way out will do
+        except OSError:
+            pytest.skip("this machine has no way out")
+        own = probe.getsockname()[0]
+    assert node_facts.interface_of(own) in {name for _, name in socket.if_nameindex()} - {"lo"}
+
+
+def test_an_address_and_its_interface_are_each_other_s() -> None:
+    assert node_facts.ipv4_of("lo") == "127.0.0.1"
+    assert node_facts.ipv4_of("no-such-interface") == ""
+    assert node_facts.address_towards("127.0.0.1") == "127.0.0.1"
+
+
+def test_a_process_is_told_from_its_remains_and_from_none() -> None:
+    state, parent, start = node_facts.process(os.getpid()) or ("", 0, 0)
+    assert (state, parent) == ("R", os.getppid())
+    assert node_facts.start_ticks(os.getpid()) == start > 0
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, and not waited for
+    assert node_facts.state(child.pid) == "Z"
+    assert node_facts.start_ticks(child.pid) == 0
+    child.wait()
+    assert node_facts.process(child.pid) is None
+    assert node_facts.start_ticks(child.pid) == 0
+
+
+def test_a_command_with_parentheses_and_spaces_in_its_name_is_read(tmp_path: Path) -> None:
+    odd = tmp_path / ") R 1 (x"
+    odd.write_text("#!/bin/sh\nread line\n")
+    odd.chmod(0o700)
+    child = subprocess.Popen([odd], stdin=subprocess.PIPE)
+    try:
+        found = node_facts.process(child.pid)
+        assert found is not None
+        assert found[1] == os.getpid()
+    finally:
+        child.communicate()
+
+
+def test_ports_depend_on_the_seed_alone_and_lie_below_those_that_the_kernel_gives_out() -> None:
+    ports = node_facts.port_candidates("run/0")
+    assert ports == node_facts.port_candidates("run/0") != node_facts.port_candidates("run/1")
+    assert len(set(ports)) == node_facts.PORT_CANDIDATES
+    assert all(node_facts.FIRST_PORT <= port <= node_facts.LAST_PORT for port in ports)
