@@ -20,7 +20,7 @@ demo: $(BIN)/.ready  ## Train a small GPT on 3 virtual hosts, kill a worker, wat
 	$(BIN)/python examples/demo.py
 
 test: $(BIN)/.ready check  ## Everything that CI runs.
-	$(BIN)/python -m pytest tests/unit tests/golden tests/cli -q -n auto --dist loadfile
+	$(BIN)/python -m pytest tests/unit tests/golden tests/cli tests/security -q -n auto --dist loadfile
 	$(BIN)/python -m pytest tests/integration tests/fault -q --durations=15
 
 unit: $(BIN)/.ready  ## The tests that need no network, in under a minute.

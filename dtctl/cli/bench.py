@@ -11,6 +11,7 @@ import typer
 from dtctl import names
 from dtctl.bench.figures import DEFAULT_SIZES, OPS
 from dtctl.cli import output
+from dtctl.cli.agreement import Yes, agreed
 
 if TYPE_CHECKING:
     from dtctl.bench.job import Asked, Figures
@@ -41,6 +42,7 @@ def bench(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a value of the spec.")
     ] = None,
+    yes: Yes = False,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
     """Measure collectives over the nodes of a spec, check every result, and show each pair's bandwidth.
@@ -52,9 +54,9 @@ def bench(
     from dtctl.spec.load import load_spec
 
     asked = Asked(ops=ops_of(op or ()), sizes=sizes_of(sizes), backend=backend, repeats=repeats, training=training)
-    return measure_and_show(
-        load_spec(spec or Path(names.SPEC_FILE), tuple(set_ or ())), asked, plot=plot, json_lines=json_
-    )
+    checked = load_spec(spec or Path(names.SPEC_FILE), tuple(set_ or ()))
+    agreed(checked, yes=yes)
+    return measure_and_show(checked, asked, plot=plot, json_lines=json_)
 
 
 def measure_and_show(spec: Spec, asked: Asked, *, plot: Path | None, json_lines: bool) -> int:

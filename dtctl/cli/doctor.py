@@ -12,6 +12,7 @@ import typer
 
 from dtctl import names
 from dtctl.cli import output
+from dtctl.cli.agreement import Yes, agreed
 from dtctl.errors import UsageError
 
 Log = Annotated[
@@ -37,6 +38,7 @@ def doctor(
         list[str] | None,
         typer.Option(metavar="LAYER", help="Leave out links (bandwidth, loss) or collective (sums over all nodes)."),
     ] = None,
+    yes: Yes = False,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
     """Say which node or pair of a cluster is at fault, why, and what to type; or explain the logs of a failed job."""
@@ -45,10 +47,12 @@ def doctor(
     if paths and len(paths) > 1:
         raise UsageError("there is more than one spec", hint="logs are named behind --log")
     path = paths[0] if paths else Path(names.SPEC_FILE)
-    return examine_cluster(path, skip=("links", "collective") if quick else tuple(skip or ()), json_lines=json_)
+    return examine_cluster(
+        path, skip=("links", "collective") if quick else tuple(skip or ()), yes=yes, json_lines=json_
+    )
 
 
-def examine_cluster(path: Path, *, skip: Sequence[str], json_lines: bool) -> int:
+def examine_cluster(path: Path, *, skip: Sequence[str], yes: bool, json_lines: bool) -> int:
     """Examine a cluster and print what was found; the exit code."""
     from dtctl.cli import doctor_view
     from dtctl.doctor.examine import COSTLY, examine
@@ -60,6 +64,7 @@ def examine_cluster(path: Path, *, skip: Sequence[str], json_lines: bool) -> int
     for layer in set(skip) - {*COSTLY}:
         raise UsageError(f"there is no layer {layer!r} to leave out", where="--skip", hint=" or ".join(COSTLY))
     spec = load_spec(path, ())
+    agreed(spec, yes=yes)
     if spec.cluster.transport == "slurm":
         if "SLURM_JOB_ID" not in os.environ:
             from dtctl.cli.doctor_slurm import examine_offer

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from dtctl import names
+from dtctl.cli.agreement import Yes
 
 
 def launch(
@@ -40,9 +41,7 @@ def launch(
     resume: Annotated[
         str | None, typer.Option(metavar="RUN", help="Go on from the newest good snapshot of an earlier run.")
     ] = None,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Agree to what the spec reaches beyond its folder, without being asked.")
-    ] = False,
+    yes: Yes = False,
     json_: Annotated[bool, typer.Option("--json", help="JSON Lines on standard output.")] = False,
 ) -> int:
     """Run a job on all its nodes.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtctl import names
 from dtctl.cli import output
+from dtctl.cli.agreement import agreed
 from dtctl.cli.process import caught_signals, process_start
 from dtctl.errors import DtctlError, Interrupted, LaunchError, UsageError
 
@@ -98,29 +99,6 @@ def dry_launch(options: Options, folder: Path | None) -> int:
     elif folder is None:
         show_scripts(plan, scripts)
     return 0
-
-
-def agreed(spec: Spec, *, yes: bool) -> None:
-    """Ask for what the spec reaches beyond its folder, the first time that this folder is launched.
-
-    Raises:
-        LaunchError: nobody agrees, or nobody can be asked.
-    """
-    from dtctl.launch import trust
-
-    for name in trust.likely_secrets(spec, dict(os.environ)):
-        hint = "named in job.secrets it is kept out of scripts and plans"
-        output.err(f"warning: {name} looks like a secret and is sent by job.env_from: {hint}", "yellow")
-    if trust.is_agreed(spec):
-        return
-    if not yes and sys.stdin.isatty() and sys.stderr.isatty():
-        for text in trust.reach(spec):
-            output.err(text, "yellow")
-        output.err("agree to this, for this folder? [y/N] ")
-        yes = sys.stdin.readline().strip().lower() in ("y", "yes")
-    if yes:
-        trust.agree(spec)
-    trust.check(spec)
 
 
 def write_scripts(folder: Path, plan: Plan, scripts: dict[str, str]) -> None:

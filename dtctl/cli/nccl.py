@@ -9,6 +9,7 @@ import typer
 
 from dtctl import names
 from dtctl.cli import output
+from dtctl.cli.agreement import Yes, agreed
 
 app = typer.Typer(
     help="Variables of NCCL, torch and gloo: what they mean, and which ones a cluster needs.",
@@ -49,7 +50,11 @@ def explain(
 
 
 @app.command("env")
-def env(spec: Annotated[Path, typer.Argument(help="The spec.")] = Path(names.SPEC_FILE), json_: Json = False) -> None:
+def env(
+    spec: Annotated[Path, typer.Argument(help="The spec.")] = Path(names.SPEC_FILE),
+    yes: Yes = False,
+    json_: Json = False,
+) -> None:
     """Show, per node, the variables that its network needs, each with its reason, and what is set there now."""
     from dtctl.doctor.settings import node_settings
     from dtctl.launch.cluster import cluster_of
@@ -57,6 +62,7 @@ def env(spec: Annotated[Path, typer.Argument(help="The spec.")] = Path(names.SPE
     from dtctl.spec.load import load_spec
 
     checked = load_spec(spec, ())
+    agreed(checked, yes=yes)
     rows = node_settings(checked, cluster_of(checked, start=True))
     if json_:
         output.emit_json({"nodes": rows})

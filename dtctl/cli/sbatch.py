@@ -11,6 +11,7 @@ import typer
 
 from dtctl import names
 from dtctl.cli import output
+from dtctl.cli.agreement import Yes, agreed
 
 if TYPE_CHECKING:
     from dtctl.spec.model import Spec
@@ -23,6 +24,7 @@ def sbatch(
     ] = None,
     submit: Annotated[bool, typer.Option("--submit", help="Give it to Slurm, with a copy of the code.")] = False,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a value.")] = None,
+    yes: Yes = False,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> None:
     """Write the job as an sbatch file, or submit it.
@@ -35,6 +37,7 @@ def sbatch(
     checked = load_spec(spec, set_ or ())
     run = new_run_id(checked.job.name, now=time.time())
     if submit:
+        agreed(checked, yes=yes)
         _submit(checked, run, out=out, as_json=json_)
         return
     text = _text(checked, run)

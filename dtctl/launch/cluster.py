@@ -40,6 +40,16 @@ def cluster_of(spec: Spec, *, start: bool) -> Cluster:
         SpecError: the nodes are not well formed.
         SandboxError: the sandbox cannot be used.
     """
+    found = _cluster_of(spec, start=start)
+
+    def make_transport() -> Transport:
+        trust.check(spec)  # before ssh reads a configuration that could run commands, and before anything is sent
+        return found.make_transport()
+
+    return replace(found, make_transport=make_transport)
+
+
+def _cluster_of(spec: Spec, *, start: bool) -> Cluster:
     if spec.cluster.transport == "sandbox":
         return _sandbox(spec, start=start)
     nodes = resolve_nodes(spec)
@@ -50,12 +60,7 @@ def cluster_of(spec: Spec, *, start: bool) -> Cluster:
     if spec.cluster.transport == "local":
         return Cluster(nodes=nodes, targets=targets, make_transport=_local)
     first = [targets[node.name] for node in nodes]
-
-    def over_ssh() -> Transport:
-        trust.check(spec)  # before ssh reads a configuration that could run commands
-        return ssh_transport(first)
-
-    return Cluster(nodes=nodes, spares=spares, targets=targets, make_transport=over_ssh)
+    return Cluster(nodes=nodes, spares=spares, targets=targets, make_transport=lambda: ssh_transport(first))
 
 
 def _slurm() -> Transport:

@@ -15,7 +15,16 @@ from dtctl import folders, names
 from dtctl.errors import LaunchError
 from dtctl.spec.model import Spec
 
-_RUNS = re.compile(r"(?im)^\s*(match\b.*\bexec\b|proxycommand\b|localcommand\b|knownhostscommand\b|include\b).*$")
+_HARMLESS = re.compile(
+    r"""(?ix) (?: match \s+ (?: (?:all|final|canonical|(?:host|originalhost|user|localuser) \s+ [\w.*?,!@:-]+) \s*)+ $
+    | (?: host|hostname|user|port|identityfile|identitiesonly|userknownhostsfile|globalknownhostsfile|hostkeyalias
+    | stricthostkeychecking|proxyjump|connecttimeout|connectionattempts|serveralive\w+|tcpkeepalive|compression
+    | addressfamily|batchmode|ciphers|macs|kexalgorithms|hostkeyalgorithms|pubkeyaccepted\w+|loglevel|control\w+
+    | forwardagent|forwardx11\w*|sendenv|setenv|hashknownhosts|visualhostkey|gssapi\w+|checkhostip|updatehostkeys
+    | preferredauthentications|\w+authentication|addkeystoagent|requesttty ) [\s=] )"""
+)
+"""Lines of an SSH configuration that run nothing. All others count, since OpenSSH reads keywords in more forms (quoted,
+behind `=`) than a list of the dangerous ones would know."""
 CONFIG_BYTES = 4 << 20
 SECRET = re.compile(r"(?i)(token|secret|passw|credential|api_?key|access_?key|private_?key)|_key$")
 """Of names of variables."""
@@ -29,13 +38,28 @@ def reach(spec: Spec) -> list[str]:
     if spec.pushes and root != base and base not in root.parents:
         found.append(f"the files of {root} are sent to the nodes (job.files.root)")
     config = spec.cluster.ssh_config
-    if config is not None and base in Path(os.path.realpath(config)).parents:
-        try:
-            text = folders.read_regular(str(config), CONFIG_BYTES).decode(errors="replace")
-        except OSError:
-            text = ""  # ssh says it
-        found += [f"{config.name} has `{match[0].strip()}`, which is run here" for match in _RUNS.finditer(text)]
+    if config is not None and str(config) != "none" and not _is_own(config):
+        found += _commands(config)
     return found
+
+
+def _is_own(config: Path) -> bool:
+    """Whether an SSH configuration is one that `ssh` itself would read, and no file that came with a spec."""
+    own = (Path("~/.ssh").expanduser(), Path("/etc/ssh"))
+    return any(Path(os.path.realpath(folder)) in Path(os.path.realpath(config)).parents for folder in own)
+
+
+def _commands(config: Path) -> list[str]:
+    """A phrase for each line of an SSH configuration that may run something."""
+    try:
+        text = folders.read_regular(str(config), CONFIG_BYTES).decode(errors="replace")
+    except FileNotFoundError:
+        return []  # ssh says it
+    except OSError as exc:
+        return [f"{config} is read by ssh and could not be looked through ({exc.strerror})"]
+    lines = [line.strip() for line in text.split("\n")]
+    risky = [line for line in lines if line and not line.startswith("#") and not _HARMLESS.match(line)]
+    return [f"{config.name} has `{line}`, which can run commands here" for line in risky]
 
 
 def sent(spec: Spec) -> list[str]:
@@ -43,6 +67,12 @@ def sent(spec: Spec) -> list[str]:
     found = [f"variables of this machine that match {pattern} are sent (job.env_from)" for pattern in spec.job.env_from]
     if spec.pushes:
         found.append(f"the files of {os.path.realpath(spec.base_dir / spec.job.files.root)} are sent (job.files)")
+    found += [f"{name} of this machine is sent (job.secrets)" for name in spec.job.secrets]
+    if (
+        spec.cluster.known_hosts is not None
+        and Path(os.path.realpath(spec.base_dir)) in Path(os.path.realpath(spec.cluster.known_hosts)).parents
+    ):
+        found.append(f"{spec.cluster.known_hosts.name} of the folder vouches for the nodes (cluster.known_hosts)")
     if (templates := spec.base_dir / "templates").is_dir():
         found += [f"{path.name} of the folder's own templates makes the scripts" for path in templates.glob("*.j2")]
     return found
@@ -86,7 +116,7 @@ def check(spec: Spec) -> None:
         raise LaunchError(
             f"this folder's spec reaches beyond the folder: {'; '.join(reach(spec))}",
             where=str(spec.base_dir / names.SPEC_FILE),
-            hint="if you trust it, `dtctl launch --yes` agrees to exactly this, once for the folder",
+            hint="if you trust it, `--yes` agrees to exactly this, once for the folder",
         )
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from dtctl import shell
 from dtctl.errors import ConnectError, LaunchError
+from dtctl.launch import trust
 from dtctl.launch.messages import STDERR_BYTES
 from dtctl.slurm.answers import BYTES
 from dtctl.spec.model import Spec
@@ -149,8 +150,9 @@ def site_of(spec: Spec) -> Site:
     """Where the spec says that Slurm's commands are.
 
     Raises:
-        LaunchError: it is the sandbox, and that has no Slurm.
+        LaunchError: it is the sandbox, and that has no Slurm; or nobody has agreed to what the spec reaches.
     """
+    trust.check(spec)  # whoever asks Slurm gives it the spec's job, or reads a configuration that could run commands
     login = spec.cluster.login
     if login is None:
         return Here()

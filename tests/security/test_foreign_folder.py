@@ -57,6 +57,89 @@ def test_a_configuration_of_the_folder_that_runs_commands_is_not_used_unasked(tm
     assert dtctl(folder, "launch", "--no-doctor").returncode == 7, "the answer was for something else"
 
 
+ACTING: dict[str, list[str]] = {
+    "launch": ["launch", "--no-doctor"],
+    "launch, examined": ["launch", "--doctor"],
+    "launch in the background": ["launch", "--no-doctor", "--detach"],
+    "doctor": ["doctor"],
+    "doctor, quick": ["doctor", "--quick"],
+    "bench": ["bench", "--op", "broadcast", "--sizes", "8:8"],
+    "nccl env": ["nccl", "env"],
+    "sbatch": ["sbatch", "--submit"],
+}
+"""Every command that takes a spec and reaches a machine or sends something. `tests/cli` knows all commands."""
+LOOKING: dict[str, list[str]] = {
+    "dry run": ["launch", "--dry-run"],
+    "validate": ["validate"],
+    "sbatch, printed": ["sbatch"],
+    "render": ["render", "--target", "kubernetes"],
+    "advise": ["advise"],
+    "lint": ["lint", "--spec", "dtctl.yaml", "t.py"],
+}
+"""Those that only look at it: they ask nothing, and nothing of it is run."""
+
+
+@pytest.mark.parametrize("command", [*ACTING, *LOOKING, "login node"])
+def test_no_command_acts_on_a_spec_that_reaches_beyond_its_folder(tmp_path: Path, command: str) -> None:
+    trace = tmp_path / "it-ran"
+    way = "transport: slurm, login: a" if command == "login node" else "transport: ssh"
+    where = f"{way}, nodes: [a], ssh_config: config, connect_timeout_s: 1, slots: 1"
+    folder = project(tmp_path / "p", where, "script: t.py, files: {root: ..}")
+    (folder / "config").write_text(f'Match exec "touch {trace}"\n')
+    done = dtctl(folder, *(ACTING | LOOKING | {"login node": ["launch"]})[command])
+    if command not in LOOKING:
+        assert done.returncode == 7, done.stderr
+        assert "reaches beyond" in done.stderr
+        assert "Match exec" in done.stderr
+    assert "bug in dtctl" not in done.stderr
+    assert not trace.exists()
+
+
+def test_files_from_elsewhere_are_asked_for_on_this_machine_too(tmp_path: Path) -> None:
+    (tmp_path / "secrets").mkdir()
+    (tmp_path / "secrets" / "t.py").write_text("print('it ran')\n")
+    folder = project(tmp_path / "p", "transport: local", "script: t.py, files: {root: ../secrets}")
+    for words in (["sbatch", "--submit"], ["launch", "--detach"]):
+        done = dtctl(folder, *words)
+        assert (done.returncode, "reaches beyond" in done.stderr) == (7, True), done.stderr
+
+
+LINES = {
+    "quoted": '"ProxyCommand" touch {0}',
+    "behind a sign": "=ProxyCommand touch {0}",
+    "with a sign": "proxycommand=touch {0}",
+    "in quotes, within": 'Match "exec" "touch {0}"',
+    "with another condition": 'Match host * exec "touch {0}"',
+    "not": 'Match !exec "touch {0}"',
+    "tab": '\tMATCH\tEXEC\t"touch {0}"',
+    "provider": "PKCS11Provider {0}",
+    "keys": "KnownHostsCommand /usr/bin/touch {0}",
+}
+
+
+@pytest.mark.parametrize("kind", LINES)
+@pytest.mark.parametrize("place", ["in the folder", "beside it", "behind 4 MiB"])
+def test_a_line_that_runs_commands_is_seen_however_it_is_written(tmp_path: Path, kind: str, place: str) -> None:
+    folder = project(tmp_path / "p", "transport: ssh, nodes: [a], ssh_config: config")
+    config = tmp_path / "config" if place == "beside it" else folder / "config"
+    if place == "beside it":
+        (folder / "dtctl.yaml").write_text("cluster: {nodes: [a], ssh_config: ../config}\njob: {script: t.py}\n")
+    long = "# comment\n" * (500_000 if place == "behind 4 MiB" else 0)
+    config.write_text(long + "Host a\n  User me\n" + LINES[kind].format(tmp_path / "it-ran") + "\n")
+    spec = load_spec(folder / "dtctl.yaml")
+    with pytest.raises(LaunchError, match="reaches beyond"):
+        trust.check(spec)
+
+
+def test_an_ordinary_configuration_is_not_asked_about(tmp_path: Path) -> None:
+    folder = project(tmp_path / "p", "transport: ssh, nodes: [a], ssh_config: config")
+    (folder / "config").write_text(
+        "# mine\nHost gpu*\n  User=me\n  Port 22\n  IdentityFile ~/.ssh/id\n  ProxyJump gate\n"
+        "  UserKnownHostsFile ~/.ssh/known\n  ServerAliveInterval 5\n\nMatch host a,b user me\n  HostName 10.0.0.1\n"
+    )
+    trust.check(load_spec(folder / "dtctl.yaml"))
+
+
 def test_files_from_elsewhere_are_sent_only_when_agreed_to(tmp_path: Path) -> None:
     (tmp_path / "secrets").mkdir()
     spec = project(tmp_path / "p", "transport: ssh, nodes: [a]", "script: t.py, files: {root: ../secrets}")

@@ -1,0 +1,41 @@
+"""Before a command acts on a spec: whether the user agrees to what that reaches beyond its own folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dtctl.cli import output
+
+if TYPE_CHECKING:
+    from dtctl.spec.model import Spec
+
+Yes = Annotated[
+    bool, typer.Option("--yes", help="Agree to what the spec reaches beyond its folder, without being asked.")
+]
+
+
+def agreed(spec: Spec, *, yes: bool) -> None:
+    """Ask for what the spec reaches beyond its folder, the first time that a command acts on this folder.
+
+    Raises:
+        LaunchError: nobody agrees, or nobody can be asked.
+    """
+    from dtctl.launch import trust
+
+    for name in trust.likely_secrets(spec, dict(os.environ)):
+        hint = "named in job.secrets it is kept out of scripts and plans"
+        output.err(f"warning: {name} looks like a secret and is sent by job.env_from: {hint}", "yellow")
+    if trust.is_agreed(spec):
+        return
+    if not yes and sys.stdin.isatty() and sys.stderr.isatty():
+        for text in trust.reach(spec):
+            output.err(text, "yellow")
+        output.err("agree to this, for this folder? [y/N] ")
+        yes = sys.stdin.readline().strip().lower() in ("y", "yes")
+    if yes:
+        trust.agree(spec)
+    trust.check(spec)
