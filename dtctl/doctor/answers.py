@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from dtctl.errors import NodeError
 from dtctl.launch.messages import (
     Check,
     Wrong,
     address,
-    anything,
     by_name,
     checked,
     each,
@@ -18,6 +19,7 @@ from dtctl.launch.messages import (
     maybe,
     number,
     prose,
+    shown,
     text,
     whole,
 )
@@ -45,48 +47,98 @@ def _limit(value: Any) -> int:
     return int(_LIMIT(value))
 
 
+def _time(value: Any) -> float:
+    if not 0 <= number(value) < 1 << 40:
+        raise Wrong("no time of a clock")
+    return float(value)
+
+
+def _tool(value: Any) -> str:
+    # What looks through it reads numbers: digits of other scripts, and more of them than a number has, are none.
+    found: str = _WORDS(value)
+    return _LONG_NUMBER.sub("?", found.encode("ascii", "replace").decode())
+
+
+def _conf(value: Any) -> str:
+    found: str = _WORDS(value)
+    if len(found.splitlines()) > _ROWS:
+        raise Wrong(f"no file of at most {_ROWS} lines")
+    return found
+
+
+def _job(value: Any) -> dict[str, Any]:
+    found: dict[str, Any] = _JOB(value)
+    return {"python": "", "torch": None, "cuda": None, **found} if found else {}
+
+
+def _above(low: float) -> Check:
+    def check(value: Any) -> float:
+        if number(value) < low:
+            raise Wrong(f"less than {low:g}")
+        return float(value)
+
+    return check
+
+
+def _call(value: Any) -> dict[str, Any]:
+    found: dict[str, Any] = _CALL(value)
+    if found["result"] not in _RESULTS or ("seen" in found) != ("own" in found):
+        raise Wrong(f"no result of a call: {shown(found['result'])}")
+    return {"said": "", **found}
+
+
+def _measured(value: Any) -> dict[str, Any]:
+    found: dict[str, Any] = _MEASURED(value)
+    if found.get("lost") is not None and not found["lost"] <= found.get("sent", 0):
+        raise Wrong("more datagrams were lost than sent")
+    return found
+
+
+_LONG_NUMBER: Final = re.compile(r"\d{19,}")
+_RESULTS: Final = ("ok", "dropped", "refused", "unreachable", "silent", "stranger", "large-lost", "error")
+_JOB: Final = form(
+    optional={
+        "executable": maybe(text(4096)), "python": text(40), "torch": maybe(text(256)), "cuda": maybe(text(256)),
+        "nccl": maybe(text(256)),
+    }
+)  # fmt: skip
+_CALL: Final = form(
+    node=_NAME, port=whole(1, 65_535), kind=text(20), result=text(20),
+    optional={"said": prose, "took_ms": number, "seen": text(64), "own": text(64)},
+)  # fmt: skip
+_RATE: Final = maybe(_above(0.0))
+_MEASURED: Final = form(
+    optional={
+        "error": prose, "rtt_ms": _pair(_above(0.0)), "sent": _COUNT, "lost": maybe(_COUNT), "mbit_s": _RATE,
+        "retransmitted": _COUNT, "segments": _COUNT,
+    }
+)  # fmt: skip
 _SPACE: Final = form(path=text(4096), total=_COUNT, free=_COUNT, inodes=_COUNT, free_inodes=_COUNT)
 _FACTS: Final = form(
-    hostname=_NAME, user=_NAME, time=number, python=text(40), kernel=_NAME, machine=_NAME, cpus=maybe(_COUNT),
+    hostname=_NAME, user=_NAME, time=_time, python=text(40), kernel=_NAME, machine=_NAME, cpus=maybe(_COUNT),
     looked_up=by_name(_NAME, maybe(each(text(64), _ROWS)), _ROWS),
     interfaces=each(form(name=text(64), address=address, mtu=_COUNT, mbit_s=_COUNT), _ROWS),
     addresses=each(address, _ROWS), reached_at=address, ways=by_name(_NAME, text(64), _ROWS),
     limits=form(nofile=_pair(_limit), memlock=_pair(_limit)),
     shm=_SPACE, disk=_SPACE, writable=prose, missing=each(text(4096), _ROWS),
-    env=by_name(_NAME, _WORDS, _ROWS), conf=by_name(text(4096), _WORDS, 16), job=form(
-        optional={name: maybe(text(4096)) for name in ("executable", "python", "torch", "cuda", "nccl")}
-    ),
-    code=text(64), gpus=whole(0, 4096), gpu=_WORDS, remapped=_WORDS, nvlink=_WORDS, topology=_WORDS, xid=_WORDS,
+    env=by_name(_NAME, _WORDS, _ROWS), conf=by_name(text(4096), _conf, 16), job=_job,
+    code=text(64), gpus=whole(0, 4096), gpu=_tool, remapped=_tool, nvlink=_tool, topology=_tool, xid=_tool,
     rdma=each(form(device=_NAME, port=_NAME, state=_NAME, rate=_NAME, link_layer=_NAME), _ROWS),
 )  # fmt: skip
-_RATE: Final = maybe(number)
 _ANSWERS: Final[Mapping[str, Check]] = {
-    "time": form(time=number),
+    "time": form(time=_time),
     "facts": _FACTS,
     "listen": form(ports=each(whole(-4096, 65_535), 64)),
-    "call": form(
-        answers=each(
-            form(
-                node=_NAME, port=whole(1, 65_535), kind=text(20), result=text(20),
-                optional={"said": prose, "took_ms": number, "seen": text(64), "own": text(64)},
-            ),
-            1 << 20,
-        )
-    ),
-    "measure": form(
-        optional={
-            "error": prose, "rtt_ms": _pair(number), "sent": _COUNT, "lost": maybe(_COUNT), "mbit_s": _RATE,
-            "retransmitted": _COUNT, "segments": _COUNT,
-        }
-    ),
+    "call": form(answers=each(_call, 1 << 20)),
+    "measure": _measured,
     "mark": form(folders=each(text(4096), _ROWS)),
     "look": form(seen=each(_RATE, 1 << 20)),
     "unmark": form(),
 }  # fmt: skip
 _WORKER: Final = form(
     optional={
-        "stage": text(40), "silent": flag, "complained": _WORDS, "error": prose, "wrong": anything,
-        "seconds": number, "bytes": _COUNT, "nccl": anything, "torch": anything, "final": anything, "backend": text(40),
+        "stage": text(40), "silent": flag, "complained": _WORDS, "error": prose, "wrong": maybe(_COUNT),
+        "seconds": number, "bytes": _COUNT, "nccl": maybe(text(64)),
     }
 )  # fmt: skip
 """Of the job's own Python, which the probe passes on."""
@@ -99,9 +151,11 @@ def answer(message: Mapping[str, Any], said: Mapping[str, Any], *, node: str) ->
         NodeError: it has not the form that was asked for.
     """
     op = message["op"]
+    if said.get("op") != op:
+        raise NodeError(f"the node answered {shown(said.get('op'))}, and was asked {op!r}", node=node)
     found = checked(_ANSWERS.get(op, _WORKER), said, what=f"its answer to `{op}`", node=node)
     if found.get("stage") == "done":
-        checked(form(seconds=number, bytes=_COUNT), found, what="its worker's answer", node=node)
+        checked(form(seconds=_above(1e-9), bytes=_COUNT), found, what="its worker's answer", node=node)
     asked = {"look": "wanted", "listen": "ports"}.get(op)
     if asked is not None:
         value = found["seen" if op == "look" else "ports"]

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeVar
 
+from dtctl.launch.messages import prose
+
 Status = Literal["ok", "warn", "fail", "skip"]
 Value = TypeVar("Value")
 
@@ -24,6 +26,8 @@ CHECKS = (
     "collective",
 )  # fmt: skip
 """All checks, each after those that can be its cause: of several failures the first in this order is the primary."""
+MAX_EVIDENCE = 1024
+"""Lines; of a cluster with so many nodes each has one."""
 _SEVERITY = {"fail": 0, "warn": 1, "skip": 2, "ok": 3}
 
 
@@ -59,7 +63,7 @@ def ordered(
         ran: names of the checks that were made.
         left_out: those that were not, or had nothing to look at -> why; they are neither ok nor wrong.
     """
-    bad = sorted(found, key=lambda finding: (_SEVERITY[finding.status], CHECKS.index(finding.check)))
+    bad = sorted(map(_short, found), key=lambda finding: (_SEVERITY[finding.status], CHECKS.index(finding.check)))
     if bad:
         bad.insert(0, bad.pop(_root(bad)))
         bad[0] = replace(bad[0], primary=True)
@@ -72,6 +76,14 @@ def ordered(
         *(Finding(check=check, status="skip", summary=skipped[check]) for check in CHECKS if check in skipped),
         *(Finding(check=check, status="ok") for check in CHECKS if check in ok),
     ]
+
+
+def _short(finding: Finding) -> Finding:
+    """As much of it as people read: what nodes say of themselves may be long."""
+    evidence = tuple(prose(line) for line in finding.evidence[:MAX_EVIDENCE])
+    if len(finding.evidence) > MAX_EVIDENCE:
+        evidence += (f"and {len(finding.evidence) - MAX_EVIDENCE} more",)
+    return replace(finding, summary=prose(finding.summary), fix=prose(finding.fix), evidence=evidence)
 
 
 _EXPLAINS = {

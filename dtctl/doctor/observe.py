@@ -18,7 +18,7 @@ from dtctl.doctor.checks import links
 from dtctl.doctor.node_report import NodeReport, good_ways
 from dtctl.errors import ConnectError, DtctlError, NodeError
 from dtctl.launch.link import Link
-from dtctl.launch.messages import before_start
+from dtctl.launch.messages import before_start, prose
 from dtctl.launch.session import error_of
 from dtctl.supervisor import bootstrap
 from dtctl.transport.base import Connection, Target, Transport
@@ -104,7 +104,7 @@ class _Node:
 
     def _why_silent(self, link: Link) -> DtctlError:
         status, said = link.last_words()
-        last = said.splitlines()[-1] if said else ""
+        last = prose(said.splitlines()[-1]) if said else ""
         python = self.wanted.python or "python3"
         if status in (126, 127):
             return NodeError(

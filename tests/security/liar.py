@@ -146,6 +146,112 @@ LIES: dict[str, Lie] = {
     "hello once more": beside("started", {"op": "hello", "gpus": 8, "address": "", "port": 0}),
     "it never says that it has started": instead("started"),
 }
+
+
+def deep_in(op: str) -> Lie:
+    return instead(op, frame(b'{"op": "%s", "x": ' % op.encode() + DEEP + b"}"))
+
+
+MARKUP = "\x1b]0;mine\x07\x1b[2J[/red][link=x]b\u202e"
+DOCTOR: dict[str, Lie] = {
+    # each question
+    "time is not a number": changed("time", lambda m: m.update(time=float("nan"))),
+    "time is without end": changed("time", lambda m: m.update(time=float("inf"))),
+    "time of the far future": changed("time", lambda m: m.update(time=1e308)),
+    "time before all time": changed("time", lambda m: m.update(time=-5)),
+    "time is text": changed("time", lambda m: m.update(time="12:00")),
+    "time is true": changed("time", lambda m: m.update(time=True)),
+    "time is missing": changed("time", lambda m: m.pop("time")),
+    "another question's answer": changed("time", lambda m: m.update(op="facts")),
+    "no operation": changed("time", lambda m: m.pop("op")),
+    "an answer too many": beside("time", {"op": "time", "time": 1.0}, {"op": "time", "time": 1.0}),
+    "an error with escape sequences": instead("time", {"op": "error", "code": "x", "message": MARKUP}),
+    "an error of a megabyte": instead("time", {"op": "error", "code": "x", "message": "x" * 1_000_000}),
+    "an error without words": instead("time", {"op": "error"}),
+    "no JSON": instead("time", frame(b"{")),
+    "a list": instead("time", frame(b"[]")),
+    "deep": deep_in("time"),
+    "deep facts": deep_in("facts"),
+    "output": instead("facts", frame(b"x", b"L", 0)),
+    "two gigabytes": instead("facts", HEADER.pack(b"J", -1, (1 << 31) - 1) + bytes(1000)),
+    "half an answer": instead("facts", frame({"op": "facts"})[:12]),
+    "it says nothing": lambda *_: time.sleep(10_000) or b"",
+    "facts that never come": instead("facts"),
+    # facts
+    "no facts": instead("facts", {"op": "facts"}),
+    "a host name of markup": changed("facts", lambda m: m.update(hostname=MARKUP)),
+    "a host name that is a list": changed("facts", lambda m: m.update(hostname=["a"])),
+    "a host name of a megabyte": changed("facts", lambda m: m.update(hostname="x" * 900_000)),
+    "a disk of less than nothing": changed("facts", lambda m: m["disk"].update(free=-1)),
+    "a disk of text": changed("facts", lambda m: m["disk"].update(free="much")),
+    "a disk with a number of many digits": changed("facts", lambda m: m["disk"].update(free=int("9" * 4000))),
+    "a disk at a place of markup": changed("facts", lambda m: m["disk"].update(path=MARKUP, free=0)),
+    "limits of one number": changed("facts", lambda m: m["limits"].update(nofile=[1])),
+    "limits of three": changed("facts", lambda m: m["limits"].update(nofile=[1, 2, 3])),
+    "a million GPUs": changed("facts", lambda m: m.update(gpus=10**6)),
+    "GPUs with digits of another script": changed(
+        "facts", lambda m: m.update(gpus=1, gpu="0, A, \u00b2, \u0663, 1, \u00b3")
+    ),
+    "GPUs with a number of many digits": changed(
+        "facts", lambda m: m.update(gpus=1, gpu=f"0, A, {'9' * 5000}, {'9' * 5000}, 1, {'9' * 5000}")
+    ),
+    "an Xid of many digits": changed("facts", lambda m: m.update(xid="NVRM: Xid (PCI:0): " + "7" * 5000)),
+    "Xids of markup": changed("facts", lambda m: m.update(xid=f"NVRM: Xid ({MARKUP}): 79, x")),
+    "a hundred thousand Xids": changed("facts", lambda m: m.update(xid="NVRM: Xid (a): 79\n" * 25_000)),
+    "a topology of many rows": changed("facts", lambda m: m.update(topology="GPU0 X\n" * 60_000)),
+    "links without a GPU": changed("facts", lambda m: m.update(nvlink="Link 0: 25 GB/s\nGPU \nLink 1: x GB/s\n" * 900)),
+    "rows of memory that are none": changed("facts", lambda m: m.update(remapped="a,b,c\n,,\nx,Yes,\n,No,Yes" * 900)),
+    "ports of another form": changed("facts", lambda m: m.update(rdma=[{"device": 1}])),
+    "ports without end": changed(
+        "facts",
+        lambda m: m.update(rdma=[dict.fromkeys(("device", "port", "state", "rate", "link_layer"), "x")] * 10_000),
+    ),
+    "interfaces that are a number": changed("facts", lambda m: m.update(interfaces=7)),
+    "an interface with an address that is a name": changed(
+        "facts", lambda m: m.update(interfaces=[{"name": "x", "address": "evil", "mtu": 1, "mbit_s": 1}])
+    ),
+    "addresses of text": changed("facts", lambda m: m.update(addresses=["x; rm -rf ~"])),
+    "it was reached at a name": changed("facts", lambda m: m.update(reached_at="evil.example")),
+    "names that mean lists of lists": changed("facts", lambda m: m.update(looked_up={"a": [["b"]]})),
+    "a job's Python without a version": changed("facts", lambda m: m.update(job={"torch": "2.0"})),
+    "a job's Python of numbers": changed("facts", lambda m: m.update(job={"python": 3, "torch": 2})),
+    "a job's Python that is a list": changed("facts", lambda m: m.update(job=[])),
+    "variables of markup": changed("facts", lambda m: m["env"].update({"NCCL_DEBUG": MARKUP, "NCCL_" + MARKUP: "1"})),
+    "variables that are numbers": changed("facts", lambda m: m["env"].update(NCCL_DEBUG=1)),
+    "a configuration of many lines": changed(
+        "facts", lambda m: m.update(conf={"/etc/nccl.conf": "".join(f"NCCL_DEBU{i}=1\n" for i in range(50_000))})
+    ),
+    "paths that are missing, and markup": changed("facts", lambda m: m.update(missing=[MARKUP] * 4000)),
+    "a folder that cannot be written to for a megabyte": changed("facts", lambda m: m.update(writable="x" * 900_000)),
+    "code that is a number": changed("facts", lambda m: m.update(code=1)),
+    # between nodes
+    "fewer ports than asked for": changed("listen", lambda m: m.update(ports=[])),
+    "ports above all ports": changed("listen", lambda m: m.update(ports=[70_000 for _ in m["ports"]])),
+    "ports of text": changed("listen", lambda m: m.update(ports=["22" for _ in m["ports"]])),
+    "ports that could not be opened": changed("listen", lambda m: m.update(ports=[-4096 for _ in m["ports"]])),
+    "no port at all": changed("listen", lambda m: m.update(ports=[0 for _ in m["ports"]])),
+    "ports that somebody else listens on": changed("listen", lambda m: m.update(ports=[1 for _ in m["ports"]])),
+    "calls that nobody asked for": changed("call", lambda m: m["answers"].append(dict(m["answers"][0], node="c"))),
+    "no calls": changed("call", lambda m: m.update(answers=[])),
+    "calls with another result": changed("call", lambda m: [one.update(result="hm") for one in m["answers"]]),
+    "a stranger who says nothing": changed(
+        "call", lambda m: [(one.update(result="stranger"), one.pop("said", 0)) for one in m["answers"]]
+    ),
+    "calls that were seen from nowhere": changed(
+        "call", lambda m: [(one.update(seen=MARKUP[:60]), one.pop("own", 0)) for one in m["answers"]]
+    ),
+    "calls without a port": changed("call", lambda m: [one.pop("port") for one in m["answers"]]),
+    "a rate that is not a number": changed("measure", lambda m: m.update(mbit_s=float("nan"))),
+    "a rate below nothing": changed("measure", lambda m: m.update(mbit_s=-1.0)),
+    "a round trip that is one number": changed("measure", lambda m: m.update(rtt_ms=1.0)),
+    "a round trip before it began": changed("measure", lambda m: m.update(rtt_ms=[-1e300, 1.0])),
+    "more lost than sent": changed("measure", lambda m: m.update(sent=1, lost=10**9)),
+    "lost without being sent": changed("measure", lambda m: (m.pop("sent", 0), m.update(lost=3))),
+    "a measurement that failed with markup": instead("measure", {"op": "measure", "error": MARKUP}),
+    "measurements that never come": instead("measure"),
+}
+"""To the doctor, by a probe."""
+
 FLOODS: dict[str, bytes] = {
     "large frames of output": frame(b"x" * (1 << 20), b"L", 1),
     "small frames of output": frame(b"x", b"L", 1) * 1000,
@@ -157,6 +263,8 @@ FLOODS: dict[str, bytes] = {
 """What it repeats for ever once the run has started."""
 for _name in FLOODS:
     LIES[f"for ever: {_name}"] = beside("started", b"")
+for _name in ("large messages", "empty frames of output"):
+    DOCTOR[f"answers and then for ever: {_name}"] = beside("time", b"")
 
 
 def main(name: str, command: str) -> None:
@@ -164,7 +272,7 @@ def main(name: str, command: str) -> None:
     assert child.stdin is not None
     assert child.stdout is not None
     threading.Thread(target=pass_on, args=(child.stdin,), daemon=True).start()
-    buffer = b""
+    buffer, lie = b"", {**LIES, **DOCTOR}[name]
     while data := os.read(child.stdout.fileno(), 1 << 16):
         buffer += data
         while len(buffer) >= HEADER.size:
@@ -173,9 +281,9 @@ def main(name: str, command: str) -> None:
             if len(buffer) < end:
                 break
             payload, buffer = buffer[HEADER.size : end], buffer[end:]
-            say(LIES[name](kind, rank, payload))
-            flood = FLOODS.get(name.removeprefix("for ever: "))
-            while flood is not None and is_it(kind, payload, "started", ""):
+            say(lie(kind, rank, payload))
+            flood = FLOODS.get(name.rpartition("for ever: ")[2])
+            while flood is not None and (is_it(kind, payload, "started", "") or is_it(kind, payload, "time", "")):
                 say(flood)
     os._exit(child.wait())
 

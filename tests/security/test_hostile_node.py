@@ -43,7 +43,7 @@ class HostileTransport:
         self.made: list[LocalStream] = []
 
     def connect(self, target: Target) -> LocalConnection:
-        lie = self.lie if target.name == "b" else None
+        lie = self.lie if target.name == "b" and self.lie in {**liar.LIES, **liar.DOCTOR} else None
         return HostileConnection(target, self.homes / target.name, lie, self.made)
 
     def bury(self) -> None:

@@ -76,11 +76,14 @@ class Ears:
 def read_line(sock: socket.socket) -> str:
     """Bytes up to a newline, one at a time: what follows is not ours to read."""
     line = b""
+    limit = time.monotonic() + (sock.gettimeout() or 10.0)
     while not line.endswith(b"\n") and len(line) < 200:
         byte = sock.recv(1)
         if not byte:
             break
         line += byte
+        if time.monotonic() > limit:  # it says a byte now and then
+            raise socket.timeout("timed out")
     return line.strip().decode(errors="replace")
 
 
@@ -127,6 +130,7 @@ def call(address: str, port: int, node: str, token: str, timeout_s: float) -> di
         try:
             sock.sendall(token.encode() + b"\n")
             name, _, seen = read_line(sock).partition(" ")
+            seen = seen[:60]  # longer than an address: the other side may say anything
         except OSError as exc:
             return {"result": "silent", "said": str(exc), "took_ms": took}
         answer = {"took_ms": took, "seen": seen, "own": sock.getsockname()[0]}

@@ -23,18 +23,31 @@ PHASE_LIMIT_S = 1.5
 SLICES = 5
 """Of which the median counts: TCP halves its speed once when it finds the end of the queue, and machines hesitate."""
 CHUNK = 256 << 10
+LINE_BYTES = 64
+"""Of what the other side says, which is not believed either: its lies are not to look like this node's."""
 _TCP_INFO_RETRANS = 100  # struct tcp_info of linux/tcp.h: tcpi_total_retrans
 _TCP_INFO_DATA_OUT = 156  # tcpi_data_segs_out
 
 
 def _line(sock: socket.socket) -> str:
     line = b""
+    limit = 0.0
     while not line.endswith(b"\n"):
         byte = sock.recv(1)
         if not byte:
             raise OSError("the other side has closed the connection")
         line += byte
+        limit = limit or time.monotonic() + PHASE_LIMIT_S
+        if len(line) > LINE_BYTES or time.monotonic() > limit:
+            raise OSError("the other side says something that it was not asked for")
     return line.strip().decode(errors="replace")
+
+
+def _number(said: str, most: float) -> float:
+    found = float(said)
+    if not 0 <= found <= most:  # nor, by that, not-a-number
+        raise ValueError("the other side says a number that cannot be")
+    return found
 
 
 def serve(call: socket.socket) -> None:
@@ -124,7 +137,7 @@ def measure(address: str, port: int, token: str, seconds: float) -> dict:  # typ
             call.settimeout(PHASE_LIMIT_S + 1.0)
             call.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             call.sendall(token.encode() + b" measure\n")
-            udp_port = int(_line(call))
+            udp_port = int(_number(_line(call), 65_535))
             found = {"rtt_ms": _round_trips(call)}
             found.update(_bursts(call, (address, udp_port)))
             found.update(_stream(call, seconds))
@@ -157,7 +170,7 @@ def _bursts(call: socket.socket, ear: tuple) -> dict:  # type: ignore[type-arg]
                 return {"sent": 0, "lost": None}
             sent += BURST
             call.sendall(b"count\n")
-            arrived += int(_line(call))
+            arrived += int(_number(_line(call), BURST))
             if not arrived:  # no UDP passes here, which is nobody's fault
                 return {"sent": sent, "lost": None}
             if time.monotonic() > limit:
@@ -185,7 +198,7 @@ def _stream(call: socket.socket, seconds: float) -> dict:  # type: ignore[type-a
         again = struct.unpack_from("=I", info, _TCP_INFO_RETRANS)[0]
         out = struct.unpack_from("=I", info, _TCP_INFO_DATA_OUT)[0]
     call.settimeout(PHASE_LIMIT_S)
-    rate = float(_line(call))
+    rate = _number(_line(call), 1e9)
     # What still waits to be sent must not run beside the next measurement.
     call.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     return {"mbit_s": rate or None, "retransmitted": again, "segments": out}
