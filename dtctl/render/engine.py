@@ -12,18 +12,15 @@ with a filter, each of which is safe in its place:
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import json
 import re
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from jinja2 import (
+    BaseLoader,
     Environment,
-    FileSystemLoader,
     StrictUndefined,
     Template,
     TemplateError,
@@ -31,76 +28,59 @@ from jinja2 import (
     TemplateSyntaxError,
     Undefined,
 )
-from jinja2.exceptions import SecurityError
-from jinja2.runtime import Context
+from jinja2.loaders import split_template_path
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from dtctl import folders as files
 from dtctl import shell
 from dtctl.errors import RenderError
+from dtctl.render import apart, catalogue
 
-MAX_CHARACTERS, MAX_EXPONENT, LIMIT_S = 4 << 20, 64, 10.0
-"""Of a template, and of what it makes."""
+MAX_CHARACTERS = 4 << 20
+"""Bytes of a template, and characters of what it makes."""
 _YAML_WORDS = frozenset({"null", "true", "false", "yes", "no", "on", "off", "y", "n"})
 
 
-class _Inside(FileSystemLoader):
-    """Templates of some folders, of which none is a link that leads out of its folder."""
+class _Inside(BaseLoader):
+    """Templates of some folders, the first before the others, of which none is a link that leads out of its folder."""
 
-    def get_source(self, environment: Environment, template: str) -> tuple[str, str, Callable[[], bool]]:
-        """See FileSystemLoader."""
-        found = super().get_source(environment, template)
-        path = Path(found[1]).resolve()
-        if not any(Path(folder).resolve() in path.parents for folder in self.searchpath):
-            raise RenderError("the template is a link to a file elsewhere, which would be sent", where=found[1])
-        if len(found[0]) > MAX_CHARACTERS:
-            raise RenderError(f"the template has more than {MAX_CHARACTERS:,} characters", where=found[1])
-        return found
+    def __init__(self, places: Sequence[str]) -> None:
+        self._places = places
+
+    def get_source(self, environment: Environment, template: str) -> tuple[str, str, Callable[[], bool]]:  # noqa: ARG002
+        """See BaseLoader."""
+        for folder in self._places:
+            path = Path(folder, *split_template_path(template))
+            try:
+                if not path.is_symlink() and not path.exists():
+                    continue
+                if Path(folder).resolve() not in path.resolve().parents:
+                    raise RenderError(
+                        "the template is a link to a file elsewhere, which would be sent", where=str(path)
+                    )
+                made = path.stat().st_mtime_ns
+                text = files.read_regular(str(path), MAX_CHARACTERS).decode("utf-8")
+            except (OSError, UnicodeDecodeError) as exc:
+                raise RenderError(f"the template cannot be read: {exc}", where=str(path)) from exc
+            return text, str(path), functools.partial(_is_still, path, made)
+        raise TemplateNotFound(template)
 
 
-class _Late(BaseException):
-    """Raised in a thread whose template takes too long."""
-
-
-class _Limited(ImmutableSandboxedEnvironment):
-    """As its base, which limits `range`; and nothing is multiplied to more than a script can be."""
-
-    intercepted_binops = frozenset(["*", "**", "%"])
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """See SandboxedEnvironment."""
-        pair = (left, right)
-        if operator == "%" and isinstance(left, str):
-            raise SecurityError("texts are not formatted with % here")
-        if operator != "%" and not all(isinstance(one, int | float) and abs(one) < 1 << 64 for one in pair):
-            raise SecurityError(f"only numbers are combined with {operator} here")
-        if operator == "**" and abs(right) > MAX_EXPONENT:
-            raise SecurityError(f"exponents are {MAX_EXPONENT} at most")
-        return super().call_binop(context, operator, left, right)
+def _is_still(path: Path, made: int) -> bool:
+    try:
+        return path.stat().st_mtime_ns == made
+    except OSError:
+        return False
 
 
 def _poured(template: Template, values: Mapping[str, object]) -> str:
-    """A template's text, of limited length and in limited time."""
-    thread, over = ctypes.c_ulong(threading.get_ident()), threading.Event()
-
-    def end() -> None:
-        if not over.is_set():
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Late))
-
-    clock = threading.Timer(LIMIT_S, end)
-    clock.daemon = True
-    clock.start()
+    """A template's text, of limited length."""
     found, size = [], 0
-    try:
-        for piece in template.generate(values):
-            found.append(piece)
-            size += len(piece)
-            if size > MAX_CHARACTERS:
-                raise RenderError(f"a script has more than {MAX_CHARACTERS:,} characters", where=template.filename)
-    except _Late:
-        raise RenderError(f"the template takes longer than {LIMIT_S:g} s", where=template.filename) from None
-    finally:
-        over.set()
-        clock.cancel()
+    for piece in template.generate(values):
+        found.append(piece)
+        size += len(piece)
+        if size > MAX_CHARACTERS:
+            raise RenderError(f"a script has more than {MAX_CHARACTERS:,} characters", where=template.filename)
     return "".join(found)
 
 
@@ -144,11 +124,11 @@ def _ranks(ranks: range) -> Verbatim:
     return Verbatim(str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}")
 
 
-@lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=4)
 def _environment(folders: tuple[str, ...]) -> ImmutableSandboxedEnvironment:
     """Jinja over these folders; kept, because compiling a template takes ten times as long as rendering it."""
-    environment = _Limited(
-        loader=_Inside(list(folders)),
+    environment = ImmutableSandboxedEnvironment(
+        loader=_Inside(folders),
         undefined=StrictUndefined,
         finalize=_finalize,
         trim_blocks=True,
@@ -163,14 +143,28 @@ def _environment(folders: tuple[str, ...]) -> ImmutableSandboxedEnvironment:
 def render(name: str, values: Mapping[str, object], *, folders: Sequence[Path]) -> str:
     """The text of template `name`, taken from the first folder that has it.
 
+    Templates that are not dtctl's own are rendered in a process with limits of memory and time.
+
     Args:
         name: file name of the template, such as `node.sh.j2`.
         values: what the template may use; a name that is not here is an error.
         folders: where to look, the user's before dtctl's.
 
     Raises:
-        RenderError: the template is missing, is not valid, or uses a name that does not exist.
+        RenderError: the template is missing, is not valid, uses a name that does not exist, or exceeds a limit.
     """
+    if any(folder.is_dir() and not _is_own(folder) for folder in folders):
+        return apart.render(name, values, folders=folders)
+    return render_here(name, values, folders=folders)
+
+
+def _is_own(folder: Path) -> bool:
+    own = catalogue.builtin().resolve()
+    return own in (folder.resolve(), *folder.resolve().parents)
+
+
+def render_here(name: str, values: Mapping[str, object], *, folders: Sequence[Path]) -> str:
+    """As `render`, in this process and so without limits of memory and time."""
     try:
         return _poured(_environment(tuple(map(str, folders))).get_template(name), values)
     except TemplateNotFound as exc:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import os
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from dtctl.doctor.explain.content import content
 from dtctl.errors import LaunchError, RenderError, SpecError
 from dtctl.launch import trust
+from dtctl.render import apart
 from dtctl.render.engine import MAX_CHARACTERS, render
 from dtctl.spec.load import load_spec, parse_spec
 
@@ -180,29 +183,70 @@ ENDLESS = {
     "wide": "{{ 'x' * 10000000000 }}",
     "wide list": "{{ [1] * 10000000000 }}",
     "tall": "{{ 9 ** 9999999999 }}",
-    "formatted": "{{ '%1000000000d' % 1 }}",
+    "formatted": "{{ '%10000000000d' % 1 }}",
+    "formatted by a filter": "{{ '%10000000000d' | format(1) }}",
+    "formatted by a method": "{{ '{:>10000000000}'.format(1) }}",
+    "centred": "{{ 'x' | center(10 ** 10) }}",
+    "justified": "{{ 'x'.ljust(10 ** 10) }}",
+    "filled": "{{ 'x'.zfill(10 ** 10) }}",
+    "tabs": "{{ '\t'.expandtabs(10 ** 10) }}",
+    "indented": "{{ 'x\nx' | indent(10 ** 10) }}",
+    "replaced": "{{ ('x' * 99999) | replace('x', 'y' * 99999) }}",
+    "joined": "{{ (range(99999) | list) | join('x' * 99999) }}",
+    "doubled": "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "doubled list": "{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "words": "{{ lipsum(n=99999) }}",
+    "batches": "{{ [1] | batch(10 ** 10, 1) | list | length }}",
+    "slices": "{{ [1] | slice(10 ** 10) | list | length }}",
     "itself": "{% include 't.j2' %}",
+    "itself, imported": "{% import 't.j2' as t %}",
+    "its own heir": "{% extends 't.j2' %}",
+    "a macro of itself": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "for ever": "{% for i in range(90000) %}{% for j in range(90000) %}{% set x = 1 %}{% endfor %}{% endfor %}",
 }
 
 
+@pytest.fixture
+def _soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Templates have a second, in a process that is started with it."""
+    monkeypatch.setattr(apart, "LIMIT_S", 1)
+    apart._apart().close()
+    yield
+    apart._apart().close()
+
+
+@pytest.mark.usefixtures("_soon")
 @pytest.mark.parametrize("kind", ENDLESS)
 def test_a_template_without_an_end_has_one(tmp_path: Path, kind: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     (tmp_path / "t.j2").write_text(ENDLESS[kind])
     with pytest.raises(RenderError):
         render("t.j2", {}, folders=[tmp_path])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
+    (tmp_path / "good.j2").write_text("{{ x }}")
+    assert render("good.j2", {"x": "a b"}, folders=[tmp_path]) == "'a b'", "and the next one is rendered"
 
 
-def test_a_template_that_takes_for_ever_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dtctl.render import engine
-
-    monkeypatch.setattr(engine, "LIMIT_S", 0.5)
-    text = "{% for i in range(90000) %}{% for j in range(90000) %}{% set x = 1 %}{% endfor %}{% endfor %}"
-    (tmp_path / "t.j2").write_text(text)
-    with pytest.raises(RenderError, match="longer than"):
-        render("t.j2", {}, folders=[tmp_path])
+def test_a_template_longer_than_scripts_are_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "big.j2").write_text("x" * (MAX_CHARACTERS + 1))
-    with pytest.raises(RenderError, match="characters"):
+    with pytest.raises(RenderError, match="larger than"):
         render("big.j2", {}, folders=[tmp_path])
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "huge"])
+def test_a_template_that_is_no_file_is_not_waited_for(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "t.j2"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
+    with pytest.raises(RenderError):
+        render("t.j2", {}, folders=[tmp_path])
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
