@@ -177,6 +177,24 @@ def sync_folder(path: str) -> None:
         os.close(fd)
 
 
+def make_durable(path: str, mode: int = 0o777) -> None:
+    """Make a folder, with those above it, whose names outlast a power failure; it may be there already.
+
+    Raises:
+        OSError: it cannot be made, or is something else.
+    """
+    above = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(above):
+        make_durable(above, mode)
+    try:
+        os.mkdir(path, mode)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise
+        return
+    sync_folder(above)
+
+
 # -- removing -----------------------------------------------------------------------------------------------------
 
 

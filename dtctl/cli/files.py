@@ -7,6 +7,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from dtctl import folders
 from dtctl.errors import UsageError
 
 
@@ -38,6 +39,7 @@ def write_named(path: Path, text: str, *, option: str) -> None:
         if target.exists():
             partial.chmod(target.stat().st_mode & 0o777)
         partial.replace(target)
+        folders.sync_folder(str(target.parent))
     except OSError as exc:
         if partial is not None:
             with contextlib.suppress(OSError):

@@ -99,9 +99,9 @@ def state_folder(base_dir: Path, name: str) -> Path:
             )
     try:
         with writing(folder):
-            state.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folders.make_durable(str(state), 0o700)
             folders.check_private(str(state))
-            folder.mkdir(mode=0o700, exist_ok=True)
+            folders.make_durable(str(folder), 0o700)
             folders.check_private(str(folder))
     except LaunchError as exc:
         if not isinstance(exc.__cause__, folders.Foreign):
@@ -188,6 +188,7 @@ class RunRecord:
         try:
             with writing(folder):
                 folder.mkdir(mode=0o700)
+                folders.sync_folder(str(folder.parent))
         except LaunchError as exc:
             if not isinstance(exc.__cause__, FileExistsError):
                 raise

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from dtctl import folders
 from dtctl.runtime.console import say
 from dtctl.runtime.sinks import Sink
 
@@ -28,6 +29,7 @@ def cut(path: Path, step: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
+    folders.sync_folder(str(path.parent))
 
 
 def _step(line: str) -> float:

@@ -26,7 +26,7 @@ import os
 import select
 import time
 
-from dtctl import node_facts
+from dtctl import folders, node_facts
 from dtctl.supervisor import autopsy, environment, facts, frames, lean, processes, progress
 from dtctl.supervisor.births import Births
 from dtctl.supervisor.group import AGENT, Group, Process, exit_facts
@@ -51,6 +51,7 @@ def write_atomically(path: str, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
+    folders.sync_folder(os.path.dirname(path))
 
 
 class Supervisor:

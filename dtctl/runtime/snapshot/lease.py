@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Final
 
-from dtctl import names, node_facts
+from dtctl import folders, names, node_facts
 from dtctl.errors import DtctlError, SnapshotError
 from dtctl.runtime.snapshot import layout
 from dtctl.runtime.snapshot.place import Place, Remote
@@ -121,7 +121,7 @@ class Lease:
             SnapshotError: somebody else is, or the folder cannot be written.
         """
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            folders.make_durable(str(self._folder))
             self._write()
         except OSError as exc:
             raise SnapshotError(
@@ -154,7 +154,7 @@ class Lease:
                 where=str(self._folder),
                 hint="this run was silent for too long, or is an earlier attempt of one that goes on elsewhere",
             )
-        self._folder.mkdir(parents=True, exist_ok=True)
+        folders.make_durable(str(self._folder))
         self._write()
 
     def release(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from dtctl.errors import DtctlError, SnapshotError
 from dtctl.runtime.snapshot import layout
+from dtctl.runtime.snapshot.durable import make_folder
 from dtctl.runtime.snapshot.place import Place, Remote
 from dtctl.runtime.snapshot.share import gathered_json
 from dtctl.runtime.worker import Worker
@@ -42,7 +43,7 @@ def stores(folder: Place, worker: Worker) -> Stores:
     token = str(gathered_json(secrets.token_hex(8), worker)[0])
     error, seen = None, []
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         if worker.local_rank == 0:
             _sign(folder, token, worker.rank).touch()
     except (OSError, DtctlError) as exc:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from dtctl.errors import DtctlError, SnapshotError
 from dtctl.runtime.console import complain
 from dtctl.runtime.snapshot import copies, layout, retention, write
+from dtctl.runtime.snapshot.durable import make_folder
 from dtctl.runtime.snapshot.pieces import Division, Key, local
 from dtctl.runtime.snapshot.place import Place, Remote
 from dtctl.runtime.snapshot.saver import Saver
@@ -144,7 +145,8 @@ class Together(Saver):
         leads = worker.rank == found.leader
 
         def written() -> Any:
-            draft.mkdir(parents=True, exist_ok=True)
+            make_folder(self._folder)
+            draft.mkdir(exist_ok=True)
             staged.wait()
             own = {write.file_name(file): write.write_part(draft, file, found.hash).document() for file in staged.files}
             return {"files": own, "facts": facts if worker.is_first else None}

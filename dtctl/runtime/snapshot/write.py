@@ -10,7 +10,7 @@ from typing import Any
 
 from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot import layout, retention
-from dtctl.runtime.snapshot.durable import Sink, sync_folder, written
+from dtctl.runtime.snapshot.durable import Sink, exchanged, make_folder, sync_folder, written
 from dtctl.runtime.snapshot.place import Place, Remote
 from dtctl.runtime.snapshot.staging import Staged, StagedFile, Staging
 
@@ -56,7 +56,8 @@ def write(
     """
     target, draft = target_and_draft(folder, step, token=str(os.getpid()))
     try:
-        draft.mkdir(parents=True)
+        make_folder(folder)
+        draft.mkdir()
         staged.wait()
         name = layout.default_hash()
         entries = {file_name(file): write_part(draft, file, name) for file in staged.files}
@@ -151,9 +152,8 @@ def publish(draft: Place, target: Place) -> None:
         return  # it is all there since its commit record is
     sync_folder(draft)
     if target.exists():
-        aside = draft.with_suffix(".replaced" + layout.DRAFT_SUFFIX)
-        target.rename(aside)
-        draft.rename(target)
+        aside = exchanged(draft, target)
+        sync_folder(target.parent)
         shutil.rmtree(aside)
     else:
         draft.rename(target)
