@@ -1,49 +1,123 @@
-"""What files of a run may hold, before anybody believes it: a job, a full disk or a person may have written it."""
+"""What files of a run may hold, before anybody believes it: a job, a full disk or a person may have written it.
+
+A form per file, and per event, as launch/messages.py has one per message. Versions of dtctl differ in what they write
+down, so what is missing is in order, and what nobody reads may be anything.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Final
 
-_LISTS: Final = ("plan", "allocated")
-"""Events whose `nodes` are names; elsewhere they are a number."""
+from dtctl.launch.messages import COUNT, Check, Wrong, each, flag, form, maybe, text, whole
+from dtctl.launch.messages import number as finite
 
-_NUMBERS: Final = ("attempt", "of", "rank", "wait_s", "step", "exit_code", "signal")
+MOMENT_S: Final = 1 << 36
+"""No clock shows a later time."""
+_WORD: Final = text(4096)
+_TEXT: Final = text(1 << 20)
+_NUMBER: Final = maybe(finite)
+_INDEX: Final = maybe(whole(-(1 << 31), 1 << 31))
+
+
+def _moment(value: Any) -> float:
+    if not 0 <= finite(value) < MOMENT_S:
+        raise Wrong("no time")
+    return float(value)
+
+
+def _texts(value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise Wrong("no object")
+    return {_WORD(name): _WORD(one) for name, one in value.items()}
+
+
+def _sums(value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise Wrong("no object")
+    return {_WORD(name): finite(one) for name, one in value.items()}
+
+
+def _some(**optional: Check) -> Check:
+    """An object that has these or lacks them; more may be in it."""
+    return form(optional=optional)
+
+
+_FAILURE: Final = _some(
+    node=maybe(_WORD), rank=_INDEX, exit_code=_INDEX, signal=_INDEX, log=maybe(_WORD), summary=maybe(_TEXT)
+)
+_LEDGER: Final = _some(
+    phases_s=_sums, wall_s=finite, goodput=_NUMBER, steps=_NUMBER, steps_lost=maybe(COUNT), attempts=_NUMBER
+)
+_EVENT: Final = form(
+    event=_WORD,
+    optional={
+        "time": _moment, "node": maybe(_WORD), "attempt": _INDEX, "of": _INDEX, "rank": _INDEX, "wait_s": _NUMBER,
+        "step": _INDEX, "exit_code": _INDEX, "signal": _INDEX, "reason": maybe(_TEXT), "text": maybe(_TEXT),
+        "error": maybe(_TEXT), "interface": maybe(_WORD),
+    },
+)  # fmt: skip
+_NAMES: Final = each(_WORD)
+_EVENTS: Final[Mapping[str, Check]] = {
+    "plan": _some(nodes=_NAMES),
+    "allocated": form(nodes=_NAMES),
+    "node": form(node=text(4096), state=_WORD, optional={"push": _some(path=_WORD)}),
+    "submitted": form(job=_WORD),
+    "queued": form(optional={"reason": maybe(_TEXT), "start": _NUMBER, "state": maybe(_WORD)}),
+    "done": form(
+        status=_WORD,
+        optional={
+            "attempts": _INDEX, "first_failure": maybe(_FAILURE), "launch_s": _NUMBER, "duration_s": _NUMBER,
+            "left_behind": maybe(COUNT), "goodput": _NUMBER, "lost_output": _sums, "error": maybe(_TEXT),
+        },
+    ),
+}  # fmt: skip
+_NODE: Final = form(
+    name=_WORD,
+    optional={
+        "address": _WORD, "node_rank": COUNT, "slots": COUNT, "first_rank": COUNT, "workdir": _WORD,
+        "python": maybe(_WORD), "argv": each(_TEXT), "setup": each(_TEXT), "processes": COUNT,
+        "env": each(form(name=_WORD, value=_TEXT, origin=_WORD)),
+    },
+)  # fmt: skip
+_PLAN: Final = _some(
+    nodes=each(_NODE), run=_WORD, job=_WORD, kind=_WORD, transport=_WORD, attempt=COUNT, max_restarts=finite,
+    rendezvous=form(address=_WORD, port=whole(0, 65_535)), world_size=COUNT, grace_s=finite, secrets=_NAMES,
+    notes=each(_TEXT),
+)  # fmt: skip
+_INFO: Final = form(
+    run=_WORD, token=_WORD, pid=whole(-(1 << 63)), started=_moment, spec=_WORD, command=each(_TEXT), detached=flag,
+    optional={"pid_started": COUNT, "boot": _WORD, "slurm": flag, "snapshots": _texts},
+)  # fmt: skip
+
+
+def _is(check: Check, value: Any) -> bool:
+    try:
+        check(value)
+    except Wrong:
+        return False
+    return True
+
+
+def info(value: Any) -> bool:
+    """Whether this says who launched a run."""
+    return _is(_INFO, value)
 
 
 def event(value: Any) -> bool:
-    """Whether this is an event: with a kind and a time, and nodes that have names."""
-    if not isinstance(value, dict) or not isinstance(value.get("event"), str):
-        return False
-    if not number(value.get("time", 0.0)) or not isinstance(value.get("node") or "", str):
-        return False
-    if not all(value.get(key) is None or number(value[key]) for key in _NUMBERS):
-        return False
-    if value["event"] == "node" and not (value.get("node") and isinstance(value.get("state"), str)):
-        return False
-    return value["event"] not in _LISTS or _names(value.get("nodes", []))
+    """Whether this is an event: with a kind and a time, and what all of its kind have."""
+    return _is(_EVENT, value) and _is(_EVENTS.get(value["event"], form()), value)
 
 
 def plan(value: Any) -> bool:
     """Whether this is a plan: nodes with names, numbers of workers and variables."""
-    nodes = value.get("nodes", []) if isinstance(value, dict) else None
-    return isinstance(nodes, list) and all(isinstance(node, dict) and _node(node) for node in nodes)
-
-
-def _node(node: dict[str, Any]) -> bool:
-    variables = node.get("env", [])
-    return (
-        isinstance(node.get("name"), str)
-        and all(isinstance(node.get(key, 0), int) for key in ("slots", "first_rank"))
-        and isinstance(variables, list)
-        and all(isinstance(one, dict) and _texts(one, "name", "value", "origin") for one in variables)
-    )
+    return _is(_PLAN, value)
 
 
 def ledger(value: Any) -> bool:
     """Whether this is a ledger: seconds of phases, and their sum."""
-    phases = value.get("phases_s", {}) if isinstance(value, dict) else None
-    return isinstance(phases, dict) and all(number(spent) for spent in (*phases.values(), value.get("wall_s", 0)))
+    return _is(_LEDGER, value)
 
 
 def number(value: Any) -> bool:
@@ -52,11 +126,3 @@ def number(value: Any) -> bool:
         return isinstance(value, int | float) and math.isfinite(value)
     except OverflowError:  # an integer of hundreds of digits
         return False
-
-
-def _names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
-
-
-def _texts(value: dict[str, Any], *keys: str) -> bool:
-    return all(isinstance(value.get(key), str) for key in keys)

@@ -214,10 +214,10 @@ class RunRecord:
             LaunchError: the folder is not that of a run.
         """
         try:
-            info = RunInfo(**json.loads(folders.read_regular(str(self.folder / RUN_FILE), RUN_BYTES)))
-            if not readable.number(info.started) or not isinstance(info.spec, str) or type(info.pid) is not int:
+            said = json.loads(folders.read_regular(str(self.folder / RUN_FILE), RUN_BYTES))
+            if not readable.info(said):
                 raise TypeError("a field has a value of another kind")
-            return info
+            return RunInfo(**said)
         except (OSError, ValueError, TypeError, RecursionError) as exc:
             raise LaunchError(f"{self.run} is not a run that dtctl can read", where=str(self.folder)) from exc
 

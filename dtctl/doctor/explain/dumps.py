@@ -9,8 +9,10 @@ Sources: torch/distributed/flight_recorder/ and FlightRecorder.hpp of torch 2.13
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
+import pickletools
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -18,10 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dtctl import folders
 from dtctl.doctor.explain.collective import Verdict
 
 NAME = re.compile(r"trace_rank_?(?P<rank>\d+)(?:\.json|\.pickle|\.pkl)?\Z")
 MAX_BYTES = 512 << 20
+MAX_WORD = 4096
+"""Characters of a name, and tensors of a collective."""
 
 
 class _Plain(pickle.Unpickler):
@@ -81,13 +86,21 @@ def read_dump(path: Path) -> Dump | None:
     try:
         if named is None or path.stat().st_size > MAX_BYTES:
             return None
-        with path.open("rb") as file:
-            head = file.read(1)
-            file.seek(0)
-            data = json.load(file) if head == b"{" else _Plain(file).load()
+        raw = folders.read_regular(str(path), MAX_BYTES)
+        data = json.loads(raw) if raw[:1] == b"{" else _unpickled(raw)
         return _dump(data, str(path), int(named["rank"]))
-    except (OSError, ValueError, EOFError, pickle.UnpicklingError, KeyError, TypeError, AttributeError, IndexError):
+    except (OSError, ArithmeticError, AttributeError, EOFError, LookupError, TypeError, ValueError):
         return None
+    except (pickle.UnpicklingError, RecursionError, MemoryError):
+        return None
+
+
+def _unpickled(raw: bytes) -> Any:
+    """What a pickle of plain data has. It asks for no more memory than its own length explains."""
+    for op, argument, _ in pickletools.genops(raw):
+        if op.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(raw):
+            raise pickle.UnpicklingError("it numbers more than it has")
+    return _Plain(io.BytesIO(raw)).load()
 
 
 def _dump(data: Mapping[str, Any], file: str, rank: int) -> Dump:
@@ -95,26 +108,48 @@ def _dump(data: Mapping[str, Any], file: str, rank: int) -> Dump:
     for entry in data["entries"]:
         if entry.get("is_p2p"):
             continue
-        group = str(entry["process_group"][0])
-        op = str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"])
+        group, name = _word(entry["process_group"][0]), _word(entry["profiling_name"])
+        op = name.partition(":")[2] or name
         calls.setdefault(group, {})[int(entry["collective_seq_id"])] = Call(
             op=op,
-            sizes=json.dumps(entry.get("input_sizes", [])),
+            sizes=_sizes(entry.get("input_sizes", [])),
             done=bool(entry.get("retired")) or entry.get("state") == "completed",
             where=_where(entry.get("frames") or ()),
         )
     members = {
-        str(config.get("name") or key): tuple(int(word) for word in re.findall(r"\d+", str(config["ranks"])))
-        for key, config in data.get("pg_config", {}).items()
+        _word(config.get("name") or key): _ranks(config["ranks"]) for key, config in data.get("pg_config", {}).items()
     }
     return Dump(file=file, rank=rank, calls=calls, members=members)
 
 
+def _word(value: object) -> str:
+    """A name or a number. What a pickle has can be larger than the pickle: lists of one list are many lists in text."""
+    if not isinstance(value, str | int) or (isinstance(value, str) and len(value) > MAX_WORD):
+        raise ValueError("no name")
+    return str(value)
+
+
+def _sizes(value: object) -> str:
+    if not isinstance(value, list | tuple) or len(value) > MAX_WORD:
+        raise TypeError("no sizes")
+    if not all(isinstance(one, list | tuple) and len(one) < 64 and all(type(n) is int for n in one) for one in value):
+        raise TypeError("no sizes")
+    return json.dumps(value)
+
+
+def _ranks(value: object) -> tuple[int, ...]:
+    if isinstance(value, str):
+        return tuple(int(word) for word in re.findall(r"\d{1,9}", value))
+    if not isinstance(value, list | tuple) or not all(type(rank) is int for rank in value):
+        raise TypeError("no ranks")
+    return tuple(value)
+
+
 def _where(frames: Iterable[Mapping[str, Any]]) -> str:
     for frame in frames:
-        name = str(frame.get("filename", ""))
+        name = _word(frame.get("filename", ""))
         if name and "/torch/" not in name and not name.startswith("<"):
-            return f"{name}:{frame.get('line')}"
+            return f"{name}:{_word(frame.get('line', '?'))}"
     return ""
 
 

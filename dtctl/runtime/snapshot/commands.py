@@ -169,7 +169,11 @@ def digest(place: Place) -> Answer:
     for part in ("model", "optimizer"):
         if part not in trees:
             raise SnapshotError(f"the snapshot has no part {part}", where=str(found.path))
-        tree = trees[part]["state"] if part == "optimizer" else trees[part]
+        tree = trees[part]
+        if part == "optimizer":
+            if not isinstance(tree, dict) or "state" not in tree:
+                raise SnapshotError("the optimizer's part has no state", where=str(found.path))
+            tree = tree["state"]
         for leaf in assembly.leaves(tree):
             entries[f"{part}.{'.'.join(leaf.path[part == 'optimizer' :])}"] = leaf
     state = layout.hasher("blake3")
