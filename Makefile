@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 # Torch workers share few cores here; more threads than cores only make them wait for each other.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test check unit integration test-frameworks soak bench clean
+.PHONY: help demo test check unit integration test-frameworks soak fuzz bench clean
 .DEFAULT_GOAL := help
 
 help:  ## Show what there is to make.
@@ -43,6 +43,9 @@ soak: $(BIN)/.ready  ## Kill trainings at random for an hour; each must end with
 	$(BIN)/python -m tests.fault.stopping --count 50
 	$(BIN)/python -m tests.fault.soak
 	$(BIN)/python -m tests.fault.zoo
+
+fuzz: $(BIN)/.ready  ## Read 100,000 odd inputs of each sort that comes from elsewhere; most of an hour.
+	$(BIN)/python -m tests.security.fuzz --count 100000
 
 bench: $(BIN)/.ready  ## Launch latency and push beside other launchers; takes some minutes on an idle machine.
 	$(BIN)/python benchmarks/launch.py

@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +28,7 @@ from dtctl.runtime.snapshot import assembly, headers, layout
 from dtctl.slurm import answers as slurm
 from dtctl.supervisor import frames
 
+ROOT = Path(__file__).parents[2]
 MANY = settings(
     max_examples=int(os.environ.get("DTCTL_FUZZ", "300")),
     deadline=None,
@@ -141,6 +146,69 @@ def test_output(data: bytes, text: str) -> None:
     lines = Lines()
     for line in [*lines.feed(data), lines.rest(), text]:
         assert "\x1b" not in printable(line)
+
+
+@pytest.mark.timeout(1200)
+def test_what_is_real_and_changed_ends_as_an_answer_or_an_error(tmp_path: Path) -> None:
+    """A few of what `make fuzz` reads 100,000 of, in a process of their own: their guard watches all that it does."""
+    pytest.importorskip("torch")
+    count = os.environ.get("DTCTL_FUZZ", "500")
+    argv = [
+        sys.executable,
+        "-m",
+        "tests.security.fuzz",
+        "--count",
+        count,
+        "--seed",
+        "7",
+        "--out",
+        tmp_path / "out.json",
+    ]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    counted = json.loads((tmp_path / "out.json").read_text())
+    assert (counted["bad"], len(counted["outcomes"])) == ([], 9)
+
+
+BAD = """
+import sys
+from pathlib import Path
+from tests.security import fuzz, inputs
+
+def kind(body):
+    return inputs.Kind(share=1, make=lambda _: body)
+
+def hangs(folder, chance):
+    while True:
+        pass
+
+inputs.KINDS.clear()
+inputs.KINDS.update(
+    hangs=kind(hangs),
+    writes=kind(lambda folder, chance: Path(sys.argv[2], "x").write_text("x")),
+    runs=kind(lambda folder, chance: __import__("subprocess").run(["true"])),
+    breaks=kind(lambda folder, chance: {}["x"]),
+    grows=kind(lambda folder, chance: bytearray(1 << 40)),
+    answers=kind(lambda folder, chance: 1),
+)
+fuzz.LIMIT_S = 0.5
+found = fuzz.fuzz(30, seed=1, kinds=[*inputs.KINDS], folder=Path(sys.argv[1]))
+print({name: sorted(counted) for name, counted in found["outcomes"].items()})
+"""
+
+
+def test_the_fuzzer_sees_what_must_not_be(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "bad.py").write_text(BAD)
+    argv = [sys.executable, tmp_path / "bad.py", tmp_path / "inside", tmp_path]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert ast.literal_eval(done.stdout) == {
+        "hangs": ["hang"], "writes": ["escape"], "runs": ["escape"], "breaks": ["bug"], "grows": ["memory"],
+        "answers": ["answer"],
+    }  # fmt: skip
 
 
 def test_an_error_is_one_of_ours() -> None:
