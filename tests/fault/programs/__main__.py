@@ -1,0 +1,105 @@
+"""Score what is said of a resume on programs as people write them.
+
+python -m tests.fault.programs --half learn                 those that may be learned from
+python -m tests.fault.programs --out FILE                   all, into a file; the held-out half is a score only once
+python -m tests.fault.programs --only ema_shadow_dict --keep
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tests.fault.programs.judged import BROKEN, FALSE, NEEDLESS, ROOT, Judged, judge_in, programs
+
+SPLIT = "held out: the first byte of the SHA-256 of the program's name is 128 or more"
+
+
+def main() -> int:
+    """Run, print, keep; 0 if no statement was false."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--half", choices=("learn", "held-out", "both"), default="both")
+    parser.add_argument("--only", action="append", help="this program")
+    parser.add_argument("--out", type=Path, help="file for the result")
+    parser.add_argument("--jobs", type=int, default=2, help="programs at a time")
+    parser.add_argument("--keep", action="store_true", help="keep the folders, and say where they are")
+    options = parser.parse_args()
+    halves = {"learn": (False,), "held-out": (True,), "both": (False, True)}[options.half]
+    chosen = [
+        program
+        for program in programs()
+        if (program.name in options.only if options.only else program.held_out in halves)
+    ]
+    began_s = time.monotonic()
+    rows: list[Judged] = []
+    folder = Path(tempfile.mkdtemp(prefix="dtctl-programs-"))
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.jobs, mp_context=spawned) as pool:
+        for found in pool.map(judge_in, chosen, [folder] * len(chosen), [options.keep] * len(chosen)):
+            for row in found:
+                rows.append(row)
+                name = f"{row.program}{f' + {row.change}' if row.change else ''}"
+                print(f"{row.verdict:28} {name}  ({row.seconds:.1f} s)  {row.said[:300]}", flush=True)
+                if row.note:
+                    print(f"      {row.note[-1500:]}")
+    scores = {
+        half: _score([row for row in rows if row.held_out is (half == "held-out")]) for half in ("learn", "held-out")
+    }
+    for half, score in scores.items():
+        print(half, score)
+    if options.keep:
+        print(f"kept in {folder}")
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    if options.out:
+        options.out.write_text(json.dumps(_result(rows, scores, time.monotonic() - began_s), indent=1) + "\n")
+    return int(any(row.verdict == FALSE for row in rows))
+
+
+def _score(rows: list[Judged]) -> dict[str, object]:
+    said = Counter("exact" if row.said == "exact" else "not exact" if row.said else "nothing" for row in rows)
+    return {
+        "programs": len({row.program for row in rows}),
+        "cases": len(rows),
+        "false exact": sum(row.verdict == FALSE for row in rows),
+        "needless": sum(row.verdict in NEEDLESS for row in rows),
+        "failed": sum(row.verdict.split(",")[0] in (*BROKEN, "left alone failed") for row in rows),
+        "right": sum(row.verdict.startswith("right") for row in rows),
+        "said": dict(said),
+    }
+
+
+def _result(rows: list[Judged], scores: dict[str, dict[str, object]], seconds: float) -> dict[str, object]:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "machine": f"{platform.machine()}, {platform.release()}, {len(os.sched_getaffinity(0))} cores",
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "commit": commit.stdout.strip(),
+        },
+        "split": SPLIT,
+        "seconds": round(seconds),
+        "scores": scores,
+        "cases": [asdict(row) for row in rows],
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

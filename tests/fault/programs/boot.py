@@ -1,0 +1,43 @@
+"""Runs a program as `python train.py` does, and has it wait to be killed at a step. Not a module of any program's own.
+
+    boot.py STEP train.py [ARGS...]        0: it is not killed
+
+After so many steps of its optimizers, and once a snapshot is there, it says so in the file `ready` and stands still:
+whoever kills it then does so at the same step each time.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import time
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+def wait_at(step: int) -> None:
+    """Stand still after some steps, as soon as a snapshot can be gone on from."""
+    done = 0
+
+    def stand(*_: object) -> None:
+        nonlocal done
+        done += 1
+        if done < step or os.environ.get("RANK", "0") != "0":
+            return
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            if any(name.startswith("step-") for name in os.listdir("snapshots")):  # noqa: PTH208 - as little as possible
+                with open("ready", "wb", buffering=0) as file:
+                    file.write(b".")
+                time.sleep(600)
+            time.sleep(0.001)
+
+    register_optimizer_step_post_hook(stand)
+
+
+if __name__ == "__main__":
+    if int(sys.argv[1]):
+        wait_at(int(sys.argv[1]))
+    sys.argv, sys.path[0] = sys.argv[2:], os.getcwd()  # noqa: PTH109
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,175 @@
+"""What a program says of its resume, beside the bits that it ends with.
+
+Every file of `scripts/` is a program as people write them, with what was expected of it before it was ever run. It is
+run alone, twice; killed in the middle and started again; and once more for each of its changes, made before it is
+started again. The truth is not what was expected but what the bits are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests import forked
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+SCRIPTS = HERE / "scripts"
+LIMIT_S = 60.0
+SAID = re.compile(r"resumed at step \d+(?: of \d+)?: (exact|not exact: .*)")
+FALSE = "false exact"
+NEEDLESS = ("needless not exact", "needless refusal")
+BROKEN = ("failed", "silent")
+"""Verdicts that are defects, the worst first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A file of `scripts/`."""
+
+    name: str
+    text: str
+    workers: int
+    expected: str
+    """What its author took for the truth before it was run."""
+    changes: dict[str, str]
+    """What is changed between two attempts, by name: `edit A => B`, `arg`, `argv`, `env` or `python`."""
+
+    @property
+    def held_out(self) -> bool:
+        """Whether nobody may learn from it: a half of all programs, by their names."""
+        return hashlib.sha256(self.name.encode()).digest()[0] >= 128
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What came of a program, unchanged or with one of its changes."""
+
+    program: str
+    change: str | None
+    held_out: bool
+    expected: str
+    verdict: str
+    said: str
+    equal: bool | None
+    """Whether the bits are those of the program left alone. None: it did not come to its end."""
+    seconds: float
+    note: str = ""
+
+
+def programs() -> list[Program]:
+    """All of them, by name."""
+    return [_read(path) for path in sorted(SCRIPTS.glob("*.py")) if path.name != "toy.py"]
+
+
+def _read(path: Path) -> Program:
+    text = path.read_text()
+    notes = re.findall(r"^# (workers|expect|change (?:\w+)): (.*)$", text, re.MULTILINE)
+    facts = dict(notes)
+    changes = {key.split()[1]: value for key, value in facts.items() if key.startswith("change ")}
+    return Program(path.stem, text, int(facts.get("workers", 1)), facts["expect"], changes)
+
+
+def judge_in(program: Program, folder: Path, keep: bool) -> list[Judged]:
+    """Judge in a folder beside those of others, and leave it if it is to be kept."""
+    here = folder / program.name
+    found = judge(program, here)
+    if not keep:
+        shutil.rmtree(here, ignore_errors=True)
+    return found
+
+
+def judge(program: Program, folder: Path) -> list[Judged]:
+    """Run a program in all its ways. The folder is emptied, and left with what the runs left."""
+    shutil.rmtree(folder, ignore_errors=True)
+    began_s = time.monotonic()
+    first = _attempt(program, folder / "alone")
+    again = _attempt(program, folder / "again")
+    bits = _bits(folder / "alone", program)
+    row = {"program": program.name, "held_out": program.held_out, "expected": program.expected}
+    if first.code or again.code or bits is None:
+        note = (first.output if first.code else again.output)[-2000:]
+        seconds = round(time.monotonic() - began_s, 2)
+        return [
+            Judged(**row, change=None, verdict="left alone failed", said="", equal=None, seconds=seconds, note=note)
+        ]
+    same = _bits(folder / "again", program) == bits
+    found = []
+    for name in (None, *program.changes):
+        here = folder / (name or "killed")
+        at = 4 + hashlib.sha256(program.name.encode()).digest()[1] % 4
+        killed = _attempt(program, here, kill_at=at)
+        ended, change = killed, program.changes.get(name or "", "")
+        if "killed\n" in killed.output:
+            ended = _attempt(program, here, change=change)
+        said = next(iter(SAID.findall(ended.output)), "")
+        equal = None if ended.code else same and _bits(here, program) == bits
+        verdict = _verdict(killed, ended, said, equal, changed=name is not None)
+        if verdict == "right" and not same:
+            verdict = "right, never the same twice"
+        note = ended.output[-2000:] if verdict.split(",")[0] in (*BROKEN, "needless refusal") else ""
+        seconds = round(time.monotonic() - began_s, 2)
+        found.append(Judged(**row, change=name, verdict=verdict, said=said, equal=equal, seconds=seconds, note=note))
+        began_s = time.monotonic()
+    return found
+
+
+def _verdict(killed: forked.Ended, ended: forked.Ended, said: str, equal: bool | None, *, changed: bool) -> str:
+    if "killed\n" not in killed.output:
+        return "failed, was not killed"
+    if ended.code:
+        told = "error:" in ended.output and "Traceback" not in ended.output
+        return "failed" if not told else "right, refused" if changed else "needless refusal"
+    if not said:
+        return "silent"
+    if said == "exact":
+        return "right" if equal else FALSE
+    return "needless not exact" if equal else "right"
+
+
+def _attempt(program: Program, folder: Path, *, kill_at: int = 0, change: str = "") -> forked.Ended:
+    """One start in a folder of its own, which a later attempt finds as this one left it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "snapshots").mkdir(exist_ok=True)
+    (folder / "ready").unlink(missing_ok=True)
+    kind, _, what = change.partition(" ")
+    text, argv, environ = program.text, [], {}
+    if kind == "edit":
+        old, new = what.split(" => ")
+        assert old in text.split("\n", 1)[1], (program.name, old)
+        head, body = re.split(r"(?<=\n)(?=from toy|import )", text, maxsplit=1)
+        assert old in body, (program.name, old)
+        text = head + body.replace(old, new)
+    elif kind in ("arg", "argv"):
+        argv = shlex.split(what)
+    elif kind == "env":
+        name, _, value = what.partition("=")
+        environ = {name: value}
+    elif kind == "python":
+        subprocess.run([sys.executable, "-c", what], cwd=folder, check=True)
+    else:
+        assert not kind, change
+    (folder / "train.py").write_text(text)
+    shutil.copy(SCRIPTS / "toy.py", folder)
+    kill = forked.Kill(rank=0, progress=str(folder / "ready"), after=1) if kill_at else None
+    return forked.launch(
+        [HERE / "boot.py", str(kill_at), "train.py", *argv],
+        program.workers,
+        cwd=folder,
+        environ={"HOME": str(folder), **environ},
+        limit_s=LIMIT_S,
+        kill=kill,
+    )
+
+
+def _bits(folder: Path, program: Program) -> list[str] | None:
+    files = [folder / f"final.{rank}.json" for rank in range(program.workers)]
+    return [json.loads(path.read_text()) for path in files] if all(path.exists() for path in files) else None
