@@ -104,17 +104,18 @@ class Account:
         program: Mapping[str, Any] = mine.get(PROGRAM, {})
         if going_back:
             program = {path: value for path, value in program.items() if path.startswith(("model.", "optimizer."))}
-        found = self.program.load(program)
-        buffers = dict(self.model.named_buffers())
-        for name, value in mine.get(BUFFERS, {}).items() if len(held) == self.together or EVERYONE in held else ():
-            if name in buffers and buffers[name].shape == value.shape and not hasattr(buffers[name], "device_mesh"):
-                buffers[name].copy_(value)
         then = mine.get(EXTRA, {})
+        found = []
         for name, value in self.extra.items():
             if name not in then:
                 found.append(f"extra_state.{name} is not in the snapshot")
             elif not put_into(value, decode(then[name])):
                 found.append(f"extra_state.{name} could not be put back")
+        found += self.program.load(program)
+        buffers = dict(self.model.named_buffers())
+        for name, value in mine.get(BUFFERS, {}).items() if len(held) == self.together or EVERYONE in held else ():
+            if name in buffers and buffers[name].shape == value.shape and not hasattr(buffers[name], "device_mesh"):
+                buffers[name].copy_(value)
         return found + [f"extra_state.{name} was kept, and nothing takes it" for name in then if name not in self.extra]
 
 
@@ -166,7 +167,13 @@ def take(subject: Subject, worker: Worker, *, elastic: bool) -> Account:
     reader = subject.feed.reader
     # The reader's generators are seeded by position.
     apart = [*subject.apart, *subject.extra_state.values(), *reader.generators()]
-    program = ProgramState({**roots, "data": reader.data}, model=subject.model, apart=apart, caches=[reader.data])
+    program = ProgramState(
+        {**roots, "data": reader.data},
+        model=subject.model,
+        apart=apart,
+        caches=[reader.data],
+        declared={f"extra_state.{name}": value for name, value in subject.extra_state.items()},
+    )
     described = program.plain
     examined = subject.feed.examine(subject.first)
     detail = circumstances.detail(described, examined, worker, elastic=elastic)

@@ -36,7 +36,7 @@ HARMLESS: Final = frozenset(
 
 def idle_names(function: types.FunctionType) -> frozenset[str]:
     """Names that the function reads and that cannot change what it returns, or leaves in what it was given."""
-    node = _node(function)
+    node = syntax_tree(function)
     if node is None:
         return frozenset()
     body: Sequence[ast.AST] = node.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else [node.body]
@@ -44,7 +44,7 @@ def idle_names(function: types.FunctionType) -> frozenset[str]:
     return frozenset({name.id for part in body for name in ast.walk(part) if isinstance(name, ast.Name)} - live)
 
 
-def _node(function: types.FunctionType) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | None:
+def syntax_tree(function: types.FunctionType) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | None:
     """Where it stands in its file; None if that cannot be said."""
     code = function.__code__
     found = _functions(code.co_filename).get((code.co_firstlineno, code.co_name), [])
@@ -73,7 +73,7 @@ def _functions(path: str) -> dict[tuple[int, str], list[_Function]]:
 def _live(body: Sequence[ast.AST]) -> Iterator[str]:
     """Names that have a say."""
     for part in body:
-        if isinstance(part, ast.stmt) and _leaves_nothing(part):
+        if isinstance(part, ast.stmt) and leaves_nothing(part):
             continue
         if isinstance(part, ast.If | ast.While):
             yield from _names(part.test)
@@ -94,16 +94,17 @@ def _live(body: Sequence[ast.AST]) -> Iterator[str]:
             yield from _names(part)
 
 
-def _leaves_nothing(part: ast.stmt) -> bool:
+def leaves_nothing(part: ast.stmt) -> bool:
+    """Whether a statement prints, writes or breaks off, and does nothing else."""
     if isinstance(part, ast.Pass | ast.Raise):
         return True
     if isinstance(part, ast.Expr):
         return isinstance(part.value, ast.Constant) or _is_harmless(part.value)
     if isinstance(part, ast.If | ast.While):
-        return not _binds(part.test) and all(map(_leaves_nothing, [*part.body, *part.orelse]))
+        return not _binds(part.test) and all(map(leaves_nothing, [*part.body, *part.orelse]))
     if isinstance(part, ast.With):
         return all(_is_harmless(item.context_expr) for item in part.items) and all(
-            _leaves_nothing(inner) or _writes_to(inner, part) for inner in part.body
+            leaves_nothing(inner) or _writes_to(inner, part) for inner in part.body
         )
     return False
 

@@ -18,6 +18,8 @@ import contextvars
 import copy
 import functools
 import io
+import itertools
+import os
 import pickle
 import sys
 import sysconfig
@@ -38,6 +40,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from dtctl.runtime import outside
 from dtctl.runtime.idle_names import idle_names
 from dtctl.runtime.snapshot.encoding import (
     NotEncodable,
@@ -72,6 +75,8 @@ _INSTALLED: Final = tuple(
     {str(Path(sysconfig.get_paths()[name]).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 _MISSING: Final = object()
+_PYTHONS: Final = frozenset(("__dict__", "__weakref__", "__doc__", "__module__", "__wrapped__", "__annotations__"))
+"""Attributes by which Python describes things."""
 _DRAWS: Final = frozenset(
     ("rand", "randn", "randint", "random", "normal", "uniform", "bernoulli", "choice", "shuffle", "randperm", "sample")
 )
@@ -142,6 +147,21 @@ class _Leaf:
     """Replaces it."""
     cache: bool = False
     """Whether it is a container that may grow without a meaning: of samples that a data set has read."""
+    copied: bool = False
+    """Whether `value` is a copy that a foreign language gave: what is written to it reaches nobody."""
+    trusted: bool = False
+    """Whether it belongs to an object with a `state_dict`, which answers for what cannot be kept of it here."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Long:
+    """A container of which too much is there to be kept."""
+
+    value: Any
+
+    def mark(self) -> tuple[Any, ...]:
+        """By which most changes are seen."""
+        return ("long", len(self.value), [id(item) for item in _some_items(self.value)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +169,10 @@ class _Opaque:
     """Something that is compared, and cannot be put back."""
 
     digest: str
+
+    def mark(self) -> tuple[Any, ...]:
+        """By which a change is seen."""
+        return ("opaque", self.digest)
 
 
 class ProgramState:
@@ -166,6 +190,7 @@ class ProgramState:
         model: nn.Module,
         apart: Iterable[object] = (),
         caches: Iterable[object] = (),
+        declared: Mapping[str, Any] | None = None,
     ) -> None:
         """Look at everything.
 
@@ -174,13 +199,16 @@ class ProgramState:
             model: its parameters and persistent buffers are in snapshots anyway.
             apart: objects that somebody else takes care of.
             caches: objects whose containers may grow without a meaning: data sets.
+            declared: name -> object with a `state_dict`, which may leave out some of what the object has.
         """
         self._roots, self._model, self._apart, self._caches = dict(roots), model, list(apart), list(caches)
+        self._declared = dict(declared or {})
         self.plain: dict[str, str] = {}
         self._held: list[object] = []
         """What was there: as long as it lives, nothing else has its address."""
         walk = self._walk(self.plain)
         self._marks = {path: _mark(leaf.value, self._held) for path, leaf in walk.leaves.items()}
+        self._lasting = {path for path, leaf in walk.leaves.items() if not leaf.cache and not leaf.trusted}
         self._aliases = walk.aliases
         self.blind = walk.blind
 
@@ -188,6 +216,8 @@ class ProgramState:
         walk = _Walk(self._model, describe, self._apart, self._caches)
         for name, root in self._roots.items():
             walk.visit(root, name, _refuse, 0)
+        for name, value in self._declared.items():
+            walk.declared(value, name)
         return walk
 
     def changed(self) -> tuple[dict[str, Any], list[str]]:
@@ -207,7 +237,10 @@ class ProgramState:
             try:
                 kept[path] = with_devices(encode(content(leaf.value), path))
             except NotEncodable:
-                lost.append(path)
+                lost += [] if leaf.trusted else [path]
+        if len(walk.leaves) < MAX_LEAVES:
+            there = walk.leaves.keys() | walk.aliases.keys() | walk.parts.keys()
+            lost += sorted(path for path in self._lasting - there if not _is_within(path, kept))
         # Put back as a whole, a container gets new parts, and who else has one of the old ones keeps that.
         lost += [path for path, home in walk.parts.items() if home in kept]
         return kept, lost
@@ -217,7 +250,7 @@ class ProgramState:
         found: dict[str, Any] = {}
         for path, leaf in self._walk().leaves.items():
             with contextlib.suppress(NotEncodable):
-                found[path] = copy.deepcopy(encode(content(leaf.value), path))
+                found[path] = copy.deepcopy(with_devices(encode(content(leaf.value), path)))
         return found
 
     def load(self, state: Mapping[str, Any]) -> list[str]:
@@ -240,12 +273,18 @@ class ProgramState:
                     failed.append(path)
         for path in list(left):  # attributes that training has made
             owner, _, name = path.rpartition(".")
-            value = decode(left[path]) if owner in owners else None
-            if owner in owners and not _is_tagged(value):
+            fits = owner in owners and name.isidentifier()
+            value = decode(left[path]) if fits else None
+            if fits and not _is_tagged(value):
                 owners[owner](name, value)
                 del left[path]
         found = [f"{some_of(left)} changed in training, and there is no place for it now"] if left else []
         return found + ([f"{some_of(failed)} changed in training, and cannot be set"] if failed else [])
+
+
+def _is_within(path: str, kept: Mapping[str, Any]) -> bool:
+    """Whether something that holds a path is kept as a whole."""
+    return any(path[:end] in kept for end, sign in enumerate(path) if sign in ".[(")
 
 
 def _has_storage(tensor: object) -> bool:
@@ -286,7 +325,7 @@ def _put(leaf: _Leaf, value: Any, model: AbstractSet[int]) -> bool:
     if isinstance(held, _PLAIN) and _mark(held) == _mark(value):  # also where it cannot be set (a frozen dataclass)
         return True
     shared = _has_storage(held) and held.untyped_storage().data_ptr() in model
-    if not shared and put_into(held, value):
+    if not shared and not leaf.copied and put_into(held, value):
         return True
     if _is_tagged(value) or is_generator(held):
         return False
@@ -398,7 +437,8 @@ class _Walk:
         self._seen: dict[int, str] = {}
         self._inner: dict[int, str] = {}
         self._kept: list[object] = []  # so that no number in `_seen` is given to another object
-        self._describe, self._cache = describe, False
+        self._describe, self._cache, self._trusting = describe, False, False
+        self._covered: frozenset[int] = frozenset()
         self._caches = {id(value) for value in caches}
         self.leaves: dict[str, _Leaf] = {}
         self.owners: dict[str, Callable[[str, Any], None]] = {}
@@ -419,8 +459,29 @@ class _Walk:
         return True
 
     def _leaf(self, path: str, value: Any, put: Callable[[Any], None]) -> None:
+        inside = list(_tensors_in(value)) if self._covered else []
+        if inside and all(tensor.data_ptr() in self._covered for tensor in inside):
+            return
         cache = self._cache and isinstance(value, _CONTAINERS) and not _is_value(value, self._known, plain=True)
-        self.leaves.setdefault(path, _Leaf(value, put, cache=cache))
+        self.leaves.setdefault(path, _Leaf(value, put, cache=cache, trusted=self._trusting))
+
+    def _tell(self, phrase: str) -> None:
+        if not self._trusting:
+            self.blind.append(phrase)
+
+    def declared(self, value: Any, path: str) -> None:
+        """The attributes of an object whose `state_dict` is taken by somebody else."""
+        if is_own_code(type(value).__module__) and not isinstance(value, nn.Module | torch.optim.Optimizer):
+            with self._trusted(value):
+                self._members(value, path, 0)
+
+    @contextlib.contextmanager
+    def _trusted(self, value: Any) -> Iterator[None]:
+        """Below an object with a `state_dict`, whose tensors are kept already."""
+        before, covered = self._trusting, self._covered
+        self._trusting, self._covered = True, covered | {tensor.data_ptr() for tensor in _tensors_in(_state_of(value))}
+        yield
+        self._trusting, self._covered = before, covered
 
     def _note(self, path: str, text: Callable[[], str]) -> None:
         if self._describe is not None:
@@ -445,9 +506,11 @@ class _Walk:
         elif id(value) in self._known:
             return
         elif id(value) in self._inner:
-            self.parts[path] = self._inner[id(value)]
+            if not self._trusting:
+                self.parts[path] = self._inner[id(value)]
         elif not self._first_time(value, path):
-            if not isinstance(value, (tuple, type, types.ModuleType, types.BuiltinFunctionType, *_FUNCTIONS)):
+            plain = (tuple, type, types.ModuleType, types.BuiltinFunctionType, *_FUNCTIONS)
+            if not self._trusting and not isinstance(value, plain):
                 self.aliases[path] = self._seen[id(value)]
         else:
             kept, self._cache = self._cache, self._cache or id(value) in self._caches
@@ -473,15 +536,26 @@ class _Walk:
                 self.visit(owner, f"{path}.__self__", _refuse, depth + 1)
         elif isinstance(value, type):
             if is_own_code(value.__module__):
-                self._attributes(vars(value), path, functools.partial(setattr, value), depth)
-        elif isinstance(value, weakref.ref):
+                own = {name: held for name, held in vars(value).items() if not name.startswith("__")}
+                self._attributes(own, path, functools.partial(setattr, value), depth)
+        elif not isinstance(value, types.ModuleType) and not self._indirect(value, path, depth):
+            self._object(value, path, put, depth)
+
+    def _indirect(self, value: Any, path: str, depth: int) -> bool:
+        """Below what stands for something else; whether it is such."""
+        if isinstance(value, weakref.ref):
             self.visit(value(), f"{path}()", _refuse, depth + 1)
+        elif isinstance(value, weakref.WeakKeyDictionary | weakref.WeakValueDictionary):
+            self._items(value, path, depth)
+        elif isinstance(value, weakref.WeakSet):
+            self._container(list(value), path, _refuse, depth)
         elif isinstance(value, contextvars.ContextVar):
             self.visit(value.get(None), f"{path}.get()", lambda new: (value.set(new), None)[1], depth + 1)
         elif isinstance(value, types.MappingProxyType):
             self._container(dict(value), path, _refuse, depth)
-        elif not isinstance(value, types.ModuleType):
-            self._object(value, path, put, depth)
+        else:
+            return False
+        return True
 
     def _numbers(self, value: Any, path: str, put: Callable[[Any], None], depth: int) -> None:
         if isinstance(value, torch.Tensor):
@@ -498,6 +572,8 @@ class _Walk:
                 return
             if value.nbytes <= SAMPLE_BYTES:
                 self._note(path, lambda: f"{value.shape} {_crc(value)}")
+        elif is_own_code(type(value).__module__):  # a generator that the user has derived from another
+            self._members(value, path, depth)
         self._leaf(path, value, put)
 
     def _public(self, value: Any, path: str, depth: int) -> None:
@@ -507,11 +583,16 @@ class _Walk:
 
     def _container(self, value: Any, path: str, put: Callable[[Any], None], depth: int) -> None:
         if type(value) not in _CONTAINERS:
-            self._public(value, path, depth)
+            if is_own_code(type(value).__module__) and not isinstance(value, tuple):
+                self._members(value, path, depth)
+            else:
+                self._public(value, path, depth)
         if len(value) > MAX_ELEMENTS:
             if len(value) <= LONG_ELEMENTS and _is_value(value, self._stop(), plain=True):
                 self._note(path, lambda: f"{len(value)} elements, {zlib.crc32(_text(value).encode()):08x}")
-                self.leaves.setdefault(path, _Leaf(value, put, cache=True))
+                self.leaves.setdefault(path, _Leaf(value, put, cache=self._cache, trusted=self._trusting))
+            elif not isinstance(value, tuple | frozenset):
+                self.leaves.setdefault(path, _Leaf(_Long(value), _refuse, cache=self._cache, trusted=self._trusting))
             return
         if _is_value(value, self._stop()):
             # As a whole, since it may grow or be replaced. What is empty now may come to have anything, such as paths.
@@ -522,15 +603,18 @@ class _Walk:
                 self._inner.setdefault(id(part), path)
                 self._kept.append(part)
         elif isinstance(value, dict):
-            for number, key in enumerate(list(value)):
-                name = repr(key) if isinstance(key, _PLAIN) else f"<{type(key).__qualname__} {number}>"
-                self.visit(value[key], f"{path}[{name}]", functools.partial(value.__setitem__, key), depth + 1)
+            self._items(value, path, depth)
         elif isinstance(value, list):
             for index, item in enumerate(list(value)):
                 self.visit(item, f"{path}[{index}]", functools.partial(value.__setitem__, index), depth + 1)
         else:
             for index, item in enumerate(list(value)):
                 self.visit(item, f"{path}[{index}]", _refuse, depth + 1)
+
+    def _items(self, value: Any, path: str, depth: int) -> None:
+        for number, key in enumerate(list(value)):
+            name = repr(key) if isinstance(key, _PLAIN) else f"<{type(key).__qualname__} {number}>"
+            self.visit(value[key], f"{path}[{name}]", functools.partial(value.__setitem__, key), depth + 1)
 
     def _stop(self) -> AbstractSet[int]:
         """What must not be a part of a container that is kept as a whole."""
@@ -561,10 +645,26 @@ class _Walk:
             if name not in _MODULE_KEYS and not (theirs and name.startswith("_"))
         }
         self._attributes(own, path, functools.partial(_set_attribute, module), depth)
+        if isinstance(module, torch.jit.ScriptModule):
+            self._scripted(module, path, depth)
         self._class_attributes(module, path, depth)
         for name, child in module._modules.items():
             if child is not None and self._first_time(child, f"{path}.{name}"):
                 self._module(child, f"{path}.{name}", depth)
+
+    def _scripted(self, module: torch.jit.ScriptModule, path: str, depth: int) -> None:
+        """Attributes that TorchScript has, of which Python is given copies."""
+        names = getattr(module, "_concrete_type").get_attributes().keys() - vars(module).keys()  # noqa: B009 # no stub
+        for name in sorted(names):
+            value, put = getattr(module, name), functools.partial(setattr, module, name)
+            if isinstance(value, _CONTAINERS):
+                if _is_value(value, self._stop()):
+                    self._note(f"{path}.{name}", lambda: _text(value)[:200])  # noqa: B023 # called at once
+                    self.leaves.setdefault(f"{path}.{name}", _Leaf(value, put, copied=True))
+                else:
+                    self._tell(f"{path}.{name} is a container of TorchScript, which cannot be looked into")
+            else:
+                self.visit(value, f"{path}.{name}", put, depth + 1)
 
     def _hooks(self, module: nn.Module, path: str, depth: int) -> None:
         hooks = [
@@ -606,25 +706,31 @@ class _Walk:
         if isinstance(value, functools._lru_cache_wrapper):
             self.visit(value.__wrapped__, path, _refuse, depth + 1)
             if not _DRAWS.isdisjoint(_names_in(getattr(value.__wrapped__, "__code__", _refuse.__code__))):
-                self.blind.append(f"{path} keeps what it has drawn (lru_cache), which snapshots do not")
+                self._tell(f"{path} keeps what it has drawn (lru_cache), which snapshots do not")
             return
         if isinstance(value, Iterator) and not isinstance(value, io.IOBase) and not own:
-            self.blind.append(f"{path} is an iterator, whose position snapshots do not keep")
+            self._tell(f"{path} is an iterator, whose position snapshots do not keep")
             return
         if is_stateful(value):
             self._leaf(path, value, put)
             for name, inner in inner_state(value).items():
                 self.visit(inner, f"{path}.{name}", _refuse, depth + 1)
+            if own:  # a state_dict may leave out some of what there is
+                with self._trusted(value):
+                    self._members(value, path, depth)
             return
-        slots = {name for base in kind.__mro__ for name in _slots(base) if not name.startswith("__")}
-        held = {name: getattr(value, name) for name in sorted(slots) if hasattr(value, name)}
-        held |= dict(getattr(value, "__dict__", {}))
-        if not held and not own:
+        if not own and not _members(value):
             self._compare(value, path)
             return
         self._note(f"{path} (class)", lambda: kind.__qualname__)
         self._leaf(f"{path} (class)", kind.__qualname__, _refuse)
-        self._attributes(held, path, functools.partial(_set_attribute, value), depth, quiet=not own)
+        self._members(value, path, depth, quiet=not own)
+        if own and _has_more_inside(kind):
+            self._compare(value, f"{path} (inside)")
+
+    def _members(self, value: Any, path: str, depth: int, *, quiet: bool = False) -> None:
+        """Attributes of an object and of its classes."""
+        self._attributes(_members(value), path, functools.partial(_set_attribute, value), depth, quiet=quiet)
         self._class_attributes(value, path, depth)
 
     def _compare(self, value: Any, path: str) -> None:
@@ -632,7 +738,7 @@ class _Walk:
         try:
             opaque = _Opaque(f"{zlib.crc32(pickle.dumps(value)):08x}")
         except Exception:  # noqa: BLE001  # whatever it is, it cannot be looked into
-            self.blind.append(f"{path} is a {type(value).__qualname__}, which cannot be looked into")
+            self._tell(f"{path} is a {type(value).__qualname__}, which cannot be looked into")
             return
         self._note(path, lambda: opaque.digest)
         self._leaf(path, opaque, _refuse)
@@ -650,7 +756,7 @@ class _Walk:
                 own = {
                     name: held
                     for name, held in vars(kind).items()
-                    if not name.startswith("__") and isinstance(held, (*_PLAIN, *_CONTAINERS, torch.Tensor))
+                    if not name.startswith(("__", "_abc_")) and not _is_of_class(held)
                 }
                 self._attributes(own, f"{path}.<{kind.__name__}>", functools.partial(setattr, kind), depth)
                 for name, held in vars(kind).items():
@@ -665,7 +771,7 @@ class _Walk:
         """Below each attribute; `quiet`: private ones are no circumstance."""
         self.owners[path] = put
         for name, value in list(held.items()):
-            if not name.startswith("__"):
+            if name not in _PYTHONS:
                 with self._describing(self._describe is not None and not (quiet and name.startswith("_"))):
                     self.visit(value, f"{path}.{name}", functools.partial(put, name), depth + 1)
 
@@ -712,6 +818,14 @@ class _Walk:
     def _globals(self, function: types.FunctionType, idle: AbstractSet[str], depth: int) -> None:
         """The global variables that a function names, and those of the user's modules that it names."""
         module, names = function.__globals__, _names_in(function.__code__)
+        if "os" not in idle:
+            for name in outside.variables(names):
+                digest = zlib.crc32(os.environ.get(name, "").encode())  # it may be a secret
+                self._note(f"environment variable {name}", lambda: f"{digest:08x}")  # noqa: B023 # called at once
+                self._leaf(f"environment variable {name}", os.environ.get(name), functools.partial(_set_variable, name))
+        source = outside.unrepeatable(function)
+        if source:
+            self._tell(f"{_builtin_name(function)} goes by {source}, which is another each time")
         label = module_name(function.__module__)
         self.owners.setdefault(label, module.__setitem__)
         for name in sorted(names):
@@ -737,9 +851,42 @@ class _Walk:
                     self.visit(held, f"{label}.{name}", functools.partial(module.__setitem__, name), depth + 1)
 
 
-def _slots(kind: type) -> Iterable[str]:
+def _slots(kind: type) -> list[str]:
+    """Names of a class's slots, by which they are found in its objects."""
     found = vars(kind).get("__slots__", ())
-    return (found,) if isinstance(found, str) else found
+    names = (found,) if isinstance(found, str) else found
+    private = f"_{kind.__name__.lstrip('_')}"
+    return [f"{private}{name}" if name.startswith("__") and not name.endswith("__") else name for name in names]
+
+
+def _members(value: Any) -> dict[str, Any]:
+    """What lies in an object, in slots too; its `__getattr__` is not asked."""
+    slots = sorted({name for kind in type(value).__mro__ for name in _slots(kind)} - _PYTHONS)
+    held = {name: object.__getattribute__(value, name) for name in slots if _has_slot(value, name)}
+    with contextlib.suppress(AttributeError):
+        held |= object.__getattribute__(value, "__dict__")
+    return held
+
+
+def _is_of_class(value: Any) -> bool:
+    """Whether a class has it for all of its objects, such as a function, and it is no state."""
+    found = hasattr(type(value), "__get__") or isinstance(value, type | types.ModuleType | types.GenericAlias)
+    return found and not is_own_code(type(value).__module__)
+
+
+def _has_slot(value: Any, name: str) -> bool:
+    try:
+        object.__getattribute__(value, name)
+    except AttributeError:
+        return False
+    return True
+
+
+def _has_more_inside(kind: type) -> bool:
+    """Whether objects of a class have room for more than their attributes: state that only C code sees."""
+    slots = sum(name not in _PYTHONS for base in kind.__mro__ for name in _slots(base))
+    attributes_and_weak_references = 16
+    return kind.__basicsize__ - object.__basicsize__ - 8 * slots > attributes_and_weak_references
 
 
 def _builtin_name(function: Any) -> str:
@@ -755,6 +902,22 @@ def _text(value: Any) -> str:
     if isinstance(value, list | tuple | deque):
         return f"({', '.join(map(_text, value))})"
     return repr(value)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided:
+            yield value
+    elif isinstance(value, _CONTAINERS):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item)
+
+
+def _state_of(value: Any) -> Any:
+    try:
+        return value.state_dict()
+    except Exception:  # noqa: BLE001  # the user's code, at a time when nobody calls it
+        return None
 
 
 def _parts(value: Any) -> Iterator[object]:
@@ -786,6 +949,13 @@ def _is_value(value: Any, stop: AbstractSet[int], *, plain: bool = False) -> boo
         if not fits:
             return False
     return True
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
 
 
 def _set_attribute(owner: Any, name: str, value: Any) -> None:
@@ -821,14 +991,23 @@ def _mark(value: Any, held: list[object] | None = None) -> Any:
         return (type(value).__name__, len(value), [_mark(item, held) for item in value])
     if isinstance(value, _PLAIN):
         return (type(value).__name__, repr(value))
-    if isinstance(value, _Opaque):
-        return ("opaque", value.digest)
+    if isinstance(value, _Opaque | _Long):
+        return value.mark()
     if is_stateful(value):
         try:
             return ("state", _mark(value.state_dict(), held))
         except Exception as exc:  # noqa: BLE001  # the user's code, at a time when nobody calls it
             return ("state", type(exc).__qualname__)
     return ("other", type(value).__qualname__)
+
+
+def _some_items(value: Any) -> Iterable[Any]:
+    """Of a long container, few enough to be looked at each time: its ends, and some between."""
+    if not isinstance(value, list | deque):
+        items = value.values() if isinstance(value, dict) else value
+        return itertools.islice(items, 64)
+    stride = max(1, len(value) // 64)
+    return [*itertools.islice(value, 0, None, stride), *itertools.islice(reversed(value), 16)]
 
 
 def _crc(value: np.ndarray[Any, Any]) -> str:

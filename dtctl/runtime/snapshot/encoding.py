@@ -89,9 +89,12 @@ def _encoded_rarely(value: Any, path: str) -> Any:
 
 
 def with_devices(tree: Any) -> Any:
-    """An encoded tree in which each tensor of an accelerator says so: nothing else tells where it belongs."""
+    """An encoded tree in which each tensor of an accelerator, or that wants a gradient, says so."""
     if isinstance(tree, torch.Tensor):
-        return tree if tree.device.type == "cpu" else {"$on": tree.device.type, "tensor": tree}
+        wanted = tree.requires_grad and tree.is_leaf
+        if tree.device.type == "cpu" and not wanted:
+            return tree
+        return {"$on": tree.device.type, "tensor": tree.detach(), **({"requires_grad": True} if wanted else {})}
     if isinstance(tree, dict):
         return {key: with_devices(value) for key, value in tree.items()}
     return [with_devices(value) for value in tree] if isinstance(tree, list) else tree
@@ -120,7 +123,7 @@ def decode(tree: Any) -> Any:
         "$scalar": lambda: np.dtype(held[0]).type(held[1]),
         "$array": lambda: held.numpy().copy().reshape(tree["shape"]),
         "$generator": lambda: decode(held),
-        "$on": lambda: tree["tensor"].to(held),
+        "$on": lambda: tree["tensor"].to(held).requires_grad_(tree.get("requires_grad", False)),
         "$tensor_bytes": lambda: _tensor_of(*held),
     }
     if mark not in simple:

@@ -8,8 +8,8 @@ from toy import *
 def loss(model, batch):
     total = mse(model, batch)
     for p in model.parameters():
-        p.trace = 0.9 * getattr(p, "trace", 0.0) + p.detach().abs().mean().item()
-        total = total + 0.05 * p.trace * p.square().sum()
+        p.activity = 0.9 * getattr(p, "activity", 0.0) + p.detach().abs().mean().item()
+        total = total + 0.05 * p.activity * p.square().sum()
     return total
 
 

@@ -1,7 +1,7 @@
 """NAdam with products in its state, and two groups."""
 
 # expect: exact
-# change decay: edit weight_decay=0.1 => weight_decay=0.3
+# change decay: edit "weight_decay": 0.1 => "weight_decay": 0.3
 
 from toy import *
 

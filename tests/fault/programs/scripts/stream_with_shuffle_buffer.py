@@ -6,12 +6,14 @@ from toy import *
 
 
 class Shuffled:
+    shards = 2
+
     def __init__(self):
         self.points, self.source = list(zip(*points())), random.Random(3)
 
-    def __iter__(self):
+    def open(self, shard, epoch):
         held = []
-        for point in self.points * 3:
+        for point in self.points[shard::2]:
             held.append(point)
             if len(held) > 8:
                 yield held.pop(self.source.randrange(len(held)))

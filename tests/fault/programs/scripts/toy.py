@@ -63,6 +63,7 @@ def finish(trainer):
     if outcome is Outcome.FINISHED:
         found = hashlib.sha256()
         for name, value in [*trainer.model.named_parameters(), *trainer.model.named_buffers()]:
+            value = value.to_local() if hasattr(value, "to_local") else value
             value = value.detach().cpu().contiguous()
             value = value.dequantize() if value.is_quantized else value
             found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
