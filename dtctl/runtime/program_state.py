@@ -787,6 +787,7 @@ class _Walk:
         if isinstance(function, types.MethodType):
             self.visit(function.__self__, path, _refuse, depth + 1)
             function = function.__func__
+            path = f"{path}.{_function_name(function).rpartition('.')[2]}"  # the object itself has the path
         if not isinstance(function, types.FunctionType):
             return
         made_by_hand = function.__code__.co_filename.startswith("<")

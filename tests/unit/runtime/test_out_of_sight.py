@@ -1,0 +1,279 @@
+"""State that attributes do not show: in C, in TorchScript, behind names and weak references, outside of the program."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pydantic import BaseModel, PrivateAttr
+from torch import nn
+
+from tests.unit.runtime.conftest import Make, squared
+from tests.unit.runtime.test_exactness import halves
+
+
+class Calling(nn.Module):
+    """For TorchScript: a number and a list as attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.calls, self.seen = nn.Linear(8, 1), 0, torch.jit.Attribute([0.0], list[float])
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        self.seen.append(float(self.calls))
+        return self.line(inputs) * (1.0 + 0.01 * self.seen[-1] * self.seen[-2])
+
+
+class Level(BaseModel):
+    """A private attribute lies in a slot whose name is Python's kind of name."""
+
+    _level: float = PrivateAttr(default=1.0)
+
+    def rise(self) -> float:
+        self._level *= 1.1
+        return self._level
+
+
+class Drawing(random.Random):
+    """Counts beside what C keeps."""
+
+    draws = 0
+
+    def draw(self) -> float:
+        self.draws += 1
+        return self.random() * self.draws
+
+
+class Forgetful:
+    """Its state_dict has one of two numbers."""
+
+    def __init__(self) -> None:
+        self.told, self.untold = 1.0, 0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"told": self.told}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.told = state["told"]
+
+    def move(self) -> float:
+        self.untold += 1
+        self.told *= 0.9
+        return self.told + 0.1 * self.untold
+
+
+def scripted() -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return {"model": torch.jit.script(Calling())}
+
+
+def weighted(weight: Callable[[], float]) -> dict[str, Any]:
+    """A training whose loss is multiplied by what is kept somewhere."""
+    return {"loss": lambda model, batch: squared(model, batch) * weight()}
+
+
+def declared() -> dict[str, Any]:
+    held = Forgetful()
+    return {**weighted(held.move), "extra_state": {"held": held}}
+
+
+def long_list() -> dict[str, Any]:
+    held = [float(number % 5) for number in range(2000)]
+
+    def weight() -> float:
+        held.append(held[-1] + 0.1)
+        held[1500] += 0.2
+        return 1 + held[-1] + held[1500]
+
+    return weighted(weight)
+
+
+def fast_weights() -> dict[str, Any]:
+    held: dict[str, torch.Tensor] = {}
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        weight = held.get("weight")
+        if weight is None:
+            weight = torch.ones(1, requires_grad=True)
+        (grad,) = torch.autograd.grad((weight * batch[1].mean()).square().sum(), weight)
+        held["weight"] = (weight - 0.1 * grad).detach().requires_grad_()
+        return squared(model, batch) * held["weight"].item()
+
+    return {"loss": loss}
+
+
+def variable() -> dict[str, Any]:
+    os.environ["TOY_CALLS"] = "0"
+
+    def weight() -> float:
+        os.environ["TOY_CALLS"] = str(int(os.environ["TOY_CALLS"]) + 1)
+        return 1 + 0.1 * int(os.environ["TOY_CALLS"])
+
+    return weighted(weight)
+
+
+KEPT = {
+    "attributes of TorchScript": scripted,
+    "private attributes of pydantic": lambda: weighted(Level().rise),
+    "a generator of a class of one's own": lambda: weighted(Drawing(1).draw),
+    "what a declared state_dict leaves out": declared,
+    "what a state_dict leaves out": lambda: weighted(Forgetful().move),
+    "a list too long to be likely": long_list,
+    "tensors that want gradients": fast_weights,
+    "environment variables that training sets": variable,
+}
+
+
+@pytest.mark.parametrize("program", KEPT)
+def test_it_goes_on_with_the_same_bits(
+    program: str, make: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOY_CALLS", "0")
+    assert halves(make, capsys, KEPT[program]) == (True, "exact")
+
+
+class Pair(ctypes.Structure):
+    _fields_ = [("level", ctypes.c_double)]
+
+    def rise(self) -> float:
+        self.level += 0.1
+        return 1 + self.level
+
+
+class Stored:
+    """A descriptor that has the values of all objects, by their addresses."""
+
+    def __init__(self) -> None:
+        self.store: dict[int, float] = {}
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        return self if owner is None else self.store.get(id(owner), 1.0)
+
+    def __set__(self, owner: Any, value: float) -> None:
+        self.store[id(owner)] = value
+
+
+def described() -> dict[str, Any]:
+    class Rising:
+        level = Stored()
+
+        def rise(self) -> float:
+            self.level = self.level * 1.1
+            return self.level
+
+    return weighted(Rising().rise)
+
+
+def weak() -> dict[str, Any]:
+    held: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        held[model] = held.get(model, 1.0) * 1.1
+        return squared(model, batch) * held[model]
+
+    return {"loss": loss}
+
+
+def by_the_clock() -> dict[str, Any]:
+    def weight() -> float:
+        now = time.time()
+        return 1 + now % 2
+
+    return weighted(weight)
+
+
+def by_chance() -> dict[str, Any]:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        source = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "little"))
+        return squared(model, batch) * torch.rand((), generator=source)
+
+    return {"loss": loss}
+
+
+def long_list_of_objects() -> dict[str, Any]:
+    held = [Forgetful() for _ in range(1500)]
+
+    def weight() -> float:
+        held[-1] = Forgetful()
+        held.append(Forgetful())
+        return float(len(held) - 1499)
+
+    return weighted(weight)
+
+
+NAMED = {
+    "a structure of C": (lambda: weighted(Pair().rise), "(inside)"),
+    "values by the addresses of their owners": (described, "store"),
+    "weak dictionaries": (weak, "held"),
+    "the clock": (by_the_clock, "goes by time.time()"),
+    "chance of the system": (by_chance, "goes by os.urandom()"),
+    "a long list of objects": (long_list_of_objects, "held"),
+}
+
+
+@pytest.mark.parametrize("program", NAMED)
+def test_what_cannot_be_put_back_is_named(program: str, make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    parts, words = NAMED[program]
+    _, text = halves(make, capsys, parts)
+    assert text.startswith("not exact: "), text
+    assert words in text
+
+
+def test_an_attribute_that_is_deleted_is_named(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    class Warm:
+        def __init__(self) -> None:
+            self.gains = [3.0, 2.0]
+
+        def weight(self) -> float:
+            if not hasattr(self, "gains"):
+                return 1.0
+            found = self.gains.pop()
+            if not self.gains:
+                del self.gains
+            return found
+
+    equal, text = halves(make, capsys, lambda: weighted(Warm().weight))
+    assert (equal, text.partition(":")[0]) == (False, "not exact"), text
+    assert "gains changes in training" in text
+
+
+def test_a_time_that_is_only_written_down_leaves_a_resume_exact(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    def timed() -> dict[str, Any]:
+        seconds: list[float] = []
+
+        def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+            began = time.perf_counter()
+            found = squared(model, batch)
+            seconds.append(time.perf_counter() - began)
+            if seconds[-1] > 60:
+                print("slow")
+            return found
+
+        return {"loss": loss}
+
+    assert halves(make, capsys, timed) == (True, "exact")
+
+
+def test_a_variable_that_the_loss_reads_is_compared(
+    make: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gained() -> dict[str, Any]:
+        return weighted(lambda: float(os.environ.get("TOY_GAIN", "1.0")))
+
+    settings = {"schedule": "constant", "log_every": 4, "steps": 4, "snapshot": {"every_steps": 2, "keep": 9}}
+    make(settings, **gained()).run()
+    monkeypatch.setenv("TOY_GAIN", "2.0")
+    make({**settings, "steps": 6}, **gained()).run()
+    text = capsys.readouterr().out
+    assert "environment variable TOY_GAIN" in text
+    assert "2.0" not in text, "it may be a secret"
