@@ -5,6 +5,7 @@ Made when training begins; program_state.py finds the program's state, circumsta
 
 from __future__ import annotations
 
+import functools
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +51,9 @@ class Account:
     """The long list of this worker, by `circumstances.detail`."""
     checksums: list[int]
     """Of the lists of all workers, by rank."""
+    numerics: Callable[[], Mapping[str, str]]
+    """How this process computes, now."""
+    numerics_before: Mapping[str, str]
     irreproducible: list[str]
     """Why a run of this program is not the same twice, on any worker."""
 
@@ -77,6 +81,7 @@ class Account:
     def local(self) -> tuple[dict[str, Any], list[str]]:
         """What the program keeps of its own, encoded, and the paths of what cannot be kept."""
         changed, lost = self.program.changed()
+        lost += [f"the {name}" for name, value in self.numerics().items() if self.numerics_before.get(name) != value]
         tree: dict[str, Any] = {PROGRAM: changed} if changed else {}
         buffers = {name: value for name, value in self.model.named_buffers() if name in self.names}
         if sum(value.numel() * value.element_size() for value in buffers.values()) <= BUFFER_BYTES:
@@ -178,6 +183,7 @@ def take(subject: Subject, worker: Worker, *, elastic: bool) -> Account:
     examined = subject.feed.examine(subject.first)
     detail = circumstances.detail(described, examined, worker, elastic=elastic)
     reasons = [*program.blind[:4], *([examined.irreproducible] if examined.irreproducible else [])]
+    numerics = functools.partial(circumstances.numerics, worker, elastic=elastic)
     told = gathered_json([circumstances.checksum(detail), reasons], worker)
     return Account(
         names=frozenset(subject.model.state_dict()),
@@ -187,6 +193,8 @@ def take(subject: Subject, worker: Worker, *, elastic: bool) -> Account:
         extra=subject.extra_state,
         detail=detail,
         checksums=[number for number, _ in told],
+        numerics=numerics,
+        numerics_before=numerics(),
         irreproducible=list(dict.fromkeys(reason for _, reasons in told for reason in reasons)),
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from dtctl.runtime.idle_names import leaves_nothing, syntax_tree
@@ -20,6 +20,8 @@ CHANCE: Final = frozenset(
     ("urandom", "getrandom", "uuid1", "uuid4", "token_bytes", "token_hex", "randbits", "SystemRandom")
 )
 """Of the operating system, which nobody can repeat."""
+READING: Final = frozenset(("read_text", "read_bytes", "read", "readline", "readlines", "open"))
+"""Of files."""
 SEEDING: Final = frozenset(("manual_seed", "seed", "default_rng", "Random", "RandomState", "PCG64", "SeedSequence"))
 _VARIABLE: Final = re.compile(r"[A-Z][A-Z0-9_]+")
 _OF_A_LAUNCH: Final = re.compile(
@@ -37,21 +39,27 @@ def variables(names: Iterable[str]) -> list[str]:
     return sorted(name for name in found if _VARIABLE.fullmatch(name) and not _OF_A_LAUNCH.fullmatch(name))
 
 
-def unrepeatable(function: types.FunctionType) -> str | None:
-    """What of the clock or of the system's chance has a say in what a function does: `time.time()`. None: nothing."""
+def unrepeatable(function: types.FunctionType, *, files: bool) -> str | None:
+    """What from outside has a say in what a function does: `time.time(), which is another each time`. None: nothing.
+
+    Args:
+        function: one that takes part in a training.
+        files: whether those that it reads are of interest; not of a data set, which does little else.
+    """
     named = set(function.__code__.co_names)
-    if named.isdisjoint(CLOCKS | DATES | CHANCE):
+    if named.isdisjoint(CLOCKS | DATES | CHANCE | READING):
         return None
     node = syntax_tree(function)
     if node is None:
         return None
     body: list[ast.AST] = list(node.body) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else [node.body]
-    tainted = _tainted(body)
-    for part in body:
-        for place in _places_that_count(part) if isinstance(part, ast.stmt) else [part]:
-            source = _source(place, tainted)
-            if source:
-                return source
+    for calls, words in ((_is_by_chance, "is another each time"), (_reads, "nobody compares"))[: 2 if files else 1]:
+        tainted = _tainted(body, calls)
+        for part in body:
+            for place in _places_that_count(part) if isinstance(part, ast.stmt) else [part]:
+                source = _source(place, tainted, calls)
+                if source:
+                    return f"{source}, which {words}"
     return None
 
 
@@ -66,13 +74,13 @@ def _places_that_count(part: ast.stmt) -> Iterator[ast.AST]:
             yield from node.args
 
 
-def _tainted(body: list[ast.AST]) -> dict[str, str]:
-    """Local variables that hold something of the clock or of chance -> what."""
+def _tainted(body: list[ast.AST], calls: Callable[[ast.expr], bool]) -> dict[str, str]:
+    """Local variables that hold something which such calls return -> what."""
     found: dict[str, str] = {}
     assigned = [node for part in body for node in ast.walk(part) if isinstance(node, ast.Assign | ast.AugAssign)]
     for _ in range(3):  # through some variables, in any order
         for node in assigned:
-            source = _source(node.value, found)
+            source = _source(node.value, found, calls)
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for target in targets if source else ():
                 names = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
@@ -80,16 +88,20 @@ def _tainted(body: list[ast.AST]) -> dict[str, str]:
     return found
 
 
-def _source(part: ast.AST, tainted: dict[str, str]) -> str | None:
+def _source(part: ast.AST, tainted: dict[str, str], calls: Callable[[ast.expr], bool]) -> str | None:
     for node in ast.walk(part):
         if isinstance(node, ast.Name) and node.id in tainted:
             return tainted[node.id]
-        if isinstance(node, ast.Call) and _is_outside(node.func):
+        if isinstance(node, ast.Call) and calls(node.func):
             return f"{ast.unparse(node.func)}()"
     return None
 
 
-def _is_outside(called: ast.expr) -> bool:
+def _reads(called: ast.expr) -> bool:
+    return _last_name(called) in READING
+
+
+def _is_by_chance(called: ast.expr) -> bool:
     name, owner = _last_name(called), _last_name(called.value) if isinstance(called, ast.Attribute) else None
     if name in DATES:
         return owner in ("datetime", "date")

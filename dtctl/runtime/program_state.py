@@ -13,14 +13,19 @@ read; what cannot even be compared is told, unless it is of a kind that has no s
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import contextvars
 import copy
+import ctypes
+import dis
 import functools
 import io
 import itertools
 import os
 import pickle
+import queue
+import subprocess
 import sys
 import sysconfig
 import threading
@@ -75,6 +80,7 @@ _INSTALLED: Final = tuple(
     {str(Path(sysconfig.get_paths()[name]).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 _MISSING: Final = object()
+_BUILTINS: Final = frozenset(vars(builtins))
 _PYTHONS: Final = frozenset(("__dict__", "__weakref__", "__doc__", "__module__", "__wrapped__", "__annotations__"))
 """Attributes by which Python describes things."""
 _DRAWS: Final = frozenset(
@@ -98,7 +104,12 @@ _NO_SAY: Final = (
         "selectors",
     ),
     *(
-        "multiprocessing",
+        "_csv.writer",
+        "multiprocessing.context",
+        "multiprocessing.synchronize",
+        "multiprocessing.pool",
+        "multiprocessing.process",
+        "multiprocessing.queues",
         "tensorboard",
         "wandb",
         "mlflow",
@@ -395,6 +406,8 @@ def _put_numbers(held: Any, value: Any) -> bool:
     kind = torch.Tensor if isinstance(held, torch.Tensor) else np.ndarray
     if not isinstance(value, kind) or held.shape != value.shape or held.dtype != value.dtype:
         return False
+    if _strides(held) != _strides(value):  # which is the order in which numbers are added up
+        return False
     try:
         if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor):
             with torch.no_grad():
@@ -404,6 +417,10 @@ def _put_numbers(held: Any, value: Any) -> bool:
     except (RuntimeError, ValueError):  # numbers that are one in memory, or cannot be written
         return False
     return True
+
+
+def _strides(value: Any) -> Any:
+    return value.stride() if _has_storage(value) else getattr(value, "strides", None)
 
 
 def _put_optimizer(held: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -496,6 +513,12 @@ class _Walk:
 
     def visit(self, value: Any, path: str, put: Callable[[Any], None], depth: int) -> None:
         """Everything below a value."""
+        try:
+            self._visit(value, path, put, depth)
+        except Exception:  # noqa: BLE001  # whatever its class does when it is looked at
+            self._tell(f"{path} is a {type(value).__qualname__}, which cannot be looked into")
+
+    def _visit(self, value: Any, path: str, put: Callable[[Any], None], depth: int) -> None:
         if depth > MAX_DEPTH or len(self.leaves) > MAX_LEAVES:
             return
         if isinstance(value, _PLAIN):
@@ -694,6 +717,8 @@ class _Walk:
         # A step function that torch has wrapped for its profiler, or a scheduler to count, is none of the user's.
         own = {name: value for name, value in own.items() if not isinstance(value, _FUNCTIONS)}
         self._attributes(own, path, functools.partial(_set_attribute, optimizer), depth)
+        if is_own_code(type(optimizer).__module__):
+            self._class_attributes(optimizer, path, depth)
 
     def _object(self, value: Any, path: str, put: Callable[[Any], None], depth: int) -> None:
         kind = type(value)
@@ -701,7 +726,18 @@ class _Walk:
         if isinstance(value, Number):  # fractions and decimals
             self._compare(value, path)
             return
-        if kind.__module__.startswith(_NO_SAY) and not isinstance(value, threading.local) and not is_stateful(value):
+        elsewhere = _elsewhere(value)
+        if elsewhere:
+            self._tell(f"{path} is {elsewhere}, of which snapshots keep nothing")
+            return
+        if isinstance(value, ctypes._SimpleCData | ctypes.Structure | ctypes.Union | ctypes.Array) and not own:
+            self._opaque(path, f"{zlib.crc32(bytes(value)):08x}")
+            return
+        if (
+            f"{kind.__module__}.{kind.__qualname__}".startswith(_NO_SAY)
+            and not isinstance(value, threading.local)
+            and not is_stateful(value)
+        ):
             return
         if isinstance(value, functools._lru_cache_wrapper):
             self.visit(value.__wrapped__, path, _refuse, depth + 1)
@@ -736,12 +772,15 @@ class _Walk:
     def _compare(self, value: Any, path: str) -> None:
         """By its pickled bytes, which nobody ever reads."""
         try:
-            opaque = _Opaque(f"{zlib.crc32(pickle.dumps(value)):08x}")
+            digest = f"{zlib.crc32(pickle.dumps(value)):08x}"
         except Exception:  # noqa: BLE001  # whatever it is, it cannot be looked into
             self._tell(f"{path} is a {type(value).__qualname__}, which cannot be looked into")
             return
-        self._note(path, lambda: opaque.digest)
-        self._leaf(path, opaque, _refuse)
+        self._opaque(path, digest)
+
+    def _opaque(self, path: str, digest: str) -> None:
+        self._note(path, lambda: digest)
+        self._leaf(path, _Opaque(digest), _refuse)
 
     def _class_attributes(self, value: Any, path: str, depth: int) -> None:
         for kind in type(value).__mro__:
@@ -814,29 +853,40 @@ class _Walk:
             self.visit(default, f"{path}.default{index}", _refuse, depth + 1)
         for name, default in (function.__kwdefaults__ or {}).items():
             self.visit(default, f"{path}.{name}", _refuse, depth + 1)
-        self._globals(function, idle, depth)
+        self._globals(function, path, idle, depth)
 
-    def _globals(self, function: types.FunctionType, idle: AbstractSet[str], depth: int) -> None:
+    def _builtin(self, name: str, depth: int) -> None:
+        self.owners.setdefault("builtins", functools.partial(setattr, builtins))
+        self.visit(vars(builtins)[name], f"builtins.{name}", functools.partial(setattr, builtins, name), depth + 1)
+
+    def _globals(self, function: types.FunctionType, path: str, idle: AbstractSet[str], depth: int) -> None:
         """The global variables that a function names, and those of the user's modules that it names."""
+        if function.__globals__.get("__name__") != function.__module__ and not is_own_code(
+            function.__globals__.get("__name__", "__main__")
+        ):
+            return  # a wrapper of somebody else's, by the name of what it wraps
         module, names = function.__globals__, _names_in(function.__code__)
         if "os" not in idle:
             for name in outside.variables(names):
                 digest = zlib.crc32(os.environ.get(name, "").encode())  # it may be a secret
                 self._note(f"environment variable {name}", lambda: f"{digest:08x}")  # noqa: B023 # called at once
                 self._leaf(f"environment variable {name}", os.environ.get(name), functools.partial(_set_variable, name))
-        source = outside.unrepeatable(function)
-        if source:
-            self._tell(f"{_builtin_name(function)} goes by {source}, which is another each time")
+        if self._describe is not None:
+            source = outside.unrepeatable(function, files=not path.startswith("data"))
+            self.blind += [f"{path} goes by {source}"] if source and not self._trusting else []
+        written = _names_set_in(function.__code__)
         label = module_name(function.__module__)
         self.owners.setdefault(label, module.__setitem__)
         for name in sorted(names):
             held = module.get(name, _MISSING)
             if held is _MISSING:
                 held = sys.modules.get(name, _MISSING)  # imported where it is used
+            if held is _MISSING and name in vars(builtins).keys() - _BUILTINS:
+                self._builtin(name, depth)
             if held is _MISSING or name.startswith("__"):
                 continue
             with self._describing(self._describe is not None and name not in idle):
-                if isinstance(held, types.ModuleType):
+                if issubclass(type(held), types.ModuleType):
                     own = is_own_code(held.__name__)
                     for attribute in sorted(names & vars(held).keys()):
                         value = vars(held)[attribute]
@@ -844,12 +894,28 @@ class _Walk:
                         changed = isinstance(value, types.FunctionType) and (
                             is_own_code(value.__module__) or bool(vars(value))
                         )
-                        if own or changed:
+                        if own or changed or attribute in written:
                             self.owners.setdefault(held.__name__, functools.partial(setattr, held))
                             put = functools.partial(setattr, held, attribute)
                             self.visit(value, f"{held.__name__}.{attribute}", put, depth + 1)
                 else:
                     self.visit(held, f"{label}.{name}", functools.partial(module.__setitem__, name), depth + 1)
+
+
+def _elsewhere(value: Any) -> str | None:
+    """What another process or thread has a hand in; None of anything else."""
+    if isinstance(value, subprocess.Popen) and (value.stdout is not None or value.stdin is not None):
+        return "a process that is talked to"
+    if type(value).__module__ in ("multiprocessing.connection", "multiprocessing.managers"):
+        return "another process's"
+    if isinstance(value, queue.Queue | queue.SimpleQueue) and any(_is_own_thread(t) for t in threading.enumerate()):
+        return "a queue between threads"
+    return None
+
+
+def _is_own_thread(thread: threading.Thread) -> bool:
+    target = getattr(thread, "_target", None) or type(thread).run
+    return is_own_code(getattr(target, "__module__", None) or "")
 
 
 def _slots(kind: type) -> list[str]:
@@ -1051,6 +1117,17 @@ def _names_in(code: types.CodeType) -> set[str]:
         elif isinstance(constant, str) and constant.isidentifier():  # globals()["name"], getattr(module, "name")
             names.add(constant)
     return names
+
+
+def _names_set_in(code: types.CodeType) -> frozenset[str]:
+    """The attributes that a piece of code and those inside of it set, of whatever."""
+    inner = [_names_set_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return frozenset(_attributes_set(code)).union(*inner)
+
+
+@functools.lru_cache(maxsize=4096)
+def _attributes_set(code: types.CodeType) -> tuple[str, ...]:
+    return tuple(str(one.argval) for one in dis.get_instructions(code) if one.opname in ("STORE_ATTR", "DELETE_ATTR"))
 
 
 def module_name(name: str | None) -> str:

@@ -82,22 +82,31 @@ def _encoded_rarely(value: Any, path: str) -> Any:
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         return {"$scalar": [value.dtype.name, value.item()]}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return {"$array": torch.from_numpy(np.ascontiguousarray(value)), "shape": list(value.shape)}
+        order = {"order": "F"} if value.flags.f_contiguous and not value.flags.c_contiguous else {}
+        return {"$array": torch.from_numpy(np.ascontiguousarray(value)), "shape": list(value.shape), **order}
     if is_generator(value):
         return {"$generator": generator_state(value)}
     return None
 
 
 def with_devices(tree: Any) -> Any:
-    """An encoded tree in which each tensor of an accelerator, or that wants a gradient, says so."""
+    """An encoded tree in which tensors say what else they are: on an accelerator, with a gradient, transposed."""
     if isinstance(tree, torch.Tensor):
-        wanted = tree.requires_grad and tree.is_leaf
-        if tree.device.type == "cpu" and not wanted:
+        facts: dict[str, Any] = {"requires_grad": True} if tree.requires_grad and tree.is_leaf else {}
+        if not tree.is_contiguous() and _is_permuted(tree):
+            facts["strides"] = list(tree.stride())
+        if tree.device.type == "cpu" and not facts:
             return tree
-        return {"$on": tree.device.type, "tensor": tree.detach(), **({"requires_grad": True} if wanted else {})}
+        return {"$on": tree.device.type, "tensor": tree.detach(), **facts}
     if isinstance(tree, dict):
         return {key: with_devices(value) for key, value in tree.items()}
     return [with_devices(value) for value in tree] if isinstance(tree, list) else tree
+
+
+def _is_permuted(tensor: torch.Tensor) -> bool:
+    """Whether its numbers lie side by side, in an order of dimensions that is not the usual one."""
+    order = sorted(range(tensor.ndim), key=lambda dim: -tensor.stride()[dim])
+    return tensor.permute(order).is_contiguous()
 
 
 def decode(tree: Any) -> Any:
@@ -121,14 +130,23 @@ def decode(tree: Any) -> Any:
         "$dtype": lambda: getattr(torch, held),
         "$device": lambda: torch.device(held),
         "$scalar": lambda: np.dtype(held[0]).type(held[1]),
-        "$array": lambda: held.numpy().copy().reshape(tree["shape"]),
+        "$array": lambda: held.numpy().reshape(tree["shape"]).copy(order=tree.get("order", "C")),
         "$generator": lambda: decode(held),
-        "$on": lambda: tree["tensor"].to(held).requires_grad_(tree.get("requires_grad", False)),
+        "$on": lambda: _tensor_on(held, **{key: value for key, value in tree.items() if key != mark}),
         "$tensor_bytes": lambda: _tensor_of(*held),
     }
     if mark not in simple:
         raise SnapshotError(f"the snapshot has a value of an unknown kind, {mark}")
     return simple[mark]()
+
+
+def _tensor_on(
+    device: str, tensor: torch.Tensor, requires_grad: bool = False, strides: list[int] | None = None
+) -> torch.Tensor:
+    found = tensor.to(device)
+    if strides is not None:
+        found = torch.empty_strided(found.shape, strides, dtype=found.dtype, device=found.device).copy_(found)
+    return found.requires_grad_(requires_grad)
 
 
 def _tensor_of(dtype: str, shape: list[int], text: str) -> torch.Tensor:
