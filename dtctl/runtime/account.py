@@ -1,6 +1,6 @@
 """What a snapshot says beside weights: what this program was before its first step, and what it keeps of its own.
 
-Made when training begins; program_state.py finds the program's state, circumstances.py has what is compared.
+Made when training begins; program/ finds the program's state, circumstances.py has what is compared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from dtctl.errors import PlanError
 from dtctl.runtime import circumstances
 from dtctl.runtime.feed import Feed
 from dtctl.runtime.order import Indices
-from dtctl.runtime.program_state import ProgramState, content, inner_state, is_stateful, put_into, some_of
+from dtctl.runtime.program.state import ProgramState, some_of
+from dtctl.runtime.program.stateful import content, inner_state, is_stateful, put_into
 from dtctl.runtime.snapshot.encoding import decode, encode, generator_state, is_generator, with_devices
 from dtctl.runtime.snapshot.share import gathered_json
 from dtctl.runtime.snapshot.state import tensors

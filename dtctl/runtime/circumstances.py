@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 import dtctl
-from dtctl.runtime.program_state import code_digest, is_own_code, module_name
+from dtctl.runtime.program.code import code_digest, is_own_code, module_name
 from dtctl.runtime.reading import Examination
 from dtctl.runtime.worker import Worker
 from dtctl.train.batch import Batch
@@ -177,7 +177,7 @@ def detail(described: Mapping[str, str], examined: Examination, worker: Worker, 
     """The long list, of this worker.
 
     Args:
-        described: classes and attributes of what takes part, by path (program_state.py).
+        described: classes and attributes of what takes part, by path (program/state.py).
         examined: some samples.
         worker: this worker.
         elastic: whether the number of workers does not count.

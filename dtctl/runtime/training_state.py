@@ -13,7 +13,7 @@ from dtctl.errors import SnapshotError, WorkerFailed
 from dtctl.runtime import randomness
 from dtctl.runtime.account import EVERYONE, Account, checksum
 from dtctl.runtime.ema import Ema
-from dtctl.runtime.program_state import some_of
+from dtctl.runtime.program.state import some_of
 from dtctl.runtime.snapshot import state
 from dtctl.runtime.snapshot.share import gathered_json
 from dtctl.runtime.snapshot.whole import gathered, gathered_optimizer

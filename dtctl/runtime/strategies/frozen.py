@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from dtctl.errors import WorkerFailed
-from dtctl.runtime.program_state import some_of
+from dtctl.runtime.program.state import some_of
 
 
 class Frozen:

@@ -298,7 +298,7 @@ WORDS = {"bias", "norm", "scale", "gain", "shift"}
 
 def test_an_order_that_is_another_in_each_process_is_no_difference(make: Make) -> None:
     """Sets of text come in another order in each process."""
-    from dtctl.runtime.program_state import ProgramState
+    from dtctl.runtime.program.state import ProgramState
 
     model = nn.Linear(1, 1)
     one = ProgramState({"loss": lambda: WORDS}, model=model).plain

@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from dtctl.runtime.idle_names import leaves_nothing, syntax_tree
+from dtctl.runtime.program.idle_names import leaves_nothing, syntax_tree
 
 CLOCKS: Final = frozenset(("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns"))
 DATES: Final = frozenset(("now", "utcnow", "today"))
