@@ -1,143 +1,11 @@
-"""Jinja, set up so that a template cannot do harm by accident: strict, sandboxed, and quoting by default.
-
-Every `{{ value }}` becomes one shell word that means exactly that value. A template that needs something else says so
-with a filter, each of which is safe in its place:
-
-    | argv        a sequence as a command, one option a line
-    | comment     text for a comment: on one line, whatever it holds
-    | ranks       a range of ranks: `0-3`
-    | yaml        one value of a YAML file
-    | verbatim    shell text as the user wrote it (setup lines), or a name that was checked before
-"""
+"""Rendering a template: dtctl's own at once, those that came with a project in a process with limits."""
 
 from __future__ import annotations
 
-import functools
-import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jinja2 import (
-    BaseLoader,
-    Environment,
-    StrictUndefined,
-    Template,
-    TemplateError,
-    TemplateNotFound,
-    TemplateSyntaxError,
-    Undefined,
-)
-from jinja2.loaders import split_template_path
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from dtctl import folders as files
-from dtctl import shell
-from dtctl.errors import RenderError
-from dtctl.render import apart, catalogue
-
-MAX_CHARACTERS = 4 << 20
-"""Bytes of a template, and characters of what it makes."""
-_YAML_WORDS = frozenset({"null", "true", "false", "yes", "no", "on", "off", "y", "n"})
-
-
-class _Inside(BaseLoader):
-    """Templates of some folders, the first before the others, of which none is a link that leads out of its folder."""
-
-    def __init__(self, places: Sequence[str]) -> None:
-        self._places = places
-
-    def get_source(self, environment: Environment, template: str) -> tuple[str, str, Callable[[], bool]]:  # noqa: ARG002
-        """See BaseLoader."""
-        for folder in self._places:
-            path = Path(folder, *split_template_path(template))
-            try:
-                if not path.is_symlink() and not path.exists():
-                    continue
-                if Path(folder).resolve() not in path.resolve().parents:
-                    raise RenderError(
-                        "the template is a link to a file elsewhere, which would be sent", where=str(path)
-                    )
-                made = path.stat().st_mtime_ns
-                text = files.read_regular(str(path), MAX_CHARACTERS).decode("utf-8")
-            except (OSError, UnicodeDecodeError) as exc:
-                raise RenderError(f"the template cannot be read: {exc}", where=str(path)) from exc
-            return text, str(path), functools.partial(_is_still, path, made)
-        raise TemplateNotFound(template)
-
-
-def _is_still(path: Path, made: int) -> bool:
-    try:
-        return path.stat().st_mtime_ns == made
-    except OSError:
-        return False
-
-
-def _poured(template: Template, values: Mapping[str, object]) -> str:
-    """A template's text, of limited length."""
-    found, size = [], 0
-    for piece in template.generate(values):
-        found.append(piece)
-        size += len(piece)
-        if size > MAX_CHARACTERS:
-            raise RenderError(f"a script has more than {MAX_CHARACTERS:,} characters", where=template.filename)
-    return "".join(found)
-
-
-class Verbatim(str):
-    """Text that stands in a script as it is."""
-
-    __slots__ = ()
-
-
-def _finalize(value: object) -> str:
-    if isinstance(value, Verbatim):
-        return value
-    if isinstance(value, str):
-        return shell.quote(value)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return shell.quote(str(value))
-    if isinstance(value, Undefined):
-        str(value)  # raises the error that names it
-    raise RenderError(
-        f"a template printed {value!r}, which is neither text nor a number",
-        hint="print one of its fields, or a sequence with `| argv`",
-    )
-
-
-def _comment(value: object) -> Verbatim:
-    return Verbatim(" ".join(str(value).split()))
-
-
-def _argv(words: Sequence[str]) -> Verbatim:
-    if not words:
-        raise RenderError("a template printed an empty command")
-    return Verbatim(" \\\n  ".join(shell.quote(word) for word in words))
-
-
-def _yaml(value: str) -> Verbatim:
-    plain = re.fullmatch(r"[A-Za-z][\w-]*", value, re.ASCII) and value.lower() not in _YAML_WORDS
-    return Verbatim(value if plain else json.dumps(value, ensure_ascii=False))
-
-
-def _ranks(ranks: range) -> Verbatim:
-    return Verbatim(str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}")
-
-
-@functools.lru_cache(maxsize=4)
-def _environment(folders: tuple[str, ...]) -> ImmutableSandboxedEnvironment:
-    """Jinja over these folders; kept, because compiling a template takes ten times as long as rendering it."""
-    environment = ImmutableSandboxedEnvironment(
-        loader=_Inside(folders),
-        undefined=StrictUndefined,
-        finalize=_finalize,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,  # shell text, not HTML: `_finalize` quotes
-    )
-    environment.filters.update(argv=_argv, comment=_comment, ranks=_ranks, verbatim=Verbatim, yaml=_yaml)
-    return environment
+from dtctl.render import catalogue, limited, templates
 
 
 def render(name: str, values: Mapping[str, object], *, folders: Sequence[Path]) -> str:
@@ -154,36 +22,10 @@ def render(name: str, values: Mapping[str, object], *, folders: Sequence[Path]) 
         RenderError: the template is missing, is not valid, uses a name that does not exist, or exceeds a limit.
     """
     if any(folder.is_dir() and not _is_own(folder) for folder in folders):
-        return apart.render(name, values, folders=folders)
-    return render_here(name, values, folders=folders)
+        return limited.render(name, values, folders=folders)
+    return templates.render(name, values, folders=folders)
 
 
 def _is_own(folder: Path) -> bool:
     own = catalogue.builtin().resolve()
     return own in (folder.resolve(), *folder.resolve().parents)
-
-
-def render_here(name: str, values: Mapping[str, object], *, folders: Sequence[Path]) -> str:
-    """As `render`, in this process and so without limits of memory and time."""
-    try:
-        return _poured(_environment(tuple(map(str, folders))).get_template(name), values)
-    except TemplateNotFound as exc:
-        listed = ", ".join(str(folder) for folder in folders)
-        raise RenderError(f"there is no template {exc.name}", where=listed) from exc
-    except TemplateSyntaxError as exc:
-        raise RenderError(str(exc.message), where=f"{exc.filename or name}:{exc.lineno}") from exc
-    except TemplateError as exc:
-        raise RenderError(str(exc.message), where=_place(exc, name)) from exc
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as exc:
-        raise RenderError(f"{type(exc).__name__}: {exc}", where=_place(exc, name)) from exc
-
-
-def _place(error: BaseException, name: str) -> str:
-    """File and line of the template that an error was raised in, from its traceback."""
-    place = name
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename.endswith(".j2"):
-            place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return place

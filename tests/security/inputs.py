@@ -22,7 +22,7 @@ from dtctl.doctor import answers
 from dtctl.doctor.checks import environment, hardware, links, network, node
 from dtctl.doctor.explain.diagnose import explain_all
 from dtctl.doctor.findings import ordered
-from dtctl.doctor.observe import Seen
+from dtctl.doctor.node_report import NodeReport
 from dtctl.doctor.probe import facts as probe
 from dtctl.errors import DtctlError
 from dtctl.launch import messages, trust
@@ -259,7 +259,7 @@ def probes(_: Path) -> One:
     good["listen"] = {"op": "listen", "ports": [4000, 4001]}
 
     def one(_: Path, chance: random.Random) -> object:
-        seen = [Seen(name=name, address="127.0.0.1", facts=dict(good["facts"])) for name in ("a", "b")]
+        seen = [NodeReport(name=name, address="127.0.0.1", facts=dict(good["facts"])) for name in ("a", "b")]
         said = {name: odd(value, chance) if chance.random() < 0.6 else value for name, value in good.items()}
         liar = seen[1]
         for op, value in said.items():

@@ -15,8 +15,9 @@ import pytest
 from dtctl.doctor.explain.content import content
 from dtctl.errors import LaunchError, RenderError, SpecError
 from dtctl.launch import trust
-from dtctl.render import apart
-from dtctl.render.engine import MAX_CHARACTERS, render
+from dtctl.render import limited
+from dtctl.render.engine import render
+from dtctl.render.templates import MAX_CHARACTERS
 from dtctl.spec.load import load_spec, parse_spec
 
 DTCTL = Path(sys.executable).with_name("dtctl")
@@ -209,10 +210,10 @@ ENDLESS = {
 @pytest.fixture
 def _soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Templates have a second, in a process that is started with it."""
-    monkeypatch.setattr(apart, "LIMIT_S", 1)
-    apart._apart().close()
+    monkeypatch.setattr(limited, "LIMIT_S", 1)
+    limited._renderer().close()
     yield
-    apart._apart().close()
+    limited._renderer().close()
 
 
 @pytest.mark.usefixtures("_soon")
@@ -265,7 +266,7 @@ def test_a_device_without_an_end_is_read_in_part_and_said_so() -> None:
 def test_a_small_file_that_unpacks_to_anything_is_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dtctl.doctor.explain import content as module
 
-    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(module, "WALL_LIMIT_S", 0.2)
     with gzip.open(tmp_path / "a.log.gz", "wb", compresslevel=1) as file:
         for _ in range(2000):
             file.write(b"0123456789abcdef" * (1 << 16))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.cli import doctor as command
+from dtctl.cli import doctor_view
 from dtctl.doctor import observe
 from dtctl.doctor.examine import Examination, examine
 from dtctl.launch.assemble import Cluster, cluster_of
@@ -62,7 +62,7 @@ def test_a_lie_of_a_probe_is_the_fault_of_its_node(
     done = examined(tmp_path, lie)
     assert not blamed(done) - usual, done.findings
     assert done.seen[0].error is None
-    command.show_examination(done, 1.0)
+    doctor_view.show_examination(done, 1.0)
     for finding in done.findings:
         json.dumps(finding.as_json(), allow_nan=False)
     shown = capsys.readouterr().out

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 import torch
 
 from dtctl.launch.record import find_run, list_runs
-from dtctl.runtime.snapshot import read, write
+from dtctl.runtime.snapshot import load, write
 from tests.security import power
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +62,7 @@ def test_a_snapshot_that_was_saved_is_there_and_no_other_is_taken_for_it(
 ) -> None:
     for disk, done in failures(tmp_path, SAVES.format(steps=steps, keep=keep)):
         folder = disk / "run" / "snapshots"
-        found = read.newest(folder) if folder.is_dir() else None
+        found = load.newest(folder) if folder.is_dir() else None
         assert found is not None or not done, disk
         if found is not None:
             step, salt = found.step, found.facts["salt"]
@@ -71,7 +71,7 @@ def test_a_snapshot_that_was_saved_is_there_and_no_other_is_taken_for_it(
             last = tuple(map(int, done[-1].split())) if done else (0, 0)
             assert (step, salt) >= last, f"{disk}: {last} was saved"
         write.save(folder, 9, {"model": {"w": torch.ones(9)}}, facts={"salt": 9}, keep=1)
-        again = read.newest(folder)
+        again = load.newest(folder)
         assert again is not None
         assert again.step == 9
         assert [path.name for path in folder.iterdir()] == ["step-00000009"]

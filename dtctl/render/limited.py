@@ -25,12 +25,12 @@ from dtctl.errors import RenderError
 MEMORY_BYTES: Final = 1 << 30
 LIMIT_S: Final = 10
 """Of processor time, and"""
-PATIENCE_S: Final = 60.0
+WALL_LIMIT_S: Final = 60.0
 """of a busy machine's."""
 _SIZE: Final = struct.Struct("!Q")
 
 
-class _Apart:
+class _Renderer:
     """The process; used by one thread at a time."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class _Apart:
     def ask(self, request: tuple[Any, ...], name: str) -> dict[str, Any]:
         with self._lock:
             process = self._process = self._process or self._start()
-            clock = threading.Timer(PATIENCE_S, process.kill)
+            clock = threading.Timer(WALL_LIMIT_S, process.kill)
             clock.daemon = True
             clock.start()
             try:
@@ -71,13 +71,13 @@ class _Apart:
 
 
 @functools.cache
-def _apart() -> _Apart:
-    return _Apart()
+def _renderer() -> _Renderer:
+    return _Renderer()
 
 
 def render(name: str, values: Mapping[str, object], *, folders: Sequence[Path]) -> str:
     """See `dtctl.render.engine.render`."""
-    answer = _apart().ask((name, dict(values), [*folders]), name)
+    answer = _renderer().ask((name, dict(values), [*folders]), name)
     if "text" in answer:
         return str(answer["text"])
     raise RenderError(answer["message"], where=answer["where"], hint=answer["hint"])
@@ -101,7 +101,7 @@ def _serve(memory_bytes: int, limit_s: int) -> None:
     """The process itself: renders what it is asked for, until nobody is there to ask."""
     import resource
 
-    from dtctl.render.engine import render_here
+    from dtctl.render import templates
 
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     while True:
@@ -112,7 +112,7 @@ def _serve(memory_bytes: int, limit_s: int) -> None:
         used = resource.getrusage(resource.RUSAGE_SELF)
         resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + limit_s, -1))
         try:
-            answer: dict[str, str | None] = {"text": render_here(name, values, folders=folders)}
+            answer: dict[str, str | None] = {"text": templates.render(name, values, folders=folders)}
         except RenderError as exc:
             answer = {"message": exc.message, "where": exc.where, "hint": exc.hint}
         except MemoryError:
