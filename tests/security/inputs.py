@@ -26,7 +26,9 @@ from dtctl.doctor.node_report import NodeReport
 from dtctl.doctor.probe import facts as probe
 from dtctl.errors import DtctlError
 from dtctl.launch import messages, trust
-from dtctl.launch.assemble import Cluster, CodePush, cluster_of, first_plan, job_of
+from dtctl.launch.assemble import CodePush, job_of
+from dtctl.launch.cluster import Cluster, cluster_of
+from dtctl.launch.first_plan import first_plan
 from dtctl.launch.ledger import Ledger
 from dtctl.launch.record import RunInfo, RunRecord, find_run, list_runs
 from dtctl.launch.run import launch
@@ -36,7 +38,7 @@ from dtctl.lint.engine import lint_text
 from dtctl.lint.model import Cluster as LintCluster
 from dtctl.lint.project import Project
 from dtctl.report import page, run
-from dtctl.runtime.snapshot import commands, layout, read, write
+from dtctl.runtime.snapshot import commands, layout, load, read, write
 from dtctl.spec.load import dump_spec, parse_spec
 from dtctl.supervisor import frames
 from dtctl.transport.base import Target
@@ -159,11 +161,11 @@ def snapshots(real: Path) -> One:
         path.write_bytes(data)
         if chance.random() < 0.8:
             _sealed(newest, path)
-        found = read.newest(folder / "s")
+        found = load.newest(folder / "s")
         assert found is None or found.step in (1, 2)
         if chance.random() < 0.3:
             with contextlib.suppress(DtctlError):
-                read.newest(folder / "s", into={"model": {"w": torch.zeros(4)}})
+                load.newest(folder / "s", into={"model": {"w": torch.zeros(4)}})
         for verb in (commands.ls, commands.verify, commands.show, commands.digest, commands.pieces):
             with contextlib.suppress(DtctlError):
                 verb(folder / "s")

@@ -266,7 +266,7 @@ def test_a_device_without_an_end_is_read_in_part_and_said_so() -> None:
 def test_a_small_file_that_unpacks_to_anything_is_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dtctl.doctor.explain import content as module
 
-    monkeypatch.setattr(module, "WALL_LIMIT_S", 0.2)
+    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
     with gzip.open(tmp_path / "a.log.gz", "wb", compresslevel=1) as file:
         for _ in range(2000):
             file.write(b"0123456789abcdef" * (1 << 16))
