@@ -11,7 +11,7 @@ from dtctl import folders
 from dtctl.errors import UsageError
 
 
-def write_named(path: Path, text: str, *, option: str) -> None:
+def write_named(path: Path, text: str, *, option: str, private: bool = False) -> None:
     """Write a result where somebody wants it: whole or not at all, and what the name is stays what it is.
 
     A file is replaced in one step; of a link, the file that it leads to; into a device or a pipe it is written.
@@ -20,6 +20,7 @@ def write_named(path: Path, text: str, *, option: str) -> None:
         path: as it was given.
         text: what to write.
         option: that named the path, for errors.
+        private: whether it holds a job's environment, and so is for this user alone.
 
     Raises:
         UsageError: it cannot be written; what was there is untouched.
@@ -36,7 +37,7 @@ def write_named(path: Path, text: str, *, option: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        if target.exists():
+        if target.exists() and not private:
             partial.chmod(target.stat().st_mode & 0o777)
         partial.replace(target)
         folders.sync_folder(str(target.parent))

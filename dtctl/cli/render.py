@@ -11,6 +11,7 @@ import typer
 
 from dtctl import names
 from dtctl.cli import output
+from dtctl.cli.files import write_named
 
 TARGETS = ("kubernetes",)
 
@@ -52,8 +53,5 @@ def render(
     if out is None:
         output.raw(text)
         return
-    try:
-        out.write_text(text, encoding="utf-8")
-    except OSError as exc:
-        raise UsageError(f"the file cannot be written: {exc.strerror}", where=str(out)) from exc
+    write_named(out, text, option="--out", private=True)
     output.err(f"wrote {out}; start it with: kubectl apply --filename {out}")

@@ -319,6 +319,10 @@ def _of_nodes(verb: str, run: RunSnapshots, options: Sequence[str], out: Path | 
     if not chosen.complete:
         with gathering.brought(run, chosen) as folder:
             told = snapshots.here([verb, str(folder), *options, *(["--out", str(out)] if out else [])])
+        if "error" in told.answer:
+            text = told.answer["error"]
+            senders = {node for name, node in chosen.holders.items() if name in text} or {*chosen.holders.values()}
+            raise SnapshotError(text, where=f"sent by {', '.join(sorted(senders))}", hint=told.answer.get("hint"))
     elif out is not None:
         # Tensors are written without gaps, with a header that is shorter than those of the files.
         limit_bytes = sum(chosen.sizes.values()) + EXPORT_HEADER_BYTES

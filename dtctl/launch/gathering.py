@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -23,8 +22,6 @@ from dtctl.launch import messages
 from dtctl.launch.snapshots import RunSnapshots, error_of
 
 RECORDS = ("manifest.json", "COMMIT")
-TAR_BLOCK_BYTES = 512
-"""A file in an archive takes two of them beside its contents, which are filled up to one; the end at most 20 more."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -242,30 +239,16 @@ def brought(run: RunSnapshots, one: Spread) -> Iterator[Path]:
 
 def _bring(run: RunSnapshots, node: str, one: Spread, names: Sequence[str], folder: int) -> None:
     options = ["--step", str(one.step), *(word for name in names for word in ("--name", name))]
-    sizes = {name: one.sizes[name] for name in names}
-    limit_bytes = sum(sizes.values()) + TAR_BLOCK_BYTES * (3 * len(sizes) + 20)
-    with tempfile.TemporaryFile() as archive:
-        told = run.fetch(node, "send", options, cast(BinaryIO, archive), limit_bytes=limit_bytes)
+    whole = sum(one.sizes[name] for name in names)
+    with tempfile.TemporaryFile() as sent:
+        told = run.fetch(node, "send", options, cast(BinaryIO, sent), limit_bytes=whole)
         if "error" in told.answer:
             raise error_of(told)
-        archive.seek(0)
-        try:
-            _unpack(cast(BinaryIO, archive), sizes, folder, node)
-        except tarfile.TarError as exc:
-            raise SnapshotError(f"the files did not arrive whole: {exc}", where=f"node {node}") from exc
-    if sizes:
-        raise SnapshotError(f"{', '.join(sizes)} did not arrive", where=f"node {node}", hint="try again")
-
-
-def _unpack(archive: BinaryIO, sizes: dict[str, int], folder: int, node: str) -> None:
-    """Write the files of an archive into an open folder; what has arrived is taken out of `sizes`."""
-    with tarfile.open(fileobj=archive, mode="r:") as members:
-        for member in members:
-            # Only what was asked for, once, and as much as there should be: a name is no path.
-            content = members.extractfile(member) if member.isreg() and member.name in sizes else None
-            if content is None or member.size != sizes.pop(member.name):
-                what = messages.shown(member.name)
-                raise SnapshotError(f"{what} was not asked for, or not like this", where=f"node {node}")
-            with os.fdopen(folders.create_in(folder, member.name), "wb") as out:
-                while chunk := content.read(1 << 20):
-                    out.write(chunk)
+        if sent.tell() != whole:
+            raise SnapshotError("the files did not arrive whole", where=f"node {node}", hint="try again")
+        sent.seek(0)
+        for name in names:
+            left = one.sizes[name]
+            with os.fdopen(folders.create_in(folder, name), "wb") as out:
+                while chunk := sent.read(min(left, 1 << 20)):
+                    left -= out.write(chunk)
