@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dtctl import folders
 from dtctl.advise.shape import Latent, Shape, model_of
 from dtctl.errors import UsageError
 from dtctl.estimate.model import Model
@@ -97,6 +98,8 @@ _KEYS = {
 }  # fmt: skip
 _NEEDED = ("layers", "hidden")
 MOST_BLOCKS = 100_000
+MAX_BYTES = 16 << 20
+"""Of a config.json."""
 LONGEST = 8192
 """Tokens of a sample, when a config only says how many a model could take."""
 
@@ -108,7 +111,7 @@ def read_config(path: Path, *, seq: int | None) -> Model:
         UsageError: the file cannot be read, says too little, or is of a model that the formulas do not know.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8-sig"))
+        data = json.loads(folders.read_regular(str(path), MAX_BYTES).decode("utf-8-sig"))
     except OSError as exc:
         raise UsageError(f"{path} cannot be read: {exc.strerror}") from exc
     except (ValueError, RecursionError) as exc:

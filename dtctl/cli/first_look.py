@@ -7,6 +7,7 @@ import json
 import time
 from typing import TYPE_CHECKING
 
+from dtctl import folders
 from dtctl.cli import output
 
 if TYPE_CHECKING:
@@ -65,9 +66,9 @@ def _is_due(spec: Spec) -> bool:
     if spec.cluster.transport != "ssh":
         return False
     try:
-        seen = json.loads((spec.base_dir / ".dtctl" / SEEN_FILE).read_text(encoding="utf-8"))
+        seen = json.loads(folders.read_regular(str(spec.base_dir / ".dtctl" / SEEN_FILE), 1 << 20))
         return not 0 <= time.time() - float(seen[_key(spec)]) < FRESH_S
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return True
 
 

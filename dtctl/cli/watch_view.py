@@ -8,12 +8,13 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import time
 from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtctl import names
+from dtctl import folders, names
 from dtctl.cli.launch_view import STATES
 from dtctl.launch.logs import rank_of
 from dtctl.launch.readable import number
@@ -119,7 +120,7 @@ class Screen:
             start = self._read.get(path, max(0, size - TAIL_BYTES // 16))
             if size <= start:
                 continue
-            with path.open("rb") as file:
+            with os.fdopen(folders.open_regular(str(path)), "rb") as file:
                 file.seek(start)
                 whole, newline, _ = file.read(TAIL_BYTES).rpartition(b"\n")
             self._read[path] = start + len(whole) + len(newline)
@@ -132,7 +133,7 @@ class Screen:
 def tail_of_metrics(path: Path) -> list[dict[str, Any]]:
     """The last rows of metrics.jsonl, oldest first; none when there are none yet."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(folders.open_regular(str(path)), "rb") as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - TAIL_BYTES))
             lines = file.read().split(b"\n")[1 if size > TAIL_BYTES else 0 : -1]

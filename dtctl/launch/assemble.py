@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtctl import names
-from dtctl.errors import LaunchError, PlanError, SpecError
+from dtctl import folders, names
+from dtctl.errors import PlanError, SpecError
 from dtctl.launch import first_plan as first
 from dtctl.launch import push as pushing
 from dtctl.launch.cluster import Cluster, cluster_of
@@ -24,6 +24,8 @@ from dtctl.plan.environment import check_text
 from dtctl.plan.model import Plan
 from dtctl.spec.model import Spec
 
+SPEC_BYTES = 4 << 20
+"""Of a run's copy of its spec."""
 if TYPE_CHECKING:
     from dtctl.plan.model import NodePlan
 
@@ -38,7 +40,7 @@ def spec_of_run(record: RunRecord) -> Spec:
 
     path = record.folder / names.RUN_SPEC_FILE
     try:
-        text = path.read_text(encoding="utf-8")
+        text = folders.read_regular(str(path), SPEC_BYTES).decode(errors="replace")
     except OSError as exc:
         raise SpecError(f"the run's copy of its spec cannot be read: {exc.strerror}", where=str(path)) from exc
     return parse_spec(text, source=str(path), base_dir=record.base_dir)
@@ -72,9 +74,7 @@ def attempt_of_run(record: RunRecord, job: Job) -> Plan:
     Raises:
         LaunchError: none was ever started.
     """
-    facts = record.plan()
-    if not facts:
-        raise LaunchError(f"run {record.run} was never started", where=str(record.folder))
+    facts = record.whole_plan()
     meeting = facts["rendezvous"]
     slots = {node["name"]: int(node["slots"]) for node in facts["nodes"]}
     return job.make_plan(int(facts["attempt"]), meeting["address"], int(meeting["port"]), slots, list(slots))

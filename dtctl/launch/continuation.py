@@ -54,7 +54,7 @@ def folders(earlier: RunRecord, own: str | None) -> dict[str, str]:
     """Node -> folder on it that holds a run's snapshots; `own` is relative to its code."""
     code, taken = earlier.code_folders(), earlier.info().snapshots
     found = {}
-    for node in earlier.plan()["nodes"]:
+    for node in earlier.whole_plan()["nodes"]:
         name = node["name"]
         usual = posixpath.join(node["workdir"], "runs", earlier.run, "snapshots")
         found[name] = posixpath.join(code[name], own) if own and name in code else taken.get(name, usual)

@@ -15,12 +15,16 @@ import os
 import secrets
 from pathlib import Path
 
+from dtctl import folders
+
 TICK_NS = 20_000_000
 """No kernel in use updates the time of its file systems less often than 50 times a second."""
 COARSE_TICK_NS = 2_000_000_000
 """File systems that keep whole seconds, or two (FAT)."""
 _PRIVATE_KEY = (b"-----BEGIN ", b"PRIVATE KEY", b"PuTTY-User-Key-File-")
 _CHUNK_BYTES = 1 << 20
+CACHE_BYTES = 256 << 20
+"""Of what is remembered: some million files."""
 
 
 class Digests:
@@ -42,8 +46,8 @@ class Digests:
 
     def __enter__(self) -> Digests:  # noqa: PYI034 - Self is not in Python 3.10
         if self._path is not None:
-            with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-                stored = json.loads(self._path.read_bytes())
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                stored = json.loads(folders.read_regular(str(self._path), CACHE_BYTES))
                 self._known = {str(key): list(row) for key, row in stored["files"].items()}
             with contextlib.suppress(OSError):  # a disk that is full or read-only must not keep a job from running
                 # Step by step: what `parents` makes has the mode that everybody else's umask gives.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from dtctl import folders
 from dtctl.launch.cluster import Cluster
 from dtctl.launch.cores import usable_cores
 from dtctl.plan.build import Facts, build
@@ -11,6 +12,9 @@ from dtctl.plan.environment import Share
 from dtctl.plan.model import Plan
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import resolve_nodes
+
+SOURCE_BYTES = 32 << 20
+"""Of a script."""
 
 
 def first_plan(spec: Spec, cluster: Cluster, *, run: str) -> Plan:
@@ -36,6 +40,7 @@ def source(spec: Spec) -> str:
     if spec.job.script is None or spec.job.kind != "direct":
         return ""
     try:
-        return (spec.base_dir / spec.job.files.root / spec.job.script).read_text(encoding="utf-8")
+        path = spec.base_dir / spec.job.files.root / spec.job.script
+        return folders.read_regular(str(path), SOURCE_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError):
         return ""

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dtctl import folders
 from dtctl.launch.progress import Phase, Standing
-from dtctl.launch.record import write_private
+from dtctl.launch.record import RUN_BYTES, write_private
 
 PHASES = (
     "connect",  # until all nodes are ready
@@ -201,10 +202,10 @@ class Ledger:
         then is moved as soon as they tell.
         """
         try:
-            facts = json.loads(path.read_text(encoding="utf-8"))
+            facts = json.loads(folders.read_regular(str(path), RUN_BYTES))
             spent = {phase: float(facts["phases_s"][phase]) for phase in PHASES}
             counted = {name: float(facts["counted_s"][name]) for name in self._counted}
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return  # there is none, or an older version has written it: all of it counts as the running phase
         now = self._clock()
         since_s = (now - self.begun) - sum(spent.values())

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import BinaryIO
 
-from dtctl import names
+from dtctl import folders, names
 from dtctl.launch.lines import Lines
 from dtctl.launch.record import RunRecord, write_private
 
@@ -111,7 +112,7 @@ class Logs:
     def tail(self, node: str, rank: int, limit_bytes: int = 32_768) -> str:
         """The end of a rank's output in this attempt."""
         try:
-            with self._path(node, rank).open("rb") as file:
+            with os.fdopen(folders.open_regular(str(self._path(node, rank))), "rb") as file:
                 file.seek(0, 2)
                 file.seek(max(self._begun.get((node, rank), 0), file.tell() - limit_bytes))
                 return file.read().decode(errors="replace")
@@ -121,7 +122,7 @@ class Logs:
     def last_step(self) -> int | None:
         """The last step that rank 0 has logged; None when it has logged none."""
         try:
-            with (self._record.folder / names.METRICS_FILE).open("rb") as file:
+            with os.fdopen(folders.open_regular(str(self._record.folder / names.METRICS_FILE)), "rb") as file:
                 file.seek(max(0, file.seek(0, 2) - 65_536))
                 lines = file.read().splitlines()
         except OSError:

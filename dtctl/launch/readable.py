@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-from dtctl.launch.messages import COUNT, Check, Wrong, each, flag, form, maybe, text, whole
+from dtctl.launch.messages import COUNT, WORKERS, Check, Wrong, each, flag, form, maybe, text, whole
 from dtctl.launch.messages import number as finite
 
 MOMENT_S: Final = 1 << 36
@@ -76,7 +76,7 @@ _EVENTS: Final[Mapping[str, Check]] = {
 _NODE: Final = form(
     name=_WORD,
     optional={
-        "address": _WORD, "node_rank": COUNT, "slots": COUNT, "first_rank": COUNT, "workdir": _WORD,
+        "address": _WORD, "node_rank": COUNT, "slots": whole(0, WORKERS), "first_rank": COUNT, "workdir": _WORD,
         "python": maybe(_WORD), "argv": each(_TEXT), "setup": each(_TEXT), "processes": COUNT,
         "env": each(form(name=_WORD, value=_TEXT, origin=_WORD)),
     },
@@ -113,6 +113,13 @@ def event(value: Any) -> bool:
 def plan(value: Any) -> bool:
     """Whether this is a plan: nodes with names, numbers of workers and variables."""
     return _is(_PLAN, value)
+
+
+def whole_plan(value: dict[str, Any]) -> bool:
+    """Whether a plan that makes sense also lacks nothing."""
+    if not {"nodes", "attempt", "rendezvous"} <= value.keys() or not value["nodes"]:
+        return False
+    return all({"workdir", "slots", "env", "setup", "python"} <= node.keys() for node in value["nodes"])
 
 
 def ledger(value: Any) -> bool:

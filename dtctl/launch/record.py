@@ -35,9 +35,9 @@ from dtctl.plan.model import Plan
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 RUN_FILE = "run.json"
-RUN_BYTES, PLAN_BYTES = 4 << 20, 256 << 20
-EVENTS_BYTES = 1 << 30
-"""Larger ones are read so far."""
+RUN_BYTES, PLAN_BYTES = 4 << 20, 64 << 20
+EVENTS_BYTES = 64 << 20
+"""Of larger ones the beginning and the end are read."""
 LOCK_FILE = "launcher.lock"
 HELD_S = 0.5
 """How long one who wants to be the launcher waits for those who look whether there is one."""
@@ -242,6 +242,19 @@ class RunRecord:
             return {}
         return found if readable.plan(found) else {}
 
+    def whole_plan(self) -> dict[str, Any]:
+        """The plan of the newest attempt, with all that acting on it needs.
+
+        Raises:
+            LaunchError: none was ever made, or it lacks something.
+        """
+        found = self.plan()
+        if not found:
+            raise LaunchError(f"run {self.run} was never started", where=str(self.folder))
+        if not readable.whole_plan(found):
+            raise LaunchError(f"the plan of run {self.run} is not whole", where=str(self.folder / names.PLAN_FILE))
+        return found
+
     def append_event(self, event: dict[str, Any]) -> None:
         """Append one event; whole lines, whoever else reads. A full disk costs the event, not the run."""
         line, written = (json.dumps(event, separators=(",", ":")) + "\n").encode(), 0
@@ -299,7 +312,10 @@ class RunRecord:
         """All events so far; a half-written last line, and what is none, is left out."""
         try:
             with os.fdopen(folders.open_regular(str(self.folder / names.EVENTS_FILE)), "rb") as file:
-                text = file.read(EVENTS_BYTES).decode(errors="replace")
+                data = file.read(EVENTS_BYTES // 2)
+                # Of more than this the beginning and the end: how it has ended stands there.
+                file.seek(max(len(data), file.seek(0, os.SEEK_END) - EVENTS_BYTES // 2))
+                text = (data + file.read(EVENTS_BYTES // 2)).decode(errors="replace")
         except OSError:
             return
         for line in text.splitlines():

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dtctl import children, shell
-from dtctl.errors import DtctlError, LaunchError, NodeError, SnapshotError
+from dtctl.errors import DtctlError, NodeError, SnapshotError
 from dtctl.launch import messages
 from dtctl.launch.assemble import cluster_of_run, spec_of_run
 from dtctl.launch.link import Patience
@@ -69,9 +69,7 @@ class RunSnapshots:
             LaunchError: the run was never started.
             SpecError: the copy of its spec is gone or broken.
         """
-        plan = record.plan()
-        if not plan:
-            raise LaunchError(f"run {record.run} was never started", where=str(record.folder))
+        plan = record.whole_plan()
         cluster, spec = cluster_of_run(record), spec_of_run(record)
         self._make_transport = cluster.make_transport
         own = spec.snapshot_dir

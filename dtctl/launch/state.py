@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtctl import names, node_facts
+from dtctl import folders, names, node_facts
 from dtctl.launch import readable
-from dtctl.launch.record import RunInfo, RunRecord
+from dtctl.launch.record import RUN_BYTES, RunInfo, RunRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ def state_of(record: RunRecord) -> RunState:
 
 def _ledger(record: RunRecord) -> dict[str, Any] | None:
     try:
-        found = json.loads((record.folder / names.LEDGER_FILE).read_text(encoding="utf-8"))
+        found = json.loads(folders.read_regular(str(record.folder / names.LEDGER_FILE), RUN_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     return found if readable.ledger(found) else None

@@ -9,7 +9,7 @@ from pathlib import Path
 from dtctl.lint import names
 from dtctl.lint.module import Function, Module
 from dtctl.lint.ranks import guards
-from dtctl.lint.source import decoded
+from dtctl.lint.source import decoded, read
 
 MAX_FILES = 40
 """Local files that are looked at for one file."""
@@ -33,7 +33,7 @@ class Project:
         """The module in a file; None when it cannot be read or parsed."""
         if path not in self._modules:
             try:
-                text = decoded(Path(path).read_bytes(), python=True).text
+                text = decoded(read(Path(path)), python=True).text
                 self._modules[path] = Module(Path(path), text, ast.parse(text))
             except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
                 self._modules[path] = None

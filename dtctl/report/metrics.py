@@ -20,11 +20,13 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dtctl import folders
 from dtctl.errors import LaunchError
 from dtctl.launch.readable import number
 
 POINTS = 1500
 """Buckets of a curve: more than a screen has pixels for it."""
+MAX_BYTES = 8 << 30
 SHORT_BYTES = 24 << 20
 """A file up to this size is read line by line."""
 WATCHED = ("loss", "grad_norm", "step_s")
@@ -79,9 +81,12 @@ def read(path: Path) -> Metrics | None:
         LaunchError: the file is there and cannot be read.
     """
     try:
+        os.close(folders.open_regular(str(path)))  # a pipe would be waited for
         size = path.stat().st_size
         if size == 0:
             return None
+        if size > MAX_BYTES:
+            raise LaunchError(f"the metrics are larger than {MAX_BYTES >> 30} GiB", where=str(path))
         return _short(path) if size <= SHORT_BYTES else _long(path)
     except FileNotFoundError:
         return None

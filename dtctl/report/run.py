@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dtctl import names
-from dtctl.errors import UsageError
+from dtctl import folders, names
+from dtctl.errors import SpecError, UsageError
 from dtctl.launch.record import RunInfo, RunRecord
 from dtctl.launch.state import RunState, state_of
 from dtctl.report.history import History, tell
 from dtctl.report.metrics import Metrics, read
+from dtctl.spec import positions
+from dtctl.spec.load import MAX_BYTES
 
 SECRET = re.compile(r"(?i)(key|token|secret|pass(w|_|$)|pwd|credential|auth|private)")
 """Names of variables whose values are not shown: a page is passed on, the folder of a run is not."""
@@ -82,18 +84,16 @@ def _is_secret(key: str) -> bool:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return folders.read_regular(str(path), MAX_BYTES).decode(errors="replace")
     except OSError:
         return ""
 
 
 def flat(text: str) -> dict[str, str]:
     """The spec as dotted keys; none when it is not YAML."""
-    import yaml
-
     try:
-        found = yaml.safe_load(text)
-    except yaml.YAMLError:
+        found = positions.parse(text, source="")
+    except SpecError:
         return {}
     flattened: dict[str, str] = {}
 
@@ -104,7 +104,7 @@ def flat(text: str) -> dict[str, str]:
         elif prefix:
             flattened[prefix] = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
-    walk("", found)
+    walk("", found.data)
     return flattened
 
 

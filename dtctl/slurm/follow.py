@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from dtctl import names
+from dtctl import folders, names
 from dtctl.errors import LaunchError
 from dtctl.launch import failure as failures
 from dtctl.launch.assemble import spec_of_run
@@ -25,7 +25,7 @@ from dtctl.launch.failure import AGENT, Failure
 from dtctl.launch.job import Result
 from dtctl.launch.ledger import Ledger
 from dtctl.launch.logs import METRICS, Logs
-from dtctl.launch.record import RunRecord, write_private
+from dtctl.launch.record import RUN_BYTES, RunRecord, write_private
 from dtctl.slurm import batchlog, talk
 from dtctl.slurm.left import Left, look
 from dtctl.slurm.site import Site
@@ -230,8 +230,8 @@ class Follower:
 
     def _recall(self) -> None:
         try:
-            kept = json.loads((self.record.folder / STATE_FILE).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            kept = json.loads(folders.read_regular(str(self.record.folder / STATE_FILE), RUN_BYTES))
+        except (OSError, ValueError, RecursionError):
             kept = {"have": {}, "copies": {}, "taken": ""}
         self._have, self.taken, self._script_code = kept["have"], kept["taken"], kept.get("code")
         # What was copied and not noted before the last follower died is copied again.

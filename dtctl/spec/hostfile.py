@@ -6,10 +6,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from dtctl import folders
 from dtctl.errors import SpecError
 
 _SLOTS_OF_MPICH = re.compile(r"(?P<name>[^:\[\]]+):(?P<slots>[^:]*)\Z")
 _COUNT = re.compile(r"[1-9][0-9]{0,8}\Z")
+MAX_BYTES = 4 << 20
 _USUAL = "write `name slots=4`"
 
 
@@ -86,7 +88,7 @@ def read(path: Path) -> list[Line]:
         SpecError: it cannot be read, or is wrong. Never quietly taken for an empty one.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = folders.read_regular(str(path), MAX_BYTES).decode("utf-8-sig")
     except OSError as exc:
         reason = exc.strerror or str(exc)
         raise SpecError(f"the hostfile cannot be read: {reason}", where=str(path), key="cluster.hostfile") from exc

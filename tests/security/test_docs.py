@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from dtctl.doctor.explain import content
-from dtctl.launch import gang, lines, messages, session, snapshots
+from dtctl.launch import gang, lines, messages, record, session, snapshots
 from dtctl.lint import source
 from dtctl.render import limited, templates
 from dtctl.runtime.snapshot import layout
@@ -44,7 +44,12 @@ def test_the_limits_are_those_of_the_code() -> None:
         "32 MiB from its beginning and 32 MiB from its end": content.HEAD_BYTES == content.TAIL_BYTES == 32 * mib,
         "for 5 s": content.PATIENCE_S == 5.0,
         "a file for the linter | 32 MiB": 32 * mib == source.MAX_BYTES,
-        "4 Mi characters, 10 s": (4 * mib, 10.0) == (templates.MAX_CHARACTERS, limited.LIMIT_S),
+        "4 Mi characters; whatever they compute takes no more than 1 GiB and 10 s of processor time": (
+            (4 * mib, 1 << 30, 10) == (templates.MAX_CHARACTERS, limited.MEMORY_BYTES, limited.LIMIT_S)
+        ),
+        "a run's records | 4 MiB, its plan 64 MiB, of its events 32 MiB from the beginning and 32 MiB": (
+            (4 * mib, 64 * mib, 64 * mib) == (record.RUN_BYTES, record.PLAN_BYTES, record.EVENTS_BYTES)
+        ),
         "no more than 1 MiB of memory for what was not dealt with": mib == session.UNHEARD_BYTES,
         "at most 64 KiB of memory": lines.LONGEST_BYTES == 64 << 10,
     }

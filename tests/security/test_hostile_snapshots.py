@@ -64,8 +64,10 @@ def recorded(folder: Path, lie: str | None) -> None:
         python.chmod(0o700)
         path = [{"name": "PYTHONPATH", "value": str(Path(__file__).parents[2]), "origin": "test"}]
         workdir = str(folder / "homes" / name / "work")
-        nodes.append({"name": name, "workdir": workdir, "python": str(python), "env": path, "setup": []})
-    (record.folder / "plan.json").write_text(json.dumps({"nodes": nodes}))
+        nodes.append({"name": name, "workdir": workdir, "python": str(python), "env": path, "setup": [], "slots": 1})
+    (record.folder / "plan.json").write_text(
+        json.dumps({"nodes": nodes, "attempt": 0, "rendezvous": {"address": "127.0.0.1", "port": 1}})
+    )
 
 
 def act(command: str) -> int:

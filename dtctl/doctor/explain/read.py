@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dtctl import names
+from dtctl import folders, names
 from dtctl.doctor.explain.content import COMPRESSED, content
 from dtctl.doctor.explain.dumps import is_dump
 from dtctl.doctor.explain.lines import Line, owner_of, parse
 from dtctl.errors import UsageError
+from dtctl.launch import readable
+from dtctl.launch.record import PLAN_BYTES
 
 SUFFIXES = (".log", ".out", ".err", ".txt")
 
@@ -81,10 +83,11 @@ def layout_of(paths: Iterable[Path]) -> Layout:
 
 def _layout(plan: Path) -> Layout:
     try:
-        nodes: list[dict[str, Any]] = json.loads(plan.read_text(encoding="utf-8"))["nodes"]
+        found = json.loads(folders.read_regular(str(plan), PLAN_BYTES))
+        nodes: list[dict[str, Any]] = found["nodes"] if readable.plan(found) else []
         node_of = {node["first_rank"] + i: node["name"] for node in nodes for i in range(node["slots"])}
         return Layout(node_of=node_of, address_of={node["address"]: node["name"] for node in nodes})
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return Layout()
 
 

@@ -72,7 +72,7 @@ def test_a_file_that_cannot_be_read_is_an_error_and_not_an_empty_cluster(tmp_pat
     assert missing.value.where == str(tmp_path / "hosts")
     with pytest.raises(SpecError) as folder:
         read(tmp_path)
-    assert folder.value.message == "the hostfile cannot be read: Is a directory"
+    assert folder.value.message == "the hostfile cannot be read: it is a folder, not a regular file"
     (tmp_path / "latin").write_bytes(b"caf\xe9\n")
     with pytest.raises(SpecError) as latin:
         read(tmp_path / "latin")
