@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +97,16 @@ def limited() -> Iterator[None]:
             signal.setitimer(timer, 0)
 
 
-def fuzz(count: int, *, seed: int, kinds: Sequence[str], folder: Path, keep: Path | None = None) -> dict[str, Any]:
-    """Read so many inputs. `kinds` -> how often each outcome, and the inputs that ended as none of the allowed ones."""
+def fuzz(
+    count: int,
+    *,
+    seed: int,
+    kinds: Sequence[str],
+    folder: Path,
+    keep: Path | None = None,
+    only: Collection[int] | None = None,
+) -> dict[str, Any]:
+    """Read so many inputs, or `only` those of these numbers: how often each outcome of a kind, and which were wrong."""
     gang.START_SILENCE_S = gang.PUSH_SILENCE_S = attempt.START_LIMIT_S = 5.0
     guard = Guard(folder)
     readers = {}
@@ -113,6 +121,8 @@ def fuzz(count: int, *, seed: int, kinds: Sequence[str], folder: Path, keep: Pat
     kept_bytes = memory()
     resource.setrlimit(resource.RLIMIT_AS, (virtual() + 4 * MEMORY_BYTES, -1))
     for number, name in enumerate(order):
+        if only is not None and number not in only:
+            continue
         place = folder / "input"
         place.mkdir(mode=0o700)
         trouble = ""
@@ -179,6 +189,21 @@ def write_result(path: Path, count: int, seed: int, outcomes: dict[str, Any], ba
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
+def again(path: Path) -> int:
+    """Read the wrong inputs of a result again, with the code of today; how many are still wrong."""
+    result = json.loads(path.read_text())
+    numbers = [one["number"] for one in result["bad"]]
+    with tempfile.TemporaryDirectory(prefix="dtctl-fuzz-") as name:
+        kinds = [*result["outcomes"]]
+        found = fuzz(result["inputs"], seed=result["seed"], kinds=kinds, folder=Path(name), only=numbers)
+    still = {one["number"] for one in found["bad"]}
+    for one in result["bad"]:
+        one["again"] = "wrong" if one["number"] in still else "answer or error"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{len(numbers)} inputs read again, {len(still)} wrong; kept in {path}")
+    return len(still)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=100_000)
@@ -187,8 +212,11 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results" / f"fuzz-{time.strftime('%Y%m%d-%H%M')}.json"
     )
+    parser.add_argument("--again", type=Path, help="A result: read again what was wrong, and write down how it ends.")
     options = parser.parse_args()
     faulthandler.enable()
+    if options.again is not None:
+        return again(options.again)
     with tempfile.TemporaryDirectory(prefix="dtctl-fuzz-") as name:
         folder = Path(name)
         os.environ["HOME"] = str(folder)  # whoever writes there is seen
