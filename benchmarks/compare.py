@@ -33,6 +33,8 @@ import json, sys, time
 from pathlib import Path
 import torch
 from dtctl.runtime.snapshot import read, write
+if not hasattr(read, "newest"):
+    from dtctl.runtime.snapshot import load as read  # later commits have it there
 parts = {"model": {str(i): torch.ones(1 << 20) for i in range(32)}, "optimizer": {"state": {}, "groups": []}}
 folder, found = Path(sys.argv[1]), {}
 for step in (1, 2, 3):
