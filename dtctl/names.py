@@ -42,6 +42,8 @@ METRICS: Final = "DTCTL_METRICS"
 """Path of metrics.jsonl, appended to by rank 0."""
 PROGRESS: Final = "DTCTL_PROGRESS"
 """Folder in which each worker notes how far it is, one file a rank; the supervisor reads them."""
+BACKGROUND: Final = "DTCTL_BACKGROUND"
+"""Name of the run, in the launcher of `dtctl launch --detach` that stays behind."""
 
 # The control machine, below the folder of the spec.
 STATE_DIR: Final = ".dtctl"

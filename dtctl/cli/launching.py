@@ -138,13 +138,12 @@ def show_scripts(plan: Plan, scripts: dict[str, str]) -> None:
 
 def real_launch(options: Options) -> int:
     """Launch, watch, and report; the exit code."""
-    from dtctl.launch.background import BACKGROUND
     from dtctl.launch.record import RunInfo, RunRecord, check_run_name, new_run_id
 
     spec = spec_of(options)
     agreed(spec, yes=options.yes)
     run = check_run_name(options.name) if options.name is not None else new_run_id(spec.job.name, now=time.time())
-    background = os.environ.pop(BACKGROUND, None)
+    background = os.environ.pop(names.BACKGROUND, None)
     snapshots: Mapping[str, str] = {}
     slurm = spec.cluster.transport == "slurm"
     if options.resume is not None and (slurm or background is not None or not options.detach):
@@ -153,7 +152,7 @@ def real_launch(options: Options) -> int:
         from dtctl.cli.launch_slurm import launch_job
 
         return launch_job(spec, run, spec_name=options.spec_name, detach=options.detach, json_lines=options.json_lines)
-    if background is None:
+    if background is None and (options.doctor or spec.cluster.transport != "local"):
         from dtctl.cli.first_look import look_first
 
         look_first(spec, options.doctor)

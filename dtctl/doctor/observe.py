@@ -17,9 +17,8 @@ from dtctl.doctor import answers, rounds
 from dtctl.doctor.checks import links
 from dtctl.doctor.node_report import NodeReport, good_ways
 from dtctl.errors import ConnectError, DtctlError, NodeError
-from dtctl.launch.link import Link
-from dtctl.launch.messages import before_start, prose
-from dtctl.launch.session import error_of
+from dtctl.launch.link import Link, error_of, open_program
+from dtctl.launch.messages import before_start
 from dtctl.supervisor import bootstrap
 from dtctl.transport.base import Connection, Target, Transport
 
@@ -69,10 +68,8 @@ class _Node:
         """Connect, start the probe, ask for the time and the facts."""
         self._connection = self._transport.connect(self.wanted.target)
         self.seen.address = self._connection.peer_address()
-        stream = self._connection.open(bootstrap.command(self.wanted.python or "python3"))
-        self._link = Link(stream, node=self.seen.name)
-        with contextlib.suppress(ConnectError):  # it has ended already; its exit status tells why
-            stream.write(bootstrap.in_memory(PROBE))
+        program = bootstrap.in_memory(PROBE)
+        self._link = open_program(self._connection, program, node=self.seen.name, python=self.wanted.python)
         self.ask({"op": "time"})  # the first answer comes after the start of Python and says nothing about the clock
         before = time.time()
         there = float(self.ask({"op": "time"})["time"])
@@ -97,26 +94,10 @@ class _Node:
             self._link.send_json(message)
         said = self._link.receive_json()
         if said is None:
-            raise self._why_silent(self._link)
+            raise self._link.why_silent()
         if said.get("op") == "error":
             raise error_of(before_start(said, node=self.seen.name), self.seen.name)
         return answers.answer(message, said, node=self.seen.name)
-
-    def _why_silent(self, link: Link) -> DtctlError:
-        status, said = link.last_words()
-        last = prose(said.splitlines()[-1]) if said else ""
-        python = self.wanted.python or "python3"
-        if status in (126, 127):
-            return NodeError(
-                f"{python} cannot be started: {last or 'not found'}",
-                node=self.seen.name,
-                hint="install Python 3.8 or newer there, or set `cluster.python` to where it is",
-            )
-        if status is None:
-            return ConnectError("the link was lost", node=self.seen.name, hint="did the node go down just now?")
-        return NodeError(
-            f"Python ended with status {status}: {last}", node=self.seen.name, hint=f"try {python} -c 'print(1)' there"
-        )
 
     def close(self) -> None:
         """Drop the link; the probe ends with it."""

@@ -15,9 +15,10 @@ from dtctl.launch.failure import AGENT, Failure
 from dtctl.launch.gang import Gang
 from dtctl.launch.hang import HangLimit
 from dtctl.launch.inquest import Inquest, Watched
+from dtctl.launch.link import error_of
 from dtctl.launch.logs import METRICS
 from dtctl.launch.progress import Standing
-from dtctl.launch.session import Said, error_of
+from dtctl.launch.session import Said
 from dtctl.plan.model import Plan
 
 CALL_AGAIN_S = 0.5

@@ -18,8 +18,6 @@ from dtctl import children, names
 from dtctl.launch.record import RunRecord, writing
 from dtctl.launch.state import state_of
 
-BACKGROUND = "DTCTL_BACKGROUND"
-"""Set, to the name of the run, in the launcher that stays behind."""
 OUTPUT_FILE = "launcher.log"
 POLL_S = 0.05
 
@@ -64,7 +62,7 @@ def launch_in_background(base_dir: Path, run: str, *, on_event: Callable[[dict[s
             stdout=log,
             stderr=log,
             start_new_session=True,
-            env={**os.environ, BACKGROUND: run},
+            env={**os.environ, names.BACKGROUND: run},
         )
     record = RunRecord(base_dir / names.STATE_DIR / names.RUNS_DIR / run)
     seen = 0

@@ -15,7 +15,6 @@ from typing import Any
 from dtctl.errors import ConnectError, DtctlError
 from dtctl.launch.logs import Logs
 from dtctl.launch.session import Said, Session
-from dtctl.transport.fanout import raise_failures
 
 PUSH_FACTS = ("sent", "files", "bytes", "state", "path")
 PING_S = 1.0
@@ -56,7 +55,10 @@ class Gang:
             DtctlError: of the one node that failed, or NodeFailures.
         """
         hellos, failures = self.try_gather(set(self.sessions))
-        raise_failures(failures)
+        if failures:
+            from dtctl.transport.fanout import raise_failures
+
+            raise_failures(failures)
         return hellos
 
     def try_gather(self, wanted: set[str]) -> tuple[dict[str, dict[str, Any]], dict[str, DtctlError]]:

@@ -1,24 +1,50 @@
-"""The control machine's end of the talk with one node: frames over a transport's stream.
+"""The control machine's end of the talk with one node: our program started there, then frames in both directions.
 
-Decides how frames are read, nothing about their meaning; `dtctl/supervisor/frames.py` has the format.
+Decides how frames are sent and read and what an error of the node's means; `dtctl/supervisor/frames.py` has the format.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
-from dtctl.errors import ConnectError, NodeError
-from dtctl.supervisor import frames
+from dtctl import shell
+from dtctl.errors import ConnectError, DtctlError, NodeError, TransferError
+from dtctl.launch import messages
+from dtctl.supervisor import bootstrap, frames
 from dtctl.transport.base import Connection, Stream
+
+HINTS = {
+    "disk-full": "free some space there, or set `cluster.workdir` to another disk",
+    "missing-program": "install it there, name its folder in `cluster.python`, or activate it in `job.setup`",
+    "missing-file": "is it in the folder that is pushed, and not in .gitignore or .dtctlignore?",
+    "old-python": "set `cluster.python` to a Python 3.8 or newer on that node",
+    "permission": "the login user has to own `cluster.workdir`",
+    "workdir": "set `cluster.workdir` to a folder that the login user may write to",
+    "run-exists": "choose another `--name`",
+    "foreign": "then launch again; or set `cluster.workdir` to a folder of the login user's own",
+}
+
+
+def error_of(message: dict[str, Any], node: str) -> DtctlError:
+    """The error that a node's `error` message means."""
+    code, text = message.get("code", ""), message.get("message", "unknown error")
+    if code == "missing-program":
+        text = f"{text}: there is no such program on the node"
+    if code == "disk-full":
+        text = f"the disk is full: {text}"
+    return NodeError(text, node=node, hint=HINTS.get(code))
 
 
 class Link:
     """Frames to and from one node. Reading and writing may happen in two threads, each by one."""
 
-    def __init__(self, stream: Stream, *, node: str) -> None:
+    def __init__(self, stream: Stream, *, node: str, python: str = "python3") -> None:
+        """`python`: what was started there, for messages."""
         self.stream = stream
         self.node = node
+        self._python = python
         self._parser = frames.Parser()
         self._ready: list[tuple[bytes, int, bytes]] = []
 
@@ -39,11 +65,6 @@ class Link:
         view = memoryview(data)
         for start in range(0, len(view), frames.MAX_FRAME):
             self.stream.write(frames.pack(frames.BYTES, bytes(view[start : start + frames.MAX_FRAME])))
-
-    def last_words(self) -> tuple[int | None, str]:
-        """Exit status of the node's end, None if it is not known, and what it has said on standard error."""
-        status = self.stream.exit_status(2.0)
-        return status, self.stream.read_stderr().decode(errors="replace").strip()
 
     def receive(self) -> tuple[bytes, int, bytes] | None:
         """The next frame as (kind, rank, payload); None when the node's end closed between two frames.
@@ -94,6 +115,65 @@ class Link:
             return frames.decode(payload)
         except frames.BrokenFrame as exc:
             raise NodeError(f"the node sent something that is {exc}", node=self.node) from None
+
+    def expect(self, op: str) -> dict[str, Any]:
+        """The next message of a supervisor that was not started yet, which must be `op`.
+
+        Raises:
+            NodeError: the node says that it cannot go on, or there is no usable Python.
+            ConnectError: the link is gone.
+        """
+        said = self.receive_json()
+        if said is None:
+            raise self.why_silent()
+        message = messages.before_start(said, node=self.node)
+        if message["op"] == "error":
+            raise error_of(message, self.node)
+        if message["op"] != op:
+            raise TransferError(f"expected {op!r} from the node and got {message['op']!r}", node=self.node)
+        return message
+
+    def why_silent(self) -> DtctlError:
+        """Why the node's end has closed: no Python, a program that has ended, or a link that is gone."""
+        status = self.stream.exit_status(2.0)
+        lines = self.stream.read_stderr().decode(errors="replace").strip().splitlines()
+        last = messages.prose(lines[-1]) if lines else ""
+        if status in (126, 127):
+            return NodeError(
+                f"{self._python} cannot be started on the node: {last or 'not found'}",
+                node=self.node,
+                hint="install Python 3.8 or newer there, or set `cluster.python` to where it is",
+            )
+        if status is None:
+            return ConnectError("the link was lost", node=self.node, hint="did the node go down just now?")
+        return NodeError(
+            f"the node's part of dtctl ended with status {status}{f': {last}' if last else ''}",
+            node=self.node,
+            hint=f"try `{shell.join([self._python, '-c', 'print(1)'])}` there",
+        )
+
+
+def open_supervisor(
+    connection: Connection, first: dict[str, Any], *, node: str, python: str | None, workdir: str
+) -> Link:
+    """Start the supervisor on a node and send it its first message."""
+    return open_program(connection, bootstrap.opening(workdir) + frames.pack_json(first), node=node, python=python)
+
+
+def open_program(connection: Connection, program: bytes, *, node: str, python: str | None) -> Link:
+    """Start Python on a node with a program of ours, of `bootstrap`; frames follow.
+
+    Args:
+        connection: to the node.
+        program: what is sent first.
+        node: its name.
+        python: program name or path there; None for python3.
+    """
+    python = python or "python3"
+    link = Link(connection.open(bootstrap.command(python)), node=node, python=python)
+    with contextlib.suppress(ConnectError):  # it has ended already; `why_silent` tells why
+        link.stream.write(program)
+    return link
 
 
 class Patience:

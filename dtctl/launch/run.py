@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtctl import names
 from dtctl.errors import ConnectError, LaunchError, PlanError
@@ -25,13 +25,13 @@ from dtctl.launch.gang import Emit, Gang
 from dtctl.launch.job import Job, Result
 from dtctl.launch.ledger import Ledger
 from dtctl.launch.logs import Logs
-from dtctl.launch.patience import Patience
 from dtctl.launch.record import RunRecord
-from dtctl.launch.regroup import regroup
 from dtctl.launch.session import Errand, Said, Session
-from dtctl.launch.sweep import SweepTarget, sweep
 from dtctl.plan import environment, rendezvous
 from dtctl.plan.model import NodePlan, Plan
+
+if TYPE_CHECKING:
+    from dtctl.launch.patience import Patience, Verdict
 
 
 def launch(
@@ -76,7 +76,7 @@ class _Launcher:
         if job.keep:
             self.gang.reattach = self._reattach
         self.launch_s: float | None = None
-        self.patience = Patience(trains=job.trains)
+        self.patience: Patience | None = None
         self.hellos: dict[str, Mapping[str, Any]] = {}
         """What nodes have said about themselves."""
         self.spares = list(job.spares)
@@ -103,9 +103,7 @@ class _Launcher:
                 break
             if attempt >= plan.max_restarts:
                 break
-            verdict = self.patience.judge(
-                failure, step=self._last_step(outcome), first=outcome.first, lasted_s=self._lasted_s()
-            )
+            verdict = self._judge(outcome, failure)
             if verdict.hopeless:
                 self.emit("note", node=failure.node, text=f"not started again: {verdict.hopeless}")
                 break
@@ -123,6 +121,14 @@ class _Launcher:
         self.ledger.close(succeeded=failure is None and outcome.stopped_by is None)
         self._ask_lost(plan, outcome)
         return outcome, failure, attempt
+
+    def _judge(self, outcome: Outcome, failure: Failure) -> Verdict:
+        """Whether, and when, to start again after an attempt that has failed."""
+        from dtctl.launch.patience import Patience  # most runs need none
+
+        self.patience = self.patience or Patience(trains=self.job.trains)
+        step = self._last_step(outcome)
+        return self.patience.judge(failure, step=step, first=outcome.first, lasted_s=self._lasted_s())
 
     def _count(self, outcome: Outcome) -> None:
         """Tell the ledger that an attempt is over."""
@@ -331,6 +337,8 @@ class _Launcher:
             return self._session(known[name], fresh=fresh, code=code.get(name, ""))
 
         silent = {*outcome.lost, *outcome.gone}
+        from dtctl.launch.regroup import regroup
+
         now = regroup(self.gang, silent, self.spares, least=self.job.min_nodes, return_s=self.job.return_s, call=call)
         self.gone |= {name: known[name] for name in now.gone}
         self.hellos |= now.hellos
@@ -351,6 +359,8 @@ class _Launcher:
         silent = [node for node in nodes if node.name in outcome.left and outcome.left[node.name] is None]
         if not silent or self.job.keep:
             return
+        from dtctl.launch.sweep import SweepTarget, sweep
+
         targets = [
             SweepTarget(
                 target=replace(self.job.targets[node.name], connect_timeout_s=3.0),

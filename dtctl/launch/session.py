@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from queue import Queue
 from typing import Any
 
-from dtctl import shell
-from dtctl.errors import ConnectError, DtctlError, NodeError, TransferError
+from dtctl.errors import ConnectError, DtctlError, NodeError
 from dtctl.launch import messages
-from dtctl.launch.link import Link
-from dtctl.supervisor import bootstrap, frames
+from dtctl.launch.link import Link, open_supervisor
+from dtctl.supervisor import frames
 from dtctl.transport.base import Connection, Target, Transport
 
 UNHEARD_BYTES = 1 << 20
@@ -59,28 +58,6 @@ class Errand:
     """The `prepare` message, without the folder that the push decides."""
     attach: dict[str, Any] | None = None
     """To take up a kept run again instead of preparing one: the `attach` message."""
-
-
-HINTS = {
-    "disk-full": "free some space there, or set `cluster.workdir` to another disk",
-    "missing-program": "install it there, name its folder in `cluster.python`, or activate it in `job.setup`",
-    "missing-file": "is it in the folder that is pushed, and not in .gitignore or .dtctlignore?",
-    "old-python": "set `cluster.python` to a Python 3.8 or newer on that node",
-    "permission": "the login user has to own `cluster.workdir`",
-    "workdir": "set `cluster.workdir` to a folder that the login user may write to",
-    "run-exists": "choose another `--name`",
-    "foreign": "then launch again; or set `cluster.workdir` to a folder of the login user's own",
-}
-
-
-def error_of(message: dict[str, Any], node: str) -> DtctlError:
-    """The error that a node's `error` message means."""
-    code, text = message.get("code", ""), message.get("message", "unknown error")
-    if code == "missing-program":
-        text = f"{text}: there is no such program on the node"
-    if code == "disk-full":
-        text = f"the disk is full: {text}"
-    return NodeError(text, node=node, hint=HINTS.get(code))
 
 
 class Session:
@@ -183,20 +160,16 @@ class Session:
 
     def _open(self, connection: Connection) -> Link:
         errand = self.errand
-        stream = connection.open(bootstrap.command(errand.python or "python3"))
         first = errand.attach or {"op": "hello", "ports": list(errand.ports)}
-        link = Link(stream, node=self.name)
-        with contextlib.suppress(ConnectError):  # it has ended already; what it said, or its exit status, tells why
-            stream.write(bootstrap.opening(errand.workdir) + frames.pack_json(first))
-        return link
+        return open_supervisor(connection, first, node=self.name, python=errand.python, workdir=errand.workdir)
 
     def _prepare(self, link: Link) -> None:
         errand = self.errand
         prepare = errand.prepare
         if errand.push is None:
-            with contextlib.suppress(ConnectError):  # as above
+            with contextlib.suppress(ConnectError):  # it has ended already; what it said, or its exit status, tells why
                 link.send_json(prepare)
-        hello = self._expect(link, "hello")
+        hello = link.expect("hello")
         messages.among(hello["port"], (0, *errand.ports), what="port", node=self.name)
         self.say("hello", **hello)
         if errand.push is not None:
@@ -204,46 +177,11 @@ class Session:
             try:
                 pushed = errand.push(link, lambda sent: self.say("pushing", sent=sent))
             except ConnectError as exc:
-                raise self._why_silent(link) from exc
+                raise link.why_silent() from exc
             self.code = str(pushed["path"])
             self.say("pushed", **pushed)
             link.send_json({**prepare, "cwd": self.code})
-        self._expect(link, "ready")
-
-    def _expect(self, link: Link, op: str) -> dict[str, Any]:
-        """The next message, which must be `op`.
-
-        Raises:
-            NodeError: the node says that it cannot go on, or there is no usable Python.
-            ConnectError: the link is gone.
-        """
-        said = link.receive_json()
-        if said is None:
-            raise self._why_silent(link)
-        message = messages.before_start(said, node=self.name)
-        if message["op"] == "error":
-            raise error_of(message, self.name)
-        if message["op"] != op:
-            raise TransferError(f"expected {op!r} from the node and got {message['op']!r}", node=self.name)
-        return message
-
-    def _why_silent(self, link: Link) -> DtctlError:
-        status, said = link.last_words()
-        python = self.errand.python or "python3"
-        if status in (126, 127):
-            return NodeError(
-                f"{python} cannot be started on the node: {said.splitlines()[-1] if said else 'not found'}",
-                node=self.name,
-                hint="install Python 3.8 or newer there, or set `cluster.python` to where it is",
-            )
-        if status is None:
-            return ConnectError("the link was lost before the node answered", node=self.name)
-        detail = f": {said.splitlines()[-1]}" if said else ""
-        return NodeError(
-            f"the node's part of dtctl ended with status {status}{detail}",
-            node=self.name,
-            hint=f"try `ssh {self.target.address} {shell.join([python, '-c', 'print(1)'])}`",
-        )
+        link.expect("ready")
 
     def _listen(self, link: Link) -> None:
         while True:

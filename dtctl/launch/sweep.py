@@ -6,11 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtctl.errors import DtctlError, NodeError
-from dtctl.launch import messages
-from dtctl.launch.link import Link, Patience
-from dtctl.launch.session import error_of
-from dtctl.supervisor import bootstrap, frames
+from dtctl.errors import DtctlError
+from dtctl.launch.link import Patience, open_supervisor
 from dtctl.transport.base import Target, Transport
 from dtctl.transport.fanout import fan_out
 
@@ -51,18 +48,11 @@ def _sweep_node(node: SweepTarget, transport: Transport, message: dict[str, Any]
     connection = transport.connect(node.target)
     clock = Patience(connection, message["grace_s"] + ANSWER_S)
     try:
-        stream = connection.open(bootstrap.command(node.python or "python3"))
-        stream.write(bootstrap.opening(node.workdir) + frames.pack_json(message))
-        said = Link(stream, node=node.target.name).receive_json()
-        clock.check(node.target.name)
+        link = open_supervisor(connection, message, node=node.target.name, python=node.python, workdir=node.workdir)
+        try:
+            return int(link.expect("swept")["left"])
+        finally:
+            clock.check(node.target.name)
     finally:
         clock.end()
         connection.close()
-    if said is None:
-        raise NodeError("the node ended the talk without an answer", node=node.target.name)
-    answer = messages.before_start(said, node=node.target.name)
-    if answer["op"] == "error":
-        raise error_of(answer, node.target.name)
-    if answer["op"] != "swept":
-        raise NodeError(f"expected 'swept' from the node and got {answer['op']!r}", node=node.target.name)
-    return int(answer["left"])

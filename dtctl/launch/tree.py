@@ -17,7 +17,6 @@ from typing import NamedTuple
 from dtctl.errors import PlanError
 from dtctl.launch.digests import Digests
 from dtctl.launch.walk import Found, Walk
-from dtctl.supervisor.receive import LINK_MODE
 
 MAX_BYTES = 2 << 30
 MAX_FILES = 100_000
@@ -29,7 +28,7 @@ class FileEntry(NamedTuple):
     path: bytes
     """Relative to the root, with `/`, as the file system spells it."""
     mode: int
-    """0o600 or 0o700 for a file, LINK_MODE for a link."""
+    """0o600 or 0o700 for a file, stat.S_IFLNK for a link."""
     size: int
     """In bytes."""
     digest: str
@@ -103,7 +102,7 @@ def _entry(walk: Walk, file: Found, digests: Digests) -> FileEntry | None:
         if stat.S_ISLNK(file.info.st_mode):
             link = _link(walk.root, file.path, full)
             if link:
-                return FileEntry(file.path, LINK_MODE, len(link), hashlib.sha256(link).hexdigest(), link)
+                return FileEntry(file.path, stat.S_IFLNK, len(link), hashlib.sha256(link).hexdigest(), link)
             walk.skipped.append(os.fsdecode(file.path))
             return None
         digest, private = digests.of(file.path, full, file.info)

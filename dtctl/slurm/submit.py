@@ -24,7 +24,6 @@ from dtctl.slurm.offer import lacks
 from dtctl.slurm.site import Site, There
 from dtctl.spec.load import dump_spec
 from dtctl.spec.model import Slurm, Spec
-from dtctl.supervisor.receive import LINK_MODE
 
 BATCH_FILE = "job.sbatch"
 
@@ -136,7 +135,7 @@ def _copy(tree: Tree, folder: Path) -> None:
     for entry in tree.files:
         target = folder / os.fsdecode(entry.path)
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if entry.mode == LINK_MODE:
+        if entry.mode == stat.S_IFLNK:
             target.symlink_to(os.fsdecode(entry.link))
         else:
             shutil.copyfile(tree.root / os.fsdecode(entry.path), target)

@@ -6,15 +6,13 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from dtctl.errors import ConnectError, LaunchError, NodeError, TransferError
+from dtctl.errors import ConnectError, LaunchError
 from dtctl.launch.assemble import CodePush
 from dtctl.launch.gang import PUSH_SILENCE_S
-from dtctl.launch.link import Link, Patience
-from dtctl.launch.messages import Wrong, before_start
-from dtctl.launch.session import error_of
+from dtctl.launch.link import Patience, open_supervisor
+from dtctl.launch.messages import Wrong
 from dtctl.slurm import answers
 from dtctl.slurm.site import Site, There
-from dtctl.supervisor import bootstrap, frames
 
 _DESK: Final = Path(__file__).with_name("desk.py")
 
@@ -58,19 +56,11 @@ def push(site: There, code: CodePush, *, python: str, workdir: str) -> str:
     Raises:
         TransportError: of the class that says what went wrong.
     """
-    stream = site.connection().open(bootstrap.command(python))
-    link, clock = Link(stream, node=site.name), Patience(site.connection(), PUSH_SILENCE_S)
+    hello = {"op": "hello", "ports": []}
+    link = open_supervisor(site.connection(), hello, node=site.name, python=python, workdir=workdir)
+    clock = Patience(site.connection(), PUSH_SILENCE_S)
     try:
-        stream.write(bootstrap.opening(workdir) + frames.pack_json({"op": "hello", "ports": []}))
-        said = link.receive_json()
-        if said is None:
-            status, words = link.last_words()
-            raise NodeError(f"the node's part of dtctl ended with status {status}: {words}", node=site.name)
-        message = before_start(said, node=site.name)
-        if message["op"] == "error":
-            raise error_of(message, site.name)
-        if message["op"] != "hello":
-            raise TransferError(f"expected 'hello' and got {message['op']!r}", node=site.name)
+        link.expect("hello")
         clock.heard()
         pushed = str(code(link, lambda _sent: clock.heard())["path"])
         clock.check(site.name)
@@ -79,4 +69,4 @@ def push(site: There, code: CodePush, *, python: str, workdir: str) -> str:
         raise ConnectError("the link was lost in the push", node=site.name) from exc
     finally:
         clock.end()
-        stream.close()
+        link.stream.close()
