@@ -13,7 +13,7 @@ from dtctl import folders, names
 from dtctl.cli import output
 
 if TYPE_CHECKING:
-    from dtctl.launch.lines import Lines
+    from dtctl.launch.logs import Lines
     from dtctl.launch.record import RunRecord
 
 POLL_S = 0.1
@@ -82,7 +82,7 @@ class _Reader:
         return self._rank is None or path.name == f"rank-{self._rank}.log"
 
     def _print(self, path: Path) -> None:
-        from dtctl.launch.lines import Lines
+        from dtctl.launch.logs import Lines
 
         try:
             file = os.fdopen(folders.open_regular(str(path)), "rb")

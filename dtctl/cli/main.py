@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 
-from dtctl.cli import output, process  # noqa: F401 - process notes when it is loaded
+from dtctl.cli import output
 from dtctl.errors import DtctlError, Interrupted
 
 

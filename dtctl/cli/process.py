@@ -10,21 +10,15 @@ from contextlib import contextmanager
 
 from dtctl import node_facts
 
-STARTED = time.monotonic()
-"""When this module was loaded, for places where the system does not say when the process began."""
-
 
 def process_start() -> float:
     """When this process began, on the monotonic clock; needed to count the time of the imports."""
-    try:
-        ticks = node_facts.start_ticks(os.getpid())
-        if ticks <= 0:
-            return STARTED
-        # The kernel counts from boot, sleep included; the monotonic clock leaves sleep out.
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-        return time.monotonic() - age
-    except (OSError, ValueError, AttributeError):
-        return STARTED
+    ticks = node_facts.start_ticks(os.getpid())
+    if ticks <= 0:  # the system does not say; until now we have computed rather than waited
+        return time.monotonic() - time.process_time()
+    # The kernel counts from boot, sleep included; the monotonic clock leaves sleep out.
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - age
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import dtctl
 from dtctl import names, shell
 from dtctl.errors import PlanError
 from dtctl.plan.model import Plan
-from dtctl.render import catalogue, engine
+from dtctl.render import render, template_folders
 from dtctl.spec.model import Kubernetes, Spec
 from dtctl.spec.nodes import resolve_nodes
 
@@ -177,7 +177,7 @@ def _script(spec: Spec, plan: Plan, name: str) -> str:
         "argv": _late(node.argv) if plan.kind == "torchrun" else node.argv,
         "grace_s": plan.grace_s,
     }
-    return engine.render(TEMPLATE, values, folders=catalogue.folders(spec.base_dir))
+    return render(TEMPLATE, values, folders=template_folders(spec.base_dir))
 
 
 def _late(argv: tuple[str, ...]) -> list[str]:

@@ -30,7 +30,6 @@ from typing import Any
 
 from dtctl import folders, names, shell
 from dtctl.errors import LaunchError, UsageError
-from dtctl.launch import readable
 from dtctl.plan.model import Plan
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
@@ -213,6 +212,8 @@ class RunRecord:
         Raises:
             LaunchError: the folder is not that of a run.
         """
+        from dtctl.launch import readable  # only to read a record, which a launch does not
+
         try:
             said = json.loads(folders.read_regular(str(self.folder / RUN_FILE), RUN_BYTES))
             if not readable.info(said):
@@ -240,6 +241,8 @@ class RunRecord:
             found: dict[str, Any] = json.loads(folders.read_regular(str(self.folder / names.PLAN_FILE), PLAN_BYTES))
         except (OSError, ValueError, RecursionError):
             return {}
+        from dtctl.launch import readable
+
         return found if readable.plan(found) else {}
 
     def whole_plan(self) -> dict[str, Any]:
@@ -318,6 +321,8 @@ class RunRecord:
                 text = (data + file.read(EVENTS_BYTES // 2)).decode(errors="replace")
         except OSError:
             return
+        from dtctl.launch import readable
+
         for line in text.splitlines():
             try:
                 event = json.loads(line)

@@ -1,1 +1,48 @@
-"""From a plan to the scripts that are sent to nodes."""
+"""From a plan to the scripts that are sent to nodes. Here: where templates are, and which process renders them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+USER_FOLDER = "templates"
+"""Folder beside the spec; a file in it with the name of one of dtctl's templates is used instead."""
+
+
+def builtin_templates() -> Path:
+    """Folder of the templates that come with dtctl: inside the installed package, or in the source tree."""
+    package = Path(__file__).resolve().parent.parent
+    installed = package / "_templates"
+    return installed if installed.is_dir() else package.parent / "templates"
+
+
+def template_folders(base_dir: Path) -> tuple[Path, ...]:
+    """Where to look for a template of a spec that lies in `base_dir`, in order."""
+    return (base_dir / USER_FOLDER, builtin_templates())
+
+
+def render(name: str, values: Mapping[str, object], *, folders: Sequence[Path]) -> str:
+    """The text of template `name`, taken from the first folder that has it.
+
+    Templates that are not dtctl's own are rendered in a process with limits of memory and time.
+
+    Args:
+        name: file name of the template, such as `node.sh.j2`.
+        values: what the template may use; a name that is not here is an error.
+        folders: where to look, the user's before dtctl's.
+
+    Raises:
+        RenderError: the template is missing, is not valid, uses a name that does not exist, or exceeds a limit.
+    """
+    if any(folder.is_dir() and not _is_own(folder) for folder in folders):
+        from dtctl.render import limited
+
+        return limited.render(name, values, folders=folders)
+    from dtctl.render import templates
+
+    return templates.render(name, values, folders=folders)
+
+
+def _is_own(folder: Path) -> bool:
+    own = builtin_templates().resolve()
+    return own in (folder.resolve(), *folder.resolve().parents)

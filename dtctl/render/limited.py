@@ -76,7 +76,7 @@ def _renderer() -> _Renderer:
 
 
 def render(name: str, values: Mapping[str, object], *, folders: Sequence[Path]) -> str:
-    """See `dtctl.render.engine.render`."""
+    """See `dtctl.render.render`."""
     answer = _renderer().ask((name, dict(values), [*folders]), name)
     if "text" in answer:
         return str(answer["text"])

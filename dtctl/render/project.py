@@ -13,7 +13,7 @@ from pathlib import Path
 
 import dtctl
 from dtctl.errors import RenderError, UsageError
-from dtctl.render import catalogue, engine
+from dtctl.render import builtin_templates, render
 
 LAUNCHERS = ("local", "ssh", "slurm", "sandbox")
 ABOUT = "template.yaml"
@@ -30,7 +30,7 @@ class Template:
 
 def templates() -> list[Template]:
     """All templates, by name."""
-    root = catalogue.builtin() / "init"
+    root = builtin_templates() / "init"
     found = []
     for folder in sorted(root.iterdir()):
         about = folder / ABOUT
@@ -79,7 +79,7 @@ def _write(source: Path, folder: Path, values: dict[str, str]) -> list[Path]:
         target = folder / (relative.with_suffix("") if rendered else relative)
         target.parent.mkdir(parents=True, exist_ok=True)
         if rendered:
-            text = engine.render(path.name, values, folders=[path.parent])
+            text = render(path.name, values, folders=[path.parent])
             target.write_text(text, encoding="utf-8")
         else:
             target.write_bytes(path.read_bytes())

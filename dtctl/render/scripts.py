@@ -6,7 +6,7 @@ from pathlib import Path
 
 import dtctl
 from dtctl.plan.model import NodePlan, Plan
-from dtctl.render import catalogue, engine
+from dtctl.render import render, template_folders
 
 NODE_TEMPLATE = "node.sh.j2"
 
@@ -23,7 +23,7 @@ def node_script(plan: Plan, node: NodePlan, *, base_dir: Path) -> str:
         RenderError: the template is missing or wrong.
     """
     values = {"version": dtctl.__version__, "plan": plan, "node": node}
-    return engine.render(NODE_TEMPLATE, values, folders=catalogue.folders(base_dir))
+    return render(NODE_TEMPLATE, values, folders=template_folders(base_dir))
 
 
 def node_scripts(plan: Plan, *, base_dir: Path) -> dict[str, str]:

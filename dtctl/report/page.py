@@ -11,7 +11,7 @@ from typing import Any
 
 import dtctl
 from dtctl.launch.ledger import PHASES
-from dtctl.render import catalogue
+from dtctl.render import builtin_templates
 from dtctl.report.charts import charts
 from dtctl.report.history import TOLD, Mark, ending, who
 from dtctl.report.metrics import Metrics, percentile
@@ -90,7 +90,7 @@ def render(name: str, values: Mapping[str, Any], data: Mapping[str, Any], *, now
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    folder = catalogue.builtin()
+    folder = builtin_templates()
     environment = Environment(
         loader=FileSystemLoader(str(folder)), undefined=StrictUndefined, autoescape=True, trim_blocks=True,
         lstrip_blocks=True,

@@ -19,7 +19,7 @@ import dtctl
 from dtctl import names, shell
 from dtctl.errors import PlanError
 from dtctl.plan.model import Plan
-from dtctl.render import catalogue, engine
+from dtctl.render import render, template_folders
 from dtctl.spec.model import Slurm, Spec
 
 TEMPLATE: Final = "job.sbatch.j2"
@@ -82,7 +82,7 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path | No
         "requeues": slurm.requeues,
         "requeue_exit": names.REQUEUE_EXIT,
     }
-    return engine.render(TEMPLATE, values, folders=catalogue.folders(spec.base_dir))
+    return render(TEMPLATE, values, folders=template_folders(spec.base_dir))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

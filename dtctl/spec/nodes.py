@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dtctl.errors import SpecError
-from dtctl.spec import nodeset
 from dtctl.spec.model import Cluster, NodeEntry, Spec
 
 # A node's name becomes the name of a folder and of a script; an address, like a name, an argument of programs.
@@ -153,6 +152,8 @@ def _entry(name: str, slots: int | None = None) -> NodeEntry:
 
 
 def _expanded(text: str, key: str, where: str) -> list[str]:
+    from dtctl.spec import nodeset
+
     try:
         return nodeset.expand(text)
     except SpecError as exc:
@@ -196,6 +197,8 @@ def _check_others(spec: Spec, names: list[str]) -> None:
     interfaces = spec.network.interface
     for name in interfaces if isinstance(interfaces, dict) else ():
         if name not in names:
+            from dtctl.spec import nodeset
+
             key = "network.interface"
             raise SpecError(
                 f"network.interface names {name}, which is not a node of the spec",

@@ -146,6 +146,34 @@ def test_a_job_on_this_machine_needs_no_ssh(tmp_path: Path) -> None:
     assert done.stderr.endswith("0 processes left on 1 node\n")
 
 
+@pytest.mark.parametrize(
+    ("spec", "options", "most"),
+    [
+        ("cluster: {slots: 2, workdir: NODE}\njob: {script: t.py}\n", ("--dry-run",), 50),
+        (
+            "cluster: {transport: ssh, nodes: ['n[1-2]'], slots: 2}\njob: {script: t.py, kind: direct}\n"
+            "train: {strategy: ddp, micro_batch: 2}\n",
+            ("--dry-run",),
+            50,
+        ),
+        ("cluster: {slots: 2, workdir: NODE}\njob: {command: ['true']}\n", (), 70),
+    ],
+)
+def test_a_command_loads_what_it_needs(tmp_path: Path, spec: str, options: tuple[str, ...], most: int) -> None:
+    (tmp_path / "dtctl.yaml").write_text(spec.replace("NODE", str(tmp_path / "node")))
+    (tmp_path / "t.py").write_text("")
+    program = (
+        "import atexit, sys\nfrom dtctl.cli.main import main\n"
+        "atexit.register(lambda: print('LOADED', *(name for name in sys.modules if name.startswith('dtctl'))))\n"
+        "main(sys.argv[1:])"
+    )
+    argv = [sys.executable, "-c", program, "launch", *options]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=True)
+    loaded = done.stdout.splitlines()[-1].split()[1:]
+    assert "dtctl.cli.launch" in loaded
+    assert len(loaded) <= most, sorted(loaded)
+
+
 @pytest.mark.parametrize("name", ["it's", "a b", "x:", "%s", "null", "yes", "-lead", "a#b", "{x}", "é"])
 def test_a_project_may_have_any_name(tmp_path: Path, name: str) -> None:
     made = dtctl("init", "--template", "script", "--", name, cwd=tmp_path)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from dtctl.doctor.explain import content
-from dtctl.launch import gang, lines, messages, record, session, snapshots
+from dtctl.launch import gang, logs, messages, record, session, snapshots
 from dtctl.lint import source
 from dtctl.render import limited, templates
 from dtctl.runtime.snapshot import layout
@@ -51,7 +51,7 @@ def test_the_limits_are_those_of_the_code() -> None:
             (4 * mib, 64 * mib, 64 * mib) == (record.RUN_BYTES, record.PLAN_BYTES, record.EVENTS_BYTES)
         ),
         "no more than 1 MiB of memory for what was not dealt with": mib == session.UNHEARD_BYTES,
-        "at most 64 KiB of memory": lines.LONGEST_BYTES == 64 << 10,
+        "at most 64 KiB of memory": logs.LONGEST_BYTES == 64 << 10,
     }
     for words, right in said.items():
         assert words in TEXT, words

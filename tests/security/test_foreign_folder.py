@@ -15,8 +15,7 @@ import pytest
 from dtctl.doctor.explain.content import content
 from dtctl.errors import LaunchError, RenderError, SpecError
 from dtctl.launch import trust
-from dtctl.render import limited
-from dtctl.render.engine import render
+from dtctl.render import limited, render
 from dtctl.render.templates import MAX_CHARACTERS
 from dtctl.spec.load import load_spec, parse_spec
 

@@ -22,7 +22,7 @@ from dtctl.doctor import answers as doctor
 from dtctl.errors import DtctlError, NodeError, SnapshotError
 from dtctl.launch import messages
 from dtctl.launch.gathering import Rule, removable, spread
-from dtctl.launch.lines import Lines
+from dtctl.launch.logs import Lines
 from dtctl.printable import printable
 from dtctl.runtime.snapshot import assembly, headers, layout
 from dtctl.slurm import answers as slurm

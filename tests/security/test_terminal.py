@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from dtctl.cli import output
 from dtctl.cli.launch_view import LaunchView
 from dtctl.errors import NodeError, NodeFailures
-from dtctl.launch.lines import LONGEST_BYTES, Lines
+from dtctl.launch.logs import LONGEST_BYTES, Lines
 from dtctl.printable import printable
 from dtctl.supervisor.group import Group, Process
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from dtctl.errors import RenderError
-from dtctl.render.engine import render
+from dtctl.render import render
 
 
 def text(tmp_path: Path, template: str, **values: object) -> str:

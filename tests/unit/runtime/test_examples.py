@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dtctl.render import engine, project
+from dtctl.render import project, render
 from dtctl.spec.load import load_spec
 from dtctl.train import config, settings
 
@@ -26,7 +26,7 @@ def make(example: str, folder: Path) -> None:
     template = EXAMPLES[example]
     project.create(folder, template=template, launcher="local", force=True)
     values = {"name": example, "launcher": "sandbox", "version": ""}
-    text = engine.render("dtctl.yaml.j2", values, folders=[TEMPLATES / template])
+    text = render("dtctl.yaml.j2", values, folders=[TEMPLATES / template])
     (folder / "dtctl.sandbox.yaml").write_text(text, encoding="utf-8")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.launch.cores import usable_cores
+from dtctl.launch.first_plan import usable_cores
 
 
 def cgroups(folder: Path, membership: str, files: dict[str, str]) -> tuple[Path, Path]:
