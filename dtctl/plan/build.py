@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from dtctl.errors import PlanError
 from dtctl.plan import environment as env
 from dtctl.plan.commands import Program, node_argv
-from dtctl.plan.generated import Generated, generate
-from dtctl.plan.model import WORKER_KINDS, EnvVar, Kind, NodePlan, Plan, Rendezvous
+from dtctl.plan.model import WORKER_KINDS, EnvVar, Generated, Kind, NodePlan, Plan, Rendezvous
 from dtctl.plan.rendezvous import numeric, port_candidates, rendezvous
 from dtctl.plan.topology import Placement, place, require_equal_slots, world_size
 from dtctl.spec.model import Spec
@@ -62,7 +61,7 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
     )
     total = world_size(placements)
     counted = all(isinstance(node.slots, int) or node.name in facts.gpus for node in nodes)
-    made = generate(spec, kind, placements, counted=counted)
+    made = _generated(spec, kind, placements, counted=counted)
     program = _program(spec, made)
     training: list[str] = []
     # Later attempts may have fewer workers, and the script may mean that; the workers decide.
@@ -181,6 +180,15 @@ def _preload(spec: Spec, kind: Kind, placement: Placement, facts: Facts) -> tupl
 
 def _kind(spec: Spec) -> Kind:
     return spec.job.kind or ("command" if spec.job.command else "torchrun")
+
+
+def _generated(spec: Spec, kind: Kind, placements: Sequence[Placement], *, counted: bool) -> Generated:
+    asks = spec.train is not None or spec.job.add_args or spec.job.deepspeed
+    if not asks and kind not in ("accelerate", "deepspeed"):
+        return Generated()
+    from dtctl.plan.generated import generate
+
+    return generate(spec, kind, placements, counted=counted)
 
 
 def _program(spec: Spec, made: Generated) -> Program:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dtctl import names, shell
 from dtctl.errors import PlanError
-from dtctl.plan.model import WORKER_KINDS, Kind
+from dtctl.plan.model import WORKER_KINDS, Generated, Kind
 from dtctl.plan.topology import Placement, world_size
 from dtctl.spec.model import Spec
 
@@ -18,17 +17,6 @@ if TYPE_CHECKING:
 
 LOCAL_RANK_ARGUMENT = "--local_rank"
 """What DeepSpeed's launcher adds to a program's arguments, and programs of DeepSpeed expect."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
-    """The same for all workers of a job."""
-
-    env: Mapping[str, str] = field(default_factory=dict)
-    args: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    runtime: bool = False
-    """Whether it is dtctl.runtime that reads `train:`."""
 
 
 def generate(spec: Spec, kind: Kind, placements: Sequence[Placement], *, counted: bool) -> Generated:

@@ -6,6 +6,7 @@ holds no secrets: it names them, and the launcher sends their values beside it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final, Literal
@@ -13,6 +14,17 @@ from typing import Final, Literal
 Kind = Literal["torchrun", "direct", "deepspeed", "accelerate", "command"]
 WORKER_KINDS: Final = frozenset({"direct", "deepspeed", "accelerate"})
 """Kinds whose workers dtctl starts itself, each with its RANK and LOCAL_RANK; unequal slots are fine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """What is made of `train:` for a framework; the same for all workers of a job."""
+
+    env: Mapping[str, str] = field(default_factory=dict)
+    args: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    runtime: bool = False
+    """Whether it is dtctl.runtime that reads `train:`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
