@@ -19,6 +19,7 @@ from dtctl import names, shell
 from dtctl.errors import PlanError
 from dtctl.plan.model import Plan
 from dtctl.render import render, template_folders
+from dtctl.render.standalone import standalone
 from dtctl.spec.model import Kubernetes, Spec
 from dtctl.spec.nodes import resolve_nodes
 
@@ -163,7 +164,6 @@ def _pod(plan: Plan, settings: Kubernetes, name: str) -> dict[str, Any]:
 
 def _script(spec: Spec, plan: Plan, name: str) -> str:
     node = plan.head
-    meeting = Path(__file__).with_name("meet.py").read_text(encoding="utf-8").rstrip()
     values = {
         "version": dtctl.__version__,
         "names": names,
@@ -173,7 +173,7 @@ def _script(spec: Spec, plan: Plan, name: str) -> str:
         "python": node.python or "python3",
         "head": f"{name}-{WORKERS}-0-0.{name}",
         "port": plan.rendezvous.port,
-        "meeting": meeting,
+        "meeting": standalone(Path(__file__).with_name("meet.py")),
         "argv": _late(node.argv) if plan.kind == "torchrun" else node.argv,
         "grace_s": plan.grace_s,
     }

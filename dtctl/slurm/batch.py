@@ -20,6 +20,7 @@ from dtctl import names, shell
 from dtctl.errors import PlanError
 from dtctl.plan.model import Plan
 from dtctl.render import render, template_folders
+from dtctl.render.standalone import standalone
 from dtctl.spec.model import Slurm, Spec
 
 TEMPLATE: Final = "job.sbatch.j2"
@@ -54,7 +55,6 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path | No
     node, direct = plan.head, plan.per_worker
     _check(spec, plan)
     here = Path(__file__).parent
-    programs = {name: (here / f"{name}.py").read_text(encoding="utf-8").rstrip() for name in ("meet", "route")}
     fixed = spec.network.rendezvous_port
     parts = components(slurm, plan, chdir=chdir, output=output)
     several = len(parts) > 1
@@ -72,8 +72,8 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path | No
         "srun": list(slurm.srun),
         "python": node.python or "python3",
         "port": fixed if isinstance(fixed, int) else 0,
-        "meeting": programs["meet"],
-        "route": programs["route"],
+        "meeting": standalone(here / "meet.py"),
+        "route": standalone(here / "route.py"),
         "argv": _late(node.argv) if plan.kind == "torchrun" else node.argv,
         "mark": f"TASK_{hashlib.blake2b(repr(node).encode(), digest_size=6).hexdigest()}",
         "folder": str(folder) if folder else "",

@@ -1,0 +1,48 @@
+"""Programs that carry what they need of dtctl, run where dtctl is not."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dtctl
+from dtctl import node_facts
+from dtctl.render.standalone import standalone
+
+PACKAGE = Path(dtctl.__file__).parent
+PROGRAMS = ("slurm/meet.py", "slurm/route.py", "kubernetes/meet.py")
+
+
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-I", "-S", "-", *arguments]
+    return subprocess.run(argv, input=standalone(PACKAGE / program), capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_only_the_standard_library_is_imported(program: str) -> None:
+    tree = ast.parse(standalone(PACKAGE / program), feature_version=(3, 8))
+    found = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert {name.partition(".")[0] for name in found} <= sys.stdlib_module_names
+    assert {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)} == {"__future__"}
+
+
+def test_the_interface_is_printed() -> None:
+    assert run("slurm/route.py", "127.0.0.1").stdout == "lo\n"
+    assert run("kubernetes/meet.py", "localhost", "0").stdout in ("127.0.0.1 lo\n", "::1 lo\n")
+
+
+def test_a_way_that_is_not_there_is_an_error() -> None:
+    done = run("slurm/route.py", "not-a-number.invalid")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "dtctl: there is no route to not-a-number.invalid\n"
+
+
+def test_the_meeting_point_is_a_port_of_those_that_a_launch_takes() -> None:
+    address, port = run("slurm/meet.py", "localhost", "17.0", "0").stdout.split()
+    assert address in ("127.0.0.1", "::1")
+    assert int(port) in node_facts.port_candidates("17.0")
+    assert run("slurm/meet.py", "localhost", "17.0", port).stdout.split()[1] == port
