@@ -9,8 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from dtctl.doctor import collective, scheduled, shared
-from dtctl.doctor.checks import environment, hardware, links, network, node, scheduler
+from dtctl.doctor.checks import collective, environment, hardware, links, network, node, scheduler, shared_folders
 from dtctl.doctor.findings import Finding, ordered
 from dtctl.doctor.node_report import NodeReport
 from dtctl.doctor.observe import NodeQuery, Probes, Progress
@@ -77,8 +76,8 @@ def examine(spec: Spec, cluster: Cluster, *, skip: Collection[Costly], progress:
         found, ran = _judge(spec, cluster, seen, candidates, measured="links" not in skip)
         folders = list(dict.fromkeys(path for one in wanted for path in one.paths))
         if folders and not quick and len(seen) > 1:
-            found += shared.judge(shared.look(probes, seen, folders))
-            ran += shared.RAN
+            found += shared_folders.judge(shared_folders.look(probes, seen, folders))
+            ran += shared_folders.RAN
         sums = collective.Sums()
         if "collective" not in skip and _can_add_up(seen, found):
             envs = {one.name: {**spec.job.env, **one.env} for one in cluster.nodes}
@@ -138,7 +137,7 @@ def _judge(
         fixed = spec.network.rendezvous_port
         found += scheduler.scheduler(
             os.environ,
-            scheduled.job_of(os.environ),
+            scheduler.job_of(os.environ),
             node=well[0].name,
             nodes=len(seen),
             kind=spec.job.kind,

@@ -1,7 +1,9 @@
-"""What Slurm has set around this process: time that is left, whether it goes on afterwards, tasks and nodes. Pure."""
+"""What Slurm has set around this process: time that is left, whether it goes on afterwards, tasks and nodes."""
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Iterator, Mapping
 
 from dtctl.doctor.findings import Finding
@@ -9,6 +11,8 @@ from dtctl.doctor.findings import Finding
 RAN = ("time-left", "tasks", "requeue")
 SHORT_S = 900.0
 NO_TIME_S = 60.0
+LIMIT_S = 5.0
+"""A controller that is busy answers late; nobody waits for it longer than this."""
 
 
 def scheduler(
@@ -82,3 +86,18 @@ def scheduler(
             "network.rendezvous_port: auto",
             "SLURM_OVERSUBSCRIBE",
         )
+
+
+def job_of(environ: Mapping[str, str]) -> dict[str, str]:
+    """The fields of `scontrol show job`, by Slurm's names; none outside a job, or if Slurm does not answer in time."""
+    number = environ.get("SLURM_JOB_ID")
+    if not number:
+        return {}
+    try:
+        done = subprocess.run(
+            ["scontrol", "show", "job", "-o", number], capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    first = done.stdout.splitlines()[:1]
+    return dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", first[0])) if first and done.returncode == 0 else {}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtctl.doctor.bisect import bad_ones
+from dtctl.doctor.checks.bisect import bad_ones
 
 
 def search(names: Sequence[str], bad: set[str], pairs: Sequence[set[str]] = ()) -> tuple[list[str], int]:

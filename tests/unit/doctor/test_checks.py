@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pkgutil
+from importlib import import_module
+
 import pytest
 
 from dtctl.doctor.checks.environment import matches
@@ -73,13 +76,13 @@ def test_loss_is_the_cause_of_a_slow_link_where_it_is_on_all_of_it(
 
 
 def test_every_check_that_a_module_says_it_makes_is_known() -> None:
-    from dtctl.doctor import collective, shared
-    from dtctl.doctor.checks import environment, hardware, links, network, node, scheduler
+    from dtctl.doctor import checks
+    from dtctl.doctor.checks import node
     from dtctl.slurm import offer
 
-    made = {*node.RAN_REACH, *node.RAN, *hardware.RAN, *network.RAN, *links.RAN, *environment.RAN, *collective.RAN}
-    made |= {*shared.RAN, *scheduler.RAN, *offer.CHECKS}
-    assert made == set(CHECKS)
+    modules = [import_module(f"{checks.__name__}.{found.name}") for found in pkgutil.iter_modules(checks.__path__)]
+    made = {name for module in modules for name in getattr(module, "RAN", ())}
+    assert made | {*node.RAN_REACH, *offer.CHECKS} == set(CHECKS)
 
 
 def test_busy_gpus_are_read_from_nvidia_smi() -> None:
@@ -151,7 +154,7 @@ def test_a_batch_job_that_is_not_started_again_is_told_of(job: dict[str, str], w
 
 
 def test_a_folder_that_is_another_one_on_some_nodes_and_files_that_come_late() -> None:
-    from dtctl.doctor.shared import Sights, judge
+    from dtctl.doctor.checks.shared_folders import Sights, judge
 
     def sights(**after: float | None) -> Sights:
         return {("/data", who, whose): after.get(who + whose, 0.01) for who in "abc" for whose in "abc" if who != whose}

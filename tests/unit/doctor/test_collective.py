@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dtctl.doctor.collective import culprits, other_nccl, well
+from dtctl.doctor.checks.collective import culprits, other_nccl, well
 from dtctl.doctor.probe.child import Child
 
 DONE: dict[str, Any] = {"stage": "done", "wrong": 0, "final": True}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-from dtctl.doctor.bisect import bad_ones
+from dtctl.doctor.checks.bisect import bad_ones
 from dtctl.doctor.findings import Finding
 from dtctl.doctor.node_report import NodeReport
 from dtctl.doctor.observe import Probes, Progress
