@@ -24,7 +24,13 @@ def is_own_code(module: str) -> bool:
     found = sys.modules.get(module)
     path = getattr(found, "__file__", None)
     if found is None or path is None:
-        return module == "__main__"
+        # Neither a file nor a loader: a module that the program has made itself.
+        made = (
+            isinstance(found, types.ModuleType)
+            and not vars(found).get("__spec__")
+            and not vars(found).get("__loader__")
+        )
+        return made or module == "__main__"
     return not str(Path(path).resolve()).startswith(_INSTALLED) and "site-packages" not in str(path)
 
 

@@ -23,6 +23,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from enum import Enum
 from numbers import Number
 from typing import Any, Final
 
@@ -194,6 +195,8 @@ class Walk:
             if not (isinstance(value, str) and "/" in value):  # a path may be another on each node and in each run
                 self._note(path, lambda: text)
             self._leaf(path, value, put)
+            if is_own_code(type(value).__module__) and not isinstance(value, Enum) and self._first_time(value, path):
+                self._below_members(value, path, depth)
         elif id(value) in self._known:
             return
         elif id(value) in self._inner:
@@ -226,9 +229,10 @@ class Walk:
             if owner is not None and not isinstance(owner, types.ModuleType | type):
                 self.visit(owner, f"{path}.__self__", refuse, depth + 1)
         elif isinstance(value, type):
-            if is_own_code(value.__module__):
-                own = {name: held for name, held in vars(value).items() if not name.startswith("__")}
-                self._attributes(own, path, functools.partial(setattr, value), depth)
+            self._class(value, path, depth)
+            for kind in value.__mro__[1:]:
+                if is_own_code(kind.__module__) and self._first_time(kind, path):
+                    self._class(kind, f"{path}.<{kind.__name__}>", depth)
         elif not isinstance(value, types.ModuleType) and not self._indirect(value, path, depth):
             self._object(value, path, put, depth)
 
@@ -460,17 +464,23 @@ class Walk:
                 }
                 self._attributes(plain, f"{path}.<{kind.__name__}>", functools.partial(setattr, kind), depth)
             elif self._first_time(kind, path):
-                own = {
-                    name: held
-                    for name, held in vars(kind).items()
-                    if not name.startswith(("__", "_abc_")) and not is_of_class(held)
-                }
-                self._attributes(own, f"{path}.<{kind.__name__}>", functools.partial(setattr, kind), depth)
-                for name, held in vars(kind).items():
-                    function = held.__func__ if isinstance(held, staticmethod | classmethod) else held
-                    function = function.fget if isinstance(function, property) else function
-                    if isinstance(function, types.FunctionType):
-                        self.visit(function, f"{path}.{name}", refuse, depth + 1)
+                self._class(kind, f"{path}.<{kind.__name__}>", depth, methods=path)
+
+    def _class(self, kind: type, path: str, depth: int, methods: str | None = None) -> None:
+        """What a class of the user's has for all of its objects; `methods`: path of its functions."""
+        if not is_own_code(kind.__module__):
+            return
+        own = {
+            name: held
+            for name, held in vars(kind).items()
+            if not name.startswith(("__", "_abc_")) and not is_of_class(held)
+        }
+        self._attributes(own, path, functools.partial(setattr, kind), depth)
+        for name, held in vars(kind).items():
+            function = held.__func__ if isinstance(held, staticmethod | classmethod) else held
+            function = function.fget if isinstance(function, property) else function
+            if isinstance(function, types.FunctionType):
+                self.visit(function, f"{methods or path}.{name}", refuse, depth + 1)
 
     def _attributes(
         self, held: Mapping[str, Any], path: str, put: Callable[[str, Any], None], depth: int, *, quiet: bool = False
@@ -515,6 +525,8 @@ class Walk:
             except ValueError:  # not bound yet
                 continue
             with self._describing(self._describe is not None and name not in idle):
+                if issubclass(type(held), types.ModuleType):
+                    self._of_module(held, function.__code__, depth)
                 put = functools.partial(setattr, cell, "cell_contents")
                 self.visit(held, f"{path}.{name}", put, depth + 1)
         for index, default in enumerate(function.__defaults__ or ()):
@@ -522,6 +534,16 @@ class Walk:
         for name, default in (function.__kwdefaults__ or {}).items():
             self.visit(default, f"{path}.{name}", refuse, depth + 1)
         self._globals(function, path, idle, depth)
+
+    def _of_module(self, module: types.ModuleType, code: types.CodeType, depth: int) -> None:
+        """What a piece of code names of a module; of an installed one, what the user has put there."""
+        own, written = is_own_code(module.__name__), names_set_in(code)
+        for name in sorted(names_in(code) & vars(module).keys()):
+            value = vars(module)[name]
+            changed = isinstance(value, types.FunctionType) and (is_own_code(value.__module__) or bool(vars(value)))
+            if own or changed or name in written:
+                self.owners.setdefault(module.__name__, functools.partial(setattr, module))
+                self.visit(value, f"{module.__name__}.{name}", functools.partial(setattr, module, name), depth + 1)
 
     def _builtin(self, name: str, depth: int) -> None:
         self.owners.setdefault("builtins", functools.partial(setattr, builtins))
@@ -542,7 +564,6 @@ class Walk:
         if self._describe is not None:
             source = outside.unrepeatable(function, files=not path.startswith("data"))
             self.blind += [f"{path} goes by {source}"] if source and not self._trusting else []
-        written = names_set_in(function.__code__)
         label = module_name(function.__module__)
         self.owners.setdefault(label, module.__setitem__)
         for name in sorted(names):
@@ -555,17 +576,7 @@ class Walk:
                 continue
             with self._describing(self._describe is not None and name not in idle):
                 if issubclass(type(held), types.ModuleType):
-                    own = is_own_code(held.__name__)
-                    for attribute in sorted(names & vars(held).keys()):
-                        value = vars(held)[attribute]
-                        # Of an installed module, what the user has put in its place, or given attributes.
-                        changed = isinstance(value, types.FunctionType) and (
-                            is_own_code(value.__module__) or bool(vars(value))
-                        )
-                        if own or changed or attribute in written:
-                            self.owners.setdefault(held.__name__, functools.partial(setattr, held))
-                            put = functools.partial(setattr, held, attribute)
-                            self.visit(value, f"{held.__name__}.{attribute}", put, depth + 1)
+                    self._of_module(held, function.__code__, depth)
                 else:
                     self.visit(held, f"{label}.{name}", functools.partial(module.__setitem__, name), depth + 1)
 

@@ -45,6 +45,8 @@ def is_of_class(value: Any) -> bool:
 
 def has_more_inside(kind: type) -> bool:
     """Whether objects of a class have room for more than their attributes: state that only C code sees."""
+    if issubclass(kind, BaseException):  # where it was raised
+        return False
     slots = sum(name not in PYTHONS for base in kind.__mro__ for name in _slots(base))
     attributes_and_weak_references = 16
     return kind.__basicsize__ - object.__basicsize__ - 8 * slots > attributes_and_weak_references

@@ -161,6 +161,8 @@ def _put(leaf: Leaf, value: Any, model: AbstractSet[int]) -> bool:
     if isinstance(held, PLAIN) and mark_of(held) == mark_of(value):  # also where it cannot be set (a frozen dataclass)
         return True
     shared = has_storage(held) and held.untyped_storage().data_ptr() in model
+    if shared and isinstance(value, torch.Tensor) and held.shape == value.shape and torch.equal(held, value):
+        return True  # a view of the model's numbers, which are back already
     if not shared and not leaf.copied and put_into(held, value):
         return True
     if is_tagged(value) or is_generator(held):

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+import queue
 import random
+import sys
+import threading
 import time
+import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,7 +127,106 @@ def variable() -> dict[str, Any]:
     return weighted(weight)
 
 
+class Ticks:
+    """A class that is never made an object of."""
+
+    @staticmethod
+    def more(kept: dict[str, int] = {"count": 0}) -> float:  # noqa: B006 - as people do it
+        kept["count"] += 1
+        return 1 + 0.1 * kept["count"]
+
+
+def class_by_itself() -> dict[str, Any]:
+    Ticks.more.__defaults__[0]["count"] = 0  # type: ignore[index]
+    return {"loss": lambda model, batch: squared(model, batch) * Ticks.more()}
+
+
+class Whole(int):
+    """A number with an attribute."""
+
+
+def numbers_with_attributes() -> dict[str, Any]:
+    held = Whole(3)
+    held.more = 0.0  # type: ignore[attr-defined]
+
+    def weight() -> float:
+        held.more += 0.1  # type: ignore[attr-defined]
+        return 1 + held.more  # type: ignore[attr-defined]
+
+    return weighted(weight)
+
+
+def made_module() -> dict[str, Any]:
+    made = types.ModuleType("toy_made")
+    made.values = {"count": 0}  # type: ignore[attr-defined]
+    sys.modules["toy_made"] = made
+
+    def weight() -> float:
+        made.values["count"] += 1
+        return 1 + 0.1 * made.values["count"]
+
+    return weighted(weight)
+
+
+def view_of_the_weights() -> dict[str, Any]:
+    torch.manual_seed(2)
+    model = nn.Linear(8, 1)
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    model.weight.data, model.bias.data = flat[:8].view(1, 8), flat[8:]
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        flat.mul_(0.9)
+        return squared(model, batch)
+
+    return {"model": model, "loss": loss}
+
+
+def transposed() -> dict[str, Any]:
+    source = torch.Generator().manual_seed(1)
+    held = {"matrix": torch.randn(8, 64, generator=source).t()}
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        held["matrix"] = held["matrix"] * 1.01
+        return squared(model, (batch[0] @ held["matrix"].t() @ held["matrix"] / 64, batch[1]))
+
+    return {"loss": loss}
+
+
+class Counting(torch.optim.SGD):
+    """Counts on its class."""
+
+    done = 0
+
+    def step(self, closure: Any = None) -> Any:
+        Counting.done += 1
+        for group in self.param_groups:
+            group["momentum"] = 1 - 1 / (1 + Counting.done)
+        return super().step(closure)
+
+
+def counting_class() -> dict[str, Any]:
+    Counting.done = 0
+    return {"optimizer": lambda model: Counting(model.parameters(), lr=0.05, momentum=0.5)}
+
+
+def on_an_installed_module() -> dict[str, Any]:
+    torch.toy_calls = 0  # type: ignore[attr-defined]
+
+    def weight() -> float:
+        torch.toy_calls += 1  # type: ignore[attr-defined]
+        return 1 + 0.1 * torch.toy_calls  # type: ignore[attr-defined]
+
+    return weighted(weight)
+
+
 KEPT = {
+    "a class by itself": class_by_itself,
+    "attributes of numbers": numbers_with_attributes,
+    "a module that the program makes": made_module,
+    "a view of all weights": view_of_the_weights,
+    "a transposed tensor": transposed,
+    "the class of an optimizer": counting_class,
+    "attributes of installed modules": on_an_installed_module,
     "attributes of TorchScript": scripted,
     "private attributes of pydantic": lambda: weighted(Level().rise),
     "a generator of a class of one's own": lambda: weighted(Drawing(1).draw),
@@ -211,7 +315,57 @@ def long_list_of_objects() -> dict[str, Any]:
     return weighted(weight)
 
 
+def from_a_file() -> dict[str, Any]:
+    path = Path("gain.txt")  # each test has a folder of its own
+    path.write_text("1.5")
+
+    def weight() -> float:
+        with path.open() as file:
+            return float(file.read())
+
+    return weighted(weight)
+
+
+def other_precision() -> dict[str, Any]:
+    calls = 0
+
+    def weight() -> float:
+        nonlocal calls
+        calls += 1
+        torch.set_float32_matmul_precision("high" if calls > 1 else "highest")
+        return 1.0
+
+    return weighted(weight)
+
+
+def filled_by_a_thread() -> dict[str, Any]:
+    ahead: queue.Queue[float] = queue.Queue(maxsize=2)
+
+    def fill() -> None:
+        for number in range(1000):
+            ahead.put(1 + 0.01 * number)
+
+    threading.Thread(target=fill, daemon=True).start()
+    return weighted(ahead.get)
+
+
+class Unseen:
+    """An object that no question is answered of."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+def unseen() -> dict[str, Any]:
+    held = Unseen()
+    return {"loss": lambda model, batch: squared(model, batch) * (2.0 if held is None else 1.0)}
+
+
 NAMED = {
+    "files that a loss reads": (from_a_file, "goes by file.read()"),
+    "a switch of torch": (other_precision, "the float32 matmul precision"),
+    "a queue that a thread fills": (filled_by_a_thread, "a queue between threads"),
+    "an object that cannot be asked": (unseen, "cannot be looked into"),
     "a structure of C": (lambda: weighted(Pair().rise), "(inside)"),
     "values by the addresses of their owners": (described, "store"),
     "weak dictionaries": (weak, "held"),
@@ -219,6 +373,12 @@ NAMED = {
     "chance of the system": (by_chance, "goes by os.urandom()"),
     "a long list of objects": (long_list_of_objects, "held"),
 }
+
+
+@pytest.fixture(autouse=True)
+def usual_precision() -> Iterator[None]:
+    yield
+    torch.set_float32_matmul_precision("highest")
 
 
 @pytest.mark.parametrize("program", NAMED)
