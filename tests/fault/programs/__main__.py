@@ -1,7 +1,7 @@
 """Score what is said of a resume on programs as people write them.
 
 python -m tests.fault.programs --half learn                 those that may be learned from
-python -m tests.fault.programs --out FILE                   all, into a file; the held-out half is a score only once
+python -m tests.fault.programs --half held-out --out FILE   those that are a score, once
 python -m tests.fault.programs --only ema_shadow_dict --keep
 """
 
@@ -34,7 +34,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--half", choices=("learn", "held-out", "both"), default="both")
     parser.add_argument("--only", action="append", help="this program")
-    parser.add_argument("--out", type=Path, help="file for the result")
+    parser.add_argument("--out", type=Path, help="file for the result, beside what it has under other names")
+    parser.add_argument("--name", default="all", help="what the result is called in the file")
     parser.add_argument("--jobs", type=int, default=2, help="programs at a time")
     parser.add_argument("--keep", action="store_true", help="keep the folders, and say where they are")
     options = parser.parse_args()
@@ -66,7 +67,9 @@ def main() -> int:
     else:
         shutil.rmtree(folder, ignore_errors=True)
     if options.out:
-        options.out.write_text(json.dumps(_result(rows, scores, time.monotonic() - began_s), indent=1) + "\n")
+        kept = json.loads(options.out.read_text()) if options.out.exists() else {}
+        kept[options.name] = _result(rows, scores, time.monotonic() - began_s)
+        options.out.write_text(json.dumps(kept, indent=1) + "\n")
     return int(any(row.verdict == FALSE for row in rows))
 
 
