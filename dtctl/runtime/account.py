@@ -181,7 +181,9 @@ def take(subject: Subject, worker: Worker, *, elastic: bool) -> Account:
         declared={f"extra_state.{name}": value for name, value in subject.extra_state.items()},
     )
     described = program.plain
+    held = program.hold(large=False)
     examined = subject.feed.examine(subject.first)
+    program.undo(held)  # a data set may count how often it is read
     detail = circumstances.detail(described, examined, worker, elastic=elastic)
     reasons = [*program.blind[:4], *([examined.irreproducible] if examined.irreproducible else [])]
     numerics = functools.partial(circumstances.numerics, worker, elastic=elastic)

@@ -386,6 +386,11 @@ class Walk:
         for table in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             for number, hook in enumerate(getattr(optimizer, table, {}).values()):
                 self.visit(hook, f"{path}.{table}{number}", refuse, depth + 1)
+        for number, group in enumerate(optimizer.param_groups):  # numbers and tensors are in the optimizer's own part
+            for name, value in list(group.items()):
+                if name != "params" and not isinstance(value, (*PLAIN, *CONTAINERS, torch.Tensor, np.ndarray)):
+                    put = functools.partial(group.__setitem__, name)
+                    self.visit(value, f"{path}.param_groups[{number}].{name}", put, depth + 1)
         # A step function that torch has wrapped for its profiler, or a scheduler to count, is none of the user's.
         own = {name: value for name, value in own.items() if not isinstance(value, FUNCTIONS)}
         self._attributes(own, path, functools.partial(_set_attribute, optimizer), depth)

@@ -85,6 +85,17 @@ def mark_of(value: Any, held: list[object] | None = None) -> Any:
     return ("other", type(value).__qualname__)
 
 
+def is_large(value: Any) -> bool:
+    """Whether a copy of it, only to be on the safe side, is too much."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size() > SAMPLE_BYTES
+    if isinstance(value, np.ndarray):
+        return value.nbytes > SAMPLE_BYTES
+    if isinstance(value, CONTAINERS):
+        return len(value) > MAX_ELEMENTS or any(map(is_large, value.values() if isinstance(value, dict) else value))
+    return is_stateful(value)
+
+
 def has_grown(before: Any, mark: Any) -> bool:
     """Whether two marks of a container tell of other lengths."""
     return isinstance(before, tuple) and before[0] == mark[0] and len(before) > 1 and before[1] != mark[1]

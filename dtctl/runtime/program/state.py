@@ -20,7 +20,7 @@ from torch import nn
 
 from dtctl.runtime.program.graph import MAX_LEAVES, MISSING, Leaf, Walk, refuse
 from dtctl.runtime.program.kinds import PLAIN, has_storage
-from dtctl.runtime.program.marks import has_grown, mark_of
+from dtctl.runtime.program.marks import has_grown, is_large, mark_of
 from dtctl.runtime.program.stateful import content, is_tagged, put_into
 from dtctl.runtime.snapshot.encoding import (
     NotEncodable,
@@ -107,10 +107,22 @@ class ProgramState:
         lost += [path for path, home in walk.parts.items() if home in kept]
         return kept, lost
 
-    def hold(self) -> dict[str, Any]:
-        """A copy of everything, for `load`, before something runs that is not to leave a trace."""
+    def undo(self, held: Mapping[str, Any]) -> None:
+        """Put back what has changed since `hold`, and before anything was trained."""
+        changed, _ = self.changed()
+        if changed:
+            self.load({path: held[path] for path in changed if path in held})
+
+    def hold(self, *, large: bool = True) -> dict[str, Any]:
+        """A copy of everything, for `load`, before something runs that is not to leave a trace.
+
+        Args:
+            large: with large tensors, arrays and containers.
+        """
         found: dict[str, Any] = {}
         for path, leaf in self._walk().leaves.items():
+            if not large and is_large(leaf.value):
+                continue
             with contextlib.suppress(NotEncodable):
                 found[path] = copy.deepcopy(with_devices(encode(content(leaf.value), path)))
         return found

@@ -1,7 +1,7 @@
 """Score what is said of a resume on programs as people write them.
 
-python -m tests.fault.programs --half learn                 those that may be learned from
-python -m tests.fault.programs --half held-out --out FILE   those that are a score, once
+python -m tests.fault.programs --part learn                 those that may be learned from
+python -m tests.fault.programs --part held-out --out FILE   those that are a score, once
 python -m tests.fault.programs --only ema_shadow_dict --keep
 """
 
@@ -26,24 +26,24 @@ import torch
 
 from tests.fault.programs.judged import BROKEN, FALSE, NEEDLESS, ROOT, Judged, judge_in, programs
 
-SPLIT = "held out: the first byte of the SHA-256 of the program's name is 128 or more"
+PARTS = ("learn", "held-out", "later")
+SPLIT = "held out: the first byte of the SHA-256 of the program's name is 128 or more; later: written after both"
 
 
 def main() -> int:
     """Run, print, keep; 0 if no statement was false."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--half", choices=("learn", "held-out", "both"), default="both")
+    parser.add_argument("--part", choices=PARTS, help="only these; all if not given")
     parser.add_argument("--only", action="append", help="this program")
     parser.add_argument("--out", type=Path, help="file for the result, beside what it has under other names")
     parser.add_argument("--name", default="all", help="what the result is called in the file")
     parser.add_argument("--jobs", type=int, default=2, help="programs at a time")
     parser.add_argument("--keep", action="store_true", help="keep the folders, and say where they are")
     options = parser.parse_args()
-    halves = {"learn": (False,), "held-out": (True,), "both": (False, True)}[options.half]
     chosen = [
         program
         for program in programs()
-        if (program.name in options.only if options.only else program.held_out in halves)
+        if (program.name in options.only if options.only else options.part in (None, program.part))
     ]
     began_s = time.monotonic()
     rows: list[Judged] = []
@@ -57,9 +57,7 @@ def main() -> int:
                 print(f"{row.verdict:28} {name}  ({row.seconds:.1f} s)  {row.said[:300]}", flush=True)
                 if row.note:
                     print(f"      {row.note[-1500:]}")
-    scores = {
-        half: _score([row for row in rows if row.held_out is (half == "held-out")]) for half in ("learn", "held-out")
-    }
+    scores = {part: _score([row for row in rows if row.part == part]) for part in PARTS}
     for half, score in scores.items():
         print(half, score)
     if options.keep:

@@ -43,10 +43,8 @@ class Program:
     changes: dict[str, str]
     """What is changed between two attempts, by name: `edit A => B`, `arg`, `argv`, `env` or `python`."""
 
-    @property
-    def held_out(self) -> bool:
-        """Whether nobody may learn from it: a half of all programs, by their names."""
-        return hashlib.sha256(self.name.encode()).digest()[0] >= 128
+    part: str
+    """`learn`, `held-out` (nobody learned from it before it was scored), or `later` (written after those were)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,7 @@ class Judged:
 
     program: str
     change: str | None
-    held_out: bool
+    part: str
     expected: str
     verdict: str
     said: str
@@ -67,7 +65,7 @@ class Judged:
 
 def programs() -> list[Program]:
     """All of them, by name."""
-    return [_read(path) for path in sorted(SCRIPTS.glob("*.py")) if path.name != "toy.py"]
+    return [_read(path) for path in sorted(SCRIPTS.rglob("*.py")) if path.name != "toy.py"]
 
 
 def _read(path: Path) -> Program:
@@ -75,7 +73,9 @@ def _read(path: Path) -> Program:
     notes = re.findall(r"^# (workers|expect|change (?:\w+)): (.*)$", text, re.MULTILINE)
     facts = dict(notes)
     changes = {key.split()[1]: value for key, value in facts.items() if key.startswith("change ")}
-    return Program(path.stem, text, int(facts.get("workers", 1)), facts["expect"], changes)
+    half = "held-out" if hashlib.sha256(path.stem.encode()).digest()[0] >= 128 else "learn"
+    part = half if path.parent == SCRIPTS else path.parent.name
+    return Program(path.stem, text, int(facts.get("workers", 1)), facts["expect"], changes, part)
 
 
 def judge_in(program: Program, folder: Path, keep: bool) -> list[Judged]:
@@ -94,7 +94,7 @@ def judge(program: Program, folder: Path) -> list[Judged]:
     first = _attempt(program, folder / "alone")
     again = _attempt(program, folder / "again")
     bits = _bits(folder / "alone", program)
-    row = {"program": program.name, "held_out": program.held_out, "expected": program.expected}
+    row = {"program": program.name, "part": program.part, "expected": program.expected}
     if first.code or again.code or bits is None:
         note = (first.output if first.code else again.output)[-2000:]
         seconds = round(time.monotonic() - began_s, 2)

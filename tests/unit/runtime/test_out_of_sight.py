@@ -219,7 +219,31 @@ def on_an_installed_module() -> dict[str, Any]:
     return weighted(weight)
 
 
+class Slower:
+    """A rate that remembers, in a group of an optimizer."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> float:
+        self.calls += 1
+        return 0.1 / self.calls
+
+
+class Called(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "rate": Slower()})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            rate = group["rate"]()
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=rate)
+
+
 KEPT = {
+    "objects in groups of an optimizer": lambda: {"optimizer": lambda model: Called(model.parameters())},
     "a class by itself": class_by_itself,
     "attributes of numbers": numbers_with_attributes,
     "a module that the program makes": made_module,
@@ -437,3 +461,25 @@ def test_a_variable_that_the_loss_reads_is_compared(
     text = capsys.readouterr().out
     assert "environment variable TOY_GAIN" in text
     assert "2.0" not in text, "it may be a secret"
+
+
+def test_looking_at_the_data_leaves_no_trace_in_it(make: Make) -> None:
+    class Counted:
+        def __init__(self) -> None:
+            self.reads, self.read_when_trained = 0, list[int]()
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> Any:
+            self.reads += 1
+            return torch.ones(8), torch.ones(1)
+
+    data = Counted()
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        data.read_when_trained.append(data.reads)
+        return squared(model, batch)
+
+    make({"steps": 2, "global_batch": 4}, loss=loss, samples=data).run()
+    assert data.read_when_trained == [4, 8]
