@@ -50,7 +50,7 @@ class Account:
     """Of the model's state, before the first step."""
     detail: dict[str, str]
     """The long list of this worker, by `circumstances.detail`."""
-    checksums: list[int]
+    checksums: list[dict[str, Any]]
     """Of the lists of all workers, by rank."""
     numerics: Callable[[], Mapping[str, str]]
     """How this process computes, now."""
@@ -211,7 +211,11 @@ def differences(account: Account, parts: Mapping[str, Any], facts: Mapping[str, 
     before, now = facts["programs"], account.checksums
     if rank == 0:
         found += circumstances.differences_in_detail(json.loads(kept["detail"]), account.detail)
-    elif len(before) == len(now) and before[rank] != now[rank] and before[0] == now[0]:
+    elif (
+        len(before) == len(now)
+        and not circumstances.is_alike(before[rank], now[rank])
+        and circumstances.is_alike(before[0], now[0])
+    ):
         found.append(f"what rank {rank} runs with is not what it was, and what rank 0 runs with is")
     changed = {path for tree in parts.get("local", {}).values() for path in tree.get(PROGRAM, {})}
     if changed and len(before) != len(now):

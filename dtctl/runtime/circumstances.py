@@ -31,6 +31,8 @@ from dtctl.runtime.worker import Worker
 from dtctl.train.batch import Batch
 from dtctl.train.config import TrainConfig
 
+SAMPLE: Final = "data["
+"""Before the name of a sample in the long list."""
 BITS_DO_NOT_DEPEND_ON: Final = (
     "best",
     "checkpointing",
@@ -189,9 +191,21 @@ def detail(described: Mapping[str, str], examined: Examination, worker: Worker, 
     return found
 
 
-def checksum(found: Mapping[str, str]) -> int:
-    """One number for a list, by which workers are compared with themselves."""
-    return zlib.crc32(repr(sorted(found.items())).encode())
+def checksum(found: Mapping[str, str]) -> dict[str, Any]:
+    """A list in short, by which workers are compared with themselves: one number, and a digest of each sample."""
+    samples = {key: value for key, value in found.items() if key.startswith(SAMPLE)}
+    rest = sorted(item for item in found.items() if item[0] not in samples)
+    return {"program": zlib.crc32(repr(rest).encode()), "samples": samples}
+
+
+def is_alike(then: Any, now: Mapping[str, Any]) -> bool:
+    """Whether two checksums tell of the same; of samples, as far as both were read."""
+    if not isinstance(then, Mapping):
+        return False
+    samples = then["samples"]
+    return bool(then["program"] == now["program"]) and all(
+        samples.get(key, value) == value for key, value in now["samples"].items()
+    )
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -207,13 +221,13 @@ def differences_in_detail(then: Mapping[str, str], now: Mapping[str, str]) -> li
     found = []
     for key in dict.fromkeys([*then, *now]):
         was, has = then.get(key), now.get(key)
-        if was == has or (key.startswith("data[") and (was is None or has is None)):  # some are read in time, some not
+        if was == has or (key.startswith(SAMPLE) and (was is None or has is None)):  # some are read in time, some not
             continue
         if key.endswith("(code)") or key.startswith("code of "):
             found.append(
                 f"{key.removesuffix(' (code)')} has other code" if key.endswith("(code)") else f"the {key} has changed"
             )
-        elif key.startswith("data["):
+        elif key.startswith(SAMPLE):
             found.append(f"sample {key[5:-1]} of the data has other contents")
         elif was is None or has is None:
             found.append(

@@ -21,6 +21,7 @@ import torch
 from pydantic import BaseModel, PrivateAttr
 from torch import nn
 
+from dtctl.runtime import circumstances
 from tests.unit.runtime.conftest import Make, squared
 from tests.unit.runtime.test_exactness import halves
 
@@ -483,3 +484,10 @@ def test_looking_at_the_data_leaves_no_trace_in_it(make: Make) -> None:
 
     make({"steps": 2, "global_batch": 4}, loss=loss, samples=data).run()
     assert data.read_when_trained == [4, 8]
+
+
+def test_samples_that_there_was_no_time_for_are_no_difference() -> None:
+    whole = circumstances.checksum({"model (class)": "Net", "data[0]": "a", "data[7]": "b"})
+    assert circumstances.is_alike(whole, circumstances.checksum({"model (class)": "Net", "data[0]": "a"}))
+    assert not circumstances.is_alike(whole, circumstances.checksum({"model (class)": "Net", "data[0]": "c"}))
+    assert not circumstances.is_alike(whole, circumstances.checksum({"model (class)": "Other", "data[0]": "a"}))
