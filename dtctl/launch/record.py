@@ -254,6 +254,8 @@ class RunRecord:
         found = self.plan()
         if not found:
             raise LaunchError(f"run {self.run} was never started", where=str(self.folder))
+        from dtctl.launch import readable
+
         if not readable.whole_plan(found):
             raise LaunchError(f"the plan of run {self.run} is not whole", where=str(self.folder / names.PLAN_FILE))
         return found
