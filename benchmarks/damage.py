@@ -26,7 +26,7 @@ from machine import HERE, keep
 
 from dtctl.runtime import Worker
 from dtctl.runtime.snapshot import load, read, write
-from dtctl.runtime.snapshot.together import Together
+from dtctl.runtime.snapshot.distributed_saver import DistributedSaver
 
 sys.path.insert(0, str(HERE.parent))
 from tests.damage import hurt
@@ -54,7 +54,7 @@ def _save_sharded(state: State, folder: Path) -> None:
     """By two workers, each half of it."""
 
     def save(worker: Worker) -> None:
-        with Together(folder, worker, keep=1) as saver:
+        with DistributedSaver(folder, worker, keep=1) as saver:
             saver.save(1, {"model": state}, facts={})
 
     gang(2, folder.parent, save)

@@ -31,7 +31,7 @@ MOST_GPUS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class AdviseOptions:
     """What was said on the command line; None for what was not."""
 
     config: Path | None = None
@@ -57,7 +57,7 @@ class Options:
     beyond: bool = False
 
 
-def task(options: Options, spec: Spec | None) -> Task:
+def task(options: AdviseOptions, spec: Spec | None) -> Task:
     """The task that options and spec describe; options win.
 
     Raises:
@@ -91,7 +91,7 @@ def task(options: Options, spec: Spec | None) -> Task:
     )
 
 
-def _hardware(options: Options, spec: Spec | None) -> Hardware:
+def _hardware(options: AdviseOptions, spec: Spec | None) -> Hardware:
     nodes = resolve_nodes(spec) if spec is not None else ()
     slots = [node.slots for node in nodes]
     known = [one for one in slots if isinstance(one, int)]
@@ -114,7 +114,7 @@ def _hardware(options: Options, spec: Spec | None) -> Hardware:
     return Hardware(gpu=gpu, gpus=gpus, per_node=per_node, network=hardware.network(options.network or default))
 
 
-def _model(options: Options, spec: Spec | None) -> Model:
+def _model(options: AdviseOptions, spec: Spec | None) -> Model:
     if options.config is not None:
         return read_config(options.config, seq=options.seq)
     if options.module is not None:
@@ -146,7 +146,7 @@ def _model(options: Options, spec: Spec | None) -> Model:
     )  # fmt: skip
 
 
-def _usual(params: float, options: Options) -> Model:
+def _usual(params: float, options: AdviseOptions) -> Model:
     """A model with so many parameters in the usual proportions: width 128 times the number of blocks, near enough."""
     layers = options.layers or max(1, round((params / (12 * 128**2)) ** (1 / 3)))
     hidden = options.hidden or max(128, round((params / (12 * layers)) ** 0.5 / 128) * 128)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from dtctl.advise.hardware import Hardware
 from dtctl.advise.speed import Speed, speed
-from dtctl.estimate.memory import BUDGET, GIB, RUNTIME, Layout, Memory, Precision, Recipe, memory
+from dtctl.estimate.memory import BUDGET, GIB, RUNTIME, Layout, MemoryEstimate, Precision, Recipe, memory
 from dtctl.estimate.model import Model
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -39,7 +39,7 @@ class Choice:
     """One way, with its price."""
 
     layout: Layout
-    memory: Memory
+    memory: MemoryEstimate
     speed: Speed
     budget: float
     """Bytes of a GPU that may be planned for."""

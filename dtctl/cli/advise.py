@@ -79,12 +79,12 @@ def advise(
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
     """Say how to spread a training over GPUs: memory by part, speed, the best choice and why, and what does not fit."""
-    from dtctl.advise.gather import Options, task
+    from dtctl.advise.gather import AdviseOptions, task
 
     path = _path(spec, write=write)
     loaded = _loaded(path, asked=spec is not None or write)
     wanted = task(
-        Options(
+        AdviseOptions(
             config=config, module=model, params=params, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads,
             ffn=ffn, gated=gated, vocab=vocab, experts=experts, seq=seq, batch=batch, gpus=gpus, per_node=per_node,
             gpu=gpu, gpu_memory=gpu_memory, network=network, precision=precision.value, compiled=compiled,

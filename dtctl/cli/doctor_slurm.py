@@ -20,7 +20,7 @@ def examine_offer(spec: Spec, *, json_lines: bool) -> int:
     """Print what stands in the way of the job, and when Slurm thinks that it starts; the exit code."""
     from dtctl.doctor.findings import ordered
     from dtctl.errors import DoctorFailed
-    from dtctl.slurm.offer import CHECKS
+    from dtctl.slurm.partition_checks import CHECKS
     from dtctl.slurm.site import site_of
 
     begun = time.monotonic()
@@ -48,14 +48,14 @@ def _ask(spec: Spec, site: Site) -> tuple[list[Finding], str]:
     from dtctl.doctor.findings import Finding
     from dtctl.launch.cluster import cluster_of
     from dtctl.launch.first_plan import first_plan
-    from dtctl.slurm import batch, talk
-    from dtctl.slurm.offer import lacks
+    from dtctl.slurm import batch, login_client
+    from dtctl.slurm.partition_checks import lacks
     from dtctl.slurm.submit import python_at, words
     from dtctl.spec.model import Slurm
 
     plan = first_plan(spec, cluster_of(spec, start=False), run="doctor")
     python = python_at(spec, site)
-    offer = talk.ask(site, python, {"op": "offer"})
+    offer = login_client.ask(site, python, {"op": "offer"})
     found = [
         Finding(
             check=lack.check,
@@ -70,7 +70,7 @@ def _ask(spec: Spec, site: Site) -> tuple[list[Finding], str]:
     if any(finding.status == "fail" for finding in found):
         return found, ""
     text = batch.text(spec, plan, chdir=Path("/"), output=Path("/dev/null"))
-    answer = talk.ask(site, python, {"op": "test", "text": text})
+    answer = login_client.ask(site, python, {"op": "test", "text": text})
     said = words(answer["said"])
     if answer["code"]:
         fix = "Slurm's words name what it does not like; `dtctl sbatch` prints the file"

@@ -48,9 +48,9 @@ def launch(
 
     What stands behind `--` is given to the script, after the arguments of the spec.
     """
-    from dtctl.cli.launching import Options, dry_launch, real_launch
+    from dtctl.cli.launching import LaunchOptions, dry_launch, real_launch
 
-    options = Options(
+    options = LaunchOptions(
         spec=spec,
         nodes=nodes,
         slots=slots,

@@ -145,11 +145,11 @@ def _end(site: Site, ref: JobRef) -> dict[str, Any]:
     Raises:
         LaunchError: it does not end.
     """
-    from dtctl.slurm import talk
+    from dtctl.slurm import login_client
     from dtctl.slurm.follow import cancel, is_on
 
     deadline, cancelled = time.monotonic() + CANCEL_LIMIT_S, False
-    while is_on(state := talk.ask(site, ref.python, {"op": "state", "job": ref.job})["job"]):
+    while is_on(state := login_client.ask(site, ref.python, {"op": "state", "job": ref.job})["job"]):
         if not cancelled:
             cancel(site, ref.job)
             cancelled = True

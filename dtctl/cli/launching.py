@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class LaunchOptions:
     """What the command line of `dtctl launch` says."""
 
     spec: Path | None
@@ -47,7 +47,7 @@ class Options:
         return str(self.spec or names.SPEC_FILE) if self.nodes is None else ""
 
 
-def spec_of(options: Options) -> Spec:
+def spec_of(options: LaunchOptions) -> Spec:
     """The spec that the options name or describe.
 
     Raises:
@@ -75,7 +75,7 @@ def spec_of(options: Options) -> Spec:
     return spec.model_copy(update={"job": job})
 
 
-def dry_launch(options: Options, folder: Path | None) -> int:
+def dry_launch(options: LaunchOptions, folder: Path | None) -> int:
     """Print, or write to `folder`, exactly what a launch would send."""
     import time
 
@@ -136,7 +136,7 @@ def show_scripts(plan: Plan, scripts: dict[str, str]) -> None:
         output.raw(text)
 
 
-def real_launch(options: Options) -> int:
+def real_launch(options: LaunchOptions) -> int:
     """Launch, watch, and report; the exit code."""
     from dtctl.launch.record import RunInfo, RunRecord, check_run_name, new_run_id
 
@@ -243,7 +243,7 @@ def _continued(spec: Spec, earlier: str) -> tuple[Spec, Mapping[str, str]]:
     return continuation.continued(spec, record)
 
 
-def background_launch(options: Options, spec: Spec, run: str) -> int:
+def background_launch(options: LaunchOptions, spec: Spec, run: str) -> int:
     """Leave a launcher of its own behind, and return when it says that the job runs."""
     from dtctl.cli.launch_view import LaunchView
     from dtctl.launch.background import launch_in_background

@@ -15,7 +15,7 @@ from dtctl.cli import output
 from dtctl.errors import DoctorFailed, DtctlError, UsageError
 
 if TYPE_CHECKING:
-    from dtctl.lint.model import Cluster, Problem
+    from dtctl.lint.model import ClusterFacts, Problem
 
 
 class Format(str, Enum):
@@ -101,23 +101,23 @@ def _explain(name: str) -> int:
     return 0
 
 
-def _cluster(path: Path | None) -> Cluster:
+def _cluster(path: Path | None) -> ClusterFacts:
     """What the spec says about the cluster; nothing without one. A spec that was not asked for may be wrong."""
-    from dtctl.lint.model import Cluster
+    from dtctl.lint.model import ClusterFacts
 
     default = Path(names.SPEC_FILE)
     if path is None and not default.is_file():
-        return Cluster()
+        return ClusterFacts()
     from dtctl.spec.load import load_spec
     from dtctl.spec.nodes import resolve_nodes
 
     try:
-        return Cluster(nodes=len(resolve_nodes(load_spec(path or default))))
+        return ClusterFacts(nodes=len(resolve_nodes(load_spec(path or default))))
     except DtctlError as exc:
         if path is not None:
             raise
         output.err(f"note: {default} is left aside: {exc.message}")
-        return Cluster()
+        return ClusterFacts()
 
 
 def _mend(found: Sequence[Problem]) -> None:

@@ -34,7 +34,7 @@ def render(
     from dtctl.errors import UsageError
     from dtctl.kubernetes import jobset
     from dtctl.launch.record import check_run_name, new_run_id
-    from dtctl.plan.build import Facts, build
+    from dtctl.plan.build import PlanFacts, build
     from dtctl.spec.load import load_spec
     from dtctl.spec.nodes import resolve_nodes
 
@@ -48,7 +48,7 @@ def render(
         check_run_name(name)
     run = name or new_run_id(checked.job.name, now=time.time())
     # The address is one of a pod, which nobody knows yet.
-    plan = build(checked, resolve_nodes(checked), run=run, facts=Facts(environ=os.environ, address="pod-0"))
+    plan = build(checked, resolve_nodes(checked), run=run, facts=PlanFacts(environ=os.environ, address="pod-0"))
     text = jobset.text(checked, plan)
     if out is None:
         output.raw(text)

@@ -13,7 +13,7 @@ from dtctl.cli import output
 from dtctl.errors import DtctlError, LaunchError, SnapshotError
 
 if TYPE_CHECKING:
-    from dtctl.launch.gathering import Rule
+    from dtctl.launch.collect_snapshot import PruneRule
     from dtctl.launch.snapshots import RunSnapshots
 
 app = typer.Typer(help="Look at snapshots: of a folder, or of a run on its nodes.", no_args_is_help=True)
@@ -70,7 +70,7 @@ def ls(place: Place = None, json_: Json = False) -> int:
 def verify(place: Place = None, json_: Json = False) -> int:
     """Read every byte of every snapshot and compare digests; exit code 10 if one is damaged."""
     from dtctl.launch import snapshots
-    from dtctl.launch.gathering import spread
+    from dtctl.launch.collect_snapshot import spread
 
     if snapshots.is_folder(place):
         answers, silent = _all("verify", place, [])
@@ -145,9 +145,9 @@ def prune(
             for answer in answers.values()
         ]
     else:
-        from dtctl.launch.gathering import Rule
+        from dtctl.launch.collect_snapshot import PruneRule
 
-        rule = Rule(keep=keep, every_s=None if every_h is None else every_h * 3600, keep_best=not no_best)
+        rule = PruneRule(keep=keep, every_s=None if every_h is None else every_h * 3600, keep_best=not no_best)
         found, silent = _prune_run(_of_run(place), rule, dry_run=dry_run)
     if json_:
         output.emit_json({"places": found, "dry_run": dry_run})
@@ -164,15 +164,15 @@ def prune(
     return SnapshotError.exit_code if any(one["left"] for one in found) else _code(silent)
 
 
-def _prune_run(run: RunSnapshots, rule: Rule, *, dry_run: bool) -> tuple[list[dict[str, Any]], list[DtctlError]]:
+def _prune_run(run: RunSnapshots, rule: PruneRule, *, dry_run: bool) -> tuple[list[dict[str, Any]], list[DtctlError]]:
     """By what the nodes have together, since each may have a part of every snapshot; what each keeps and loses."""
-    from dtctl.launch import gathering, snapshots
+    from dtctl.launch import collect_snapshot, snapshots
 
     answers, silent = _all("pieces", None, [], run)
-    found = gathering.spread(answers)
+    found = collect_snapshot.spread(answers)
     rows = []
     for node, answer in answers.items():
-        gone = gathering.removable(found, rule, node, all_told=not silent)
+        gone = collect_snapshot.removable(found, rule, node, all_told=not silent)
         steps = {one.step for one in gone}
         left: list[str] = []
         if steps and not dry_run:
@@ -304,10 +304,10 @@ def _newest(verb: str, place: str | None, options: Sequence[str]) -> dict[str, A
 
 def _of_nodes(verb: str, run: RunSnapshots, options: Sequence[str], out: Path | None = None) -> dict[str, Any]:
     """The same for a run: where one node has all of the snapshot, there; else here, with what the nodes send."""
-    from dtctl.launch import gathering, snapshots
+    from dtctl.launch import collect_snapshot, snapshots
 
     answers, _ = _all("pieces", None, [], run)
-    found = gathering.spread(answers)
+    found = collect_snapshot.spread(answers)
     chosen = next((one for one in found if one.whole), None)
     newer = found[: found.index(chosen)] if chosen is not None else found
     reasons = [f"{Path(one.path).name} is {one.row()['status']}: {'; '.join(one.row()['bad'])}" for one in newer]
@@ -317,7 +317,7 @@ def _of_nodes(verb: str, run: RunSnapshots, options: Sequence[str], out: Path | 
     for reason in reasons:
         output.err(f"passed over: {reason}", "yellow")
     if not chosen.complete:
-        with gathering.brought(run, chosen) as folder:
+        with collect_snapshot.brought(run, chosen) as folder:
             told = snapshots.here([verb, str(folder), *options, *(["--out", str(out)] if out else [])])
         if "error" in told.answer:
             text = told.answer["error"]

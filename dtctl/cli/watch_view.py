@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from dtctl import folders, names
 from dtctl.cli.launch_view import STATES
 from dtctl.launch.logs import rank_of
-from dtctl.launch.readable import number
 from dtctl.launch.state import RunState, state_of, where_the_time_went
+from dtctl.launch.validate_records import number
 from dtctl.printable import printable
 
 if TYPE_CHECKING:

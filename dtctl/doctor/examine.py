@@ -13,7 +13,7 @@ from dtctl.doctor.checks import collective, environment, hardware, links, networ
 from dtctl.doctor.findings import Finding, ordered
 from dtctl.doctor.node_report import NodeReport
 from dtctl.doctor.observe import NodeQuery, Probes, Progress
-from dtctl.launch.cluster import Cluster
+from dtctl.launch.cluster import ResolvedCluster
 from dtctl.plan import rendezvous
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import NodeSpec
@@ -51,7 +51,7 @@ class Examination:
         return (*skipped, "the job's own code and data")
 
 
-def examine(spec: Spec, cluster: Cluster, *, skip: Collection[Costly], progress: Progress) -> Examination:
+def examine(spec: Spec, cluster: ResolvedCluster, *, skip: Collection[Costly], progress: Progress) -> Examination:
     """Examine all nodes of a spec.
 
     Args:
@@ -78,7 +78,7 @@ def examine(spec: Spec, cluster: Cluster, *, skip: Collection[Costly], progress:
         if folders and not quick and len(seen) > 1:
             found += shared_folders.judge(shared_folders.look(probes, seen, folders))
             ran += shared_folders.RAN
-        sums = collective.Sums()
+        sums = collective.AllReduceResult()
         if "collective" not in skip and _can_add_up(seen, found):
             envs = {one.name: {**spec.job.env, **one.env} for one in cluster.nodes}
             python = {one.name: one.python or "python3" for one in cluster.nodes}
@@ -123,7 +123,7 @@ def _can_add_up(seen: list[NodeReport], found: list[Finding]) -> bool:
 
 
 def _judge(
-    spec: Spec, cluster: Cluster, seen: list[NodeReport], candidates: tuple[int, ...], *, measured: bool
+    spec: Spec, cluster: ResolvedCluster, seen: list[NodeReport], candidates: tuple[int, ...], *, measured: bool
 ) -> tuple[list[Finding], list[str]]:
     """The findings, and the names of the checks that were made."""
     found = list(node.reach(seen))
@@ -168,7 +168,7 @@ def _of_nodes(well: list[NodeReport], spec: Spec, slots: dict[str, int]) -> list
     ]
 
 
-def wanted_of(spec: Spec, one: NodeSpec, cluster: Cluster) -> NodeQuery:
+def wanted_of(spec: Spec, one: NodeSpec, cluster: ResolvedCluster) -> NodeQuery:
     """What to ask about a node of the spec."""
     data = spec.settings.get("data", {})
     root = spec.job.files.root

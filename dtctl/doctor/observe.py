@@ -17,7 +17,7 @@ from dtctl.doctor import answers, rounds
 from dtctl.doctor.checks import links
 from dtctl.doctor.node_report import NodeReport, good_ways
 from dtctl.errors import ConnectError, DtctlError, NodeError
-from dtctl.launch.link import Link, error_of, open_program
+from dtctl.launch.link import NodeLink, error_of, open_program
 from dtctl.launch.messages import before_start
 from dtctl.supervisor import bootstrap
 from dtctl.transport.base import Connection, Target, Transport
@@ -62,7 +62,7 @@ class _Node:
         self.seen = NodeReport(name=wanted.target.name)
         self._transport = transport
         self._connection: Connection | None = None
-        self._link: Link | None = None
+        self._link: NodeLink | None = None
 
     def begin(self, message: Mapping[str, Any]) -> None:
         """Connect, start the probe, ask for the time and the facts."""

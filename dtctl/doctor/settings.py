@@ -10,13 +10,13 @@ from dtctl.doctor.examine import wanted_of
 from dtctl.doctor.node_report import NodeReport, good_ways
 from dtctl.doctor.observe import observe
 from dtctl.errors import DtctlError
-from dtctl.launch.cluster import Cluster
+from dtctl.launch.cluster import ResolvedCluster
 from dtctl.nccl import profiles
 from dtctl.spec.model import Spec
 from dtctl.transport.fanout import raise_failures
 
 
-def node_settings(spec: Spec, cluster: Cluster) -> list[dict[str, Any]]:
+def node_settings(spec: Spec, cluster: ResolvedCluster) -> list[dict[str, Any]]:
     """For each node: `node`, `profile`, `set` (name, value, reason), `now` (name, value, origin), `unreached`.
 
     The last are the nodes that it cannot call on its route to them: what is to be set is tried, not only derived.
@@ -36,7 +36,9 @@ def _of(node: NodeReport, seen: list[NodeReport], spec: Spec, job: dict[str, str
     ways = [way for other in seen if other is not node and (way := node.facts["ways"].get(other.address))]
     chosen = spec.network.interface
     named = chosen.get(node.name) if isinstance(chosen, dict) else None if chosen == "auto" else chosen
-    network = profiles.Network(interface=named or (ways[0] if ways else ""), rdma=node.facts["rdma"], nodes=len(seen))
+    network = profiles.NetworkProfile(
+        interface=named or (ways[0] if ways else ""), rdma=node.facts["rdma"], nodes=len(seen)
+    )
     profile = profiles.detect(network) if spec.network.profile == "auto" else spec.network.profile
     good = good_ways([node])
     return {

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from dtctl.estimate.memory import GIB, RUNTIME, Layout, Memory, Precision, Recipe, Recompute, memory
+from dtctl.estimate.memory import GIB, RUNTIME, Layout, MemoryEstimate, Precision, Recipe, Recompute, memory
 from dtctl.estimate.model import Model
 
 SMALL: Final = 0.2
@@ -21,7 +21,7 @@ ORDER: Final = ("ddp", "zero1", "hsdp", "fsdp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class TrainingSetting:
     """Where and how a model is to be trained."""
 
     workers: int
@@ -50,11 +50,11 @@ class Candidate:
 
     strategy: str
     layout: Layout
-    memory: Memory
+    memory: MemoryEstimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class StrategyVerdict:
     """What was found."""
 
     candidate: Candidate
@@ -65,20 +65,20 @@ class Verdict:
     hint: str | None = None
 
 
-def small(model: Model, setting: Setting) -> Verdict | None:
+def small(model: Model, setting: TrainingSetting) -> StrategyVerdict | None:
     """ddp, if what can be divided is little beside the memory; a look at activations would change nothing."""
     ddp = candidates(model, setting)[0]
     need = ddp.memory.states + ddp.memory.temporary
     if need > SMALL * setting.budget:
         return None
-    return Verdict(
+    return StrategyVerdict(
         candidate=ddp,
         fits=True,
         reason=f"whose states need {_gib(ddp.memory.states)} GiB of {_of(setting)}",
     )
 
 
-def choose(model: Model, setting: Setting, *, unseen: str | None = None) -> Verdict:
+def choose(model: Model, setting: TrainingSetting, *, unseen: str | None = None) -> StrategyVerdict:
     """The first strategy that fits.
 
     Args:
@@ -91,14 +91,14 @@ def choose(model: Model, setting: Setting, *, unseen: str | None = None) -> Verd
     room = setting.budget * (UNSEEN if unseen else 1.0)
     for number, one in enumerate(found):
         if one.memory.total <= room:
-            return Verdict(candidate=one, fits=True, reason=_since(found[:number], one, setting) + note)
+            return StrategyVerdict(candidate=one, fits=True, reason=_since(found[:number], one, setting) + note)
     last = min(found, key=lambda one: one.memory.total)
     if unseen and last.memory.total <= setting.budget:
-        return Verdict(candidate=last, fits=True, reason=_since(found[:-1], last, setting) + note)
+        return StrategyVerdict(candidate=last, fits=True, reason=_since(found[:-1], last, setting) + note)
     if (halved := _halved(model, setting)) is not None:
         return halved
     over = last.memory.total - setting.budget
-    return Verdict(
+    return StrategyVerdict(
         candidate=last,
         fits=False,
         reason=f"{last.strategy} needs {_needs(last)} of {_of(setting)}, {_gib(over)} too many",
@@ -106,7 +106,7 @@ def choose(model: Model, setting: Setting, *, unseen: str | None = None) -> Verd
     )
 
 
-def candidates(model: Model, setting: Setting) -> list[Candidate]:
+def candidates(model: Model, setting: TrainingSetting) -> list[Candidate]:
     """All strategies that are possible, in the order in which they are preferred."""
     workers, per_node = setting.workers, setting.per_node
     base = Layout(
@@ -129,7 +129,7 @@ def candidates(model: Model, setting: Setting) -> list[Candidate]:
     ]
 
 
-def _halved(model: Model, setting: Setting) -> Verdict | None:
+def _halved(model: Model, setting: TrainingSetting) -> StrategyVerdict | None:
     """Smaller passes with ddp or zero1, where running out of memory leads to them."""
     micro = setting.micro_batch
     while setting.halves and micro > 1:
@@ -137,11 +137,11 @@ def _halved(model: Model, setting: Setting) -> Verdict | None:
         for one in candidates(model, _with(setting, micro)):
             if one.strategy in ("ddp", "zero1") and one.memory.total <= setting.budget:
                 reason = f"in passes of {micro} samples, since nothing fits with {setting.micro_batch}: "
-                return Verdict(candidate=one, fits=True, reason=f"{reason}{_needs(one)} of {_of(setting)}")
+                return StrategyVerdict(candidate=one, fits=True, reason=f"{reason}{_needs(one)} of {_of(setting)}")
     return None
 
 
-def _with(setting: Setting, micro: int) -> Setting:
+def _with(setting: TrainingSetting, micro: int) -> TrainingSetting:
     return replace(setting, micro_batch=micro, accumulate=setting.accumulate * (setting.micro_batch // micro))
 
 
@@ -150,11 +150,11 @@ def _smaller(micro: int) -> int:
     return micro // next(number for number in range(2, micro + 1) if micro % number == 0)
 
 
-def _fits_with(model: Model, setting: Setting, micro: int) -> bool:
+def _fits_with(model: Model, setting: TrainingSetting, micro: int) -> bool:
     return any(one.memory.total <= setting.budget for one in candidates(model, _with(setting, micro)))
 
 
-def _since(refused: list[Candidate], taken: Candidate, setting: Setting) -> str:
+def _since(refused: list[Candidate], taken: Candidate, setting: TrainingSetting) -> str:
     """Why the ones before do not do."""
     if not refused:
         return f"which needs {_needs(taken)} of {_of(setting)}"
@@ -176,7 +176,7 @@ def _needs(one: Candidate) -> str:
     return f"{_gib(need.total)} GiB ({told})"
 
 
-def _of(setting: Setting) -> str:
+def _of(setting: TrainingSetting) -> str:
     return f"{_gib(setting.budget)} GiB per {setting.unit}"
 
 
@@ -187,7 +187,7 @@ def _gib(size: float) -> str:
     return f"{size / GIB:.1f}" if size >= 10 * GIB else f"{size / GIB:.2f}"
 
 
-def _what_helps(one: Candidate, setting: Setting, fits_with: Callable[[int], bool]) -> str:
+def _what_helps(one: Candidate, setting: TrainingSetting, fits_with: Callable[[int], bool]) -> str:
     """What would make it fit."""
     need, helps = one.memory, []
     micro = setting.micro_batch

@@ -75,7 +75,7 @@ class Layout(Degrees):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class MemoryEstimate:
     """Bytes of the fullest GPU."""
 
     states: float
@@ -112,8 +112,8 @@ def states(params: float, *, stage: Literal[0, 1, 2, 3], shards: int, gradient_b
     return params * sum(size / (shards if stage >= first else 1) for size, first in parts)
 
 
-def memory(model: Model, layout: Layout, recipe: Recipe = RUNTIME) -> Memory:
-    """Memory of the fullest GPU."""
+def memory(model: Model, layout: Layout, recipe: Recipe = RUNTIME) -> MemoryEstimate:
+    """MemoryEstimate of the fullest GPU."""
     # The first stage has the embeddings, the last one the output: half of what is outside of blocks, with a pipeline.
     root = model.root_params / layout.tp / (2 if layout.pp > 1 else 1)
     blocks = -(-model.layers // layout.pp)
@@ -138,7 +138,7 @@ def memory(model: Model, layout: Layout, recipe: Recipe = RUNTIME) -> Memory:
     work -= shared_room
     dynamic = state + work + temporary
     exchange = recipe.exchange if layout.workers > 1 else 0.0
-    return Memory(
+    return MemoryEstimate(
         states=state,
         activations=max(0.0, work - logits),
         logits=min(logits, work),

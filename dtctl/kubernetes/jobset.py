@@ -173,7 +173,7 @@ def _script(spec: Spec, plan: Plan, name: str) -> str:
         "python": node.python or "python3",
         "head": f"{name}-{WORKERS}-0-0.{name}",
         "port": plan.rendezvous.port,
-        "meeting": standalone(Path(__file__).with_name("meet.py")),
+        "meeting": standalone(Path(__file__).with_name("pick_endpoint.py")),
         "argv": _late(node.argv) if plan.kind == "torchrun" else node.argv,
         "grace_s": plan.grace_s,
     }

@@ -14,12 +14,12 @@ from dtctl import folders, names
 from dtctl.errors import PlanError, SpecError
 from dtctl.launch import first_plan as first
 from dtctl.launch import push as pushing
-from dtctl.launch.cluster import Cluster, cluster_of
-from dtctl.launch.job import Job
-from dtctl.launch.link import Link
+from dtctl.launch.cluster import ResolvedCluster, cluster_of
+from dtctl.launch.job import LaunchJob
+from dtctl.launch.link import NodeLink
 from dtctl.launch.record import RunRecord
 from dtctl.launch.tree import Tree, scan
-from dtctl.plan.build import Facts, build
+from dtctl.plan.build import PlanFacts, build
 from dtctl.plan.environment import check_text
 from dtctl.plan.model import Plan
 from dtctl.spec.model import Spec
@@ -46,7 +46,7 @@ def spec_of_run(record: RunRecord) -> Spec:
     return parse_spec(text, source=str(path), base_dir=record.base_dir)
 
 
-def cluster_of_run(record: RunRecord) -> Cluster:
+def cluster_of_run(record: RunRecord) -> ResolvedCluster:
     """The nodes of a run that was launched before, and the way to them.
 
     Raises:
@@ -55,7 +55,7 @@ def cluster_of_run(record: RunRecord) -> Cluster:
     return cluster_of(spec_of_run(record), start=False)
 
 
-def job_of_run(record: RunRecord) -> Job:
+def job_of_run(record: RunRecord) -> LaunchJob:
     """The job of a run that was launched before; nothing is pushed for it again.
 
     Raises:
@@ -68,7 +68,7 @@ def job_of_run(record: RunRecord) -> Job:
     return job_of(spec, cluster, run=record.run, keep=True, code=None, token=info.token, snapshots=info.snapshots)
 
 
-def attempt_of_run(record: RunRecord, job: Job) -> Plan:
+def attempt_of_run(record: RunRecord, job: LaunchJob) -> Plan:
     """The plan of the newest attempt of a run, made again.
 
     Raises:
@@ -123,7 +123,7 @@ class CodePush:
         """The scanned tree; waits for the scan."""
         return self._tree.result()
 
-    def __call__(self, link: Link, progress: Callable[[int], None]) -> dict[str, Any]:
+    def __call__(self, link: NodeLink, progress: Callable[[int], None]) -> dict[str, Any]:
         """Bring the tree to one node; what was done."""
         done = pushing.push(link, self.tree, shared=self._payloads, progress=progress)
         return {"path": done.path, "files": done.files_sent, "bytes": done.bytes_sent, "state": done.state}
@@ -161,14 +161,14 @@ def check_program_files(spec: Spec, tree: Tree) -> None:
 
 def job_of(
     spec: Spec,
-    cluster: Cluster,
+    cluster: ResolvedCluster,
     *,
     run: str,
     keep: bool,
     code: CodePush | None,
     token: str | None = None,
     snapshots: Mapping[str, str] | None = None,
-) -> Job:
+) -> LaunchJob:
     """Everything that a launch needs, decided; `token` is that of a run that is under way already.
 
     `snapshots` are the folders, by node, of a run that is gone on from.
@@ -184,10 +184,10 @@ def job_of(
     everyone = {node.name: node for node in (*cluster.nodes, *cluster.spares)}
 
     def make_plan(attempt: int, address: str, port: int, gpus: Mapping[str, int], nodes: Sequence[str]) -> Plan:
-        facts = Facts(environ=os.environ, address=address, port=port, gpus=gpus, share=share, source=source)
+        facts = PlanFacts(environ=os.environ, address=address, port=port, gpus=gpus, share=share, source=source)
         return build(spec, [everyone[name] for name in nodes], run=run, attempt=attempt, facts=facts)
 
-    spare_facts = Facts(environ=os.environ, share=share)
+    spare_facts = PlanFacts(environ=os.environ, share=share)
     standing_by = build(spec, cluster.spares, run=run, facts=spare_facts).nodes if cluster.spares else ()
 
     def make_script(plan: Plan, node: NodePlan) -> str:
@@ -195,7 +195,7 @@ def job_of(
 
         return node_script(plan, node, base_dir=spec.base_dir)
 
-    return Job(
+    return LaunchJob(
         run=run,
         token=token or secrets.token_hex(16),
         first_plan=plan,

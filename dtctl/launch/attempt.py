@@ -14,11 +14,11 @@ from dtctl import names
 from dtctl.launch.failure import AGENT, Failure
 from dtctl.launch.gang import Gang
 from dtctl.launch.hang import HangLimit
-from dtctl.launch.inquest import Inquest, Watched
+from dtctl.launch.hang_monitor import HangMonitor, Watched
 from dtctl.launch.link import error_of
 from dtctl.launch.logs import METRICS
 from dtctl.launch.progress import Standing
-from dtctl.launch.session import Said
+from dtctl.launch.session import NodeMessage
 from dtctl.plan.model import Plan
 
 CALL_AGAIN_S = 0.5
@@ -29,7 +29,7 @@ START_LIMIT_S = 30.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Outcome:
+class AttemptOutcome:
     """How an attempt ended."""
 
     failures: list[Failure] = field(default_factory=list)
@@ -67,13 +67,13 @@ class Attempt:
     """Bookkeeping of one attempt: who has started, who has ended, who is still to be waited for."""
 
     def __init__(
-        self, gang: Gang, plan: Plan, link_timeout_s: float, *, inquest: Inquest, under_way: bool = False
+        self, gang: Gang, plan: Plan, link_timeout_s: float, *, inquest: HangMonitor, under_way: bool = False
     ) -> None:
         self.gang = gang
         self.inquest = inquest
         self.plan = plan
         self.link_timeout_s = link_timeout_s
-        self.outcome = Outcome()
+        self.outcome = AttemptOutcome()
         self.open = {node.name for node in plan.nodes}
         self.starting = set() if under_way else set(self.open)
         self.quiet = set(self.open)
@@ -93,7 +93,7 @@ class Attempt:
         self.away: dict[str, _Away] = {}
         """Nodes of a kept run whose link is gone: they go on, and are called again from time to time."""
 
-    def take(self, said: Said) -> None:
+    def take(self, said: NodeMessage) -> None:
         """Act on one message of a node that still belongs to the attempt."""
         name = said.session.name
         if said.what == "log":
@@ -125,7 +125,7 @@ class Attempt:
         else:
             self._watch(name, said)
 
-    def _is_own(self, name: str, said: Said) -> bool:
+    def _is_own(self, name: str, said: NodeMessage) -> bool:
         """Whether what a node says is about its own workers, or torchrun's agent there."""
         facts = said.data["exits"] if said.what == "stopped" else [said.data]
         return said.what not in ("exit", "stopped") or all(fact["rank"] in self.ranks[name] | {-1} for fact in facts)
@@ -193,7 +193,7 @@ class Attempt:
             self.outcome.failures.append(failure)
             self._stop_others("a worker was told to stop" if data["code"] == names.REQUEUE_EXIT else f"{name} failed")
 
-    def _watch(self, name: str, said: Said) -> None:
+    def _watch(self, name: str, said: NodeMessage) -> None:
         """What a node says about how far its workers are."""
         if said.what in ("pong", "progress"):
             own = [fact for fact in said.data["workers"] if fact["rank"] in self.ranks[name]]
@@ -271,7 +271,7 @@ class Attempt:
         for name in self.open:
             self.gang.sessions[name].send({"op": "stop", "now": True} if at_once else {"op": "stop"})
 
-    def close(self) -> Outcome:
+    def close(self) -> AttemptOutcome:
         """What it came to, when no node is open any more."""
         found = [worker for worker in self.inquest.deserters() if worker.rank not in self.failed]
         self.outcome.deserters = sorted(found, key=lambda worker: -worker.stale_s)
@@ -324,7 +324,7 @@ def watch(
     hang_start_s: HangLimit = "auto",
     on_started: Callable[[], None] | None,
     on_progress: Watched | None = None,
-) -> Outcome:
+) -> AttemptOutcome:
     """Watch an attempt to its end on every node.
 
     Args:
@@ -337,7 +337,7 @@ def watch(
         on_progress: told how far the workers are, whenever a node says so.
     """
     folder = gang.logs.folder / names.HANGS_DIR / f"attempt-{plan.attempt}"
-    inquest = Inquest(
+    inquest = HangMonitor(
         places={rank: node.name for node in plan.nodes for rank in node.ranks},
         limit=hang_s,
         start_limit=hang_start_s,

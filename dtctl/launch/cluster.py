@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
+class ResolvedCluster:
     """The nodes of a spec and the way to them."""
 
     nodes: tuple[NodeSpec, ...]
@@ -29,7 +29,7 @@ class Cluster:
     """Calls the nodes and imports what the transport needs, which takes a while; not called in a dry run."""
 
 
-def cluster_of(spec: Spec, *, start: bool) -> Cluster:
+def cluster_of(spec: Spec, *, start: bool) -> ResolvedCluster:
     """The nodes that a spec names.
 
     Args:
@@ -49,18 +49,18 @@ def cluster_of(spec: Spec, *, start: bool) -> Cluster:
     return replace(found, make_transport=make_transport)
 
 
-def _cluster_of(spec: Spec, *, start: bool) -> Cluster:
+def _cluster_of(spec: Spec, *, start: bool) -> ResolvedCluster:
     if spec.cluster.transport == "sandbox":
         return _sandbox(spec, start=start)
     nodes = resolve_nodes(spec)
     spares = resolve_spares(spec)
     targets = _targets(spec, (*nodes, *spares))
     if spec.cluster.transport == "slurm":
-        return Cluster(nodes=nodes, spares=spares, targets=targets, make_transport=_slurm)
+        return ResolvedCluster(nodes=nodes, spares=spares, targets=targets, make_transport=_slurm)
     if spec.cluster.transport == "local":
-        return Cluster(nodes=nodes, targets=targets, make_transport=_local)
+        return ResolvedCluster(nodes=nodes, targets=targets, make_transport=_local)
     first = [targets[node.name] for node in nodes]
-    return Cluster(nodes=nodes, spares=spares, targets=targets, make_transport=lambda: ssh_transport(first))
+    return ResolvedCluster(nodes=nodes, spares=spares, targets=targets, make_transport=lambda: ssh_transport(first))
 
 
 def _slurm() -> Transport:
@@ -105,7 +105,7 @@ def _targets(spec: Spec, nodes: Sequence[NodeSpec]) -> dict[str, Target]:
     }
 
 
-def _sandbox(spec: Spec, *, start: bool) -> Cluster:
+def _sandbox(spec: Spec, *, start: bool) -> ResolvedCluster:
     """The spec's nodes as hosts of the running sandbox.
 
     Args:
@@ -125,7 +125,7 @@ def _sandbox(spec: Spec, *, start: bool) -> Cluster:
     if sandbox is None and start:
         sandbox = control.up_or_running(name, nodes=len(wanted))
     if sandbox is None:
-        return Cluster(nodes=nodes, spares=spares, targets={}, make_transport=_never)
+        return ResolvedCluster(nodes=nodes, spares=spares, targets={}, make_transport=_never)
     hosts = {node.name: node for node in sandbox.nodes}
     missing = [node.name for node in wanted if node.name not in hosts]
     if missing:
@@ -156,7 +156,7 @@ def _sandbox(spec: Spec, *, start: bool) -> Cluster:
         return ssh_transport([targets[node.name] for node in nodes], opener(sandbox))
 
     count = len(nodes)
-    return Cluster(nodes=placed[:count], spares=placed[count:], targets=targets, make_transport=make_transport)
+    return ResolvedCluster(nodes=placed[:count], spares=placed[count:], targets=targets, make_transport=make_transport)
 
 
 def _placed(node: NodeSpec, address: str) -> NodeSpec:

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from dtctl import folders
-from dtctl.launch.cluster import Cluster
-from dtctl.plan.build import Facts, build
+from dtctl.launch.cluster import ResolvedCluster
+from dtctl.plan.build import PlanFacts, build
 from dtctl.plan.environment import Share
 from dtctl.plan.model import Plan
 from dtctl.spec.model import Spec
@@ -19,13 +19,15 @@ CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 
 
-def first_plan(spec: Spec, cluster: Cluster, *, run: str) -> Plan:
+def first_plan(spec: Spec, cluster: ResolvedCluster, *, run: str) -> Plan:
     """The plan as it is known before any node was asked; what a dry run shows.
 
     Raises:
         PlanError: no job can be made of the spec.
     """
-    return build(spec, cluster.nodes, run=run, facts=Facts(environ=os.environ, share=share(spec), source=source(spec)))
+    return build(
+        spec, cluster.nodes, run=run, facts=PlanFacts(environ=os.environ, share=share(spec), source=source(spec))
+    )
 
 
 def share(spec: Spec) -> Share | None:

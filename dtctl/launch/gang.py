@@ -14,7 +14,7 @@ from typing import Any
 
 from dtctl.errors import ConnectError, DtctlError
 from dtctl.launch.logs import Logs
-from dtctl.launch.session import Said, Session
+from dtctl.launch.session import NodeMessage, Session
 
 PUSH_FACTS = ("sent", "files", "bytes", "state", "path")
 PING_S = 1.0
@@ -30,7 +30,7 @@ Emit = Callable[..., None]
 class Gang:
     """The sessions of all nodes of a run, in node rank order."""
 
-    def __init__(self, sessions: list[Session], inbox: queue.Queue[Said], *, logs: Logs, emit: Emit) -> None:
+    def __init__(self, sessions: list[Session], inbox: queue.Queue[NodeMessage], *, logs: Logs, emit: Emit) -> None:
         self.sessions = {session.name: session for session in sessions}
         self.inbox = inbox
         self.logs = logs
@@ -139,7 +139,7 @@ class Gang:
         for session in asked:
             session.wait_closed(deadline - time.monotonic())
 
-    def next_message(self, timeout_s: float) -> Said | None:
+    def next_message(self, timeout_s: float) -> NodeMessage | None:
         """The next message of any node, None after `timeout_s`; keeps links alive and ends the run after `time_s`."""
         now = time.monotonic()
         if now - self._pinged >= PING_S:

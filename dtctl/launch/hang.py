@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from dtctl.launch.failure import Failure
-from dtctl.launch.progress import Phase, Standing
+from dtctl.launch.progress import ReportedPhase, Standing
 from dtctl.launch.record import write_private
 
 HangLimit = float | Literal["auto", "off"]
@@ -87,12 +87,12 @@ def silence(
         return None
     slowest_s = max(worker.slowest_s for worker in active)
     limit_s = max(FLOOR_S, FACTOR * slowest_s) if limit == "auto" else limit
-    stopped = [worker.stale_s for worker in active if worker.state == "T" and worker.phase != Phase.STARTING]
+    stopped = [worker.stale_s for worker in active if worker.state == "T" and worker.phase != ReportedPhase.STARTING]
     if stopped and min(stopped) >= limit_s:
         return min(stopped)
-    if any(worker.phase in (Phase.EVALUATION, Phase.SNAPSHOT) for worker in active):
+    if any(worker.phase in (ReportedPhase.EVALUATION, ReportedPhase.SNAPSHOT) for worker in active):
         return None
-    steps = all(worker.phase == Phase.STEPPING for worker in active)
+    steps = all(worker.phase == ReportedPhase.STEPPING for worker in active)
     done = min(worker.step - worker.first for worker in active)
     measured = len(workers) >= world_size and done >= (MEASURED_STEPS if limit == "auto" else 1)
     if not (steps and (measured or any(worker.until for worker in deserters(workers)))):
@@ -152,7 +152,7 @@ def failure(
         silent: workers that have told no progress yet, rank -> node.
     """
     active = [worker for worker in workers if not worker.out]
-    begun = [worker for worker in active if worker.phase != Phase.STARTING]
+    begun = [worker for worker in active if worker.phase != ReportedPhase.STARTING]
     text = f"no progress for {silent_s:.0f} s "
     text += f"in step {min(worker.step for worker in begun) + 1}" if begun else "before the first step"
     blamed = culprits(workers, stacks)

@@ -8,17 +8,17 @@ from typing import Any
 
 from dtctl.launch.failure import Failure
 from dtctl.launch.hang import HangLimit
-from dtctl.launch.link import Link
+from dtctl.launch.link import NodeLink
 from dtctl.plan.model import NodePlan, Plan
 from dtctl.transport.base import Target, Transport
 
 MakePlan = Callable[[int, str, int, Mapping[str, int], Sequence[str]], Plan]
 """(attempt, address of the head node, port, GPUs per node, nodes in rank order) -> plan."""
-Push = Callable[[Link, Callable[[int], None]], dict[str, Any]]
+Push = Callable[[NodeLink, Callable[[int], None]], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class LaunchJob:
     """All that `launch` needs to know, decided before the first connection."""
 
     run: str

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dtctl import folders
-from dtctl.launch.progress import Phase, Standing
+from dtctl.launch.progress import ReportedPhase, Standing
 from dtctl.launch.record import RUN_BYTES, write_private
 
 PHASES = (
@@ -95,7 +95,7 @@ class Ledger:
         """Take in how far the workers are; the smallest rank stands for all."""
         worker = min(workers, key=lambda worker: worker.rank)
         known = self._newest
-        if worker.phase == Phase.STARTING or (self._open and known is not None and worker.rank > known.rank):
+        if worker.phase == ReportedPhase.STARTING or (self._open and known is not None and worker.rank > known.rank):
             return
         if not self._open:
             self._begin(worker)

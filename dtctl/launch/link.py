@@ -13,7 +13,7 @@ from dtctl import shell
 from dtctl.errors import ConnectError, DtctlError, NodeError, TransferError
 from dtctl.launch import messages
 from dtctl.supervisor import bootstrap, frames
-from dtctl.transport.base import Connection, Stream
+from dtctl.transport.base import ByteStream, Connection
 
 HINTS = {
     "disk-full": "free some space there, or set `cluster.workdir` to another disk",
@@ -37,10 +37,10 @@ def error_of(message: dict[str, Any], node: str) -> DtctlError:
     return NodeError(text, node=node, hint=HINTS.get(code))
 
 
-class Link:
+class NodeLink:
     """Frames to and from one node. Reading and writing may happen in two threads, each by one."""
 
-    def __init__(self, stream: Stream, *, node: str, python: str = "python3") -> None:
+    def __init__(self, stream: ByteStream, *, node: str, python: str = "python3") -> None:
         """`python`: what was started there, for messages."""
         self.stream = stream
         self.node = node
@@ -155,12 +155,12 @@ class Link:
 
 def open_supervisor(
     connection: Connection, first: dict[str, Any], *, node: str, python: str | None, workdir: str
-) -> Link:
+) -> NodeLink:
     """Start the supervisor on a node and send it its first message."""
     return open_program(connection, bootstrap.opening(workdir) + frames.pack_json(first), node=node, python=python)
 
 
-def open_program(connection: Connection, program: bytes, *, node: str, python: str | None) -> Link:
+def open_program(connection: Connection, program: bytes, *, node: str, python: str | None) -> NodeLink:
     """Start Python on a node with a program of ours, of `bootstrap`; frames follow.
 
     Args:
@@ -170,7 +170,7 @@ def open_program(connection: Connection, program: bytes, *, node: str, python: s
         python: program name or path there; None for python3.
     """
     python = python or "python3"
-    link = Link(connection.open(bootstrap.command(python)), node=node, python=python)
+    link = NodeLink(connection.open(bootstrap.command(python)), node=node, python=python)
     with contextlib.suppress(ConnectError):  # it has ended already; `why_silent` tells why
         link.stream.write(program)
     return link

@@ -11,7 +11,7 @@ from enum import IntEnum
 from typing import Any
 
 
-class Phase(IntEnum):
+class ReportedPhase(IntEnum):
     """What a worker is about; the values are those of dtctl.runtime."""
 
     STARTING = 0
@@ -63,12 +63,12 @@ class Standing:
     @property
     def out(self) -> bool:
         """Whether it takes no more steps."""
-        return self.gone or self.phase == Phase.ENDING
+        return self.gone or self.phase == ReportedPhase.ENDING
 
     @property
     def early(self) -> bool:
         """Whether it takes no more steps although its training has some left, or had not begun."""
-        return self.out and (self.step < self.until or self.phase == Phase.STARTING)
+        return self.out and (self.step < self.until or self.phase == ReportedPhase.STARTING)
 
     @property
     def position(self) -> tuple[int, int]:
@@ -90,6 +90,7 @@ def standings(node: str, told: Iterable[Mapping[str, Any]]) -> list[Standing]:
 def unheard(node: str, rank: int) -> Standing:
     """A worker that has told no progress."""
     return Standing(
-        node=node, rank=rank, pid=0, phase=Phase.STARTING, step=0, place=0, first=0, saved=0, until=0, begun_s=0.0,
-        stale_s=0.0, slowest_s=0.0, stall_s=0.0, evaluation_s=0.0, state="",
+        node=node, rank=rank, pid=0, phase=ReportedPhase.STARTING, step=0, place=0,
+        first=0, saved=0, until=0, begun_s=0.0, stale_s=0.0,
+        slowest_s=0.0, stall_s=0.0, evaluation_s=0.0, state="",
     )  # fmt: skip

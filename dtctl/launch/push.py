@@ -17,7 +17,7 @@ from typing import Any
 
 from dtctl.errors import ConnectError, NodeError, TransferError
 from dtctl.launch import messages
-from dtctl.launch.link import Link
+from dtctl.launch.link import NodeLink
 from dtctl.launch.tree import Tree
 
 PIECE_BYTES = 1 << 18
@@ -183,7 +183,7 @@ def _contents(tree: Tree, index: int) -> Iterator[bytes]:
     yield data
 
 
-def push(link: Link, tree: Tree, *, shared: Payloads, progress: Callable[[int], None] | None = None) -> PushResult:
+def push(link: NodeLink, tree: Tree, *, shared: Payloads, progress: Callable[[int], None] | None = None) -> PushResult:
     """Bring a tree to one node.
 
     Args:
@@ -241,7 +241,7 @@ def _folder(answer: dict[str, Any], tree: Tree, node: str) -> str:
     return path
 
 
-def _answer(link: Link, *states: str) -> dict[str, Any]:
+def _answer(link: NodeLink, *states: str) -> dict[str, Any]:
     """The node's next message.
 
     Raises:

@@ -212,11 +212,11 @@ class RunRecord:
         Raises:
             LaunchError: the folder is not that of a run.
         """
-        from dtctl.launch import readable  # only to read a record, which a launch does not
+        from dtctl.launch import validate_records  # only to read a record, which a launch does not
 
         try:
             said = json.loads(folders.read_regular(str(self.folder / RUN_FILE), RUN_BYTES))
-            if not readable.info(said):
+            if not validate_records.info(said):
                 raise TypeError("a field has a value of another kind")
             return RunInfo(**said)
         except (OSError, ValueError, TypeError, RecursionError) as exc:
@@ -241,9 +241,9 @@ class RunRecord:
             found: dict[str, Any] = json.loads(folders.read_regular(str(self.folder / names.PLAN_FILE), PLAN_BYTES))
         except (OSError, ValueError, RecursionError):
             return {}
-        from dtctl.launch import readable
+        from dtctl.launch import validate_records
 
-        return found if readable.plan(found) else {}
+        return found if validate_records.plan(found) else {}
 
     def whole_plan(self) -> dict[str, Any]:
         """The plan of the newest attempt, with all that acting on it needs.
@@ -254,9 +254,9 @@ class RunRecord:
         found = self.plan()
         if not found:
             raise LaunchError(f"run {self.run} was never started", where=str(self.folder))
-        from dtctl.launch import readable
+        from dtctl.launch import validate_records
 
-        if not readable.whole_plan(found):
+        if not validate_records.whole_plan(found):
             raise LaunchError(f"the plan of run {self.run} is not whole", where=str(self.folder / names.PLAN_FILE))
         return found
 
@@ -323,14 +323,14 @@ class RunRecord:
                 text = (data + file.read(EVENTS_BYTES // 2)).decode(errors="replace")
         except OSError:
             return
-        from dtctl.launch import readable
+        from dtctl.launch import validate_records
 
         for line in text.splitlines():
             try:
                 event = json.loads(line)
             except (ValueError, RecursionError):
                 continue
-            if readable.event(event):
+            if validate_records.event(event):
                 yield event
 
     def log_path(self, node: str, rank: int) -> Path:

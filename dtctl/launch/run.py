@@ -19,23 +19,23 @@ from dtctl import names
 from dtctl.errors import ConnectError, LaunchError, PlanError
 from dtctl.launch import failure as failures
 from dtctl.launch import hang
-from dtctl.launch.attempt import Outcome, watch
+from dtctl.launch.attempt import AttemptOutcome, watch
 from dtctl.launch.failure import AGENT, Failure
 from dtctl.launch.gang import Emit, Gang
-from dtctl.launch.job import Job, Result
+from dtctl.launch.job import LaunchJob, Result
 from dtctl.launch.ledger import Ledger
 from dtctl.launch.logs import Logs
 from dtctl.launch.record import RunRecord
-from dtctl.launch.session import Errand, Said, Session
+from dtctl.launch.session import NodeMessage, NodeSetup, Session
 from dtctl.plan import environment, rendezvous
 from dtctl.plan.model import NodePlan, Plan
 
 if TYPE_CHECKING:
-    from dtctl.launch.patience import Patience, Verdict
+    from dtctl.launch.restart_policy import RestartDecision, RestartPolicy
 
 
 def launch(
-    job: Job, record: RunRecord, *, emit: Emit, signals: list[int], ledger: Ledger, under_way: Plan | None = None
+    job: LaunchJob, record: RunRecord, *, emit: Emit, signals: list[int], ledger: Ledger, under_way: Plan | None = None
 ) -> Result:
     """Run a job to its end.
 
@@ -62,13 +62,13 @@ def launch(
 class _Launcher:
     """The state of one run; its methods are the steps of `launch`, in order."""
 
-    def __init__(self, job: Job, record: RunRecord, *, emit: Emit, signals: list[int], ledger: Ledger) -> None:
+    def __init__(self, job: LaunchJob, record: RunRecord, *, emit: Emit, signals: list[int], ledger: Ledger) -> None:
         self.job = job
         self.record = record
         self.emit = emit
         self.ledger = ledger
         self.ledger.path = record.folder / names.LEDGER_FILE
-        self.inbox: queue.Queue[Said] = queue.Queue(maxsize=10_000)
+        self.inbox: queue.Queue[NodeMessage] = queue.Queue(maxsize=10_000)
         self.logs = Logs(record)
         self.gang = Gang([self._session(node) for node in job.first_plan.nodes], self.inbox, logs=self.logs, emit=emit)
         self.gang.signals = signals
@@ -76,7 +76,7 @@ class _Launcher:
         if job.keep:
             self.gang.reattach = self._reattach
         self.launch_s: float | None = None
-        self.patience: Patience | None = None
+        self.patience: RestartPolicy | None = None
         self.hellos: dict[str, Mapping[str, Any]] = {}
         """What nodes have said about themselves."""
         self.spares = list(job.spares)
@@ -86,10 +86,10 @@ class _Launcher:
         self._attempt_number = 0
         self._attempt_begun = time.monotonic()
 
-    def run(self, under_way: Plan | None) -> tuple[Outcome, Failure | None, int]:
+    def run(self, under_way: Plan | None) -> tuple[AttemptOutcome, Failure | None, int]:
         """Prepare, then attempt until it is over; how the last attempt ended, what failed first, and its number."""
         plan = under_way or self._prepare()
-        attempt, outcome, failure = plan.attempt, Outcome(), None
+        attempt, outcome, failure = plan.attempt, AttemptOutcome(), None
         while not self.gang.signals:
             self.record.write_plan(plan)
             outcome = self._take_up(plan) if plan is under_way else self._attempt(plan)
@@ -122,22 +122,22 @@ class _Launcher:
         self._ask_lost(plan, outcome)
         return outcome, failure, attempt
 
-    def _judge(self, outcome: Outcome, failure: Failure) -> Verdict:
+    def _judge(self, outcome: AttemptOutcome, failure: Failure) -> RestartDecision:
         """Whether, and when, to start again after an attempt that has failed."""
-        from dtctl.launch.patience import Patience  # most runs need none
+        from dtctl.launch.restart_policy import RestartPolicy  # most runs need none
 
-        self.patience = self.patience or Patience(trains=self.job.trains)
+        self.patience = self.patience or RestartPolicy(trains=self.job.trains)
         step = self._last_step(outcome)
         return self.patience.judge(failure, step=step, first=outcome.first, lasted_s=self._lasted_s())
 
-    def _count(self, outcome: Outcome) -> None:
+    def _count(self, outcome: AttemptOutcome) -> None:
         """Tell the ledger that an attempt is over."""
         failed = min((found.time for found in outcome.failures), default=None)
         failed_s = 0.0 if failed is None else max(0.0, time.time() - failed)
         self.ledger.ended(failed_s=failed_s, hung_s=outcome.hung_s)
         self._lost_output.update(outcome.lost_output)
 
-    def _last_step(self, outcome: Outcome) -> int | None:
+    def _last_step(self, outcome: AttemptOutcome) -> int | None:
         logged = self.logs.last_step()
         return logged if outcome.step is None else max(outcome.step, logged or 0)
 
@@ -165,7 +165,7 @@ class _Launcher:
             "files": list(node.files),
             "programs": list(node.programs),
         }
-        errand = Errand(
+        errand = NodeSetup(
             python=node.python,
             workdir=node.workdir,
             ports=rendezvous.port_candidates(job.run, job.first_plan.attempt, job.fixed_port) if head else (),
@@ -215,7 +215,7 @@ class _Launcher:
 
     # -- attempts ---------------------------------------------------------------------------------------------------
 
-    def _attempt(self, plan: Plan) -> Outcome:
+    def _attempt(self, plan: Plan) -> AttemptOutcome:
         meeting = plan.rendezvous
         self._attempt_number, self._attempt_begun = plan.attempt, time.monotonic()
         self.emit("start", attempt=plan.attempt, rendezvous=meeting.endpoint, world_size=plan.world_size)
@@ -224,7 +224,7 @@ class _Launcher:
         try:
             self.gang.start({node.name: self._start_message(plan, node) for node in plan.nodes})
         except ConnectError as exc:
-            return Outcome(
+            return AttemptOutcome(
                 failures=[
                     Failure(node=exc.node, rank=None, exit_code=None, signal=None, time=time.time(), summary=str(exc))
                 ],
@@ -233,7 +233,7 @@ class _Launcher:
             )
         return self._watch(plan, on_started=self._on_started)
 
-    def _watch(self, plan: Plan, *, on_started: Callable[[], None] | None) -> Outcome:
+    def _watch(self, plan: Plan, *, on_started: Callable[[], None] | None) -> AttemptOutcome:
         return watch(
             self.gang,
             plan,
@@ -244,7 +244,7 @@ class _Launcher:
             on_progress=self.ledger.watch,
         )
 
-    def _take_up(self, plan: Plan) -> Outcome:
+    def _take_up(self, plan: Plan) -> AttemptOutcome:
         """Watch an attempt that another launcher has started; a node that cannot be reached is called again."""
         self._attempt_number, self._attempt_begun = plan.attempt, time.monotonic()
         self.hellos |= {node.name: {"gpus": node.slots} for node in plan.nodes}
@@ -288,7 +288,7 @@ class _Launcher:
             "link_timeout_s": self.job.link_timeout_s,
         }
 
-    def _first_failure(self, outcome: Outcome) -> Failure | None:
+    def _first_failure(self, outcome: AttemptOutcome) -> Failure | None:
         found = failures.first(self._with_log(found) for found in outcome.failures)
         if found is None or not failures.is_consequence(found):
             return found
@@ -328,7 +328,7 @@ class _Launcher:
         self.gang.sessions[name] = session
         session.start()
 
-    def _again(self, plan: Plan, attempt: int, outcome: Outcome) -> Plan:
+    def _again(self, plan: Plan, attempt: int, outcome: AttemptOutcome) -> Plan:
         """The plan of the next attempt, with a rendezvous that no straggler of the last one knows."""
         known = {**self.job.spares, **{node.name: node for node in plan.nodes}}
         code = {name: session.code for name, session in self.gang.sessions.items()}
@@ -337,7 +337,7 @@ class _Launcher:
             return self._session(known[name], fresh=fresh, code=code.get(name, ""))
 
         silent = {*outcome.lost, *outcome.gone}
-        from dtctl.launch.regroup import regroup
+        from dtctl.launch.replace_nodes import regroup
 
         now = regroup(self.gang, silent, self.spares, least=self.job.min_nodes, return_s=self.job.return_s, call=call)
         self.gone |= {name: known[name] for name in now.gone}
@@ -352,7 +352,7 @@ class _Launcher:
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    def _ask_lost(self, plan: Plan, outcome: Outcome) -> None:
+    def _ask_lost(self, plan: Plan, outcome: AttemptOutcome) -> None:
         """Look on the nodes whose link was lost, if they can be reached again, and end what is left there."""
         outcome.left |= dict.fromkeys(self.gone)
         nodes = [*plan.nodes, *self.gone.values()]
@@ -375,7 +375,7 @@ class _Launcher:
             if isinstance(answer, int):
                 outcome.left[name] = answer
 
-    def result(self, outcome: Outcome, failure: Failure | None, attempt: int) -> Result:
+    def result(self, outcome: AttemptOutcome, failure: Failure | None, attempt: int) -> Result:
         """What the run came to; last, so that the ledger has all of its time."""
         stopped_by = outcome.stopped_by or (self.gang.signals[-1] if self.gang.signals else None)
         counts = list(outcome.left.values())

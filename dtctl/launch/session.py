@@ -17,7 +17,7 @@ from typing import Any
 
 from dtctl.errors import ConnectError, DtctlError, NodeError
 from dtctl.launch import messages
-from dtctl.launch.link import Link, open_supervisor
+from dtctl.launch.link import NodeLink, open_supervisor
 from dtctl.supervisor import frames
 from dtctl.transport.base import Connection, Target, Transport
 
@@ -31,7 +31,7 @@ UNSENT = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class NodeMessage:
     """Something that a session has to say to the launcher.
 
     `what` is one of: connected, hello, pushing, pushed, ready, log, lost, failed, or the `op` of a message from the
@@ -45,14 +45,14 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Errand:
+class NodeSetup:
     """What a session has to bring its node to before the launcher takes over."""
 
     python: str | None
     workdir: str
     ports: tuple[int, ...]
     """Candidates for the rendezvous port; empty on all nodes but the head."""
-    push: Callable[[Link, Callable[[int], None]], dict[str, Any]] | None
+    push: Callable[[NodeLink, Callable[[int], None]], dict[str, Any]] | None
     """Brings the code and returns `path`, `files`, `bytes`; None when there is nothing to bring."""
     prepare: dict[str, Any]
     """The `prepare` message, without the folder that the push decides."""
@@ -63,7 +63,7 @@ class Errand:
 class Session:
     """The link to one node and the thread that reads it."""
 
-    def __init__(self, target: Target, transport: Transport, errand: Errand, inbox: Queue[Said]) -> None:
+    def __init__(self, target: Target, transport: Transport, errand: NodeSetup, inbox: Queue[NodeMessage]) -> None:
         self.target = target
         self.name = target.name
         self.errand = errand
@@ -74,7 +74,7 @@ class Session:
         self.code = ""
         self._transport = transport
         self._inbox = inbox
-        self._link: Link | None = None
+        self._link: NodeLink | None = None
         self._outbox: Queue[dict[str, Any] | None] = Queue(maxsize=UNSENT)
         self._room = threading.Condition()
         self._unheard_bytes = 0
@@ -104,7 +104,7 @@ class Session:
         self._muted = True
         self._make_room()
 
-    def taken(self, said: Said) -> None:
+    def taken(self, said: NodeMessage) -> None:
         """The launcher has come to something that was said."""
         self._make_room(said.size_bytes)
 
@@ -130,14 +130,14 @@ class Session:
             self._unheard_bytes += size_bytes
         self.moved = time.monotonic()
         if not (self._closed or self._muted):
-            self._inbox.put(Said(self, what, data, size_bytes))
+            self._inbox.put(NodeMessage(self, what, data, size_bytes))
 
     def _make_room(self, size_bytes: int = 0) -> None:
         with self._room:
             self._unheard_bytes -= size_bytes
             self._room.notify_all()
 
-    def _send_all(self, link: Link) -> None:
+    def _send_all(self, link: NodeLink) -> None:
         with contextlib.suppress(ConnectError):  # the reading thread reports it
             while (message := self._outbox.get()) is not None:
                 link.send_json(message)
@@ -158,12 +158,12 @@ class Session:
         except Exception as exc:  # noqa: BLE001 - a bug here must end the run, not leave the launcher waiting
             self.say("failed", error=exc)
 
-    def _open(self, connection: Connection) -> Link:
+    def _open(self, connection: Connection) -> NodeLink:
         errand = self.errand
         first = errand.attach or {"op": "hello", "ports": list(errand.ports)}
         return open_supervisor(connection, first, node=self.name, python=errand.python, workdir=errand.workdir)
 
-    def _prepare(self, link: Link) -> None:
+    def _prepare(self, link: NodeLink) -> None:
         errand = self.errand
         prepare = errand.prepare
         if errand.push is None:
@@ -183,7 +183,7 @@ class Session:
             link.send_json({**prepare, "cwd": self.code})
         link.expect("ready")
 
-    def _listen(self, link: Link) -> None:
+    def _listen(self, link: NodeLink) -> None:
         while True:
             frame = link.receive()
             if frame is None:

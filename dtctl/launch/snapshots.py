@@ -17,7 +17,7 @@ from dtctl.launch import messages
 from dtctl.launch.assemble import cluster_of_run, spec_of_run
 from dtctl.launch.link import Patience
 from dtctl.launch.record import RunRecord
-from dtctl.transport.base import Connection, Stream, Target, Transport
+from dtctl.transport.base import ByteStream, Connection, Target, Transport
 from dtctl.transport.fanout import fan_out
 
 MODULE = "dtctl.runtime.snapshot"
@@ -143,7 +143,7 @@ def _ask(place: _Place, *, transport: Transport, verb: str, options: Sequence[st
         connection.close()
 
 
-def _open(connection: Connection, place: _Place, verb: str, options: Sequence[str]) -> Stream:
+def _open(connection: Connection, place: _Place, verb: str, options: Sequence[str]) -> ByteStream:
     stream = connection.open(
         shell.join(["bash", "-c", f"{place.command} {shell.join([verb, place.folder, *options])}"])
     )

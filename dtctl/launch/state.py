@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtctl import folders, names, node_facts
-from dtctl.launch import readable
+from dtctl.launch import validate_records
 from dtctl.launch.record import RUN_BYTES, RunInfo, RunRecord
 
 
@@ -115,7 +115,7 @@ def state_of(record: RunRecord) -> RunState:
         run=record.run,
         status=status,
         started=info.started,
-        duration_s=max(0.0, float(told) if told is not None and readable.number(told) else end - info.started),
+        duration_s=max(0.0, float(told) if told is not None and validate_records.number(told) else end - info.started),
         looked=last if unwatched or done is not None else time.time(),
         attempt=attempt,
         nodes=nodes,
@@ -132,7 +132,7 @@ def _ledger(record: RunRecord) -> dict[str, Any] | None:
         found = json.loads(folders.read_regular(str(record.folder / names.LEDGER_FILE), RUN_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
-    return found if readable.ledger(found) else None
+    return found if validate_records.ledger(found) else None
 
 
 def where_the_time_went(ledger: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """The tree of files that is brought to the nodes, and the digest that proves that it arrived.
 
-It is the working tree as it is, uncommitted edits included; `dtctl/launch/walk.py` has what is left out of it. Private
-keys are left out whatever they are called, unless they are asked for by name.
+It is the working tree as it is, uncommitted edits included; `push_selection.py` has what is left out of it.
+Private keys are left out whatever they are called, unless they are asked for by name.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 from dtctl.errors import PlanError
 from dtctl.launch.digests import Digests
-from dtctl.launch.walk import Found, Walk
+from dtctl.launch.push_selection import SelectedFile, Walk
 
 MAX_BYTES = 2 << 30
 MAX_FILES = 100_000
 
 
-class FileEntry(NamedTuple):
+class TreeFile(NamedTuple):
     """One file or symbolic link; a tuple, because there may be a hundred thousand."""
 
     path: bytes
@@ -42,7 +42,7 @@ class Tree:
     """What is pushed."""
 
     root: Path
-    files: tuple[FileEntry, ...]
+    files: tuple[TreeFile, ...]
     """In the order of their paths, byte by byte."""
     digest: str
     """Of paths, modes and contents of all files; 32 hexadecimal digits."""
@@ -89,20 +89,20 @@ def scan(root: Path, *, include: Sequence[str] = (), exclude: Sequence[str] = ()
     return Tree(root, entries, tree_digest(entries), tuple(sorted(walk.withheld)), tuple(sorted(walk.skipped)))
 
 
-def tree_digest(entries: Iterable[FileEntry]) -> str:
+def tree_digest(entries: Iterable[TreeFile]) -> str:
     """One digest over paths, modes and contents; the node computes the same from what it is told and checks."""
     rows = [b"%d\0%o\0%s\0%s\0" % (len(e.path), e.mode, e.path, e.digest.encode()) for e in entries]
     return hashlib.sha256(b"".join(rows)).hexdigest()[:32]
 
 
-def _entry(walk: Walk, file: Found, digests: Digests) -> FileEntry | None:
+def _entry(walk: Walk, file: SelectedFile, digests: Digests) -> TreeFile | None:
     """The file with its digest; None if it is one that is not pushed."""
     full = walk.root + b"/" + file.path
     try:
         if stat.S_ISLNK(file.info.st_mode):
             link = _link(walk.root, file.path, full)
             if link:
-                return FileEntry(file.path, stat.S_IFLNK, len(link), hashlib.sha256(link).hexdigest(), link)
+                return TreeFile(file.path, stat.S_IFLNK, len(link), hashlib.sha256(link).hexdigest(), link)
             walk.skipped.append(os.fsdecode(file.path))
             return None
         digest, private = digests.of(file.path, full, file.info)
@@ -112,7 +112,7 @@ def _entry(walk: Walk, file: Found, digests: Digests) -> FileEntry | None:
         walk.withheld.append(os.fsdecode(file.path))
         return None
     mode = 0o700 if file.info.st_mode & stat.S_IXUSR else 0o600
-    return FileEntry(file.path, mode, file.info.st_size, digest)
+    return TreeFile(file.path, mode, file.info.st_size, digest)
 
 
 def _link(root: bytes, path: bytes, full: bytes) -> bytes:
@@ -142,7 +142,7 @@ def _is_inside(root: bytes, path: bytes) -> bool:
     return path == root or path.startswith(os.path.join(root, b""))
 
 
-def _check_size(root: Path, found: Sequence[Found]) -> None:
+def _check_size(root: Path, found: Sequence[SelectedFile]) -> None:
     total_bytes = sum(file.info.st_size for file in found)
     if total_bytes <= MAX_BYTES and len(found) <= MAX_FILES:
         return

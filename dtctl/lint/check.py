@@ -6,19 +6,19 @@ import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from dtctl.lint.model import Cluster, Edit, Problem, Severity
-from dtctl.lint.module import Module
+from dtctl.lint.model import ClusterFacts, Edit, Problem, Severity
 from dtctl.lint.project import Project
 from dtctl.lint.rules import rules
+from dtctl.lint.source_file import SourceFile
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
     """What a checker is given."""
 
-    module: Module
+    module: SourceFile
     project: Project
-    cluster: Cluster
+    cluster: ClusterFacts
 
     def problem(
         self,

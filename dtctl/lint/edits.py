@@ -5,24 +5,24 @@ from __future__ import annotations
 import ast
 
 from dtctl.lint.model import Edit
-from dtctl.lint.module import Module, position
+from dtctl.lint.source_file import SourceFile, position
 
 
-def indent(module: Module, statement: ast.stmt) -> str | None:
+def indent(module: SourceFile, statement: ast.stmt) -> str | None:
     """The blanks before a statement; None if anything else stands before it on its line."""
     line = module.lines[statement.lineno - 1].encode()[: statement.col_offset].decode()
     decorated = getattr(statement, "decorator_list", None)
     return None if line.strip(" \t") or decorated else line
 
 
-def ends_its_line(module: Module, statement: ast.stmt) -> bool:
+def ends_its_line(module: SourceFile, statement: ast.stmt) -> bool:
     """Whether nothing but a comment follows a statement on its last line."""
     line = module.lines[(statement.end_lineno or statement.lineno) - 1].encode()
     rest = line[statement.end_col_offset :].decode().strip()
     return not rest or rest.startswith("#")
 
 
-def imported(module: Module, name: str) -> tuple[Edit, ...] | None:
+def imported(module: SourceFile, name: str) -> tuple[Edit, ...] | None:
     """The edits after which a module can be used under its own name everywhere in a file; None if it cannot be done."""
     if any(bound == name for _, bound in module.bindings):
         return None

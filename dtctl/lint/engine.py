@@ -27,11 +27,11 @@ from dtctl.lint.checks import (
     together,
     wrapping,
 )
-from dtctl.lint.model import Cluster, Problem
-from dtctl.lint.module import Module
+from dtctl.lint.model import ClusterFacts, Problem
 from dtctl.lint.project import Project
 from dtctl.lint.rules import SYNTAX
 from dtctl.lint.shell_files import check_shell
+from dtctl.lint.source_file import SourceFile
 
 PARALLEL_FROM = 100
 """Files from which several processes are worth starting."""
@@ -46,7 +46,7 @@ _STACK = 512 << 20
 
 
 def lint(
-    paths: Iterable[Path], *, cluster: Cluster, only: frozenset[str] = frozenset(), jobs: int | None = None
+    paths: Iterable[Path], *, cluster: ClusterFacts, only: frozenset[str] = frozenset(), jobs: int | None = None
 ) -> list[Problem]:
     """Problems of all files, in the order of the paths, each file's in the order of its lines.
 
@@ -74,7 +74,7 @@ def lint(
 
 
 def lint_text(
-    path: Path, text: str, *, cluster: Cluster, project: Project | None = None, kind: source.Kind | None = None
+    path: Path, text: str, *, cluster: ClusterFacts, project: Project | None = None, kind: source.Kind | None = None
 ) -> list[Problem]:
     """Problems of one file's text.
 
@@ -98,7 +98,7 @@ def lint_text(
     return sorted(kept, key=lambda one: (one.line, one.column, one.rule))
 
 
-def _files(files: Sequence[Path], cluster: Cluster, only: frozenset[str]) -> list[Problem]:
+def _files(files: Sequence[Path], cluster: ClusterFacts, only: frozenset[str]) -> list[Problem]:
     """Problems of some files; the worker of a process."""
     collecting = gc.isenabled()
     gc.disable()  # syntax trees have no cycles worth looking for, and a million nodes take seconds to look through
@@ -113,7 +113,7 @@ def _files(files: Sequence[Path], cluster: Cluster, only: frozenset[str]) -> lis
     return [one for one in found if not only or one.rule in only]
 
 
-def _file(path: Path, cluster: Cluster, project: Project) -> list[Problem]:
+def _file(path: Path, cluster: ClusterFacts, project: Project) -> list[Problem]:
     raw = b""
     try:
         raw = source.read(path)
@@ -129,14 +129,14 @@ def _file(path: Path, cluster: Cluster, project: Project) -> list[Problem]:
     return lint_text(path, text, cluster=cluster, project=project, kind=kind)
 
 
-def _python(path: Path, text: str, cluster: Cluster, project: Project) -> list[Problem]:
+def _python(path: Path, text: str, cluster: ClusterFacts, project: Project) -> list[Problem]:
     try:
         return _checked(path, text, cluster, project)
     except RecursionError:
         return _with_a_large_stack(lambda: _checked(path, text, cluster, project), path)
 
 
-def _checked(path: Path, text: str, cluster: Cluster, project: Project) -> list[Problem]:
+def _checked(path: Path, text: str, cluster: ClusterFacts, project: Project) -> list[Problem]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
@@ -150,7 +150,7 @@ def _checked(path: Path, text: str, cluster: Cluster, project: Project) -> list[
         return [unreadable(path, 1, 1, f"is not Python: {exc}")]
     if not any(word in text for word in names.RELEVANT):
         return []
-    module = Module(path, text, tree)
+    module = SourceFile(path, text, tree)
     project.add(module)
     check = Check(module, project, cluster)
     found: list[Problem] = []

@@ -50,7 +50,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
+class ClusterFacts:
     """What is known about where the linted code will run."""
 
     nodes: int | None = None

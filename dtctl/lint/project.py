@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 from dtctl.lint import names
-from dtctl.lint.module import Function, Module
 from dtctl.lint.ranks import guards
 from dtctl.lint.source import decoded, read
+from dtctl.lint.source_file import Function, SourceFile
 
 MAX_FILES = 40
 """Local files that are looked at for one file."""
@@ -19,27 +19,27 @@ class Project:
     """Modules by path; each file is read and parsed once."""
 
     def __init__(self) -> None:
-        self._modules: dict[str, Module | None] = {}
-        self._collective: dict[Module, dict[str, str]] = {}
-        self._reach: dict[Module, tuple[Module, ...]] = {}
+        self._modules: dict[str, SourceFile | None] = {}
+        self._collective: dict[SourceFile, dict[str, str]] = {}
+        self._reach: dict[SourceFile, tuple[SourceFile, ...]] = {}
         self._entries: dict[str, frozenset[str]] = {}
         self._found: dict[tuple[str, str, int], tuple[str, ...]] = {}
 
-    def add(self, module: Module) -> None:
+    def add(self, module: SourceFile) -> None:
         """Remember a module that was read already."""
         self._modules[str(module.path)] = module
 
-    def module(self, path: str) -> Module | None:
+    def module(self, path: str) -> SourceFile | None:
         """The module in a file; None when it cannot be read or parsed."""
         if path not in self._modules:
             try:
                 text = decoded(read(Path(path)), python=True).text
-                self._modules[path] = Module(Path(path), text, ast.parse(text))
+                self._modules[path] = SourceFile(Path(path), text, ast.parse(text))
             except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
                 self._modules[path] = None
         return self._modules[path]
 
-    def reach(self, module: Module) -> tuple[Module, ...]:
+    def reach(self, module: SourceFile) -> tuple[SourceFile, ...]:
         """A module and the local ones that it imports, directly or over others."""
         known = self._reach.get(module)
         if known is None:
@@ -53,19 +53,19 @@ class Project:
             known = self._reach[module] = tuple(found.values())
         return known
 
-    def calls(self, module: Module, name: str) -> bool:
+    def calls(self, module: SourceFile, name: str) -> bool:
         """Whether the resolved name is called in a module or in what it imports."""
         return any(one.calls.get(name) for one in self.reach(module))
 
-    def methods(self, module: Module, name: str) -> bool:
+    def methods(self, module: SourceFile, name: str) -> bool:
         """Whether anything whose last part is `name` is called in a module or in what it imports."""
         return any(one.methods.get(name) for one in self.reach(module))
 
-    def trains(self, module: Module) -> bool:
+    def trains(self, module: SourceFile) -> bool:
         """Whether a module, with what it imports, is a distributed training."""
         return module.trains or any(one.trains for one in self.reach(module))
 
-    def framework(self, module: Module) -> bool:
+    def framework(self, module: SourceFile) -> bool:
         """Whether a framework does the distribution: samplers, devices and saving are its part."""
         return any(
             name.partition(".")[0] in _FRAMEWORKS
@@ -74,7 +74,7 @@ class Project:
             if not dots
         )
 
-    def collective(self, module: Module) -> dict[str, str]:
+    def collective(self, module: SourceFile) -> dict[str, str]:
         """Functions of a module in which every rank has to take part: name -> the collective they call."""
         known = self._collective.get(module)
         if known is None:
@@ -96,7 +96,7 @@ class Project:
                         queue.append(caller.name)
         return known
 
-    def collective_called(self, module: Module, call: ast.Call) -> str | None:
+    def collective_called(self, module: SourceFile, call: ast.Call) -> str | None:
         """The collective that a call of a function of one's own makes; None if it makes none, or is not known."""
         if isinstance(call.func, ast.Name):
             if call.func.id in module.functions:
@@ -120,7 +120,7 @@ class Project:
                 return self.collective(other).get(name)
         return None
 
-    def imported(self, module: Module) -> list[str]:
+    def imported(self, module: SourceFile) -> list[str]:
         """Local files that a module imports."""
         return [
             path
@@ -174,7 +174,7 @@ _ELSEWHERE = frozenset(
 )
 
 
-def _conditional(module: Module, call: ast.Call, function: ast.AST) -> bool:
+def _conditional(module: SourceFile, call: ast.Call, function: ast.AST) -> bool:
     """Whether a collective in a function is only for some: of a group, or under a condition on the rank."""
     if any(one.arg in ("group", "process_group") for one in call.keywords) or len(call.args) > 2:
         return True

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dtctl.lint.module import Function, Module, constant, key
+from dtctl.lint.source_file import Function, SourceFile, constant, key
 
 RankKind = Literal["global", "local"]
 
@@ -22,7 +22,7 @@ _DECORATORS = re.compile(r"rank_?(?:0|zero)|main_process|master_only|main_only|o
 
 
 @dataclass(frozen=True, slots=True)
-class Guard:
+class RankGuard:
     """A condition on the rank."""
 
     rank: RankKind
@@ -36,12 +36,12 @@ class Guard:
     sure_not: bool = True
     """The same for the other way."""
 
-    def negated(self, *, early: bool = False) -> Guard:
+    def negated(self, *, early: bool = False) -> RankGuard:
         """The guard of the other way."""
-        return Guard(self.rank, not self.at_zero, self.test, early, sure=self.sure_not, sure_not=self.sure)
+        return RankGuard(self.rank, not self.at_zero, self.test, early, sure=self.sure_not, sure_not=self.sure)
 
 
-def rank_kind(module: Module, node: ast.expr, depth: int = 4) -> RankKind | None:
+def rank_kind(module: SourceFile, node: ast.expr, depth: int = 4) -> RankKind | None:
     """Whether an expression is the rank in the world or in the node; None for ranks in groups and anything else."""
     if isinstance(node, ast.NamedExpr):
         return rank_kind(module, node.value, depth) or rank_kind(module, node.target, depth)
@@ -67,7 +67,7 @@ def rank_kind(module: Module, node: ast.expr, depth: int = 4) -> RankKind | None
     return named
 
 
-def _counts(module: Module, node: ast.Name) -> bool:
+def _counts(module: SourceFile, node: ast.Name) -> bool:
     """Whether a name is that of a loop around it: `for rank in range(4)` goes through all of them on each."""
     scope = module.scope(node)
     return any(
@@ -77,7 +77,7 @@ def _counts(module: Module, node: ast.Name) -> bool:
     )
 
 
-def _rank_of_call(module: Module, call: ast.Call, depth: int) -> RankKind | None:
+def _rank_of_call(module: SourceFile, call: ast.Call, depth: int) -> RankKind | None:
     name = module.name(call.func) or ""
     last = (key(call.func) or "").rpartition(".")[2]
     if name == "int" or last == "int":
@@ -103,7 +103,7 @@ def _is_group_rank(value: ast.expr) -> bool:
     )
 
 
-def _is_environ(module: Module, node: ast.expr) -> bool:
+def _is_environ(module: SourceFile, node: ast.expr) -> bool:
     return module.name(node) == "os.environ" or key(node) in ("os.environ", "environ", "env")
 
 
@@ -115,7 +115,7 @@ def _of_variable(name: object) -> RankKind | None:
     return None
 
 
-def guard(module: Module, test: ast.AST, depth: int = 4) -> Guard | None:
+def guard(module: SourceFile, test: ast.AST, depth: int = 4) -> RankGuard | None:
     """What a condition says about the rank; None when it does not depend on it."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         below = guard(module, test.operand, depth)
@@ -131,7 +131,7 @@ def guard(module: Module, test: ast.AST, depth: int = 4) -> Guard | None:
         more = len(parts) < len(test.values)
         sure = all(part.sure for part in parts) and not (more and wanted)
         sure_not = all(part.sure_not for part in parts) and not (more and not wanted)
-        return Guard(rank, at_zero, test, sure=sure, sure_not=sure_not)
+        return RankGuard(rank, at_zero, test, sure=sure, sure_not=sure_not)
     if isinstance(test, ast.Compare) and len(test.ops) == 1:
         return _compared(module, test, depth)
     if not isinstance(test, ast.Name | ast.Attribute | ast.Call):
@@ -139,23 +139,23 @@ def guard(module: Module, test: ast.AST, depth: int = 4) -> Guard | None:
     return _named(module, test, depth)
 
 
-def _named(module: Module, test: ast.Name | ast.Attribute | ast.Call, depth: int) -> Guard | None:
+def _named(module: SourceFile, test: ast.Name | ast.Attribute | ast.Call, depth: int) -> RankGuard | None:
     name = key(test.func if isinstance(test, ast.Call) else test) or ""
     last = name.rpartition(".")[2]
     for value in (one.value for one in module.lookup(test)) if depth and not isinstance(test, ast.Call) else ():
         if value is not None and isinstance(value, ast.Compare | ast.BoolOp | ast.UnaryOp):
             found = guard(module, value, depth - 1)
             if found:
-                return Guard(found.rank, found.at_zero, test, sure=found.sure, sure_not=found.sure_not)
+                return RankGuard(found.rank, found.at_zero, test, sure=found.sure, sure_not=found.sure_not)
     kind = None if _MAIN.match(last) else rank_kind(module, test)
     if kind:  # `if rank:`, `if dist.get_rank():`
-        return Guard(kind, at_zero=False, test=test)
+        return RankGuard(kind, at_zero=False, test=test)
     if _MAIN.match(last):
-        return Guard("local" if "local" in last else "global", at_zero=True, test=test)
+        return RankGuard("local" if "local" in last else "global", at_zero=True, test=test)
     return None
 
 
-def _compared(module: Module, test: ast.Compare, depth: int) -> Guard | None:
+def _compared(module: SourceFile, test: ast.Compare, depth: int) -> RankGuard | None:
     left, op, right = test.left, test.ops[0], test.comparators[0]
     kind = rank_kind(module, left, depth)
     if kind is None:
@@ -165,13 +165,13 @@ def _compared(module: Module, test: ast.Compare, depth: int) -> Guard | None:
             return None
     if isinstance(op, ast.In | ast.NotIn):
         values = [constant(item) for item in getattr(right, "elts", [])]
-        return Guard(kind, (0 in values) == isinstance(op, ast.In), test)
+        return RankGuard(kind, (0 in values) == isinstance(op, ast.In), test)
     value = constant(right)
     if value == -1 and isinstance(op, ast.Eq | ast.NotEq):  # -1 says that the job is not distributed
         return None
     if not isinstance(value, int):
         # Another number that only the run knows: the condition still chooses one rank.
-        return Guard(kind, isinstance(op, ast.Eq), test) if isinstance(op, ast.Eq | ast.NotEq) else None
+        return RankGuard(kind, isinstance(op, ast.Eq), test) if isinstance(op, ast.Eq | ast.NotEq) else None
     truths = {
         ast.Eq: value == 0,
         ast.NotEq: value != 0,
@@ -184,10 +184,10 @@ def _compared(module: Module, test: ast.Compare, depth: int) -> Guard | None:
         return None
     if isinstance(op, ast.Gt) and value < 0:
         return None
-    return Guard(kind, truths.get(type(op), True), test)
+    return RankGuard(kind, truths.get(type(op), True), test)
 
 
-def guards(module: Module, node: ast.AST) -> Iterator[Guard]:
+def guards(module: SourceFile, node: ast.AST) -> Iterator[RankGuard]:
     """Conditions on the rank under which a node runs, the nearest first.
 
     They are `if`s around it, exits before it, and decorators of its function.
@@ -206,10 +206,10 @@ def guards(module: Module, node: ast.AST) -> Iterator[Guard]:
         if isinstance(child, ast.stmt):
             yield from _exits_before(module, child)
         if isinstance(parent, Function) and any(_DECORATORS.search(ast.unparse(one)) for one in parent.decorator_list):
-            yield Guard("global", at_zero=True, test=parent)
+            yield RankGuard("global", at_zero=True, test=parent)
 
 
-def _exits_before(module: Module, statement: ast.stmt) -> Iterator[Guard]:
+def _exits_before(module: SourceFile, statement: ast.stmt) -> Iterator[RankGuard]:
     """`if rank != 0: return` further up in the same block."""
     for before in module.block(statement):
         if before is statement:
@@ -225,7 +225,7 @@ def leaves(body: list[ast.stmt]) -> bool:
     return isinstance(body[-1], ast.Return | ast.Continue | ast.Break)
 
 
-def is_world_size(module: Module, node: ast.expr) -> bool:
+def is_world_size(module: SourceFile, node: ast.expr) -> bool:
     """Whether an expression is the number of ranks."""
     for value in module.values(node):
         if isinstance(value, ast.Call) and (key(value.func) or "").endswith("get_world_size"):
@@ -239,7 +239,7 @@ def is_world_size(module: Module, node: ast.expr) -> bool:
     return (key(node) or "").rpartition(".")[2] in ("world_size", "WORLD_SIZE", "ddp_world_size")
 
 
-def mentions_rank(module: Module, node: ast.expr) -> bool:
+def mentions_rank(module: SourceFile, node: ast.expr) -> bool:
     """Whether the rank is part of an expression, over assignments too."""
     for value in (node, *module.values(node)):
         for part in ast.walk(value):

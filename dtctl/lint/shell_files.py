@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dtctl.lint.model import Cluster, Edit, Problem, Severity
+from dtctl.lint.model import ClusterFacts, Edit, Problem, Severity
 from dtctl.lint.rules import rules
 from dtctl.lint.shell_words import Script, said_only, scanned
 from dtctl.lint.variables import NAME, judge
@@ -23,7 +23,7 @@ _NODES = re.compile(r"#SBATCH\s+(?:--nodes[= ]|-N\s*)(\d+)")
 _NNODES = re.compile(r"--nnodes[= ](\d+)")
 
 
-def check_shell(path: str, text: str, cluster: Cluster) -> list[Problem]:
+def check_shell(path: str, text: str, cluster: ClusterFacts) -> list[Problem]:
     """Problems of a shell file."""
     if not _RELEVANT.search(text):
         return []
@@ -45,7 +45,7 @@ class Read:
 
     text: str
     script: Script
-    cluster: Cluster
+    cluster: ClusterFacts
 
 
 def logical_lines(text: str) -> Iterator[tuple[int, str]]:

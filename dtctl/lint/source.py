@@ -32,7 +32,7 @@ NEWLINE = re.compile("\r\n|\r|\n")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceText:
     """A file's text, and what is needed to write it as it was."""
 
     text: str
@@ -83,7 +83,7 @@ def _standard_input() -> bytes:
     return sys.stdin.buffer.read()
 
 
-def decoded(raw: bytes, *, python: bool) -> Source:
+def decoded(raw: bytes, *, python: bool) -> SourceText:
     """The text of a file: in the encoding that a Python file names, else UTF-8.
 
     Raises:
@@ -95,7 +95,7 @@ def decoded(raw: bytes, *, python: bool) -> Source:
     encoding = "utf-8"
     if python:
         encoding = tokenize.detect_encoding(io.BytesIO(raw).readline)[0].removesuffix("-sig")
-    return Source(body.decode(encoding), encoding, bom)
+    return SourceText(body.decode(encoding), encoding, bom)
 
 
 def collect(paths: Iterable[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtctl.lint import names
-from dtctl.lint.module import Module, key
+from dtctl.lint.source_file import SourceFile, key
 
 Kind = Literal["ddp", "fsdp", "fully_shard"]
 _KINDS: dict[str, Kind] = {names.DDP: "ddp", names.FSDP: "fsdp", names.FULLY_SHARD: "fully_shard"}
@@ -25,7 +25,7 @@ class Wrap:
     """Name of the result; None when it goes elsewhere."""
 
 
-def wrap_of(module: Module, call: ast.Call) -> Wrap | None:
+def wrap_of(module: SourceFile, call: ast.Call) -> Wrap | None:
     """The wrap that a call is; None if it is none."""
     kind = _KINDS.get(module.name(call.func) or "")
     if kind is None:
@@ -37,13 +37,13 @@ def wrap_of(module: Module, call: ast.Call) -> Wrap | None:
     return Wrap(kind, call, source, source if kind == "fully_shard" and target is None else target)
 
 
-def wraps(module: Module) -> list[Wrap]:
+def wraps(module: SourceFile) -> list[Wrap]:
     """All wraps of a file, in its order."""
     found = [wrap_of(module, call) for call in module.called(*_KINDS)]
     return [one for one in found if one is not None]
 
 
-def wrapped(module: Module, node: ast.expr, at: ast.AST) -> Wrap | None:
+def wrapped(module: SourceFile, node: ast.expr, at: ast.AST) -> Wrap | None:
     """The wrap that a name surely stands for at a place; None if it does not, or nobody can tell."""
     name = key(node)
     if name is None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Variable:
+class NcclVariable:
     """One variable."""
 
     name: str
@@ -31,7 +31,7 @@ class Variable:
 
 
 @functools.cache
-def catalogue() -> dict[str, Variable]:
+def catalogue() -> dict[str, NcclVariable]:
     """All variables by name, in the order of the file."""
     import yaml
 
@@ -41,12 +41,12 @@ def catalogue() -> dict[str, Variable]:
     return {name: _variable(name, entry) for name, entry in entries.items()}
 
 
-def _variable(name: str, entry: dict[str, Any]) -> Variable:
+def _variable(name: str, entry: dict[str, Any]) -> NcclVariable:
     risky = entry.pop("risky", ())
     for key in ("default", "since"):
         entry[key] = str(entry.get(key, ""))
     risky = (risky,) if isinstance(risky, str) else tuple(str(value) for value in risky)
-    return Variable(name=name, values=tuple(str(value) for value in entry.pop("values", ())), risky=risky, **entry)
+    return NcclVariable(name=name, values=tuple(str(value) for value in entry.pop("values", ())), risky=risky, **entry)
 
 
 def near(name: str) -> str:

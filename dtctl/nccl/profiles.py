@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class VariableSetting:
     """A variable to set on a node."""
 
     name: str
@@ -19,7 +19,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
+class NetworkProfile:
     """What is known of a node's network."""
 
     interface: str
@@ -29,7 +29,7 @@ class Network:
     nodes: int = 1
 
 
-def detect(network: Network) -> str:
+def detect(network: NetworkProfile) -> str:
     """The profile that fits what was found; clouds other than AWS cannot be told from what their nodes show."""
     if network.nodes == 1:
         return "nvlink"
@@ -41,7 +41,7 @@ def detect(network: Network) -> str:
     return "roce" if active else "ethernet"
 
 
-def settings(profile: str, network: Network) -> list[Setting]:
+def settings(profile: str, network: NetworkProfile) -> list[VariableSetting]:
     """What to set for a profile (one of `network.profile`, not auto) on a node."""
     if network.nodes == 1 or profile == "nvlink":
         return []  # GPUs of one machine find their ways themselves
@@ -49,50 +49,58 @@ def settings(profile: str, network: Network) -> list[Setting]:
     if network.interface:
         why = f"{network.interface} is the interface of the route to the other nodes"
         found = [
-            Setting(
+            VariableSetting(
                 name="NCCL_SOCKET_IFNAME", value=f"={network.interface}", reason=f"{why}; = means exactly this one"
             ),
-            Setting(name="GLOO_SOCKET_IFNAME", value=network.interface, reason=f"{why}; else gloo asks the host name"),
+            VariableSetting(
+                name="GLOO_SOCKET_IFNAME", value=network.interface, reason=f"{why}; else gloo asks the host name"
+            ),
         ]
     return found + _PROFILES[profile](network)
 
 
-def _ethernet(network: Network) -> list[Setting]:
+def _ethernet(network: NetworkProfile) -> list[VariableSetting]:
     if not network.rdma:
         return []
     return [
-        Setting(name="NCCL_NET", value="Socket", reason="there are RDMA devices, and the profile says not to use them")
+        VariableSetting(
+            name="NCCL_NET", value="Socket", reason="there are RDMA devices, and the profile says not to use them"
+        )
     ]
 
 
-def _rdma(network: Network) -> list[Setting]:
+def _rdma(network: NetworkProfile) -> list[VariableSetting]:
     found = [
-        Setting(name="NCCL_NET", value="IB", reason="an error instead of a silent, ten times slower fall-back to TCP")
+        VariableSetting(
+            name="NCCL_NET", value="IB", reason="an error instead of a silent, ten times slower fall-back to TCP"
+        )
     ]
     states = {port["device"]: port["state"] for port in network.rdma}
     active = [device for device, state in states.items() if "ACTIVE" in state]
     if active and len(active) < len(states):
         why = "leaves out devices without a link; == means exactly these"
-        found.append(Setting(name="NCCL_IB_HCA", value="==" + ",".join(active), reason=why))
+        found.append(VariableSetting(name="NCCL_IB_HCA", value="==" + ",".join(active), reason=why))
     return found
 
 
-def _efa(_: Network) -> list[Setting]:
+def _efa(_: NetworkProfile) -> list[VariableSetting]:
     # Nothing of FI_PROVIDER, NCCL_PROTO or FI_EFA_USE_DEVICE_RDMA: aws-ofi-nccl 1.7 and newer decides better.
-    return [Setting(name="NCCL_NET", value="AWS Libfabric", reason="an error instead of a silent fall-back to TCP")]
-
-
-def _azure(network: Network) -> list[Setting]:
-    relaxed = "virtual machines need relaxed ordering for full bandwidth"
     return [
-        *_rdma(network),
-        Setting(name="NCCL_IB_PCI_RELAXED_ORDERING", value="1", reason=relaxed),
-        Setting(name="UCX_IB_PCI_RELAXED_ORDERING", value="on", reason=relaxed),
-        Setting(name="CUDA_DEVICE_ORDER", value="PCI_BUS_ID", reason="GPUs in the order of the topology file"),
+        VariableSetting(name="NCCL_NET", value="AWS Libfabric", reason="an error instead of a silent fall-back to TCP")
     ]
 
 
-def _gcp_tcpxo(_: Network) -> list[Setting]:
+def _azure(network: NetworkProfile) -> list[VariableSetting]:
+    relaxed = "virtual machines need relaxed ordering for full bandwidth"
+    return [
+        *_rdma(network),
+        VariableSetting(name="NCCL_IB_PCI_RELAXED_ORDERING", value="1", reason=relaxed),
+        VariableSetting(name="UCX_IB_PCI_RELAXED_ORDERING", value="on", reason=relaxed),
+        VariableSetting(name="CUDA_DEVICE_ORDER", value="PCI_BUS_ID", reason="GPUs in the order of the topology file"),
+    ]
+
+
+def _gcp_tcpxo(_: NetworkProfile) -> list[VariableSetting]:
     # The plug-in brings a script with two dozen values that change with its version; copies of it go stale.
     return []
 

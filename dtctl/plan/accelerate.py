@@ -6,13 +6,13 @@ accelerate/utils/dataclasses.py and accelerate/parallelism_config.py, read at ac
 
 from __future__ import annotations
 
-from dtctl.plan.frameworks import Wanted
+from dtctl.plan.frameworks import FrameworkSettings
 from dtctl.train.mesh import Degrees
 
 PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
-def variables(wanted: Wanted) -> dict[str, str]:
+def variables(wanted: FrameworkSettings) -> dict[str, str]:
     """Name -> value.
 
     Raises:
@@ -36,7 +36,7 @@ def variables(wanted: Wanted) -> dict[str, str]:
     return found
 
 
-def _deepspeed(wanted: Wanted) -> dict[str, str]:
+def _deepspeed(wanted: FrameworkSettings) -> dict[str, str]:
     """ZeRO 1 is what Accelerate has DeepSpeed for; only there does it clip by itself."""
     found = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}
     if clip := wanted.take("clip_norm"):
@@ -44,7 +44,7 @@ def _deepspeed(wanted: Wanted) -> dict[str, str]:
     return found
 
 
-def _sharded(wanted: Wanted, degrees: Degrees) -> dict[str, str]:
+def _sharded(wanted: FrameworkSettings, degrees: Degrees) -> dict[str, str]:
     """FSDP2 and a mesh; nothing for plain data parallel, which Accelerate does unasked."""
     found: dict[str, str] = {}
     if degrees.fsdp > 1:

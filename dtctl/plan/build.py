@@ -17,7 +17,7 @@ from dtctl.spec.nodes import NodeSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class PlanFacts:
     """What a plan needs to know that is not in the spec; every field has a value for a dry run without any node."""
 
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Facts:
     """Text of the job's script, for the modules that it imports; empty when there is none."""
 
 
-def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, facts: Facts | None = None) -> Plan:
+def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, facts: PlanFacts | None = None) -> Plan:
     """What will run where.
 
     Args:
@@ -47,7 +47,7 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
     Raises:
         PlanError: no job can be made of this, or its workers would refuse their mesh or batch.
     """
-    facts = facts or Facts()
+    facts = facts or PlanFacts()
     kind = _kind(spec)
     _check_transport(spec, nodes)
     placements = place({node.name: _slots(node, facts) for node in nodes})
@@ -117,7 +117,7 @@ class _Shared:
     total: int
 
 
-def _node(node: NodeSpec, placement: Placement, shared: _Shared, facts: Facts, *, count: int) -> NodePlan:
+def _node(node: NodeSpec, placement: Placement, shared: _Shared, facts: PlanFacts, *, count: int) -> NodePlan:
     spec, kind = shared.spec, shared.kind
     argv = node_argv(
         shared.program,
@@ -165,7 +165,7 @@ def _node(node: NodeSpec, placement: Placement, shared: _Shared, facts: Facts, *
     )
 
 
-def _preload(spec: Spec, kind: Kind, placement: Placement, facts: Facts) -> tuple[str, ...]:
+def _preload(spec: Spec, kind: Kind, placement: Placement, facts: PlanFacts) -> tuple[str, ...]:
     """Modules to import once for all workers of a node; none where that gains nothing or the set-up knows ranks."""
     job = spec.job
     shared = kind == "direct" and not job.command and (placement.slots > 1 or job.max_restarts > 0)
@@ -203,7 +203,7 @@ def _program(spec: Spec, made: Generated) -> Program:
     return Program(script=job.script, module=job.module, command=command, args=(*made.args, *job.args))
 
 
-def _slots(node: NodeSpec, facts: Facts) -> int:
+def _slots(node: NodeSpec, facts: PlanFacts) -> int:
     if isinstance(node.slots, int):
         return node.slots
     return max(1, facts.gpus.get(node.name, 0))
@@ -233,7 +233,7 @@ def _check_transport(spec: Spec, nodes: Sequence[NodeSpec]) -> None:
         )
 
 
-def _notes(spec: Spec, nodes: Sequence[NodeSpec], meeting: Rendezvous, facts: Facts) -> list[str]:
+def _notes(spec: Spec, nodes: Sequence[NodeSpec], meeting: Rendezvous, facts: PlanFacts) -> list[str]:
     notes = []
     unknown = [node.name for node in nodes if not isinstance(node.slots, int) and node.name not in facts.gpus]
     if unknown:

@@ -10,7 +10,7 @@ import base64
 import json
 from typing import Any
 
-from dtctl.plan.frameworks import Wanted
+from dtctl.plan.frameworks import FrameworkSettings
 from dtctl.plan.topology import Placement
 from dtctl.train.config import TrainConfig
 from dtctl.train.mesh import Degrees
@@ -26,7 +26,7 @@ def place(placement: Placement, *, nodes: int) -> dict[str, str]:
     return dict(zip(PLACE, (str(placement.node_rank), str(nodes), str(placement.slots)), strict=True))
 
 
-def config(wanted: Wanted) -> dict[str, Any]:
+def config(wanted: FrameworkSettings) -> dict[str, Any]:
     """The configuration made of `train:`, with what `job.deepspeed` adds; empty when neither says anything.
 
     Raises:
@@ -39,7 +39,7 @@ def config(wanted: Wanted) -> dict[str, Any]:
     return made
 
 
-def _made(wanted: Wanted) -> dict[str, Any]:
+def _made(wanted: FrameworkSettings) -> dict[str, Any]:
     name, degrees = wanted.mesh()
     found: dict[str, Any] = {"zero_optimization": _zero(wanted, name, degrees)}
     micro, total, steps = wanted.batch(wanted.workers)
@@ -69,7 +69,7 @@ def as_text(found: dict[str, Any]) -> str:
     return json.dumps(found, sort_keys=True, separators=(",", ":"))
 
 
-def _zero(wanted: Wanted, name: str, degrees: Degrees) -> dict[str, Any]:
+def _zero(wanted: FrameworkSettings, name: str, degrees: Degrees) -> dict[str, Any]:
     if name == "zero1":
         return {"stage": 1}
     if degrees.fsdp == wanted.workers > 1:
@@ -90,7 +90,7 @@ def _zero(wanted: Wanted, name: str, degrees: Degrees) -> dict[str, Any]:
     )
 
 
-def _optimizer(wanted: Wanted, name: str) -> dict[str, Any]:
+def _optimizer(wanted: FrameworkSettings, name: str) -> dict[str, Any]:
     keys = ("lr", "weight_decay", "momentum" if name == "sgd" else "eps")
     parameters = {key: value for key in keys if (value := wanted.take(key)) is not None}
     if name == "sgd":

@@ -21,7 +21,7 @@ OWN = ("model", "data")
 
 
 @dataclass(slots=True, kw_only=True)
-class Wanted:
+class FrameworkSettings:
     """The keys of `train:` that the spec sets; a framework takes them one by one."""
 
     spec: Spec
@@ -94,6 +94,8 @@ class Wanted:
             raise PlanError(exc.message, where=self.spec.written_at(exc.where or "train"), hint=exc.hint) from None
 
 
-def wanted(spec: Spec, framework: str, *, workers: int, per_node: int) -> Wanted:
+def wanted(spec: Spec, framework: str, *, workers: int, per_node: int) -> FrameworkSettings:
     """What a spec sets, for a framework of this name to take."""
-    return Wanted(spec=spec, framework=framework, workers=workers, per_node=per_node, left=dict(spec.settings))
+    return FrameworkSettings(
+        spec=spec, framework=framework, workers=workers, per_node=per_node, left=dict(spec.settings)
+    )

@@ -12,7 +12,7 @@ from dtctl.plan.topology import Placement, world_size
 from dtctl.spec.model import Spec
 
 if TYPE_CHECKING:
-    from dtctl.plan.frameworks import Wanted
+    from dtctl.plan.frameworks import FrameworkSettings
 
 
 LOCAL_RANK_ARGUMENT = "--local_rank"
@@ -65,7 +65,7 @@ def generate(spec: Spec, kind: Kind, placements: Sequence[Placement], *, counted
     return _deepspeed(asked, local_rank, as_argument="deepspeed_config" in added)
 
 
-def _deepspeed(asked: Wanted, local_rank: tuple[str, ...], *, as_argument: bool) -> Generated:
+def _deepspeed(asked: FrameworkSettings, local_rank: tuple[str, ...], *, as_argument: bool) -> Generated:
     from dtctl.plan import deepspeed
 
     found = deepspeed.config(asked)

@@ -6,7 +6,7 @@ ModelParallelConfig, TrainingConfig, SchedulerConfig, CheckpointConfig), read at
 
 from __future__ import annotations
 
-from dtctl.plan.frameworks import Wanted
+from dtctl.plan.frameworks import FrameworkSettings
 from dtctl.train.mesh import Degrees
 
 PLAIN = {
@@ -30,7 +30,7 @@ SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "ws
 OPTIMIZERS = {"adamw": "adam", "sgd": "sgd"}  # Megatron's adam decays weights as AdamW does
 
 
-def arguments(wanted: Wanted) -> tuple[str, ...]:
+def arguments(wanted: FrameworkSettings) -> tuple[str, ...]:
     """The arguments, in the order of Megatron's own examples: parallelism, batch, training, precision, checkpoints.
 
     Raises:
@@ -53,7 +53,7 @@ def arguments(wanted: Wanted) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _parallel(wanted: Wanted, name: str, degrees: Degrees) -> list[str]:
+def _parallel(wanted: FrameworkSettings, name: str, degrees: Degrees) -> list[str]:
     found = ["--tensor-model-parallel-size", str(degrees.tp), "--pipeline-model-parallel-size", str(degrees.pp)]
     if degrees.cp > 1:
         found += ["--context-parallel-size", str(degrees.cp)]
@@ -77,13 +77,13 @@ def _parallel(wanted: Wanted, name: str, degrees: Degrees) -> list[str]:
     return found
 
 
-def _batch(wanted: Wanted, degrees: Degrees) -> list[str]:
+def _batch(wanted: FrameworkSettings, degrees: Degrees) -> list[str]:
     micro, total, _ = wanted.batch(degrees.data)
     found = ["--micro-batch-size", str(micro)] if micro else []
     return found + (["--global-batch-size", str(total)] if total else [])
 
 
-def _memory(wanted: Wanted) -> list[str]:
+def _memory(wanted: FrameworkSettings) -> list[str]:
     precision = wanted.take("precision") or "fp32"
     found = [] if precision == "fp32" else [f"--{precision}"]
     checkpointing = wanted.take("checkpointing") or "none"
@@ -96,7 +96,7 @@ def _memory(wanted: Wanted) -> list[str]:
     return found
 
 
-def _checkpoints(wanted: Wanted) -> list[str]:
+def _checkpoints(wanted: FrameworkSettings) -> list[str]:
     part = wanted.take_part("snapshot", "dir", "every_steps")
     found = ["--save", part["dir"], "--load", part["dir"]] if part.get("dir") else []
     return found + (["--save-interval", str(part["every_steps"])] if part.get("every_steps") else [])

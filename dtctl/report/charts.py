@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtctl.report.metrics import Curve, Metrics
-from dtctl.report.run import Facts
+from dtctl.report.metrics import Curve, MetricsTable
+from dtctl.report.run import RunFacts
 
 MORE = 24
 """Plots of values that dtctl does not know, at most."""
@@ -60,7 +60,7 @@ SILENT = ("time", "slowest_rank")
 """Keys that no plot shows: the one is an axis, the other a name."""
 
 
-def charts(runs: Sequence[Facts]) -> list[dict[str, Any]]:
+def charts(runs: Sequence[RunFacts]) -> list[dict[str, Any]]:
     """All plots of these runs, as the page's script takes them."""
     found = [_goodput(runs)] if any(run.metrics for run in runs) else []
     known = set(SILENT)
@@ -79,7 +79,7 @@ def charts(runs: Sequence[Facts]) -> list[dict[str, Any]]:
     return drawn
 
 
-def _has(shown: Iterable[Metrics | None], key: str) -> bool:
+def _has(shown: Iterable[MetricsTable | None], key: str) -> bool:
     return any(metrics is not None and _known(metrics.curves.get(key)) for metrics in shown)
 
 
@@ -87,7 +87,7 @@ def _known(curve: Curve | None) -> bool:
     return curve is not None and any(map(math.isfinite, curve.values))
 
 
-def _chart(runs: Sequence[Facts], plot: Plot) -> dict[str, Any]:
+def _chart(runs: Sequence[RunFacts], plot: Plot) -> dict[str, Any]:
     series = []
     for number, run in enumerate(runs):
         for dash, (key, label) in enumerate(plot.keys.items()):
@@ -118,7 +118,7 @@ def _short(value: float) -> float | None:
     return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")
 
 
-def _step_at(run: Facts, time_s: float) -> float:
+def _step_at(run: RunFacts, time_s: float) -> float:
     """The last step that was logged before a time and still counts."""
     times = run.metrics.curves.get("time") if run.metrics else None
     if times is None:
@@ -127,7 +127,7 @@ def _step_at(run: Facts, time_s: float) -> float:
     return times.steps[place - 1] if place else 0.0
 
 
-def _goodput(runs: Sequence[Facts]) -> dict[str, Any]:
+def _goodput(runs: Sequence[RunFacts]) -> dict[str, Any]:
     series = []
     for number, run in enumerate(runs):
         curve = goodput(run.metrics, run.state.started) if run.metrics else None
@@ -141,7 +141,7 @@ def _goodput(runs: Sequence[Facts]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def goodput(metrics: Metrics, started: float) -> Curve | None:
+def goodput(metrics: MetricsTable, started: float) -> Curve | None:
     """The share of time spent on steps that count, by seconds since the start, in percent.
 
     Steps that had to be done again are not in metrics.jsonl any more, so what is there is what counts.

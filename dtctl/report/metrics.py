@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from dtctl import folders
 from dtctl.errors import LaunchError
-from dtctl.launch.readable import number
+from dtctl.launch.validate_records import number
 
 POINTS = 1500
 """Buckets of a curve: more than a screen has pixels for it."""
@@ -55,7 +55,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Metrics:
+class MetricsTable:
     """What metrics.jsonl says."""
 
     curves: Mapping[str, Curve]
@@ -74,7 +74,7 @@ class Metrics:
         return max((int(curve.steps[-1]) for curve in self.curves.values() if curve.steps), default=0)
 
 
-def read(path: Path) -> Metrics | None:
+def read(path: Path) -> MetricsTable | None:
     """The metrics of a run; None when there are none.
 
     Raises:
@@ -94,7 +94,7 @@ def read(path: Path) -> Metrics | None:
         raise LaunchError(f"the metrics cannot be read: {exc.strerror}", where=str(path)) from exc
 
 
-def _short(path: Path) -> Metrics:
+def _short(path: Path) -> MetricsTable:
     """Every line in full."""
     columns: dict[str, Column] = {}
     rows = damaged = 0
@@ -110,7 +110,7 @@ def _short(path: Path) -> Metrics:
         _forwards(column)
     curves = {name: thin(column.steps, column.values) for name, column in columns.items()}
     times = columns.get("step_s", Column()).values
-    return Metrics(curves=curves, rows=rows, damaged=damaged, step_s=_sorted(times))
+    return MetricsTable(curves=curves, rows=rows, damaged=damaged, step_s=_sorted(times))
 
 
 def _row(line: bytes | str) -> dict[str, Any] | None:
@@ -201,7 +201,7 @@ class _Part:
     damaged: int = 0
 
 
-def _long(path: Path) -> Metrics:
+def _long(path: Path) -> MetricsTable:
     """Watched values of every line, and all values of the first line of each block."""
     with path.open("rb") as file:
         form = _form(list(islice(file, _LOOK_AT)))
@@ -227,7 +227,7 @@ def _long(path: Path) -> Metrics:
         _forwards(column)
         curves[name] = thin(column.steps, column.values)
     rows = sum(part.rows for part in parts)
-    return Metrics(
+    return MetricsTable(
         curves=curves,
         rows=rows,
         damaged=sum(part.damaged for part in parts),

@@ -14,8 +14,8 @@ from dtctl.launch.ledger import PHASES
 from dtctl.render import builtin_templates
 from dtctl.report.charts import charts
 from dtctl.report.history import TOLD, Mark, ending, who
-from dtctl.report.metrics import Metrics, percentile
-from dtctl.report.run import Facts
+from dtctl.report.metrics import MetricsTable, percentile
+from dtctl.report.run import RunFacts
 
 REPORT, ADVICE = "report/page.html.j2", "report/advise.html.j2"
 LANES = 32
@@ -29,7 +29,7 @@ PHASE_NAMES = {
 }  # fmt: skip
 
 
-def page(runs: Sequence[Facts], *, now: float) -> str:
+def page(runs: Sequence[RunFacts], *, now: float) -> str:
     """The report of one run, or of several beside each other.
 
     Args:
@@ -106,7 +106,7 @@ def render(name: str, values: Mapping[str, Any], data: Mapping[str, Any], *, now
     return environment.get_template(name).render(**values, **inlined, data=text, version=dtctl.__version__, made=made)
 
 
-def card(run: Facts, number: int) -> dict[str, Any]:
+def card(run: RunFacts, number: int) -> dict[str, Any]:
     """What the page says of one run, as text."""
     state, plan, ledger = run.state, run.plan, run.state.ledger or {}
     nodes = [node["name"] for node in plan.get("nodes", [])]
@@ -137,7 +137,7 @@ def card(run: Facts, number: int) -> dict[str, Any]:
     }
 
 
-def verdict(run: Facts) -> str:
+def verdict(run: RunFacts) -> str:
     """What became of the run and why, in a sentence or two."""
     state = run.state
     took = clock(state.duration_s)
@@ -159,7 +159,7 @@ def verdict(run: Facts) -> str:
     return f"{first} Started again {times}{', the last time' if len(restarts) > 1 else ''} because {text}."
 
 
-def tiles(run: Facts) -> list[tuple[str, str, str]]:
+def tiles(run: RunFacts) -> list[tuple[str, str, str]]:
     """The figures to see first: name, value, what it is beside."""
     state, ledger, metrics = run.state, run.state.ledger or {}, run.metrics
     found = [("wall time", clock(state.duration_s), _count(len(run.history.of("restart")) + 1, "attempt"))]
@@ -190,7 +190,7 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('s') else 's'}"
 
 
-def _speed(metrics: Metrics) -> list[tuple[str, str, str]]:
+def _speed(metrics: MetricsTable) -> list[tuple[str, str, str]]:
     found = []
     for key, unit in (("tokens_per_s", "tokens/s"), ("samples_per_s", "samples/s")):
         values = sorted(value for value in _values(metrics, key) if math.isfinite(value))
@@ -203,17 +203,17 @@ def _speed(metrics: Metrics) -> list[tuple[str, str, str]]:
     return found
 
 
-def _values(metrics: Metrics, key: str) -> Sequence[float]:
+def _values(metrics: MetricsTable, key: str) -> Sequence[float]:
     curve = metrics.curves.get(key)
     return curve.values if curve else ()
 
 
-def _last(metrics: Metrics, key: str) -> float | None:
+def _last(metrics: MetricsTable, key: str) -> float | None:
     values = _values(metrics, key)
     return values[-1] if values and math.isfinite(values[-1]) else None
 
 
-def _not_since(metrics: Metrics, key: str) -> int | None:
+def _not_since(metrics: MetricsTable, key: str) -> int | None:
     """The first step of those at the end that have no number; None without any line."""
     curve, first = metrics.curves.get(key), None
     for step, value in zip(reversed(curve.steps), reversed(curve.values), strict=True) if curve else ():
@@ -223,12 +223,12 @@ def _not_since(metrics: Metrics, key: str) -> int | None:
     return first
 
 
-def _best(metrics: Metrics, key: str) -> float | None:
+def _best(metrics: MetricsTable, key: str) -> float | None:
     curve = metrics.curves.get(key)
     return None if curve is None else min(filter(math.isfinite, curve.low or curve.values), default=None)
 
 
-def _greatest(metrics: Metrics, key: str) -> float:
+def _greatest(metrics: MetricsTable, key: str) -> float:
     curve = metrics.curves.get(key)
     return 0.0 if curve is None else max(filter(math.isfinite, curve.high or curve.values), default=0.0)
 
@@ -246,7 +246,7 @@ def phases(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def lanes(run: Facts) -> list[dict[str, Any]]:
+def lanes(run: RunFacts) -> list[dict[str, Any]]:
     """The timeline: a lane for each node, places in percent of the run's length."""
     history = run.history
     length = max(history.length_s, 1e-9)
@@ -284,7 +284,7 @@ def _event(mark: Mark) -> dict[str, str]:
     return {"time": clock(mark.time_s), "kind": mark.kind, "node": mark.node, "text": mark.text}
 
 
-def node_rows(run: Facts) -> list[dict[str, str]]:
+def node_rows(run: RunFacts) -> list[dict[str, str]]:
     """What is known of every node that took part."""
     planned = {node["name"]: node for node in run.plan.get("nodes", [])}
     rows = []
@@ -307,7 +307,7 @@ def node_rows(run: Facts) -> list[dict[str, str]]:
     return rows
 
 
-def metrics_note(metrics: Metrics | None) -> str:
+def metrics_note(metrics: MetricsTable | None) -> str:
     """How complete the plots are; why there are none."""
     if metrics is None:
         return (
@@ -327,7 +327,7 @@ def metrics_note(metrics: Metrics | None) -> str:
     return "; ".join(parts) + "."
 
 
-def differences(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
+def differences(runs: Sequence[RunFacts]) -> list[tuple[str, list[str]]]:
     """Keys of the specs in which the runs differ, with the value of each."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     rows = [(key, [run.settings.get(key, "–") for run in runs]) for key in keys]

@@ -13,7 +13,7 @@ from dtctl.errors import SpecError, UsageError
 from dtctl.launch.record import RunInfo, RunRecord
 from dtctl.launch.state import RunState, state_of
 from dtctl.report.history import History, tell
-from dtctl.report.metrics import Metrics, read
+from dtctl.report.metrics import MetricsTable, read
 from dtctl.spec import positions
 from dtctl.spec.load import MAX_BYTES
 
@@ -25,7 +25,7 @@ HIDDEN = "(not shown)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Variable:
+class ReportedVariable:
     """One variable of the workers' environment."""
 
     name: str
@@ -36,7 +36,7 @@ class Variable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class RunFacts:
     """All that a report says of one run."""
 
     info: RunInfo
@@ -46,12 +46,12 @@ class Facts:
     """Text of the spec, without what looks like a secret."""
     settings: Mapping[str, str]
     """Keys of the spec and their values, `train.lr: 0.001`."""
-    environment: tuple[Variable, ...]
+    environment: tuple[ReportedVariable, ...]
     history: History
-    metrics: Metrics | None
+    metrics: MetricsTable | None
 
 
-def facts(record: RunRecord) -> Facts:
+def facts(record: RunRecord) -> RunFacts:
     """All that a report says of a run.
 
     Raises:
@@ -64,7 +64,7 @@ def facts(record: RunRecord) -> Facts:
     for value in hidden.values():
         text = text.replace(value, HIDDEN)
     text = LOGIN.sub(f"://{HIDDEN}@", text)  # also within a list, or a comment
-    return Facts(
+    return RunFacts(
         info=record.info(),
         state=state,
         plan=plan,
@@ -108,7 +108,7 @@ def flat(text: str) -> dict[str, str]:
     return flattened
 
 
-def environment(plan: Mapping[str, Any]) -> tuple[Variable, ...]:
+def environment(plan: Mapping[str, Any]) -> tuple[ReportedVariable, ...]:
     """Every variable of every node, those with the same value together."""
     nodes = plan.get("nodes", [])
     found: dict[tuple[str, str, str], list[str]] = {}
@@ -118,7 +118,7 @@ def environment(plan: Mapping[str, Any]) -> tuple[Variable, ...]:
             value = HIDDEN if secret else variable["value"]
             found.setdefault((variable["name"], value, variable["origin"]), []).append(node["name"])
     return tuple(
-        Variable(name=name, value=value, origin=origin, nodes=() if len(where) == len(nodes) else tuple(where))
+        ReportedVariable(name=name, value=value, origin=origin, nodes=() if len(where) == len(nodes) else tuple(where))
         for (name, value, origin), where in found.items()
     )
 

@@ -22,7 +22,7 @@ from dtctl.runtime.order import Indices
 from dtctl.runtime.program.state import ProgramState, some_of
 from dtctl.runtime.program.stateful import content, inner_state, is_stateful, put_into
 from dtctl.runtime.snapshot.encoding import decode, encode, generator_state, is_generator, with_devices
-from dtctl.runtime.snapshot.share import gathered_json
+from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.runtime.snapshot.state import tensors
 from dtctl.runtime.worker import Worker
 from dtctl.train.compatibility import not_elastic
@@ -147,7 +147,7 @@ def require_stateful(extra: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class AccountSubject:
     """What a training consists of, for its account."""
 
     model: nn.Module
@@ -163,7 +163,7 @@ class Subject:
     """Positions of the first samples."""
 
 
-def take(subject: Subject, worker: Worker, *, elastic: bool) -> Account:
+def take(subject: AccountSubject, worker: Worker, *, elastic: bool) -> Account:
     """The account of a training that is about to begin; collective over all workers."""
     roots = {"model": subject.model, "loss": subject.loss, "optimizer": subject.optimizer}
     if subject.rate is not None:

@@ -22,12 +22,12 @@ from dtctl.estimate import choice, look
 from dtctl.estimate.memory import BUDGET, GIB, RUNTIME, Recipe, Recompute
 from dtctl.estimate.model import Model, from_inspection
 from dtctl.runtime import capacity, data
-from dtctl.runtime.apart import apart
 from dtctl.runtime.console import say
 from dtctl.runtime.reading import Reader
+from dtctl.runtime.run_forked import apart
 from dtctl.runtime.snapshot import layout, read
+from dtctl.runtime.snapshot.json_collectives import gathered_json, spread_json
 from dtctl.runtime.snapshot.place import Place, Remote
-from dtctl.runtime.snapshot.share import gathered_json, spread_json
 from dtctl.runtime.strategies import blocks
 from dtctl.runtime.worker import Worker
 from dtctl.train.batch import Batch, batch
@@ -65,7 +65,7 @@ class Subject:
 
     model: nn.Module | Callable[[], nn.Module]
     loss: Callable[[nn.Module, Any], Any]
-    samples: data.Samples | data.Batches | data.Stream
+    samples: data.Samples | data.Batches | data.SampleStream
 
 
 def settle(config: TrainConfig, worker: Worker, subject: Subject, folder: Place) -> Settled:
@@ -141,7 +141,7 @@ def _decide(
         kept = {"strategy": chosen["strategy"], "mesh": chosen["mesh"]}
         return answer | kept | {"line": f"strategy: {chosen['strategy']}, as the snapshot's run has chosen"}
     slots = {one["slots"] for one in told}
-    setting = choice.Setting(
+    setting = choice.TrainingSetting(
         workers=worker.world_size,
         per_node=slots.pop() if len(slots) == 1 else 0,
         budget=min(one["budget"] for one in told),
@@ -167,7 +167,7 @@ def _decide(
     return answer | {"strategy": name, "mesh": {"dp": degrees.dp, "fsdp": degrees.fsdp}, "line": line}
 
 
-def _verdict(config: TrainConfig, subject: Subject, setting: choice.Setting) -> choice.Verdict:
+def _verdict(config: TrainConfig, subject: Subject, setting: choice.TrainingSetting) -> choice.StrategyVerdict:
     """The choice, with no closer look at the model than it needs."""
     found: dict[str, Any] = {}
     if isinstance(subject.model, nn.Module):
@@ -182,7 +182,7 @@ def _verdict(config: TrainConfig, subject: Subject, setting: choice.Setting) -> 
     if "params" not in found:
         plain = choice.candidates(from_inspection(NOTHING, name="model"), setting)[0]
         reason = f"since nothing is known of the model ({found['unseen']})"
-        return choice.Verdict(candidate=plain, fits=True, reason=reason)
+        return choice.StrategyVerdict(candidate=plain, fits=True, reason=reason)
     model = _model(found, config)
     setting = dataclasses.replace(
         setting, divisible=found["divisible"], precision=setting.precision if found["single"] else "fp32"
@@ -202,7 +202,7 @@ def _sizes(model: nn.Module, config: TrainConfig) -> dict[str, Any]:
     return found | {"divisible": True, "single": any(one.dtype == torch.float32 for one in model.parameters())}
 
 
-def _seen(subject: Subject, config: TrainConfig, setting: choice.Setting) -> dict[str, Any]:
+def _seen(subject: Subject, config: TrainConfig, setting: choice.TrainingSetting) -> dict[str, Any]:
     """In the copy: what a forward pass of the first samples keeps."""
     model = subject.model
     if not isinstance(model, nn.Module):

@@ -26,7 +26,7 @@ import torch
 
 import dtctl
 from dtctl.runtime.program.code import code_digest, is_own_code, module_name
-from dtctl.runtime.reading import Examination
+from dtctl.runtime.reading import DatasetExamination
 from dtctl.runtime.worker import Worker
 from dtctl.train.batch import Batch
 from dtctl.train.config import TrainConfig
@@ -175,7 +175,9 @@ def _version(package: str) -> str | None:
         return None
 
 
-def detail(described: Mapping[str, str], examined: Examination, worker: Worker, *, elastic: bool) -> dict[str, str]:
+def detail(
+    described: Mapping[str, str], examined: DatasetExamination, worker: Worker, *, elastic: bool
+) -> dict[str, str]:
     """The long list, of this worker.
 
     Args:

@@ -50,7 +50,7 @@ class Batches(Protocol):
 
 
 @runtime_checkable
-class Stream(Protocol):
+class SampleStream(Protocol):
     """Samples that can only be read in sequence, cut into a fixed number of shards; it has no end.
 
     Position p of the training is sample p // shards of shard p % shards, so the order is the same for all numbers of
@@ -74,9 +74,9 @@ def is_deterministic(data: object) -> bool:
     return False
 
 
-def size(data: Samples | Batches | Stream) -> int:
+def size(data: Samples | Batches | SampleStream) -> int:
     """Number of samples; ENDLESS for a stream."""
-    return ENDLESS if isinstance(data, Stream) else len(data)
+    return ENDLESS if isinstance(data, SampleStream) else len(data)
 
 
 def reader(data: Samples | Batches) -> Callable[[Indices], Any]:

@@ -49,12 +49,12 @@ class Ema:
         """The averages by name of parameter; not copied."""
         return dict(zip(self._names, self._average, strict=True))
 
-    def load(self, state: Mapping[str, torch.Tensor] | None, *, elsewhere: Collection[str] = ()) -> None:
+    def load(self, state: Mapping[str, torch.Tensor] | None, *, absent_keys: Collection[str] = ()) -> None:
         """Put back what `state` returned. None, for a snapshot without averages: begin at the weights of now.
 
         Args:
             state: averages of the whole model.
-            elsewhere: names that belong to other workers.
+            absent_keys: names that belong to other workers.
 
         Raises:
             SnapshotError: the averages are of other parameters.
@@ -62,7 +62,7 @@ class Ema:
         if state is None:
             torch._foreach_copy_(_local(self._average), _local(self._weights))
             return
-        if set(state) - set(elsewhere) != set(self._names):
+        if set(state) - set(absent_keys) != set(self._names):
             raise SnapshotError(
                 "the averaged weights of the snapshot are of other parameters",
                 hint="resume with the model that the run began with, or without `train.ema`",

@@ -28,7 +28,7 @@ def evaluate(
     batch: int,
     autocast: AbstractContextManager[Any] | None = None,
     place: Coordinate | None = None,
-    together: bool = False,
+    lockstep: bool = False,
 ) -> dict[str, float]:
     """The mean of each score over all samples, each taken exactly once whatever the number of workers.
 
@@ -38,7 +38,7 @@ def evaluate(
         score: values per sample.
         worker: this worker; it takes samples rank, rank + workers, ...
         place: of this worker in a mesh, where several may share samples. None: every worker has its own.
-        together: whether the model exchanges data in each pass, so that all workers must make as many.
+        lockstep: whether the model exchanges data in each pass, so that all workers must make as many.
         batch: samples per forward pass.
         autocast: context of the forward pass.
 
@@ -55,7 +55,7 @@ def evaluate(
         (worker.rank, worker.world_size, True) if place is None else (place.data, place.degrees.data, place.counts)
     )
     mine = np.arange(rank, len(samples), workers, dtype=np.int64)
-    passes = len(range(0, -(-len(samples) // workers) if together else len(mine), batch))
+    passes = len(range(0, -(-len(samples) // workers) if lockstep else len(mine), batch))
     sums: dict[str, torch.Tensor] = {}
     was_training = model.training
     model.eval()

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from dtctl.errors import PlanError, WorkerFailed
 from dtctl.runtime.data import Batches, pinned
 from dtctl.runtime.order import Indices, Schedule
-from dtctl.runtime.reading import Examination, Reader
+from dtctl.runtime.reading import DatasetExamination, Reader
 from dtctl.train.config import TrainConfig
 
 Request = tuple[Indices, Indices]
@@ -85,7 +85,7 @@ class Feed:
             self.reader.settle(schedule.positions(start)[index])
         return found
 
-    def examine(self, positions: Indices) -> Examination:
+    def examine(self, positions: Indices) -> DatasetExamination:
         """Look at a few samples before training; `positions` of a stream are those that are read."""
         return self.reader.examine(positions, threaded=self._workers == "thread")
 

@@ -29,20 +29,20 @@ from dtctl.runtime import (
     circumstances,
     data,
     diagnose,
-    keeping,
     optim,
     randomness,
     resume,
+    snapshot_saver,
 )
 from dtctl.runtime.agreement import Agreement
 from dtctl.runtime.automatic import Subject, settle
 from dtctl.runtime.best import Best
+from dtctl.runtime.consistency import fingerprint, require_equal, settings
 from dtctl.runtime.console import say
 from dtctl.runtime.ema import Ema
-from dtctl.runtime.equality import fingerprint, require_equal, settings
 from dtctl.runtime.evaluation import Score, evaluate
 from dtctl.runtime.feed import Feed
-from dtctl.runtime.guard import Guard
+from dtctl.runtime.nonfinite import NonFiniteGuard
 from dtctl.runtime.oom import MemoryWatch, smaller
 from dtctl.runtime.order import InSequence, Order, Schedule
 from dtctl.runtime.origin import spoilt
@@ -50,14 +50,14 @@ from dtctl.runtime.precision import LossScale, autocast, multiply
 from dtctl.runtime.profile import Profiler, kept_buffers
 from dtctl.runtime.reading import Reader
 from dtctl.runtime.report import Report
-from dtctl.runtime.snapshot.share import gathered_json
+from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.runtime.snapshot.state import configured
 from dtctl.runtime.step import Loss, Passes, Step
 from dtctl.runtime.stop import Outcome, StopRequest
-from dtctl.runtime.strategies import arrival, choose
+from dtctl.runtime.strategies import choose, deferred_init
 from dtctl.runtime.strategies.frozen import Frozen
+from dtctl.runtime.token_weighting import correction
 from dtctl.runtime.training_state import TrainingState
-from dtctl.runtime.weighing import correction
 from dtctl.runtime.worker import Worker
 from dtctl.train.batch import Batch, batch, length
 from dtctl.train.config import DEFAULT_SNAPSHOT_S, TrainConfig
@@ -83,7 +83,7 @@ class Trainer:
         worker: Worker,
         model: nn.Module | Callable[[], nn.Module],
         loss: Loss,
-        samples: data.Samples | data.Batches | data.Stream,
+        samples: data.Samples | data.Batches | data.SampleStream,
         *,
         validation: data.Samples | data.Batches | None = None,
         score: Score | None = None,
@@ -98,7 +98,7 @@ class Trainer:
             config: how to train.
             worker: this worker.
             model: any module, or a function that makes it; the same on all workers. Given a function, fsdp and hsdp
-                train models that are too large for one worker (strategies/arrival.py).
+                train models that are too large for one worker (strategies/deferred_init.py).
             loss: mean loss of a batch, or a sum over its tokens and their number.
             samples: what to train on; the same on all workers. With an attribute `tokens_per_sample`, metrics have
                 `tokens_per_s`.
@@ -118,7 +118,7 @@ class Trainer:
             SpecError: the configuration asks for what this version does not have.
         """
         require_equal(settings(config), worker)
-        self.folder = keeping.folder(config.snapshot, os.environ)
+        self.folder = snapshot_saver.folder(config.snapshot, os.environ)
         self.settled = settle(config, worker, Subject(model=model, loss=loss, samples=samples), self.folder)
         config, degrees = self.settled.config, self.settled.degrees
         self.config, self.worker, self.loss = config, worker, loss
@@ -126,7 +126,7 @@ class Trainer:
         self.batch = self.asked = batch(config, degrees.data, stages=degrees.pp)
         self.samples, tokens = data.size(samples), getattr(samples, "tokens_per_sample", None)
         self.steps, self.end = length(config, samples=self.samples, batch=self.batch)
-        self.model = arrival.build(model, worker, degrees)
+        self.model = deferred_init.build(model, worker, degrees)
         require_equal(fingerprint(self.model, degrees, samples=self.samples, steps=self.steps), worker)
         blocks.prepare(self.model, config)
         self.feed = Feed(Reader(samples, config.seed), config, worker.device)
@@ -142,7 +142,7 @@ class Trainer:
         self.autocast = autocast(config.precision, worker.device)
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         blame = partial(spoilt, self.model, self.optimizer.param_groups)
-        self.guard = Guard(config.on_nan, self.loss_scale, worker, blame)
+        self.guard = NonFiniteGuard(config.on_nan, self.loss_scale, worker, blame)
         self.ema = Ema(self.model, config.ema) if config.ema else None
         self.elastic = config.exact == "elastic"
         exchanging = worker.backend is not None and not self.elastic
@@ -158,12 +158,14 @@ class Trainer:
             clock=self.report.progress,
             poison=self.memory.poison,
         )
-        self.order = InSequence() if isinstance(samples, data.Stream) else Order(self.samples, config.seed)
+        self.order = InSequence() if isinstance(samples, data.SampleStream) else Order(self.samples, config.seed)
         self.schedule = Schedule(self.order, self.batch, rank=self.place.data, end=self.end)
         self.validation, self.score = validation, score
         self.best = Best(config.best, keep=config.snapshot.keep_best) if config.best else None
         self.profiler = Profiler(config.profile, worker)
-        self.saver = keeping.saver(config.snapshot, self.folder, worker, self.model, spread=self.strategy.spread)
+        self.saver = snapshot_saver.saver(
+            config.snapshot, self.folder, worker, self.model, sharded_state=self.strategy.sharded_state
+        )
         self.every_s = config.snapshot.every_s
         if self.every_s is None and config.snapshot.every_steps is None:
             self.every_s = DEFAULT_SNAPSHOT_S
@@ -182,7 +184,7 @@ class Trainer:
             SnapshotError: a snapshot does not fit this model, or cannot be written.
         """
         self.account  # noqa: B018  # taken before anything trains
-        keeping.begin(self.saver, self.worker)
+        snapshot_saver.begin(self.saver, self.worker)
         try:
             return self._train()
         finally:
@@ -325,7 +327,7 @@ class Trainer:
             return self._norm() if wanted or self.guard.always else None
         norm = self._norm()
         if norm.device.type != "cpu" or not norm + 1e-6 <= limit:  # a GPU would have to be waited for to know
-            self.strategy.cut(limit, norm)
+            self.strategy.clip(limit, norm)
         return norm
 
     def _norm(self) -> torch.Tensor:
@@ -346,12 +348,12 @@ class Trainer:
                 batch=self.batch.micro,
                 autocast=self.autocast,
                 place=self.place,
-                together=self.strategy.together,
+                lockstep=self.strategy.lockstep,
             )
         return {f"val_{name}": value for name, value in found.items()}
 
     def save(self, *, needed: bool = True) -> None:
-        """Begin a snapshot of this step; collective over all workers, which write beside training (keeping.py).
+        """Begin a snapshot of this step; collective over all workers, which write beside training (snapshot_saver.py).
 
         Args:
             needed: whether it must not be skipped, should another one be under way.
@@ -359,8 +361,8 @@ class Trainer:
         with self.report.saving():
             if not self.guard.always:
                 self.guard.judge(self.step, self._norm())
-            parts, facts = self.state.collect(in_pieces=self.saver.spread)
-            if self.worker.is_first or self.saver.together:
+            parts, facts = self.state.collect(in_pieces=self.saver.in_pieces)
+            if self.worker.is_first or self.saver.collective:
                 best = self.best.steps if self.best else ()
                 self.saver.save(self.step, parts, facts={**self._counters(), **facts}, best=best, needed=needed)
         self.saved_s = time.monotonic()
@@ -385,7 +387,7 @@ class Trainer:
     def account(self) -> account.Account:
         """What this program was before its first step; taken when first asked for, collective over all workers."""
         if self._account is None:
-            subject = account.Subject(
+            subject = account.AccountSubject(
                 model=self.model,
                 loss=self.loss,
                 optimizer=self.optimizer,
@@ -444,7 +446,7 @@ class Trainer:
         self.position = position
         self._use(self.batch)
 
-    def restore(self, found: resume.Found, *, going_back: bool = False) -> str:
+    def restore(self, found: resume.ResumePoint, *, going_back: bool = False) -> str:
         """Go on from a snapshot, one of this process's own if it is `going_back`.
 
         Returns:

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from dtctl import folders
 from dtctl.runtime.console import say
-from dtctl.runtime.sinks import Sink
+from dtctl.runtime.sinks import MetricsSink
 
 
 def cut(path: Path, step: int) -> None:
@@ -40,10 +40,10 @@ def _step(line: str) -> float:
         return float("inf")
 
 
-class Metrics:
+class MetricsWriter:
     """The log of one attempt. Opened on rank 0 only."""
 
-    def __init__(self, path: Path, *, step: int, steps: int, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(self, path: Path, *, step: int, steps: int, sinks: Sequence[MetricsSink] = ()) -> None:
         """Open the log.
 
         Args:

@@ -13,7 +13,7 @@ from typing import Final
 
 from dtctl import names, node_facts
 from dtctl.nccl import profiles
-from dtctl.nccl.profiles import Network, Setting
+from dtctl.nccl.profiles import NetworkProfile, VariableSetting
 from dtctl.runtime.console import say
 from dtctl.runtime.worker import Worker
 
@@ -25,7 +25,7 @@ DEVICES: Final = Path("/sys/class/infiniband")
 
 def apply(worker: Worker, environ: MutableMapping[str, str]) -> None:
     """Set what is missing; rank 0 says what and why, of which names of interfaces may differ on other nodes."""
-    network = look(environ) if worker.world_size > worker.local_world_size else Network(interface="")
+    network = look(environ) if worker.world_size > worker.local_world_size else NetworkProfile(interface="")
     chosen = wanted(worker, network, environ)
     environ.update({setting.name: setting.value for setting in chosen})
     if any(setting.name == DUMP for setting in chosen):
@@ -35,7 +35,7 @@ def apply(worker: Worker, environ: MutableMapping[str, str]) -> None:
             say(f"set {setting.name}={setting.value}: {setting.reason}")
 
 
-def wanted(worker: Worker, network: Network, environ: Mapping[str, str]) -> list[Setting]:
+def wanted(worker: Worker, network: NetworkProfile, environ: Mapping[str, str]) -> list[VariableSetting]:
     """What to set in this worker; nothing for one without peers, and little on one machine."""
     if worker.backend is None:
         return []
@@ -45,12 +45,12 @@ def wanted(worker: Worker, network: Network, environ: Mapping[str, str]) -> list
     if cuda and environ.get(names.RUN_DIR):
         prefix = str(Path(environ[names.RUN_DIR]) / FLIGHT / "nccl_rank")
         found += [
-            Setting(
+            VariableSetting(
                 name=DUMP,
                 value=prefix,
                 reason="the last collectives of each rank belong into the run's folder, not into /tmp",
             ),
-            Setting(
+            VariableSetting(
                 name="TORCH_NCCL_DUMP_ON_TIMEOUT",
                 value="1",
                 reason="a collective that times out is only explained by those of all ranks",
@@ -59,9 +59,9 @@ def wanted(worker: Worker, network: Network, environ: Mapping[str, str]) -> list
     return [setting for setting in found if not environ.get(setting.name)]
 
 
-def look(environ: Mapping[str, str]) -> Network:
+def look(environ: Mapping[str, str]) -> NetworkProfile:
     """The way from here to rank 0, and the RDMA devices."""
-    return Network(interface=interface(environ), rdma=rdma(DEVICES), nodes=2)
+    return NetworkProfile(interface=interface(environ), rdma=rdma(DEVICES), nodes=2)
 
 
 def rdma(folder: Path) -> list[dict[str, str]]:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from dtctl import names
-from dtctl.runtime.snapshot.share import gathered_json
+from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.runtime.worker import Worker
 
 LONGEST: Final = 1024

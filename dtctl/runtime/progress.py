@@ -39,7 +39,7 @@ FIRST_STEPS: Final = 2
 """Steps of an attempt whose time says nothing about the others: compilation, warm-up, caches."""
 
 
-class Phase(IntEnum):
+class WorkerPhase(IntEnum):
     """What a worker is about."""
 
     STARTING = 0
@@ -78,7 +78,7 @@ class Progress:
             with contextlib.suppress(OSError):  # a full disk; training is worth more than being watched
                 number = _listen(Path(folder), rank, collectives=collectives)
                 self._memory = _mapped(Path(folder) / f"rank-{rank}")
-        self._phase, self._step, self._micro, self._began_ns, self._slowest_ns = Phase.STARTING, 0, 0, 0, 0
+        self._phase, self._step, self._micro, self._began_ns, self._slowest_ns = WorkerPhase.STARTING, 0, 0, 0, 0
         self._spent_ns = dict.fromkeys(("stall_ns", "evaluation_ns"), 0)
         self._first, self._away_ns = 0, 0
         self._compiler_told = False
@@ -98,7 +98,7 @@ class Progress:
     def begin(self, step: int, *, until: int = 0) -> None:
         """Steps begin, after this one; `until` is the last one, if that is known."""
         self._set("until", until)
-        self._phase, self._step, self._first, self._micro = Phase.STEPPING, step, step, 0
+        self._phase, self._step, self._first, self._micro = WorkerPhase.STEPPING, step, step, 0
         self._set("first", step)
         self._set("saved", step)
         self._began_ns = self._note(Place.DATA)
@@ -128,7 +128,7 @@ class Progress:
         self._began_ns, self._away_ns = now_ns, 0
 
     @contextmanager
-    def apart(self, phase: Phase) -> Iterator[None]:
+    def apart(self, phase: WorkerPhase) -> Iterator[None]:
         """The context of what is not a step; its time is not counted to one."""
         before, self._phase = self._phase, phase
         began_ns = self._note(Place.UPDATE)
@@ -138,16 +138,16 @@ class Progress:
             self._phase = before
             took_ns = self._note(Place.UPDATE) - began_ns
             self._away_ns += took_ns
-            name = {Phase.EVALUATION: "evaluation_ns", Phase.SNAPSHOT: "stall_ns"}.get(phase)
+            name = {WorkerPhase.EVALUATION: "evaluation_ns", WorkerPhase.SNAPSHOT: "stall_ns"}.get(phase)
             if name is not None:
                 self._spent_ns[name] += took_ns
                 self._set(name, self._spent_ns[name])
-            if phase is Phase.SNAPSHOT:
+            if phase is WorkerPhase.SNAPSHOT:
                 self._set("saved", self._step)
 
     def end(self) -> None:
         """No more steps."""
-        self._phase = Phase.ENDING
+        self._phase = WorkerPhase.ENDING
         self._note(Place.UPDATE)
 
     def _hear_of_compilation(self) -> None:
@@ -158,8 +158,8 @@ class Progress:
         open_: MutableSequence[contextlib.AbstractContextManager[None]] = []
 
         def begin(_: object) -> None:
-            if self._phase is Phase.STEPPING:
-                open_.append(self.apart(Phase.COMPILING))
+            if self._phase is WorkerPhase.STEPPING:
+                open_.append(self.apart(WorkerPhase.COMPILING))
                 open_[-1].__enter__()
 
         def end(_: object) -> None:

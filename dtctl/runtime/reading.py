@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from dtctl.runtime.data import Batches, Samples, Stream, is_deterministic
+from dtctl.runtime.data import Batches, Samples, SampleStream, is_deterministic
 from dtctl.runtime.order import Indices, mix
 from dtctl.runtime.snapshot.encoding import Generator, generator_state, is_generator, seed_generator
 
@@ -34,7 +34,7 @@ _REACHED: Final = 2000
 
 
 @dataclass(slots=True)
-class Examination:
+class DatasetExamination:
     """What some samples of a data set were, and whether they are the same again."""
 
     digests: dict[str, str] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Examination:
 class Reader:
     """Makes batches of a data set of any kind; may be sent to another process."""
 
-    def __init__(self, data: Samples | Batches | Stream, seed: int) -> None:
+    def __init__(self, data: Samples | Batches | SampleStream, seed: int) -> None:
         self.data, self._seed = data, seed
         self._cursors: dict[int, Cursor] = {}
         self._own_generators: list[Generator] | None = None
@@ -56,7 +56,7 @@ class Reader:
         self.at_once: Callable[[Indices], Any] | None = None
         """How to get a whole batch of a data set that draws no random numbers."""
         self._read: Callable[[Indices, Indices], Any] = self._one_by_one
-        if isinstance(data, Stream):
+        if isinstance(data, SampleStream):
             self._read = self._from_stream
         elif isinstance(data, Batches):
             self._read = self._whole
@@ -109,7 +109,7 @@ class Reader:
         return default_collate(samples)
 
     def _from_stream(self, _indices: Indices, positions: Indices) -> Any:
-        stream = cast(Stream, self.data)
+        stream = cast(SampleStream, self.data)
         samples = []
         for position in positions.tolist():
             place, shard = divmod(position, stream.shards)
@@ -159,14 +159,14 @@ class Reader:
 
     # -- before training --------------------------------------------------------------------------------------------
 
-    def examine(self, positions: Indices, *, threaded: bool) -> Examination:
+    def examine(self, positions: Indices, *, threaded: bool) -> DatasetExamination:
         """Read a few samples twice; the generators of the loop are as before afterwards, but for Python's and NumPy's.
 
         Args:
             positions: of a stream, those that are read.
             threaded: whether a thread will read, which draws from the loop's generators in no fixed order.
         """
-        found = Examination()
+        found = DatasetExamination()
         self._examining = True
         kept = torch.get_rng_state()
         begun_s = time.perf_counter()
@@ -210,7 +210,7 @@ class Reader:
         return zlib.crc32(repr([_digest_of(generator) for generator in self.generators()]).encode(), crc)
 
     def _probes(self, positions: Indices) -> Iterator[tuple[str, Indices, Indices]]:
-        if isinstance(self.data, Stream):
+        if isinstance(self.data, SampleStream):
             yield str(int(positions[0])), positions[:1], positions[:1]
             return
         count = len(self.data)
@@ -222,7 +222,7 @@ class Reader:
     def _probe(self, indices: Indices, positions: Indices, *, other: bool) -> str:
         """The digest of a batch, with the generators of the process seeded otherwise or not."""
         reader = self
-        if isinstance(self.data, Stream):
+        if isinstance(self.data, SampleStream):
             reader = Reader(self.data, self._seed)
         try:
             if other:
@@ -309,7 +309,7 @@ class Cursor:
         place: how many samples of the shard have been taken or passed, over all epochs.
     """
 
-    def __init__(self, stream: Stream, shard: int, seed: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(self, stream: SampleStream, shard: int, seed: Callable[[int], None] = lambda _: None) -> None:
         """Open a shard.
 
         Args:

@@ -14,9 +14,9 @@ from torch import nn
 
 from dtctl import names
 from dtctl.runtime import meter
-from dtctl.runtime.metrics import Metrics
-from dtctl.runtime.progress import Phase, Progress
-from dtctl.runtime.sinks import MlFlow, Sink, TensorBoard, WandB
+from dtctl.runtime.metrics import MetricsWriter
+from dtctl.runtime.progress import Progress, WorkerPhase
+from dtctl.runtime.sinks import MetricsSink, MlFlow, TensorBoard, WandB
 from dtctl.runtime.worker import Worker
 from dtctl.train.batch import Batch
 from dtctl.train.config import TrainConfig
@@ -51,7 +51,7 @@ class Report:
         self._config, self._worker, self._board = config, worker, board
         self._tokens = tokens_per_sample
         self._use = meter.Use(worker, config.precision, meter.flops_per_sample(model, tokens_per_sample))
-        self._metrics: Metrics | None = None
+        self._metrics: MetricsWriter | None = None
         self._steps = 0
         self._parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.times = meter.StepTimes()
@@ -74,7 +74,7 @@ class Report:
         """
         if self._worker.is_first:
             path = Path(os.environ.get(names.METRICS) or names.METRICS_FILE)
-            self._metrics = Metrics(path, step=step, steps=steps, sinks=self._sinks(step))
+            self._metrics = MetricsWriter(path, step=step, steps=steps, sinks=self._sinks(step))
         self.times = meter.StepTimes()
         self._steps = steps
         self.progress.begin(step, until=steps)
@@ -85,8 +85,8 @@ class Report:
             if self._metrics is not None:
                 self._metrics.close()
 
-    def _sinks(self, step: int) -> list[Sink]:
-        config, found = self._config, list[Sink]()
+    def _sinks(self, step: int) -> list[MetricsSink]:
+        config, found = self._config, list[MetricsSink]()
         if self._board is not None:
             found.append(TensorBoard(self._board, step=step))
         if config.wandb is not None:
@@ -145,14 +145,14 @@ class Report:
 
     def evaluating(self) -> AbstractContextManager[None]:
         """The context of an evaluation."""
-        return self._apart(Phase.EVALUATION)
+        return self._apart(WorkerPhase.EVALUATION)
 
     def saving(self) -> AbstractContextManager[None]:
         """The context of what training stops for when a snapshot is made."""
-        return self._apart(Phase.SNAPSHOT)
+        return self._apart(WorkerPhase.SNAPSHOT)
 
     @contextmanager
-    def _apart(self, phase: Phase) -> Iterator[None]:
+    def _apart(self, phase: WorkerPhase) -> Iterator[None]:
         """The context of what is not a step (evaluation, a snapshot): its time is left out of the times of steps."""
         began_s = time.perf_counter()
         with self.progress.apart(phase):

@@ -1,6 +1,6 @@
 """From the newest good snapshot to a worker that goes on as if nothing had happened; and why not, where that cannot be.
 
-Nodes need no folder in common: what one lacks it gets from those that have it (snapshot/choose.py, deliver.py).
+Nodes need no folder in common: what one lacks it gets from those that have it (snapshot/choose.py, reshard.py).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dtctl.errors import PlanError, SnapshotError
 from dtctl.runtime.account import EVERYONE
 from dtctl.runtime.snapshot.assembly import Leaf
 from dtctl.runtime.snapshot.choose import Chosen, choose
-from dtctl.runtime.snapshot.deliver import Wanted, deliver
+from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.runtime.snapshot.place import Place
-from dtctl.runtime.snapshot.share import gathered_json
+from dtctl.runtime.snapshot.reshard import Wanted, deliver
 from dtctl.runtime.worker import Worker
 from dtctl.train.batch import Batch
 from dtctl.train.config import TrainConfig
@@ -34,7 +34,7 @@ MARKER: Final = "last-snapshot.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class ResumePoint:
     """What the snapshots' folders had to offer; the same on all workers."""
 
     path: str | None
@@ -57,7 +57,7 @@ class Found:
         return deliver(self.chosen, _wanted(model, optimizer, worker, self.facts.get("late", ())), worker)
 
 
-def find(folder: Place, worker: Worker) -> Found:
+def find(folder: Place, worker: Worker) -> ResumePoint:
     """The newest snapshot that all workers together can read and verify.
 
     Raises:
@@ -73,7 +73,7 @@ def find(folder: Place, worker: Worker) -> Found:
     if chosen.path is None:
         _require_beginning(folder, worker)
     step, facts = (chosen.manifest.step, chosen.manifest.facts) if chosen.manifest is not None else (0, {})
-    return Found(path=chosen.path, step=step, facts=facts, rejected=chosen.rejected, chosen=chosen)
+    return ResumePoint(path=chosen.path, step=step, facts=facts, rejected=chosen.rejected, chosen=chosen)
 
 
 def marker(folder: Place) -> Callable[[int], None]:

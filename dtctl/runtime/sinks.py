@@ -12,7 +12,7 @@ from dtctl import names
 from dtctl.errors import PlanError
 
 
-class Sink(Protocol):
+class MetricsSink(Protocol):
     """Something that keeps metrics."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

@@ -17,13 +17,13 @@ from dtctl.runtime.explain import explained
 from dtctl.runtime.feed import Feed
 from dtctl.runtime.order import Indices, Schedule
 from dtctl.runtime.precision import LossScale
-from dtctl.runtime.weighing import Weighted
+from dtctl.runtime.token_weighting import Weighted
 from dtctl.runtime.worker import Worker
 from dtctl.train.batch import Batch
 
 Loss = Callable[[nn.Module, Any], "torch.Tensor | Weighted"]
-"""Mean loss over the samples of a batch, a scalar, or a sum and how much it is a sum of (see weighing.py); called with
-the model as the strategy wraps it."""
+"""Mean loss over the samples of a batch, a scalar, or a sum and how much it is a sum of (see token_weighting.py); called
+with the model as the strategy wraps it."""
 
 
 class Clock(Protocol):

@@ -15,8 +15,8 @@ from dtctl.runtime.account import EVERYONE, Account, checksum
 from dtctl.runtime.ema import Ema
 from dtctl.runtime.program.state import some_of
 from dtctl.runtime.snapshot import state
-from dtctl.runtime.snapshot.share import gathered_json
-from dtctl.runtime.snapshot.whole import gathered, gathered_optimizer
+from dtctl.runtime.snapshot.gather import gathered, gathered_optimizer
+from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.runtime.strategies import Strategy
 from dtctl.runtime.worker import Worker
 
@@ -78,13 +78,13 @@ class TrainingState:
             What is not as it was, a phrase each, as far as this worker knows.
         """
         state.register_late(self.model, parts["model"], facts.get("late", ()))
-        state.load_model(self.model, parts["model"], elsewhere=self.strategy.elsewhere)
-        whole = not self.strategy.spread
+        state.load_model(self.model, parts["model"], absent_keys=self.strategy.absent_keys)
+        whole = not self.strategy.sharded_state
         differing = state.load_optimizer(
             self.model, self.optimizer, parts["optimizer"], whole=whole, configured=self.configured
         )
         if self.ema is not None:
-            self.ema.load(parts.get("ema"), elsewhere=self.strategy.elsewhere)
+            self.ema.load(parts.get("ema"), absent_keys=self.strategy.absent_keys)
         kept = self.strategy.load_state(parts.get("strategy", {}).get(str(self.worker.rank), {}))
         differing += [kept] if kept else []
         self.account.program.load(held)
@@ -99,7 +99,7 @@ class TrainingState:
 
     def full_weights(self) -> dict[str, Any]:
         """The whole model's state on rank 0, whatever the strategy; empty elsewhere. Collective over all workers."""
-        spread = self.strategy.spread
+        spread = self.strategy.sharded_state
         own = dict(self.model.state_dict()) if spread or self.worker.is_first else {}
         return (gathered(own, self.worker) or {}) if spread else own
 
@@ -145,7 +145,7 @@ class TrainingState:
 
     def _whole(self) -> dict[str, Any]:
         """All there is, on rank 0, and nothing elsewhere; collective over all workers."""
-        worker, spread, tree = self.worker, self.strategy.spread, dict[str, Any]()
+        worker, spread, tree = self.worker, self.strategy.sharded_state, dict[str, Any]()
         if spread or worker.is_first:
             tree = state.optimizer_tree(self.model, self.optimizer, self.configured)
         parts: dict[str, Any] = {

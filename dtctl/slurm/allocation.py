@@ -7,14 +7,14 @@ import subprocess
 from collections.abc import Mapping
 
 from dtctl.errors import LaunchError
-from dtctl.launch.cluster import Cluster
+from dtctl.launch.cluster import ResolvedCluster
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import NodeSpec
 from dtctl.transport.base import Target
 from dtctl.transport.srun import SrunTransport
 
 
-def cluster_of_allocation(spec: Spec, environ: Mapping[str, str]) -> Cluster:
+def cluster_of_allocation(spec: Spec, environ: Mapping[str, str]) -> ResolvedCluster:
     """The nodes that Slurm has given to this process's job, reached by srun.
 
     Args:
@@ -40,7 +40,7 @@ def cluster_of_allocation(spec: Spec, environ: Mapping[str, str]) -> Cluster:
         for name in shown
     )
     targets = {node.name: Target(name=node.name, address=node.address) for node in nodes}
-    return Cluster(nodes=nodes, targets=targets, make_transport=lambda: SrunTransport(job))
+    return ResolvedCluster(nodes=nodes, targets=targets, make_transport=lambda: SrunTransport(job))
 
 
 def _scontrol(*arguments: str) -> str:

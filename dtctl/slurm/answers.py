@@ -1,4 +1,4 @@
-"""What desk.py may answer from the machine of Slurm's commands: a form per request, as in launch/messages.py."""
+"""What login_agent.py may answer from the machine of Slurm's commands: a form per request, as in launch/messages.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A job that Slurm has, told as a run: its state, its nodes, its workers' output, how it ended.
 
-All that is known lies at the machine of Slurm's commands (desk.py looks there), so that whoever comes later goes on
-where the last one stopped: what was read of each file is kept in slurm.json, together with the sizes that the copies
+All that is known lies at the machine of Slurm's commands (login_agent.py looks there), so that whoever comes later goes
+on where the last one stopped: what was read of each file is kept in slurm.json, together with the sizes that the copies
 here had then.
 """
 
@@ -26,7 +26,7 @@ from dtctl.launch.job import Result
 from dtctl.launch.ledger import Ledger
 from dtctl.launch.logs import METRICS, Logs
 from dtctl.launch.record import RUN_BYTES, RunRecord, write_private
-from dtctl.slurm import batchlog, talk
+from dtctl.slurm import batchlog, login_client
 from dtctl.slurm.left import Left, look
 from dtctl.slurm.site import Site
 
@@ -93,7 +93,7 @@ class Follower:
             ConnectError: it cannot be reached.
         """
         request = {"op": "look", "job": self.ref.job, "folder": self.ref.folder, "have": self._have}
-        answer = talk.ask(self.site, self.ref.python, request)
+        answer = login_client.ask(self.site, self.ref.python, request)
         self.state = answer["job"]
         self.nodes = self.state.get("nodes") or self.nodes
         self._had.update(self.nodes)

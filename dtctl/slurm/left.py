@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtctl.errors import LaunchError, TransportError
-from dtctl.slurm import talk
+from dtctl.slurm import login_client
 from dtctl.slurm.site import Site
 
 
@@ -44,7 +44,7 @@ def look(site: Site, python: str, job: str, state: Mapping[str, Any], nodes: Seq
         site: where Slurm's commands are.
         python: interpreter there.
         job: its id.
-        state: what Slurm says of it (desk.py).
+        state: what Slurm says of it (login_agent.py).
         nodes: all that it was ever given.
     """
     if not nodes:
@@ -52,7 +52,7 @@ def look(site: Site, python: str, job: str, state: Mapping[str, Any], nodes: Seq
     told = {key: state.get(name, "") for key, name in _FIELDS.items()}
     request = {"op": "left", "ids": state.get("ids") or [job], "nodes": list(nodes), **told}
     try:
-        answer = talk.ask(site, python, request)
+        answer = login_client.ask(site, python, request)
     except (LaunchError, TransportError) as exc:
         return Left(counts=dict.fromkeys(nodes), how=str(exc))
     return Left(counts=answer["left"], how=str(answer["how"]))

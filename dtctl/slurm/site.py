@@ -15,7 +15,7 @@ from dtctl.launch import trust
 from dtctl.launch.messages import STDERR_BYTES
 from dtctl.slurm.answers import BYTES
 from dtctl.spec.model import Spec
-from dtctl.transport.base import Connection, Stream, Target, Transport
+from dtctl.transport.base import ByteStream, Connection, Target, Transport
 
 LIMIT_S = 60.0
 SANDBOX = "sandbox"
@@ -125,7 +125,7 @@ class There:
             connection.close()
 
 
-def _read(stream: Stream, limit_s: float) -> tuple[bytes, bytes]:
+def _read(stream: ByteStream, limit_s: float) -> tuple[bytes, bytes]:
     deadline = time.monotonic() + limit_s
     out, err = bytearray(), bytearray()
     while (more := stream.read(1 << 18)) and time.monotonic() < deadline and len(out) <= BYTES:

@@ -18,9 +18,9 @@ from dtctl.launch.cluster import cluster_of
 from dtctl.launch.first_plan import first_plan
 from dtctl.launch.record import state_folder
 from dtctl.launch.tree import Tree
-from dtctl.slurm import batch, talk
+from dtctl.slurm import batch, login_client
 from dtctl.slurm.follow import JOB_LOG, JobRef
-from dtctl.slurm.offer import lacks
+from dtctl.slurm.partition_checks import lacks
 from dtctl.slurm.site import Site, There
 from dtctl.spec.load import dump_spec
 from dtctl.spec.model import Slurm, Spec
@@ -60,9 +60,9 @@ def submit(
     if code is not None:
         check_program_files(spec, code.tree)
     python = python_at(spec, site)
-    check_offer(spec, len(plan.nodes), talk.ask(site, python, {"op": "offer"}))
+    check_offer(spec, len(plan.nodes), login_client.ask(site, python, {"op": "offer"}))
     workdir = spec.cluster.workdir if isinstance(site, There) else str(state_folder(spec.base_dir, "slurm").parent)
-    folder = Path(talk.ask(site, python, {"op": "place", "workdir": workdir, "run": run})["folder"])
+    folder = Path(login_client.ask(site, python, {"op": "place", "workdir": workdir, "run": run})["folder"])
     pushed = _bring(site, code, folder, python=python, workdir=workdir)
     text = batch.text(
         spec,
@@ -72,10 +72,10 @@ def submit(
         folder=folder if followed else None,
     )
     files = {BATCH_FILE: text, names.RUN_SPEC_FILE: dump_spec(spec)}
-    talk.ask(site, python, {"op": "fill", "folder": str(folder), "code": pushed, "files": files})
+    login_client.ask(site, python, {"op": "fill", "folder": str(folder), "code": pushed, "files": files})
     if out is not None:
         write(out, text)
-    answer = talk.ask(site, python, {"op": "submit", "folder": str(folder), "env": secrets})
+    answer = login_client.ask(site, python, {"op": "submit", "folder": str(folder), "env": secrets})
     if answer["code"]:
         raise LaunchError(f"Slurm refuses the job: {words(answer['said'])}", where=str(out or folder / BATCH_FILE))
     return JobRef(
@@ -121,7 +121,7 @@ def _bring(site: Site, code: CodePush | None, folder: Path, *, python: str, work
     if code is None:
         return ""
     if isinstance(site, There):
-        return talk.push(site, code, python=python, workdir=workdir)
+        return login_client.push(site, code, python=python, workdir=workdir)
     try:
         _copy(code.tree, folder / "code")
     except OSError as exc:

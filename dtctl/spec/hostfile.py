@@ -16,7 +16,7 @@ _USUAL = "write `name slots=4`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class HostfileLine:
     """One node of a hostfile."""
 
     name: str
@@ -26,7 +26,7 @@ class Line:
     """`file:line`."""
 
 
-def parse(text: str, *, source: str) -> list[Line]:
+def parse(text: str, *, source: str) -> list[HostfileLine]:
     """The nodes, in the order of the file.
 
     Understands `name slots=4 max_slots=8` (Open MPI, DeepSpeed) and `name:4` (MPICH); `#` begins a comment. `max_slots`
@@ -35,7 +35,7 @@ def parse(text: str, *, source: str) -> list[Line]:
     Raises:
         SpecError: a line is not of this form, a name stands twice, or there is none.
     """
-    found: dict[str, Line] = {}
+    found: dict[str, HostfileLine] = {}
     for number, line in enumerate(text.split("\n"), 1):
         words = line.split("#", 1)[0].split()
         if not words:
@@ -53,7 +53,7 @@ def parse(text: str, *, source: str) -> list[Line]:
     return list(found.values())
 
 
-def _line(words: list[str], where: str) -> Line:
+def _line(words: list[str], where: str) -> HostfileLine:
     name, counts = words[0], dict[str, int]()
     mpich = _SLOTS_OF_MPICH.match(name)
     if mpich is not None:
@@ -72,7 +72,7 @@ def _line(words: list[str], where: str) -> Line:
     slots = counts.get("slots")
     if slots is not None and slots > counts.get("max_slots", slots):
         raise SpecError(f"node {name} has {slots} slots and at most {counts['max_slots']}", where=where)
-    return Line(name=name, slots=slots, where=where)
+    return HostfileLine(name=name, slots=slots, where=where)
 
 
 def _count(key: str, text: str, where: str) -> int:
@@ -81,7 +81,7 @@ def _count(key: str, text: str, where: str) -> int:
     return int(text)
 
 
-def read(path: Path) -> list[Line]:
+def read(path: Path) -> list[HostfileLine]:
     """The nodes of the hostfile at `path`.
 
     Raises:

@@ -27,8 +27,8 @@ MODULES = (
     *(
         f"dtctl.supervisor.{name}"
         for name in (
-            "autopsy", "births", "environment", "facts", "frames", "group", "lean", "link", "main", "metrics",
-            "nursery", "processes", "progress", "receive", "stacks", "supervisor", "warm",
+            "exit_cause", "worker_start", "environment", "facts", "frames", "group", "lean", "link", "main", "metrics",
+            "fork_server", "processes", "progress", "receive", "stacks", "supervisor", "fork_server_main",
         )
     ),
 )  # fmt: skip

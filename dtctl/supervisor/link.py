@@ -10,7 +10,7 @@ from dtctl.supervisor import frames
 CHUNK = 1 << 16
 
 
-class Link:
+class ControlLink:
     """The way to the control machine: non-blocking frames, with a clock for its last sign of life."""
 
     def __init__(self, read_fd: int, write_fd: int, before: frames.FdLink | None = None) -> None:

@@ -13,7 +13,7 @@ import time
 from dtctl import folders, node_facts
 from dtctl.supervisor import facts, frames, processes
 from dtctl.supervisor.lean import signal
-from dtctl.supervisor.link import Link
+from dtctl.supervisor.link import ControlLink
 from dtctl.supervisor.supervisor import Supervisor
 
 IDLE_LIMIT_S = 120.0
@@ -143,7 +143,7 @@ def run(link: frames.FdLink, workdir: str, message: dict) -> int:  # type: ignor
     status = 1
     try:
         # A message may have come with the one that started us.
-        server = Supervisor(message, Link(link.read_fd, link.write_fd, link), listener, own)
+        server = Supervisor(message, ControlLink(link.read_fd, link.write_fd, link), listener, own)
         server.try_start(message)
         server.run()
         status = 0

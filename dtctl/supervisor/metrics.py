@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 
 from dtctl.supervisor import frames
-from dtctl.supervisor.link import CHUNK, Link
+from dtctl.supervisor.link import CHUNK, ControlLink
 
 METRICS = -2
 """Rank under which the lines of metrics.jsonl travel."""
 
 
-class Metrics:
+class MetricsTail:
     """One file and how much of it the link has been given."""
 
     def __init__(self, run_dir: str) -> None:
@@ -19,7 +19,7 @@ class Metrics:
         self.path = os.path.join(run_dir, "metrics.jsonl")
         self.sent = 0
 
-    def feed(self, link: Link) -> None:
+    def feed(self, link: ControlLink) -> None:
         """Queue what the link has not been given, as much as it can take."""
         try:
             fd = os.open(self.path, os.O_RDONLY)

@@ -21,7 +21,7 @@ TEXT_BYTES = 1 << 16
 FLIGHT_BYTES = 1 << 18
 
 
-class Inquest:
+class StackDump:
     """One question to all workers of a node."""
 
     def __init__(self, folder: str, token: str) -> None:

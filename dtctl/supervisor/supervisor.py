@@ -27,17 +27,17 @@ import select
 import time
 
 from dtctl import folders, node_facts
-from dtctl.supervisor import autopsy, environment, facts, frames, lean, processes, progress
-from dtctl.supervisor.births import Births
+from dtctl.supervisor import environment, exit_cause, facts, frames, lean, processes, progress
+from dtctl.supervisor.fork_server import Nursery
 from dtctl.supervisor.group import AGENT, Group, Process, exit_facts
 from dtctl.supervisor.lean import signal
-from dtctl.supervisor.link import CHUNK, Link
-from dtctl.supervisor.metrics import Metrics
-from dtctl.supervisor.nursery import Nursery
+from dtctl.supervisor.link import CHUNK, ControlLink
+from dtctl.supervisor.metrics import MetricsTail
+from dtctl.supervisor.worker_start import Births
 
 TYPE_CHECKING = False  # as in lean.py
 if TYPE_CHECKING:
-    from dtctl.supervisor.stacks import Inquest
+    from dtctl.supervisor.stacks import StackDump
 
 STRAY_GRACE_S = 1.0
 """Seconds that processes which outlived the workers get between SIGTERM and SIGKILL."""
@@ -57,7 +57,7 @@ def write_atomically(path: str, data: bytes) -> None:
 class Supervisor:
     """One run on one node, over any number of attempts."""
 
-    def __init__(self, start: dict, link: Link | None, listener_fd: int | None, guard: int) -> None:  # type: ignore[type-arg]
+    def __init__(self, start: dict, link: ControlLink | None, listener_fd: int | None, guard: int) -> None:  # type: ignore[type-arg]
         """Serve the run of the first `start` message; `listener_fd` takes new links (`keep`), `guard` is our parent."""
         self.guard = guard
         self.run_dir: str = start["run_dir"]
@@ -65,15 +65,15 @@ class Supervisor:
         self.grace_s: float = start["grace_s"]
         self.keep: bool = start["keep"]
         self.link_timeout_s: float = start["link_timeout_s"]
-        self.link: Link | None = link
+        self.link: ControlLink | None = link
         self.listener_fd = listener_fd
         self.group: Group | None = None
         self.attempt_dir = ""
         self.exits: list[dict] = []  # type: ignore[type-arg]
-        self.metrics = Metrics(self.run_dir)
+        self.metrics = MetricsTail(self.run_dir)
         self.progress_dir = ""
-        self.inquest: Inquest | None = None
-        self.memory: autopsy.Memory | None = None
+        self.inquest: StackDump | None = None
+        self.memory: exit_cause.OomCounters | None = None
         self.deadline: float | None = None  # of the SIGTERM phase, while an attempt is being ended
         self.stray_deadline: float | None = None
         self.stopped: dict | None = None  # type: ignore[type-arg]  # goes out when all output has
@@ -119,7 +119,7 @@ class Supervisor:
         os.makedirs(self.attempt_dir, mode=0o700, exist_ok=True)
         self.progress_dir = message["env"]["DTCTL_PROGRESS"]
         os.makedirs(self.progress_dir, mode=0o700, exist_ok=True)
-        self.memory = autopsy.Memory()
+        self.memory = exit_cause.OomCounters()
         script = os.path.join(self.attempt_dir, "node.sh")
         fd = os.open(script, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o700)
         with os.fdopen(fd, "w", encoding="utf-8") as file:
@@ -224,7 +224,7 @@ class Supervisor:
         if code and self.deadline is None:  # what ends because we end it is no riddle
             if number == signal.SIGKILL and self.memory is not None:
                 fact["why"] = self.memory.why(process.pid)
-            fact["why"] = fact["why"] or autopsy.full_disk(self.run_dir)
+            fact["why"] = fact["why"] or exit_cause.full_disk(self.run_dir)
         self.exits.append(fact)
         self.tell(fact)
         return code
@@ -234,9 +234,9 @@ class Supervisor:
         return progress.read(self.progress_dir) if self.group is not None and self.stopped is None else []
 
     def _ask_for_stacks(self) -> None:
-        from dtctl.supervisor.stacks import Inquest  # seldom needed
+        from dtctl.supervisor.stacks import StackDump  # seldom needed
 
-        self.inquest = Inquest(self.progress_dir, self.token)
+        self.inquest = StackDump(self.progress_dir, self.token)
 
     def _answer_for_stacks(self) -> None:
         """Send the stacks as soon as all workers have shown theirs."""
@@ -355,7 +355,7 @@ class Supervisor:
         finally:
             listener.detach()
         fd = connection.detach()
-        self.link = Link(fd, fd)
+        self.link = ControlLink(fd, fd)
         self.link.fed = False  # until it has said what it knows already
 
     # -- the loop ---------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ class Target:
     connect_timeout_s: float = 10.0
 
 
-class Stream(Protocol):
+class ByteStream(Protocol):
     """A command running on a node, with its standard input, output and error."""
 
     def read(self, size: int) -> bytes:
@@ -71,7 +71,7 @@ class Connection(Protocol):
         """Numeric address that the connection was made to; empty through a jump host or a proxy command."""
         ...
 
-    def open(self, command: str) -> Stream:
+    def open(self, command: str) -> ByteStream:
         """Start `command` (shell text, made by `dtctl.shell`) on the node.
 
         Raises:

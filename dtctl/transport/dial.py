@@ -32,7 +32,7 @@ def open_socket(address: str, port: int, timeout_s: float) -> socket.socket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class PendingConnection:
     """What came of the call to one node."""
 
     settings: sshconfig.Settings
@@ -53,7 +53,7 @@ class EarlyCalls:
             connect: makes a connection.
         """
         self._lock = threading.Lock()
-        self._calls: dict[str, Future[Call]] = {}
+        self._calls: dict[str, Future[PendingConnection]] = {}
         for target in targets:
             answer = self._calls[target.name] = Future()
             work = threading.Thread(
@@ -61,7 +61,7 @@ class EarlyCalls:
             )
             work.start()
 
-    def take(self, target: Target) -> Call | None:
+    def take(self, target: Target) -> PendingConnection | None:
         """The call to this node, when it has been answered or refused; None if there was none or it has been taken.
 
         Raises:
@@ -72,16 +72,16 @@ class EarlyCalls:
         return answer.result() if answer is not None else None
 
 
-def _call(target: Target, connect: OpenSocket, answer: Future[Call]) -> None:
+def _call(target: Target, connect: OpenSocket, answer: Future[PendingConnection]) -> None:
     try:
         settings = sshconfig.settings_for(target)
         if settings.proxy_jump or settings.proxy_command:
-            answer.set_result(Call(settings=settings))
+            answer.set_result(PendingConnection(settings=settings))
             return
         try:
             made = connect(settings.host, settings.port, target.connect_timeout_s)
-            answer.set_result(Call(settings=settings, connection=made))
+            answer.set_result(PendingConnection(settings=settings, connection=made))
         except OSError as exc:
-            answer.set_result(Call(settings=settings, error=exc))
+            answer.set_result(PendingConnection(settings=settings, error=exc))
     except Exception as exc:  # noqa: BLE001 - raised again by `take`
         answer.set_exception(exc)

@@ -32,7 +32,7 @@ if _HIDDEN:
 from dtctl.errors import AuthError, ConnectError, HostKeyError, TransportError  # noqa: E402
 from dtctl.transport import hostkeys, sshconfig  # noqa: E402
 from dtctl.transport.base import Target  # noqa: E402
-from dtctl.transport.dial import Call, EarlyCalls, OpenSocket, open_socket  # noqa: E402
+from dtctl.transport.dial import EarlyCalls, OpenSocket, PendingConnection, open_socket  # noqa: E402
 
 CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
 """In order of preference: GCM needs no separate MAC, which halves the cost of a push."""
@@ -216,7 +216,7 @@ class SshTransport:
         try:
             for text in settings.proxy_jump:
                 hops.append(self._hop(text, target, hops[-1] if hops else None, depth))
-            transport = self._log_in(target, call or Call(settings=settings), hops[-1] if hops else via)
+            transport = self._log_in(target, call or PendingConnection(settings=settings), hops[-1] if hops else via)
         except BaseException:
             for hop in hops:
                 hop.close()
@@ -244,7 +244,7 @@ class SshTransport:
         )
         return self._connect(hop, via=before, depth=depth + 1)
 
-    def _log_in(self, target: Target, call: Call, via: SshConnection | None) -> paramiko.Transport:
+    def _log_in(self, target: Target, call: PendingConnection, via: SshConnection | None) -> paramiko.Transport:
         """A connection to a node whose host key is the one on record and that has accepted one of our keys."""
         settings = call.settings
         name = hostkeys.lookup_name(settings.host, settings.port, settings.host_key_alias)
@@ -261,7 +261,7 @@ class SshTransport:
         return transport
 
     def _handshake(
-        self, target: Target, call: Call, via: SshConnection | None, key_types: list[str]
+        self, target: Target, call: PendingConnection, via: SshConnection | None, key_types: list[str]
     ) -> paramiko.Transport:
         """A connection with keys exchanged; tried again while nothing but the connecting has been done."""
         settings = call.settings

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import dtctl
 from dtctl import names
-from dtctl.launch.progress import Phase
+from dtctl.launch.progress import ReportedPhase
 from dtctl.runtime.snapshot import commands, layout
 from dtctl.sandbox import control, faults
 from dtctl.sandbox.layout import Sandbox, SandboxNode
@@ -237,7 +237,7 @@ def where(sandbox_name: str, run: str) -> Where:
     furthest = max(rows, key=lambda row: int(row["step"]), default=None)
     if furthest is None:
         return Where(attempt, 0, "starting", begun=False, known=False)
-    phase = Phase(furthest["phase"]).name.lower()
+    phase = ReportedPhase(furthest["phase"]).name.lower()
     return Where(attempt, furthest["step"], phase, begun=furthest["step"] > furthest["first"])
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import dtctl
 from dtctl import names
-from dtctl.launch.progress import Phase
+from dtctl.launch.progress import ReportedPhase
 from dtctl.launch.record import RUN_FILE
 from dtctl.names import REQUEUE_EXIT
 from dtctl.runtime.snapshot import commands, layout
@@ -257,16 +257,16 @@ def send(base: Path, name: str, who: str, process: subprocess.Popen[str], source
 def _is_in(row: dict[str, int], phase: str, base: Path, after: int) -> bool:
     """Whether a worker is in a phase, a few steps after its start."""
     if phase == "compile":  # in the first forward pass of an attempt
-        return row["phase"] == Phase.STEPPING and (row["step"] > row["first"] or row["place"] % 8 == 1)
-    if row["phase"] == Phase.STARTING or row["step"] < row["first"] + after:
+        return row["phase"] == ReportedPhase.STEPPING and (row["step"] > row["first"] or row["place"] % 8 == 1)
+    if row["phase"] == ReportedPhase.STARTING or row["step"] < row["first"] + after:
         return False
     if phase == "evaluation":
-        return row["phase"] == Phase.EVALUATION
+        return row["phase"] == ReportedPhase.EVALUATION
     if phase == "save":
-        return row["phase"] == Phase.SNAPSHOT or bool(list((snapshots(base)).glob(f".*{layout.DRAFT_SUFFIX}")))
+        return row["phase"] == ReportedPhase.SNAPSHOT or bool(list((snapshots(base)).glob(f".*{layout.DRAFT_SUFFIX}")))
     if phase == "data":
-        return row["phase"] == Phase.STEPPING and row["place"] % 8 == 0
-    return row["phase"] == Phase.STEPPING
+        return row["phase"] == ReportedPhase.STEPPING and row["place"] % 8 == 0
+    return row["phase"] == ReportedPhase.STEPPING
 
 
 def main() -> int:

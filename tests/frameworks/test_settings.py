@@ -7,7 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from dtctl.plan.build import Facts, build
+from dtctl.plan.build import PlanFacts, build
 from dtctl.plan.model import Plan
 from dtctl.spec.load import parse_spec
 from dtctl.spec.nodes import resolve_nodes
@@ -19,7 +19,7 @@ NODES = "cluster: {transport: ssh, nodes: [{name: a, address: 10.0.0.1}, {name: 
 def plan(job: str, train: str) -> Plan:
     text = NODES + f"job: {{script: train.py, {job}}}\ntrain: {train}\n"
     spec = parse_spec(text, source="dtctl.yaml", base_dir=Path("/project"))
-    return build(spec, resolve_nodes(spec), run="run-1", facts=Facts())
+    return build(spec, resolve_nodes(spec), run="run-1", facts=PlanFacts())
 
 
 def said(framework: str, program: str, *arguments: str, env: dict[str, str] | None = None) -> object:

@@ -22,7 +22,7 @@ import yaml
 
 from dtctl.errors import PlanError
 from dtctl.kubernetes import jobset
-from dtctl.plan.build import Facts, build
+from dtctl.plan.build import PlanFacts, build
 from dtctl.spec.load import parse_spec
 from dtctl.spec.nodes import resolve_nodes
 
@@ -51,7 +51,7 @@ CASES = {
 
 def made(spec_text: str) -> str:
     spec = parse_spec(spec_text, source="dtctl.yaml", base_dir=HERE)
-    plan = build(spec, resolve_nodes(spec), run="Gpt_1121-0930.k7", facts=Facts(environ={}, address="pod-0"))
+    plan = build(spec, resolve_nodes(spec), run="Gpt_1121-0930.k7", facts=PlanFacts(environ={}, address="pod-0"))
     return re.sub(r"dtctl [0-9.]+", "dtctl VERSION", jobset.text(spec, plan))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.plan.build import Facts, build
+from dtctl.plan.build import PlanFacts, build
 from dtctl.plan.model import Plan
 from dtctl.render.scripts import node_scripts
 from dtctl.spec.load import parse_spec
@@ -88,7 +88,7 @@ print(json.dumps({{"argv": sys.argv[1:], "env": dict(os.environ)}}))
 
 def plan(case: str) -> Plan:
     spec = parse_spec(CASES[case], source="dtctl.yaml", base_dir=HERE)
-    return build(spec, resolve_nodes(spec), run="run-1", facts=Facts(environ={}))
+    return build(spec, resolve_nodes(spec), run="run-1", facts=PlanFacts(environ={}))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dtctl.errors import PlanError
-from dtctl.plan.build import Facts, build
+from dtctl.plan.build import PlanFacts, build
 from dtctl.slurm.batch import text
 from dtctl.spec.load import parse_spec
 from dtctl.spec.nodes import resolve_nodes
@@ -42,7 +42,7 @@ FOLDERS = {"launch": Path("/shared/a 100%/run-1")}
 
 def made(spec_text: str, folder: Path | None = None) -> str:
     spec = parse_spec(spec_text, source="dtctl.yaml", base_dir=HERE)
-    plan = build(spec, resolve_nodes(spec), run="run-1", facts=Facts(environ={}))
+    plan = build(spec, resolve_nodes(spec), run="run-1", facts=PlanFacts(environ={}))
     made = text(spec, plan, chdir=Path("/code"), output=Path("/logs/%j.log"), folder=folder)
     return re.sub(r"dtctl [0-9.]+", "dtctl VERSION", made)
 

@@ -125,7 +125,7 @@ def test_a_failing_program_says_what_it_says_without_dtctl(project: Project) -> 
     log = Path(done.done["first_failure"]["log"]).read_text()  # type: ignore[index]
     assert log.splitlines()[0] == "Traceback (most recent call last):"
     assert log.splitlines()[1].endswith('train.py", line 4, in <module>')
-    assert "warm.py" not in log
+    assert "fork_server_main.py" not in log
     assert log.splitlines()[-1] == "ValueError: mine"
 
 
@@ -135,7 +135,8 @@ def test_it_can_be_stopped_while_it_imports(project: Project, sandbox: Sandbox) 
     project.write("dtctl.yaml", spec(["slow"], env={"PYTHONPATH": "."}))
     process = project.start("launch")
     wait_until(
-        lambda: all(any("warm.py" in line for line in workers(node).values()) for node in sandbox.nodes), what="import"
+        lambda: all(any("fork_server_main.py" in line for line in workers(node).values()) for node in sandbox.nodes),
+        what="import",
     )
     process.send_signal(signal.SIGINT)
     done = project.finish(process)
@@ -146,7 +147,7 @@ def test_it_can_be_stopped_while_it_imports(project: Project, sandbox: Sandbox) 
 
 def find(node: SandboxNode, which: str) -> int:
     """The warm process of a host, the first that loaded the file, or its supervisor, which is its parent."""
-    warm = min(pid for pid, line in control.host_processes(node).items() if "warm.py" in line)
+    warm = min(pid for pid, line in control.host_processes(node).items() if "fork_server_main.py" in line)
     parent = int(Path(f"/proc/{warm}/stat").read_text().rpartition(")")[2].split()[1])
     return warm if which == "warm" else parent
 

@@ -27,7 +27,7 @@ from dtctl.doctor.probe import facts as probe
 from dtctl.errors import DtctlError
 from dtctl.launch import messages, trust
 from dtctl.launch.assemble import CodePush, job_of
-from dtctl.launch.cluster import Cluster, cluster_of
+from dtctl.launch.cluster import ResolvedCluster, cluster_of
 from dtctl.launch.first_plan import first_plan
 from dtctl.launch.ledger import Ledger
 from dtctl.launch.record import RunInfo, RunRecord, find_run, list_runs
@@ -35,7 +35,7 @@ from dtctl.launch.run import launch
 from dtctl.launch.state import state_of
 from dtctl.lint import source
 from dtctl.lint.engine import lint_text
-from dtctl.lint.model import Cluster as LintCluster
+from dtctl.lint.model import ResolvedCluster as LintCluster
 from dtctl.lint.project import Project
 from dtctl.report import page, run
 from dtctl.runtime.snapshot import commands, layout, load, read, write
@@ -413,7 +413,7 @@ def launched(project: Path, way: Way) -> RunRecord:
     (project / "t.py").write_text("print('here', flush=True)\n")
     spec = parse_spec(SPEC, source="dtctl.yaml", base_dir=project)
     code, found = CodePush(spec), cluster_of(spec, start=False)
-    cluster = Cluster(nodes=found.nodes, targets=found.targets, make_transport=lambda: way)
+    cluster = ResolvedCluster(nodes=found.nodes, targets=found.targets, make_transport=lambda: way)
     job = replace(job_of(spec, cluster, run="one", keep=False, code=code), token="f" * 32)
     info = RunInfo(run="one", token=job.token, pid=1, started=0.0, spec="", command=[], detached=False)
     record = RunRecord.create(project, info)

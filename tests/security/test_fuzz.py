@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from dtctl.doctor import answers as doctor
 from dtctl.errors import DtctlError, NodeError, SnapshotError
 from dtctl.launch import messages
-from dtctl.launch.gathering import Rule, removable, spread
+from dtctl.launch.collect_snapshot import PruneRule, removable, spread
 from dtctl.launch.logs import Lines
 from dtctl.printable import printable
 from dtctl.runtime.snapshot import assembly, headers, layout
@@ -137,7 +137,7 @@ def test_the_tree_of_a_header(tree: Any, entry: Any) -> None:
 def test_what_nodes_say_of_their_pieces(value: Any, all_told: bool) -> None:
     row = {"path": "/s", "step": 1, "record": "x", "manifest": json.dumps(value), "good": ["a"], "bad": [], "made_s": 0}
     found = spread({"a": {"rows": [row]}, "b": {"rows": [row]}})
-    assert removable(found, Rule(), "a", all_told=all_told) == []
+    assert removable(found, PruneRule(), "a", all_told=all_told) == []
 
 
 @MANY

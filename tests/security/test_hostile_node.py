@@ -16,7 +16,7 @@ import pytest
 from dtctl.errors import DtctlError, TransportError
 from dtctl.launch import attempt, gang
 from dtctl.launch.assemble import CodePush, job_of
-from dtctl.launch.cluster import Cluster, cluster_of
+from dtctl.launch.cluster import ResolvedCluster, cluster_of
 from dtctl.launch.job import Result
 from dtctl.launch.ledger import Ledger
 from dtctl.launch.record import RunInfo, RunRecord
@@ -78,7 +78,7 @@ class Run:
         spec = parse_spec(SPEC.replace("PYTHON", sys.executable), source="dtctl.yaml", base_dir=project)
         code = CodePush(spec)
         found, transport = cluster_of(spec, start=False), HostileTransport(folder / "homes", lie)
-        cluster = Cluster(nodes=found.nodes, targets=found.targets, make_transport=lambda: transport)
+        cluster = ResolvedCluster(nodes=found.nodes, targets=found.targets, make_transport=lambda: transport)
         job = replace(job_of(spec, cluster, run="one", keep=False, code=code), token="0" * 32 + os.urandom(4).hex())
         info = RunInfo(run="one", token=job.token, pid=1, started=0.0, spec="", command=[], detached=False)
         self.record = RunRecord.create(project, info)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dtctl.errors import ConnectError
-from dtctl.launch.link import Link
+from dtctl.launch.link import NodeLink
 from dtctl.launch.push import Payloads, PushResult, push
 from dtctl.launch.tree import Tree, scan
 from dtctl.supervisor import frames, receive
@@ -61,7 +61,7 @@ def serve(sock: socket.socket, workdir: Path) -> None:
 
 
 @contextmanager
-def node(workdir: Path, *, spoil: Callable[[bytes], bytes] | None = None) -> Iterator[Link]:
+def node(workdir: Path, *, spoil: Callable[[bytes], bytes] | None = None) -> Iterator[NodeLink]:
     """A link to a node that keeps its files in `workdir`.
 
     Args:
@@ -72,7 +72,7 @@ def node(workdir: Path, *, spoil: Callable[[bytes], bytes] | None = None) -> Ite
     thread = threading.Thread(target=serve, args=(theirs, workdir))
     thread.start()
     try:
-        yield Link(SocketStream(ours, spoil=spoil), node="node1")
+        yield NodeLink(SocketStream(ours, spoil=spoil), node="node1")
     finally:
         ours.close()
         thread.join(20)

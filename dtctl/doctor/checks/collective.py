@@ -28,7 +28,7 @@ MAX_ROUNDS = 24
 
 
 @dataclass(slots=True, kw_only=True)
-class Sums:
+class AllReduceResult:
     """What came of it."""
 
     findings: list[Finding] = field(default_factory=list)
@@ -131,7 +131,7 @@ def add_up(
     python: Mapping[str, str],
     env: Mapping[str, Mapping[str, str]],
     progress: Progress,
-) -> Sums:
+) -> AllReduceResult:
     """Add up numbers on all nodes, with gloo, and with NCCL where all nodes have GPUs.
 
     Args:
@@ -141,7 +141,7 @@ def add_up(
         env: node -> variables of the job there.
         progress: told what is going on.
     """
-    done = Sums()
+    done = AllReduceResult()
     for backend in ("gloo", "nccl") if all(node.facts["gpus"] for node in seen) else ("gloo",):
         gang = _Gang(probes, seen, backend=backend, python=python, env=env, progress=progress)
         names = [node.name for node in seen]

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dtctl.doctor.explain.lines import Line
+from dtctl.doctor.explain.lines import LogLine
 
 _TIMEOUT = re.compile(r"WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+)(?:, NumelIn=(?P<numel>\d+))?")
 _LAST = re.compile(
@@ -24,7 +24,7 @@ _FIXED_SIZE = ("ALLREDUCE", "BROADCAST", "REDUCE", "_ALLGATHER_BASE", "_REDUCE_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class CollectiveVerdict:
     """What the watchdogs agree upon."""
 
     kind: str
@@ -33,7 +33,7 @@ class Verdict:
     said: str
 
 
-def judge(lines: Iterable[Line], ranks: set[int]) -> Verdict | None:
+def judge(lines: Iterable[LogLine], ranks: set[int]) -> CollectiveVerdict | None:
     """Who is to blame for a collective that timed out; None when the texts do not tell.
 
     Args:
@@ -55,7 +55,7 @@ def judge(lines: Iterable[Line], ranks: set[int]) -> Verdict | None:
     return _mismatch(timeouts) or _behind(timeouts, enqueued) or _silent(timeouts, ranks)
 
 
-def _mismatch(timeouts: dict[int, tuple[int, str, int]]) -> Verdict | None:
+def _mismatch(timeouts: dict[int, tuple[int, str, int]]) -> CollectiveVerdict | None:
     for number in sorted({seq for seq, _, _ in timeouts.values()}):
         calls = {
             rank: f"{op} of {numel} elements" if op in _FIXED_SIZE and numel >= 0 else op
@@ -71,7 +71,7 @@ def _mismatch(timeouts: dict[int, tuple[int, str, int]]) -> Verdict | None:
         said = "; ".join(
             f"rank {rank} called {calls[rank]}" for rank in (odd if tied else [*odd, *_one(calls, most[0])])
         )
-        return Verdict(kind="mismatch", ranks=tuple(odd), said=f"at collective {number}, {said}")
+        return CollectiveVerdict(kind="mismatch", ranks=tuple(odd), said=f"at collective {number}, {said}")
     return None
 
 
@@ -79,21 +79,23 @@ def _one(calls: dict[int, str], call: str) -> list[int]:
     return [min(rank for rank, called in calls.items() if called == call)]
 
 
-def _behind(timeouts: dict[int, tuple[int, str, int]], enqueued: dict[str, dict[int, int]]) -> Verdict | None:
+def _behind(timeouts: dict[int, tuple[int, str, int]], enqueued: dict[str, dict[int, int]]) -> CollectiveVerdict | None:
     counts = [counted for counted in enqueued.values() if len(counted) > 1]
     counts.append({rank: seq for rank, (seq, _, _) in timeouts.items()})
     for counted in counts:
         low, high = min(counted.values()), max(counted.values())
         late = sorted(rank for rank, number in counted.items() if number == low)
         if low < high and len(late) <= len(counted) / 2:
-            return Verdict(
+            return CollectiveVerdict(
                 kind="behind", ranks=tuple(late), said=f"it was at collective {low} when others were at {high}"
             )
     return None
 
 
-def _silent(timeouts: dict[int, tuple[int, str, int]], ranks: set[int]) -> Verdict | None:
+def _silent(timeouts: dict[int, tuple[int, str, int]], ranks: set[int]) -> CollectiveVerdict | None:
     silent = sorted(ranks - set(timeouts))
     if timeouts and silent and len(silent) <= len(ranks) / 2:
-        return Verdict(kind="silent", ranks=tuple(silent), said="all others waited for it, and it never gave up itself")
+        return CollectiveVerdict(
+            kind="silent", ranks=tuple(silent), said="all others waited for it, and it never gave up itself"
+        )
     return None

@@ -15,8 +15,8 @@ from typing import Any, Literal
 from dtctl.doctor.explain import collective
 from dtctl.doctor.explain.dumps import Dump, judge_dumps, read_dump
 from dtctl.doctor.explain.hits import Hit, collect
-from dtctl.doctor.explain.lines import Line, shown
-from dtctl.doctor.explain.read import Layout, Unread, dump_files, layout_of, log_files, read
+from dtctl.doctor.explain.lines import LogLine, shown
+from dtctl.doctor.explain.read import LogLayout, Unread, dump_files, layout_of, log_files, read
 
 Confidence = Literal["high", "medium", "low", "ambiguous", "unknown"]
 MAX_EVIDENCE = 4
@@ -94,7 +94,7 @@ def explain_all(paths: Sequence[Path]) -> tuple[list[Diagnosis], list[Unread]]:
     return _with_dumps(diagnose(lines, layout), dumps, layout), unread
 
 
-def _with_dumps(found: list[Diagnosis], dumps: Sequence[Dump], layout: Layout) -> list[Diagnosis]:
+def _with_dumps(found: list[Diagnosis], dumps: Sequence[Dump], layout: LogLayout) -> list[Diagnosis]:
     """Add what flight recorders say: they know who was late better than watchdogs do, and not why a program ended."""
     verdict = judge_dumps(dumps)
     if verdict is None:
@@ -110,9 +110,9 @@ def _with_dumps(found: list[Diagnosis], dumps: Sequence[Dump], layout: Layout) -
     return [replace(blamed, primary=True), *(replace(one, primary=False) for one in found if one.id != "unknown")]
 
 
-def diagnose(lines: Iterable[Line], layout: Layout) -> list[Diagnosis]:
+def diagnose(lines: Iterable[LogLine], layout: LogLayout) -> list[Diagnosis]:
     """As `explain`, of lines."""
-    watching: list[Line] = []
+    watching: list[LogLine] = []
     hits, ranks, node_of = collect(_noting(lines, watching))
     ranks |= set(layout.node_of)
     node_of = {**node_of, **layout.node_of}
@@ -133,7 +133,7 @@ def diagnose(lines: Iterable[Line], layout: Layout) -> list[Diagnosis]:
     return [replace(found[0], primary=True), *found[1:]]
 
 
-def _noting(lines: Iterable[Line], watching: list[Line]) -> Iterator[Line]:
+def _noting(lines: Iterable[LogLine], watching: list[LogLine]) -> Iterator[LogLine]:
     """The lines, of which those that a watchdog may have printed are kept: a log may be long."""
     for line in lines:
         if "work" in line.text or "WorkNCCL" in line.text:
@@ -172,7 +172,7 @@ def _fill(text: str, groups: dict[str, str]) -> str:
     return " ".join(text.split())
 
 
-def _diagnosis(group: list[Hit], node_of: dict[int, str], layout: Layout) -> Diagnosis:
+def _diagnosis(group: list[Hit], node_of: dict[int, str], layout: LogLayout) -> Diagnosis:
     signature = group[0].signature
     ranks: set[int] = set()
     nodes: set[str] = set()
@@ -210,12 +210,12 @@ def _diagnosis(group: list[Hit], node_of: dict[int, str], layout: Layout) -> Dia
     )
 
 
-def _evidence(line: Line) -> Evidence:
+def _evidence(line: LogLine) -> Evidence:
     return Evidence(file=line.file, line=line.number, text=shown(line.raw).strip()[:400])
 
 
 def _sharpen(
-    found: Diagnosis, hits: list[Hit], watching: Sequence[Line], ranks: set[int], node_of: dict[int, str]
+    found: Diagnosis, hits: list[Hit], watching: Sequence[LogLine], ranks: set[int], node_of: dict[int, str]
 ) -> Diagnosis:
     """Say more about a primary cause that cannot be told from one line alone, by comparing the ranks."""
     if found.id == "watchdog-timeout":
@@ -247,7 +247,7 @@ def _sharpen(
     return found
 
 
-def _blame(found: Diagnosis, verdict: collective.Verdict, node_of: dict[int, str]) -> Diagnosis:
+def _blame(found: Diagnosis, verdict: collective.CollectiveVerdict, node_of: dict[int, str]) -> Diagnosis:
     who = _ranks(verdict.ranks)
     blamed = replace(found, ranks=verdict.ranks, nodes=_nodes(verdict.ranks, node_of), confidence="high")
     if verdict.kind == "mismatch":

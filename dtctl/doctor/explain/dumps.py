@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dtctl import folders
-from dtctl.doctor.explain.collective import Verdict
+from dtctl.doctor.explain.collective import CollectiveVerdict
 
 NAME = re.compile(r"trace_rank_?(?P<rank>\d+)(?:\.json|\.pickle|\.pkl)?\Z")
 MAX_BYTES = 512 << 20
@@ -40,7 +40,7 @@ class _Plain(pickle.Unpickler):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class CollectiveCall:
     """One collective that a rank has entered."""
 
     op: str
@@ -61,7 +61,7 @@ class Dump:
 
     file: str
     rank: int
-    calls: Mapping[str, Mapping[int, Call]]
+    calls: Mapping[str, Mapping[int, CollectiveCall]]
     members: Mapping[str, tuple[int, ...]]
 
     @property
@@ -104,13 +104,13 @@ def _unpickled(raw: bytes) -> Any:
 
 
 def _dump(data: Mapping[str, Any], file: str, rank: int) -> Dump:
-    calls: dict[str, dict[int, Call]] = {}
+    calls: dict[str, dict[int, CollectiveCall]] = {}
     for entry in data["entries"]:
         if entry.get("is_p2p"):
             continue
         group, name = _word(entry["process_group"][0]), _word(entry["profiling_name"])
         op = name.partition(":")[2] or name
-        calls.setdefault(group, {})[int(entry["collective_seq_id"])] = Call(
+        calls.setdefault(group, {})[int(entry["collective_seq_id"])] = CollectiveCall(
             op=op,
             sizes=_sizes(entry.get("input_sizes", [])),
             done=bool(entry.get("retired")) or entry.get("state") == "completed",
@@ -153,7 +153,7 @@ def _where(frames: Iterable[Mapping[str, Any]]) -> str:
     return ""
 
 
-def judge_dumps(dumps: Iterable[Dump]) -> Verdict | None:
+def judge_dumps(dumps: Iterable[Dump]) -> CollectiveVerdict | None:
     """Who is to blame; None when all ranks have entered the same collectives, or there are fewer than two dumps."""
     by_rank = {dump.rank: dump for dump in dumps}
     if len(by_rank) < 2:
@@ -167,7 +167,7 @@ def judge_dumps(dumps: Iterable[Dump]) -> Verdict | None:
     return None
 
 
-def _mismatch(entered: Mapping[int, Mapping[int, Call]]) -> Verdict | None:
+def _mismatch(entered: Mapping[int, Mapping[int, CollectiveCall]]) -> CollectiveVerdict | None:
     for number in sorted({number for calls in entered.values() for number in calls}):
         said = {rank: calls[number] for rank, calls in entered.items() if number in calls}
         counted = Counter(call.said if call.op == "all_reduce" else call.op for call in said.values()).most_common()
@@ -181,11 +181,11 @@ def _mismatch(entered: Mapping[int, Mapping[int, Call]]) -> Verdict | None:
         )
         others = [] if tied else [min(rank for rank in said if rank not in odd)]
         told = "; ".join(f"rank {rank} called {_told(said[rank])}" for rank in (*odd, *others))
-        return Verdict(kind="mismatch", ranks=tuple(odd), said=f"at collective {number}, {told}")
+        return CollectiveVerdict(kind="mismatch", ranks=tuple(odd), said=f"at collective {number}, {told}")
     return None
 
 
-def _behind(entered: Mapping[int, Mapping[int, Call]]) -> Verdict | None:
+def _behind(entered: Mapping[int, Mapping[int, CollectiveCall]]) -> CollectiveVerdict | None:
     last = {rank: max(calls) for rank, calls in entered.items()}
     low, high = min(last.values()), max(last.values())
     late = tuple(sorted(rank for rank, number in last.items() if number == low))
@@ -193,17 +193,19 @@ def _behind(entered: Mapping[int, Mapping[int, Call]]) -> Verdict | None:
         return None
     waiting = next(calls[high] for rank, calls in entered.items() if last[rank] == high)
     said = f"it had entered {low} collectives when others were in number {high}, {_told(waiting)}"
-    return Verdict(kind="behind", ranks=late, said=said)
+    return CollectiveVerdict(kind="behind", ranks=late, said=said)
 
 
-def _missing(entered: Mapping[int, Mapping[int, Call]], dumps: Mapping[int, Dump], group: str) -> Verdict | None:
+def _missing(
+    entered: Mapping[int, Mapping[int, CollectiveCall]], dumps: Mapping[int, Dump], group: str
+) -> CollectiveVerdict | None:
     known = {rank for dump in dumps.values() for rank in dump.members.get(group, dump.members.get("", ()))}
     silent = tuple(sorted(known - set(entered)))
     unfinished = any(not call.done for calls in entered.values() for call in calls.values())
     if silent and unfinished and len(silent) <= len(known) / 2:
-        return Verdict(kind="silent", ranks=silent, said="it has left no dump, and the others were waiting")
+        return CollectiveVerdict(kind="silent", ranks=silent, said="it has left no dump, and the others were waiting")
     return None
 
 
-def _told(call: Call) -> str:
+def _told(call: CollectiveCall) -> str:
     return call.said + (f" at {call.where}" if call.where else "")

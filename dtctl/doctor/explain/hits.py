@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from dtctl.doctor.explain import signatures
-from dtctl.doctor.explain.lines import Line
+from dtctl.doctor.explain.lines import LogLine
 from dtctl.doctor.explain.signatures import Signature
 
 EXCEPTION = Signature(
@@ -49,7 +49,7 @@ class Hit:
     """A text that was found."""
 
     signature: Signature
-    line: Line
+    line: LogLine
     groups: dict[str, str]
     rank: int | None
     node: str | None
@@ -77,7 +77,7 @@ class _Stream:
     """Hits that nothing shows to be survived: which, and how many lines of progress would show it."""
 
 
-def collect(lines: Iterable[Line]) -> tuple[list[Hit], set[int], dict[int, str]]:
+def collect(lines: Iterable[LogLine]) -> tuple[list[Hit], set[int], dict[int, str]]:
     """Everything known that stands in the lines; all ranks that have printed; the node of each, where it is said."""
     hits: list[Hit] = []
     ranks: set[int] = set()
@@ -116,7 +116,7 @@ def _survive(text: str, stream: _Stream, hits: list[Hit]) -> None:
     stream.open = [(which, needed) for which, needed in stream.open if needed > 0]
 
 
-def _look(line: Line, stream: _Stream) -> Hit | None:
+def _look(line: LogLine, stream: _Stream) -> Hit | None:
     text = line.text
     if text.startswith("Traceback (most recent call last)"):
         stream.in_traceback, stream.where = True, ""
@@ -158,5 +158,5 @@ def _follow_torchrun(text: str, stream: _Stream) -> None:
         stream.rank = int(rank["rank"])
 
 
-def _hit(signature: Signature, line: Line, stream: _Stream, groups: dict[str, str]) -> Hit:
+def _hit(signature: Signature, line: LogLine, stream: _Stream, groups: dict[str, str]) -> Hit:
     return Hit(signature=signature, line=line, groups=groups, rank=line.rank, node=line.node, time=stream.time)

@@ -56,7 +56,7 @@ _MONTH_DAYS = 31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class LogLine:
     """One line of a log."""
 
     file: str
@@ -71,7 +71,7 @@ class Line:
     """Seconds since the year began, months counted as 31 days: enough to order lines. None where none was printed."""
 
 
-def parse(raw: str, *, file: str, number: int, rank: int | None, node: str | None) -> Line:
+def parse(raw: str, *, file: str, number: int, rank: int | None, node: str | None) -> LogLine:
     """A line and what its prefixes say.
 
     Args:
@@ -101,7 +101,7 @@ def parse(raw: str, *, file: str, number: int, rank: int | None, node: str | Non
         text = text[found.end() :]
     if rank is None and local is not None:  # right on one node, and all that there is
         rank = int(local)
-    return Line(file=file, number=number, raw=raw, text=text, rank=rank, node=node, time=time)
+    return LogLine(file=file, number=number, raw=raw, text=text, rank=rank, node=node, time=time)
 
 
 def shown(text: str) -> str:

@@ -11,9 +11,9 @@ from typing import Any
 from dtctl import folders, names
 from dtctl.doctor.explain.content import COMPRESSED, content
 from dtctl.doctor.explain.dumps import is_dump
-from dtctl.doctor.explain.lines import Line, owner_of, parse
+from dtctl.doctor.explain.lines import LogLine, owner_of, parse
 from dtctl.errors import UsageError
-from dtctl.launch import readable
+from dtctl.launch import validate_records
 from dtctl.launch.record import PLAN_BYTES
 
 SUFFIXES = (".log", ".out", ".err", ".txt")
@@ -28,7 +28,7 @@ class Unread:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class LogLayout:
     """What is known of a job apart from its output."""
 
     node_of: dict[int, str] = field(default_factory=dict)
@@ -71,27 +71,27 @@ def _is_log(file: Path) -> bool:
     return suffix in SUFFIXES
 
 
-def layout_of(paths: Iterable[Path]) -> Layout:
+def layout_of(paths: Iterable[Path]) -> LogLayout:
     """What the plan says, when the paths belong to a run of dtctl."""
     for path in paths:
         for folder in (path, *path.absolute().parents[:3]):
             plan = folder / names.PLAN_FILE
             if plan.is_file():
                 return _layout(plan)
-    return Layout()
+    return LogLayout()
 
 
-def _layout(plan: Path) -> Layout:
+def _layout(plan: Path) -> LogLayout:
     try:
         found = json.loads(folders.read_regular(str(plan), PLAN_BYTES))
-        nodes: list[dict[str, Any]] = found["nodes"] if readable.plan(found) else []
+        nodes: list[dict[str, Any]] = found["nodes"] if validate_records.plan(found) else []
         node_of = {node["first_rank"] + i: node["name"] for node in nodes for i in range(node["slots"])}
-        return Layout(node_of=node_of, address_of={node["address"]: node["name"] for node in nodes})
+        return LogLayout(node_of=node_of, address_of={node["address"]: node["name"] for node in nodes})
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return Layout()
+        return LogLayout()
 
 
-def lines_of(file: Path, text: str) -> Iterator[Line]:
+def lines_of(file: Path, text: str) -> Iterator[LogLine]:
     """The lines of a file that holds this text."""
     rank, node = owner_of(file.absolute())
     name = str(file)
@@ -99,7 +99,7 @@ def lines_of(file: Path, text: str) -> Iterator[Line]:
         yield parse(raw.rstrip("\r"), file=name, number=number, rank=rank, node=node)
 
 
-def read(files: Iterable[Path], unread: list[Unread]) -> Iterator[Line]:
+def read(files: Iterable[Path], unread: list[Unread]) -> Iterator[LogLine]:
     """The lines of all files; those that could not be read, or not to their end, are added to `unread`.
 
     Raises:

@@ -14,7 +14,7 @@ IDLE_LIMIT_S = 60.0
 class Probe:
     """What there is from one question to the next; `on_X` answers the question whose `op` is X."""
 
-    _ears = None  # type: pairs.Ears | None
+    _ears = None  # type: pairs.Listeners | None
     _worker = None  # type: child.Child | None
     _marks = None  # type: shared.Marks | None
 
@@ -28,7 +28,7 @@ class Probe:
 
     def on_listen(self, message: dict) -> dict:  # type: ignore[type-arg]
         """Open ports for the others' calls."""
-        ears = self._ears = self._ears or pairs.Ears(message["name"], message["token"])
+        ears = self._ears = self._ears or pairs.Listeners(message["name"], message["token"])
         return {"ports": [ears.open(port) for port in message["ports"]]}
 
     def on_call(self, message: dict) -> dict:  # type: ignore[type-arg]

@@ -19,7 +19,7 @@ PARALLEL = 24
 _BACKLOG = 512
 
 
-class Ears:
+class Listeners:
     """Listening sockets and the threads that answer; gone with the process."""
 
     def __init__(self, name: str, token: str) -> None:

@@ -10,7 +10,7 @@ from dtctl.lint import names
 from dtctl.lint.check import Check
 from dtctl.lint.edits import ends_its_line, imported, indent
 from dtctl.lint.model import Edit, Problem
-from dtctl.lint.module import Function, key
+from dtctl.lint.source_file import Function, key
 from dtctl.lint.wraps import wrapped
 
 _ACCUMULATES = re.compile(r"no_sync|requires_gradient_sync|require_backward_grad_sync|\.accumulate\(|is_gradient_accum")

@@ -10,7 +10,7 @@ from dtctl.lint import names
 from dtctl.lint.check import Check
 from dtctl.lint.edits import indent
 from dtctl.lint.model import Edit, Problem
-from dtctl.lint.module import constant, key
+from dtctl.lint.source_file import constant, key
 from dtctl.lint.wraps import wraps
 
 _HELD_OUT = re.compile(r"val|test|eval|dev_|infer|predict", re.IGNORECASE)

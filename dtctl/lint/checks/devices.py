@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dtctl.lint import names
 from dtctl.lint.check import Check
 from dtctl.lint.model import Edit, Problem, Severity
-from dtctl.lint.module import constant, key, keyword, position
 from dtctl.lint.ranks import guards, rank_kind
+from dtctl.lint.source_file import constant, key, keyword, position
 
 _WEIGHTED = ("CrossEntropyLoss", "NLLLoss", "BCELoss", "BCEWithLogitsLoss", "MultiLabelSoftMarginLoss")
 _CUDA_N = re.compile(r"cuda:\d+\Z")

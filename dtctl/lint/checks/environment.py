@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dtctl.lint import names
 from dtctl.lint.check import Check
 from dtctl.lint.model import Problem, Severity
-from dtctl.lint.module import constant, key, keyword
+from dtctl.lint.source_file import constant, key, keyword
 from dtctl.lint.variables import NAME, judge
 
 _SPAWNS = (

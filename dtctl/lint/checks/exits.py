@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dtctl.lint import names
 from dtctl.lint.check import Check
 from dtctl.lint.model import Problem
-from dtctl.lint.module import keyword
-from dtctl.lint.ranks import Guard, guard, guards, leaves
+from dtctl.lint.ranks import RankGuard, guard, guards, leaves
+from dtctl.lint.source_file import keyword
 
 _NOT_FINITE = re.compile(r"\b(?:isnan|isinf|isfinite)\b")
 _TRAINS = re.compile(r"train|backward|optimizer\.step|fit\b")
@@ -82,7 +82,7 @@ def _left_loop(check: Check) -> Iterator[tuple[ast.stmt, Problem]]:
             yield one, check.problem("DT013", one, "some ranks leave here, and the others wait for their gradients")
 
 
-def _decided_by_rank(check: Check, leave: ast.stmt) -> Guard | None:
+def _decided_by_rank(check: Check, leave: ast.stmt) -> RankGuard | None:
     """The condition on the rank inside of a loop under which a statement leaves it."""
     module = check.module
     loop = module.enclosing(leave, (ast.For, ast.While))

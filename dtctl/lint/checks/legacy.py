@@ -11,7 +11,7 @@ from importlib import resources
 from dtctl.lint import names
 from dtctl.lint.check import Check
 from dtctl.lint.model import Edit, Problem
-from dtctl.lint.module import constant, keyword, position
+from dtctl.lint.source_file import constant, keyword, position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from dtctl.lint.check import Check
 from dtctl.lint.model import Problem, Severity
-from dtctl.lint.module import constant, key, keyword, position
 from dtctl.lint.ranks import guards, is_world_size
+from dtctl.lint.source_file import constant, key, keyword, position
 
 ALL_REDUCE = "torch.distributed.all_reduce"
 _FIGURE = re.compile(r"(?:^|_)(?:loss|acc|accuracy|error|metric|correct|perplexity|ppl)(?:_|$|\d)")

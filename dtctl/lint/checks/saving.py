@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dtctl.lint import names
 from dtctl.lint.check import Check
 from dtctl.lint.model import Problem
-from dtctl.lint.module import Function, key
 from dtctl.lint.ranks import guards, mentions_rank
+from dtctl.lint.source_file import Function, key
 
 _NODE_LOCAL = re.compile(r"/tmp|/dev/shm|scratch|local|tempfile")  # noqa: S108 - looked for, not used
 _OWN_PATH = re.compile(r"tempfile|mk[ds]temp|Temporary(?:File|Directory)|tmp_?(?:path|dir)|uuid|getpid|hostname")

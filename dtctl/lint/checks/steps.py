@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from dtctl.lint.check import Check
 from dtctl.lint.model import Problem
-from dtctl.lint.module import constant, keyword
 from dtctl.lint.ranks import guards, mentions_rank
+from dtctl.lint.source_file import constant, keyword
 from dtctl.lint.wraps import wraps
 
 _RANDOM = re.compile(r"\bDropout|\bdropout|\bRandom[A-Z]|\brandom\.|torch\.rand|RandAugment|shuffle=True|np\.random")

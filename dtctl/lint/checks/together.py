@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from dtctl.lint import names
 from dtctl.lint.check import Check
 from dtctl.lint.model import Problem
-from dtctl.lint.module import key, keyword
-from dtctl.lint.ranks import Guard, guards
+from dtctl.lint.ranks import RankGuard, guards
+from dtctl.lint.source_file import key, keyword
 from dtctl.lint.wraps import wrapped, wraps
 
 NEW_GROUP = "torch.distributed.new_group"
 
 
-def _alone(check: Check, call: ast.Call, same: list[ast.Call]) -> Guard | None:
+def _alone(check: Check, call: ast.Call, same: list[ast.Call]) -> RankGuard | None:
     """The condition under which only some ranks make a call; None if all make it, here or in another place."""
     module = check.module
     found = next((one for one in guards(module, call) if one.sure), None)
@@ -30,7 +30,7 @@ def _alone(check: Check, call: ast.Call, same: list[ast.Call]) -> Guard | None:
     return found
 
 
-def _who(found: Guard) -> str:
+def _who(found: RankGuard) -> str:
     if found.rank == "local":
         return "local rank 0 of each node" if found.at_zero else "only some ranks of each node"
     return "rank 0 alone" if found.at_zero else "other ranks than 0 only"

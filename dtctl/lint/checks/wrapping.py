@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dtctl.lint import names
 from dtctl.lint.check import Check
 from dtctl.lint.model import Problem
-from dtctl.lint.module import constant, key, keyword
 from dtctl.lint.signatures import DDP_ATTRIBUTES, KEYWORDS
+from dtctl.lint.source_file import constant, key, keyword
 from dtctl.lint.wraps import Wrap, wrapped, wraps
 
 

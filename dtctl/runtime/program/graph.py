@@ -403,9 +403,9 @@ class Walk:
         if isinstance(value, Number):  # fractions and decimals
             self._compare(value, path)
             return
-        elsewhere = shared_with(value)
-        if elsewhere:
-            self._tell(f"{path} is {elsewhere}, of which snapshots keep nothing")
+        sharer = shared_with(value)
+        if sharer:
+            self._tell(f"{path} is {sharer}, of which snapshots keep nothing")
             return
         if isinstance(value, ctypes._SimpleCData | ctypes.Structure | ctypes.Union | ctypes.Array) and not own:
             self._opaque(path, f"{zlib.crc32(bytes(value)):08x}")

@@ -9,12 +9,12 @@ A folder per step, made elsewhere and renamed into place, so that it is there wh
 
     step-00000100/
         model.safetensors, optimizer.safetensors, random.safetensors    one file per part (packing.py),
-        model.00000.safetensors, model.00001.safetensors, ...           or one per worker (together.py, assembly.py)
+        model.00000.safetensors, model.00001.safetensors, ...      or one per worker (distributed_saver.py, assembly.py)
         manifest.json                         step, facts of the loop, size and digest of every file
         COMMIT                                written last: the digest of manifest.json
 
 Nothing is pickled, and nothing is used before its digest was found right: no format of torch notices a flipped byte by
-itself. Training stops for a copy of the state only. Nodes need no disk in common (choose.py, deliver.py, copies.py).
+itself. Training stops for a copy of the state only. Nodes need no disk in common (choose.py, reshard.py, copies.py).
 """
 
 from __future__ import annotations

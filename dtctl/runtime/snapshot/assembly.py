@@ -24,7 +24,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class PieceSource:
     """Where a piece of a tensor lies."""
 
     file: str
@@ -42,7 +42,7 @@ class Leaf:
     dtype: str
     """Name in the format of safetensors."""
     shape: tuple[int, ...]
-    sources: list[Source] = field(default_factory=list)
+    sources: list[PieceSource] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -185,7 +185,7 @@ def _leafy(tree: Any, header: headers.Header, file: str, path: tuple[str, ...]) 
         inside = zip(shape, offset, own, strict=True)
         if not all(type(all_) is int and 0 <= at <= at + part <= all_ < 1 << 62 for all_, at, part in inside):
             raise ValueError(f"{'.'.join(path)} is a piece of something else")
-        source = Source(file=file, begin=begin, end=end, box=(offset, own))
+        source = PieceSource(file=file, begin=begin, end=end, box=(offset, own))
         return Leaf(path=path, dtype=entry["dtype"], shape=shape, sources=[source])
     if isinstance(tree, dict):
         return {key: _leafy(value, header, file, (*path, key)) for key, value in tree.items()}

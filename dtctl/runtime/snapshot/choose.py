@@ -13,8 +13,8 @@ from typing import Any
 
 from dtctl.errors import DtctlError, SnapshotError
 from dtctl.runtime.snapshot import layout, read
+from dtctl.runtime.snapshot.json_collectives import gathered_json, spread_json
 from dtctl.runtime.snapshot.place import Place, Remote
-from dtctl.runtime.snapshot.share import gathered_json, spread_json
 from dtctl.runtime.worker import Worker
 
 

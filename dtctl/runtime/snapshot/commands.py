@@ -108,7 +108,7 @@ def send(place: Place, *, step: int, names: Iterable[str], out: BinaryIO) -> Ans
     return {"path": str(folder), "step": step}
 
 
-def newest(place: Place, contents: read.Contents | None = None) -> tuple[read.Verdict, Answer]:
+def newest(place: Place, contents: read.Contents | None = None) -> tuple[read.SnapshotVerdict, Answer]:
     """The newest good snapshot, and an answer that begins with its step and the newer ones that were passed over.
 
     Raises:
@@ -217,11 +217,13 @@ def _removed(gone: Sequence[Place], *, dry_run: bool = False) -> Answer:
     return {"removed": [str(path) for path in gone if path not in left], "left": [str(path) for path in left]}
 
 
-def _rule(found: read.Verdict, *, keep: int | None, every_s: float | None, keep_best: bool) -> retention.Rule:
+def _rule(
+    found: read.SnapshotVerdict, *, keep: int | None, every_s: float | None, keep_best: bool
+) -> retention.RetentionRule:
     """The rule that a snapshot's manifest has, but for what is asked for."""
     assert found.manifest is not None  # noqa: S101  # for the type checker
-    told = retention.Rule.of(found.manifest.facts)
-    return retention.Rule(
+    told = retention.RetentionRule.of(found.manifest.facts)
+    return retention.RetentionRule(
         keep=told.keep if keep is None else keep,
         every_s=told.every_s if every_s is None else every_s,
         best=told.best if keep_best else (),

@@ -59,7 +59,7 @@ def exchange(
     copies: Sequence[Copy],
     draft: Path,
     staged: Staged,
-    entries: Mapping[str, layout.FileEntry],
+    entries: Mapping[str, layout.SnapshotFile],
     hash_name: str,
     worker: Worker,
     group: dist.ProcessGroup,
@@ -97,7 +97,9 @@ def exchange(
         raise SnapshotError(f"copies for other nodes: {'; '.join(phrases)}")
 
 
-def _received(copy: Copy, draft: Path, entry: layout.FileEntry, hash_name: str, group: dist.ProcessGroup) -> str | None:
+def _received(
+    copy: Copy, draft: Path, entry: layout.SnapshotFile, hash_name: str, group: dist.ProcessGroup
+) -> str | None:
     """Write one file as it comes. Returns what went wrong."""
     state, reason = layout.hasher(hash_name), None
     buffer = torch.empty(min(CHUNK_BYTES, entry.size_bytes), dtype=torch.uint8)

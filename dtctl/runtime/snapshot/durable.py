@@ -16,7 +16,7 @@ from dtctl.runtime.snapshot.place import Place, Remote
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
-class Sink(Protocol):
+class ByteSink(Protocol):
     """What bytes are written to."""
 
     def write(self, chunk: bytes | memoryview, /) -> int:
@@ -24,7 +24,7 @@ class Sink(Protocol):
 
 
 @contextmanager
-def written(path: Place) -> Iterator[Sink]:
+def written(path: Place) -> Iterator[ByteSink]:
     """A new file whose bytes last when the block has ended without an error.
 
     Raises:

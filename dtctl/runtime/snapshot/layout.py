@@ -38,7 +38,7 @@ _FOLDER = re.compile(r"step-(\d{8,})(?:\.\d{8}T\d{6}-[0-9a-f]{8})?\Z")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileEntry:
+class SnapshotFile:
     """One file of a snapshot."""
 
     size_bytes: int
@@ -63,7 +63,7 @@ class Manifest:
     """blake3 or sha256."""
     facts: Mapping[str, Any]
     """The loop's own state and the circumstances it ran in; JSON."""
-    files: Mapping[str, FileEntry]
+    files: Mapping[str, SnapshotFile]
     text: bytes = b""
     """What it was read from; the commit record is of that."""
 
@@ -112,8 +112,8 @@ class Manifest:
         return found
 
 
-def _entry(name: str, entry: Mapping[str, Any]) -> FileEntry:
-    found = FileEntry(**entry)
+def _entry(name: str, entry: Mapping[str, Any]) -> SnapshotFile:
+    found = SnapshotFile(**entry)
     # A name is no path: what is read lies in the snapshot's own folder.
     right = folders.is_name(name) and name not in (MANIFEST, COMMIT)
     right = right and type(found.size_bytes) is int and found.size_bytes >= 0

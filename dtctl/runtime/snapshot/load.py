@@ -59,7 +59,7 @@ def newest(folder: str | Place, *, into: Mapping[str, Any] | None = None) -> Loa
     return Loaded(step=found.step, facts=found.manifest.facts, parts=parts(contents, found.manifest), rejected=reasons)
 
 
-def load(verdict: read.Verdict) -> dict[str, Any]:
+def load(verdict: read.SnapshotVerdict) -> dict[str, Any]:
     """The parts of a snapshot that verified, on the CPU; digests are compared once more, with the bytes that are used.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from dtctl.runtime.snapshot import assembly
-from dtctl.runtime.snapshot.share import gathered_json
+from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.runtime.worker import Worker
 
 GONE: Final = object()

@@ -20,7 +20,7 @@ RETRIES: Final = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class SnapshotVerdict:
     """What was found when a snapshot was looked at."""
 
     path: Place
@@ -32,7 +32,7 @@ class Verdict:
     """None unless the status is ok."""
 
 
-def record(path: Place) -> Verdict:
+def record(path: Place) -> SnapshotVerdict:
     """Whether manifest and commit record of a snapshot are right; says nothing about its files.
 
     Raises:
@@ -45,30 +45,32 @@ def record(path: Place) -> Verdict:
         )
     missing = tuple(f"{name} is missing" for name in (layout.COMMIT, layout.MANIFEST) if not (path / name).is_file())
     if missing:
-        return Verdict(path=path, step=step, status="incomplete", bad=missing)
+        return SnapshotVerdict(path=path, step=step, status="incomplete", bad=missing)
     try:
         for name in (layout.COMMIT, layout.MANIFEST):
             if layout.size_bytes(path / name) > layout.RECORD_BYTES:
                 bad = f"{name} is larger than {layout.RECORD_BYTES >> 20} MiB"
-                return Verdict(path=path, step=step, status="corrupt", bad=(bad,))
+                return SnapshotVerdict(path=path, step=step, status="corrupt", bad=(bad,))
         commit, text = (path / layout.COMMIT).read_bytes(), (path / layout.MANIFEST).read_bytes()
     except OSError as exc:
-        return Verdict(path=path, step=step, status="corrupt", bad=(f"{Path(exc.filename).name}: {exc.strerror}",))
+        return SnapshotVerdict(
+            path=path, step=step, status="corrupt", bad=(f"{Path(exc.filename).name}: {exc.strerror}",)
+        )
     name = commit.split(b" ")[0].decode(errors="replace")
     if name not in layout.HASHES or commit != layout.commit_record(text, name):
         bad = f"{layout.MANIFEST} and {layout.COMMIT} do not agree"
-        return Verdict(path=path, step=step, status="corrupt", bad=(bad,))
+        return SnapshotVerdict(path=path, step=step, status="corrupt", bad=(bad,))
     try:
         manifest = layout.Manifest.from_bytes(text, where=str(path))
     except headers.Malformed as exc:
-        return Verdict(path=path, step=step, status="corrupt", bad=(str(exc),))
+        return SnapshotVerdict(path=path, step=step, status="corrupt", bad=(str(exc),))
     if manifest.step != step:
         bad = f"the folder is named after step {step} and holds step {manifest.step}"
-        return Verdict(path=path, step=step, status="corrupt", bad=(bad,))
-    return Verdict(path=path, step=step, status="ok", manifest=manifest)
+        return SnapshotVerdict(path=path, step=step, status="corrupt", bad=(bad,))
+    return SnapshotVerdict(path=path, step=step, status="ok", manifest=manifest)
 
 
-def verify(path: Place, contents: Contents | None = None) -> Verdict:
+def verify(path: Place, contents: Contents | None = None) -> SnapshotVerdict:
     """Read every byte of a snapshot, compare digests, and see whether the files fit together.
 
     Args:
@@ -86,7 +88,7 @@ def verify(path: Place, contents: Contents | None = None) -> Verdict:
     present = layout.entries(path)
     absent = [f"{name} is missing" for name in manifest.files if present.get(name) is None]
     if absent:
-        return Verdict(path=path, step=step, status="incomplete", bad=tuple(absent))
+        return SnapshotVerdict(path=path, step=step, status="incomplete", bad=tuple(absent))
     own: Contents = {} if contents is None else contents
     wrong = list(faults(path, manifest, list(manifest.files), contents).values())
     if not wrong:
@@ -98,7 +100,7 @@ def verify(path: Place, contents: Contents | None = None) -> Verdict:
         except OSError as exc:
             wrong = [str(exc)]
     if wrong:
-        return Verdict(path=path, step=step, status="corrupt", bad=tuple(wrong))
+        return SnapshotVerdict(path=path, step=step, status="corrupt", bad=tuple(wrong))
     return found
 
 
@@ -128,7 +130,7 @@ def faults(
         return {name: phrase for name, phrase in zip(names, phrases, strict=True) if phrase}
 
 
-def _fault(path: Place, entry: layout.FileEntry, name: str, contents: Contents | None) -> str | None:
+def _fault(path: Place, entry: layout.SnapshotFile, name: str, contents: Contents | None) -> str | None:
     try:
         size_bytes = layout.size_bytes(path)
         if size_bytes != entry.size_bytes:
@@ -146,7 +148,9 @@ def _fault(path: Place, entry: layout.FileEntry, name: str, contents: Contents |
     return None
 
 
-def newest_good(folder: Place, contents: Contents | None = None) -> tuple[Verdict | None, list[Verdict]]:
+def newest_good(
+    folder: Place, contents: Contents | None = None
+) -> tuple[SnapshotVerdict | None, list[SnapshotVerdict]]:
     """The newest snapshot that verifies, and the newer ones that did not.
 
     Args:
@@ -157,7 +161,7 @@ def newest_good(folder: Place, contents: Contents | None = None) -> tuple[Verdic
         SnapshotError: as `verify`.
     """
     for left in reversed(range(RETRIES)):
-        rejected: list[Verdict] = []
+        rejected: list[SnapshotVerdict] = []
         vanished = False
         for _, path in layout.listing(folder):
             try:

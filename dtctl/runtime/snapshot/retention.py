@@ -16,7 +16,7 @@ FACT: Final = "retention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class RetentionRule:
     """What is kept; everything that one of its lines names stays."""
 
     keep: int = 1
@@ -31,7 +31,7 @@ class Rule:
         return {"keep": self.keep, "every_s": self.every_s, "best": sorted(self.best)}
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any]) -> Rule:
+    def of(cls, facts: Mapping[str, Any]) -> RetentionRule:
         """The rule that a manifest's facts have; the newest alone if they have none that makes sense."""
         told = facts.get(FACT)
         told = told if isinstance(told, dict) else {}
@@ -63,7 +63,7 @@ def made_s(path: Place) -> float:
     return (path / layout.COMMIT).modified_s() if isinstance(path, Remote) else path.stat().st_mtime
 
 
-def prune(folder: Place, *, newest: Place, rule: Rule) -> list[Place]:
+def prune(folder: Place, *, newest: Place, rule: RetentionRule) -> list[Place]:
     """Remove snapshots that are no longer kept, right after `newest` was committed.
 
     That one the disk has confirmed, and it always stays; so the only good snapshot is never removed. Those that lack a

@@ -26,12 +26,12 @@ class Saver:
 
     Attributes:
         failed: saves that failed since the last one that did not.
-        together: whether all workers write (together.py).
-        spread: whether each gives what it has, rather than one everything.
+        collective: whether all workers write (distributed_saver.py).
+        in_pieces: whether each gives what it has, rather than one everything.
     """
 
-    together = False
-    spread = False
+    collective = False
+    in_pieces = False
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Saver:
             raise self._error
         staged = self._staging.take(parts)
         # No daemon: should the process end with an error, what was begun is finished.
-        rule = retention.Rule(keep=self._keep, every_s=self._keep_every_s, best=frozenset(best))
+        rule = retention.RetentionRule(keep=self._keep, every_s=self._keep_every_s, best=frozenset(best))
         now = json.loads(json.dumps({**facts, retention.FACT: rule.document()}))  # who gave them may change them
         self._thread = threading.Thread(target=self._write, args=(step, staged, now, rule), name="snapshot")
         self._thread.start()
@@ -155,7 +155,7 @@ class Saver:
             self._thread.join()
             self._thread = None
 
-    def _write(self, step: int, staged: Staged, facts: Mapping[str, Any], rule: retention.Rule) -> None:
+    def _write(self, step: int, staged: Staged, facts: Mapping[str, Any], rule: retention.RetentionRule) -> None:
         try:
             self._write_staged(step, staged, facts, rule)
             self._committed(step)
@@ -167,6 +167,6 @@ class Saver:
         else:
             self._error, self.failed = None, 0
 
-    def _write_staged(self, step: int, staged: Staged, facts: Mapping[str, Any], rule: retention.Rule) -> None:
+    def _write_staged(self, step: int, staged: Staged, facts: Mapping[str, Any], rule: retention.RetentionRule) -> None:
         assert self._lease is not None  # noqa: S101  # for the type checker
         write.write(self._folder, step, staged, facts=facts, rule=rule, before_commit=self._lease.require)

@@ -269,13 +269,13 @@ def register_late(model: nn.Module, tree: Mapping[str, Any], names: Iterable[str
             module.register_buffer(last, tree[name].to(device, copy=True))
 
 
-def load_model(model: nn.Module, tree: Mapping[str, Any], *, elsewhere: Collection[str] = ()) -> None:
+def load_model(model: nn.Module, tree: Mapping[str, Any], *, absent_keys: Collection[str] = ()) -> None:
     """Put a model's state back.
 
     Args:
         model: whole, or what this worker has of it.
         tree: of the whole model.
-        elsewhere: names that belong to other workers.
+        absent_keys: names that belong to other workers.
 
     Raises:
         SnapshotError: names or shapes differ.
@@ -283,7 +283,7 @@ def load_model(model: nn.Module, tree: Mapping[str, Any], *, elsewhere: Collecti
     own = model.state_dict()
     mine = {name: _cut(own[name], value) if name in own else value for name, value in tree.items()}
     try:
-        model.load_state_dict({name: value for name, value in mine.items() if name in own or name not in elsewhere})
+        model.load_state_dict({name: value for name, value in mine.items() if name in own or name not in absent_keys})
     except RuntimeError as exc:
         raise SnapshotError(
             f"the snapshot is of another model: {' '.join(str(exc).split())[:400]}",

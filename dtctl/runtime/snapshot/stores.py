@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from dtctl.errors import DtctlError, SnapshotError
 from dtctl.runtime.snapshot import layout
 from dtctl.runtime.snapshot.durable import make_folder
+from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.runtime.snapshot.place import Place, Remote
-from dtctl.runtime.snapshot.share import gathered_json
 from dtctl.runtime.worker import Worker
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot import layout, retention
-from dtctl.runtime.snapshot.durable import Sink, exchanged, make_folder, sync_folder, written
+from dtctl.runtime.snapshot.durable import ByteSink, exchanged, make_folder, sync_folder, written
 from dtctl.runtime.snapshot.place import Place, Remote
 from dtctl.runtime.snapshot.staging import Staged, StagedFile, Staging
 
@@ -38,7 +38,7 @@ def save(
     Raises:
         SnapshotError: the disk is full or cannot be written; older snapshots are untouched.
     """
-    return write(folder, step, Staging().take(parts), facts=facts, rule=retention.Rule(keep=keep))
+    return write(folder, step, Staging().take(parts), facts=facts, rule=retention.RetentionRule(keep=keep))
 
 
 def write(
@@ -47,7 +47,7 @@ def write(
     staged: Staged,
     *,
     facts: Mapping[str, Any],
-    rule: retention.Rule,
+    rule: retention.RetentionRule,
     before_commit: Callable[[], None] = lambda: None,
 ) -> Place:
     """As `save`, of a state that was copied before; may run in another thread.
@@ -116,7 +116,7 @@ def file_name(file: StagedFile) -> str:
     return f"{file.name}{layout.PART_SUFFIX}"
 
 
-def write_part(draft: Place, file: StagedFile, name: str) -> layout.FileEntry:
+def write_part(draft: Place, file: StagedFile, name: str) -> layout.SnapshotFile:
     """Write and hash in one pass: a byte that the disk gets wrong is noticed by whoever reads it."""
     header = file.outline.header()
     data = file.data.numpy().data
@@ -126,10 +126,10 @@ def write_part(draft: Place, file: StagedFile, name: str) -> layout.FileEntry:
         for chunk in (memoryview(header), *chunks):
             state.update(chunk)
             write_all(out, chunk)
-    return layout.FileEntry(size_bytes=len(header) + len(data), digest=state.hexdigest())
+    return layout.SnapshotFile(size_bytes=len(header) + len(data), digest=state.hexdigest())
 
 
-def write_all(out: Sink, chunk: memoryview) -> None:
+def write_all(out: ByteSink, chunk: memoryview) -> None:
     """Write to an unbuffered file, which may take less than it is given."""
     while chunk:
         chunk = chunk[out.write(chunk) :]

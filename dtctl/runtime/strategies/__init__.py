@@ -4,7 +4,7 @@ single.py    one worker
 elastic.py   replicas; the same bits on any number of workers
 ddp.py       replicas; gradients averaged during the backward pass
 accumulation.py   the passes of a step, where they simply follow each other
-arrival.py   models that are too large for one worker
+deferred_init.py   models that are too large for one worker
 zero1.py     ddp with an optimizer whose state is divided
 sharded.py   fsdp, hsdp, tp (tensor.py), cp (context.py) and their products
 unused.py    what some workers leave out of a step
@@ -45,11 +45,11 @@ class Strategy(Protocol):
     """What the loss function is called with; the user's model, perhaps wrapped."""
     inference: nn.Module
     """What an evaluation calls."""
-    together: bool
+    lockstep: bool
     """Whether workers exchange something in each forward pass, so that all must do the same number of them."""
-    spread: bool
+    sharded_state: bool
     """Whether a worker may have state that rank 0 lacks."""
-    elsewhere: Collection[str]
+    absent_keys: Collection[str]
     """Names in the model's state that this worker does not have."""
     has_warm_up: bool
     """Whether the first backward pass differs from all later ones, so that resuming exactly needs one to throw away."""
@@ -76,7 +76,7 @@ class Strategy(Protocol):
     def norm(self) -> torch.Tensor:
         """The true length of the gradient, the same on all workers."""
 
-    def cut(self, max_norm: float, norm: torch.Tensor) -> None:
+    def clip(self, max_norm: float, norm: torch.Tensor) -> None:
         """Scale the gradient, whose length is `norm`, down to `max_norm` if it is longer."""
 
 

@@ -28,9 +28,9 @@ class Ddp:
 
     name = "ddp"
     has_warm_up = True
-    together = False
-    elsewhere: Collection[str] = ()
-    spread = False
+    lockstep = False
+    absent_keys: Collection[str] = ()
+    sharded_state = False
 
     def __init__(self, model: nn.Module, config: DdpConfig, worker: Worker) -> None:
         """Wrap a model.
@@ -138,9 +138,9 @@ class Ddp:
         """The length of the gradient, which is the same on all workers."""
         return gradients.norm(self._wanted)
 
-    def cut(self, max_norm: float, norm: torch.Tensor) -> None:
+    def clip(self, max_norm: float, norm: torch.Tensor) -> None:
         """Scale the gradient down if it is too long."""
-        gradients.cut(self._wanted, max_norm, norm)
+        gradients.clip(self._wanted, max_norm, norm)
 
 
 def _synchronized(model: nn.Module, worker: Worker) -> nn.Module:

@@ -31,7 +31,7 @@ def norm(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
-def cut(parameters: Sequence[torch.Tensor], max_norm: float, total: torch.Tensor) -> None:
+def clip(parameters: Sequence[torch.Tensor], max_norm: float, total: torch.Tensor) -> None:
     """Scale gradients down to `max_norm`, if their norm `total` is larger.
 
     One that is not a number counts as infinite: what is finite becomes zero, and only what has spoilt it stays so.

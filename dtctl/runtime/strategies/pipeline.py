@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from dtctl.errors import PlanError
-from dtctl.runtime.snapshot.share import filled, skeleton
+from dtctl.runtime.snapshot.json_collectives import filled, skeleton
 from dtctl.runtime.step import Step
 from dtctl.runtime.strategies import blocks, gradients, sharded, stages, tensor, unused
 from dtctl.runtime.worker import Worker
@@ -41,8 +41,8 @@ class Pipeline:
     """Some blocks of a model; it is changed in place."""
 
     has_warm_up = False
-    together = True
-    spread = True
+    lockstep = True
+    sharded_state = True
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Pipeline:
             )
         self.owners = owners(options.schedule, degrees.pp, per_worker)
         self._stages = self._take(model, found)
-        self.elsewhere: Collection[str] = frozenset(state - set(model.state_dict()))
+        self.absent_keys: Collection[str] = frozenset(state - set(model.state_dict()))
         if degrees.data > 1:
             sharded.keep_buffers_alike(model, mesh)
         self._present: unused.Present | None = None
@@ -217,9 +217,9 @@ class Pipeline:
         shared = gradients.norm(self._outside).double().to(self._worker.device)
         return (squared + shared**2).sqrt()
 
-    def cut(self, max_norm: float, norm: torch.Tensor) -> None:
+    def clip(self, max_norm: float, norm: torch.Tensor) -> None:
         """Scale the gradient down if it is too long."""
-        gradients.cut([*self._own, *self._outside], max_norm, norm)
+        gradients.clip([*self._own, *self._outside], max_norm, norm)
 
 
 class Inference(nn.Module):

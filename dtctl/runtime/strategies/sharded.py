@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from dtctl.errors import PlanError
 from dtctl.runtime.device_mesh import context_group
 from dtctl.runtime.step import Step
-from dtctl.runtime.strategies import arrival, blocks, context, gradients, tensor, unused
+from dtctl.runtime.strategies import blocks, context, deferred_init, gradients, tensor, unused
 from dtctl.runtime.strategies.accumulation import accumulate
 from dtctl.runtime.worker import Worker
 from dtctl.train.config import FsdpConfig, TrainConfig
@@ -35,9 +35,9 @@ class Sharded:
     """A model whose parameters are DTensors; it is changed in place."""
 
     has_warm_up = False
-    together = True
-    elsewhere: Collection[str] = ()
-    spread = True
+    lockstep = True
+    absent_keys: Collection[str] = ()
+    sharded_state = True
 
     def __init__(
         self, model: nn.Module, config: TrainConfig, worker: Worker, degrees: Degrees, mesh: DeviceMesh
@@ -106,9 +106,9 @@ class Sharded:
         """The length of the gradient over all shards; collective."""
         return gradients.norm(self._wanted)
 
-    def cut(self, max_norm: float, norm: torch.Tensor) -> None:
+    def clip(self, max_norm: float, norm: torch.Tensor) -> None:
         """Scale the gradient down if it is too long."""
-        gradients.cut(self._wanted, max_norm, norm)
+        gradients.clip(self._wanted, max_norm, norm)
 
 
 def hush() -> None:
@@ -142,7 +142,7 @@ def shard(
     """
     found = blocks.find(model, config.blocks)
     blocks.require_apart(model, found.modules if found else [])
-    bring = partial(arrival.bring, model=model, worker=worker)
+    bring = partial(deferred_init.bring, model=model, worker=worker)
     turns: list[unused.Turns] = []
 
     def between(units: Sequence[nn.Module]) -> None:

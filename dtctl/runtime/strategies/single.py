@@ -18,9 +18,9 @@ class Single:
 
     name = "single"
     has_warm_up = False
-    together = False
-    elsewhere: Collection[str] = ()
-    spread = False
+    lockstep = False
+    absent_keys: Collection[str] = ()
+    sharded_state = False
 
     def __init__(self, model: nn.Module) -> None:
         self.module = self.inference = model
@@ -47,6 +47,6 @@ class Single:
         """The length of the gradient."""
         return gradients.norm(self._wanted)
 
-    def cut(self, max_norm: float, norm: torch.Tensor) -> None:
+    def clip(self, max_norm: float, norm: torch.Tensor) -> None:
         """Scale the gradient down if it is too long."""
-        gradients.cut(self._wanted, max_norm, norm)
+        gradients.clip(self._wanted, max_norm, norm)

@@ -30,7 +30,7 @@ class Zero1(Ddp):
     """As `Ddp`, with a step that each worker does for its share, and gives to the others."""
 
     name = "zero1"
-    spread = True
+    sharded_state = True
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the parameters of other workers out of the optimizer, and bring their new values after each step."""

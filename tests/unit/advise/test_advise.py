@@ -12,7 +12,7 @@ import pytest
 
 from dtctl.advise.advice import advise, as_json, settings
 from dtctl.advise.config import from_config, read_config
-from dtctl.advise.gather import Options, _usual, task
+from dtctl.advise.gather import AdviseOptions, _usual, task
 from dtctl.advise.hardware import Hardware, gpu, gpus, networks
 from dtctl.advise.model import transformer
 from dtctl.advise.search import Task, choices
@@ -162,7 +162,7 @@ def test_hardware_has_sources_and_the_runtimes_peaks() -> None:
 )
 def test_bad_input_is_told(options: dict[str, object], text: str) -> None:
     with pytest.raises(UsageError, match=text):
-        task(Options(**options), None)  # type: ignore[arg-type]
+        task(AdviseOptions(**options), None)  # type: ignore[arg-type]
 
 
 def test_a_batch_that_cannot_be_divided_is_told() -> None:
@@ -286,7 +286,7 @@ def test_a_search_over_very_many_gpus_ends(count: int, per_node: int) -> None:
 def test_what_is_far_too_large_has_a_bar_of_one_line() -> None:
     from dtctl.cli.advise import bar
 
-    found = advise(Task(model=_usual(1e19, Options()), hardware=cluster(1)))
+    found = advise(Task(model=_usual(1e19, AdviseOptions()), hardware=cluster(1)))
     assert not found.best.fits
     assert len(bar(found.best)) == 30 + 1 + 12 + 1
 

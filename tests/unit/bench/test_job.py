@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from dtctl.bench.job import Asked, spec_for
-from dtctl.plan.build import Facts, build
+from dtctl.plan.build import PlanFacts, build
 from dtctl.spec.load import parse_spec
 from dtctl.spec.nodes import resolve_nodes
 
@@ -22,6 +22,6 @@ def test_what_a_framework_is_told_is_not_for_the_benchmark(job: str, tmp_path: P
     measured = spec_for(
         parse_spec(text, source="dtctl.yaml", base_dir=tmp_path), tmp_path, Asked(ops=("all_reduce",), sizes=(8,))
     )
-    plan = build(measured, resolve_nodes(measured), run="run-1", facts=Facts())
+    plan = build(measured, resolve_nodes(measured), run="run-1", facts=PlanFacts())
     assert plan.kind == "torchrun"
     assert not any("deepspeed" in word or "parallel" in word for word in plan.head.argv)

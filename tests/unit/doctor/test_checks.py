@@ -78,11 +78,11 @@ def test_loss_is_the_cause_of_a_slow_link_where_it_is_on_all_of_it(
 def test_every_check_that_a_module_says_it_makes_is_known() -> None:
     from dtctl.doctor import checks
     from dtctl.doctor.checks import node
-    from dtctl.slurm import offer
+    from dtctl.slurm import partition_checks
 
     modules = [import_module(f"{checks.__name__}.{found.name}") for found in pkgutil.iter_modules(checks.__path__)]
     made = {name for module in modules for name in getattr(module, "RAN", ())}
-    assert made | {*node.RAN_REACH, *offer.CHECKS} == set(CHECKS)
+    assert made | {*node.RAN_REACH, *partition_checks.CHECKS} == set(CHECKS)
 
 
 def test_busy_gpus_are_read_from_nvidia_smi() -> None:

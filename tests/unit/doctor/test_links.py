@@ -102,7 +102,7 @@ def test_at_most_a_dozen_ways_are_repeated() -> None:
 
 
 def test_a_way_on_this_machine_is_measured() -> None:
-    ears = pairs.Ears("b", "secret")
+    ears = pairs.Listeners("b", "secret")
     port = ears.open(0)
     said = quality.measure("127.0.0.1", port, "secret", 0.05)
     assert said["mbit_s"] > 0

@@ -40,7 +40,7 @@ def test_it_answers_from_memory_on_a_python_without_site_packages() -> None:
 
 
 def test_a_call_tells_who_answers_and_that_large_packets_arrive() -> None:
-    ears = pairs.Ears("b", "secret")
+    ears = pairs.Listeners("b", "secret")
     port = ears.open(0)
     said = pairs.call_all([["b", "127.0.0.1", port, "data"], ["c", "127.0.0.1", port, "data"]], "secret", 5.0)
     assert [one["result"] for one in said] == ["ok", "stranger"]
@@ -52,7 +52,7 @@ def test_a_call_tells_who_answers_and_that_large_packets_arrive() -> None:
 
 
 def test_a_port_on_which_nobody_listens_refuses() -> None:
-    ears = pairs.Ears("b", "secret")
+    ears = pairs.Listeners("b", "secret")
     port = ears.open(0)
     (ear,) = ears.sockets
     ear.shutdown(2)

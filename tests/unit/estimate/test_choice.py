@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from dtctl.advise.model import transformer
-from dtctl.estimate.choice import Setting, Verdict, candidates, choose, small
+from dtctl.estimate.choice import StrategyVerdict, TrainingSetting, candidates, choose, small
 from dtctl.estimate.memory import BUDGET, GIB, Recipe, memory
 
 MODEL = transformer(layers=32, hidden=4096, heads=32, vocab=50257, seq=2048)
 """6.9B parameters: 102 GiB of states."""
 
 
-def setting(gib: float, **others: Any) -> Setting:
+def setting(gib: float, **others: Any) -> TrainingSetting:
     given: dict[str, Any] = {"workers": 16, "per_node": 8, "budget": gib * GIB * BUDGET, "precision": "bf16", **others}
-    return Setting(**given)
+    return TrainingSetting(**given)
 
 
 def named(gib: float, **others: Any) -> str:
@@ -101,7 +101,7 @@ def test_what_cannot_be_seen_gets_room() -> None:
 def test_a_small_model_is_not_looked_at() -> None:
     tiny = replace(MODEL, params=1e8, used=1e8, block_params=3e6)
     found = small(tiny, setting(80))
-    assert isinstance(found, Verdict)
+    assert isinstance(found, StrategyVerdict)
     assert found.candidate.strategy == "ddp"
     assert small(MODEL, setting(80)) is None
     alone = small(tiny, setting(80, workers=1, per_node=1))

@@ -13,11 +13,11 @@ from dtctl.errors import ConnectError, NodeError, NodeFailures
 from dtctl.launch.attempt import Attempt
 from dtctl.launch.failure import first
 from dtctl.launch.gang import Gang
-from dtctl.launch.inquest import Inquest
+from dtctl.launch.hang_monitor import HangMonitor
 from dtctl.launch.logs import Logs
 from dtctl.launch.record import RunRecord
-from dtctl.launch.session import Errand, Said, Session
-from dtctl.plan.build import Facts, build
+from dtctl.launch.session import NodeMessage, NodeSetup, Session
+from dtctl.plan.build import PlanFacts, build
 from dtctl.plan.model import Plan
 from dtctl.spec.load import parse_spec
 from dtctl.spec.nodes import resolve_nodes
@@ -25,13 +25,13 @@ from dtctl.transport.base import Target
 from dtctl.transport.local import LocalTransport
 
 SPEC = "cluster: {transport: ssh, nodes: [a, b, c], slots: 1}\njob: {script: t.py, kind: direct, grace_s: 7}\n"
-ERRAND = Errand(python=None, workdir="/w", ports=(), push=None, prepare={})
+ERRAND = NodeSetup(python=None, workdir="/w", ports=(), push=None, prepare={})
 
 
 class Deaf(Session):
     """A session that was never started: keeps what it was to send."""
 
-    def __init__(self, name: str, inbox: queue.Queue[Said]) -> None:
+    def __init__(self, name: str, inbox: queue.Queue[NodeMessage]) -> None:
         super().__init__(Target(name=name, address=name), LocalTransport(), ERRAND, inbox)
         self.sent: list[dict[str, Any]] = []
         self.closed = False
@@ -50,14 +50,14 @@ class Rig:
 
     def __init__(self, folder: Path) -> None:
         spec = parse_spec(SPEC, source="dtctl.yaml", base_dir=folder)
-        self.plan: Plan = build(spec, resolve_nodes(spec), run="r", facts=Facts())
+        self.plan: Plan = build(spec, resolve_nodes(spec), run="r", facts=PlanFacts())
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self.inbox: queue.Queue[Said] = queue.Queue()
+        self.inbox: queue.Queue[NodeMessage] = queue.Queue()
         self.nodes = {name: Deaf(name, self.inbox) for name in "abc"}
         logs = Logs(RunRecord(folder))
         self.gang = Gang([*self.nodes.values()], self.inbox, logs=logs, emit=lambda e, **f: self.events.append((e, f)))
         self.standings: list[Any] = []
-        inquest = Inquest(
+        inquest = HangMonitor(
             places=dict(enumerate("abc")),
             limit=5.0,
             start_limit=60.0,
@@ -67,7 +67,7 @@ class Rig:
         self.attempt = Attempt(self.gang, self.plan, 30.0, inquest=inquest)
 
     def say(self, node: str, what: str, **data: Any) -> None:
-        self.attempt.take(Said(self.nodes[node], what, data))
+        self.attempt.take(NodeMessage(self.nodes[node], what, data))
 
     def exit(self, node: str, code: int = 0, signal: int | None = None) -> None:
         self.say(node, "exit", rank="abc".index(node), code=code, signal=signal, time=0.0)
@@ -235,15 +235,15 @@ def test_a_kept_run_calls_a_lost_node_again_until_it_answers(rig: Rig) -> None:
 def test_the_old_link_of_a_node_that_has_a_new_one_is_not_heard(rig: Rig) -> None:
     old = rig.nodes["b"]
     rig.gang.sessions["b"] = Deaf("b", rig.inbox)
-    rig.attempt.take(Said(old, "exit", {"rank": 1, "code": 1, "signal": None, "time": 0.0}))
+    rig.attempt.take(NodeMessage(old, "exit", {"rank": 1, "code": 1, "signal": None, "time": 0.0}))
     assert rig.attempt.outcome.failures == []
 
 
 def test_nodes_that_cannot_be_made_ready_are_all_named(rig: Rig) -> None:
     for node, error in (("c", NodeError("no Python", node="c")), ("a", ConnectError("refused", node="a"))):
-        rig.inbox.put(Said(rig.nodes[node], "failed", {"error": error}))
-    rig.inbox.put(Said(rig.nodes["b"], "hello", {"gpus": 0}))
-    rig.inbox.put(Said(rig.nodes["b"], "ready", {}))
+        rig.inbox.put(NodeMessage(rig.nodes[node], "failed", {"error": error}))
+    rig.inbox.put(NodeMessage(rig.nodes["b"], "hello", {"gpus": 0}))
+    rig.inbox.put(NodeMessage(rig.nodes["b"], "ready", {}))
     with pytest.raises(NodeFailures) as caught:
         rig.gang.gather()
     assert list(caught.value.failures) == ["a", "c"]
@@ -251,7 +251,7 @@ def test_nodes_that_cannot_be_made_ready_are_all_named(rig: Rig) -> None:
 
 def test_a_bug_in_a_session_is_told_as_one(rig: Rig) -> None:
     for node in "abc":
-        rig.inbox.put(Said(rig.nodes[node], "failed" if node == "b" else "ready", {"error": KeyError("x")}))
+        rig.inbox.put(NodeMessage(rig.nodes[node], "failed" if node == "b" else "ready", {"error": KeyError("x")}))
     with pytest.raises(Exception, match="KeyError") as caught:
         rig.gang.gather()
     assert "bug in dtctl" in str(getattr(caught.value, "hint", ""))

@@ -10,12 +10,12 @@ import pytest
 
 from dtctl.launch import hang
 from dtctl.launch.hang import Stack, culprits, silence
-from dtctl.launch.progress import Phase, Standing, standings
+from dtctl.launch.progress import ReportedPhase, Standing, standings
 from dtctl.runtime import progress as noted
 from dtctl.supervisor import progress as read
 
 WORKER = Standing(
-    node="a", rank=0, pid=1, phase=Phase.STEPPING, step=50, place=2, first=0, saved=40, until=99, begun_s=90.0,
+    node="a", rank=0, pid=1, phase=ReportedPhase.STEPPING, step=50, place=2, first=0, saved=40, until=99, begun_s=90.0,
     stale_s=40.0, slowest_s=2.0, stall_s=0.0, evaluation_s=0.0, state="S",
 )  # fmt: skip
 WAITS = Stack(
@@ -45,27 +45,43 @@ def gang(*changes: dict[str, object]) -> list[Standing]:
         (35.0, [{"slowest_s": 5.0}, {}], 40.0),  # but for those who know better
         ("off", [{}, {}], None),
         ("auto", [{}], None),  # one worker tells nothing, or not yet
-        ("auto", [{}, {"phase": Phase.COMPILING}], None),
-        ("auto", [{}, {"phase": Phase.EVALUATION}], None),
-        ("auto", [{}, {"phase": Phase.SNAPSHOT}], None),
-        ("auto", [{}, {"phase": Phase.STARTING}], None),
+        ("auto", [{}, {"phase": ReportedPhase.COMPILING}], None),
+        ("auto", [{}, {"phase": ReportedPhase.EVALUATION}], None),
+        ("auto", [{}, {"phase": ReportedPhase.SNAPSHOT}], None),
+        ("auto", [{}, {"phase": ReportedPhase.STARTING}], None),
         ("auto", [{}, {"first": 47}], None),  # not measured yet
         (35.0, [{}, {"first": 50}], None),  # the first step is never judged
         (35.0, [{}, {"first": 49}], 40.0),
-        ("auto", [{"stale_s": 1.0}, {"state": "T", "phase": Phase.EVALUATION}], 40.0),  # nobody stops itself
-        ("auto", [{}, {"state": "T", "phase": Phase.STARTING}], None),
-        ("auto", [{"stale_s": 1801.0}] * 2 + [{"stale_s": 1801.0, "phase": Phase.STARTING}], 1801.0),  # first batches
+        ("auto", [{"stale_s": 1.0}, {"state": "T", "phase": ReportedPhase.EVALUATION}], 40.0),  # nobody stops itself
+        ("auto", [{}, {"state": "T", "phase": ReportedPhase.STARTING}], None),
+        (
+            "auto",
+            [{"stale_s": 1801.0}] * 2 + [{"stale_s": 1801.0, "phase": ReportedPhase.STARTING}],
+            1801.0,
+        ),  # first batches
         ("auto", [{"stale_s": 1801.0, "first": 50}] * 2, 1801.0),
         ("auto", [{"stale_s": 1801.0}], 1801.0),  # the other one has told nothing yet
-        ("auto", [{"stale_s": 1801.0}, {"stale_s": 1801.0, "phase": Phase.COMPILING}], 1801.0),
-        ("auto", [{"stale_s": 1801.0}, {"stale_s": 1801.0, "phase": Phase.SNAPSHOT}], None),
-        ("auto", [{}, {"state": "", "phase": Phase.ENDING}], 40.0),  # it had steps left
-        ("auto", [{"first": 50}, {"phase": Phase.ENDING}], 40.0),  # also in the first step
-        ("auto", [{"first": 50, "phase": Phase.STARTING}, {"state": ""}], None),  # which may have to be loaded first
-        ("auto", [{"first": 50}, {"state": "", "phase": Phase.STARTING, "until": 0}], None),  # may be no part of it
-        ("auto", [{"step": 99, "stale_s": 29.0}, {"state": "", "step": 99, "phase": Phase.ENDING}], None),
-        ("auto", [{"step": 99, "phase": Phase.ENDING}, {"state": "", "step": 99, "phase": Phase.ENDING}], None),
-        ("auto", [{"state": "", "phase": Phase.ENDING}] * 2, None),
+        ("auto", [{"stale_s": 1801.0}, {"stale_s": 1801.0, "phase": ReportedPhase.COMPILING}], 1801.0),
+        ("auto", [{"stale_s": 1801.0}, {"stale_s": 1801.0, "phase": ReportedPhase.SNAPSHOT}], None),
+        ("auto", [{}, {"state": "", "phase": ReportedPhase.ENDING}], 40.0),  # it had steps left
+        ("auto", [{"first": 50}, {"phase": ReportedPhase.ENDING}], 40.0),  # also in the first step
+        (
+            "auto",
+            [{"first": 50, "phase": ReportedPhase.STARTING}, {"state": ""}],
+            None,
+        ),  # which may have to be loaded first
+        (
+            "auto",
+            [{"first": 50}, {"state": "", "phase": ReportedPhase.STARTING, "until": 0}],
+            None,
+        ),  # may be no part of it
+        ("auto", [{"step": 99, "stale_s": 29.0}, {"state": "", "step": 99, "phase": ReportedPhase.ENDING}], None),
+        (
+            "auto",
+            [{"step": 99, "phase": ReportedPhase.ENDING}, {"state": "", "step": 99, "phase": ReportedPhase.ENDING}],
+            None,
+        ),
+        ("auto", [{"state": "", "phase": ReportedPhase.ENDING}] * 2, None),
     ],
 )
 def test_a_run_hangs_when_nobody_has_moved_for_longer_than_steps_take(
@@ -85,10 +101,10 @@ def test_a_run_hangs_when_nobody_has_moved_for_longer_than_steps_take(
         ([{}, {}, {}], {}, []),
         ([{"place": 1}, {"place": 1}, {}], {0: WAITS, 1: WAITS, 2: SLEEPS}, [2]),  # it went past their collective
         ([{"place": 1}, {"place": 1}, {}], {0: SLEEPS, 1: SLEEPS, 2: WAITS}, [0, 1]),
-        ([{"place": 1}, {"state": "", "phase": Phase.ENDING}, {}], {0: WAITS, 2: SLEEPS}, [1]),
-        ([{}, {"state": "", "phase": Phase.ENDING, "step": 99}, {"place": 1}], {}, [2]),
-        ([{"first": 50}, {"state": "", "phase": Phase.STARTING, "until": 0}, {"first": 50}], {}, [1]),
-        ([{}, {"state": "", "phase": Phase.STARTING, "until": 0}, {"place": 1}], {}, [2]),
+        ([{"place": 1}, {"state": "", "phase": ReportedPhase.ENDING}, {}], {0: WAITS, 2: SLEEPS}, [1]),
+        ([{}, {"state": "", "phase": ReportedPhase.ENDING, "step": 99}, {"place": 1}], {}, [2]),
+        ([{"first": 50}, {"state": "", "phase": ReportedPhase.STARTING, "until": 0}, {"first": 50}], {}, [1]),
+        ([{}, {"state": "", "phase": ReportedPhase.STARTING, "until": 0}, {"place": 1}], {}, [2]),
     ],
     ids=[
         "forward",
@@ -118,12 +134,12 @@ def test_what_is_said() -> None:
         "the 2 others wait for it"
     )
     assert (found.node, found.rank, found.hang, found.tail[0]) == ("n1", 1, True, "/me/train.py:5 in mine")
-    left = hang.failure(gang({}, {"state": "", "phase": Phase.ENDING}, {}), {}, silent_s=31.0, now=5.0)
+    left = hang.failure(gang({}, {"state": "", "phase": ReportedPhase.ENDING}, {}), {}, silent_s=31.0, now=5.0)
     assert left.summary == (
         "no progress for 31 s in step 51: rank 1 on n1 ended after step 50 of 99, before the others; "
         "the 2 others wait for it"
     )
-    starts = gang({"first": 50, "phase": Phase.STARTING}, {"first": 50, "phase": Phase.STARTING})
+    starts = gang({"first": 50, "phase": ReportedPhase.STARTING}, {"first": 50, "phase": ReportedPhase.STARTING})
     absent = hang.failure(starts, {}, silent_s=1800.0, now=5.0, silent={2: "n2"})
     assert absent.summary == (
         "no progress for 1800 s before the first step: rank 2 on n2 has not come to the training; "
@@ -140,23 +156,25 @@ def test_stacks_of_both_tools_are_read() -> None:
 
 def test_what_workers_note_is_what_their_node_reads(tmp_path: Path) -> None:
     assert (read.FIELDS, read.RECORD.size, read.MAGIC) == (noted.FIELDS, noted.SIZE, noted.MAGIC)
-    assert {phase.name: phase.value for phase in noted.Phase} == {phase.name: phase.value for phase in Phase}
+    assert {phase.name: phase.value for phase in noted.WorkerPhase} == {
+        phase.name: phase.value for phase in ReportedPhase
+    }
     began = time.monotonic()
     mine = noted.Progress(3, folder=str(tmp_path))
     (begun,) = standings("n", read.read(str(tmp_path)))
-    assert (begun.phase, begun.state) == (Phase.STARTING, "R")
+    assert (begun.phase, begun.state) == (ReportedPhase.STARTING, "R")
     mine.begin(7)
     for step in (8, 9, 10):
         mine.forward()
         mine.backward()
         mine.step(step)
-    with mine.apart(noted.Phase.SNAPSHOT):
+    with mine.apart(noted.WorkerPhase.SNAPSHOT):
         (saving,) = standings("n", read.read(str(tmp_path)))
     mine.forward()
     mine.backward()
     mine.forward()
     (last,) = standings("n", read.read(str(tmp_path)))
-    assert saving.phase == Phase.SNAPSHOT
+    assert saving.phase == ReportedPhase.SNAPSHOT
     assert (last.rank, last.phase, last.step, last.place, last.first, last.saved) == (3, 1, 10, 9, 7, 10)
     assert last.where == "in a forward pass"
     took_s = time.monotonic() - began

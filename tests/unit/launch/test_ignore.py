@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dtctl.launch.ignore import Rules, split
-from dtctl.launch.walk import Walk
+from dtctl.launch.push_selection import Walk
 
 GIT = shutil.which("git")
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtctl.launch.ledger import PHASES, Ledger
-from dtctl.launch.progress import Phase, Standing
+from dtctl.launch.progress import ReportedPhase, Standing
 
 
 class Clock:
@@ -53,7 +53,7 @@ def test_what_is_written(tmp_path: Path) -> None:
 
 def standing(step: int, *, first: int = 0, begun_s: float = 0.0, stall_s: float = 0.0, saved: int = 0) -> Standing:
     return Standing(
-        node="a", rank=0, pid=1, phase=Phase.STEPPING, step=step, place=0, first=first, saved=saved, until=99,
+        node="a", rank=0, pid=1, phase=ReportedPhase.STEPPING, step=step, place=0, first=first, saved=saved, until=99,
         begun_s=begun_s, stale_s=0.0, slowest_s=1.0, stall_s=stall_s, evaluation_s=0.0, state="S",
     )  # fmt: skip
 

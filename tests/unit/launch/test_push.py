@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from dtctl.errors import ConnectError, NodeError, TransferError
 from dtctl.launch import push as pushing
-from dtctl.launch.link import Link
+from dtctl.launch.link import NodeLink
 from dtctl.launch.push import Payloads, push
+from dtctl.launch.push_selection import ALWAYS_LEFT_OUT
 from dtctl.launch.tree import Tree, scan
-from dtctl.launch.walk import ALWAYS_LEFT_OUT
 from dtctl.supervisor import frames
 from tests.unit.pushing import SocketStream, bring, bring_tree, left_in, listing, node, release
 
@@ -245,12 +245,12 @@ def test_what_a_node_says_becomes_an_error_with_a_class(
     project: Path, messages: list[dict[str, object]], kind: type[Exception], text: str
 ) -> None:
     with pytest.raises(kind, match=text):
-        push(Link(Scripted(*messages), node="node1"), scan(project), shared=Payloads())
+        push(NodeLink(Scripted(*messages), node="node1"), scan(project), shared=Payloads())
 
 
 def test_a_node_that_stops_reading_is_asked_why(project: Path) -> None:
     with pytest.raises(NodeError, match="the disk is full") as caught:
-        push(Link(Scripted(WANT, FULL, reads=False), node="node1"), scan(project), shared=Payloads())
+        push(NodeLink(Scripted(WANT, FULL, reads=False), node="node1"), scan(project), shared=Payloads())
     assert caught.value.hint
     with pytest.raises(ConnectError):
-        push(Link(Scripted(WANT, reads=False), node="node1"), scan(project), shared=Payloads())
+        push(NodeLink(Scripted(WANT, reads=False), node="node1"), scan(project), shared=Payloads())

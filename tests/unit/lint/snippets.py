@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dtctl.lint.engine import lint_text
-from dtctl.lint.model import Cluster, Problem
+from dtctl.lint.model import ClusterFacts, Problem
 
 PRELUDE = """import contextlib, os, random
 from datetime import timedelta
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 def problems(code: str, *, name: str = "train.py", nodes: int | None = None, bare: bool = False) -> list[Problem]:
     """What the linter says about a piece of code."""
     text = code if bare or not name.endswith(".py") else PRELUDE + code
-    return lint_text(Path(name), text, cluster=Cluster(nodes=nodes))
+    return lint_text(Path(name), text, cluster=ClusterFacts(nodes=nodes))
 
 
 def found(code: str, **how: object) -> set[str]:

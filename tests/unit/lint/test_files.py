@@ -13,7 +13,7 @@ import pytest
 from dtctl.lint import engine, formats
 from dtctl.lint.engine import lint
 from dtctl.lint.fixes import apply
-from dtctl.lint.model import Cluster, Edit, Problem
+from dtctl.lint.model import ClusterFacts, Edit, Problem
 from dtctl.lint.source import collect
 
 OLD = "import torch\nwith torch.cuda.amp.autocast():\n    pass\n"
@@ -22,12 +22,12 @@ WRONG = "import torch.distributed as dist\nif dist.get_rank() == 0:\n    dist.ba
 
 
 def rules_of(path: Path) -> list[tuple[str, int]]:
-    return [(one.rule, one.line) for one in lint([path], cluster=Cluster())]
+    return [(one.rule, one.line) for one in lint([path], cluster=ClusterFacts())]
 
 
 def fixed(path: Path) -> str:
     """Mend a file; why not, if it was not."""
-    return apply(path, lint([path], cluster=Cluster())).refused
+    return apply(path, lint([path], cluster=ClusterFacts())).refused
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_chain_of_three_thousand_branches_is_python(tmp_path: Path) -> None:
 def test_what_nobody_can_parse_is_said_and_the_others_are_read(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.py").write_text(text + " # barrier dist.\n")
     (tmp_path / "b.py").write_text(WRONG)
-    got = [(Path(one.path).name, one.rule) for one in lint([tmp_path], cluster=Cluster())]
+    got = [(Path(one.path).name, one.rule) for one in lint([tmp_path], cluster=ClusterFacts())]
     assert got == [("a.py", "DT000"), ("b.py", "DT011")]
 
 
@@ -73,7 +73,7 @@ def test_a_rule_that_breaks_down_is_named_and_the_others_still_speak(
     monkeypatch.setattr(engine, "PYTHON_CHECKS", (broken, *engine.PYTHON_CHECKS))
     (tmp_path / "a.py").write_text(WRONG)
     (tmp_path / "b.py").write_text(WRONG)
-    got = lint([tmp_path], cluster=Cluster())
+    got = lint([tmp_path], cluster=ClusterFacts())
     assert [one.rule for one in got] == ["DT000", "DT011", "DT000", "DT011"]
     assert "broken" in got[0].message
 

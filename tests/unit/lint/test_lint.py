@@ -14,7 +14,7 @@ from dtctl.errors import UsageError
 from dtctl.lint import formats
 from dtctl.lint.engine import lint
 from dtctl.lint.fixes import Fixed, apply, fixed_text
-from dtctl.lint.model import Cluster, Problem
+from dtctl.lint.model import ClusterFacts, Problem
 from dtctl.lint.rules import rules
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -28,7 +28,7 @@ def test_a_syntax_error_is_reported_and_the_rest_still_checked(tmp_path: Path) -
     (tmp_path / "b.py").write_text("import torch\nmodel = torch.nn.DataParallel(m)\n")
     (tmp_path / "c.py").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "d.py").write_text("x = 1\0")
-    got = lint([tmp_path], cluster=Cluster())
+    got = lint([tmp_path], cluster=ClusterFacts())
     assert [(Path(one.path).name, one.rule, one.line) for one in got] == [
         ("a.py", "DT000", 1),
         ("b.py", "DT001", 2),
@@ -39,13 +39,13 @@ def test_a_syntax_error_is_reported_and_the_rest_still_checked(tmp_path: Path) -
 
 def test_a_path_that_does_not_exist_is_wrong_usage(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no file"):
-        lint([tmp_path / "nothing.py"], cluster=Cluster())
+        lint([tmp_path / "nothing.py"], cluster=ClusterFacts())
 
 
 def test_several_processes_find_what_one_finds(tmp_path: Path) -> None:
     for number in range(120):
         (tmp_path / f"f{number:03}.py").write_text("import torch\nm = torch.nn.DataParallel(m)\n")
-    one, many = (lint([tmp_path], cluster=Cluster(), jobs=jobs) for jobs in (1, 2))
+    one, many = (lint([tmp_path], cluster=ClusterFacts(), jobs=jobs) for jobs in (1, 2))
     assert one == many
     assert len(one) == 120
 
@@ -78,11 +78,11 @@ def test_local_imports_are_looked_at(tmp_path: Path) -> None:
         "setup()\ntorch.cuda.set_device(0)\n"
         "if dist.get_rank() == 0:\n    print(mean(torch.ones(1)))\n"
     )
-    got = {(one.rule, one.line) for one in lint([main], cluster=Cluster())}
+    got = {(one.rule, one.line) for one in lint([main], cluster=ClusterFacts())}
     assert ("DT007", 5) in got  # a distributed job: the process group is started in the other file
     assert ("DT011", 7) in got  # and so is the collective
     (tmp_path / "setup_dist.py").write_text("def setup(): ...\ndef mean(x): ...\n")
-    assert lint([main], cluster=Cluster()) == []
+    assert lint([main], cluster=ClusterFacts()) == []
 
 
 def test_the_spec_decides_what_is_wrong_on_several_nodes() -> None:
@@ -136,17 +136,17 @@ def test_fixes(before: str, after: str) -> None:
 def test_the_old_launcher_is_replaced_where_the_script_reads_the_variable(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text("python -m torch.distributed.launch --nproc_per_node=4 --use_env train.py\n")
-    apply(path, lint([path], cluster=Cluster()))
+    apply(path, lint([path], cluster=ClusterFacts()))
     assert path.read_text() == "torchrun --nproc_per_node=4 train.py\n"
     path.write_text("python -m torch.distributed.launch --nproc_per_node=4 train.py\n")
-    assert apply(path, lint([path], cluster=Cluster())) == Fixed()
+    assert apply(path, lint([path], cluster=ClusterFacts())) == Fixed()
 
 
 def test_fixing_keeps_the_mode_and_line_ends_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_bytes(b"import torch\r\nwith torch.cuda.amp.autocast():\r\n    pass\r\n")
     path.chmod(0o755)
-    assert [one.rule for one in apply(path, lint([path], cluster=Cluster())).mended] == ["DT025"]
+    assert [one.rule for one in apply(path, lint([path], cluster=ClusterFacts())).mended] == ["DT025"]
     assert path.read_bytes() == b'import torch\r\nwith torch.amp.autocast("cuda"):\r\n    pass\r\n'
     assert path.stat().st_mode & 0o777 == 0o755
     assert [one.name for one in tmp_path.iterdir()] == ["train.py"]

@@ -11,7 +11,7 @@ import pytest
 
 from dtctl.lint.engine import lint
 from dtctl.lint.fixes import apply
-from dtctl.lint.model import Cluster
+from dtctl.lint.model import ClusterFacts
 from dtctl.lint.shell_words import scanned
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -23,7 +23,7 @@ OLD = "python -m torch.distributed.launch --use_env --nproc_per_node=8 train.py"
 def mended(tmp_path: Path, text: str) -> str:
     path = tmp_path / "run.sh"
     path.write_text(text)
-    problems = lint([path], cluster=Cluster())
+    problems = lint([path], cluster=ClusterFacts())
     assert {one.rule for one in problems} <= {"DT025"}
     apply(path, problems)
     return path.read_text()

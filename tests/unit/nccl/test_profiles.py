@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dtctl.nccl.catalogue import catalogue
-from dtctl.nccl.profiles import Network, detect, settings
+from dtctl.nccl.profiles import NetworkProfile, detect, settings
 
 
 def port(device: str, state: str = "4: ACTIVE", layer: str = "InfiniBand") -> dict[str, str]:
@@ -15,24 +15,24 @@ def port(device: str, state: str = "4: ACTIVE", layer: str = "InfiniBand") -> di
 @pytest.mark.parametrize(
     ("network", "profile"),
     [
-        (Network(interface="eth0", nodes=1), "nvlink"),
-        (Network(interface="eth0", nodes=2), "ethernet"),
-        (Network(interface="eth0", nodes=2, rdma=[port("mlx5_0")]), "infiniband"),
-        (Network(interface="eth0", nodes=2, rdma=[port("mlx5_0", layer="Ethernet")]), "roce"),
-        (Network(interface="eth0", nodes=2, rdma=[port("rdmap79s0", layer="Unspecified")]), "efa"),
-        (Network(interface="eth0", nodes=2, rdma=[port("mlx5_0", "1: DOWN")]), "ethernet"),
+        (NetworkProfile(interface="eth0", nodes=1), "nvlink"),
+        (NetworkProfile(interface="eth0", nodes=2), "ethernet"),
+        (NetworkProfile(interface="eth0", nodes=2, rdma=[port("mlx5_0")]), "infiniband"),
+        (NetworkProfile(interface="eth0", nodes=2, rdma=[port("mlx5_0", layer="Ethernet")]), "roce"),
+        (NetworkProfile(interface="eth0", nodes=2, rdma=[port("rdmap79s0", layer="Unspecified")]), "efa"),
+        (NetworkProfile(interface="eth0", nodes=2, rdma=[port("mlx5_0", "1: DOWN")]), "ethernet"),
     ],
 )
-def test_the_profile_is_seen_from_the_devices(network: Network, profile: str) -> None:
+def test_the_profile_is_seen_from_the_devices(network: NetworkProfile, profile: str) -> None:
     assert detect(network) == profile
 
 
 def test_one_node_needs_nothing() -> None:
-    assert settings("nvlink", Network(interface="eth0", nodes=1)) == []
+    assert settings("nvlink", NetworkProfile(interface="eth0", nodes=1)) == []
 
 
 def test_infiniband_leaves_out_dead_devices_and_refuses_to_fall_back() -> None:
-    network = Network(interface="ib0", nodes=2, rdma=[port("mlx5_0"), port("mlx5_1", "1: DOWN")])
+    network = NetworkProfile(interface="ib0", nodes=2, rdma=[port("mlx5_0"), port("mlx5_1", "1: DOWN")])
     found = {one.name: one.value for one in settings("infiniband", network)}
     assert found == {
         "NCCL_SOCKET_IFNAME": "=ib0",
@@ -44,7 +44,7 @@ def test_infiniband_leaves_out_dead_devices_and_refuses_to_fall_back() -> None:
 
 @pytest.mark.parametrize("profile", ["ethernet", "roce", "infiniband", "efa", "azure", "gcp-tcpxo"])
 def test_every_setting_has_a_reason_and_nothing_is_forced(profile: str) -> None:
-    for one in settings(profile, Network(interface="eth0", nodes=2, rdma=[port("mlx5_0")])):
+    for one in settings(profile, NetworkProfile(interface="eth0", nodes=2, rdma=[port("mlx5_0")])):
         assert one.reason
         assert one.name not in ("NCCL_ALGO", "NCCL_PROTO", "NCCL_P2P_DISABLE")
         assert not one.name.startswith("NCCL_") or catalogue()[one.name].kind == "live"

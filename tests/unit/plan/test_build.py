@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtctl.errors import PlanError
-from dtctl.plan.build import Facts, build, digest
+from dtctl.plan.build import PlanFacts, build, digest
 from dtctl.plan.environment import Share
 from dtctl.plan.model import Plan
 from dtctl.spec.load import parse_spec
@@ -17,7 +17,7 @@ TWO = "cluster: {transport: ssh, nodes: [{name: a, address: 10.0.0.1}, {name: b,
 
 def plan(text: str, *, attempt: int = 0, **facts: object) -> Plan:
     spec = parse_spec(text, source="dtctl.yaml", base_dir=Path("/project"))
-    return build(spec, resolve_nodes(spec), run="run-1", attempt=attempt, facts=Facts(**facts))  # type: ignore[arg-type]
+    return build(spec, resolve_nodes(spec), run="run-1", attempt=attempt, facts=PlanFacts(**facts))  # type: ignore[arg-type]
 
 
 def env(found: Plan, node: int = 0) -> dict[str, str]:

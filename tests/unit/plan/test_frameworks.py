@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dtctl.errors import PlanError
-from dtctl.plan.build import Facts, build
+from dtctl.plan.build import PlanFacts, build
 from dtctl.plan.model import Plan
 from dtctl.spec.load import parse_spec
 from dtctl.spec.nodes import resolve_nodes
@@ -18,7 +18,7 @@ NODES = "cluster: {transport: ssh, nodes: [{name: a, address: 10.0.0.1}, {name: 
 def plan(kind: str, train: str, *, job: str = "", nodes: str = NODES, **facts: object) -> Plan:
     text = f"{nodes}job: {{script: train.py, kind: {kind}{job}}}\n" + (f"train: {train}" if train else "")
     spec = parse_spec(text, source="dtctl.yaml", base_dir=Path("/project"))
-    return build(spec, resolve_nodes(spec), run="run-1", facts=Facts(**facts))  # type: ignore[arg-type]
+    return build(spec, resolve_nodes(spec), run="run-1", facts=PlanFacts(**facts))  # type: ignore[arg-type]
 
 
 def generated(found: Plan) -> dict[str, str]:

@@ -14,7 +14,7 @@ from dtctl import node_facts
 from dtctl.render.standalone import standalone
 
 PACKAGE = Path(dtctl.__file__).parent
-PROGRAMS = ("slurm/meet.py", "slurm/route.py", "kubernetes/meet.py")
+PROGRAMS = ("slurm/pick_endpoint.py", "slurm/find_interface.py", "kubernetes/pick_endpoint.py")
 
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -31,18 +31,18 @@ def test_only_the_standard_library_is_imported(program: str) -> None:
 
 
 def test_the_interface_is_printed() -> None:
-    assert run("slurm/route.py", "127.0.0.1").stdout == "lo\n"
-    assert run("kubernetes/meet.py", "localhost", "0").stdout in ("127.0.0.1 lo\n", "::1 lo\n")
+    assert run("slurm/find_interface.py", "127.0.0.1").stdout == "lo\n"
+    assert run("kubernetes/pick_endpoint.py", "localhost", "0").stdout in ("127.0.0.1 lo\n", "::1 lo\n")
 
 
 def test_a_way_that_is_not_there_is_an_error() -> None:
-    done = run("slurm/route.py", "not-a-number.invalid")
+    done = run("slurm/find_interface.py", "not-a-number.invalid")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "dtctl: there is no route to not-a-number.invalid\n"
 
 
 def test_the_meeting_point_is_a_port_of_those_that_a_launch_takes() -> None:
-    address, port = run("slurm/meet.py", "localhost", "17.0", "0").stdout.split()
+    address, port = run("slurm/pick_endpoint.py", "localhost", "17.0", "0").stdout.split()
     assert address in ("127.0.0.1", "::1")
     assert int(port) in node_facts.port_candidates("17.0")
-    assert run("slurm/meet.py", "localhost", "17.0", port).stdout.split()[1] == port
+    assert run("slurm/pick_endpoint.py", "localhost", "17.0", port).stdout.split()[1] == port

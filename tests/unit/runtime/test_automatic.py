@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from dtctl.errors import WorkerFailed
-from dtctl.estimate.choice import Setting
+from dtctl.estimate.choice import TrainingSetting
 from dtctl.runtime import TensorData, Worker, automatic, capacity, load
-from dtctl.runtime.apart import apart
 from dtctl.runtime.automatic import Subject, settle
 from dtctl.runtime.randomness import capture
+from dtctl.runtime.run_forked import apart
 from dtctl.train.batch import Batch
 from tests.unit.runtime.conftest import Make, points, squared
 
@@ -29,7 +29,7 @@ def config(**settings: Any) -> Any:
 
 
 def seen(model: Any, loss: Any = squared, samples: Any = None, **settings: Any) -> dict[str, Any]:
-    tight = Setting(workers=2, per_node=2, budget=1.0, micro_batch=4)
+    tight = TrainingSetting(workers=2, per_node=2, budget=1.0, micro_batch=4)
     subject = Subject(model=model, loss=loss, samples=samples or points())
     return apart(lambda: automatic._seen(subject, config(**settings), tight), limit_s=60)
 

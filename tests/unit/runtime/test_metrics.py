@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.runtime.metrics import Metrics, cut
+from dtctl.runtime.metrics import MetricsWriter, cut
 from dtctl.runtime.sinks import TensorBoard
 
 KEYS = {"step", "loss", "lr", "grad_norm", "step_s", "samples_per_s", "tokens_per_s", "time"}
@@ -17,12 +17,12 @@ def rows(path: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def log(metrics: Metrics, step: int, loss: float = 1.0, **extra: float) -> None:
+def log(metrics: MetricsWriter, step: int, loss: float = 1.0, **extra: float) -> None:
     metrics.log(step, loss=loss, lr=0.1, grad_norm=2.0, samples=32, tokens=None, extra=extra)
 
 
 def test_the_keys_are_the_contract(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    metrics = Metrics(tmp_path / "deep" / "metrics.jsonl", step=0, steps=100)
+    metrics = MetricsWriter(tmp_path / "deep" / "metrics.jsonl", step=0, steps=100)
     log(metrics, 10, val_loss=0.5)
     metrics.close()
     (row,) = rows(tmp_path / "deep" / "metrics.jsonl")
@@ -34,7 +34,7 @@ def test_the_keys_are_the_contract(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_diverged_loss_is_still_json(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path / "metrics.jsonl", step=0, steps=1)
+    metrics = MetricsWriter(tmp_path / "metrics.jsonl", step=0, steps=1)
     log(metrics, 1, loss=float("nan"))
     metrics.close()
     assert rows(tmp_path / "metrics.jsonl")[0]["loss"] is None
@@ -43,7 +43,7 @@ def test_a_diverged_loss_is_still_json(tmp_path: Path) -> None:
 def test_resuming_removes_later_and_torn_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 5}\n{"step": 10}\n{"step": 15}\n{"step": 2')
-    metrics = Metrics(path, step=10, steps=20)
+    metrics = MetricsWriter(path, step=10, steps=20)
     log(metrics, 15)
     metrics.close()
     assert [row["step"] for row in rows(path)] == [5, 10, 15]
@@ -61,7 +61,7 @@ def test_cutting_nothing_leaves_the_file_alone(tmp_path: Path) -> None:
 
 
 def test_pauses_are_not_part_of_a_step(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path / "metrics.jsonl", step=0, steps=10)
+    metrics = MetricsWriter(tmp_path / "metrics.jsonl", step=0, steps=10)
     metrics.pause(-100.0)  # as if the last line were 100 s ago
     log(metrics, 10)
     metrics.pause(-100.0)
@@ -76,7 +76,9 @@ def test_pauses_are_not_part_of_a_step(tmp_path: Path) -> None:
 
 def test_tensorboard_when_asked(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    metrics = Metrics(tmp_path / "metrics.jsonl", step=0, steps=10, sinks=[TensorBoard(tmp_path / "board", step=0)])
+    metrics = MetricsWriter(
+        tmp_path / "metrics.jsonl", step=0, steps=10, sinks=[TensorBoard(tmp_path / "board", step=0)]
+    )
     log(metrics, 10)
     metrics.close()
     assert any(entry.name.startswith("events.") for entry in (tmp_path / "board").iterdir())

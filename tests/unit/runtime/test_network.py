@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dtctl import names
-from dtctl.nccl.profiles import Network
+from dtctl.nccl.profiles import NetworkProfile
 from dtctl.runtime import network
 from dtctl.runtime.worker import Worker
 
@@ -19,13 +19,13 @@ def peer(worker: Worker) -> Worker:
     return dataclasses.replace(worker, world_size=16, local_world_size=8, backend="cpu:gloo,cuda:nccl", device=cuda)
 
 
-ETHERNET = Network(interface="eth3", nodes=2)
-INFINIBAND = Network(
+ETHERNET = NetworkProfile(interface="eth3", nodes=2)
+INFINIBAND = NetworkProfile(
     interface="eth3", nodes=2, rdma=[{"device": "mlx5_0", "state": "4: ACTIVE", "link_layer": "InfiniBand"}]
 )
 
 
-def names_of(worker: Worker, found: Network, environ: dict[str, str]) -> dict[str, str]:
+def names_of(worker: Worker, found: NetworkProfile, environ: dict[str, str]) -> dict[str, str]:
     return {setting.name: setting.value for setting in network.wanted(worker, found, environ)}
 
 

@@ -14,7 +14,7 @@ from dtctl.slurm import answers
 
 
 def test_there_is_a_form_for_every_request() -> None:
-    text = Path(answers.__file__).with_name("desk.py").read_text()
+    text = Path(answers.__file__).with_name("login_agent.py").read_text()
     (ops,) = re.findall(r"^OPS = \{(.*?)\}", text, re.MULTILINE | re.DOTALL)
     assert answers._ANSWERS.keys() == set(re.findall(r'"(\w+)":', ops))
 

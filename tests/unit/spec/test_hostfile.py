@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtctl.errors import SpecError
-from dtctl.spec.hostfile import Line, parse, read
+from dtctl.spec.hostfile import HostfileLine, parse, read
 
 
 def test_all_dialects() -> None:
@@ -62,7 +62,7 @@ def test_any_text_is_read_or_refused(text: str) -> None:
 def test_a_file(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_bytes(b"\xef\xbb\xbfa slots=2\n")
-    assert read(path) == [Line(name="a", slots=2, where=f"{path}:1")]
+    assert read(path) == [HostfileLine(name="a", slots=2, where=f"{path}:1")]
 
 
 def test_a_file_that_cannot_be_read_is_an_error_and_not_an_empty_cluster(tmp_path: Path) -> None:

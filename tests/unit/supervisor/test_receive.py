@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtctl.launch.push import Payloads, push
-from dtctl.launch.tree import FileEntry, scan, tree_digest
+from dtctl.launch.tree import TreeFile, scan, tree_digest
 from dtctl.supervisor import frames, receive
 from tests.unit.pushing import bring, left_in, listing, node, release
 
@@ -57,7 +57,7 @@ def row(path: str, data: bytes = b"", *, mode: int = FILE, link: str = "", **cha
 def digest_of(rows: object) -> str:
     """The tree's digest as a sender would compute it; of nonsense, any."""
     try:
-        return tree_digest([FileEntry(r[0].encode("latin-1"), r[1], r[2], r[3]) for r in rows])  # type: ignore[attr-defined]
+        return tree_digest([TreeFile(r[0].encode("latin-1"), r[1], r[2], r[3]) for r in rows])  # type: ignore[attr-defined]
     except (TypeError, ValueError, IndexError, AttributeError, KeyError):
         return "0" * 32
 

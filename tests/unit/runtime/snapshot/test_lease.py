@@ -125,17 +125,17 @@ def foreign(folder: Path, holder: lease.Holder) -> Path:
 
 
 @pytest.fixture
-def elsewhere() -> lease.Holder:
+def absent_keys() -> lease.Holder:
     return dataclasses.replace(lease.myself(), host="node7", boot="another", space="another", held=True)
 
 
 @pytest.mark.parametrize("remote", [False, True])
 def test_one_of_another_machine_is_gone_when_it_is_silent(
-    tmp_path: Path, elsewhere: lease.Holder, monkeypatch: pytest.MonkeyPatch, remote: bool
+    tmp_path: Path, absent_keys: lease.Holder, monkeypatch: pytest.MonkeyPatch, remote: bool
 ) -> None:
     for name in ("STALE_S", "STALE_REMOTE_S", "POLL_S"):
         monkeypatch.setattr(lease, name, 0.05)
-    left = foreign(tmp_path, elsewhere)
+    left = foreign(tmp_path, absent_keys)
     own = Lease(place(f"memory://{tmp_path.name}") if remote else tmp_path)
     if remote:
         with (own._folder / left.name).upload() as out:  # type: ignore[union-attr]
@@ -147,10 +147,10 @@ def test_one_of_another_machine_is_gone_when_it_is_silent(
 
 
 def test_one_of_another_machine_that_renews_it_is_there(
-    tmp_path: Path, elsewhere: lease.Holder, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, absent_keys: lease.Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease, "POLL_S", 0.01)
-    left, done = foreign(tmp_path, elsewhere), threading.Event()
+    left, done = foreign(tmp_path, absent_keys), threading.Event()
 
     def renew() -> None:
         count = 0
@@ -196,7 +196,7 @@ def test_what_a_dead_writer_left_goes_with_drafts(tmp_path: Path) -> None:
     left.write_text("")
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-00000001" / "COMMIT").write_text("")
-    retention.prune(tmp_path, newest=tmp_path / "step-00000001", rule=retention.Rule())
+    retention.prune(tmp_path, newest=tmp_path / "step-00000001", rule=retention.RetentionRule())
     assert not left.exists()
 
 

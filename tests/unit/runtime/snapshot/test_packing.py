@@ -20,7 +20,7 @@ def there_and_back(part: Any) -> Any:
 
 
 def unpacked(text: bytes) -> Any:
-    entry = layout.FileEntry(size_bytes=len(text), digest="")
+    entry = layout.SnapshotFile(size_bytes=len(text), digest="")
     manifest = layout.Manifest(step=1, hash="blake3", facts={}, files={"part.safetensors": entry})
     return load.parts({"part.safetensors": memoryview(bytearray(text))}, manifest)["part"]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtctl.runtime.snapshot import layout, write
-from dtctl.runtime.snapshot.retention import Rule
+from dtctl.runtime.snapshot.retention import RetentionRule
 
 
 def save(folder: Path, step: int, keep: int) -> None:
@@ -53,7 +53,7 @@ def test_drafts_of_killed_writers_go_and_nothing_else(tmp_path: Path) -> None:
 
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 4), st.integers(1, 100))
 def test_one_every_so_often_stays_for_ever_and_gaps_stay_small(gaps: list[int], keep: int, every_s: int) -> None:
-    rule = Rule(keep=keep, every_s=every_s)
+    rule = RetentionRule(keep=keep, every_s=every_s)
     there: list[tuple[int, float]] = []
     now_s, often = 0.0, []
     for step, gap in enumerate(gaps, 1):
@@ -69,8 +69,8 @@ def test_one_every_so_often_stays_for_ever_and_gaps_stay_small(gaps: list[int], 
 
 
 def test_the_best_stay_and_a_command_without_options_does_the_same() -> None:
-    rule = Rule(keep=2, every_s=100, best=[3])
+    rule = RetentionRule(keep=2, every_s=100, best=[3])
     good = [(step, 30.0 * step) for step in range(1, 9)]
     assert rule.stays(good) == {8, 7, 3, 1, 5}
-    assert Rule.of({"retention": rule.document()}) == Rule(keep=2, every_s=100, best=[3])
-    assert Rule.of({}) == Rule(keep=1)
+    assert RetentionRule.of({"retention": rule.document()}) == RetentionRule(keep=2, every_s=100, best=[3])
+    assert RetentionRule.of({}) == RetentionRule(keep=1)

@@ -22,12 +22,12 @@ def test_norm_and_cut_are_those_of_torch() -> None:
     whole = torch.cat([parameter.grad.reshape(-1) for parameter in wanted if parameter.grad is not None])
     total = gradients.norm(wanted)
     torch.testing.assert_close(total, whole.norm())
-    gradients.cut(wanted, float(total) * 2, total)
+    gradients.clip(wanted, float(total) * 2, total)
     torch.testing.assert_close(gradients.norm(wanted), total)
-    gradients.cut(wanted, float(total) / 2, total)
+    gradients.clip(wanted, float(total) / 2, total)
     torch.testing.assert_close(gradients.norm(wanted), total / 2)
 
 
 def test_no_gradients_have_no_length() -> None:
     assert float(gradients.norm([torch.zeros(3)])) == 0
-    gradients.cut([torch.zeros(3)], 1.0, torch.zeros(()))
+    gradients.clip([torch.zeros(3)], 1.0, torch.zeros(()))

@@ -8,52 +8,52 @@ from typing import Any
 import pytest
 
 from dtctl.launch.failure import Failure
-from dtctl.launch.patience import SAME_LIMIT, Patience
+from dtctl.launch.restart_policy import SAME_LIMIT, RestartPolicy
 
 FAILURE = Failure(node="a", rank=3, exit_code=1, signal=None, time=0.0, summary="ValueError: no")
 
 
 def test_the_first_failure_is_followed_at_once_and_the_next_ones_later() -> None:
-    patience = Patience()
+    patience = RestartPolicy()
     other = replace(FAILURE, summary="KeyError: no")
     waits = [patience.judge(each, step=None, lasted_s=1).wait_s for each in (FAILURE, FAILURE, other, other)]
     assert waits == [0.0, 1.0, 0.0, 1.0]
 
 
 def test_what_fails_in_the_same_way_at_the_same_step_is_hopeless() -> None:
-    patience = Patience()
+    patience = RestartPolicy()
     verdicts = [patience.judge(FAILURE, step=70, lasted_s=1) for _ in range(SAME_LIMIT)]
     assert [verdict.hopeless is None for verdict in verdicts] == [True, True, False]
     assert verdicts[-1].hopeless == "3 attempts have failed in the same way at step 70"
 
 
 def test_what_another_worker_says_in_the_same_words_is_the_same_failure() -> None:
-    patience = Patience()
+    patience = RestartPolicy()
     verdicts = [patience.judge(replace(FAILURE, rank=rank, node=f"n{rank}"), step=70, lasted_s=1) for rank in range(3)]
     assert verdicts[-1].hopeless is not None, "which of them was first is chance"
 
 
 def test_progress_gives_new_patience() -> None:
-    patience = Patience()
+    patience = RestartPolicy()
     assert all(patience.judge(FAILURE, step=step, lasted_s=1).hopeless is None for step in range(20))
     assert all(patience.judge(FAILURE, step=None, lasted_s=1000).hopeless is None for _ in range(20))
 
 
 def test_another_failure_is_not_the_same_one() -> None:
-    patience = Patience()
+    patience = RestartPolicy()
     for index in range(20):
         assert patience.judge(replace(FAILURE, summary=str(index)), step=5, lasted_s=1).hopeless is None
 
 
 def test_a_step_that_was_done_before_is_no_progress() -> None:
-    patience = Patience()
+    patience = RestartPolicy()
     patience.judge(FAILURE, step=100, lasted_s=1)
     verdicts = [patience.judge(FAILURE, step=60, lasted_s=1) for _ in range(SAME_LIMIT)]
     assert verdicts[-1].hopeless is not None
 
 
 def test_who_was_killed_from_outside_is_started_again_at_once() -> None:
-    patience = Patience()
+    patience = RestartPolicy()
     killed = replace(FAILURE, exit_code=137, signal=9)
     lost = replace(FAILURE, exit_code=None, rank=None)
     for failure in [killed] * 10 + [lost] * 10:
@@ -64,7 +64,7 @@ def test_who_was_killed_from_outside_is_started_again_at_once() -> None:
 
 
 def test_a_hang_at_the_same_step_is_a_failure_of_the_program() -> None:
-    patience = Patience()
+    patience = RestartPolicy()
     verdicts = []
     for seconds in (31, 32, 33):
         hung = replace(FAILURE, exit_code=None, hang=True, summary=f"no progress for {seconds} s in step 71: rank 3")
@@ -73,7 +73,7 @@ def test_a_hang_at_the_same_step_is_a_failure_of_the_program() -> None:
 
 
 def test_a_lack_of_memory_comes_back_and_a_kill_by_somebody_does_not() -> None:
-    patience = Patience()
+    patience = RestartPolicy()
     verdicts = []
     for count in range(3):
         starved = replace(FAILURE, exit_code=137, signal=9, why=f"oom_kill went from {count} to {count + 1}")
@@ -84,12 +84,14 @@ def test_a_lack_of_memory_comes_back_and_a_kill_by_somebody_does_not() -> None:
 @pytest.mark.parametrize("code", [3, 4])
 def test_workers_that_refuse_the_spec_are_not_started_again(code: int) -> None:
     refused = replace(FAILURE, exit_code=code, summary="error: the global batch cannot be kept")
-    assert Patience(trains=True).judge(refused, step=None, lasted_s=1).hopeless
-    assert not Patience().judge(refused, step=None, lasted_s=1).hopeless, "another program's codes mean something else"
+    assert RestartPolicy(trains=True).judge(refused, step=None, lasted_s=1).hopeless
+    assert not RestartPolicy().judge(refused, step=None, lasted_s=1).hopeless, (
+        "another program's codes mean something else"
+    )
 
 
 def test_the_same_error_in_the_same_step_after_good_ones_is_the_programs() -> None:
-    patience = Patience()
+    patience = RestartPolicy()
     assert patience.judge(FAILURE, step=70, first=0, lasted_s=1).hopeless is None
     verdict = patience.judge(FAILURE, step=70, first=60, lasted_s=1)
     assert verdict.hopeless == "2 attempts have failed with the same error after step 70"
@@ -110,19 +112,19 @@ def test_the_same_error_in_the_same_step_after_good_ones_is_the_programs() -> No
 def test_what_may_have_come_from_a_machine_is_tried_again(
     changes: dict[str, Any], step: int, first: int | None
 ) -> None:
-    patience = Patience()
+    patience = RestartPolicy()
     before = replace(replace(FAILURE, **changes), summary="ValueError: no")
     patience.judge(before, step=70, first=0, lasted_s=1)
     assert patience.judge(replace(FAILURE, **changes), step=step, first=first, lasted_s=1).hopeless is None
 
 
 def test_an_error_that_names_its_step_is_known_again_by_it() -> None:
-    patience = Patience()
+    patience = RestartPolicy()
     first = replace(FAILURE, summary="error: the gradient of step 21 is not finite: somewhere")
     again = replace(FAILURE, summary="error: the gradient of step 21 is not finite: in 0.bias")
     patience.judge(first, step=24, first=0, lasted_s=1)
     assert patience.judge(again, step=20, first=15, lasted_s=1).hopeless is not None
-    patience = Patience()
+    patience = RestartPolicy()
     patience.judge(first, step=24, first=0, lasted_s=1)
     other = replace(first, summary=first.summary.replace("21", "22"))
     assert patience.judge(other, step=20, first=15, lasted_s=1).hopeless is None

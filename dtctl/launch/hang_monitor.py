@@ -25,7 +25,7 @@ FRESH_S = 4.0
 Watched = Callable[[Sequence[Standing]], None]
 
 
-class Inquest:
+class HangMonitor:
     """What is known of the workers of one attempt, and the question to them if they hang."""
 
     def __init__(

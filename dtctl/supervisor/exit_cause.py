@@ -12,7 +12,7 @@ FULL_BYTES = 1 << 20
 """Fewer bytes than this left on a disk are none."""
 
 
-class Memory:
+class OomCounters:
     """How often processes were ended for lack of memory before an attempt."""
 
     def __init__(self, root: str = "/") -> None:

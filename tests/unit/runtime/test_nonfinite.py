@@ -14,7 +14,7 @@ from torch import nn
 
 from dtctl.errors import WorkerFailed
 from dtctl.runtime import Trainer, Worker
-from dtctl.runtime.guard import MAX_ROLLBACKS, MAX_SKIPPED, Guard
+from dtctl.runtime.nonfinite import MAX_ROLLBACKS, MAX_SKIPPED, NonFiniteGuard
 from dtctl.runtime.precision import LossScale
 from dtctl.runtime.snapshot import layout, read
 from tests.unit.runtime.conftest import Make, squared
@@ -44,14 +44,14 @@ def finite(trainer: Trainer) -> bool:
 
 
 def test_an_overflow_that_the_scale_explains_is_skipped_and_is_no_case_for_the_policy(worker: Worker) -> None:
-    guard = Guard("stop", LossScale(4.0), worker)
+    guard = NonFiniteGuard("stop", LossScale(4.0), worker)
     assert [guard.judge(step, BAD) for step in (1, 2)] == ["skip", "skip"]
     with pytest.raises(WorkerFailed, match="gradient of step 3 is not finite"):
         guard.judge(3, BAD)
 
 
 def test_skipping_without_end_ends(worker: Worker) -> None:
-    guard = Guard("skip", None, worker)
+    guard = NonFiniteGuard("skip", None, worker)
     assert guard.judge(1, BAD) == "skip"
     assert guard.judge(2, GOOD) == "take"
     for step in range(MAX_SKIPPED):
@@ -62,7 +62,7 @@ def test_skipping_without_end_ends(worker: Worker) -> None:
 
 
 def test_going_back_helps_or_ends(worker: Worker) -> None:
-    guard = Guard("rollback", None, worker)
+    guard = NonFiniteGuard("rollback", None, worker)
     for _ in range(MAX_ROLLBACKS):
         assert guard.judge(10, BAD) == "rollback"
         assert guard.judge(8, GOOD) == "take"

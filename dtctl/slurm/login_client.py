@@ -1,4 +1,4 @@
-"""Requests to the program at the machine that Slurm's commands run on; desk.py is the other end."""
+"""Requests to the program at the machine that Slurm's commands run on; login_agent.py is the other end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dtctl.launch.messages import Wrong
 from dtctl.slurm import answers
 from dtctl.slurm.site import Site, There
 
-_DESK: Final = Path(__file__).with_name("desk.py")
+_AGENT: Final = Path(__file__).with_name("login_agent.py")
 
 
 def ask(site: Site, python: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def ask(site: Site, python: str, request: dict[str, Any]) -> dict[str, Any]:
         LaunchError: it cannot be done there: no Slurm, no Python, no place.
         ConnectError: the machine cannot be reached.
     """
-    program = _DESK.read_text(encoding="utf-8")
+    program = _AGENT.read_text(encoding="utf-8")
     done = site.run([python, "-I", "-c", program], stdin=json.dumps(request).encode())
     try:
         answer = answers.answer(request, done.out, where=site.name)

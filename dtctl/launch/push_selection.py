@@ -30,7 +30,7 @@ SECRETS = re.compile(
 _GIT_IGNORE, _OWN_IGNORE = b".gitignore", b".dtctlignore"
 
 
-class Found(NamedTuple):
+class SelectedFile(NamedTuple):
     """A file or link to push; a tuple, because there may be a hundred thousand."""
 
     path: bytes
@@ -95,13 +95,13 @@ class Walk:
         self._wanted_in = [_folders_of(pattern) for pattern in patterns]
         self._exclude = Rules(os.fsencode(pattern) for pattern in exclude)
 
-    def run(self) -> list[Found]:
+    def run(self) -> list[SelectedFile]:
         """All files and links to push, in the order of their paths.
 
         Raises:
             OSError: a folder cannot be read.
         """
-        found: list[Found] = []
+        found: list[SelectedFile] = []
         todo = [(b"", _above(self.root))]
         while todo:
             prefix, level = todo.pop()
@@ -116,7 +116,7 @@ class Walk:
         return found
 
     def _folder(
-        self, prefix: bytes, level: _Level, entries: list[os.DirEntry[bytes]], found: list[Found]
+        self, prefix: bytes, level: _Level, entries: list[os.DirEntry[bytes]], found: list[SelectedFile]
     ) -> Iterator[tuple[bytes, _Level]]:
         """Add the files of one folder to `found`; the folders in it to walk into."""
         plain = not (self._include or self._exclude)
@@ -143,7 +143,7 @@ class Walk:
                 if info is None or (info.st_dev, info.st_ino) in self._own_output:
                     continue  # an editor's passing file; or `dtctl launch > launch.log`, which grows while it is read
                 if stat.S_ISREG(info.st_mode) or stat.S_ISLNK(info.st_mode):
-                    found.append(Found(prefix + name, info, named or level.trusted))
+                    found.append(SelectedFile(prefix + name, info, named or level.trusted))
                 else:
                     self.skipped.append(os.fsdecode(prefix + name))
 

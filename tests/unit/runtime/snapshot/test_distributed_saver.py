@@ -20,9 +20,9 @@ from dtctl.runtime import Worker
 from dtctl.runtime.snapshot import commands, layout, load, write
 from dtctl.runtime.snapshot.assembly import Leaf
 from dtctl.runtime.snapshot.choose import choose
-from dtctl.runtime.snapshot.deliver import deliver
+from dtctl.runtime.snapshot.distributed_saver import DistributedSaver
+from dtctl.runtime.snapshot.reshard import deliver
 from dtctl.runtime.snapshot.stores import stores
-from dtctl.runtime.snapshot.together import Together
 from tests.unit.runtime.snapshot.gang import gang
 
 COUNT = 3
@@ -50,7 +50,7 @@ def folder_of(base: Path, worker: Worker, *, shared: bool) -> Path:
 def saving(base: Path, *, shared: bool, replicas: int = 0, steps: tuple[int, ...] = (1, 2)) -> Any:
     def action(worker: Worker) -> list[str]:
         folder = folder_of(base, worker, shared=shared)
-        with Together(folder, worker, keep=2, replicas=replicas) as saver:
+        with DistributedSaver(folder, worker, keep=2, replicas=replicas) as saver:
             for step in steps:
                 saver.save(step, parts(step, worker), facts={"position": step})
         return sorted(path.name for path in layout.folder_of(folder, steps[-1]).iterdir())
@@ -187,7 +187,7 @@ def test_a_failure_on_one_is_one_of_all_and_what_was_there_stays(tmp_path: Path)
     def action(worker: Worker) -> list[Any]:
         told: list[str] = []
         folder = folder_of(tmp_path, worker, shared=False)
-        saver = Together(folder, worker, complain=lambda error: told.append(error.message))
+        saver = DistributedSaver(folder, worker, complain=lambda error: told.append(error.message))
         saver.save(2, parts(2, worker), facts={})
         saver.wait()
         if worker.rank == 1:  # the next one's draft cannot be made: its name is taken by a file
@@ -209,7 +209,7 @@ def test_buffers_are_those_of_the_first_that_has_them(tmp_path: Path) -> None:
                 buffer += worker.rank
         trained = {name for name, _ in model.named_parameters()}
         # Of what only others have, a worker cannot say whether it is trained.
-        with Together(tmp_path / "all", worker, firsts=lambda key: key[1] not in trained) as saver:
+        with DistributedSaver(tmp_path / "all", worker, firsts=lambda key: key[1] not in trained) as saver:
             saver.save(1, {"model": model.state_dict()}, facts={})
 
     gang(4, tmp_path, action, per_node=4)
@@ -229,7 +229,7 @@ def test_what_nobody_would_write_is_found_in_any_mesh(tmp_path: Path) -> None:
         names = [f"block{worker.rank // 2}.{index}" for index in range(5)] + ["tied"]
         model = {name: torch.full((7,), 1.0 + len(name)) for name in names}
         own = set(names)
-        with Together(tmp_path / "all", worker, firsts=lambda key: key[1] not in own) as saver:
+        with DistributedSaver(tmp_path / "all", worker, firsts=lambda key: key[1] not in own) as saver:
             saver.save(1, {"model": model}, facts={})
 
     gang(4, tmp_path, action, per_node=4)
@@ -258,7 +258,7 @@ def test_a_worker_that_is_killed_in_a_save_fails_it_for_the_others(tmp_path: Pat
     gang(2, tmp_path, saving(tmp_path, shared=False, steps=(1,)))
 
     def action(worker: Worker) -> None:
-        saver = Together(folder_of(tmp_path, worker, shared=False), worker, complain=lambda _: None)
+        saver = DistributedSaver(folder_of(tmp_path, worker, shared=False), worker, complain=lambda _: None)
         saver.save(2, parts(2, worker), facts={})
         saver.wait()
         if worker.rank == 1:

@@ -1,7 +1,7 @@
 """The supervisor's end of a warm start: one process per node that has imported what the workers need, and forks them.
 
-See warm.py, which that process runs. The node script is run as ever; its last line hands the program to `VIA`, a few
-lines of shell in the run's folder, which either start the warm process in the program's place or only tell what would
+See fork_server_main.py, which that process runs. The node script is run as ever; its last line hands the program to
+`VIA`, a few lines of shell in the run's folder, which either start the warm process in the program's place or only tell what would
 have been started: the second for every later attempt, whose variables are others. Stdlib only, Python 3.8.
 """
 
@@ -15,9 +15,9 @@ from dtctl.supervisor import lean, processes
 from dtctl.supervisor.lean import signal
 
 VIA_FILE = "via.sh"
-WARM_FILE = "warm.py"
+WARM_FILE = "fork_server_main.py"
 VIA = """\
-# Called by the node script with the program that it would have started. See dtctl's supervisor/nursery.py.
+# Called by the node script with the program that it would have started. See dtctl's supervisor/fork_server.py.
 if [ -n "$DTCTL_WARM_FILE" ]; then
   python=$1
   [ "$2" = -u ] && shift
@@ -34,7 +34,7 @@ LEAVE_LIMIT_S = 1.0
 
 
 def _warm() -> bytes:
-    """The text of warm.py, wherever this module comes from."""
+    """The text of fork_server_main.py, wherever this module comes from."""
     return bytes(__loader__.get_data(os.path.join(os.path.dirname(__file__), WARM_FILE)))  # type: ignore[name-defined]
 
 

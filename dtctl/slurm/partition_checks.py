@@ -1,6 +1,6 @@
 """What a cluster offers beside what a spec asks for: found before a job is submitted, and named by the key of the spec.
 
-Slurm itself takes many jobs that can never start and lets them wait. Pure; desk.py asks Slurm.
+Slurm itself takes many jobs that can never start and lets them wait. Pure; login_agent.py asks Slurm.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def lacks(slurm: Slurm, nodes: int, offer: Mapping[str, Any]) -> Iterator[Lack]:
     Args:
         slurm: the section of the spec.
         nodes: how many the job needs.
-        offer: answer of desk.py to `offer`.
+        offer: answer of login_agent.py to `offer`.
     """
     partitions = {row["PartitionName"]: row for row in offer["partitions"]}
     name = slurm.partition or next((name for name, row in partitions.items() if row.get("Default") == "YES"), None)

@@ -31,7 +31,7 @@ FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class RestartDecision:
     """What to do after a failure."""
 
     wait_s: float = 0.0
@@ -40,7 +40,7 @@ class Verdict:
     """Why there should be no next attempt."""
 
 
-class Patience:
+class RestartPolicy:
     """What the attempts so far have come to."""
 
     def __init__(self, *, trains: bool = False) -> None:
@@ -54,7 +54,9 @@ class Patience:
         self._step = self._failed_at = -1
         self._same = 0
 
-    def judge(self, failure: Failure, *, step: int | None, lasted_s: float, first: int | None = None) -> Verdict:
+    def judge(
+        self, failure: Failure, *, step: int | None, lasted_s: float, first: int | None = None
+    ) -> RestartDecision:
         """Take in the end of an attempt.
 
         Args:
@@ -64,10 +66,10 @@ class Patience:
             first: the step that it began after; None when the job tells none.
         """
         if failure.exit_code in self._refused and failure.signal is None:
-            return Verdict(hopeless="the workers cannot do what the spec says, and no restart changes that")
+            return RestartDecision(hopeless="the workers cannot do what the spec says, and no restart changes that")
         lost = failure.exit_code is None and not (failure.hang or failure.left)
         if lost or (failure.signal in FROM_OUTSIDE and not failure.why):
-            return Verdict()
+            return RestartDecision()
         # What all workers run into is told by whoever is first, so words count and not who says them. But what a hang
         # says of itself has seconds in it, and why a process was ended has counters: there the worker counts.
         blank = failure.hang or bool(failure.why)
@@ -79,13 +81,15 @@ class Patience:
         again = kind == self._last and not blank and (step == self._failed_at or named is not None)
         self._failed_at = -1 if step is None else step
         if again and step is not None and first is not None and first < step:
-            return Verdict(hopeless=f"{SURE_LIMIT} attempts have failed with the same error after step {step}")
+            return RestartDecision(hopeless=f"{SURE_LIMIT} attempts have failed with the same error after step {step}")
         if progress:
             self._last, self._same = kind, 1
-            return Verdict()
+            return RestartDecision()
         self._same = self._same + 1 if kind == self._last else 1
         self._last = kind
         if self._same >= SAME_LIMIT:
             where = f"at step {step}" if step is not None else "at the start"
-            return Verdict(hopeless=f"{SAME_LIMIT} attempts have failed in the same way {where}")
-        return Verdict(wait_s=0.0 if self._same == 1 else min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (self._same - 2)))
+            return RestartDecision(hopeless=f"{SAME_LIMIT} attempts have failed in the same way {where}")
+        return RestartDecision(
+            wait_s=0.0 if self._same == 1 else min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (self._same - 2))
+        )

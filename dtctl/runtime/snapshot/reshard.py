@@ -11,9 +11,9 @@ import torch.distributed as dist
 from dtctl.runtime.snapshot import assembly, headers
 from dtctl.runtime.snapshot.assembly import Box, Leaf
 from dtctl.runtime.snapshot.choose import Chosen
+from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.runtime.snapshot.packing import DTYPES
 from dtctl.runtime.snapshot.pieces import box_of, sharded_like
-from dtctl.runtime.snapshot.share import gathered_json
 from dtctl.runtime.snapshot.state import raw
 from dtctl.runtime.worker import Worker
 

@@ -22,10 +22,10 @@ from dtctl.errors import DtctlError, SnapshotError
 from dtctl.runtime.console import complain
 from dtctl.runtime.snapshot import copies, layout, retention, write
 from dtctl.runtime.snapshot.durable import make_folder
+from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.runtime.snapshot.pieces import Division, Key, local
 from dtctl.runtime.snapshot.place import Place, Remote
 from dtctl.runtime.snapshot.saver import Saver
-from dtctl.runtime.snapshot.share import gathered_json
 from dtctl.runtime.snapshot.staging import Staged
 from dtctl.runtime.snapshot.stores import Stores, stores
 from dtctl.runtime.worker import Worker
@@ -34,10 +34,10 @@ PATIENCE: Final = dt.timedelta(hours=1)
 """How long a worker waits for one with a slower disk."""
 
 
-class Together(Saver):
+class DistributedSaver(Saver):
     """A `Saver` on every worker; all its methods are collective, save for `wait` and `busy`."""
 
-    together = True
+    collective = True
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Together(Saver):
         *,
         keep: int = 2,
         keep_every_s: float | None = None,
-        spread: bool = True,
+        in_pieces: bool = True,
         replicas: int = 0,
         firsts: Callable[[Key], bool] = lambda _: False,
         when_busy: Literal["wait", "skip"] = "wait",
@@ -61,7 +61,7 @@ class Together(Saver):
             worker: this worker, which is not alone.
             keep: how many snapshots to keep.
             keep_every_s: of older ones, those that are so many seconds apart are kept as well.
-            spread: whether each worker writes its pieces; else all that it is given, which is nothing on most.
+            in_pieces: whether each worker writes its pieces; else all that it is given, which is nothing on most.
             replicas: how many other nodes keep a copy of what a node writes, where each has a folder of its own.
             firsts: of what several workers have, that which is taken from the first, since theirs may differ.
             when_busy: what a save does that comes while one is under way.
@@ -79,7 +79,7 @@ class Together(Saver):
             complain=complain if first else lambda _: None,
             committed=committed,
         )
-        self.spread = spread
+        self.in_pieces = in_pieces
         self._worker, self._replicas = worker, replicas
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._division = Division(worker, firsts)
@@ -129,12 +129,12 @@ class Together(Saver):
             if int(busy):
                 return False
         mine: Mapping[str, Any] = parts
-        if self.spread:
+        if self.in_pieces:
             divided = self._division.mine(local(parts))
             mine = {layout.piece_name(part, self._worker.rank): tree for part, tree in divided.items()}
         return super().save(step, mine, facts=facts, best=best, needed=True)
 
-    def _write_staged(self, step: int, staged: Staged, facts: Mapping[str, Any], rule: retention.Rule) -> None:
+    def _write_staged(self, step: int, staged: Staged, facts: Mapping[str, Any], rule: retention.RetentionRule) -> None:
         """One snapshot; every worker learns of a failure on any, and all fail together."""
         found, worker = self._stores, self._worker
         assert found is not None  # noqa: S101  # for the type checker
@@ -153,7 +153,7 @@ class Together(Saver):
 
         try:
             told = self._attempt(step, written)
-            files = [{name: layout.FileEntry(**entry) for name, entry in row["files"].items()} for row in told]
+            files = [{name: layout.SnapshotFile(**entry) for name, entry in row["files"].items()} for row in told]
             sent = copies.plan(found, [list(row) for row in files], self._replicas)
             every = {name: _entry(name, entry) for row in files for name, entry in row.items()}
             if isinstance(draft, Path):  # else there is one store, and no copies
@@ -199,6 +199,6 @@ class Together(Saver):
         return [answer for _, answer in told]
 
 
-def _entry(name: str, entry: layout.FileEntry) -> layout.FileEntry:
+def _entry(name: str, entry: layout.SnapshotFile) -> layout.SnapshotFile:
     part = layout.part_of_piece(name)
     return entry if part is None else dataclasses.replace(entry, part=part)

@@ -28,7 +28,7 @@ MAX_ROLLBACKS: Final = 3
 """Rollbacks without a step beyond the one that made the first of them necessary."""
 
 
-class Guard:
+class NonFiniteGuard:
     """Judges every step of one training.
 
     Attributes:

@@ -33,7 +33,7 @@ class Binding:
     statement: ast.AST
 
 
-class Module:
+class SourceFile:
     """A parsed file and its index. Made once per file; rules only read it."""
 
     def __init__(self, path: Path, text: str, tree: ast.Module) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dtctl.runtime import TensorData, Worker
-from dtctl.runtime.weighing import correction
+from dtctl.runtime.token_weighting import correction
 from tests.unit.runtime.conftest import Make
 
 IGNORED = -100

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dtctl.runtime.snapshot.assembly import one_group_each
-from dtctl.runtime.snapshot.share import filled, gathered_json, receive, send, skeleton
+from dtctl.runtime.snapshot.json_collectives import filled, gathered_json, receive, send, skeleton
 from dtctl.runtime.snapshot.state import raw
 from dtctl.runtime.worker import Worker
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 
+from dtctl.supervisor.fork_server import Cold, Nursery
 from dtctl.supervisor.group import Group
-from dtctl.supervisor.nursery import Cold, Nursery
 
 
 class Births:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dtctl.slurm.offer import Lack, lacks, minutes
+from dtctl.slurm.partition_checks import Lack, lacks, minutes
 from dtctl.spec.model import Slurm
 
 PARTITIONS = [

@@ -10,10 +10,10 @@ from dtctl import names
 from dtctl.errors import DtctlError, SnapshotError
 from dtctl.runtime import resume
 from dtctl.runtime.console import complain
+from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.runtime.snapshot.pieces import Key
 from dtctl.runtime.snapshot.place import Place, Remote, place
 from dtctl.runtime.snapshot.saver import Saver
-from dtctl.runtime.snapshot.share import gathered_json
 from dtctl.runtime.snapshot.stores import stores
 from dtctl.runtime.worker import Worker
 from dtctl.train.config import SnapshotConfig
@@ -29,7 +29,7 @@ def folder(config: SnapshotConfig, environ: Mapping[str, str]) -> Place:
     return place(config.dir or environ.get(names.SNAPSHOT_DIR) or "snapshots")
 
 
-def saver(config: SnapshotConfig, folder: Place, worker: Worker, model: nn.Module, *, spread: bool) -> Saver:
+def saver(config: SnapshotConfig, folder: Place, worker: Worker, model: nn.Module, *, sharded_state: bool) -> Saver:
     """What writes the snapshots of a training; collective over all workers.
 
     Args:
@@ -37,12 +37,12 @@ def saver(config: SnapshotConfig, folder: Place, worker: Worker, model: nn.Modul
         folder: of the snapshots.
         worker: this worker.
         model: as this worker has it.
-        spread: whether workers have state that rank 0 lacks.
+        sharded_state: whether workers have state that rank 0 lacks.
 
     Raises:
         SnapshotError: at a URL that a worker cannot write or see, of which training should hear before its first step.
     """
-    in_pieces = spread if config.layout == "auto" else config.layout == "sharded"
+    in_pieces = sharded_state if config.layout == "auto" else config.layout == "sharded"
     replicas = config.replicas
     if isinstance(folder, Remote):
         stores(folder, worker)
@@ -58,7 +58,7 @@ def saver(config: SnapshotConfig, folder: Place, worker: Worker, model: nn.Modul
             committed=resume.marker(folder),
         )
     # Its process group costs a few milliseconds, which others should not pay.
-    from dtctl.runtime.snapshot.together import Together
+    from dtctl.runtime.snapshot.distributed_saver import DistributedSaver
 
     trained = {name for name, _ in model.named_parameters()}
 
@@ -66,12 +66,12 @@ def saver(config: SnapshotConfig, folder: Place, worker: Worker, model: nn.Modul
         """Buffers: running means are of each worker's own samples, and the first one's count."""
         return key[0] == "model" and key[1] not in trained
 
-    return Together(
+    return DistributedSaver(
         folder,
         worker,
         keep=config.keep,
         keep_every_s=config.keep_every_s,
-        spread=in_pieces,
+        in_pieces=in_pieces,
         replicas=replicas,
         firsts=firsts,
         when_busy=config.when_busy,
@@ -87,7 +87,7 @@ def begin(saver: Saver, worker: Worker) -> None:
         SnapshotError: on every worker, if another run writes there, or nobody can.
     """
     error = None
-    if saver.together:
+    if saver.collective:
         saver.open()
         return
     if worker.is_first:

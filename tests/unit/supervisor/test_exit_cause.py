@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.supervisor import autopsy
-from dtctl.supervisor.autopsy import Memory, full_disk
+from dtctl.supervisor import exit_cause
+from dtctl.supervisor.exit_cause import OomCounters, full_disk
 
 
 def machine(root: Path, *, cgroup: int, vmstat: int) -> str:
@@ -21,12 +21,12 @@ def machine(root: Path, *, cgroup: int, vmstat: int) -> str:
 
 
 def test_who_was_killed_by_somebody_is_no_matter_of_memory(tmp_path: Path) -> None:
-    memory = Memory(machine(tmp_path, cgroup=2, vmstat=5))
+    memory = OomCounters(machine(tmp_path, cgroup=2, vmstat=5))
     assert memory.why(11) == ""
 
 
 def test_a_counter_that_has_risen_names_the_lack_of_memory(tmp_path: Path) -> None:
-    memory = Memory(machine(tmp_path, cgroup=2, vmstat=5))
+    memory = OomCounters(machine(tmp_path, cgroup=2, vmstat=5))
     machine(tmp_path, cgroup=3, vmstat=6)
     assert memory.why(11).endswith("for lack of memory, as it seems: oom_kill of its cgroup went from 2 to 3")
     machine(tmp_path, cgroup=2, vmstat=6)
@@ -34,7 +34,7 @@ def test_a_counter_that_has_risen_names_the_lack_of_memory(tmp_path: Path) -> No
 
 
 def test_the_kernels_log_names_the_process(tmp_path: Path) -> None:
-    memory = Memory(machine(tmp_path, cgroup=0, vmstat=0))
+    memory = OomCounters(machine(tmp_path, cgroup=0, vmstat=0))
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/kmsg").write_text("6,1,2,-;Out of memory: Killed process 11 (python) total-vm:9kB\n")
     assert (
@@ -48,5 +48,5 @@ def test_a_disk_with_space_is_not_full(tmp_path: Path, monkeypatch: pytest.Monke
     assert full_disk(str(tmp_path)) == ""
     assert full_disk("/proc") == "", "which has no blocks at all"
     assert full_disk(str(tmp_path / "none")) == ""
-    monkeypatch.setattr(autopsy, "FULL_BYTES", 1 << 60)
+    monkeypatch.setattr(exit_cause, "FULL_BYTES", 1 << 60)
     assert full_disk(str(tmp_path)) == f"the disk of {tmp_path} is full"

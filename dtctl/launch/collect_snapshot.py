@@ -141,7 +141,7 @@ def _agree(record: str, manifest: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class PruneRule:
     """What is kept; each may stay None, which is as the run that made the snapshots was told."""
 
     keep: int | None = None
@@ -174,7 +174,7 @@ def _number(value: Any, otherwise: float) -> Any:
         return otherwise
 
 
-def removable(found: Sequence[Spread], rule: Rule, node: str, *, all_told: bool) -> list[Spread]:
+def removable(found: Sequence[Spread], rule: PruneRule, node: str, *, all_told: bool) -> list[Spread]:
     """What `dtctl snapshot prune` removes on one node.
 
     The rule is applied to the whole snapshots that the node has a share in, so that nothing that others tell of their

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from dtctl.errors import SnapshotError
 from dtctl.runtime import Worker
 from dtctl.runtime.snapshot import state
+from dtctl.runtime.snapshot.gather import gathered, gathered_optimizer
 from dtctl.runtime.snapshot.pieces import like
-from dtctl.runtime.snapshot.whole import gathered, gathered_optimizer
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_another_model_is_refused_with_its_names(mesh: DeviceMesh) -> None:
     with pytest.raises(SnapshotError, match="other"):
         state.load_model(model, {"weight": torch.zeros(3, 4), "bias": torch.zeros(3), "other": torch.zeros(1)})
     state.load_model(
-        model, {"weight": torch.ones(3, 4), "bias": torch.ones(3), "other": torch.zeros(1)}, elsewhere={"other"}
+        model, {"weight": torch.ones(3, 4), "bias": torch.ones(3), "other": torch.zeros(1)}, absent_keys={"other"}
     )
     assert float(model.weight.detach().sum()) == 12
 

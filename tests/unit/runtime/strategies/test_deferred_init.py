@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dtctl.errors import PlanError
-from dtctl.runtime.strategies import arrival
+from dtctl.runtime.strategies import deferred_init
 from dtctl.runtime.worker import Worker
 from dtctl.train.mesh import Degrees
 
@@ -40,12 +40,12 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 
 def test_a_function_makes_it_on_rank_0_and_without_memory_elsewhere(worker: Worker, second: Worker) -> None:
-    assert {p.device.type for p in arrival.build(Model, worker, Degrees(fsdp=2)).parameters()} == {"cpu"}
-    assert {p.device.type for p in arrival.build(Model, second, Degrees(fsdp=2)).parameters()} == {"meta"}
+    assert {p.device.type for p in deferred_init.build(Model, worker, Degrees(fsdp=2)).parameters()} == {"cpu"}
+    assert {p.device.type for p in deferred_init.build(Model, second, Degrees(fsdp=2)).parameters()} == {"meta"}
     for degrees in (Degrees(dp=2), Degrees(fsdp=2, tp=2), Degrees(fsdp=2, cp=2), Degrees(fsdp=2, pp=2)):
-        assert {p.device.type for p in arrival.build(Model, second, degrees).parameters()} == {"cpu"}
+        assert {p.device.type for p in deferred_init.build(Model, second, degrees).parameters()} == {"cpu"}
     whole = Model()
-    assert arrival.build(whole, second, Degrees(fsdp=2)) is whole
+    assert deferred_init.build(whole, second, Degrees(fsdp=2)) is whole
 
 
 def test_code_that_needs_values_is_refused(second: Worker) -> None:
@@ -54,14 +54,14 @@ def test_code_that_needs_values_is_refused(second: Worker) -> None:
         return Model()
 
     with pytest.raises(PlanError, match="cannot be built on the meta device"):
-        arrival.build(looking, second, Degrees(fsdp=2))
+        deferred_init.build(looking, second, Degrees(fsdp=2))
 
 
 def test_what_arrives_keeps_ties_and_what_is_frozen(second: Worker, alone: None) -> None:
-    model = arrival.build(Model, second, Degrees(fsdp=2))
-    arrival.bring(model.get_submodule("first"), model, second)
+    model = deferred_init.build(Model, second, Degrees(fsdp=2))
+    deferred_init.bring(model.get_submodule("first"), model, second)
     assert model.get_parameter("last.bias").is_meta
-    arrival.bring(model, model, second)
+    deferred_init.bring(model, model, second)
     assert not any(value.is_meta for value in [*model.parameters(), *model.buffers()])
     assert model.get_parameter("first.weight") is model.get_parameter("last.weight")
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["first.bias"]
@@ -71,5 +71,5 @@ def test_what_arrives_keeps_ties_and_what_is_frozen(second: Worker, alone: None)
 def test_values_that_are_there_stay(worker: Worker, alone: None) -> None:
     model = Model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    arrival.bring(model, model, worker)
+    deferred_init.bring(model, model, worker)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

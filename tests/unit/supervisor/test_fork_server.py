@@ -7,13 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dtctl.supervisor import warm
+from dtctl.supervisor import fork_server_main
 
 
 def why(folder: Path, module: str) -> str:
     """What importing a module says against forking; with as many threads as the libraries like."""
     environ = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
-    program = f"import runpy; print(runpy.run_path({warm.__file__!r})['load']([{module!r}]))"
+    program = f"import runpy; print(runpy.run_path({fork_server_main.__file__!r})['load']([{module!r}]))"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=folder, env=environ, capture_output=True, text=True, check=True
     )
