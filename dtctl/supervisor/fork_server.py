@@ -1,8 +1,8 @@
 """The supervisor's end of a warm start: one process per node that has imported what the workers need, and forks them.
 
 See fork_server_main.py, which that process runs. The node script is run as ever; its last line hands the program to
-`VIA`, a few lines of shell in the run's folder, which either start the warm process in the program's place or only tell what would
-have been started: the second for every later attempt, whose variables are others. Stdlib only, Python 3.8.
+`VIA`, a few lines of shell in the run's folder, which either start the warm process in the program's place or only tell
+what would have been started: the second for every later attempt, whose variables are others. Stdlib only, Python 3.8.
 """
 
 from __future__ import annotations
