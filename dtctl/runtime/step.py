@@ -22,7 +22,7 @@ from dtctl.runtime.worker import Worker
 from dtctl.train.batch import Batch
 
 Loss = Callable[[nn.Module, Any], "torch.Tensor | Weighted"]
-"""Mean loss over the samples of a batch, a scalar, or a sum and how much it is a sum of (see token_weighting.py); called
+"""Mean loss of the samples of a batch, a scalar, or a sum and how much it is a sum of (see token_weighting.py); called
 with the model as the strategy wraps it."""
 
 
