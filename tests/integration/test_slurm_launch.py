@@ -294,6 +294,22 @@ raise SystemExit(run(train))
 """
 
 
+@pytest.mark.torch
+def test_a_run_is_gone_on_from_by_its_name(shared: Project) -> None:
+    train = {"steps": 6, "micro_batch": 4, "seed": 1}
+    text = spec().replace("slots: 2", "slots: 1").replace("kind: direct", 'kind: direct, env: {SLOW: "0"}')
+    shared.write("dtctl.yaml", text + f"train: {json.dumps(train)}\n")
+    shared.write("train.py", TRAIN)
+    first = f"{shared.unique}-first"
+    done = shared.run("launch", "--json", "--name", first, timeout_s=120)
+    assert done.code == 0, done.err
+    again = shared.run("launch", "--resume", first, "--set", "train.steps=9", "--json", timeout_s=120)
+    assert again.code == 0, again.err
+    assert "resumed at step 6 of 9: " in again.err
+    refused = shared.run("launch", "--resume", "nobody")
+    assert refused.code == 7
+
+
 @dataclass
 class Training:
     """A training of two workers, and what became of it."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtctl.errors import PlanError, SnapshotError, SpecError
+from dtctl.errors import PlanError, SnapshotError, SpecError, WorkerFailed
 from dtctl.runtime import Outcome, TensorData, Trainer
 from dtctl.runtime.snapshot import layout, read, state
 from tests.unit.runtime.conftest import Make, points, squared
@@ -223,3 +223,18 @@ def test_shards_are_refused_where_they_would_not_be_exact(make: Make) -> None:
         make({"exact": "elastic"})
     with pytest.raises(PlanError, match="1 keeps running statistics"):
         make({"exact": "elastic", "global_batch": 8})
+
+
+def test_a_group_that_is_added_in_training_is_refused_by_name(make: Make) -> None:
+    late = nn.Parameter(torch.zeros(1))
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        if trainer.step == 1 and len(trainer.optimizer.param_groups) == groups:
+            trainer.optimizer.add_param_group({"params": [late]})
+        return squared(model, batch)
+
+    trainer = make({"steps": 4}, loss=loss)
+    groups = len(trainer.optimizer.param_groups)
+    with pytest.raises(WorkerFailed) as caught:
+        trainer.run()
+    assert caught.value.where == "optimizer.add_param_group"
