@@ -319,7 +319,7 @@ class Trainer:
                 f"the optimizer had {len(self.scales)} parameter groups when training began, and has "
                 f"{len(self.optimizer.param_groups)} before step {self.step + 1}",
                 where="optimizer.add_param_group",
-                hint="clipping, the other workers and snapshots know the groups of the beginning: make all of them there",
+                hint="clipping, other workers and snapshots know the groups of the beginning: make all of them there",
             )
         for group, scale in zip(self.optimizer.param_groups, self.scales, strict=True):
             group["lr"] = rate * scale
