@@ -72,7 +72,7 @@ class _Level:
         return False
 
 
-class Walk:
+class TreeWalk:
     """Walks a folder as git would."""
 
     def __init__(self, root: bytes, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from dtctl.errors import PlanError
 from dtctl.launch.digests import Digests
-from dtctl.launch.push_selection import SelectedFile, Walk
+from dtctl.launch.push_selection import SelectedFile, TreeWalk
 
 MAX_BYTES = 2 << 30
 MAX_FILES = 100_000
@@ -74,7 +74,7 @@ def scan(root: Path, *, include: Sequence[str] = (), exclude: Sequence[str] = ()
         raise PlanError("the folder to push does not exist", where=str(root), hint="see `job.files.root`")
     top = os.fsencode(root.resolve())
     memory = cache / f"{hashlib.sha256(top).hexdigest()[:16]}.json" if cache else None
-    walk = Walk(top, include, exclude)
+    walk = TreeWalk(top, include, exclude)
     try:
         found = walk.run()
         _check_size(root, found)
@@ -95,7 +95,7 @@ def tree_digest(entries: Iterable[TreeFile]) -> str:
     return hashlib.sha256(b"".join(rows)).hexdigest()[:32]
 
 
-def _entry(walk: Walk, file: SelectedFile, digests: Digests) -> TreeFile | None:
+def _entry(walk: TreeWalk, file: SelectedFile, digests: Digests) -> TreeFile | None:
     """The file with its digest; None if it is one that is not pushed."""
     full = walk.root + b"/" + file.path
     try:

@@ -20,7 +20,7 @@ from torch import nn
 from dtctl import names
 from dtctl.errors import PlanError, SnapshotError
 from dtctl.runtime.account import EVERYONE
-from dtctl.runtime.snapshot.assembly import Leaf
+from dtctl.runtime.snapshot.assembly import TreeEntry
 from dtctl.runtime.snapshot.choose import Chosen, choose
 from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.runtime.snapshot.place import Place
@@ -114,7 +114,7 @@ def _wanted(model: nn.Module, optimizer: torch.optim.Optimizer, worker: Worker, 
     own, parameters = model.state_dict(), dict(model.named_parameters())
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
 
-    def wanted(part: str, leaf: Leaf) -> torch.Tensor | bool:
+    def wanted(part: str, leaf: TreeEntry) -> torch.Tensor | bool:
         if part == "model":
             held_here: torch.Tensor | bool = own.get(leaf.path[0], leaf.path[0] in late)
             return held_here

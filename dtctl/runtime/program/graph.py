@@ -90,7 +90,7 @@ _DRAWS: Final = frozenset(
 
 
 @dataclass(slots=True)
-class Leaf:
+class StateEntry:
     """One value that may change."""
 
     value: Any
@@ -104,7 +104,7 @@ class Leaf:
     """Whether it belongs to an object with a `state_dict`, which answers for what cannot be kept of it here."""
 
 
-class Walk:
+class ObjectWalk:
     """One pass over all that is reached.
 
     Attributes:
@@ -126,7 +126,7 @@ class Walk:
         self._describe, self._cache, self._trusting = describe, False, False
         self._covered: frozenset[int] = frozenset()
         self._caches = {id(value) for value in caches}
-        self.leaves: dict[str, Leaf] = {}
+        self.leaves: dict[str, StateEntry] = {}
         self.owners: dict[str, Callable[[str, Any], None]] = {}
         self.aliases: dict[str, str] = {}
         self.parts: dict[str, str] = {}
@@ -149,7 +149,7 @@ class Walk:
         if inside and all(tensor.data_ptr() in self._covered for tensor in inside):
             return
         cache = self._cache and isinstance(value, CONTAINERS) and not is_value(value, self._known, plain=True)
-        self.leaves.setdefault(path, Leaf(value, put, cache=cache, trusted=self._trusting))
+        self.leaves.setdefault(path, StateEntry(value, put, cache=cache, trusted=self._trusting))
 
     def _tell(self, phrase: str) -> None:
         if not self._trusting:
@@ -285,9 +285,9 @@ class Walk:
         if len(value) > MAX_ELEMENTS:
             if len(value) <= LONG_ELEMENTS and is_value(value, self._stop(), plain=True):
                 self._note(path, lambda: f"{len(value)} elements, {zlib.crc32(text_of(value).encode()):08x}")
-                self.leaves.setdefault(path, Leaf(value, put, cache=self._cache, trusted=self._trusting))
+                self.leaves.setdefault(path, StateEntry(value, put, cache=self._cache, trusted=self._trusting))
             elif not isinstance(value, tuple | frozenset):
-                self.leaves.setdefault(path, Leaf(Long(value), refuse, cache=self._cache, trusted=self._trusting))
+                self.leaves.setdefault(path, StateEntry(Long(value), refuse, cache=self._cache, trusted=self._trusting))
             return
         if is_value(value, self._stop()):
             # As a whole, since it may grow or be replaced. What is empty now may come to have anything, such as paths.
@@ -355,7 +355,7 @@ class Walk:
             if isinstance(value, CONTAINERS):
                 if is_value(value, self._stop()):
                     self._note(f"{path}.{name}", lambda: text_of(value)[:200])  # noqa: B023 # called at once
-                    self.leaves.setdefault(f"{path}.{name}", Leaf(value, put, copied=True))
+                    self.leaves.setdefault(f"{path}.{name}", StateEntry(value, put, copied=True))
                 else:
                     self._tell(f"{path}.{name} is a container of TorchScript, which cannot be looked into")
             else:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtctl.runtime.program.graph import MAX_LEAVES, MISSING, Leaf, Walk, refuse
+from dtctl.runtime.program.graph import MAX_LEAVES, MISSING, ObjectWalk, StateEntry, refuse
 from dtctl.runtime.program.kinds import PLAIN, has_storage
 from dtctl.runtime.program.marks import has_grown, is_large, mark_of
 from dtctl.runtime.program.stateful import content, is_tagged, put_into
@@ -74,8 +74,8 @@ class ProgramState:
         self._aliases = walk.aliases
         self.blind = walk.blind
 
-    def _walk(self, describe: dict[str, str] | None = None) -> Walk:
-        walk = Walk(self._model, describe, self._apart, self._caches)
+    def _walk(self, describe: dict[str, str] | None = None) -> ObjectWalk:
+        walk = ObjectWalk(self._model, describe, self._apart, self._caches)
         for name, root in self._roots.items():
             walk.visit(root, name, refuse, 0)
         for name, value in self._declared.items():
@@ -161,7 +161,7 @@ def _is_within(path: str, kept: Mapping[str, Any]) -> bool:
     return any(path[:end] in kept for end, sign in enumerate(path) if sign in ".[(")
 
 
-def _put(leaf: Leaf, value: Any, model: AbstractSet[int]) -> bool:
+def _put(leaf: StateEntry, value: Any, model: AbstractSet[int]) -> bool:
     """Give a leaf a value; whether that was possible.
 
     Args:

@@ -35,7 +35,7 @@ class PieceSource:
 
 
 @dataclass(slots=True, kw_only=True)
-class Leaf:
+class TreeEntry:
     """A tensor of a part, wherever its pieces are."""
 
     path: tuple[str, ...]
@@ -88,9 +88,9 @@ def _fitted(files: Iterable[tuple[str, str, headers.Header]]) -> dict[str, Any]:
     return found
 
 
-def leaves(tree: Any) -> Iterator[Leaf]:
+def leaves(tree: Any) -> Iterator[TreeEntry]:
     """The tensors of a tree of `assembled`, in its order."""
-    if isinstance(tree, Leaf):
+    if isinstance(tree, TreeEntry):
         yield tree
     elif isinstance(tree, dict):
         for value in tree.values():
@@ -102,7 +102,7 @@ def leaves(tree: Any) -> Iterator[Leaf]:
 
 def replaced(tree: Any, tensors: Mapping[tuple[str, ...], Any]) -> Any:
     """The tree with something in the place of each leaf, by its path."""
-    if isinstance(tree, Leaf):
+    if isinstance(tree, TreeEntry):
         return tensors[tree.path]
     if isinstance(tree, dict):
         return {key: replaced(value, tensors) for key, value in tree.items()}
@@ -131,7 +131,7 @@ def overlap(one: Box, other: Box) -> Box | None:
     return (begin, shape) if all(size > 0 for size in shape) else None
 
 
-def content(leaf: Leaf, data: Mapping[str, memoryview]) -> Iterator[memoryview]:
+def content(leaf: TreeEntry, data: Mapping[str, memoryview]) -> Iterator[memoryview]:
     """The bytes of a whole tensor in their order.
 
     Args:
@@ -186,7 +186,7 @@ def _leafy(tree: Any, header: headers.Header, file: str, path: tuple[str, ...]) 
         if not all(type(all_) is int and 0 <= at <= at + part <= all_ < 1 << 62 for all_, at, part in inside):
             raise ValueError(f"{'.'.join(path)} is a piece of something else")
         source = PieceSource(file=file, begin=begin, end=end, box=(offset, own))
-        return Leaf(path=path, dtype=entry["dtype"], shape=shape, sources=[source])
+        return TreeEntry(path=path, dtype=entry["dtype"], shape=shape, sources=[source])
     if isinstance(tree, dict):
         return {key: _leafy(value, header, file, (*path, key)) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -199,7 +199,7 @@ def _merged(trees: Sequence[Any]) -> Any:
     if len(there) < 2:
         return there[0] if there else None
     first = there[0]
-    if all(isinstance(tree, Leaf) for tree in there):
+    if all(isinstance(tree, TreeEntry) for tree in there):
         if any((tree.shape, tree.dtype) != (first.shape, first.dtype) for tree in there):
             raise ValueError(f"pieces of {first.name} are of several tensors")
         boxes = {source.box: source for tree in reversed(there) for source in tree.sources}

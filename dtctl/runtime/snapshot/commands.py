@@ -161,7 +161,7 @@ def digest(place: Place) -> Answer:
     found, answer = newest(place, contents)
     assert found.manifest is not None  # noqa: S101  # for the type checker
     trees, data = read.opened(contents, found.manifest)
-    entries: dict[str, assembly.Leaf] = {}
+    entries: dict[str, assembly.TreeEntry] = {}
     for part in ("model", "optimizer"):
         if part not in trees:
             raise SnapshotError(f"the snapshot has no part {part}", where=str(found.path))
@@ -280,9 +280,9 @@ def export(place: Place, *, part: str, out: Path | BinaryIO) -> Answer:
     return answer | {"out": str(out), "size_bytes": size_bytes}
 
 
-def _laid_out(leaves: Iterable[assembly.Leaf]) -> tuple[dict[str, Any], list[assembly.Leaf]]:
+def _laid_out(leaves: Iterable[assembly.TreeEntry]) -> tuple[dict[str, Any], list[assembly.TreeEntry]]:
     """The entries of a header, and the tensors in the order of their data: widest numbers first, for alignment."""
-    names: dict[str, assembly.Leaf] = {}
+    names: dict[str, assembly.TreeEntry] = {}
     for leaf in leaves:
         name = leaf.name
         while name in names:  # {"a.b": x, "a": {"b": y}} is allowed

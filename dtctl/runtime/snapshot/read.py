@@ -185,7 +185,7 @@ def newest_good(
 
 
 def opened(contents: Contents, manifest: layout.Manifest) -> tuple[dict[str, Any], dict[str, memoryview]]:
-    """Parts as trees of `assembly.Leaf`, and the data of each file.
+    """Parts as trees of `assembly.TreeEntry`, and the data of each file.
 
     Raises:
         SnapshotError: a tensor is not all there.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dtctl.runtime.snapshot import assembly, headers
-from dtctl.runtime.snapshot.assembly import Box, Leaf
+from dtctl.runtime.snapshot.assembly import Box, TreeEntry
 from dtctl.runtime.snapshot.choose import Chosen
 from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.runtime.snapshot.packing import DTYPES
@@ -20,7 +20,7 @@ from dtctl.runtime.worker import Worker
 UNDER_WAY_BYTES: Final = 1 << 28
 """How much may wait to be sent at a time."""
 
-Wanted = Callable[[str, Leaf], "torch.Tensor | bool"]
+Wanted = Callable[[str, TreeEntry], "torch.Tensor | bool"]
 """Part and tensor -> whether this worker needs it, or what it is to be like: then only the stretch that this has."""
 
 
@@ -63,7 +63,7 @@ def deliver(chosen: Chosen, wanted: Wanted, worker: Worker) -> dict[str, Any]:
     return {part: assembly.replaced(tree, tensors[part]) for part, tree in trees.items()}
 
 
-def _box(like: torch.Tensor | bool, leaf: Leaf) -> int | list[list[int]]:
+def _box(like: torch.Tensor | bool, leaf: TreeEntry) -> int | list[list[int]]:
     """What is wanted of a tensor, in few words: 0 nothing, 1 all, else a box."""
     if isinstance(like, bool):
         return int(like)
@@ -73,7 +73,7 @@ def _box(like: torch.Tensor | bool, leaf: Leaf) -> int | list[list[int]]:
     return [list(offset), list(shape)]
 
 
-def _unfolded(box: int | list[list[int]], leaf: Leaf) -> Box | None:
+def _unfolded(box: int | list[list[int]], leaf: TreeEntry) -> Box | None:
     if isinstance(box, int):
         return ((0,) * len(leaf.shape), leaf.shape) if box else None
     return tuple(box[0]), tuple(box[1])
@@ -94,7 +94,7 @@ class _Way:
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
 
     def bring(
-        self, leaf: Leaf, boxes: list[Box | None], chosen: Chosen, data: dict[str, memoryview]
+        self, leaf: TreeEntry, boxes: list[Box | None], chosen: Chosen, data: dict[str, memoryview]
     ) -> torch.Tensor | None:
         """This worker's stretch of a tensor; None if it wants none."""
         rank, dtype = self._worker.rank, DTYPES[leaf.dtype]

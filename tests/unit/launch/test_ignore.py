@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dtctl.launch.ignore import Rules, split
-from dtctl.launch.push_selection import Walk
+from dtctl.launch.push_selection import TreeWalk
 
 GIT = shutil.which("git")
 
@@ -41,7 +41,7 @@ def seen_by_git(folder: Path) -> list[bytes]:
 
 
 def seen_by_us(folder: Path) -> list[bytes]:
-    return [file.path for file in Walk(os.fsencode(folder.resolve())).run()]
+    return [file.path for file in TreeWalk(os.fsencode(folder.resolve())).run()]
 
 
 def fill(folder: Path, files: dict[bytes, bytes]) -> None:

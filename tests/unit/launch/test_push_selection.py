@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.launch.push_selection import Walk
+from dtctl.launch.push_selection import TreeWalk
 
 
 def make(root: Path, *paths: str, **texts: str) -> None:
@@ -24,12 +24,12 @@ def make(root: Path, *paths: str, **texts: str) -> None:
 
 def taken(root: Path, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> set[str]:
     """Files that are pushed, ignore files aside."""
-    found = Walk(os.fsencode(root.resolve()), include, exclude).run()
+    found = TreeWalk(os.fsencode(root.resolve()), include, exclude).run()
     return {os.fsdecode(file.path) for file in found if b"ignore" not in file.path}
 
 
 def withheld(root: Path, include: Sequence[str] = ()) -> set[str]:
-    walk = Walk(os.fsencode(root.resolve()), include)
+    walk = TreeWalk(os.fsencode(root.resolve()), include)
     walk.run()
     return set(walk.withheld)
 
@@ -137,7 +137,7 @@ def test_exclude_leaves_out_whatever_else_is_said(tmp_path: Path) -> None:
 def test_what_cannot_be_pushed_is_reported(tmp_path: Path) -> None:
     make(tmp_path, "train.py")
     os.mkfifo(tmp_path / "pipe")
-    walk = Walk(os.fsencode(tmp_path.resolve()))
+    walk = TreeWalk(os.fsencode(tmp_path.resolve()))
     assert [file.path for file in walk.run()] == [b"train.py"]
     assert walk.skipped == ["pipe"]
 
@@ -175,9 +175,7 @@ def test_a_deep_tree_is_no_trouble(tmp_path: Path) -> None:
 def test_the_file_that_the_launch_prints_to_is_left_out(tmp_path: Path) -> None:
     """`dtctl launch > launch.log` would find it changed while it is pushed."""
     make(tmp_path, "train.py")
-    code = (
-        f"from dtctl.launch.push_selection import Walk; print([f.path for f in Walk({os.fsencode(tmp_path)!r}).run()])"
-    )
+    code = f"from dtctl.launch.push_selection import TreeWalk; print([f.path for f in TreeWalk({os.fsencode(tmp_path)!r}).run()])"
     with (tmp_path / "launch.log").open("w") as output:
         subprocess.run([sys.executable, "-c", code], stdout=output, check=True)
     assert (tmp_path / "launch.log").read_text() == "[b'train.py']\n"

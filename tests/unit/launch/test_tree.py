@@ -12,7 +12,7 @@ import pytest
 from dtctl.errors import PlanError
 from dtctl.launch import tree as module
 from dtctl.launch.digests import Digests
-from dtctl.launch.push_selection import SelectedFile, Walk
+from dtctl.launch.push_selection import SelectedFile, TreeWalk
 from dtctl.launch.tree import scan
 from dtctl.supervisor.receive import LINK_MODE
 
@@ -195,7 +195,7 @@ def test_a_file_that_cannot_be_read_is_named(as_nobody: Path) -> None:
 def test_a_file_that_goes_away_during_the_scan_was_never_there(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = module._entry
 
-    def remove_first(walk: Walk, file: SelectedFile, digests: Digests) -> module.TreeFile | None:
+    def remove_first(walk: TreeWalk, file: SelectedFile, digests: Digests) -> module.TreeFile | None:
         if file.path == b"train.py":
             (project / "train.py").unlink()
         return entry(walk, file, digests)

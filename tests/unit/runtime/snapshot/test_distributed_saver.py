@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from dtctl.errors import SnapshotError
 from dtctl.runtime import Worker
 from dtctl.runtime.snapshot import commands, layout, load, write
-from dtctl.runtime.snapshot.assembly import Leaf
+from dtctl.runtime.snapshot.assembly import TreeEntry
 from dtctl.runtime.snapshot.choose import choose
 from dtctl.runtime.snapshot.distributed_saver import DistributedSaver
 from dtctl.runtime.snapshot.reshard import deliver
@@ -64,7 +64,7 @@ def loading(base: Path, *, shared: bool) -> Any:
     def action(worker: Worker) -> dict[str, Any]:
         like = parts(0, worker, dim=1)["model"]
 
-        def wanted(part: str, leaf: Leaf) -> torch.Tensor | bool:
+        def wanted(part: str, leaf: TreeEntry) -> torch.Tensor | bool:
             if part == "strategy":
                 return leaf.path[0] == str(worker.rank)
             return like["weight"] if leaf.shape == (7, 10) else True
