@@ -41,15 +41,16 @@ def train(config, worker):
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randn({SAMPLES} + (worker.rank if config.data.get("uneven") else 0), 16, generator=generator)
     data = TensorData(inputs, inputs[:, :1] - inputs[:, 1:2], torch.arange(len(inputs)))
-    os.calls = 0  # nothing of the training, which would be put back: every launch counts its own calls
+    # Nothing of the training, which would be put back: every launch counts its own calls, in variables of a launch.
+    os.environ["DTCTL_TEST_CALLS"] = "0"
     before = set(Path("snapshots").glob("step-*"))
 
     def loss(model, batch):
-        os.calls += 1
-        if os.environ.get("HURT") == f"{{worker.rank}}:{{os.calls}}":
-            while os.environ["HURT_SAVED"] and not set(Path("snapshots").glob("step-*")) - before:
+        calls = os.environ["DTCTL_TEST_CALLS"] = str(int(os.environ["DTCTL_TEST_CALLS"]) + 1)
+        if os.environ.get("DTCTL_TEST_HURT") == f"{{worker.rank}}:{{calls}}":
+            while os.environ["DTCTL_TEST_HURT_SAVED"] and not set(Path("snapshots").glob("step-*")) - before:
                 time.sleep(0.01)
-            os.kill(os.getpid(), getattr(signal, os.environ["HURT_WITH"]))
+            os.kill(os.getpid(), getattr(signal, os.environ["DTCTL_TEST_HURT_WITH"]))
         inputs, targets, ids = batch
         with open(f"seen.{{worker.rank}}", "a") as file:
             file.write(json.dumps([trainer.step, ids.tolist()]) + "\\n")
@@ -87,7 +88,7 @@ def launch(
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT)
     argv = ["train.py", *(f"--train.{setting}" for setting in settings)]
-    environ = {"HURT": hurt, "HURT_WITH": hurt_with, "HURT_SAVED": "1" if saved else ""}
+    environ = {"DTCTL_TEST_HURT": hurt, "DTCTL_TEST_HURT_WITH": hurt_with, "DTCTL_TEST_HURT_SAVED": "1" if saved else ""}
     return forked.launch(argv, workers, cwd=folder, environ=environ, limit_s=200)
 
 

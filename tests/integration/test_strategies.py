@@ -152,7 +152,7 @@ def test_the_example_learns_the_same_with_every_strategy(tmp_path: Path, expecte
         (["strategy=tp", 'tp.plan={"blocks.*.upp": "colwise"}'], {}, "no Linear or Embedding of the model is named"),
         (["fsdp.cpu_offload=true", "strategy=fsdp"], {}, "shards can be kept in the host's memory only if there is a"),
         (["ddp.sync_batchnorm=true"], {}, "torch's SyncBatchNorm runs on GPUs only, and this worker has none"),
-        (['strategy={"ep": 2}'], {}, "no expert parallelism"),
+        (['strategy={"ep": 2}'], {}, "unknown key `train.strategy.ep`"),
         (["strategy=tp", "tp.plan={}"], {"GARBLED": "1"}, "spread as tp, the model has the loss"),
         (['strategy={"cp": 2}'], {}, "the first block is given a tensor of 2 dims, and cp divides"),
         (['strategy={"cp": 2}', "compile=eager"], {}, "compile does not go with cp"),

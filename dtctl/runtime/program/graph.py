@@ -561,11 +561,12 @@ class ObjectWalk:
         ):
             return  # a wrapper of somebody else's, by the name of what it wraps
         module, names = function.__globals__, names_in(function.__code__)
-        if "os" not in idle:
-            for name in outside.variables(names):
+        for name in outside.variables(names):
+            if "os" not in idle:
                 digest = zlib.crc32(os.environ.get(name, "").encode())  # it may be a secret
                 self._note(f"environment variable {name}", lambda: f"{digest:08x}")  # noqa: B023 # called at once
-                self._leaf(f"environment variable {name}", os.environ.get(name), functools.partial(_set_variable, name))
+            # In each walk, whatever is idle: what only a later one saw would count as changed, and be put back.
+            self._leaf(f"environment variable {name}", os.environ.get(name), functools.partial(_set_variable, name))
         if self._describe is not None:
             source = outside.unrepeatable(function, files=not path.startswith("data"))
             self.blind += [f"{path} goes by {source}"] if source and not self._trusting else []
