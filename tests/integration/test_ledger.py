@@ -21,7 +21,7 @@ job:
 """
 SCRIPT = """\
 import os, pathlib, signal, sys, time
-from dtctl.runtime.progress import Phase, Progress
+from dtctl.runtime.progress import Progress, WorkerPhase as Phase
 
 attempt, rank = int(os.environ["DTCTL_ATTEMPT"]), int(os.environ["RANK"])
 progress = Progress(rank)

@@ -88,7 +88,11 @@ def launch(
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT)
     argv = ["train.py", *(f"--train.{setting}" for setting in settings)]
-    environ = {"DTCTL_TEST_HURT": hurt, "DTCTL_TEST_HURT_WITH": hurt_with, "DTCTL_TEST_HURT_SAVED": "1" if saved else ""}
+    environ = {
+        "DTCTL_TEST_HURT": hurt,
+        "DTCTL_TEST_HURT_WITH": hurt_with,
+        "DTCTL_TEST_HURT_SAVED": "1" if saved else "",
+    }
     return forked.launch(argv, workers, cwd=folder, environ=environ, limit_s=200)
 
 

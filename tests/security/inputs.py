@@ -35,7 +35,7 @@ from dtctl.launch.run import launch
 from dtctl.launch.state import state_of
 from dtctl.lint import source
 from dtctl.lint.engine import lint_text
-from dtctl.lint.model import ResolvedCluster as LintCluster
+from dtctl.lint.model import ClusterFacts
 from dtctl.lint.project import Project
 from dtctl.report import page, run
 from dtctl.runtime.snapshot import commands, layout, load, read, write
@@ -126,7 +126,7 @@ def programs(_: Path) -> One:
             text = source.decoded(data, python=kind == "python").text
         except (UnicodeDecodeError, SyntaxError):
             return None
-        found = lint_text(path, text, cluster=LintCluster(), project=Project(), kind=kind)
+        found = lint_text(path, text, cluster=ClusterFacts(), project=Project(), kind=kind)
         wrong = [one.message for one in found if "dtctl's mistake" in one.message]
         if wrong:
             raise AssertionError(wrong[0])

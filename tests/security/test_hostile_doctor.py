@@ -12,7 +12,7 @@ import pytest
 from dtctl.cli import doctor_view
 from dtctl.doctor import observe
 from dtctl.doctor.examine import Examination, examine
-from dtctl.launch.assemble import Cluster, cluster_of
+from dtctl.launch.cluster import ResolvedCluster, cluster_of
 from dtctl.spec.load import parse_spec
 from tests.security import liar
 from tests.security.test_hostile_node import SPEC, HostileTransport
@@ -33,7 +33,7 @@ def examined(folder: Path, lie: str) -> Examination:
     text = SPEC.replace("PYTHON", sys.executable).replace("slots: 1", "slots: 1, connect_timeout_s: 1")
     spec = parse_spec(text, source="dtctl.yaml", base_dir=project)
     found, transport = cluster_of(spec, start=False), HostileTransport(folder / "homes", lie)
-    cluster = Cluster(nodes=found.nodes, targets=found.targets, make_transport=lambda: transport)
+    cluster = ResolvedCluster(nodes=found.nodes, targets=found.targets, make_transport=lambda: transport)
     try:
         return examine(spec, cluster, skip=("collective",), progress=lambda _: None)
     finally:

@@ -18,7 +18,7 @@ import torch
 from dtctl.cli import snapshot as cli
 from dtctl.errors import DtctlError, SnapshotError, TransportError
 from dtctl.launch import snapshots
-from dtctl.launch.assemble import Cluster, cluster_of
+from dtctl.launch.cluster import ResolvedCluster, cluster_of
 from dtctl.launch.record import RunInfo, RunRecord
 from dtctl.runtime.snapshot import layout, write
 from dtctl.spec.load import parse_spec
@@ -42,7 +42,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     spec = parse_spec(SPEC.replace("PYTHON", sys.executable), source="dtctl.yaml", base_dir=project)
     found = cluster_of(spec, start=False)
     transport = HostileTransport(homes, "no lie")
-    cluster = Cluster(nodes=found.nodes, targets=found.targets, make_transport=lambda: transport)
+    cluster = ResolvedCluster(nodes=found.nodes, targets=found.targets, make_transport=lambda: transport)
     monkeypatch.setattr(snapshots, "cluster_of_run", lambda _: cluster)
     monkeypatch.setattr(snapshots, "spec_of_run", lambda _: spec)
     monkeypatch.setattr(snapshots, "SILENCE_S", 5.0)
