@@ -104,6 +104,22 @@ def read(path: str) -> str:
         return ""
 
 
+def roce_address(port: str) -> str:
+    """Whether a port of an RDMA device has an address for RoCE v2 over IPv4: yes, no, or empty if it does not say.
+
+    Args:
+        port: its folder below /sys/class/infiniband.
+    """
+    kinds = os.path.join(port, "gid_attrs", "types")
+    try:
+        numbers = os.listdir(kinds)
+    except OSError:
+        return ""
+    # An unused entry cannot be read; an IPv4 address has the form of an IPv6 one.
+    ready = [number for number in numbers if read(os.path.join(kinds, number)).strip() == "RoCE v2"]
+    return "yes" if any(":ffff:" in read(os.path.join(port, "gids", number))[:30] for number in ready) else "no"
+
+
 def boot_id() -> str:
     """What tells this boot of the machine from all others; empty where the system does not say."""
     return read("/proc/sys/kernel/random/boot_id").strip()

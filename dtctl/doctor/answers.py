@@ -123,7 +123,13 @@ _FACTS: Final = form(
     shm=_SPACE, disk=_SPACE, writable=prose, missing=each(text(4096), _ROWS),
     env=by_name(_NAME, _WORDS, _ROWS), conf=by_name(text(4096), _conf, 16), job=_job,
     code=text(64), gpus=whole(0, 4096), gpu=_tool, remapped=_tool, nvlink=_tool, topology=_tool, xid=_tool,
-    rdma=each(form(device=_NAME, port=_NAME, state=_NAME, rate=_NAME, link_layer=_NAME), _ROWS),
+    fabric=_tool, gpu_error=prose, xid_source=text(64),
+    rdma=each(
+        form(
+            optional={"roce": text(8)}, device=_NAME, port=_NAME, state=_NAME, rate=_NAME, link_layer=_NAME,
+        ),
+        _ROWS,
+    ),
 )  # fmt: skip
 _ANSWERS: Final[Mapping[str, Check]] = {
     "time": form(time=_time),

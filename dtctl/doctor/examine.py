@@ -110,6 +110,11 @@ def _left_out(seen: Collection[NodeReport], skip: Collection[Costly], ran: Colle
         found["collective"] = why
     if well and not any(one.facts["gpus"] for one in well):
         found |= dict.fromkeys((name for name in hardware.RAN if name.startswith("gpu")), "no node shows a GPU")
+    silent = [one.name for one in well if one.facts["gpus"] and not one.facts["xid_source"]]
+    if silent:
+        found["gpu-xid"] = (
+            f"the kernel's messages may not be read on {', '.join(silent)}: GPU errors were not looked for"
+        )
     if well and not any(one.facts["rdma"] for one in well):
         found["rdma"] = "no node has an InfiniBand or RoCE port"
     return found

@@ -36,6 +36,8 @@ PROBE = (
     "dtctl.doctor.probe.main",
 )
 ANSWER_LIMIT_S = 15.0
+FACTS_LIMIT_S = 75.0
+"""For what a node says of itself: a driver that is not kept awake may take 40 s to find eight GPUs, and 20 s again."""
 MEASURE_LIMIT_S = 6.0
 """What measuring a way may take beyond its seconds and what a node may be silent for: each phase ends itself."""
 CALL_TIMEOUT_S = 2.5
@@ -193,7 +195,7 @@ def _examine(
     message = {"names": addresses, "peers": addresses}
     connect_s = max(node.wanted.target.connect_timeout_s for node in nodes)
     progress(f"asking {len(nodes)} nodes")
-    _all(nodes, lambda node: node.begin(message), limit_s=connect_s + ANSWER_LIMIT_S, doing="asking for facts")
+    _all(nodes, lambda node: node.begin(message), limit_s=connect_s + FACTS_LIMIT_S, doing="asking for facts")
     if sum(node.seen.error is None for node in nodes) < 2 or not (rendezvous or data_ports):
         return
 

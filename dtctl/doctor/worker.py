@@ -13,8 +13,12 @@ import time
 from datetime import timedelta
 from typing import Any
 
-COUNT = 1 << 18
+COUNT = {"gloo": 1 << 18, "nccl": 1 << 26}
+"""Numbers of 4 bytes: enough for the bandwidth of the network to show and not the latency, which differs by backend."""
 PERIOD = 251
+WARM_UP = {"gloo": 0, "nccl": 5}
+"""Sums before those that are timed: NCCL opens its connections in the first ones."""
+TIMED = 3
 
 
 def main() -> None:
@@ -50,21 +54,46 @@ def all_reduce(asked: dict[str, Any], say: Any, torch: Any, dist: Any) -> None:
     limit = timedelta(seconds=asked["timeout_s"])
     store = dist.TCPStore(asked["address"], asked["port"], world, rank == 0, limit)
     say(stage="store")
-    device = torch.device("cuda", 0) if asked["backend"] == "nccl" else torch.device("cpu")
-    dist.init_process_group(asked["backend"], store=store, rank=rank, world_size=world, timeout=limit)
+    backend, on_gpu = asked["backend"], asked["backend"] == "nccl"
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    bad = 0
+    if on_gpu:
+        bad = wrong_gpus(torch)
+        say(wrong=bad)
+        # Without both, barrier() takes the GPU of the rank's number, and the next sum waits on another.
+        torch.cuda.set_device(device)
+    bound = {"device_id": device} if on_gpu else {}
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit, **bound)
     dist.barrier()
     say(stage="group")
-    places = torch.arange(COUNT, device=device) % PERIOD
+    count = COUNT[backend]
+    places = torch.arange(count, device=device) % PERIOD
     data = (places + rank % 16).to(torch.float32)
     dist.all_reduce(data)
     wrong = int((data != (places * world + sum(other % 16 for other in range(world)))).sum())
-    say(stage="sum", wrong=wrong)
+    say(stage="sum", wrong=wrong + bad)
+    for _ in range(WARM_UP[backend]):
+        dist.all_reduce(data.fill_(1.0))
+    if on_gpu:
+        torch.cuda.synchronize(device)
     begun = time.perf_counter()
-    for _ in range(3):
+    for _ in range(TIMED):
         dist.all_reduce(data)
-    seconds = (time.perf_counter() - begun) / 3
+    if on_gpu:  # what was measured until here is how long it takes to ask for sums
+        torch.cuda.synchronize(device)
+    seconds = (time.perf_counter() - begun) / TIMED
     dist.barrier()
-    say(stage="done", bytes=COUNT * 4, seconds=seconds, final=True)
+    say(stage="done", bytes=count * 4, seconds=seconds, final=True)
+
+
+def wrong_gpus(torch: Any) -> int:
+    """How many of this node's GPUs cannot add up numbers by themselves; only the first takes part in the exchange."""
+    count = COUNT["gloo"]
+    right = sum(place % PERIOD for place in range(count))
+    sums = [
+        int((torch.arange(count, device=f"cuda:{index}") % PERIOD).sum()) for index in range(torch.cuda.device_count())
+    ]
+    return sum(found != right for found in sums)
 
 
 if __name__ == "__main__":

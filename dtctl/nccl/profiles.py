@@ -38,7 +38,15 @@ def detect(network: NetworkProfile) -> str:
         return "efa"
     if any(port["link_layer"] == "InfiniBand" for port in active):
         return "infiniband"
-    return "roce" if active else "ethernet"
+    return "roce" if any(_routable(port) for port in active) else "ethernet"
+
+
+def _routable(port: Mapping[str, str]) -> bool:
+    """Whether a port can do RoCE between nodes, as far as its table of addresses says: RoCE v2 needs one with IPv4.
+
+    The virtual function behind Azure's accelerated networking is an active port without one.
+    """
+    return port.get("roce", "") != "no"
 
 
 def settings(profile: str, network: NetworkProfile) -> list[VariableSetting]:
@@ -75,11 +83,15 @@ def _rdma(network: NetworkProfile) -> list[VariableSetting]:
             name="NCCL_NET", value="IB", reason="an error instead of a silent, ten times slower fall-back to TCP"
         )
     ]
-    states = {port["device"]: port["state"] for port in network.rdma}
-    active = [device for device, state in states.items() if "ACTIVE" in state]
-    if active and len(active) < len(states):
-        why = "leaves out devices without a link; == means exactly these"
-        found.append(VariableSetting(name="NCCL_IB_HCA", value="==" + ",".join(active), reason=why))
+    devices = dict.fromkeys(port["device"] for port in network.rdma)
+    active = [port for port in network.rdma if "ACTIVE" in port["state"]]
+    if any(port["link_layer"] == "InfiniBand" for port in active):
+        active = [port for port in active if port["link_layer"] == "InfiniBand"]  # Ethernet beside it is for storage
+    used = dict.fromkeys(port["device"] for port in active)
+    if used and len(used) < len(devices):
+        # NCCL takes one = off and compares the rest by name, so a second one would spoil the first name.
+        why = "leaves out devices without a link, and Ethernet beside InfiniBand; = means exactly these"
+        found.append(VariableSetting(name="NCCL_IB_HCA", value="=" + ",".join(used), reason=why))
     return found
 
 

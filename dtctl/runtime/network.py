@@ -68,8 +68,15 @@ def rdma(folder: Path) -> list[dict[str, str]]:
     """The ports of RDMA devices as the kernel lists them below /sys/class/infiniband."""
     found = []
     for port in sorted(folder.glob("*/ports/*")):
-        facts = {name: (port / name).read_text().strip() for name in ("state", "link_layer") if (port / name).is_file()}
-        found.append({"device": port.parts[-3], "port": port.name, "state": "", "link_layer": "", **facts})
+        facts = {name: node_facts.read(str(port / name)).strip() for name in ("state", "link_layer")}
+        found.append(
+            {
+                "device": port.parts[-3],
+                "port": port.name,
+                "roce": node_facts.roce_address(str(port)),
+                **facts,
+            }
+        )
     return found
 
 

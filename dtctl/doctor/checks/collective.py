@@ -20,7 +20,8 @@ RAN = ("collective",)
 STAGES = ("start", "store", "group", "sum", "done")
 LOAD_LIMIT_S = 90.0
 """For `import torch`, which takes long on a cold file system, or when many nodes share one."""
-TIMEOUT_S = 8.0
+TIMEOUT_S = {"gloo": 8.0, "nccl": 60.0}
+"""Until a round has to end. The first context on each of eight GPUs takes half a minute without persistence mode."""
 GRACE_S = 6.0
 """What torch may take beyond its own limit."""
 MAX_ROUNDS = 24
@@ -93,9 +94,9 @@ class _Gang:
             "address": self._seen[names[0]].address,
             "port": port,
             "backend": self._backend,
-            "timeout_s": TIMEOUT_S,
+            "timeout_s": TIMEOUT_S[self._backend],
         }
-        limit_s = TIMEOUT_S + GRACE_S
+        limit_s = TIMEOUT_S[self._backend] + GRACE_S
         messages = {
             name: {"op": "round", "ask": {**asked, "rank": rank}, "limit_s": limit_s} for rank, name in enumerate(names)
         }
@@ -222,15 +223,19 @@ def _failed(
         if wrong
         else f"on {', '.join(nodes)}: compare torch's build and the job's variables with the others' (dtctl nccl env), "
         f"then dtctl launch with TORCH_DISTRIBUTED_DEBUG=DETAIL",
-        evidence=tuple(f"{name}: {_told(one)}" for name, one in list(answers.items())[:8]),
+        evidence=tuple(f"{name}: {_told(one, backend)}" for name, one in list(answers.items())[:8]),
     )
 
 
-def _told(one: Mapping[str, Any]) -> str:
+def _told(one: Mapping[str, Any], backend: str) -> str:
     if one.get("wrong"):
         return f"{one['wrong']} numbers are wrong"
     stage = f"reached stage {one.get('stage', 'none')!r}"
-    return f"{stage}, then nothing for {TIMEOUT_S + GRACE_S:g} s" if one.get("silent") else f"{stage}; {_said(one)}"
+    return (
+        f"{stage}, then nothing for {TIMEOUT_S[backend] + GRACE_S:g} s"
+        if one.get("silent")
+        else f"{stage}; {_said(one)}"
+    )
 
 
 def _said(one: Mapping[str, Any]) -> str:

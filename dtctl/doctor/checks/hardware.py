@@ -16,6 +16,7 @@ from dtctl.doctor.node_report import NodeReport
 
 RAN = ("gpus", "gpu-xid", "gpu-ecc", "gpu-driver", "gpu-model", "gpu-links", "gpu-busy", "rdma", "link-speed")
 XID = {
+    13: "graphics engine exception, mostly of the program",
     31: "memory page fault, mostly of the program",
     48: "double-bit ECC error",
     63: "row remapping",
@@ -25,11 +26,15 @@ XID = {
     92: "many single-bit ECC errors",
     94: "contained ECC error",
     95: "uncontained ECC error",
+    109: "a context switch has timed out",
     119: "its firmware (GSP) does not answer",
     120: "its firmware (GSP) has failed",
+    140: "unrecovered ECC error",
+    **dict.fromkeys(range(144, 151), "NVLink error"),
+    154: "it must be reset, or the node restarted",
 }
 """Numbers that say something about the hardware. Source: https://docs.nvidia.com/deploy/xid-errors/"""
-DEADLY_XID = (48, 64, 74, 79, 95, 119, 120)
+DEADLY_XID = (48, 64, 74, 79, 95, 119, 120, 140, 154)
 _XID = re.compile(r"NVRM: Xid \((?P<gpu>[^)]*)\): (?P<number>\d+)")
 _ROW = re.compile(r"GPU\d+\s")
 
@@ -42,6 +47,7 @@ def hardware(seen: Sequence[NodeReport], slots: Mapping[str, int]) -> Iterator[F
         slots: workers per node, where the spec gives a number.
     """
     yield from _counts(seen, slots)
+    yield from _tools(seen)
     yield from _health(seen)
     gpus = {node.name: rows for node in seen if (rows := gpu_rows(node.facts["gpu"]))}
     yield from differ(
@@ -83,6 +89,33 @@ def _counts(seen: Sequence[NodeReport], slots: Mapping[str, int]) -> Iterator[Fi
     if not few:
         counts = {n.name: str(n.facts["gpus"]) for n in seen}
         yield from differ("gpus", counts, fix, what="number of GPUs", status="warn")
+
+
+def _tools(seen: Sequence[NodeReport]) -> Iterator[Finding]:
+    """GPUs whose device files are there, and whose driver does not answer, or does not know of them."""
+    yield from per_node(
+        "gpus",
+        {n.name: n.facts["gpu_error"] for n in seen if n.facts["gpus"] and n.facts["gpu_error"]},
+        "run nvidia-smi there; a GPU that is lost needs a reset or a restart of the node; a call that does not end may "
+        "only need the driver to stay awake: nvidia-smi -pm 1, or nvidia-persistenced",
+        summary="nvidia-smi fails",
+    )
+    yield from per_node(
+        "gpus",
+        {
+            n.name: f"{listed} of {n.facts['gpus']}"
+            for n in seen
+            if not n.facts["gpu_error"] and 0 < (listed := len(gpu_rows(n.facts["gpu"]))) < n.facts["gpus"]
+        },
+        "read `dmesg | grep Xid` (79: it fell off the bus); leave the node out (cluster.nodes) until it was restarted",
+        summary="nvidia-smi lists fewer GPUs than there are device files",
+    )
+    yield from per_node(
+        "gpu-links",
+        {n.name: text for n in seen if (text := ", ".join(fabric_errors(n.facts["fabric"])))},
+        "systemctl status nvidia-fabricmanager; its version must be the driver's; CUDA fails with error 802 until then",
+        summary="the NVSwitch fabric is not ready",
+    )
 
 
 def _health(seen: Sequence[NodeReport]) -> Iterator[Finding]:
@@ -190,9 +223,21 @@ def ecc_errors(said: str, remapped: str) -> list[str]:
     return found
 
 
+def fabric_errors(said: str) -> list[str]:
+    """GPUs that have not joined the NVSwitch fabric, from their index, state and status; N/A is of those without."""
+    rows = [[word.strip() for word in line.split(",")] for line in said.splitlines()]
+    return [
+        f"GPU {row[0]} is {row[1]} ({row[2]})"
+        for row in rows
+        if len(row) == 3
+        and (row[1] in ("In Progress", "Not Started") or (row[1] == "Completed" and row[2] != "Success"))
+    ]
+
+
 def xid_errors(said: str) -> list[tuple[str, int]]:
     """(GPU, number) of the kernel's messages that tell of hardware, each once."""
-    found = [(match["gpu"], int(match["number"])) for match in _XID.finditer(said)]
+    lines = [line for line in said.splitlines() if "Xid" in line and "to 0x0 (None)" not in line]  # 154 that is over
+    found = [(match["gpu"], int(match["number"])) for line in lines for match in _XID.finditer(line)]
     return [one for one in dict.fromkeys(found) if one[1] in XID]
 
 
@@ -210,7 +255,9 @@ def nvlinks(said: str) -> dict[str, int]:
 
 def topology(said: str) -> str:
     """The GPUs' part of `nvidia-smi topo -m`: how each reaches each, a row each."""
+    # Before the matrix stands its header, set off by an escape sequence or nothing but a tab.
     rows = [line.split() for line in said.splitlines() if _ROW.match(line)]
+    rows = [row for row in rows if not row[1].startswith("GPU")]
     return "; ".join(" ".join(row[1 : len(rows) + 1]) for row in rows)
 
 

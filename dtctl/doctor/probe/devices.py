@@ -3,38 +3,100 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 
+from dtctl import node_facts
 from dtctl.supervisor import facts as basic
 
 TOOL_LIMIT_S = 8.0
+SMI_LIMIT_S = 40.0
+"""Without persistence mode the first nvidia-smi wakes the driver for every GPU, which takes 8 H100s half a minute."""
+RECENT_S = 24 * 3600.0
+"""Older messages of the kernel are of errors that somebody has seen to, or that are seen otherwise."""
 RDMA = "/sys/class/infiniband"
 _GPU = "index,name,memory.used,memory.total,driver_version,ecc.errors.uncorrected.volatile.total"
+_REMAPPED = "gpu_bus_id,remapped_rows.pending,remapped_rows.failure"
+_QUERIES = {
+    "remapped": ["nvidia-smi", "--query-remapped-rows=" + _REMAPPED, "--format=csv,noheader"],
+    "nvlink": ["nvidia-smi", "nvlink", "--status"],
+    "topology": ["nvidia-smi", "topo", "-m"],
+    "fabric": ["nvidia-smi", "--query-gpu=index,fabric.state,fabric.status", "--format=csv,noheader"],
+}
+_XID = "NVRM: Xid"
+_KERNEL = (
+    ["dmesg", "--time-format", "iso"],
+    # dmesg is root's alone on Debian and Ubuntu; the journal is also for the groups adm and systemd-journal.
+    ["journalctl", "-k", "-b", "--no-pager", "-o", "short-iso", "-n", "20000"],
+    ["dmesg"],
+)
 
 
 def devices() -> dict:  # type: ignore[type-arg]
-    """`gpus` (device files), `rdma` ports, and the words of nvidia-smi and the kernel; empty without GPUs."""
-    found = {"gpus": basic.count_gpus(), "rdma": rdma(), "remapped": "", "nvlink": "", "topology": "", "xid": ""}
-    found["gpu"] = tool(["nvidia-smi", "--query-gpu=" + _GPU, "--format=csv,noheader,nounits"])
-    if not found["gpu"]:
+    """`gpus` (device files), `rdma` ports, and the words of nvidia-smi and the kernel; empty without GPUs.
+
+    `gpu_error` is why nvidia-smi has failed, in its own words; `xid_source` the program that told of the kernel's
+    messages, empty if none may.
+    """
+    found = {"gpus": basic.count_gpus(), "rdma": rdma(), "gpu": "", "gpu_error": "", "xid": "", "xid_source": ""}
+    found.update(dict.fromkeys(_QUERIES, ""))
+    if not found["gpus"] and not shutil.which("nvidia-smi"):
         return found
-    asked = "--query-remapped-rows=gpu_bus_id,remapped_rows.pending,remapped_rows.failure"
-    found["remapped"] = tool(["nvidia-smi", asked, "--format=csv,noheader"])
-    found["nvlink"] = tool(["nvidia-smi", "nvlink", "--status"])
-    found["topology"] = tool(["nvidia-smi", "topo", "-m"])
-    # Without the right to read the kernel's messages nothing is said, and nothing is concluded from that.
-    lines = tool(["dmesg"]).splitlines()
-    found["xid"] = "\n".join(line for line in lines if "NVRM: Xid" in line)[-8192:]
+    asked = ["nvidia-smi", "--query-gpu=" + _GPU, "--format=csv,noheader,nounits"]
+    # What it says of the other GPUs counts, too, when one is lost and it fails.
+    found["gpu"], found["gpu_error"] = run(asked, SMI_LIMIT_S)
+    if not found["gpu_error"] or found["gpu"]:
+        with ThreadPoolExecutor(len(_QUERIES)) as pool:
+            said = pool.map(lambda argv: tool(argv, SMI_LIMIT_S / 2), _QUERIES.values())
+            found.update(zip(_QUERIES, said))
+    if found["gpus"] or found["gpu"]:
+        found["xid"], found["xid_source"] = kernel_errors(time.time())
     return found
 
 
-def tool(argv: list) -> str:  # type: ignore[type-arg]
-    """What a program prints; empty when it is not there or does not end."""
+def kernel_errors(now: float) -> tuple:  # type: ignore[type-arg]
+    """The kernel's messages of GPU errors of the last day, and the program that they are from; empty if none may."""
+    for argv in _KERNEL:
+        said, error = run(argv, TOOL_LIMIT_S)
+        if said and not error:
+            lines = [line for line in said.splitlines() if _XID in line and now - told_at(line, now) <= RECENT_S]
+            return "\n".join(lines)[-8192:], argv[0]
+    return "", ""
+
+
+def told_at(line: str, now: float) -> float:
+    """When the kernel has said a line, by the clock of `now`; `now` itself if the line does not say."""
     try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=TOOL_LIMIT_S, check=False)
-        return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else ""
-    except (OSError, subprocess.SubprocessError):
-        return ""
+        return time.mktime(time.strptime(line[:19], "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        pass
+    try:  # seconds since the start of the machine: [ 1234.5]
+        return now - float(read("/proc/uptime").split()[0]) + float(line.partition("[")[2].partition("]")[0])
+    except (ValueError, IndexError):
+        return now
+
+
+def tool(argv: list, limit_s: float = TOOL_LIMIT_S) -> str:  # type: ignore[type-arg]
+    """What a program prints; empty when it is not there, fails or does not end."""
+    said, error = run(argv, limit_s)
+    return "" if error else said
+
+
+def run(argv: list, limit_s: float) -> tuple:  # type: ignore[type-arg]
+    """What a program prints, also if it fails, and why it has failed; empty if it has not."""
+    try:
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        return "", "%s has not ended after %g s" % (argv[0], limit_s)
+    except OSError as exc:
+        return "", "%s: %s" % (argv[0], exc.strerror)
+    said = done.stdout.decode(errors="replace").strip()
+    if done.returncode == 0:
+        return said, ""
+    words = (done.stderr.decode(errors="replace").strip() or said).splitlines()
+    return said, "%s ends with status %s: %s" % (argv[0], done.returncode, words[-1] if words else "")
 
 
 def rdma() -> list:  # type: ignore[type-arg]
@@ -44,7 +106,7 @@ def rdma() -> list:  # type: ignore[type-arg]
         for port in sorted(os.listdir(os.path.join(RDMA, device, "ports"))):
             folder = os.path.join(RDMA, device, "ports", port)
             said = {name: read(os.path.join(folder, name)) for name in ("state", "rate", "link_layer")}
-            found.append({"device": device, "port": port, **said})
+            found.append({"device": device, "port": port, "roce": node_facts.roce_address(folder), **said})
     return found
 
 

@@ -45,6 +45,9 @@ def node(name: str, **changed: Any) -> NodeReport:
         "nvlink": NVLINK,
         "topology": TOPOLOGY.format(cpus="48-63"),
         "xid": HARMLESS,
+        "xid_source": "dmesg",
+        "gpu_error": "",
+        "fabric": "0, Completed, Success\n1, Completed, Success",
         "rdma": [ACTIVE],
         "interfaces": [{"name": "eth0", "mbit_s": 25_000}],
         "ways": {"a": "eth0", "b": "eth0", "c": "eth0"},
@@ -130,4 +133,39 @@ def test_a_network_card_that_has_agreed_on_less() -> None:
 
 def test_tools_that_say_nothing_find_nothing() -> None:
     bare = {"gpus": 0, "gpu": "", "remapped": "", "nvlink": "", "topology": "", "xid": "", "rdma": []}
+    bare |= {"gpu_error": "", "fabric": "", "xid_source": ""}
     assert list(hardware.hardware([node(name, **bare) for name in "abc"], {"a": 1})) == []
+
+
+LOST = "nvidia-smi ends with status 15: Unable to determine the device handle for GPU 0000:5E:00.0: GPU is lost."
+
+
+def test_a_gpu_that_nvidia_smi_cannot_reach() -> None:
+    expect("gpus", "fail", "GPU is lost", gpu="", remapped="", nvlink="", topology="", gpu_error=LOST)
+    one = found(gpu=GPUS.split("\n", maxsplit=1)[0], remapped="", nvlink="", topology="")[0]
+    assert one[:3] == ("gpus", "fail", ("b",))
+    assert "1 of 2" in one[3]
+    none = {"gpus": 0, "gpu": "", "remapped": "", "nvlink": "", "topology": "", "xid": "", "rdma": []}
+    error = "nvidia-smi ends with status 9: NVIDIA-SMI has failed because it couldn't communicate with the driver"
+    bare = [node(name, **none, gpu_error=error, interfaces=[]) for name in "ab"]
+    assert list(hardware.hardware(bare, {})) == [], "a machine without GPUs that has the tool"
+
+
+def test_a_fabric_that_is_not_ready() -> None:
+    expect("gpu-links", "fail", "GPU 1 is In Progress", fabric="0, Completed, Success\n1, In Progress, N/A")
+    assert found(fabric="0, N/A, N/A\n1, N/A, N/A") == []
+
+
+def test_errors_of_newer_gpus() -> None:
+    line = "2026-05-01T10:00:00,1+00:00 NVRM: Xid (PCI:0000:3b:00): {}"
+    expect("gpu-xid", "fail", "unrecovered ECC", xid=line.format("140, pid=7, ..."))
+    expect("gpu-xid", "warn", "NVLink error", xid=line.format("149, NETIR_LINK_EVT ..."))
+    changed = "154, GPU recovery action changed from 0x{} to 0x{}"
+    expect("gpu-xid", "fail", "must be reset", xid=line.format(changed.format("0 (None)", "1 (GPU Reset Required)")))
+    assert found(xid=line.format(changed.format("1 (GPU Reset Required)", "0 (None)"))) == []
+
+
+def test_the_header_of_a_topology_is_no_row() -> None:
+    plain = TOPOLOGY.format(cpus="0-3").strip()
+    assert plain.startswith("GPU0    GPU1")
+    assert hardware.topology(plain) == "X NV12; NV12 X"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from dtctl.nccl.catalogue import catalogue
@@ -38,8 +40,36 @@ def test_infiniband_leaves_out_dead_devices_and_refuses_to_fall_back() -> None:
         "NCCL_SOCKET_IFNAME": "=ib0",
         "GLOO_SOCKET_IFNAME": "ib0",
         "NCCL_NET": "IB",
-        "NCCL_IB_HCA": "==mlx5_0",
+        "NCCL_IB_HCA": "=mlx5_0",
     }
+
+
+def nccl_uses(value: str, devices: Sequence[str]) -> list[str]:
+    """The devices that NCCL takes: parseStringList and ncclNetIbInit of src/transport/net_ib.cc, without ports."""
+    exact = value.startswith("=")
+    names = value[1 if exact else 0 :].split(",")
+    return [one for one in devices if any(one == name if exact else one.startswith(name) for name in names)]
+
+
+@pytest.mark.parametrize("down", [1, 7])
+def test_nccl_finds_every_device_that_is_named(down: int) -> None:
+    names = [f"mlx5_{index}" for index in range(12)]
+    ports = [port(name, "1: DOWN" if index == down else "4: ACTIVE") for index, name in enumerate(names)]
+    found = {one.name: one.value for one in settings("infiniband", NetworkProfile(interface="", nodes=2, rdma=ports))}
+    assert nccl_uses(found["NCCL_IB_HCA"], names) == [name for name in names if name != names[down]]
+
+
+def test_an_ethernet_card_beside_infiniband_is_left_out() -> None:
+    ports = [port("mlx5_0"), port("mlx5_1"), port("mlx5_2", layer="Ethernet")]
+    network = NetworkProfile(interface="", nodes=2, rdma=ports)
+    assert detect(network) == "infiniband"
+    found = {one.name: one.value for one in settings("infiniband", network)}
+    assert found["NCCL_IB_HCA"] == "=mlx5_0,mlx5_1"
+
+
+def test_an_ethernet_port_that_has_no_address_for_roce_is_ethernet() -> None:
+    lone = {**port("mlx5_0", layer="Ethernet"), "roce": "no"}
+    assert detect(NetworkProfile(interface="eth0", nodes=2, rdma=[lone])) == "ethernet"
 
 
 @pytest.mark.parametrize("profile", ["ethernet", "roce", "infiniband", "efa", "azure", "gcp-tcpxo"])

@@ -86,6 +86,19 @@ def test_ports_of_rdma_devices_are_read(tmp_path: Path) -> None:
     (port / "state").write_text("4: ACTIVE\n")
     (port / "link_layer").write_text("Ethernet\n")
     assert network.rdma(tmp_path) == [
-        {"device": "mlx5_0", "port": "1", "state": "4: ACTIVE", "link_layer": "Ethernet"},
+        {"device": "mlx5_0", "port": "1", "state": "4: ACTIVE", "link_layer": "Ethernet", "roce": ""},
     ]
     assert network.rdma(tmp_path / "absent") == []
+
+
+@pytest.mark.parametrize(
+    ("gid", "answer"),
+    [("0000:0000:0000:0000:0000:ffff:0a00:0001", "yes"), ("fe80:0000:0000:0000:0222:48ff:fe12:3456", "no")],
+)
+def test_a_port_without_an_ipv4_address_cannot_do_roce(tmp_path: Path, gid: str, answer: str) -> None:
+    port = tmp_path / "mlx5_0" / "ports" / "1"
+    (port / "gid_attrs" / "types").mkdir(parents=True)
+    (port / "gids").mkdir()
+    (port / "gid_attrs" / "types" / "0").write_text("RoCE v2\n")
+    (port / "gids" / "0").write_text(gid + "\n")
+    assert network.rdma(tmp_path)[0]["roce"] == answer
