@@ -211,5 +211,5 @@ def keep(folder: Path, node: str, rank: int, stack: Stack) -> Path:
     head = f"state {stack.state or 'gone'}, stack by {stack.how}\n\n"
     write_private(path, head + stack.text)
     if stack.flight:
-        write_private(below / f"rank-{rank}.flight.json", stack.flight)
+        write_private(below / f"trace_rank_{rank}.json", stack.flight)  # which `dtctl doctor --log` knows
     return path

@@ -6,12 +6,16 @@ can only be read one after the other. Who reads it, and when, is in feed.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import default_collate
 
 from dtctl.errors import SpecError
@@ -87,23 +91,50 @@ def reader(data: Samples | Batches) -> Callable[[Indices], Any]:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor on `device`; tuples, lists and dicts keep their shape."""
+    """The batch with every tensor on `device`, of whatever it is made (see `_each`)."""
     return batch if device.type == "cpu" else _each(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def pinned(batch: Any) -> Any:
-    """The batch with every tensor in memory that a GPU can copy from while it computes."""
-    return _each(batch, torch.Tensor.pin_memory)
+    """The batch with every tensor in memory that a GPU can copy from while it computes; see `_each`."""
+    return _each(batch, lambda tensor: tensor if tensor.is_cuda else tensor.pin_memory())
 
 
-def _each(batch: Any, action: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(batch, torch.Tensor):
+def _each(batch: Any, action: Callable[[Any], Any]) -> Any:
+    """The batch with `action` done to every tensor, and all else as it is.
+
+    Tuples (named ones too), lists, mappings (such as Hugging Face's BatchEncoding, a UserDict) and dataclasses keep
+    their class and what else they have; a new one is made of each, so that the data set may hold on to its own.
+    """
+    if isinstance(batch, torch.Tensor | PackedSequence):
         return action(batch)
-    if isinstance(batch, dict):
-        return {key: _each(value, action) for key, value in batch.items()}
+    if isinstance(batch, Mapping):
+        values = {key: _each(value, action) for key, value in batch.items()}
+        return values if type(batch) is dict else _with_entries(batch, values)
     if isinstance(batch, tuple | list):
-        return type(batch)(_each(item, action) for item in batch)
+        items = [_each(item, action) for item in batch]
+        if hasattr(batch, "_make"):
+            return type(batch)._make(items)
+        return type(batch)(items)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        found = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            # Not by its constructor, which may do more than take them, and also where it is frozen.
+            object.__setattr__(found, field.name, _each(getattr(batch, field.name), action))
+        return found
     return batch
+
+
+def _with_entries(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """A mapping like that one with other values under its keys, whose other attributes stay."""
+    if isinstance(batch, MutableMapping):
+        found = copy.copy(batch)
+        if isinstance(batch, UserDict):
+            found.data = values
+        else:
+            found.update(values)
+        return found
+    return values
 
 
 class TensorData:

@@ -66,9 +66,11 @@ class Feed:
             index: its number in the step.
         """
         if self._workers == 0:
-            if self.reader.at_once is not None:
-                return self.reader.at_once(indices)
-            return self.reader(indices, schedule.positions(start)[index])
+            at_once = self.reader.at_once
+            found = self.reader(indices, schedule.positions(start)[index]) if at_once is None else at_once(indices)
+            return (
+                pinned(found) if self._pin else found
+            )  # a copy from other memory waits for all that the GPU has to do
         if self._source is None or self._next != (start, index):
             self.close()
             self._begin(schedule, start, index)

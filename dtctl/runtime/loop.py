@@ -217,6 +217,8 @@ class Trainer:
                     continue
                 if verdict == "take":
                     self.optimizer.step()
+                else:
+                    self.strategy.discard()
                 self.position += self.schedule.samples(self.position)
                 self.step += 1
                 if self.ema is not None:
@@ -260,6 +262,7 @@ class Trainer:
             )
             if loss is not None and not short:
                 break
+            self.strategy.discard()
             self._use(smaller(self.batch))
             if self.worker.is_first:
                 ranks = ", ".join(map(str, short))

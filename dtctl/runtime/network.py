@@ -14,6 +14,7 @@ from typing import Final
 from dtctl import names, node_facts
 from dtctl.nccl import profiles
 from dtctl.nccl.profiles import NetworkProfile, VariableSetting
+from dtctl.runtime import flight
 from dtctl.runtime.console import say
 from dtctl.runtime.worker import Worker
 
@@ -43,7 +44,7 @@ def wanted(worker: Worker, network: NetworkProfile, environ: Mapping[str, str]) 
     found = profiles.settings(profiles.detect(network), network)
     found = [setting for setting in found if cuda or setting.name.startswith("GLOO_")]
     if cuda and environ.get(names.RUN_DIR):
-        prefix = str(Path(environ[names.RUN_DIR]) / FLIGHT / "nccl_rank")
+        prefix = str(Path(environ[names.RUN_DIR]) / FLIGHT / "nccl_trace_rank_")
         found += [
             VariableSetting(
                 name=DUMP,
@@ -94,12 +95,11 @@ def record(worker: Worker) -> Path | None:
     folder = os.environ.get(names.RUN_DIR)
     if not folder or worker.backend is None:
         return None
-    from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
-
-    path = Path(folder) / FLIGHT / f"rank{worker.rank}.json"
+    path = Path(folder) / FLIGHT / f"trace_rank_{worker.rank}.json"  # which `dtctl doctor --log` knows
     try:
+        found = flight.dump()
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(_dump_fr_trace_json(True, False))
-    except OSError:  # the failure that is being recorded counts, not this one
+        path.write_bytes(found)
+    except (OSError, ImportError, RuntimeError, ValueError):  # the failure that is being recorded counts, not this one
         return None
     return path

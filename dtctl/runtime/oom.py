@@ -4,8 +4,9 @@ The peers of such a worker wait for its gradients, so it must not stop short. It
 exchange comes to its end, and every worker sees by one number that this step is to be talked about. A step that went
 well costs one look at that number.
 
-That works where a forward pass exchanges nothing (DDP). A sharded model has collectives in the middle of its passes,
-which cannot be unwound; there the worker fails, and the launcher starts all of them again.
+That works where a forward pass exchanges nothing (DDP without SyncBatchNorm, and without collectives in the user's own
+modules). A sharded model has collectives in the middle of its passes, which cannot be unwound; there the worker fails,
+and the launcher starts all of them again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import dataclasses
 import gc
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -23,6 +24,16 @@ from torch.nn.parallel import DistributedDataParallel
 from dtctl.errors import PlanError, WorkerFailed
 from dtctl.runtime.worker import Worker
 from dtctl.train.batch import Batch
+
+LACKING: Final = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+"""How libraries say it that allocate past torch; what NCCL says is of a collective that has begun."""
+
+
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in LACKING)
+    )
 
 
 class MemoryWatch:
@@ -38,7 +49,9 @@ class MemoryWatch:
             wanted: whether the training wants to recover at all.
         """
         self._ddp = module if isinstance(module, DistributedDataParallel) else None
-        self.can_recover = wanted and (worker.backend is None or self._ddp is not None)
+        # Its passes exchange means of the batch: one that begins anew would meet the others in another layer.
+        exchanges = any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
+        self.can_recover = wanted and (worker.backend is None or (self._ddp is not None and not exchanges))
         """Whether a step can be repeated without starting the workers again."""
         self._worker = worker
         self._probe = parameters[0]
@@ -66,8 +79,8 @@ class MemoryWatch:
         result = None
         try:
             result = passes()
-        except torch.OutOfMemoryError:
-            if not self.can_recover:
+        except RuntimeError as exc:
+            if not self.can_recover or not is_lack_of_memory(exc):
                 raise
         if result is None:  # not in the handler, whose exception holds on to the activations
             self._release()

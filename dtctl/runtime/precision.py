@@ -65,5 +65,8 @@ def multiply(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) -> N
     """Multiply all tensors with one number, in place; of sharded ones each worker's own part."""
     # A DTensor is known by its method: importing the class would cost every training half a second.
     local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
-    if local:
-        torch._foreach_mul_(local, factor)
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in local:  # shards may be in the host's memory (`fsdp.cpu_offload`), and the factor on the GPU
+        by_device.setdefault(tensor.device, []).append(tensor)
+    for device, some in by_device.items():
+        torch._foreach_mul_(some, factor.to(device) if isinstance(factor, torch.Tensor) else factor)

@@ -192,12 +192,12 @@ def _listen(folder: Path, rank: int, *, collectives: bool) -> int:
     return int(number)
 
 
-def _answer(ask: Path, flight: Path) -> None:
+def _answer(ask: Path, answer: Path) -> None:
     """Write torch's record of the last collectives whenever somebody asks; a thread that sleeps until then."""
     pipe = os.open(ask, os.O_RDWR)  # to write as well, so that there is never an end
     while os.read(pipe, 1):
-        from torch._C import _distributed_c10d as c10d
+        from dtctl.runtime.flight import dump
 
-        draft = flight.with_suffix(".part")
-        draft.write_bytes(c10d._dump_fr_trace_json(True, False))  # type: ignore[attr-defined]
-        draft.replace(flight)
+        draft = answer.with_suffix(".part")
+        draft.write_bytes(dump())
+        draft.replace(answer)

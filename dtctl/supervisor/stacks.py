@@ -19,6 +19,7 @@ SETTLED_S = 0.2
 """An answer that has not grown for this long is complete."""
 TEXT_BYTES = 1 << 16
 FLIGHT_BYTES = 1 << 18
+"""Workers keep to half of it; half a JSON text is none, so a longer one is left out."""
 
 
 class StackDump:
@@ -79,7 +80,7 @@ class StackDump:
                 "state": node_facts.state(fact["pid"]),
                 "how": self.how[fact["rank"]],
                 "text": _text(self.path(fact["rank"], "stack"), TEXT_BYTES),
-                "flight": _text(self.path(fact["rank"], "flight"), FLIGHT_BYTES),
+                "flight": _flight(self.path(fact["rank"], "flight")),
             }
             for fact in self.told
         ]
@@ -104,6 +105,10 @@ def _size(path: str) -> int:
         return os.stat(path).st_size
     except OSError:
         return 0
+
+
+def _flight(path: str) -> str:
+    return _text(path, FLIGHT_BYTES) if _size(path) <= FLIGHT_BYTES else ""
 
 
 def _text(path: str, limit: int) -> str:

@@ -105,7 +105,7 @@ def test_the_culprit_is_named_and_the_gang_is_started_again(project: Project, ac
     assert "train.py" in found["rank-0.txt"]
     if "sleep" in act:
         assert "in misbehave" in found["rank-1.txt"]
-    flight = json.loads(found["rank-0.flight.json"])
+    flight = json.loads(found["trace_rank_0.json"])
     assert any("all_reduce" in str(entry.get("profiling_name", "")) for entry in flight["entries"])
     assert "resumed at step 4 of 12" in done.err
     ledger = json.loads((project.folder / ".dtctl" / "runs" / project.unique / "ledger.json").read_text())

@@ -215,7 +215,7 @@ def test_workers_that_fail_leave_their_last_collectives_in_the_folder_of_the_run
     code, output = launch(tmp_path, 2, "micro_batch=4", "on_oom=stop", wish, run_dir=tmp_path / "run")
     assert code != 0
     found = {path.name: json.loads(path.read_text()) for path in (tmp_path / "run" / "flight").iterdir()}
-    assert found.keys() == {"rank0.json", "rank1.json"}, output
+    assert found.keys() == {"trace_rank_0.json", "trace_rank_1.json"}, output
     assert all(entries["entries"][-1]["profiling_name"] == "gloo:all_reduce" for entries in found.values())
 
 

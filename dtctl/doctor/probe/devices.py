@@ -50,7 +50,7 @@ def devices() -> dict:  # type: ignore[type-arg]
     if not found["gpu_error"] or found["gpu"]:
         with ThreadPoolExecutor(len(_QUERIES)) as pool:
             said = pool.map(lambda argv: tool(argv, SMI_LIMIT_S / 2), _QUERIES.values())
-            found.update(zip(_QUERIES, said))
+            found.update(zip(_QUERIES, said))  # noqa: B905 - Python 3.8 has no `strict`
     if found["gpus"] or found["gpu"]:
         found["xid"], found["xid_source"] = kernel_errors(time.time())
     return found

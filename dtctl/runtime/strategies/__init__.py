@@ -63,6 +63,9 @@ class Strategy(Protocol):
     def load_state(self, tree: Mapping[str, Any]) -> str | None:
         """Put back what `state` returned, empty if there is none. Returns why that is not exact, if it is not."""
 
+    def discard(self) -> None:
+        """Forget what was carried over from the last gradients, on all workers: no step is taken with them."""
+
     def gradients(self, step: Step) -> torch.Tensor:
         """All passes of a step, whose gradients are none before.
 

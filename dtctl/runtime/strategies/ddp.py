@@ -78,6 +78,11 @@ class Ddp:
         hooks.restore(self._powersgd, tree, self._device)
         return None
 
+    def discard(self) -> None:
+        """Forget what PowerSGD would carry over."""
+        if self._powersgd is not None:
+            hooks.discard(self._powersgd)
+
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Nothing to prepare: every worker makes the same step."""
 

@@ -65,6 +65,15 @@ def install(ddp: DistributedDataParallel, config: DdpConfig, worker: Worker) -> 
     return None
 
 
+def discard(state: powerSGD_hook.PowerSGDState) -> None:
+    """Forget the remainders, after gradients that are not finite: what is added to all later ones would be neither.
+
+    On all workers alike. The iteration counts on.
+    """
+    for name in TABLES:
+        getattr(state, name).clear()
+
+
 def captured(state: powerSGD_hook.PowerSGDState) -> dict[str, Any]:
     """PowerSGD's state of this worker as a tree of tensors."""
     numpy = state.rng.get_state(legacy=False)["state"]

@@ -123,6 +123,9 @@ class Pipeline:
         """Nothing of its own."""
         return {}
 
+    def discard(self) -> None:
+        """Nothing is carried over."""
+
     def load_state(self, tree: Mapping[str, Any]) -> str | None:
         """Nothing of its own."""
 

@@ -94,6 +94,9 @@ class Sharded:
         """Nothing of its own."""
         return {}
 
+    def discard(self) -> None:
+        """Nothing is carried over."""
+
     def load_state(self, tree: Mapping[str, Any]) -> str | None:
         """Nothing of its own."""
 

@@ -291,7 +291,7 @@ def test_who_hangs_is_asked_named_and_ended_at_once(rig: Rig, tmp_path: Path) ->
     assert (rig.attempt.outcome.hung_s, rig.attempt.outcome.step) == (9.0, 8)
     assert all(rig.nodes[node].sent[-1] == {"op": "stop", "now": True} for node in "abc")
     assert "/b.py" in Path(failure.log).read_text()
-    assert (tmp_path / "hangs" / "c" / "rank-2.flight.json").read_text() == "{}"
+    assert (tmp_path / "hangs" / "c" / "trace_rank_2.json").read_text() == "{}"
 
 
 def test_a_node_that_cannot_show_stacks_is_not_waited_for_longer_than_it_may_take(rig: Rig) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -58,3 +61,53 @@ def test_moving_keeps_the_shape_of_a_batch() -> None:
     assert moved["x"][1][1] == "name"
     assert moved["y"] == 3
     assert to_device(batch, torch.device("cpu")) is batch
+
+
+class Pair(NamedTuple):
+    inputs: Any
+    targets: Any
+
+
+@dataclass(frozen=True)
+class Example:
+    inputs: torch.Tensor
+    name: str = "a"
+
+
+class Encoding(UserDict[str, Any]):
+    """As Hugging Face's BatchEncoding: a UserDict with more than its entries, and a constructor of its own."""
+
+    def __init__(self, data: dict[str, Any], encodings: list[int]) -> None:
+        super().__init__(data)
+        self.encodings = encodings
+
+
+def test_batches_keep_their_class_whatever_it_is() -> None:
+    meta, ones = torch.device("meta"), torch.ones(2)
+    pair = to_device(Pair(ones, [ones]), meta)
+    assert isinstance(pair, Pair)
+    assert pair.inputs.is_meta
+    assert pair.targets[0].is_meta
+
+    given = Encoding({"ids": ones, "length": 2}, [7])
+    encoding = to_device(given, meta)
+    assert isinstance(encoding, Encoding)
+    assert encoding["ids"].is_meta
+    assert (encoding["length"], encoding.encodings) == (2, [7])
+    assert not given["ids"].is_meta, "the data set's own stays where it was"
+
+    example = to_device(Example(ones), meta)
+    assert isinstance(example, Example)
+    assert example.inputs.is_meta
+    assert example.name == "a"
+
+    ordered = to_device(OrderedDict(b=ones, a=ones), meta)
+    assert (type(ordered), list(ordered)) == (OrderedDict, ["b", "a"])
+    assert all(value.is_meta for value in ordered.values())
+
+
+def test_packed_sequences_know_themselves_what_goes_along() -> None:
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    moved = to_device(packed, torch.device("meta"))
+    assert moved.data.is_meta
+    assert not moved.batch_sizes.is_meta

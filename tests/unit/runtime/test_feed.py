@@ -219,3 +219,20 @@ def test_what_cannot_be_read_is_refused(make: Make) -> None:
         make({"data_workers": "thread"}, samples=Noisy())
     with pytest.raises(PlanError, match="a stream of samples has no end"):
         make({"steps": None, "epochs": 1}, samples=Counting())
+
+
+@pytest.mark.parametrize("workers", [0, "thread"])
+def test_batches_for_a_gpu_are_pinned_also_if_the_loop_reads(monkeypatch: pytest.MonkeyPatch, workers: Any) -> None:
+    seen: list[torch.Tensor] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    config = TrainConfig(micro_batch=4, steps=2, data_workers=workers)
+    feed = Feed(Reader(points(), 0), config, torch.device("cuda", 0))
+    schedule = Schedule(Order(50, 0), Batch(micro=4, accumulate=1, world_size=1), rank=0, end=8)
+    with feed.running():
+        feed.batch(schedule(0)[0], schedule, 0, 0)
+    assert len(seen) >= 2

@@ -50,7 +50,7 @@ def test_on_gpus_the_network_and_the_record_are_chosen(peer: Worker) -> None:
         "NCCL_SOCKET_IFNAME": "=eth3",
         "GLOO_SOCKET_IFNAME": "eth3",
         "NCCL_NET": "IB",
-        "TORCH_FR_DUMP_TEMP_FILE": "/run/flight/nccl_rank",
+        "TORCH_FR_DUMP_TEMP_FILE": "/run/flight/nccl_trace_rank_",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
 

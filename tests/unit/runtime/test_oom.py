@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from torch import nn
 
 from dtctl.errors import PlanError
-from dtctl.runtime.oom import smaller
+from dtctl.runtime import oom
+from dtctl.runtime.oom import MemoryWatch, smaller
+from dtctl.runtime.worker import Worker
 from dtctl.train.batch import Batch
 from tests.unit.runtime.conftest import Make, squared
 
@@ -76,3 +79,53 @@ def test_stop_is_stop(make: Make) -> None:
         make({"on_oom": "stop"}, loss=limited(1)).run()
     with pytest.raises(PlanError, match="micro batch of one sample"):
         make(model=network(), loss=limited(0)).run()
+
+
+class Wrapped(nn.Module):
+    """Stands for DistributedDataParallel, which has no SyncBatchNorm on CPUs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def test_a_model_that_exchanges_in_its_passes_is_not_begun_anew(
+    monkeypatch: pytest.MonkeyPatch, worker: Worker
+) -> None:
+    monkeypatch.setattr(oom, "DistributedDataParallel", Wrapped)
+    monkeypatch.setattr(Wrapped, "register_forward_pre_hook", lambda *_: None)
+    one_of_two = dataclasses.replace(worker, world_size=2, backend="gloo")
+    for norm, can in ((nn.BatchNorm1d(8), True), (nn.SyncBatchNorm(8), False)):
+        model = nn.Sequential(nn.Linear(8, 8), norm)
+        watch = MemoryWatch(Wrapped(model), list(model.parameters()), one_of_two, wanted=True)
+        assert watch.can_recover is can
+
+    def fails() -> torch.Tensor:
+        raise torch.OutOfMemoryError("injected")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        watch.attempt(fails, lambda: pytest.fail("its peers wait in another layer"))
+
+
+@pytest.mark.parametrize(
+    ("error", "halves"),
+    [
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (RuntimeError("NCCL error: unhandled cuda error; Failed to CUDA malloc, out of memory"), False),
+    ],
+)
+def test_libraries_that_allocate_past_torch(make: Make, error: RuntimeError, halves: bool) -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        if len(batch[0]) > 2:
+            raise error
+        return squared(model, batch)
+
+    trainer = make({"micro_batch": 4, "steps": 2}, model=network(), loss=loss)
+    if halves:
+        trainer.run()
+        assert trainer.batch.micro == 2
+    else:
+        with pytest.raises(RuntimeError, match=str(error)[:20]):
+            trainer.run()

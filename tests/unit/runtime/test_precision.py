@@ -77,3 +77,11 @@ def test_overflow_skips_steps_until_the_scale_fits(make: Make, tmp_path: Path) -
     assert again.loss_scale.scale < 32768
     assert not torch.equal(model.weight, start)
     assert model.weight.isfinite().all()
+
+
+def test_a_factor_goes_to_where_the_gradients_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU torch takes a factor from anywhere; with a GPU it refuses one from the other device."""
+    seen = []
+    monkeypatch.setattr(torch, "_foreach_mul_", lambda some, factor: seen.append((some[0].device, factor.device)))
+    multiply([torch.ones(2), torch.ones(2, device="meta"), torch.ones(3)], torch.tensor(2.0, device="cpu"))
+    assert seen == [(torch.device("cpu"),) * 2, (torch.device("meta"),) * 2]
