@@ -7,9 +7,14 @@ only, Python 3.8. The C module `_socket` stands in for `socket`, whose import ta
 from __future__ import annotations
 
 import _socket
+import errno
 import fcntl
 import os
 import struct
+
+TYPE_CHECKING = False  # typing is slow to import
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 FIRST_PORT = 20000
 LAST_PORT = 32767
@@ -118,6 +123,63 @@ def roce_address(port: str) -> str:
     # An unused entry cannot be read; an IPv4 address has the form of an IPv6 one.
     ready = [number for number in numbers if read(os.path.join(kinds, number)).strip() == "RoCE v2"]
     return "yes" if any(":ffff:" in read(os.path.join(port, "gids", number))[:30] for number in ready) else "no"
+
+
+def nvidia_devices() -> list:  # type: ignore[type-arg]
+    """Device files of NVIDIA's GPUs that this process may open, by number.
+
+    In a job of Slurm all of a node's are there, and the control group lets a process open its own.
+    """
+    found = [name for name in _listed("/dev") if name.startswith("nvidia") and name[6:].isdigit()]
+    return [name for name in sorted(found, key=lambda name: int(name[6:])) if _opens(os.path.join("/dev", name))]
+
+
+def count_gpus(environ: Mapping[str, str]) -> int:
+    """GPUs that a process with these variables can use, each by a worker of its own; 0 without any.
+
+    Of NVIDIA's, as many as can be opened and are shown by CUDA_VISIBLE_DEVICES or given by Slurm; but one where some
+    are cut up (MIG), since CUDA shows a process one instance only. Else those of AMD.
+    """
+    found = len(nvidia_devices())
+    if found:
+        gpus = "/proc/driver/nvidia/capabilities"
+        parts = [name for gpu in _listed(gpus) for name in _listed(os.path.join(gpus, gpu, "mig"))]
+        if any(name.startswith("gi") for name in parts):
+            found = 1
+    elif _opens("/dev/kfd"):
+        found = sum(
+            read("/sys/class/drm/%s/device/vendor" % name).strip() == "0x1002" and _opens("/dev/dri/" + name)
+            for name in _listed("/dev/dri")
+            if name.startswith("renderD")
+        )
+    return min(found, visible_gpus(environ, found))
+
+
+def visible_gpus(environ: Mapping[str, str], found: int) -> int:
+    """How many of `found` GPUs variables leave to a process."""
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        if name in environ:
+            entries = [entry.strip() for entry in environ[name].split(",")]
+            hidden = [place for place, entry in enumerate(entries) if entry in ("", "-1", "NoDevFiles")]
+            found = min(found, hidden[0] if hidden else len(entries))  # what comes after is hidden, too
+    given = environ.get("SLURM_GPUS_ON_NODE", "")
+    return min(found, int(given)) if given.isdigit() and int(given) else found
+
+
+def _listed(folder: str) -> list:  # type: ignore[type-arg]
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _opens(path: str) -> bool:
+    """Whether a device is this process's to use; one that is broken is, and somebody has to be told."""
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+    except OSError as exc:
+        return exc.errno not in (errno.EACCES, errno.EPERM, errno.ENOENT)
+    return True
 
 
 def boot_id() -> str:

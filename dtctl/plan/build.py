@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dtctl import node_facts
 from dtctl.errors import PlanError
 from dtctl.plan import environment as env
 from dtctl.plan.commands import Program, node_argv
@@ -50,7 +51,7 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
     facts = facts or PlanFacts()
     kind = _kind(spec)
     _check_transport(spec, nodes)
-    placements = place({node.name: _slots(node, facts) for node in nodes})
+    placements = place({node.name: _slots(node, facts, {**spec.job.env, **node.env}) for node in nodes})
     if kind == "torchrun":
         require_equal_slots(placements, kind=kind)
     head = nodes[0]
@@ -203,10 +204,11 @@ def _program(spec: Spec, made: Generated) -> Program:
     return Program(script=job.script, module=job.module, command=command, args=(*made.args, *job.args))
 
 
-def _slots(node: NodeSpec, facts: PlanFacts) -> int:
+def _slots(node: NodeSpec, facts: PlanFacts, given: Mapping[str, str]) -> int:
     if isinstance(node.slots, int):
         return node.slots
-    return max(1, facts.gpus.get(node.name, 0))
+    # The node has counted by its own variables; those of the job may show fewer.
+    return max(1, node_facts.visible_gpus(given, facts.gpus.get(node.name, 0)))
 
 
 def _interface(spec: Spec, node: NodeSpec) -> list[EnvVar]:

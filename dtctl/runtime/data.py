@@ -127,14 +127,14 @@ def _each(batch: Any, action: Callable[[Any], Any]) -> Any:
 
 def _with_entries(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     """A mapping like that one with other values under its keys, whose other attributes stay."""
-    if isinstance(batch, MutableMapping):
-        found = copy.copy(batch)
-        if isinstance(batch, UserDict):
-            found.data = values
-        else:
-            found.update(values)
-        return found
-    return values
+    if not isinstance(batch, MutableMapping):
+        return values
+    found = copy.copy(batch)
+    if isinstance(found, UserDict):
+        found.data = values
+    else:
+        found.update(values)
+    return found
 
 
 class TensorData:

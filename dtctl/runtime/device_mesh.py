@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from typing import TYPE_CHECKING
 
 from dtctl.train.mesh import Degrees
@@ -25,6 +26,19 @@ def device_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
     sizes = {"pp": degrees.pp, "dp": degrees.dp, "fsdp": degrees.shards, "tp": degrees.tp}
     sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis == "fsdp"}
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def limit_groups(timeout_s: float) -> None:
+    """Let collectives of all groups of this worker wait that long; those of a mesh are made with torch's half hour.
+
+    Args:
+        timeout_s: `train.timeout_s`.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    for group in list(c10d._world.pg_map):
+        if isinstance(group, c10d.ProcessGroup):
+            c10d._set_pg_timeout(dt.timedelta(seconds=timeout_s), group)
 
 
 def context_group(degrees: Degrees, device_type: str) -> ProcessGroup:

@@ -75,7 +75,10 @@ def leave(*, within_s: float | None = None) -> None:
         dist.destroy_process_group()
         _let_gloo_finish()
         return
-    parting = threading.Thread(target=dist.destroy_process_group, daemon=True)
+    # NCCL's groups are aborted: to destroy them waits for peers that are gone.
+    gpu = "nccl" in str(dist.get_backend_config())
+    part = dist.distributed_c10d._abort_process_group if gpu else dist.destroy_process_group
+    parting = threading.Thread(target=part, daemon=True)
     parting.start()
     parting.join(within_s)
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from dtctl import names
+from dtctl import names, node_facts
 from dtctl.errors import PlanError
 
 T = TypeVar("T")
+VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+HIDDEN: Final = ("", "-1", "NoDevFiles")
+"""Values of it that mean no GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +42,12 @@ class Worker:
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Wait until every worker is here."""
-        if self.backend is not None:
-            dist.barrier()
+        """Wait until every worker is here.
+
+        On CPUs: NCCL's barrier is a sum on the GPU, whose watchdog ends the process when a peer is late, without a word
+        that could be caught.
+        """
+        self.sum(torch.zeros(1))
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The element-wise sum over all workers of a CPU tensor, in place."""
@@ -82,7 +88,7 @@ def identify(environ: Mapping[str, str]) -> Worker:
             f"rank {rank} and local rank {local_rank} do not fit a world of {world_size}",
             where="environment of the worker",
         )
-    device = _device(local_rank)
+    device = _device(local_rank, environ)
     return Worker(
         rank=rank,
         local_rank=local_rank,
@@ -104,10 +110,20 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
     return int(text)
 
 
-def _device(local_rank: int) -> torch.device:
+def _device(local_rank: int, environ: Mapping[str, str]) -> torch.device:
+    shown = environ.get(VISIBLE)
     if not torch.cuda.is_available():
+        if (shown is None or shown.split(",")[0] not in HIDDEN) and node_facts.nvidia_devices():
+            raise PlanError(
+                f"this node has GPUs, and torch cannot use them: {_reason()}",
+                where="environment of the worker",
+                hint=f"install a torch for this driver and look at `dtctl doctor`; to train on the CPU, set {VISIBLE} "
+                'to "" in `job.env`',
+            )
         return torch.device("cpu")
     count = torch.cuda.device_count()
+    if count == 1 and local_rank >= 1 and shown and "," not in shown:
+        return torch.device("cuda", 0)  # each worker is shown a GPU of its own, as by srun --gpus-per-task
     if local_rank >= count:
         raise PlanError(
             f"local rank {local_rank} has no GPU: this node shows {count}",
@@ -115,3 +131,12 @@ def _device(local_rank: int) -> torch.device:
             hint="lower `cluster.slots`, or look at CUDA_VISIBLE_DEVICES",
         )
     return torch.device("cuda", local_rank)
+
+
+def _reason() -> str:
+    """Why CUDA does not start, in torch's words."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (AssertionError, RuntimeError) as exc:
+        return str(exc).strip().partition("\n")[0]
+    return "it sees none"

@@ -28,19 +28,11 @@ def hello(workdir: str, ports: list[int]) -> dict:  # type: ignore[type-arg]  # 
         "workdir": workdir,
         "pid": os.getpid(),
         "cpus": os.cpu_count(),
-        "gpus": count_gpus(),
+        "gpus": node_facts.count_gpus(os.environ),
         "address": server_address(),
         "port": node_facts.first_free(ports),
         "time": time.time(),
     }
-
-
-def count_gpus() -> int:
-    """NVIDIA devices of this machine, by their device files; 0 without any."""
-    try:
-        return sum(1 for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit())
-    except OSError:
-        return 0
 
 
 def server_address() -> str:

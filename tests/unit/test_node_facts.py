@@ -91,3 +91,47 @@ def test_ports_depend_on_the_seed_alone_and_lie_below_those_that_the_kernel_give
     assert ports == node_facts.port_candidates("run/0") != node_facts.port_candidates("run/1")
     assert len(set(ports)) == node_facts.PORT_CANDIDATES
     assert all(node_facts.FIRST_PORT <= port <= node_facts.LAST_PORT for port in ports)
+
+
+@pytest.mark.parametrize(
+    ("environ", "count"),
+    [
+        ({}, 8),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-7e3b"}, 1),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "3,-1,2"}, 1),
+        ({"SLURM_GPUS_ON_NODE": "4"}, 4),
+        ({"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0,1,2"}, 3),
+    ],
+)
+def test_gpus_are_those_that_a_worker_is_shown(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], count: int
+) -> None:
+    monkeypatch.setattr(node_facts, "nvidia_devices", lambda: [f"nvidia{index}" for index in range(8)])
+    monkeypatch.setattr(node_facts, "_listed", lambda _: [])
+    assert node_facts.count_gpus(environ) == count
+
+
+def test_gpus_that_cannot_be_opened_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a job of Slurm, whose control group forbids the GPUs of others."""
+    dev = ["nvidia0", "nvidia1", "nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm"]
+    monkeypatch.setattr(node_facts, "_listed", lambda folder: dev if folder == "/dev" else [])
+    monkeypatch.setattr(node_facts, "_opens", lambda path: path in ("/dev/nvidia2", "/dev/nvidia10"))
+    assert node_facts.nvidia_devices() == ["nvidia2", "nvidia10"]
+    assert node_facts.count_gpus({}) == 2
+
+
+def test_gpus_in_parts_and_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    capabilities = "/proc/driver/nvidia/capabilities"
+    folders = {
+        "/dev": ["nvidia0", "nvidia1"], capabilities: ["gpu0", "gpu1", "mig"], f"{capabilities}/gpu0/mig": ["gi7"],
+    }  # fmt: skip
+    monkeypatch.setattr(node_facts, "_listed", lambda folder: folders.get(folder, []))
+    monkeypatch.setattr(node_facts, "_opens", lambda _: True)
+    assert node_facts.count_gpus({}) == 1, "CUDA shows a process one instance"
+    folders.clear()
+    folders["/dev/dri"] = ["card0", "renderD128", "renderD129"]
+    vendors = {"renderD128": "0x1002\n", "renderD129": "0x1a03\n"}
+    monkeypatch.setattr(node_facts, "read", lambda path: vendors.get(path.split("/")[4], ""))
+    assert node_facts.count_gpus({}) == 1

@@ -9,7 +9,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from dtctl import node_facts
-from dtctl.supervisor import facts as basic
 
 TOOL_LIMIT_S = 8.0
 SMI_LIMIT_S = 40.0
@@ -40,7 +39,14 @@ def devices() -> dict:  # type: ignore[type-arg]
     `gpu_error` is why nvidia-smi has failed, in its own words; `xid_source` the program that told of the kernel's
     messages, empty if none may.
     """
-    found = {"gpus": basic.count_gpus(), "rdma": rdma(), "gpu": "", "gpu_error": "", "xid": "", "xid_source": ""}
+    found = {
+        "gpus": len(node_facts.nvidia_devices()),
+        "rdma": rdma(),
+        "gpu": "",
+        "gpu_error": "",
+        "xid": "",
+        "xid_source": "",
+    }
     found.update(dict.fromkeys(_QUERIES, ""))
     if not found["gpus"] and not shutil.which("nvidia-smi"):
         return found

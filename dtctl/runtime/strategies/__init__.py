@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from dtctl.errors import DtctlError, PlanError
-from dtctl.runtime.device_mesh import device_mesh
+from dtctl.runtime.device_mesh import device_mesh, limit_groups
 from dtctl.runtime.explain import explained
 from dtctl.runtime.step import Step
 from dtctl.runtime.strategies import context, trial
@@ -115,9 +115,12 @@ def choose(
     from dtctl.runtime.strategies.sharded import Sharded, begin_alike
 
     mesh = device_mesh(degrees, worker.device.type)
+    limit_groups(config.timeout_s)
     if degrees.tp == degrees.cp == degrees.pp == 1:
         try:
-            return Sharded(model, config, worker, degrees, mesh)
+            sharded = Sharded(model, config, worker, degrees, mesh)
+            limit_groups(config.timeout_s)  # and those that were made on the way
+            return sharded
         except (AssertionError, RuntimeError, ValueError) as exc:
             raise explained(exc) or exc from exc
     begin_alike(model)
@@ -139,4 +142,5 @@ def choose(
             "what it must be like",
         ) from exc
     trial.require_agreement(expected, found, worker, how=f"spread as {degrees}")
+    limit_groups(config.timeout_s)  # and those that were made on the way
     return divided

@@ -26,6 +26,7 @@ from typing import Final
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import _random as random
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -70,11 +71,22 @@ def parallelize(model: nn.Module, found: Blocks | None, config: TpConfig, mesh: 
     chosen = {name: _style(style, config) for name, style in plan.items()}
     if config.sequence_parallel:
         chosen |= _along_the_sequence(found)
+    draw_alike(mesh)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     for name, style in chosen.items():
         parallelize_module(model, mesh, {name: style})
     for name in frozen:  # torch 2.13: SequenceParallel makes new parameters that want a gradient
         model.get_parameter(name).requires_grad_(False)
+
+
+def draw_alike(mesh: DeviceMesh) -> None:
+    """See that random numbers of divided tensors on GPUs begin with this worker's own random state.
+
+    The loop gives the workers of a mesh the same, and replicas different ones. Left alone, torch gives all workers rank
+    0's at the first dropout, and from then on all replicas drop the same entries.
+    """
+    if mesh.device_type == "cuda" and random._rng_tracker is None:
+        random._rng_tracker = random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
 
 
 def styles(model: nn.Module, found: Blocks | None, plan: Mapping[str, str]) -> dict[str, str]:

@@ -24,7 +24,7 @@ def program(folder: Path, name: str, text: str) -> None:
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The only folder on the PATH, of a machine with two GPUs."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(devices.basic, "count_gpus", lambda: 2)
+    monkeypatch.setattr(devices.node_facts, "nvidia_devices", lambda: ["nvidia0", "nvidia1"])
     return tmp_path
 
 
@@ -83,6 +83,6 @@ def test_old_messages_are_left_out(tools: Path) -> None:
 
 
 def test_a_machine_without_gpus_is_asked_nothing(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices.basic, "count_gpus", lambda: 0)
+    monkeypatch.setattr(devices.node_facts, "nvidia_devices", list)
     program(tools, "dmesg", "exit 1")
     assert not look()["gpu_error"]

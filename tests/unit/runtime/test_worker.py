@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtctl import names
+from dtctl import names, node_facts
 from dtctl.errors import PlanError
 from dtctl.runtime.process_group import ERROR_FILE, start
 from dtctl.runtime.randomness import seed_all
@@ -84,3 +84,53 @@ def test_an_exception_is_left_for_torchrun(tmp_path: Path, monkeypatch: pytest.M
 
 def test_seeds_beyond_32_bits_are_fine() -> None:
     seed_all(2**63 + 5)
+
+
+def shows(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+@pytest.mark.parametrize(
+    ("count", "visible", "device"),
+    [
+        (4, None, "cuda:1"),
+        (1, "3", "cuda:0"),
+        (1, "MIG-7e3b", "cuda:0"),
+        (1, None, "PlanError"),
+        (1, "0,1", "PlanError"),
+    ],
+)
+def test_the_gpu_of_a_worker(monkeypatch: pytest.MonkeyPatch, count: int, visible: str | None, device: str) -> None:
+    shows(monkeypatch, count)
+    environ = TORCHRUN if visible is None else {**TORCHRUN, "CUDA_VISIBLE_DEVICES": visible}
+    if device == "PlanError":
+        with pytest.raises(PlanError, match="local rank 1 has no GPU"):
+            identify(environ)
+    else:
+        assert identify(environ).device == torch.device(device)
+
+
+def test_nobody_trains_on_the_cpu_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:
+    shows(monkeypatch, 0)
+    monkeypatch.setattr(node_facts, "nvidia_devices", lambda: ["nvidia0"])
+
+    def init() -> None:
+        raise RuntimeError("CUDA initialization: Unexpected error from cudaGetDeviceCount(). Error 802: system not yet")
+
+    monkeypatch.setattr(torch.cuda, "init", init)
+    with pytest.raises(PlanError, match="Error 802"):
+        identify(TORCHRUN)
+    for hidden in ("", "-1"):
+        assert identify({**TORCHRUN, "CUDA_VISIBLE_DEVICES": hidden}).device.type == "cpu"
+    monkeypatch.setattr(node_facts, "nvidia_devices", list)
+    assert identify(TORCHRUN).device.type == "cpu"
+
+
+def test_waiting_for_others_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    shows(monkeypatch, 4)
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(dist, "all_reduce", seen.append)
+    monkeypatch.setattr(dist, "barrier", lambda: pytest.fail("that is NCCL's, which aborts the process"))
+    identify(TORCHRUN).barrier()
+    assert [value.device.type for value in seen] == ["cpu"]

@@ -1,0 +1,74 @@
+"""Limits of groups, and how a worker leaves them."""
+
+from __future__ import annotations
+
+import datetime as dt
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.tensor import _random
+
+from dtctl.runtime.device_mesh import limit_groups
+from dtctl.runtime.process_group import leave
+from dtctl.runtime.strategies.tensor import draw_alike
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A group of one."""
+    limit = dt.timedelta(seconds=77)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1, timeout=limit)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_groups_of_a_mesh_wait_as_long_as_the_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.new_group([0], timeout=dt.timedelta(minutes=30))  # as a mesh makes them
+    made = [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, dist.ProcessGroup)]
+    assert len(made) > 1
+    set_to = {}
+    real = dist.distributed_c10d._set_pg_timeout
+
+    def noted(timeout: dt.timedelta, group: Any) -> None:
+        set_to[group] = timeout.total_seconds()
+        real(timeout, group)
+
+    monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", noted)
+    limit_groups(33.0)
+    assert set_to == dict.fromkeys(made, 33.0)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("backend", "aborts"), [("cpu:gloo,cuda:nccl", True), ("cpu:gloo", False)])
+def test_a_failed_worker_does_not_wait_for_its_peers_on_gpus(
+    monkeypatch: pytest.MonkeyPatch, backend: str, aborts: bool
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backend)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroyed"))
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: done.append("aborted"))
+    leave(within_s=5.0)
+    assert done == ["aborted" if aborts else "destroyed"]
+    assert threading.active_count() >= 1
+    monkeypatch.undo()
+
+
+def test_divided_tensors_draw_by_the_state_of_their_own_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Mesh:
+        device_type = "cuda"
+
+    monkeypatch.setattr(_random, "_rng_tracker", None)
+    monkeypatch.setattr(_random, "OffsetBasedRNGTracker", lambda _, *, run_state_sync: asked.append(run_state_sync))
+    draw_alike(Mesh())  # type: ignore[arg-type]
+    assert asked == [False]
+    Mesh.device_type = "cpu"
+    draw_alike(Mesh())  # type: ignore[arg-type]
+    assert asked == [False], "on CPUs torch has no tracker"
