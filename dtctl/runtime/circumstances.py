@@ -38,6 +38,7 @@ BITS_DO_NOT_DEPEND_ON: Final = (
     "checkpointing",
     "data_prefetch",
     "data_workers",
+    "deterministic",
     "epochs",
     "eval_every",
     "global_batch",
@@ -76,6 +77,7 @@ VARIABLES: Final = (
         "NCCL_NTHREADS",
         "NCCL_NVLS_ENABLE",
         "NCCL_PROTO",
+        "TORCHINDUCTOR_DETERMINISTIC",
         "NVIDIA_TF32_OVERRIDE",
         "ONEDNN_MAX_CPU_ISA",
     ),
@@ -123,6 +125,7 @@ def numerics(worker: Worker, *, elastic: bool) -> dict[str, str]:
             "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
             "cudnn.benchmark": torch.backends.cudnn.benchmark,
             "cudnn.deterministic": torch.backends.cudnn.deterministic,
+            "driver": getattr(torch._C, "_cuda_getDriverVersion", int)(),
             "cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
             "reduced precision reduction": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
         }

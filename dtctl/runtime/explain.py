@@ -38,6 +38,12 @@ KNOWN: Final = (
         "make them of one format and use `train.precision`, or use ddp or zero1",
     ),
     (
+        "does not have a deterministic implementation",
+        "the model or the loss uses an operation whose kernel gives other bits each time, and has no other one",
+        "train.deterministic",
+        "use another operation, or `train.deterministic: false` and do without bits that repeat",
+    ),
+    (
         "mixed torch.Tensor and DTensor",
         "the model's code uses a parameter that is divided together with a tensor that is not",
         "train.strategy",
@@ -52,5 +58,7 @@ def explained(error: BaseException) -> PlanError | None:
     text = str(error)
     for said, meaning, where, hint in KNOWN:
         if said in text:
+            if where == "train.deterministic":
+                meaning = f"{meaning}: {text.partition(' does not have')[0].strip()}"
             return PlanError(meaning, where=where, hint=hint)
     return None

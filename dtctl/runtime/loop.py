@@ -28,6 +28,7 @@ from dtctl.runtime import (
     blocks,
     circumstances,
     data,
+    determinism,
     diagnose,
     optim,
     randomness,
@@ -118,6 +119,8 @@ class Trainer:
             SpecError: the configuration asks for what this version does not have.
         """
         require_equal(settings(config), worker)
+        if determinism.is_wanted(config, worker.device.type):  # for scripts that call `start` themselves
+            determinism.apply()
         self.folder = snapshot_saver.folder(config.snapshot, os.environ)
         self.settled = settle(config, worker, Subject(model=model, loss=loss, samples=samples), self.folder)
         config, degrees = self.settled.config, self.settled.degrees
@@ -486,13 +489,16 @@ class Trainer:
             differing += circumstances.differences(found.facts["circumstances"], self.circumstances)
         told = gathered_json(differing, self.worker)  # else one worker might stop where the others go on
         differing = list(dict.fromkeys(phrase for phrases in told for phrase in phrases))
+        doubt = determinism.doubt(self.worker, elastic=self.elastic)
+        if doubt is not None and self.config.require_exact:
+            differing.append(doubt)
         if differing and self.config.require_exact:
             raise SnapshotError(
                 f"going on from step {self.step} would not be exact: {'; '.join(differing)}",
                 where=found.path,
                 hint="undo these differences, or do without `train.require_exact`",
             )
-        return "exact" if not differing else "not exact: " + "; ".join(differing)
+        return (doubt or "exact") if not differing else "not exact: " + "; ".join(differing)
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from dtctl.errors import DtctlError
+from dtctl.runtime import determinism
 from dtctl.runtime.console import complain
 from dtctl.runtime.process_group import record_failure, start
 from dtctl.runtime.stop import Outcome
@@ -30,7 +33,8 @@ def run(train: Callable[[TrainConfig, Worker], Outcome], *, defaults: Mapping[st
     """
     try:
         config = load(defaults)
-        with start(seed=config.seed, timeout_s=config.timeout_s) as worker:
+        same_bits = determinism.is_wanted(config, "cuda" if torch.cuda.is_available() else "cpu")
+        with start(seed=config.seed, timeout_s=config.timeout_s, deterministic=same_bits) as worker:
             return train(config, worker).exit_code
     except DtctlError as exc:
         record_failure(exc)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dtctl.errors import PlanError, SpecError
-from dtctl.runtime import network
+from dtctl.runtime import determinism, network
 from dtctl.runtime.randomness import seed_all
 from dtctl.runtime.worker import Worker, identify
 
@@ -26,7 +26,7 @@ TEAR_DOWN_S: Final = 5.0
 
 
 @contextmanager
-def start(*, seed: int = 0, timeout_s: float = 600.0) -> Iterator[Worker]:
+def start(*, seed: int = 0, timeout_s: float = 600.0, deterministic: bool = False) -> Iterator[Worker]:
     """Become a worker: device, seeds, process group; and leave the group at the end, also after an error.
 
     Variables that workers need to find each other are set if nobody has, each with its reason; see network.py.
@@ -37,11 +37,14 @@ def start(*, seed: int = 0, timeout_s: float = 600.0) -> Iterator[Worker]:
     Args:
         seed: of Python's, NumPy's and torch's generators.
         timeout_s: how long a collective waits for the other workers.
+        deterministic: whether kernels are to give the same bits each time; see determinism.py.
 
     Raises:
         PlanError: the environment does not say who this worker is.
     """
     faulthandler.enable()
+    if deterministic:  # before CUDA starts
+        determinism.apply()
     worker = identify(os.environ)
     if worker.device.type == "cuda":
         torch.cuda.set_device(worker.device)

@@ -255,6 +255,10 @@ class TrainConfig:
     number."""
     require_exact: bool = False
     """Whether to fail rather than to go on from a snapshot with other bits than a run that was never stopped."""
+    deterministic: Literal["auto"] | bool = "auto"
+    """Whether GPUs compute with kernels that give the same bits each time. true: algorithms, attention, cuBLAS, cuDNN
+    and inductor are set so before CUDA starts, training is slower, and an operation without such a kernel is an error.
+    auto: true on GPUs with `require_exact` or `exact`, else false."""
     timeout_s: float = field(default=600.0, metadata={"above": 0})
     """Seconds after which a worker that waits for its peers gives up."""
     snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)

@@ -1,0 +1,134 @@
+"""Deterministic kernels: what is set, when, and what a resume calls itself with and without them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dtctl.errors import PlanError, SnapshotError
+from dtctl.runtime import determinism
+from dtctl.runtime.worker import Worker
+from dtctl.train.config import TrainConfig, load
+from tests.unit.runtime.conftest import Make, squared
+from tests.unit.runtime.test_exactness import HALF, WHOLE, said
+
+
+@pytest.fixture(autouse=True)
+def switches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch's own, as they were, after a test."""
+    for name in (*determinism.VARIABLES, *determinism.EXCHANGE):
+        monkeypatch.delenv(name, raising=False)
+    cudnn = torch.backends.cudnn
+    kept = (cudnn.deterministic, cudnn.benchmark)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    cudnn.deterministic, cudnn.benchmark = kept
+    for name in determinism.VARIABLES:
+        os.environ.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "cpu", "cuda"),
+    [
+        ({}, False, False),
+        ({"require_exact": True}, False, True),
+        ({"exact": "elastic"}, False, True),
+        ({"require_exact": True, "deterministic": False}, False, False),
+        ({"deterministic": True}, True, True),
+    ],
+)
+def test_auto_is_for_gpus_that_have_promised_the_same_bits(settings: dict[str, Any], cpu: bool, cuda: bool) -> None:
+    config = load(settings, argv=[], environ={})
+    assert (determinism.is_wanted(config, "cpu"), determinism.is_wanted(config, "cuda")) == (cpu, cuda)
+
+
+PROGRAM = """
+import json, os, torch
+from dtctl.runtime import determinism, process_group
+from dtctl.runtime.main import run
+from dtctl.runtime.stop import Outcome
+real = process_group.identify
+def identify(environ):  # the first that asks for CUDA
+    print(json.dumps([torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic,
+                      torch.cuda.is_initialized(), *map(os.environ.get, determinism.VARIABLES)]))
+    return real(environ)
+process_group.identify = identify
+def train(config, worker):
+    from torch._inductor import config as inductor
+    print(json.dumps(inductor.deterministic))
+    return Outcome.FINISHED
+raise SystemExit(run(train, defaults={"deterministic": True}))
+"""
+
+
+def test_everything_is_set_before_cuda_starts() -> None:
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first, last = done.stdout.strip().splitlines()
+    assert json.loads(first) == [True, True, False, ":4096:8", "1"]
+    assert json.loads(last) is True
+
+
+def test_an_operation_without_such_a_kernel_is_refused_by_name(make: Make) -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        torch.zeros(4).put_(torch.tensor([0]), torch.ones(1))
+        return squared(model, batch)
+
+    with pytest.raises(PlanError, match="no other one: put_") as caught:
+        make({"deterministic": True}, loss=loss).run()
+    assert caught.value.where == "train.deterministic"
+
+
+def test_the_snapshot_keeps_what_was_set(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    make({"steps": HALF}).run()
+    make({"steps": WHOLE, "deterministic": True, "schedule": "constant"}).run()
+    text = said(capsys.readouterr().out)
+    assert "deterministic algorithms was False and is True" in text
+    assert "CUBLAS_WORKSPACE_CONFIG was not there and is :4096:8" in text
+
+
+def on_gpu(worker: Worker, **changes: Any) -> Worker:
+    return dataclasses.replace(worker, device=torch.device("cuda", 0), **changes)
+
+
+def test_what_a_gpu_may_promise(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert determinism.doubt(worker, elastic=False) is None, "CPUs"
+    nodes = on_gpu(worker, world_size=16, local_world_size=8, backend="cpu:gloo,cuda:nccl")
+    for one in (on_gpu(worker), nodes):
+        assert str(determinism.doubt(one, elastic=True)).startswith("exact state, not exact kernels: ")
+    determinism.apply()
+    assert determinism.doubt(on_gpu(worker), elastic=False) is None
+    assert determinism.doubt(nodes, elastic=True) is None
+    assert "set NCCL_ALGO and NCCL_PROTO" in str(determinism.doubt(nodes, elastic=False))
+    for name, value in zip(determinism.EXCHANGE, ("Ring", "Simple"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert determinism.doubt(nodes, elastic=False) is None
+
+
+def test_a_resume_says_so_and_is_refused_where_exactness_is_required(
+    make: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = determinism.doubt
+    monkeypatch.setattr(determinism, "doubt", lambda worker, *, elastic: gpu(on_gpu(worker), elastic=elastic))
+    make({"steps": HALF}).run()
+    make({"steps": HALF}).run()
+    assert said(capsys.readouterr().out).startswith("exact state, not exact kernels: ")
+    with pytest.raises(SnapshotError, match="not exact kernels"):
+        make({"steps": HALF, "require_exact": True}).run()
+    determinism.apply()
+
+
+def test_the_key_has_three_values() -> None:
+    assert TrainConfig().deterministic == "auto"
