@@ -34,9 +34,11 @@ MEASURED_STEPS = 4
 
 _WAITING = (
     "/torch/distributed/", "/torch/autograd/graph.py", "/torch/nn/parallel/", "/dtctl/runtime/agreement.py",
-    "/dtctl/runtime/elastic.py",
+    "/dtctl/runtime/strategies/elastic.py", "/dtctl/runtime/oom.py", "/dtctl/runtime/nonfinite.py",
+    "/dtctl/runtime/report.py", "/dtctl/runtime/strategies/gradients.py", "/dtctl/runtime/worker.py",
 )  # fmt: skip
-"""Files whose code, being the innermost Python code that runs, waits for other workers."""
+"""Files whose code, being the innermost Python code that runs, waits for other workers; with GPUs also by waiting for a
+number that an exchange comes before."""
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
 _SPY_FRAME = re.compile(r"^ {4}(?P<name>.+) \((?P<file>[^()]+):(?P<line>\d+)\)$", re.MULTILINE)
 

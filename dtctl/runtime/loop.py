@@ -159,6 +159,7 @@ class Trainer:
             autocast=self.autocast,
             loss_scale=self.loss_scale,
             clock=self.report.progress,
+            mark=self.report.clock.mark,
             poison=self.memory.poison,
         )
         self.order = InSequence() if isinstance(samples, data.SampleStream) else Order(self.samples, config.seed)
@@ -270,8 +271,8 @@ class Trainer:
             if self.worker.is_first:
                 ranks = ", ".join(map(str, short))
                 say(f"out of memory on rank {ranks} in step {self.step + 1}: again with {self.batch.describe()}")
-        if step.own_s is not None:
-            self.report.times.own(step.own_s)
+        if step.own is not None:
+            self.report.times.own(*step.own)
         if self.frozen is not None:
             self.frozen.require(self.step)
         self.strategy.finish()

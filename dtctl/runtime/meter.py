@@ -10,7 +10,7 @@ import resource
 import statistics
 import time
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -20,36 +20,70 @@ from dtctl.runtime.worker import Worker
 GIB: Final = float(1 << 30)
 
 
-class StepTimes:
-    """How long the steps since the last line took.
+class HostClock:
+    """The time of this process."""
 
-    Times are those of the process: steps that a GPU has still to do are not waited for. Over a window they agree, since
-    a process cannot run far ahead of its GPU.
+    def mark(self) -> float:
+        """Now."""
+        return time.perf_counter()
+
+    def between(self, begin: float, end: float) -> float:
+        """Seconds from one mark to the next."""
+        return end - begin
+
+
+class GpuClock:
+    """The time of a GPU's stream: a mark is put into the queue, and passed when all before it is done.
+
+    The process itself only asks for kernels. How long that takes says nothing of them, and where the queue is full, it
+    waits for those of earlier steps, and through them for other workers.
     """
 
-    def __init__(self) -> None:
-        self._last_s = time.perf_counter()
-        self._steps_s: list[float] = []
-        self._own_s = 0.0
+    def mark(self) -> torch.cuda.Event:
+        """A mark here."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
-    def own(self, seconds: float) -> None:
-        """Note how long this worker was busy in a step with what does not wait for others: data and forward passes."""
-        self._own_s += seconds
+    def between(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Seconds from one mark to the next; waits for the later one."""
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+def clock(device: torch.device) -> Any:
+    """What times of steps are measured with on a device."""
+    return GpuClock() if device.type == "cuda" else HostClock()
+
+
+class StepTimes:
+    """How long the steps since the last line took, on the device's own clock."""
+
+    def __init__(self, clock: Any = None) -> None:
+        self._clock = clock or HostClock()
+        self._last = self._clock.mark()
+        self._steps: list[tuple[Any, Any]] = []
+        self._own: list[tuple[Any, Any]] = []
+
+    def own(self, begin: Any, end: Any) -> None:
+        """Note marks between which this worker did in a step what does not wait for others: data and forward passes."""
+        self._own.append((begin, end))
 
     def step(self) -> None:
         """A step is done."""
-        now_s = time.perf_counter()
-        self._steps_s.append(now_s - self._last_s)
-        self._last_s = now_s
+        now = self._clock.mark()
+        self._steps.append((self._last, now))
+        self._last = now
 
     def pause(self, seconds: float) -> None:
         """Leave out time that was not spent on steps."""
-        self._last_s += seconds
+        self._last = self._last + seconds if isinstance(self._last, float) else self._clock.mark()
 
     def take(self) -> tuple[dict[str, float], float]:
         """The spread of the times since the last call, and this worker's own time per step; begins anew."""
-        steps_s, own_s = sorted(self._steps_s), self._own_s
-        self._steps_s, self._own_s = [], 0.0
+        steps_s = sorted(self._clock.between(*marks) for marks in self._steps)
+        own_s = sum(self._clock.between(*marks) for marks in self._own)
+        self._steps, self._own = [], []
         if not steps_s:
             return {}, 0.0
         last = len(steps_s) - 1

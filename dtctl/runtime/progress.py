@@ -108,11 +108,10 @@ class Progress:
         """A micro batch is there, and its forward pass begins."""
         self._note(8 * self._micro + Place.FORWARD)
 
-    def backward(self) -> float:
-        """The forward pass of a micro batch is done; when, on the clock of `time.perf_counter`."""
+    def backward(self) -> None:
+        """The forward pass of a micro batch is done."""
         self._note(8 * self._micro + Place.BACKWARD)
         self._micro += 1
-        return time.perf_counter()
 
     def step(self, step: int) -> None:
         """An optimizer step is done."""

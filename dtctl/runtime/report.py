@@ -26,6 +26,7 @@ class Report:
     """The account of one training.
 
     Attributes:
+        clock: that steps are measured with.
         times: of this worker's steps.
         progress: of this worker, for those who watch from outside.
     """
@@ -54,7 +55,8 @@ class Report:
         self._metrics: MetricsWriter | None = None
         self._steps = 0
         self._parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        self.times = meter.StepTimes()
+        self.clock = meter.clock(worker.device)
+        self.times = meter.StepTimes(self.clock)
         self.progress = Progress(worker.rank, collectives=worker.backend is not None)
 
     def introduction(self, strategy: str, batch: Batch, steps: int) -> str:
@@ -75,7 +77,7 @@ class Report:
         if self._worker.is_first:
             path = Path(os.environ.get(names.METRICS) or names.METRICS_FILE)
             self._metrics = MetricsWriter(path, step=step, steps=steps, sinks=self._sinks(step))
-        self.times = meter.StepTimes()
+        self.times = meter.StepTimes(self.clock)
         self._steps = steps
         self.progress.begin(step, until=steps)
         try:

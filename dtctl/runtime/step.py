@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -32,8 +31,8 @@ class Clock(Protocol):
     def forward(self) -> None:
         """A forward pass begins."""
 
-    def backward(self) -> float:
-        """A backward pass begins; when, on the clock of `time.perf_counter`."""
+    def backward(self) -> None:
+        """A backward pass begins."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,6 +45,8 @@ class Passes:
     autocast: AbstractContextManager[Any]
     loss_scale: LossScale | None
     clock: Clock
+    mark: Callable[[], Any]
+    """What time it is, for `StepTimes`."""
     poison: Callable[[torch.Tensor], torch.Tensor]
     """Makes a loss whose gradient is NaN on all workers."""
 
@@ -69,14 +70,16 @@ class Step:
     """Of the global batch."""
     weights: list[torch.Tensor] = field(default_factory=list)
     """How much the losses of the passes were sums of, if they were; scalars on the worker's device."""
-    began_s: float = field(default_factory=time.perf_counter)
-    forward_s: float = 0.0
-    """When the last forward pass was done, on the clock of `time.perf_counter`."""
-    own_s: float | None = None
-    """Seconds to the end of the last forward pass, if this worker waited for no other in them."""
+    began: Any = None
+    """Mark of when."""
+    forwarded: Any = None
+    """Mark of when the last forward pass was done."""
+    own: tuple[Any, Any] | None = None
+    """From when to when this worker waited for no other: to the end of the last forward pass."""
 
     def __post_init__(self) -> None:
         """Look up whose turn it is."""
+        self.began = self.passes.mark()
         self.micro_batches = self.schedule(self.position)
         self.samples = self.schedule.samples(self.position)
 
@@ -147,7 +150,8 @@ class Step:
                 loss = passes.poison(loss)
             elif weight != 1.0:
                 loss = loss * weight
-            self.forward_s = passes.clock.backward()
+            passes.clock.backward()
+            self.forwarded = passes.mark()
             scaled = loss if passes.loss_scale is None else loss.float() * passes.loss_scale.scale
             torch.autograd.backward([scaled, *beside()])
         except (AssertionError, RuntimeError, ValueError) as exc:

@@ -39,5 +39,5 @@ def accumulate(
         batch = step.read(index)
         with nullcontext() if index + 1 == len(micro_batches) else local():
             losses.append(step.backward(model, batch, weight, len(indices), beside=beside))
-    step.own_s = step.forward_s - step.began_s
+    step.own = (step.began, step.forwarded)
     return losses[0] if len(losses) == 1 else torch.stack(losses).sum()

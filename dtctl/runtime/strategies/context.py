@@ -128,8 +128,7 @@ class Context:
         for index, rows in enumerate(torch.split(query, self.piece, dim=-2)):
             begin = self.piece * (self.rank if index == 0 else 2 * self.workers - 1 - self.rank)
             end = begin + self.piece
-            seen = torch.ones(self.piece, end, dtype=torch.bool, device=query.device).tril(begin)
-            results.append(ATTENTION(rows, key[..., :end, :], value[..., :end, :], seen, dropout_p, **options))
+            results.append(lower_right(rows, key[..., :end, :], value[..., :end, :], dropout_p, **options))
         return torch.cat(results, dim=-2)
 
     def _rows(self, mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -190,6 +189,38 @@ def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
         if context.inside or torch._C._current_graph_task_id() != -1:
             return context.attention(*args, **kwargs)
     return ATTENTION(*args, **kwargs)
+
+
+def lower_right(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float = 0.0, **options: Any
+) -> torch.Tensor:
+    """Causal attention whose queries are the last tokens of those that keys and values are of.
+
+    On GPUs it is said without a mask: one of 128k tokens takes gigabytes per layer, and flash attention takes none.
+    """
+    rows, end = query.shape[-2], key.shape[-2]
+    if query.device.type == "cpu":
+        seen = torch.ones(rows, end, dtype=torch.bool, device=query.device).tril(end - rows)
+        return ATTENTION(query, key, value, seen, dropout_p, **options)
+    return _unmasked(query, key, value, dropout_p, **options)
+
+
+def _unmasked(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float, **options: Any
+) -> torch.Tensor:
+    from torch.nn.attention.bias import CausalBias, CausalVariant
+
+    if options.pop("enable_gqa", False):  # which the memory-efficient kernel does not know
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, dim=-3), value.repeat_interleave(groups, dim=-3)
+    bias = CausalBias(CausalVariant.LOWER_RIGHT, query.shape[-2], key.shape[-2])
+    held = list(_current)
+    _current.clear()  # it asks torch.nn.functional for attention again, which is to be torch's own then
+    try:
+        found: torch.Tensor = CausalBias._dispatch(query, key, value, bias, dropout_p, **options)
+    finally:
+        _current[:] = held
+    return found
 
 
 def forget() -> None:

@@ -7,12 +7,15 @@ down after it was made, the user's own too, and its state stays keyed by paramet
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from dtctl.runtime.strategies.ddp import Ddp
+
+MESSAGE_BYTES: Final = 64 << 20
+"""Of parameters that are sent together: each message costs some 20 us of its own, and a copy of its length."""
 
 
 def shares(sizes: Sequence[int], workers: int) -> list[int]:
@@ -24,6 +27,35 @@ def shares(sizes: Sequence[int], workers: int) -> list[int]:
         owners[index] = owner
         loads[owner] += sizes[index]
     return owners
+
+
+def bunched(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Parameters of one kind together, as many as make a message that is worth its start; the same on all workers."""
+    found: list[list[torch.Tensor]] = []
+    room: dict[tuple[torch.dtype, torch.device], int] = {}
+    at: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for parameter in parameters:
+        kind, size_bytes = (parameter.dtype, parameter.device), parameter.numel() * parameter.element_size()
+        if kind not in at or room[kind] < size_bytes:
+            at[kind], room[kind] = [], MESSAGE_BYTES
+            found.append(at[kind])
+        at[kind].append(parameter)
+        room[kind] -= size_bytes
+    return found
+
+
+def _flat(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What is sent: one parameter itself, several in a vector."""
+    if len(parameters) == 1:
+        return parameters[0].detach()
+    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+
+
+def _put(parameters: Sequence[torch.Tensor], values: torch.Tensor) -> None:
+    if len(parameters) > 1:
+        parts = torch.split_with_sizes(values, [parameter.numel() for parameter in parameters])
+        views = [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
+        torch._foreach_copy_([parameter.detach() for parameter in parameters], views)
 
 
 class Zero1(Ddp):
@@ -45,14 +77,17 @@ class Zero1(Ddp):
             for worker in range(dist.get_world_size())
         ]
 
+        bunches = [bunched(part) for part in parts]
+
         def spread(*_: Any) -> None:
-            pending = [
-                dist.broadcast(parameter.detach(), src=owner, async_op=True)
-                for owner, part in enumerate(parts)
-                for parameter in part
-            ]
-            for work in pending:
-                if work is not None:
-                    work.wait()
+            for owner, some in enumerate(bunches):  # one owner's at a time: the copies take memory
+                flat = [_flat(bunch) for bunch in some]
+                pending = [dist.broadcast(values, src=owner, async_op=True) for values in flat]
+                for work in pending:
+                    if work is not None:
+                        work.wait()
+                if owner != rank:
+                    for bunch, values in zip(some, flat, strict=True):
+                        _put(bunch, values)
 
         optimizer.register_step_post_hook(spread)

@@ -189,3 +189,17 @@ def test_half_a_file_and_others_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "rank-3.stack").write_bytes(bytes(read.RECORD.size))
     assert read.read(str(tmp_path)) == []
     assert read.read(str(tmp_path / "none")) == []
+
+
+@pytest.mark.parametrize(
+    "file", ["oom.py", "nonfinite.py", "report.py", "strategies/gradients.py", "strategies/elastic.py"]
+)
+def test_who_fetches_a_number_from_a_gpu_waits_for_the_exchange_before_it(file: str) -> None:
+    text = WAITS.text.replace("/lib/torch/autograd/graph.py", f"/x/dtctl/runtime/{file}")
+    fetches = replace(WAITS, text=text)
+    assert (Path(__file__).parents[3] / "dtctl" / "runtime" / file).is_file(), (
+        "it was renamed, and hang.py has to follow"
+    )
+    assert fetches.waits
+    (blamed,) = culprits(gang({}, {}, {}), {0: fetches, 1: SLEEPS, 2: fetches})
+    assert blamed.rank == 1

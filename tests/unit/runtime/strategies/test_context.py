@@ -105,3 +105,31 @@ def test_what_cannot_be_divided_is_refused(alone: dist.ProcessGroup) -> None:
         model(torch.randn(2, 7, 4))
     with pytest.raises(PlanError, match="an attention mask of 3 x 3 does not fit 8 tokens"):
         model(torch.randn(2, 8, 4), mask=torch.ones(3, 3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(("rows", "end"), [(6, 24), (6, 6)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_gpus_compute_without_a_mask_is_what_a_mask_gives(rows: int, end: int, shared: bool) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(2, 4, rows, 8, requires_grad=True)
+    key, value = (torch.randn(2, 2 if shared else 4, end, 8, requires_grad=True) for _ in range(2))
+    results = []
+    for compute in (context.lower_right, lambda *a, **o: context._unmasked(*a, 0.0, **o)):
+        result = compute(query, key, value, enable_gqa=shared)
+        results.append([result, *torch.autograd.grad(result.square().sum(), (query, key, value))])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_without_a_mask_attention_does_not_ask_the_context_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Asked:
+        inside = True
+
+        def attention(self, *_: object, **__: object) -> torch.Tensor:
+            pytest.fail("it would gather keys that are whole already")
+
+    monkeypatch.setattr(context, "_current", [Asked()])
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", context._attention)
+    parts = [torch.randn(1, 2, size, 8) for size in (4, 16, 16)]
+    assert context._unmasked(*parts, 0.0).shape == (1, 2, 4, 8)
+    assert len(context._current) == 1
