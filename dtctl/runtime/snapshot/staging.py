@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,21 @@ class Staged:
             self.arrived.synchronize()
 
 
+def page_locked(size_bytes: int) -> torch.Tensor:
+    """Memory that a GPU can copy to while it computes, as much as was asked for.
+
+    torch's own pinned memory is rounded up to a power of two, 20 GiB to 32, and never given back. Where memory cannot
+    be locked otherwise, it is taken all the same.
+    """
+    buffer = torch.empty(size_bytes, dtype=torch.uint8)
+    runtime, address = torch.cuda.cudart(), buffer.data_ptr()  # type: ignore[no-untyped-call]
+    if int(runtime.cudaHostRegister(address, size_bytes, 0)) != 0:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+    # Before the memory is free: what follows it there would be locked, and could not be locked again.
+    weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False
+    return buffer
+
+
 class Staging:
     """A buffer as large as the largest state so far; pinned when the state comes from a GPU."""
 
@@ -68,7 +84,7 @@ class Staging:
             torch._foreach_copy_(self._views, sources, non_blocking=device is not None)
         arrived = None
         if device is not None:
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who writes sleeps until then
             arrived.record(torch.cuda.current_stream(device))
         files = (
             StagedFile(name, found, self._buffer[begin : begin + found.size_bytes])
@@ -84,7 +100,7 @@ class Staging:
             return
         if not large_enough:
             self._views, self._buffer = [], torch.empty(0)  # not both at the same time
-            self._buffer = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
+            self._buffer = page_locked(size_bytes) if pinned else torch.empty(size_bytes, dtype=torch.uint8)
         self._layout = layout
         self._views = [
             packing.view(self._buffer[begin : begin + found.size_bytes], slot)
