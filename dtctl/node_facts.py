@@ -175,8 +175,8 @@ def _listed(folder: str) -> list:  # type: ignore[type-arg]
 
 def _opens(path: str) -> bool:
     """Whether a device is this process's to use; one that is broken is, and somebody has to be told."""
-    try:
-        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+    try:  # without waiting for a driver that is asleep; the control group has its say before that
+        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
     except OSError as exc:
         return exc.errno not in (errno.EACCES, errno.EPERM, errno.ENOENT)
     return True

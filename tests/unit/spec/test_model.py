@@ -104,6 +104,7 @@ train:
   mlflow: m
   exact: elastic
   require_exact: true
+  deterministic: true
   timeout_s: 1
   snapshot: {dir: d, every_steps: 1, every_s: 1, keep: 1, replicas: 0, when_busy: skip, max_failed_saves: 1}
   model: {any: [thing]}
