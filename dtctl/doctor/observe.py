@@ -36,8 +36,8 @@ PROBE = (
     "dtctl.doctor.probe.main",
 )
 ANSWER_LIMIT_S = 15.0
-FACTS_LIMIT_S = 75.0
-"""For what a node says of itself: a driver that is not kept awake may take 40 s to find eight GPUs, and 20 s again."""
+FACTS_LIMIT_S = 35.0
+"""For what a node says of itself: a driver that is not kept awake may take half a minute to find eight GPUs."""
 MEASURE_LIMIT_S = 6.0
 """What measuring a way may take beyond its seconds and what a node may be silent for: each phase ends itself."""
 CALL_TIMEOUT_S = 2.5

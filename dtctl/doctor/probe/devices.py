@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dtctl import node_facts
 
 TOOL_LIMIT_S = 8.0
-SMI_LIMIT_S = 40.0
-"""Without persistence mode the first nvidia-smi wakes the driver for every GPU, which takes 8 H100s half a minute."""
+SMI_LIMIT_S = 30.0
+"""Without persistence mode the first nvidia-smi wakes the driver for every GPU, which takes 8 H100s up to half
+a minute; so all are asked at once, and share the driver that one of them has woken."""
 RECENT_S = 24 * 3600.0
 """Older messages of the kernel are of errors that somebody has seen to, or that are seen otherwise."""
 RDMA = "/sys/class/infiniband"
@@ -51,14 +52,15 @@ def devices() -> dict:  # type: ignore[type-arg]
     if not found["gpus"] and not shutil.which("nvidia-smi"):
         return found
     asked = ["nvidia-smi", "--query-gpu=" + _GPU, "--format=csv,noheader,nounits"]
+    with ThreadPoolExecutor(len(_QUERIES) + 2) as pool:
+        rows = pool.submit(run, asked, SMI_LIMIT_S)
+        messages = pool.submit(kernel_errors, time.time())
+        said = pool.map(lambda argv: tool(argv, SMI_LIMIT_S), _QUERIES.values())
+        found.update(zip(_QUERIES, said))  # noqa: B905 - Python 3.8 has no `strict`
     # What it says of the other GPUs counts, too, when one is lost and it fails.
-    found["gpu"], found["gpu_error"] = run(asked, SMI_LIMIT_S)
-    if not found["gpu_error"] or found["gpu"]:
-        with ThreadPoolExecutor(len(_QUERIES)) as pool:
-            said = pool.map(lambda argv: tool(argv, SMI_LIMIT_S / 2), _QUERIES.values())
-            found.update(zip(_QUERIES, said))  # noqa: B905 - Python 3.8 has no `strict`
+    found["gpu"], found["gpu_error"] = rows.result()
     if found["gpus"] or found["gpu"]:
-        found["xid"], found["xid_source"] = kernel_errors(time.time())
+        found["xid"], found["xid_source"] = messages.result()
     return found
 
 

@@ -457,11 +457,11 @@ def test_a_variable_that_the_loss_reads_is_compared(
 
     settings = {"schedule": "constant", "log_every": 4, "steps": 4, "snapshot": {"every_steps": 2, "keep": 9}}
     make(settings, **gained()).run()
-    monkeypatch.setenv("TOY_GAIN", "2.0")
+    monkeypatch.setenv("TOY_GAIN", "2.718281")
     make({**settings, "steps": 6}, **gained()).run()
     text = capsys.readouterr().out
     assert "environment variable TOY_GAIN" in text
-    assert "2.0" not in text, "it may be a secret"
+    assert "2.718281" not in text, "it may be a secret"
 
 
 def test_looking_at_the_data_leaves_no_trace_in_it(make: Make) -> None:
