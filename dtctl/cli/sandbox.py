@@ -210,7 +210,7 @@ def fault_limit(
     from dtctl.sandbox import faults
 
     sandbox = running(name)
-    faults.limit(sandbox, sandbox.node(node), rate=rate, other=sandbox.node(other) if other else None)
+    faults.limit(sandbox, sandbox.node(node), rate=rate, peer=sandbox.node(other) if other else None)
     _note(sandbox, f"limit {node} --rate {rate} {other or ''}".strip())
 
 

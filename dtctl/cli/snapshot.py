@@ -172,7 +172,7 @@ def _prune_run(run: RunSnapshots, rule: PruneRule, *, dry_run: bool) -> tuple[li
     found = collect_snapshot.spread(answers)
     rows = []
     for node, answer in answers.items():
-        gone = collect_snapshot.removable(found, rule, node, all_told=not silent)
+        gone = collect_snapshot.removable(found, rule, node, all_answered=not silent)
         steps = {one.step for one in gone}
         left: list[str] = []
         if steps and not dry_run:

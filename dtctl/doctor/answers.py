@@ -159,13 +159,13 @@ def answer(message: Mapping[str, Any], said: Mapping[str, Any], *, node: str) ->
     op = message["op"]
     if said.get("op") != op:
         raise NodeError(f"the node answered {shown(said.get('op'))}, and was asked {op!r}", node=node)
-    found = checked(_ANSWERS.get(op, _WORKER), said, what=f"its answer to `{op}`", node=node)
+    found = checked(_ANSWERS.get(op, _WORKER), said, subject=f"its answer to `{op}`", node=node)
     if found.get("stage") == "done":
-        checked(form(seconds=_above(1e-9), bytes=_COUNT), found, what="its worker's answer", node=node)
+        checked(form(seconds=_above(1e-9), bytes=_COUNT), found, subject="its worker's answer", node=node)
     asked = {"look": "wanted", "listen": "ports"}.get(op)
     if asked is not None:
         value = found["seen" if op == "look" else "ports"]
-        checked(_as_many(len(message[asked])), value, what=f"its answer to `{op}`", node=node)
+        checked(_as_many(len(message[asked])), value, subject=f"its answer to `{op}`", node=node)
     return found
 
 

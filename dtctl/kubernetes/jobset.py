@@ -59,11 +59,11 @@ def text(spec: Spec, plan: Plan) -> str:
     settings = spec.kubernetes or Kubernetes()
     _check(spec, plan, settings)
     name = object_name(plan.run)
-    where = f"the claim {settings.claim}" if settings.claim else f"the image {settings.image}"
+    source = f"the claim {settings.claim}" if settings.claim else f"the image {settings.image}"
     head = (
         f"# Made by dtctl {dtctl.__version__} for run {plan.run}: {len(plan.nodes)} pods with {plan.head.slots} "
         f"workers each, kind {plan.kind}, spec {plan.spec_digest}.\n"
-        f"# The job's code is in {where}, in folder {settings.workdir}; dtctl brings nothing there. JobSet has to be\n"
+        f"# The job's code is in {source}, in folder {settings.workdir}; dtctl brings nothing there. JobSet has to be\n"
         "# installed in the cluster. Apply it with: kubectl apply --filename FILE\n"
     )
     metadata = {"name": name, **({"namespace": settings.namespace} if settings.namespace else {})}
@@ -85,13 +85,13 @@ def text(spec: Spec, plan: Plan) -> str:
 
 def object_name(run: str) -> str:
     """A run's id as the name of an object: small letters, digits and dashes."""
-    words = re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")
-    if len(words) <= NAME_LIMIT:
-        return words
+    slug = re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")
+    if len(slug) <= NAME_LIMIT:
+        return slug
     # The end of a run's id is what people look at; two long names that end alike are still two.
     mark = hashlib.blake2b(run.encode(), digest_size=3).hexdigest()
     room = NAME_LIMIT - len(mark) - 2
-    return f"j{mark}-{words[-room:].strip('-')}"
+    return f"j{mark}-{slug[-room:].strip('-')}"
 
 
 def _jobset(plan: Plan, settings: Kubernetes, name: str) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def _late(argv: tuple[str, ...]) -> list[str]:
     """The argv of torchrun with what only the pod knows; nothing behind torchrun's own options is touched."""
     start = 3 if argv[1:3] == ("-m", "torch.distributed.run") else 1
     end = next((at for at in range(start, len(argv)) if not argv[at].startswith("--")), len(argv))
-    return [*(LATE.get(word.partition("=")[0], word) for word in argv[:end]), *argv[end:]]
+    return [*(LATE.get(argument.partition("=")[0], argument) for argument in argv[:end]), *argv[end:]]
 
 
 def _check(spec: Spec, plan: Plan, settings: Kubernetes) -> None:
@@ -206,10 +206,10 @@ def _check(spec: Spec, plan: Plan, settings: Kubernetes) -> None:
             where=spec.written_at("cluster.nodes"),
             hint="give all nodes the same slots",
         )
-    for what, amount in settings.resources.items():
+    for resource, amount in settings.resources.items():
         if not QUANTITY.fullmatch(amount):
             raise PlanError(
-                f"{amount!r} is not an amount of {what}",
+                f"{amount!r} is not an amount of {resource}",
                 where=spec.written_at("kubernetes.resources"),
                 hint="as Kubernetes writes it: 32, 500m, 256Gi",
             )

@@ -75,9 +75,9 @@ def attempt_of_run(record: RunRecord, job: LaunchJob) -> Plan:
         LaunchError: none was ever started.
     """
     facts = record.whole_plan()
-    meeting = facts["rendezvous"]
+    rendezvous = facts["rendezvous"]
     slots = {node["name"]: int(node["slots"]) for node in facts["nodes"]}
-    return job.make_plan(int(facts["attempt"]), meeting["address"], int(meeting["port"]), slots, list(slots))
+    return job.make_plan(int(facts["attempt"]), rendezvous["address"], int(rendezvous["port"]), slots, list(slots))
 
 
 def read_secrets(spec: Spec) -> dict[str, str]:
@@ -125,8 +125,8 @@ class CodePush:
 
     def __call__(self, link: NodeLink, progress: Callable[[int], None]) -> dict[str, Any]:
         """Bring the tree to one node; what was done."""
-        done = pushing.push(link, self.tree, shared=self._payloads, progress=progress)
-        return {"path": done.path, "files": done.files_sent, "bytes": done.bytes_sent, "state": done.state}
+        result = pushing.push(link, self.tree, shared=self._payloads, progress=progress)
+        return {"path": result.path, "files": result.files_sent, "bytes": result.bytes_sent, "state": result.state}
 
 
 def check_program_files(spec: Spec, tree: Tree) -> None:
@@ -138,11 +138,11 @@ def check_program_files(spec: Spec, tree: Tree) -> None:
     script = spec.job.script
     if script is None or Path(script).is_absolute():
         return
-    wanted = os.path.normpath(script)
-    if any(os.fsdecode(entry.path) == wanted for entry in tree.files):
+    script_path = os.path.normpath(script)
+    if any(os.fsdecode(entry.path) == script_path for entry in tree.files):
         return
     path = Path(spec.base_dir) / spec.job.files.root / script
-    if wanted.startswith(".."):
+    if script_path.startswith(".."):
         raise PlanError(
             f"{script} lies outside of the folder that is pushed",
             where=str(path),
@@ -181,14 +181,14 @@ def job_of(
     fixed = spec.network.rendezvous_port
     source, share = first.source(spec), first.share(spec)
 
-    everyone = {node.name: node for node in (*cluster.nodes, *cluster.spares)}
+    known_nodes = {node.name: node for node in (*cluster.nodes, *cluster.spares)}
 
     def make_plan(attempt: int, address: str, port: int, gpus: Mapping[str, int], nodes: Sequence[str]) -> Plan:
         facts = PlanFacts(environ=os.environ, address=address, port=port, gpus=gpus, share=share, source=source)
-        return build(spec, [everyone[name] for name in nodes], run=run, attempt=attempt, facts=facts)
+        return build(spec, [known_nodes[name] for name in nodes], run=run, attempt=attempt, facts=facts)
 
     spare_facts = PlanFacts(environ=os.environ, share=share)
-    standing_by = build(spec, cluster.spares, run=run, facts=spare_facts).nodes if cluster.spares else ()
+    spare_plans = build(spec, cluster.spares, run=run, facts=spare_facts).nodes if cluster.spares else ()
 
     def make_script(plan: Plan, node: NodePlan) -> str:
         from dtctl.render.scripts import node_script  # loaded while the nodes are being connected
@@ -203,7 +203,7 @@ def job_of(
         make_script=make_script,
         transport=cluster.make_transport(),
         targets=cluster.targets,
-        spares={node.name: node for node in standing_by},
+        spares={node.name: node for node in spare_plans},
         min_nodes=spec.cluster.min_nodes or len(cluster.nodes),
         return_s=spec.cluster.return_s,
         push=code,

@@ -67,10 +67,10 @@ class Attempt:
     """Bookkeeping of one attempt: who has started, who has ended, who is still to be waited for."""
 
     def __init__(
-        self, gang: Gang, plan: Plan, link_timeout_s: float, *, inquest: HangMonitor, under_way: bool = False
+        self, gang: Gang, plan: Plan, link_timeout_s: float, *, hang_monitor: HangMonitor, under_way: bool = False
     ) -> None:
         self.gang = gang
-        self.inquest = inquest
+        self.inquest = hang_monitor
         self.plan = plan
         self.link_timeout_s = link_timeout_s
         self.outcome = AttemptOutcome()
@@ -93,42 +93,42 @@ class Attempt:
         self.away: dict[str, _Away] = {}
         """Nodes of a kept run whose link is gone: they go on, and are called again from time to time."""
 
-    def take(self, said: NodeMessage) -> None:
+    def take(self, message: NodeMessage) -> None:
         """Act on one message of a node that still belongs to the attempt."""
-        name = said.session.name
-        if said.what == "log":
-            self._log(name, said.data["rank"], said.data["payload"])
-        elif name not in self.open or said.session is not self.gang.sessions.get(name):
+        name = message.session.name
+        if message.what == "log":
+            self._log(name, message.data["rank"], message.data["payload"])
+        elif name not in self.open or message.session is not self.gang.sessions.get(name):
             return
-        elif said.what == "started":
-            self._started(name, said.data)
-        elif not self._is_own(name, said):
+        elif message.what == "started":
+            self._started(name, message.data)
+        elif not self._is_own(name, message):
             self._lose(name, "it told of a worker that is not its own")
-        elif said.what == "exit":
-            self._exit(name, said.data)
-        elif said.what == "ready":  # a kept run's link stands again
+        elif message.what == "exit":
+            self._exit(name, message.data)
+        elif message.what == "ready":  # a kept run's link stands again
             self.away.pop(name, None)
             self.gang.emit("node", node=name, state="running")
-        elif said.what == "stopped":
-            self._stopped(name, said.data)
-        elif said.what == "cold" and name not in self.cold:
+        elif message.what == "stopped":
+            self._stopped(name, message.data)
+        elif message.what == "cold" and name not in self.cold:
             self.cold.add(name)
-            self.gang.emit("note", node=name, text=f"workers are started afresh: {said.data['why']}")
-        elif said.what == "metrics-begin" and self._has_metrics(name):
+            self.gang.emit("note", node=name, text=f"workers are started afresh: {message.data['why']}")
+        elif message.what == "metrics-begin" and self._has_metrics(name):
             self.gang.logs.begin_metrics(name)
-        elif said.what == "error":
-            self._fail(name, str(error_of(said.data, name)), exit_code=None)
+        elif message.what == "error":
+            self._fail(name, str(error_of(message.data, name)), exit_code=None)
             self._drop(name, state="failed")
-        elif said.what in ("lost", "failed"):
-            text = said.data.get("stderr") or str(said.data.get("error", "")) or "the link was lost"
+        elif message.what in ("lost", "failed"):
+            text = message.data.get("stderr") or str(message.data.get("error", "")) or "the link was lost"
             self._lose(name, text)
         else:
-            self._watch(name, said)
+            self._watch(name, message)
 
-    def _is_own(self, name: str, said: NodeMessage) -> bool:
+    def _is_own(self, name: str, message: NodeMessage) -> bool:
         """Whether what a node says is about its own workers, or torchrun's agent there."""
-        facts = said.data["exits"] if said.what == "stopped" else [said.data]
-        return said.what not in ("exit", "stopped") or all(fact["rank"] in self.ranks[name] | {-1} for fact in facts)
+        facts = message.data["exits"] if message.what == "stopped" else [message.data]
+        return message.what not in ("exit", "stopped") or all(fact["rank"] in self.ranks[name] | {-1} for fact in facts)
 
     def _has_metrics(self, name: str) -> bool:
         """Whether the worker that writes metrics.jsonl is on this node."""
@@ -193,19 +193,19 @@ class Attempt:
             self.outcome.failures.append(failure)
             self._stop_others("a worker was told to stop" if data["code"] == names.REQUEUE_EXIT else f"{name} failed")
 
-    def _watch(self, name: str, said: NodeMessage) -> None:
+    def _watch(self, name: str, message: NodeMessage) -> None:
         """What a node says about how far its workers are."""
-        if said.what in ("pong", "progress"):
-            own = [fact for fact in said.data["workers"] if fact["rank"] in self.ranks[name]]
-            self.inquest.told(name, own, before_stop=said.data.get("before_stop", False))
-            known = self.inquest.workers.values()
-            steps = [worker.step for worker in known]
-            self.outcome.first = max((worker.first for worker in known), default=None)
+        if message.what in ("pong", "progress"):
+            reports = [fact for fact in message.data["workers"] if fact["rank"] in self.ranks[name]]
+            self.inquest.told(name, reports, before_stop=message.data.get("before_stop", False))
+            workers = self.inquest.workers.values()
+            steps = [worker.step for worker in workers]
+            self.outcome.first = max((worker.first for worker in workers), default=None)
             self.outcome.step = max([*steps, self.outcome.step or 0]) if steps else self.outcome.step
             self._note_snapshots()
-        elif said.what == "stack" and said.data["rank"] in self.inquest.workers.keys() & self.ranks[name]:
-            self.inquest.shown(said.data)
-        elif said.what == "stacks-end":
+        elif message.what == "stack" and message.data["rank"] in self.inquest.workers.keys() & self.ranks[name]:
+            self.inquest.shown(message.data)
+        elif message.what == "stacks-end":
             self.inquest.answered(name)
 
     def _note_snapshots(self) -> None:
@@ -244,10 +244,10 @@ class Attempt:
             self.away[name] = _Away(since=now, next=now + CALL_AGAIN_S)
             self.gang.emit("node", node=name, state="away")
             return True
-        away = self.away[name]
-        away.tries += 1
-        away.next = now + min(30.0, CALL_AGAIN_S * 2**away.tries)
-        return now - away.since < AWAY_LIMIT_S
+        retry = self.away[name]
+        retry.tries += 1
+        retry.next = now + min(30.0, CALL_AGAIN_S * 2**retry.tries)
+        return now - retry.since < AWAY_LIMIT_S
 
     def _fail(self, name: str, text: str, *, exit_code: int | None) -> None:
         failure = Failure(node=name, rank=None, exit_code=exit_code, signal=None, time=time.time(), summary=text)
@@ -273,8 +273,8 @@ class Attempt:
 
     def close(self) -> AttemptOutcome:
         """What it came to, when no node is open any more."""
-        found = [worker for worker in self.inquest.deserters() if worker.rank not in self.failed]
-        self.outcome.deserters = sorted(found, key=lambda worker: -worker.stale_s)
+        leavers = [worker for worker in self.inquest.deserters() if worker.rank not in self.failed]
+        self.outcome.deserters = sorted(leavers, key=lambda worker: -worker.stale_s)
         return self.outcome
 
     def interrupt(self, number: int, *, hard: bool) -> None:
@@ -307,11 +307,11 @@ class Attempt:
                 self._lose(name, "it did not stop in time")
 
     def _look_after(self, name: str, now: float) -> None:
-        away = self.away[name]
+        retry = self.away[name]
         if self.stop_deadline is not None and now > self.stop_deadline:
             self._drop(name)
-        elif now >= away.next and self.gang.reattach is not None:
-            away.next = float("inf")  # until this try has failed
+        elif now >= retry.next and self.gang.reattach is not None:
+            retry.next = float("inf")  # until this try has failed
             self.gang.reattach(name)
 
 
@@ -337,20 +337,20 @@ def watch(
         on_progress: told how far the workers are, whenever a node says so.
     """
     folder = gang.logs.folder / names.HANGS_DIR / f"attempt-{plan.attempt}"
-    inquest = HangMonitor(
+    hang_monitor = HangMonitor(
         places={rank: node.name for node in plan.nodes for rank in node.ranks},
         limit=hang_s,
         start_limit=hang_start_s,
         folder=folder,
         on_progress=on_progress,
     )
-    attempt = Attempt(gang, plan, link_timeout_s, inquest=inquest, under_way=on_started is None)
+    attempt = Attempt(gang, plan, link_timeout_s, hang_monitor=hang_monitor, under_way=on_started is None)
     while attempt.open:
         if gang.signals:
             attempt.interrupt(gang.signals[-1], hard=len(gang.signals) > 1)
-        said = gang.next_message(0.2)
-        if said is not None:
-            attempt.take(said)
+        message = gang.next_message(0.2)
+        if message is not None:
+            attempt.take(message)
         if attempt.all_started and on_started is not None:
             on_started()
             attempt.all_started = False

@@ -38,8 +38,8 @@ def take_up_in_background(record: RunRecord) -> str:
                 return ""
             time.sleep(POLL_S)
         # It may have been over at once, or somebody else was quicker: then that is what is to be seen in the record.
-        taken = record.info().pid == process.pid or record.has_launcher() or state_of(record).done is not None
-        return "" if taken else log.read().decode(errors="replace").strip()
+        has_taken_over = record.info().pid == process.pid or record.has_launcher() or state_of(record).done is not None
+        return "" if has_taken_over else log.read().decode(errors="replace").strip()
 
 
 def launch_in_background(base_dir: Path, run: str, *, on_event: Callable[[dict[str, Any]], None]) -> tuple[int, str]:
@@ -65,19 +65,19 @@ def launch_in_background(base_dir: Path, run: str, *, on_event: Callable[[dict[s
             env={**os.environ, names.BACKGROUND: run},
         )
     record = RunRecord(base_dir / names.STATE_DIR / names.RUNS_DIR / run)
-    seen = 0
+    handled = 0
     while True:
         ended = process.poll() is not None  # looked at before reading, so that nothing said last is missed
         events = list(record.events())
-        for event in events[seen:]:
+        for event in events[handled:]:
             on_event(event)
             if event["event"] == "started":
                 partial.replace(record.folder / OUTPUT_FILE)
                 return 0, ""
-        seen = len(events)
+        handled = len(events)
         if ended:
             break
         time.sleep(POLL_S)
-    said = partial.read_text(encoding="utf-8", errors="replace")
+    output = partial.read_text(encoding="utf-8", errors="replace")
     partial.unlink()
-    return process.returncode, said
+    return process.returncode, output

@@ -40,13 +40,13 @@ def cluster_of(spec: Spec, *, start: bool) -> ResolvedCluster:
         SpecError: the nodes are not well formed.
         SandboxError: the sandbox cannot be used.
     """
-    found = _cluster_of(spec, start=start)
+    cluster = _cluster_of(spec, start=start)
 
     def make_transport() -> Transport:
         trust.check(spec)  # before ssh reads a configuration that could run commands, and before anything is sent
-        return found.make_transport()
+        return cluster.make_transport()
 
-    return replace(found, make_transport=make_transport)
+    return replace(cluster, make_transport=make_transport)
 
 
 def _cluster_of(spec: Spec, *, start: bool) -> ResolvedCluster:
@@ -82,10 +82,10 @@ def ssh_transport(targets: Iterable[Target], connect: OpenSocket | None = None) 
     from dtctl.transport.dial import EarlyCalls, open_socket
 
     connect = connect or open_socket
-    early = EarlyCalls(targets, connect)
+    early_calls = EarlyCalls(targets, connect)
     from dtctl.transport.ssh import SshTransport  # takes a while, in which the nodes get ready
 
-    return SshTransport(open_socket=connect, early=early)
+    return SshTransport(open_socket=connect, early_calls=early_calls)
 
 
 def _targets(spec: Spec, nodes: Sequence[NodeSpec]) -> dict[str, Target]:
@@ -119,22 +119,22 @@ def _sandbox(spec: Spec, *, start: bool) -> ResolvedCluster:
     from dtctl.sandbox import control
 
     nodes, spares = resolve_nodes(spec), resolve_spares(spec)
-    wanted = (*nodes, *spares)
+    required = (*nodes, *spares)
     name = control.default_name()
     sandbox = control.find(name)
     if sandbox is None and start:
-        sandbox = control.up_or_running(name, nodes=len(wanted))
+        sandbox = control.up_or_running(name, nodes=len(required))
     if sandbox is None:
         return ResolvedCluster(nodes=nodes, spares=spares, targets={}, make_transport=_never)
     hosts = {node.name: node for node in sandbox.nodes}
-    missing = [node.name for node in wanted if node.name not in hosts]
+    missing = [node.name for node in required if node.name not in hosts]
     if missing:
         raise PlanError(
             f"the sandbox that is up has no node {', '.join(missing)} (it has {', '.join(hosts)})",
             where="cluster.nodes",
-            hint=f"`dtctl sandbox down`, then `dtctl sandbox up --nodes {len(wanted)}`",
+            hint=f"`dtctl sandbox down`, then `dtctl sandbox up --nodes {len(required)}`",
         )
-    placed = tuple(_placed(node, hosts[node.name].address) for node in wanted)
+    placed = tuple(_placed(node, hosts[node.name].address) for node in required)
     targets = {
         node.name: Target(
             name=node.name,

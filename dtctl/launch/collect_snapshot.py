@@ -60,10 +60,10 @@ class Spread:
     @property
     def holders(self) -> dict[str, str]:
         """File -> the first node where it is right."""
-        found: dict[str, str] = {}
+        node_of: dict[str, str] = {}
         for node, names in self.good.items():
-            found = {**dict.fromkeys(names, node), **found}
-        return {name: found[name] for name in self.sizes if name in found}
+            node_of = {**dict.fromkeys(names, node), **node_of}
+        return {name: node_of[name] for name in self.sizes if name in node_of}
 
     @property
     def complete(self) -> list[str]:
@@ -77,16 +77,16 @@ class Spread:
 
     def whole_on(self, nodes: AbstractSet[str]) -> bool:
         """Whether every file is right on one of these nodes."""
-        there: set[str] = set().union(*(self.good.get(node, frozenset()) for node in nodes))
-        return bool(self.sizes) and there >= self.sizes.keys()
+        readable_files: set[str] = set().union(*(self.good.get(node, frozenset()) for node in nodes))
+        return bool(self.sizes) and readable_files >= self.sizes.keys()
 
     def row(self) -> dict[str, Any]:
         """As `dtctl snapshot verify` tells it: it is ok if it can be read, and a bad copy is named all the same."""
         holders = self.holders
         missing = [f"{name} is missing" for name in self.sizes if name not in holders]
-        known = [name for name in missing if not any(name.split(" ")[0] in phrase for phrase in self.wrong)]
+        unreported = [name for name in missing if not any(name.split(" ")[0] in phrase for phrase in self.wrong)]
         status = "ok" if self.whole else "corrupt" if self.wrong and self.sizes else "incomplete"
-        bad = [*self.wrong, *known]
+        bad = [*self.wrong, *unreported]
         return {"path": self.path, "step": self.step, "status": status, "bad": bad, "node": ", ".join(self.nodes)}
 
 
@@ -95,49 +95,49 @@ def spread(answers: Mapping[str, Mapping[str, Any]]) -> list[Spread]:
 
     Snapshots of one step belong together if they have one commit record and one manifest.
     """
-    found: dict[tuple[Any, ...], Spread] = {}
+    snapshots: dict[tuple[Any, ...], Spread] = {}
     for node, answer in answers.items():
         for row in answer["rows"]:
             step, record, manifest = row["step"], row["record"], row["manifest"]
             key = (step, record, manifest) if record and manifest else (step, node)
-            one = found.get(key)
-            if one is None:
-                one = found[key] = Spread(step=step, path=row["path"])
+            snapshot = snapshots.get(key)
+            if snapshot is None:
+                snapshot = snapshots[key] = Spread(step=step, path=row["path"])
                 if record and manifest:
                     try:
-                        _describe(one, record, manifest, node)
+                        _describe(snapshot, record, manifest, node)
                     except NodeError as exc:  # so it counts as nothing
-                        one.wrong.append(f"{node}: {exc.message}")
-            one.paths[node], one.made_s[node] = row["path"], row["made_s"]
-            one.good[node] = frozenset(row["good"])
-            one.wrong += [f"{node}: {phrase}" for phrase in row["bad"]]
-    return sorted(found.values(), key=lambda one: -one.step)
+                        snapshot.wrong.append(f"{node}: {exc.message}")
+            snapshot.paths[node], snapshot.made_s[node] = row["path"], row["made_s"]
+            snapshot.good[node] = frozenset(row["good"])
+            snapshot.wrong += [f"{node}: {phrase}" for phrase in row["bad"]]
+    return sorted(snapshots.values(), key=lambda snapshot: -snapshot.step)
 
 
-def _describe(one: Spread, record: str, manifest: str, node: str) -> None:
+def _describe(snapshot: Spread, record: str, manifest: str, node: str) -> None:
     document = messages.manifest(manifest, node=node)
-    if document["step"] != one.step or not _agree(record, manifest):
-        raise NodeError(f"manifest and commit record of step {one.step} do not agree", node=node)
+    if document["step"] != snapshot.step or not _agree(record, manifest):
+        raise NodeError(f"manifest and commit record of step {snapshot.step} do not agree", node=node)
     rule = document["facts"].get("retention")
-    one.record, one.manifest = record, manifest
-    one.sizes = {name: entry["size_bytes"] for name, entry in document["files"].items()}
-    one.retention = rule if isinstance(rule, dict) else {}
+    snapshot.record, snapshot.manifest = record, manifest
+    snapshot.sizes = {name: entry["size_bytes"] for name, entry in document["files"].items()}
+    snapshot.retention = rule if isinstance(rule, dict) else {}
 
 
 def _agree(record: str, manifest: str) -> bool:
     """Whether a commit record is that of a manifest. What this machine has no hash for, two nodes at least agree on."""
-    name, _, rest = record.partition(" ")
+    name, _, digest_line = record.partition(" ")
     if name == "blake3":
         try:
             from blake3 import blake3
         except ImportError:
             return True
-        found = blake3(manifest.encode()).hexdigest()
+        digest = blake3(manifest.encode()).hexdigest()
     elif name == "sha256":
-        found = hashlib.sha256(manifest.encode()).hexdigest()
+        digest = hashlib.sha256(manifest.encode()).hexdigest()
     else:
         return False
-    return rest == f"{found} {RECORDS[0]}\n"
+    return digest_line == f"{digest} {RECORDS[0]}\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,20 +151,22 @@ class PruneRule:
     keep_best: bool = True
     """Whether the best ones stay."""
 
-    def stays(self, whole: Sequence[tuple[Spread, float]]) -> set[int]:
+    def stays(self, readable: Sequence[tuple[Spread, float]]) -> set[int]:
         """Steps that stay, of snapshots that are whole, with when they were made; the newest always does."""
-        found = sorted(whole, key=lambda one: one[0].step)
-        told = found[-1][0].retention if found else {}
-        keep = max(1, self.keep if self.keep is not None else _number(told.get("keep"), 1))
-        every_s = self.every_s if self.every_s is not None else _number(told.get("every_s"), 0.0) or None
-        kept = {one.step for one, _ in found[-int(keep) :]}
+        oldest_first = sorted(readable, key=lambda row: row[0].step)
+        recorded_rule = oldest_first[-1][0].retention if oldest_first else {}
+        keep = max(1, self.keep if self.keep is not None else _number(recorded_rule.get("keep"), 1))
+        every_s = self.every_s if self.every_s is not None else _number(recorded_rule.get("every_s"), 0.0) or None
+        kept_steps = {snapshot.step for snapshot, _ in oldest_first[-int(keep) :]}
         last_s: float | None = None
-        for one, made_s in found if every_s is not None else ():
+        for snapshot, made_s in oldest_first if every_s is not None else ():
             if last_s is None or made_s - last_s >= (every_s or 0.0):
-                kept.add(one.step)
+                kept_steps.add(snapshot.step)
                 last_s = made_s
-        best = told.get("best") if self.keep_best else ()
-        return kept | {one.step for one, _ in found if one.step in (best if isinstance(best, list) else ())}
+        best = recorded_rule.get("best") if self.keep_best else ()
+        return kept_steps | {
+            snapshot.step for snapshot, _ in oldest_first if snapshot.step in (best if isinstance(best, list) else ())
+        }
 
 
 def _number(value: Any, otherwise: float) -> Any:
@@ -174,7 +176,7 @@ def _number(value: Any, otherwise: float) -> Any:
         return otherwise
 
 
-def removable(found: Sequence[Spread], rule: PruneRule, node: str, *, all_told: bool) -> list[Spread]:
+def removable(snapshots: Sequence[Spread], rule: PruneRule, node: str, *, all_answered: bool) -> list[Spread]:
     """What `dtctl snapshot prune` removes on one node.
 
     The rule is applied to the whole snapshots that the node has a share in, so that nothing that others tell of their
@@ -182,34 +184,35 @@ def removable(found: Sequence[Spread], rule: PruneRule, node: str, *, all_told: 
     not need itself.
 
     Args:
-        found: newest first.
+        snapshots: newest first.
         rule: what is kept.
         node: where.
-        all_told: whether every node of the run has answered; what seems to lack something may lie on one that has not.
+        all_answered: whether every node of the run has answered; a file that seems to be missing may be on one that has
+            not.
     """
-    own = [one for one in found if node in one.paths]
-    whole = [one for one in own if one.whole and one.good.get(node)]
-    if not whole:  # nothing vouches for anything
+    on_node = [snapshot for snapshot in snapshots if node in snapshot.paths]
+    readable = [snapshot for snapshot in on_node if snapshot.whole and snapshot.good.get(node)]
+    if not readable:  # nothing vouches for anything
         return []
-    steps = rule.stays([(one, one.made_s[node]) for one in whole])
-    kept = [one for one in whole if one.step in steps]
-    newest = max(one.step for one in whole)
+    steps = rule.stays([(snapshot, snapshot.made_s[node]) for snapshot in readable])
+    kept_snapshots = [snapshot for snapshot in readable if snapshot.step in steps]
+    newest = max(snapshot.step for snapshot in readable)
 
-    def goes(one: Spread) -> bool:
-        if one.step in steps:  # also where a node has another one of the same step: it is asked by step
+    def is_removable(snapshot: Spread) -> bool:
+        if snapshot.step in steps:  # also where a node has another one of the same step: it is asked by step
             return False
-        if one.whole:
-            needed = {node} if one.whole_on({node}) else set(one.paths)
-            return any(other.whole_on(needed) for other in kept)
+        if snapshot.whole:
+            needed = {node} if snapshot.whole_on({node}) else set(snapshot.paths)
+            return any(other.whole_on(needed) for other in kept_snapshots)
         # One that lacks something and is newer may be on its way: nodes commit one after another.
-        under_way = one.step > newest and one.row()["status"] == "incomplete"
-        return all_told and not under_way
+        under_way = snapshot.step > newest and snapshot.row()["status"] == "incomplete"
+        return all_answered and not under_way
 
-    return [one for one in own if goes(one)]
+    return [snapshot for snapshot in on_node if is_removable(snapshot)]
 
 
 @contextmanager
-def brought(run: RunSnapshots, one: Spread) -> Iterator[Path]:
+def brought(run: RunSnapshots, snapshot: Spread) -> Iterator[Path]:
     """A folder here that has all of a snapshot, as long as the context lasts.
 
     Nothing but the files of its manifest is brought, each as long as that says, into a new folder of this user alone;
@@ -220,35 +223,35 @@ def brought(run: RunSnapshots, one: Spread) -> Iterator[Path]:
         TransportError: a node, or the way to it, fails.
     """
     shares: dict[str, list[str]] = {}
-    for name, node in one.holders.items():
+    for name, node in snapshot.holders.items():
         shares.setdefault(node, []).append(name)
     with tempfile.TemporaryDirectory(prefix="dtctl-snapshot-") as temporary:
-        target = Path(temporary, f"step-{one.step:08d}")
+        target = Path(temporary, f"step-{snapshot.step:08d}")
         target.mkdir(mode=0o700)
         folder = folders.open_folder(str(target))
         try:
-            for name, text in zip(RECORDS, (one.manifest, one.record), strict=True):
+            for name, text in zip(RECORDS, (snapshot.manifest, snapshot.record), strict=True):
                 with os.fdopen(folders.create_in(folder, name), "w", encoding="utf-8", newline="") as out:
                     out.write(text or "")
             for node, names in shares.items():
-                _bring(run, node, one, names, folder)
+                _bring(run, node, snapshot, names, folder)
         finally:
             os.close(folder)
         yield Path(temporary)
 
 
-def _bring(run: RunSnapshots, node: str, one: Spread, names: Sequence[str], folder: int) -> None:
-    options = ["--step", str(one.step), *(word for name in names for word in ("--name", name))]
-    whole = sum(one.sizes[name] for name in names)
-    with tempfile.TemporaryFile() as sent:
-        told = run.fetch(node, "send", options, cast(BinaryIO, sent), limit_bytes=whole)
-        if "error" in told.answer:
-            raise error_of(told)
-        if sent.tell() != whole:
+def _bring(run: RunSnapshots, node: str, snapshot: Spread, names: Sequence[str], folder: int) -> None:
+    options = ["--step", str(snapshot.step), *(argument for name in names for argument in ("--name", name))]
+    total_bytes = sum(snapshot.sizes[name] for name in names)
+    with tempfile.TemporaryFile() as received:
+        reply = run.fetch(node, "send", options, cast(BinaryIO, received), limit_bytes=total_bytes)
+        if "error" in reply.answer:
+            raise error_of(reply)
+        if received.tell() != total_bytes:
             raise SnapshotError("the files did not arrive whole", where=f"node {node}", hint="try again")
-        sent.seek(0)
+        received.seek(0)
         for name in names:
-            left = one.sizes[name]
+            remaining = snapshot.sizes[name]
             with os.fdopen(folders.create_in(folder, name), "wb") as out:
-                while chunk := sent.read(min(left, 1 << 20)):
-                    left -= out.write(chunk)
+                while chunk := received.read(min(remaining, 1 << 20)):
+                    remaining -= out.write(chunk)

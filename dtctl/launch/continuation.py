@@ -44,27 +44,29 @@ def continued(spec: Spec, earlier: RunRecord) -> tuple[Spec, Mapping[str, str]]:
         TransportError: none of its nodes can be asked.
     """
     _require_one(earlier)
-    own = spec_of_run(earlier).snapshot_dir
-    if own is not None and ("://" in own or posixpath.isabs(own)):
-        return with_folder(spec, own), {}
-    return with_folder(spec, None), folders(earlier, own)
+    folder = spec_of_run(earlier).snapshot_dir
+    if folder is not None and ("://" in folder or posixpath.isabs(folder)):
+        return with_folder(spec, folder), {}
+    return with_folder(spec, None), folders(earlier, folder)
 
 
-def folders(earlier: RunRecord, own: str | None) -> dict[str, str]:
+def folders(earlier: RunRecord, job_folder: str | None) -> dict[str, str]:
     """Node -> folder on it that holds a run's snapshots; `own` is relative to its code."""
-    code, taken = earlier.code_folders(), earlier.info().snapshots
-    found = {}
+    code, inherited = earlier.code_folders(), earlier.info().snapshots
+    folder_of = {}
     for node in earlier.whole_plan()["nodes"]:
         name = node["name"]
         usual = posixpath.join(node["workdir"], "runs", earlier.run, "snapshots")
-        found[name] = posixpath.join(code[name], own) if own and name in code else taken.get(name, usual)
-    return found
+        folder_of[name] = (
+            posixpath.join(code[name], job_folder) if job_folder and name in code else inherited.get(name, usual)
+        )
+    return folder_of
 
 
 def told_folder(record: RunRecord) -> str | None:
     """The folder or URL of snapshots that a run's spec names, if every launch of it finds the same there."""
-    own = spec_of_run(record).snapshot_dir
-    return own if own is not None and ("://" in own or posixpath.isabs(own)) else None
+    folder = spec_of_run(record).snapshot_dir
+    return folder if folder is not None and ("://" in folder or posixpath.isabs(folder)) else None
 
 
 def with_folder(spec: Spec, folder: str | None) -> Spec:
@@ -82,11 +84,11 @@ def with_folder(spec: Spec, folder: str | None) -> Spec:
 def _require_one(earlier: RunRecord) -> None:
     """Refuse a run without snapshots: its successor would begin anew without a word."""
     answers = RunSnapshots(earlier).ask("ls", [])
-    told = [answer for answer in answers.values() if isinstance(answer, Told)]
-    if any(row["committed"] for answer in told for row in answer.answer.get("snapshots", [])):
+    replies = [answer for answer in answers.values() if isinstance(answer, Told)]
+    if any(row["committed"] for answer in replies for row in answer.answer.get("snapshots", [])):
         return
     errors = [answer for answer in answers.values() if not isinstance(answer, Told)]
-    if errors and not told:
+    if errors and not replies:
         raise errors[0]
     silent = f"; {len(errors)} of its nodes cannot be asked" if errors else ""
     raise LaunchError(

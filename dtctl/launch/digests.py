@@ -84,9 +84,9 @@ class Digests:
         """
         key = path.decode("latin-1")
         seal = [info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino]
-        known = self._known.get(key)
-        if known is not None and known[:4] == seal and len(known) == 6:
-            digest, private = str(known[4]), bool(known[5])
+        row = self._known.get(key)
+        if row is not None and row[:4] == seal and len(row) == 6:
+            digest, private = str(row[4]), bool(row[5])
         else:
             digest, private = _read(full)
             self._changed = True

@@ -79,8 +79,8 @@ def describe(failure: Failure) -> str:
             name = signal.Signals(failure.signal).name
         except ValueError:
             name = "unknown"
-        why = f": {failure.why}" if failure.why else ""
-        return f"was ended by signal {failure.signal} ({name}){why}"
+        reason = f": {failure.why}" if failure.why else ""
+        return f"was ended by signal {failure.signal} ({name}){reason}"
     if failure.exit_code == REQUEUE_EXIT:
         return f"ended with exit code {REQUEUE_EXIT}: it was told to stop, has made a snapshot and asks to go on"
     return f"ended with exit code {failure.exit_code}"
@@ -91,18 +91,18 @@ def from_torchrun(failure: Failure, agent_log: str) -> Failure:
 
     Source: torch/distributed/elastic/multiprocessing/errors/__init__.py, the format of ChildFailedError, torch 2.13.
     """
-    found = _ROOT_CAUSE.search(agent_log)
-    if found is None:
+    root_cause = _ROOT_CAUSE.search(agent_log)
+    if root_cause is None:
         return failure
-    fields = dict(_FIELD.findall(found["body"]))
+    fields = dict(_FIELD.findall(root_cause["body"]))
     try:
         rank, code = int(fields["rank"].split()[0]), int(fields["exitcode"].split()[0])
     except (KeyError, ValueError, IndexError):
         return failure
     if code < 0:
         # The agent ends workers with SIGTERM too, but not the one that it names here.
-        asked = -code in (signal.SIGTERM, signal.SIGUSR1)
-        return replace(failure, rank=rank, exit_code=128 - code, signal=-code, asked=asked)
+        asked_to_stop = -code in (signal.SIGTERM, signal.SIGUSR1)
+        return replace(failure, rank=rank, exit_code=128 - code, signal=-code, asked=asked_to_stop)
     return replace(failure, rank=rank, exit_code=code, signal=None)
 
 
@@ -117,14 +117,14 @@ def is_consequence(failure: Failure) -> bool:
     return any(text in line for line in failure.tail for text in _CONSEQUENCES)
 
 
-def deserted(failure: Failure, *, node: str, rank: int, left: str, tail: tuple[str, ...]) -> Failure | None:
+def deserted(failure: Failure, *, node: str, rank: int, early_exit: str, tail: tuple[str, ...]) -> Failure | None:
     """The failure of a worker that others have lost, which is what `failure` says.
 
     Args:
         failure: the first of those that are reported.
         node: of the worker that has left.
         rank: its rank.
-        left: how it left.
+        early_exit: how it left the training.
         tail: last lines of its log.
 
     Returns:
@@ -132,9 +132,10 @@ def deserted(failure: Failure, *, node: str, rank: int, left: str, tail: tuple[s
     """
     if any(_ERROR.search(line) or any(text in line for text in _CONSEQUENCES) for line in tail):
         return None
-    text = f"rank {rank} {left} without an error, and rank {failure.rank} on {failure.node} lost the connection to it"
+    peer = f"rank {failure.rank} on {failure.node}"
+    text = f"rank {rank} {early_exit} without an error, and {peer} lost the connection to it"
     return Failure(
-        node=node, rank=rank, exit_code=None, signal=None, time=failure.time, left=left, summary=text, tail=tail
+        node=node, rank=rank, exit_code=None, signal=None, time=failure.time, left=early_exit, summary=text, tail=tail
     )
 
 

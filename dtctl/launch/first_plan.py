@@ -65,18 +65,18 @@ def _granted(cgroups: Path, membership: Path) -> list[int]:
         lines = membership.read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
-    found = []
+    limits = []
     for line in lines:
-        _, controllers, own = line.split(":", 2)
+        _, controllers, group_path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
         root = cgroups / "cpu" if controllers else cgroups
-        group = root / own.lstrip("/")
+        group = root / group_path.lstrip("/")
         # A group inside of a container may be named as the host sees it, and then only the root is there to read.
         for folder in (group, *group.parents):
             if folder.is_relative_to(root):
-                found += _limit(folder)
-    return found
+                limits += _limit(folder)
+    return limits
 
 
 def _limit(folder: Path) -> list[int]:

@@ -61,13 +61,13 @@ class Gang:
             raise_failures(failures)
         return hellos
 
-    def try_gather(self, wanted: set[str]) -> tuple[dict[str, dict[str, Any]], dict[str, DtctlError]]:
+    def try_gather(self, names: set[str]) -> tuple[dict[str, dict[str, Any]], dict[str, DtctlError]]:
         """Wait until each of `wanted` is ready or has failed: what it said about itself, or why; in node rank order."""
-        waiting = set(wanted)
+        waiting = set(names)
         hellos: dict[str, dict[str, Any]] = {}
         failures: dict[str, DtctlError] = {}
         while waiting and not self.signals:
-            said = self.next_message(0.2)
+            message = self.next_message(0.2)
             for name in [name for name in self.sessions if name in waiting and self._is_stuck(name)]:
                 self.sessions[name].close()
                 failures[name] = ConnectError(
@@ -76,23 +76,23 @@ class Gang:
                 waiting.discard(name)
                 self.emit("node", node=name, state="failed", error=str(failures[name]))
             if (
-                said is None
-                or said.session.name in failures
-                or said.session is not self.sessions.get(said.session.name)
+                message is None
+                or message.session.name in failures
+                or message.session is not self.sessions.get(message.session.name)
             ):
                 continue  # nothing, or the last word of a link that has been replaced
-            name = said.session.name
-            if said.what == "hello":
-                hellos[name] = said.data
-            elif said.what == "failed":
-                failures[name] = _as_ours(said.data["error"])
+            name = message.session.name
+            if message.what == "hello":
+                hellos[name] = message.data
+            elif message.what == "failed":
+                failures[name] = _as_ours(message.data["error"])
                 waiting.discard(name)
                 self.emit("node", node=name, state="failed", error=str(failures[name]))
                 continue
-            elif said.what == "ready":
+            elif message.what == "ready":
                 waiting.discard(name)
-            facts = {key: value for key, value in said.data.items() if key in PUSH_FACTS}
-            self.emit("node", node=name, state=said.what, **({"push": facts} if facts else {}))
+            facts = {key: value for key, value in message.data.items() if key in PUSH_FACTS}
+            self.emit("node", node=name, state=message.what, **({"push": facts} if facts else {}))
         return hellos, {name: failures[name] for name in self.sessions if name in failures}
 
     def _is_stuck(self, name: str) -> bool:
@@ -112,9 +112,9 @@ class Gang:
         session.send({"op": "probe", "ports": list(ports)})
         deadline = time.monotonic() + 5
         while time.monotonic() < deadline and not self.signals:
-            said = self.next_message(0.2)
-            if said is not None and said.session is session and said.what == "probed":
-                return said.data["port"] if said.data["port"] in ports else 0
+            message = self.next_message(0.2)
+            if message is not None and message.session is session and message.what == "probed":
+                return message.data["port"] if message.data["port"] in ports else 0
         return 0
 
     # -- one attempt ------------------------------------------------------------------------------------------------
@@ -132,11 +132,11 @@ class Gang:
 
     def quit(self) -> None:
         """Send every supervisor home, and wait until they have gone or had their time."""
-        asked = [session for session in self.sessions.values() if session.send({"op": "quit"})]
+        notified = [session for session in self.sessions.values() if session.send({"op": "quit"})]
         deadline = time.monotonic() + QUIT_LIMIT_S
-        for session in asked:
+        for session in notified:
             session.mute()  # a full inbox must not keep its thread from ending
-        for session in asked:
+        for session in notified:
             session.wait_closed(deadline - time.monotonic())
 
     def next_message(self, timeout_s: float) -> NodeMessage | None:
@@ -151,11 +151,11 @@ class Gang:
                 self.emit("time-is-up")
                 self.signals.append(signal.SIGUSR1)
         try:
-            said = self.inbox.get(timeout=timeout_s)
+            message = self.inbox.get(timeout=timeout_s)
         except queue.Empty:
             return None
-        said.session.taken(said)
-        return said
+        message.session.taken(message)
+        return message
 
 
 def _as_ours(error: BaseException) -> DtctlError:

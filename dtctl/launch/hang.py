@@ -63,14 +63,14 @@ class Stack:
             return []
         # faulthandler has the main thread last; py-spy names it.
         main = next((block for block in blocks if '"MainThread"' in block.split("\n", 1)[0]), blocks[-1])
-        found = _FRAME.findall(main) or [(file, line, name) for name, file, line in _SPY_FRAME.findall(main)]
-        return [(file, int(line), name) for file, line, name in found]
+        matches = _FRAME.findall(main) or [(file, line, name) for name, file, line in _SPY_FRAME.findall(main)]
+        return [(file, int(line), name) for file, line, name in matches]
 
     @property
     def waits(self) -> bool | None:
         """Whether it waits for other workers; None when there is no telling."""
         frames = self.frames
-        return any(part in frames[0][0] for part in _WAITING) if frames else None
+        return any(marker in frames[0][0] for marker in _WAITING) if frames else None
 
 
 def silence(
@@ -111,8 +111,8 @@ def deserters(workers: Collection[Standing]) -> list[Standing]:
     One that never began is none if others have taken steps since: they can do without it.
     """
     trained = any(worker.step > worker.first for worker in workers if not worker.early)
-    found = [worker for worker in workers if worker.early and (worker.until or not trained)]
-    return sorted(found, key=lambda worker: worker.rank)
+    leavers = [worker for worker in workers if worker.early and (worker.until or not trained)]
+    return sorted(leavers, key=lambda worker: worker.rank)
 
 
 def culprits(workers: Collection[Standing], stacks: Mapping[int, Stack]) -> list[Standing]:
@@ -121,14 +121,14 @@ def culprits(workers: Collection[Standing], stacks: Mapping[int, Stack]) -> list
     stopped = [worker for worker in everyone if worker.state == "T"]
     if stopped:
         return stopped
-    early = deserters(everyone)
-    if early:
-        return early
+    leavers = deserters(everyone)
+    if leavers:
+        return leavers
     everyone = [worker for worker in everyone if not worker.out]
     waits = {worker.rank: stacks[worker.rank].waits for worker in everyone if worker.rank in stacks}
     awake = [worker for worker in everyone if waits.get(worker.rank) is False]
-    least = min(worker.position for worker in everyone)
-    behind = [worker for worker in everyone if worker.position == least]
+    lowest = min(worker.position for worker in everyone)
+    behind = [worker for worker in everyone if worker.position == lowest]
     if len(behind) < len(everyone):
         # One that is ahead and computes holds up those that are behind and wait: it went past a collective of theirs.
         all_wait = all(waits.get(worker.rank) for worker in behind)
@@ -159,27 +159,31 @@ def failure(
     text += f"in step {min(worker.step for worker in begun) + 1}" if begun else "before the first step"
     blamed = culprits(workers, stacks)
     if silent and not any(worker.state == "T" or worker.early for worker in blamed):
-        who = ", ".join(f"rank {rank} on {node}" for rank, node in sorted(silent.items())[:8])
+        culprit_names = ", ".join(f"rank {rank} on {node}" for rank, node in sorted(silent.items())[:8])
         rank, node = min(silent.items())
-        text += f": {who} {'has' if len(silent) == 1 else 'have'} not come to the training{_wait(len(active))}"
+        text += (
+            f": {culprit_names} {'has' if len(silent) == 1 else 'have'} not come to the training{_wait(len(active))}"
+        )
         return Failure(node=node, rank=rank, exit_code=None, signal=None, time=now, summary=text, hang=True)
     if not blamed:
         first = min(active, key=lambda worker: worker.rank)
         text += ": all workers wait for each other at the same place; the network between them may be broken"
         return Failure(node=first.node, rank=None, exit_code=None, signal=None, time=now, summary=text, hang=True)
     first = blamed[0]
-    who = ", ".join(f"rank {worker.rank} on {worker.node}" for worker in blamed[:8])
+    culprit_names = ", ".join(f"rank {worker.rank} on {worker.node}" for worker in blamed[:8])
     stack = stacks.get(first.rank)
     frames = stack.frames if stack is not None else []
-    at = f"{', and is now' if first.early else ''} at {frames[0][0]}:{frames[0][1]} in {frames[0][2]}" if frames else ""
-    wait = _wait(len([worker for worker in active if worker not in blamed]))
+    location = (
+        f"{', and is now' if first.early else ''} at {frames[0][0]}:{frames[0][1]} in {frames[0][2]}" if frames else ""
+    )
+    consequence = _wait(len([worker for worker in active if worker not in blamed]))
     return Failure(
         node=first.node,
         rank=first.rank,
         exit_code=None,
         signal=None,
         time=now,
-        summary=f"{text}: {who} {_what(first)}{at}{wait}",
+        summary=f"{text}: {culprit_names} {_what(first)}{location}{consequence}",
         tail=tuple(f"{file}:{line} in {name}" for file, line, name in frames[:8]),
         hang=True,
     )
@@ -197,8 +201,8 @@ def _what(worker: Standing) -> str:
     return f"{left(worker)}, before the others" if worker.early else f"stands still {worker.where}"
 
 
-def _wait(others: int) -> str:
-    return {0: "", 1: "; the other one waits for it"}.get(others, f"; the {others} others wait for it")
+def _wait(waiting: int) -> str:
+    return {0: "", 1: "; the other one waits for it"}.get(waiting, f"; the {waiting} others wait for it")
 
 
 def keep(folder: Path, node: str, rank: int, stack: Stack) -> Path:

@@ -69,10 +69,10 @@ class HangMonitor:
         if self.silent_s is not None:
             return  # what is judged is how things stood when the question was asked
         self._heard[node] = time.monotonic()
-        found = standings(node, facts)
-        self.workers |= {worker.rank: self._as_ended(worker) for worker in found}
-        if found and self.on_progress is not None:
-            self.on_progress(found)
+        reports = standings(node, facts)
+        self.workers |= {worker.rank: self._as_ended(worker) for worker in reports}
+        if reports and self.on_progress is not None:
+            self.on_progress(reports)
 
     def _as_ended(self, worker: Standing) -> Standing:
         """Its number may be another process's by now."""
@@ -83,16 +83,16 @@ class HangMonitor:
         if rank not in self.places:
             return  # torchrun's agent
         self._ended.add(rank)
-        known = self.workers.get(rank) or unheard(self.places[rank], rank)
-        self.workers[rank] = self._as_ended(known)
+        worker = self.workers.get(rank) or unheard(self.places[rank], rank)
+        self.workers[rank] = self._as_ended(worker)
 
     def deserters(self) -> list[Standing]:
         """Workers that had left, when the attempt was ended, though their training had steps left; by rank.
 
         Their exit codes may be any; torchrun keeps them to itself.
         """
-        known = self.workers if self._before_stop is None else self._before_stop
-        return hang.deserters(known.values())
+        workers = self.workers if self._before_stop is None else self._before_stop
+        return hang.deserters(workers.values())
 
     def stopping(self) -> None:
         """The nodes are asked to end the attempt; whoever ends from now on may do so because of that."""
@@ -130,7 +130,7 @@ class HangMonitor:
         if self.silent_s is None or (self._asked and now < self._deadline):
             return None
         silent = {rank: node for rank, node in self.places.items() if rank not in self.workers}
-        found = hang.failure(
+        failure = hang.failure(
             self.workers.values(), self._stacks, silent_s=self.silent_s, now=time.time(), silent=silent
         )
         for rank, stack in sorted(self._stacks.items()):
@@ -138,6 +138,6 @@ class HangMonitor:
                 path = hang.keep(self.folder, self.workers[rank].node, rank, stack)
             except (LaunchError, OSError):
                 continue  # a full disk; the verdict is worth more
-            if rank == found.rank:
-                found = replace(found, log=str(path))
-        return found
+            if rank == failure.rank:
+                failure = replace(failure, log=str(path))
+        return failure

@@ -97,23 +97,23 @@ def _without_trailing_spaces(line: bytes) -> bytes:
 
 def _expression(pattern: bytes) -> bytes:
     """A pattern as a regular expression over a path without a slash at its end."""
-    made = bytearray()
+    expression = bytearray()
     at = 0
     while at < len(pattern):
         sign = pattern[at : at + 1]
         if sign == b"*":
             end = at + len(pattern[at:]) - len(pattern[at:].lstrip(b"*"))
-            at, part = _stars(pattern, at, end)
+            at, fragment = _stars(pattern, at, end)
         elif sign == b"?":
-            at, part = at + 1, b"[^/]"
+            at, fragment = at + 1, b"[^/]"
         elif sign == b"[":
-            at, part = _bracket(pattern, at)
+            at, fragment = _bracket(pattern, at)
         elif sign == b"\\":
-            at, part = at + 2, re.escape(pattern[at + 1 : at + 2]) or _NEVER
+            at, fragment = at + 2, re.escape(pattern[at + 1 : at + 2]) or _NEVER
         else:
-            at, part = at + 1, re.escape(sign)
-        made += part
-    return bytes(made)
+            at, fragment = at + 1, re.escape(sign)
+        expression += fragment
+    return bytes(expression)
 
 
 def _stars(pattern: bytes, at: int, end: int) -> tuple[int, bytes]:
@@ -133,7 +133,7 @@ def _bracket(pattern: bytes, start: int) -> tuple[int, bytes]:
     negated = pattern[at : at + 1] in (b"!", b"^")
     at += negated
     members = bytearray()
-    before = b""  # what a `-` would make a range from
+    range_start = b""  # what a `-` would make a range from
     first = True
     while first or pattern[at : at + 1] != b"]":
         first = False
@@ -144,14 +144,14 @@ def _bracket(pattern: bytes, start: int) -> tuple[int, bytes]:
             if name not in _CLASSES:
                 return len(pattern), _NEVER
             members += _CLASSES[name]
-            at, before = close + 1, b""
+            at, range_start = close + 1, b""
             continue
-        if sign == b"-" and before and pattern[at + 1 : at + 2] not in (b"", b"]"):
+        if sign == b"-" and range_start and pattern[at + 1 : at + 2] not in (b"", b"]"):
             at += 2 if pattern[at + 1 : at + 2] == b"\\" else 1
             last = pattern[at : at + 1]
-            if before <= last:
-                members += re.escape(before) + b"-" + re.escape(last)
-            at, before = at + 1, b""
+            if range_start <= last:
+                members += re.escape(range_start) + b"-" + re.escape(last)
+            at, range_start = at + 1, b""
             if not last:
                 return len(pattern), _NEVER
             continue
@@ -161,7 +161,7 @@ def _bracket(pattern: bytes, start: int) -> tuple[int, bytes]:
         if not sign:
             return len(pattern), _NEVER
         members += re.escape(sign)
-        at, before = at + 1, sign
+        at, range_start = at + 1, sign
     if not members:
         return at + 1, b"[^/]" if negated else _NEVER
     return at + 1, rb"(?!/)[%s%s]" % (b"^" if negated else b"", bytes(members))

@@ -94,12 +94,12 @@ class Ledger:
     def watch(self, workers: Sequence[Standing]) -> None:
         """Take in how far the workers are; the smallest rank stands for all."""
         worker = min(workers, key=lambda worker: worker.rank)
-        known = self._newest
-        if worker.phase == ReportedPhase.STARTING or (self._open and known is not None and worker.rank > known.rank):
+        newest = self._newest
+        if worker.phase == ReportedPhase.STARTING or (self._open and newest is not None and worker.rank > newest.rank):
             return
         if not self._open:
             self._begin(worker)
-        elif known is not None and worker.first != known.first:  # it went back to a snapshot by itself
+        elif newest is not None and worker.first != newest.first:  # it went back to a snapshot by itself
             self._lose(worker.first)
             self._marks = [(worker.first, self.spent["useful"])]
         self.enter(self.phase)
@@ -155,14 +155,14 @@ class Ledger:
         if not succeeded and self._newest is not None:
             self._lose(self._newest.saved)
 
-    def _lose(self, kept: int) -> None:
+    def _lose(self, saved_step: int) -> None:
         """The steps of the last attempt after step `kept` are done again, or gone."""
         if self._newest is None or not self._marks:
             return
         end_step, end_s = self._marks[-1]
-        if end_step > kept:
-            self.steps_lost += end_step - kept
-        since_s = _when(self._marks, kept)
+        if end_step > saved_step:
+            self.steps_lost += end_step - saved_step
+        since_s = _when(self._marks, saved_step)
         self.move("useful", "lost", end_s - since_s)
         self._marks = []
 
@@ -204,7 +204,7 @@ class Ledger:
         try:
             facts = json.loads(folders.read_regular(str(path), RUN_BYTES))
             spent = {phase: float(facts["phases_s"][phase]) for phase in PHASES}
-            counted = {name: float(facts["counted_s"][name]) for name in self._counted}
+            moved_s = {name: float(facts["counted_s"][name]) for name in self._counted}
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return  # there is none, or an older version has written it: all of it counts as the running phase
         now = self._clock()
@@ -215,17 +215,17 @@ class Ledger:
         self.spent, self._since, self.phase = spent, now, "useful" if useful else "run"
         self.spent[self.phase] += since_s
         self._run_begun, self._open = now - since_s, useful
-        self._counted, self.steps_lost = counted, int(facts.get("steps_lost", 0))
+        self._counted, self.steps_lost = moved_s, int(facts.get("steps_lost", 0))
 
 
 def _when(marks: Sequence[tuple[int, float]], step: int) -> float:
     """The seconds at which a step was done, between the marks around it as if all steps took the same time."""
-    before = marks[0]
+    previous = marks[0]
     for mark in marks:
         if mark[0] > step:
-            if before[0] > step:
-                return before[1]
-            share = (step - before[0]) / (mark[0] - before[0])
-            return before[1] + share * (mark[1] - before[1])
-        before = mark
-    return before[1]
+            if previous[0] > step:
+                return previous[1]
+            share = (step - previous[0]) / (mark[0] - previous[0])
+            return previous[1] + share * (mark[1] - previous[1])
+        previous = mark
+    return previous[1]

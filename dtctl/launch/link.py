@@ -123,10 +123,10 @@ class NodeLink:
             NodeError: the node says that it cannot go on, or there is no usable Python.
             ConnectError: the link is gone.
         """
-        said = self.receive_json()
-        if said is None:
+        raw_message = self.receive_json()
+        if raw_message is None:
             raise self.why_silent()
-        message = messages.before_start(said, node=self.node)
+        message = messages.before_start(raw_message, node=self.node)
         if message["op"] == "error":
             raise error_of(message, self.node)
         if message["op"] != op:

@@ -30,30 +30,30 @@ class Lines:
 
         A progress bar redraws its line with carriage returns; its last state counts.
         """
-        found: list[str] = []
-        *whole, rest = data.split(b"\n")
-        for piece in whole:
-            self._add(piece, found)
-            found.append(self._take(len(self._part)))
-        self._add(rest, found)
-        return found
+        lines: list[str] = []
+        *complete, remainder = data.split(b"\n")
+        for chunk in complete:
+            self._add(chunk, lines)
+            lines.append(self._take(len(self._part)))
+        self._add(remainder, lines)
+        return lines
 
     def rest(self) -> str:
         """The line that was begun and never ended; it counts as ended now."""
         return self._take(len(self._part))
 
-    def _add(self, data: bytes, found: list[str]) -> None:
-        drawn = data.rstrip(b"\r")
-        if drawn and self._part.endswith(b"\r"):
+    def _add(self, data: bytes, lines: list[str]) -> None:
+        text = data.rstrip(b"\r")
+        if text and self._part.endswith(b"\r"):
             self._part.clear()
-        again = drawn.rfind(b"\r")
-        if again >= 0:
+        redraw_start = text.rfind(b"\r")
+        if redraw_start >= 0:
             self._part.clear()
-        self._part += drawn[again + 1 :]
-        if len(drawn) < len(data) and not self._part.endswith(b"\r"):
+        self._part += text[redraw_start + 1 :]
+        if len(text) < len(data) and not self._part.endswith(b"\r"):
             self._part += b"\r"
         while len(self._part) > LONGEST_BYTES:
-            found.append(self._take(LONGEST_BYTES))
+            lines.append(self._take(LONGEST_BYTES))
 
     def _take(self, size: int) -> str:
         text = bytes(self._part[:size]).rstrip(b"\r").decode(errors="replace")
@@ -96,8 +96,8 @@ class Logs:
         if written < len(data):
             self._refused = self._refused or "the disk is full"
             self.lost[node] = self.lost.get(node, 0) + len(data) - written
-        seen = self.offsets.setdefault(node, {})
-        seen[rank] = seen.get(rank, 0) + len(data)
+        received = self.offsets.setdefault(node, {})
+        received[rank] = received.get(rank, 0) + len(data)
         if rank == METRICS:
             return []
         return self._partial.setdefault(key, Lines()).feed(data)
@@ -111,9 +111,9 @@ class Logs:
 
     def rest(self) -> list[tuple[str, int, str]]:
         """Lines that were begun and never ended, as (node, rank, text); they count as ended now."""
-        found = [(node, rank, lines.rest()) for (node, rank), lines in self._partial.items()]
+        unfinished = [(node, rank, lines.rest()) for (node, rank), lines in self._partial.items()]
         self._partial.clear()
-        return [(node, rank, text) for node, rank, text in found if text]
+        return [(node, rank, text) for node, rank, text in unfinished if text]
 
     def begin_metrics(self, node: str) -> None:
         """Rank 0 starts its metrics from the top, because a snapshot took it back; so does the copy here."""
@@ -138,8 +138,8 @@ class Logs:
                 if not file.seek(0, 2):
                     return
                 file.seek(-1, 2)
-                whole = file.read(1) == b"\n"
-            if not whole:
+                ends_with_newline = file.read(1) == b"\n"
+            if not ends_with_newline:
                 self._file((node, rank)).write(b"\n")
 
     def rejoin(self) -> None:

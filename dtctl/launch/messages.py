@@ -91,13 +91,13 @@ def anything(value: Any) -> Any:
     """Any JSON that is not too deep to be looked through."""
     todo = [(value, 0)]
     while todo:
-        one, depth = todo.pop()
+        item, depth = todo.pop()
         if depth > DEPTH:
             raise Wrong(f"deeper than {DEPTH}")
-        if isinstance(one, dict):
-            todo += [(inner, depth + 1) for inner in one.values()]
-        elif isinstance(one, list):
-            todo += [(inner, depth + 1) for inner in one]
+        if isinstance(item, dict):
+            todo += [(inner, depth + 1) for inner in item.values()]
+        elif isinstance(item, list):
+            todo += [(inner, depth + 1) for inner in item]
     return value
 
 
@@ -134,7 +134,7 @@ def each(check: Check, limit: int = MANY) -> Check:
     def check_all(value: Any) -> list[Any]:
         if not isinstance(value, list) or len(value) > limit:
             raise Wrong(f"no list of at most {limit}")
-        return [check(one) for one in value]
+        return [check(item) for item in value]
 
     return check_all
 
@@ -143,13 +143,13 @@ def those(check: Check, limit: int) -> Check:
     """As `each`, of which those that are wrong are left out: user programs can write what a node reports of them."""
 
     def check_some(value: Any) -> list[Any]:
-        found = []
-        for one in each(lambda one: one, limit)(value):
+        valid = []
+        for item in each(lambda item: item, limit)(value):
             try:
-                found.append(check(one))
+                valid.append(check(item))
             except Wrong:
                 continue
-        return found
+        return valid
 
     return check_some
 
@@ -160,7 +160,7 @@ def by_name(check_name: Check, check: Check, limit: int = MANY) -> Check:
     def check_all(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict) or len(value) > limit:
             raise Wrong(f"no object of at most {limit} names")
-        return {check_name(name): check(one) for name, one in value.items()}
+        return {check_name(name): check(item) for name, item in value.items()}
 
     return check_all
 
@@ -171,16 +171,16 @@ def form(optional: Mapping[str, Check] | None = None, **needed: Check) -> Check:
     def check(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise Wrong("no object")
-        found = {}
+        fields = {}
         for key, inner in (*needed.items(), *(optional or {}).items()):
             if key in value:
                 try:
-                    found[key] = inner(value[key])
+                    fields[key] = inner(value[key])
                 except Wrong as exc:
                     raise Wrong(f"{key}: {exc}") from None
             elif key in needed:
                 raise Wrong(f"{key} is missing")
-        return found
+        return fields
 
     return check
 
@@ -265,22 +265,22 @@ def while_running(message: Mapping[str, Any], *, node: str) -> dict[str, Any]:
     return _supervisors(_RUNNING, message, node)
 
 
-def _supervisors(known: Mapping[str, Check], message: Mapping[str, Any], node: str) -> dict[str, Any]:
+def _supervisors(checks: Mapping[str, Check], message: Mapping[str, Any], node: str) -> dict[str, Any]:
     op = message.get("op")
-    check = known.get(op) if isinstance(op, str) else None
+    check = checks.get(op) if isinstance(op, str) else None
     if check is None:
         raise NodeError(f"the node said {shown(op)}, which makes no sense here", node=node)
-    return {"op": op, **checked(check, message, what=f"its message {op!r}", node=node)}
+    return {"op": op, **checked(check, message, subject=f"its message {op!r}", node=node)}
 
 
-def among(value: int, allowed: Collection[int], *, what: str, node: str) -> int:
+def among(value: int, allowed: Collection[int], *, subject: str, node: str) -> int:
     """The value, if it is one of those that were asked about.
 
     Raises:
         NodeError: it is another one.
     """
     if value not in allowed:
-        raise NodeError(f"the node told of {what} {value}, which it was not asked about", node=node)
+        raise NodeError(f"the node told of {subject} {value}, which it was not asked about", node=node)
     return value
 
 
@@ -326,53 +326,53 @@ MANIFEST: Final = form(
 )  # fmt: skip
 
 
-def about_snapshots(verb: str, said: str, *, node: str) -> dict[str, Any]:
+def about_snapshots(verb: str, output: str, *, node: str) -> dict[str, Any]:
     """The last line of what `python -m dtctl.runtime.snapshot VERB` has said: an answer, or an `error`.
 
     Raises:
         Wrong: there is no such line.
         NodeError: it has not the form of an answer.
     """
-    lines = said.strip().splitlines()
+    lines = output.strip().splitlines()
     try:
         answer = json.loads(lines[-1])
     except (IndexError, ValueError, RecursionError):
         raise Wrong("no answer") from None
     check = _NO if isinstance(answer, dict) and "error" in answer else _SNAPSHOTS[verb]
-    return checked(check, answer, what=f"its answer to `{verb}`", node=node)
+    return checked(check, answer, subject=f"its answer to `{verb}`", node=node)
 
 
-def manifest(said: str, *, node: str) -> dict[str, Any]:
+def manifest(text: str, *, node: str) -> dict[str, Any]:
     """A snapshot's manifest, as a node has sent it.
 
     Raises:
         NodeError: it is none.
     """
     try:
-        document = json.loads(said)
+        document = json.loads(text)
     except (ValueError, RecursionError):
         raise NodeError("the node sent something that is no manifest", node=node) from None
-    return checked(MANIFEST, document, what="a manifest", node=node)
+    return checked(MANIFEST, document, subject="a manifest", node=node)
 
 
-def checked(check: Check, value: Any, *, what: str, node: str) -> dict[str, Any]:
+def checked(check: Check, value: Any, *, subject: str, node: str) -> dict[str, Any]:
     """The value in its form.
 
     Raises:
         NodeError: it has another one.
     """
     try:
-        found: dict[str, Any] = check(value)
+        result: dict[str, Any] = check(value)
     except Wrong as exc:
         raise NodeError(
-            f"{what} makes no sense: {exc}",
+            f"{subject} makes no sense: {exc}",
             node=node,
             hint="is another version of dtctl installed there, or is the node broken?",
         ) from None
-    return found
+    return result
 
 
 def shown(value: object) -> str:
     """Something that a node said, for an error."""
-    found = ascii(value)
-    return found if len(found) <= 80 else f"{found[:80]}..."
+    text = ascii(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

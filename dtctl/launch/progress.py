@@ -81,10 +81,10 @@ class Standing:
         return PLACES.get(self.place % 8, "after its passes")
 
 
-def standings(node: str, told: Iterable[Mapping[str, Any]]) -> list[Standing]:
+def standings(node: str, reports: Iterable[Mapping[str, Any]]) -> list[Standing]:
     """What a node has said about its workers."""
     fields = [name for name in Standing.__dataclass_fields__ if name != "node"]
-    return [Standing(node=node, **{name: fact[name] for name in fields}) for fact in told]
+    return [Standing(node=node, **{name: fact[name] for name in fields}) for fact in reports]
 
 
 def unheard(node: str, rank: int) -> Standing:

@@ -100,9 +100,9 @@ class _Payload:
     def _make(self, source: Iterator[bytes]) -> None:
         error: BaseException | None = None
         try:
-            for piece in source:
+            for chunk in source:
                 with self._news:
-                    self._made.append(piece)
+                    self._made.append(chunk)
                     self._news.notify_all()
         except BaseException as exc:  # noqa: BLE001 - raised in the threads that read
             error = exc
@@ -121,16 +121,16 @@ class _Payload:
                     if self._error is not None:
                         raise self._error
                     return
-                piece = self._made[index]
-            yield piece
+                chunk = self._made[index]
+            yield chunk
             index += 1
 
 
 class _Unreadable(Exception):
     """A file is not what it was when the tree was scanned."""
 
-    def __init__(self, path: bytes, what: str) -> None:
-        super().__init__(what)
+    def __init__(self, path: bytes, reason: str) -> None:
+        super().__init__(reason)
         self.path = os.fsdecode(path)
 
 
@@ -166,19 +166,19 @@ def _contents(tree: Tree, index: int) -> Iterator[bytes]:
     """What is in a file, in pieces; exactly as much as the scan found there."""
     entry = tree.files[index]
     path = os.path.join(os.fsencode(tree.root), entry.path)
-    left = entry.size
+    remaining = entry.size
     try:
         with open(path, "rb", buffering=0) as file:
-            while left > PIECE_BYTES:
+            while remaining > PIECE_BYTES:
                 data = file.read(PIECE_BYTES)
                 if not data:
                     break
-                left -= len(data)
+                remaining -= len(data)
                 yield data
-            data = file.read(left + 1)
+            data = file.read(remaining + 1)
     except OSError as exc:
         raise _Unreadable(path, f"a file cannot be read any more: {exc.strerror}") from exc
-    if len(data) != left:
+    if len(data) != remaining:
         raise _Unreadable(path, "a file has changed while it was pushed")
     yield data
 
@@ -203,16 +203,16 @@ def push(link: NodeLink, tree: Tree, *, shared: Payloads, progress: Callable[[in
         return PushResult(path=_folder(answer, tree, link.node), state="have", files_sent=0, bytes_sent=0)
     manifest = shared.manifest(tree)
     indexes: tuple[int, ...] = ()
-    sent = len(manifest)
+    bytes_sent = len(manifest)
     try:
         link.send_bytes(manifest)
         link.send_json({"op": "push-manifest-end"})
         indexes = _needed(_answer(link, "need"), tree, link.node)
-        for piece in shared.pieces(tree, indexes):
-            link.send_bytes(piece)
-            sent += len(piece)
+        for chunk in shared.pieces(tree, indexes):
+            link.send_bytes(chunk)
+            bytes_sent += len(chunk)
             if progress is not None:
-                progress(sent)
+                progress(bytes_sent)
         link.send_json({"op": "push-end"})
     except _Unreadable as exc:
         raise TransferError(str(exc), node=link.node, where=exc.path, hint="launch again") from exc
@@ -222,7 +222,7 @@ def push(link: NodeLink, tree: Tree, *, shared: Payloads, progress: Callable[[in
     done = _answer(link, "done")
     if done.get("digest") != tree.digest:
         raise TransferError("the node has another tree than was sent", node=link.node)
-    return PushResult(path=_folder(done, tree, link.node), state="done", files_sent=len(indexes), bytes_sent=sent)
+    return PushResult(path=_folder(done, tree, link.node), state="done", files_sent=len(indexes), bytes_sent=bytes_sent)
 
 
 def _needed(answer: dict[str, Any], tree: Tree, node: str) -> tuple[int, ...]:
@@ -249,10 +249,10 @@ def _answer(link: NodeLink, *states: str) -> dict[str, Any]:
         TransferError: what arrived is not what was sent; or the message is none of `states`.
         ConnectError: there is none, because the link is gone.
     """
-    said = link.receive_json()
-    if said is None:
+    raw_message = link.receive_json()
+    if raw_message is None:
         raise ConnectError("the link was lost during the push", node=link.node)
-    message = messages.before_start(said, node=link.node)
+    message = messages.before_start(raw_message, node=link.node)
     state, code = message.get("state"), str(message.get("code", ""))
     if state in states:
         return message
@@ -261,5 +261,5 @@ def _answer(link: NodeLink, *states: str) -> dict[str, Any]:
     text = message.get("message", "unknown error")
     if code in ("digest", "escape", "protocol"):
         raise TransferError(f"the push failed: {text}", node=link.node, hint=HINTS.get(code))
-    what = "the disk is full" if code == "disk-full" else "the code cannot be written"
-    raise NodeError(f"{what}: {text}", node=link.node, hint=HINTS.get(code))
+    problem = "the disk is full" if code == "disk-full" else "the code cannot be written"
+    raise NodeError(f"{problem}: {text}", node=link.node, hint=HINTS.get(code))

@@ -101,7 +101,7 @@ class TreeWalk:
         Raises:
             OSError: a folder cannot be read.
         """
-        found: list[SelectedFile] = []
+        selected: list[SelectedFile] = []
         todo = [(b"", _above(self.root))]
         while todo:
             prefix, level = todo.pop()
@@ -111,12 +111,12 @@ class TreeWalk:
                 continue
             if not level.ignored:
                 level = _with_rules(level, entries)
-            todo.extend(self._folder(prefix, level, entries, found))
-        found.sort()
-        return found
+            todo.extend(self._folder(prefix, level, entries, selected))
+        selected.sort()
+        return selected
 
     def _folder(
-        self, prefix: bytes, level: _Level, entries: list[os.DirEntry[bytes]], found: list[SelectedFile]
+        self, prefix: bytes, level: _Level, entries: list[os.DirEntry[bytes]], selected: list[SelectedFile]
     ) -> Iterator[tuple[bytes, _Level]]:
         """Add the files of one folder to `found`; the folders in it to walk into."""
         plain = not (self._include or self._exclude)
@@ -143,7 +143,7 @@ class TreeWalk:
                 if info is None or (info.st_dev, info.st_ino) in self._own_output:
                     continue  # an editor's passing file; or `dtctl launch > launch.log`, which grows while it is read
                 if stat.S_ISREG(info.st_mode) or stat.S_ISLNK(info.st_mode):
-                    found.append(SelectedFile(prefix + name, info, named or level.trusted))
+                    selected.append(SelectedFile(prefix + name, info, named or level.trusted))
                 else:
                     self.skipped.append(os.fsdecode(prefix + name))
 
@@ -160,14 +160,14 @@ class TreeWalk:
     def _may_hold_included(self, folder: bytes) -> bool:
         """Whether a pattern of `include` may name something below an ignored folder."""
         parts = folder.split(b"/")[:-1]
-        for wanted in self._wanted_in:
-            for part, pattern in zip(parts, wanted, strict=False):
+        for folder_patterns in self._wanted_in:
+            for name, pattern in zip(parts, folder_patterns, strict=False):
                 if pattern == b"**":
                     return True
-                if not fnmatchcase(part, pattern):
+                if not fnmatchcase(name, pattern):
                     break
             else:
-                if len(wanted) >= len(parts):
+                if len(folder_patterns) >= len(parts):
                     return True
         return False
 
@@ -190,7 +190,7 @@ def _folders_of(pattern: bytes) -> list[bytes]:
     parts = pattern.rstrip(b"/").split(b"/")
     if len(parts) == 1:
         return [b"**"]
-    return [part for part in parts[:-1] if part]
+    return [name for name in parts[:-1] if name]
 
 
 def _above(root: bytes) -> _Level:
@@ -231,12 +231,12 @@ def _read(path: bytes, prefix: bytes = b"") -> list[tuple[bytes, Rules]]:
 
 def own_output() -> frozenset[tuple[int, int]]:
     """Device and inode of the files that this process prints to."""
-    found = set()
+    identities = set()
     for fd in (1, 2):
         try:
             info = os.fstat(fd)
         except OSError:
             continue  # closed
         if stat.S_ISREG(info.st_mode):
-            found.add((info.st_dev, info.st_ino))
-    return frozenset(found)
+            identities.add((info.st_dev, info.st_ino))
+    return frozenset(identities)

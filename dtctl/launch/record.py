@@ -215,10 +215,10 @@ class RunRecord:
         from dtctl.launch import validate_records  # only to read a record, which a launch does not
 
         try:
-            said = json.loads(folders.read_regular(str(self.folder / RUN_FILE), RUN_BYTES))
-            if not validate_records.info(said):
+            stored = json.loads(folders.read_regular(str(self.folder / RUN_FILE), RUN_BYTES))
+            if not validate_records.info(stored):
                 raise TypeError("a field has a value of another kind")
-            return RunInfo(**said)
+            return RunInfo(**stored)
         except (OSError, ValueError, TypeError, RecursionError) as exc:
             raise LaunchError(f"{self.run} is not a run that dtctl can read", where=str(self.folder)) from exc
 
@@ -238,12 +238,12 @@ class RunRecord:
     def plan(self) -> dict[str, Any]:
         """The plan of the newest attempt as plain data; empty when none was made."""
         try:
-            found: dict[str, Any] = json.loads(folders.read_regular(str(self.folder / names.PLAN_FILE), PLAN_BYTES))
+            stored: dict[str, Any] = json.loads(folders.read_regular(str(self.folder / names.PLAN_FILE), PLAN_BYTES))
         except (OSError, ValueError, RecursionError):
             return {}
         from dtctl.launch import validate_records
 
-        return found if validate_records.plan(found) else {}
+        return stored if validate_records.plan(stored) else {}
 
     def whole_plan(self) -> dict[str, Any]:
         """The plan of the newest attempt, with all that acting on it needs.
@@ -251,14 +251,14 @@ class RunRecord:
         Raises:
             LaunchError: none was ever made, or it lacks something.
         """
-        found = self.plan()
-        if not found:
+        stored = self.plan()
+        if not stored:
             raise LaunchError(f"run {self.run} was never started", where=str(self.folder))
         from dtctl.launch import validate_records
 
-        if not validate_records.whole_plan(found):
+        if not validate_records.whole_plan(stored):
             raise LaunchError(f"the plan of run {self.run} is not whole", where=str(self.folder / names.PLAN_FILE))
-        return found
+        return stored
 
     def append_event(self, event: dict[str, Any]) -> None:
         """Append one event; whole lines, whoever else reads. A full disk costs the event, not the run."""
@@ -287,20 +287,20 @@ class RunRecord:
         """
         # Who only asks holds the lock for an instant, shared: that must not turn a launcher away.
         deadline = time.monotonic() + HELD_S
-        while (got := self._lock(fcntl.LOCK_EX)) is None and time.monotonic() < deadline:
+        while (lock_fd := self._lock(fcntl.LOCK_EX)) is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        if got is None:
+        if lock_fd is None:
             raise LaunchError(f"run {self.run} has a launcher", where=str(self.folder))
         try:
             yield
         finally:
-            os.close(got)
+            os.close(lock_fd)
 
     def has_launcher(self) -> bool:
         """Whether a living process is the run's launcher."""
-        if (got := self._lock(fcntl.LOCK_SH)) is None:
+        if (lock_fd := self._lock(fcntl.LOCK_SH)) is None:
             return True
-        os.close(got)
+        os.close(lock_fd)
         return False
 
     def _lock(self, kind: int) -> int | None:
@@ -373,6 +373,6 @@ def find_run(base_dir: Path, run: str | None) -> RunRecord:
         RunRecord(base_dir / names.STATE_DIR / names.RUNS_DIR / run).info()  # says that it cannot be read
     import difflib
 
-    near = difflib.get_close_matches(run, [record.run for record in runs], n=1)
-    hint = f"did you mean {near[0]}?" if near else "`dtctl runs` lists the runs of this folder"
+    matches = difflib.get_close_matches(run, [record.run for record in runs], n=1)
+    hint = f"did you mean {matches[0]}?" if matches else "`dtctl runs` lists the runs of this folder"
     raise LaunchError(f"there is no run {run}", where=str(base_dir / names.STATE_DIR / names.RUNS_DIR), hint=hint)

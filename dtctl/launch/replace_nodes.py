@@ -30,14 +30,16 @@ class Regrouped:
     """Nodes that were replaced or left out."""
 
 
-def regroup(gang: Gang, silent: set[str], spares: list[str], *, least: int, return_s: float, call: Call) -> Regrouped:
+def regroup(
+    gang: Gang, silent: set[str], spares: list[str], *, min_nodes: int, return_s: float, call: Call
+) -> Regrouped:
     """Call nodes whose link was lost again, and do without those that do not answer.
 
     Args:
         gang: its sessions are changed to those of the next attempt.
         silent: nodes to be called again.
         spares: nodes that stand by; the ones that are called are taken out.
-        least: number of nodes that the run needs.
+        min_nodes: number of nodes that the run needs.
         return_s: for how long nodes that it cannot do without are called again.
         call: opens a session.
 
@@ -51,7 +53,7 @@ def regroup(gang: Gang, silent: set[str], spares: list[str], *, least: int, retu
     hellos, failures = gang.try_gather(silent)
     names = list(gang.sessions)
     deadline, wait_s = time.monotonic() + return_s, FIRST_WAIT_S
-    while len(failures) > len(spares) + len(names) - least and time.monotonic() < deadline and not gang.signals:
+    while len(failures) > len(spares) + len(names) - min_nodes and time.monotonic() < deadline and not gang.signals:
         for name, error in failures.items():
             gang.emit("note", node=name, text=f"called again in {wait_s:g} s, since the run needs it: {error.message}")
         gang.idle(wait_s)
@@ -60,23 +62,23 @@ def regroup(gang: Gang, silent: set[str], spares: list[str], *, least: int, retu
             gang.sessions[name].close()
             gang.sessions[name] = call(name, False)
             gang.sessions[name].start()
-        more, failures = gang.try_gather(set(failures))
-        hellos |= more
-    gone = []
+        new_hellos, failures = gang.try_gather(set(failures))
+        hellos |= new_hellos
+    replaced = []
     for lost in [name for name in names if name in failures]:
         spare = _spare(gang, spares, call, hellos)
         if spare is not None:
             names[names.index(lost)] = spare
             gang.emit("replaced", node=lost, by=spare, reason=str(failures[lost]))
-        elif len(names) > least:
+        elif len(names) > min_nodes:
             names.remove(lost)
             gang.emit("left-out", node=lost, nodes=len(names), reason=str(failures[lost]))
         else:
             raise_failures(failures)
         gang.sessions[lost].close()
-        gone.append(lost)
+        replaced.append(lost)
     gang.sessions = {name: gang.sessions[name] for name in names}
-    return Regrouped(names=tuple(names), hellos=hellos, gone=tuple(gone))
+    return Regrouped(names=tuple(names), hellos=hellos, gone=tuple(replaced))
 
 
 def _spare(gang: Gang, spares: list[str], call: Call, hellos: dict[str, dict[str, Any]]) -> str | None:
@@ -85,9 +87,9 @@ def _spare(gang: Gang, spares: list[str], call: Call, hellos: dict[str, dict[str
         name = spares.pop(0)
         gang.sessions[name] = call(name, True)
         gang.sessions[name].start()
-        said, failures = gang.try_gather({name})
-        if name in said and not failures:
-            hellos |= said
+        answers, failures = gang.try_gather({name})
+        if name in answers and not failures:
+            hellos |= answers
             return name
         gang.sessions.pop(name).close()
     return None

@@ -72,15 +72,15 @@ class RestartPolicy:
             return RestartDecision()
         # What all workers run into is told by whoever is first, so words count and not who says them. But what a hang
         # says of itself has seconds in it, and why a process was ended has counters: there the worker counts.
-        blank = failure.hang or bool(failure.why)
+        text_varies = failure.hang or bool(failure.why)
         named = _STEP.search(failure.summary)
-        words = named[0] if named else failure.summary
-        kind = f"{failure.node} {failure.rank}" if blank else f"{describe(failure)} {words}"
+        error_text = named[0] if named else failure.summary
+        kind = f"{failure.node} {failure.rank}" if text_varies else f"{describe(failure)} {error_text}"
         progress = lasted_s > LONG_S if step is None else step > self._step
         self._step = max(self._step, step if step is not None else -1)
-        again = kind == self._last and not blank and (step == self._failed_at or named is not None)
+        repeated = kind == self._last and not text_varies and (step == self._failed_at or named is not None)
         self._failed_at = -1 if step is None else step
-        if again and step is not None and first is not None and first < step:
+        if repeated and step is not None and first is not None and first < step:
             return RestartDecision(hopeless=f"{SURE_LIMIT} attempts have failed with the same error after step {step}")
         if progress:
             self._last, self._same = kind, 1
@@ -88,8 +88,8 @@ class RestartPolicy:
         self._same = self._same + 1 if kind == self._last else 1
         self._last = kind
         if self._same >= SAME_LIMIT:
-            where = f"at step {step}" if step is not None else "at the start"
-            return RestartDecision(hopeless=f"{SAME_LIMIT} attempts have failed in the same way {where}")
+            position = f"at step {step}" if step is not None else "at the start"
+            return RestartDecision(hopeless=f"{SAME_LIMIT} attempts have failed in the same way {position}")
         return RestartDecision(
             wait_s=0.0 if self._same == 1 else min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (self._same - 2))
         )

@@ -98,23 +98,23 @@ class _Launcher:
             if failure is None or outcome.stopped_by is not None:
                 break
             if self._is_stop(failure):
-                who = "the agent" if failure.rank is None else f"rank {failure.rank}"
-                self.emit("note", node=failure.node, text=f"{who} {failures.describe(failure)}")
+                subject = "the agent" if failure.rank is None else f"rank {failure.rank}"
+                self.emit("note", node=failure.node, text=f"{subject} {failures.describe(failure)}")
                 break
             if attempt >= plan.max_restarts:
                 break
-            verdict = self._judge(outcome, failure)
-            if verdict.hopeless:
-                self.emit("note", node=failure.node, text=f"not started again: {verdict.hopeless}")
+            decision = self._judge(outcome, failure)
+            if decision.hopeless:
+                self.emit("note", node=failure.node, text=f"not started again: {decision.hopeless}")
                 break
             attempt += 1
-            self.ledger.enter("idle" if verdict.wait_s else "restart")
+            self.ledger.enter("idle" if decision.wait_s else "restart")
             reason = failures.describe(failure)
             self.emit(
-                "restart", attempt=attempt, of=plan.max_restarts, reason=reason, wait_s=verdict.wait_s,
+                "restart", attempt=attempt, of=plan.max_restarts, reason=reason, wait_s=decision.wait_s,
                 node=failure.node, rank=failure.rank,
             )  # fmt: skip
-            self.gang.idle(verdict.wait_s)
+            self.gang.idle(decision.wait_s)
             self.ledger.enter("restart")
             plan = self._again(plan, attempt, outcome)
         self.ledger.enter("stop")
@@ -132,7 +132,7 @@ class _Launcher:
 
     def _count(self, outcome: AttemptOutcome) -> None:
         """Tell the ledger that an attempt is over."""
-        failed = min((found.time for found in outcome.failures), default=None)
+        failed = min((failure.time for failure in outcome.failures), default=None)
         failed_s = 0.0 if failed is None else max(0.0, time.time() - failed)
         self.ledger.ended(failed_s=failed_s, hung_s=outcome.hung_s)
         self._lost_output.update(outcome.lost_output)
@@ -153,19 +153,19 @@ class _Launcher:
     # -- before the first attempt -----------------------------------------------------------------------------------
 
     def _session(
-        self, node: NodePlan, *, fresh: bool = True, attach: dict[str, Any] | None = None, code: str = ""
+        self, node: NodePlan, *, is_new: bool = True, attach: dict[str, Any] | None = None, code: str = ""
     ) -> Session:
         job = self.job
         head = node.node_rank == 0
         prepare = {
             "op": "prepare",
             "run": job.run,
-            "fresh": fresh,
+            "fresh": is_new,
             "cwd": code,
             "files": list(node.files),
             "programs": list(node.programs),
         }
-        errand = NodeSetup(
+        setup = NodeSetup(
             python=node.python,
             workdir=node.workdir,
             ports=rendezvous.port_candidates(job.run, job.first_plan.attempt, job.fixed_port) if head else (),
@@ -173,7 +173,7 @@ class _Launcher:
             prepare=prepare,
             attach=attach,
         )
-        session = Session(job.targets[node.name], job.transport, errand, self.inbox)
+        session = Session(job.targets[node.name], job.transport, setup, self.inbox)
         session.code = code
         return session
 
@@ -289,66 +289,68 @@ class _Launcher:
         }
 
     def _first_failure(self, outcome: AttemptOutcome) -> Failure | None:
-        found = failures.first(self._with_log(found) for found in outcome.failures)
-        if found is None or not failures.is_consequence(found):
-            return found
+        failure = failures.first(self._with_log(failure) for failure in outcome.failures)
+        if failure is None or not failures.is_consequence(failure):
+            return failure
         for worker in outcome.deserters:
             tail = failures.last_lines(self.logs.tail(worker.node, worker.rank))
-            left = hang.left(worker)
-            cause = failures.deserted(found, node=worker.node, rank=worker.rank, left=left, tail=tail)
+            early_exit = hang.left(worker)
+            cause = failures.deserted(failure, node=worker.node, rank=worker.rank, early_exit=early_exit, tail=tail)
             if cause is not None:
                 return replace(cause, log=str(self.record.log_path(worker.node, worker.rank)))
-        return found
+        return failure
 
     def _is_stop(self, failure: Failure) -> bool:
         return failures.is_stop(failure, trains=self.job.trains)
 
-    def _with_log(self, found: Failure) -> Failure:
+    def _with_log(self, failure: Failure) -> Failure:
         """The failure with what the logs say about it."""
-        if found.exit_code is None:
-            return found
-        if found.rank is None:
-            found = failures.from_torchrun(found, self.logs.tail(found.node, AGENT))
-        rank = AGENT if found.rank is None else found.rank
-        tail = failures.last_lines(self.logs.tail(found.node, rank))
+        if failure.exit_code is None:
+            return failure
+        if failure.rank is None:
+            failure = failures.from_torchrun(failure, self.logs.tail(failure.node, AGENT))
+        rank = AGENT if failure.rank is None else failure.rank
+        tail = failures.last_lines(self.logs.tail(failure.node, rank))
         if not tail:  # a worker that said nothing; torchrun's agent may have
-            tail = failures.last_lines(self.logs.tail(found.node, AGENT))
-        path = self.record.log_path(found.node, rank)
-        said = failures.summary(tail)
-        why = f"{said} ({found.why})" if said and found.why else said or found.why
-        return replace(found, tail=tail, summary=why, log=str(path))
+            tail = failures.last_lines(self.logs.tail(failure.node, AGENT))
+        path = self.record.log_path(failure.node, rank)
+        log_summary = failures.summary(tail)
+        summary = f"{log_summary} ({failure.why})" if log_summary and failure.why else log_summary or failure.why
+        return replace(failure, tail=tail, summary=summary, log=str(path))
 
     def _reattach(self, name: str) -> None:
         node = next(node for node in self.job.first_plan.nodes if node.name == name)
-        old = self.gang.sessions[name]
-        old.close()
-        offsets = {str(rank): seen for rank, seen in self.logs.offsets.get(name, {}).items() if rank >= AGENT}
+        previous = self.gang.sessions[name]
+        previous.close()
+        offsets = {str(rank): received for rank, received in self.logs.offsets.get(name, {}).items() if rank >= AGENT}
         attach = {"op": "attach", "run": self.job.run, "offsets": offsets}
-        session = self._session(node, fresh=False, attach=attach, code=old.code)
+        session = self._session(node, is_new=False, attach=attach, code=previous.code)
         self.gang.sessions[name] = session
         session.start()
 
     def _again(self, plan: Plan, attempt: int, outcome: AttemptOutcome) -> Plan:
         """The plan of the next attempt, with a rendezvous that no straggler of the last one knows."""
-        known = {**self.job.spares, **{node.name: node for node in plan.nodes}}
+        known_nodes = {**self.job.spares, **{node.name: node for node in plan.nodes}}
         code = {name: session.code for name, session in self.gang.sessions.items()}
 
-        def call(name: str, fresh: bool) -> Session:
-            return self._session(known[name], fresh=fresh, code=code.get(name, ""))
+        def call(name: str, is_new: bool) -> Session:
+            return self._session(known_nodes[name], is_new=is_new, code=code.get(name, ""))
 
-        silent = {*outcome.lost, *outcome.gone}
+        unreachable = {*outcome.lost, *outcome.gone}
         from dtctl.launch.replace_nodes import regroup
 
-        now = regroup(self.gang, silent, self.spares, least=self.job.min_nodes, return_s=self.job.return_s, call=call)
-        self.gone |= {name: known[name] for name in now.gone}
-        self.hellos |= now.hellos
-        head = known[now.names[0]]
+        next_nodes = regroup(
+            self.gang, unreachable, self.spares, min_nodes=self.job.min_nodes, return_s=self.job.return_s, call=call
+        )
+        self.gone |= {name: known_nodes[name] for name in next_nodes.gone}
+        self.hellos |= next_nodes.hellos
+        head = known_nodes[next_nodes.names[0]]
         port = self.gang.probe(head.name, rendezvous.port_candidates(plan.run, attempt, self.job.fixed_port))
         if port == 0 and not self.gang.signals:
             raise PlanError("no port for the rendezvous is free on the head node", where=f"node {head.name}")
-        same = head.name == plan.head.name
-        address = plan.rendezvous.address if same else self._address(head)
-        return self.job.make_plan(attempt, address, port, self._gpus(), now.names)
+        same_head = head.name == plan.head.name
+        address = plan.rendezvous.address if same_head else self._address(head)
+        return self.job.make_plan(attempt, address, port, self._gpus(), next_nodes.names)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -356,8 +358,8 @@ class _Launcher:
         """Look on the nodes whose link was lost, if they can be reached again, and end what is left there."""
         outcome.left |= dict.fromkeys(self.gone)
         nodes = [*plan.nodes, *self.gone.values()]
-        silent = [node for node in nodes if node.name in outcome.left and outcome.left[node.name] is None]
-        if not silent or self.job.keep:
+        unreachable = [node for node in nodes if node.name in outcome.left and outcome.left[node.name] is None]
+        if not unreachable or self.job.keep:
             return
         from dtctl.launch.sweep import SweepTarget, sweep
 
@@ -367,7 +369,7 @@ class _Launcher:
                 python=node.python,
                 workdir=node.workdir,
             )
-            for node in silent
+            for node in unreachable
         ]
         grace_s = min(plan.grace_s, 3.0)
         answers = sweep(targets, self.job.transport, run=plan.run, token=self.job.token, grace_s=grace_s)
@@ -379,7 +381,7 @@ class _Launcher:
         """What the run came to; last, so that the ledger has all of its time."""
         stopped_by = outcome.stopped_by or (self.gang.signals[-1] if self.gang.signals else None)
         counts = list(outcome.left.values())
-        left = None if None in counts else sum(count or 0 for count in counts)
+        left_behind = None if None in counts else sum(count or 0 for count in counts)
         if stopped_by is not None:
             # SIGUSR1 is how batch systems say that the time is nearly up, and ours is: the run is to be launched again.
             status, exit_code = "stopped", names.REQUEUE_EXIT if stopped_by == signal.SIGUSR1 else 128 + stopped_by
@@ -400,7 +402,7 @@ class _Launcher:
             launch_s=self.launch_s,
             duration_s=self.ledger.total_s(),
             goodput=self.ledger.facts()["goodput"],
-            left_behind=left,
+            left_behind=left_behind,
             lost_output=dict(self._lost_output + Counter(self.logs.lost)),
             nodes=len(self.gang.sessions),
         )

@@ -63,10 +63,10 @@ class NodeSetup:
 class Session:
     """The link to one node and the thread that reads it."""
 
-    def __init__(self, target: Target, transport: Transport, errand: NodeSetup, inbox: Queue[NodeMessage]) -> None:
+    def __init__(self, target: Target, transport: Transport, setup: NodeSetup, inbox: Queue[NodeMessage]) -> None:
         self.target = target
         self.name = target.name
-        self.errand = errand
+        self.errand = setup
         self.connection: Connection | None = None
         self.heard = time.monotonic()
         self.moved: float | None = None
@@ -104,9 +104,9 @@ class Session:
         self._muted = True
         self._make_room()
 
-    def taken(self, said: NodeMessage) -> None:
+    def taken(self, message: NodeMessage) -> None:
         """The launcher has come to something that was said."""
-        self._make_room(said.size_bytes)
+        self._make_room(message.size_bytes)
 
     def wait_closed(self, timeout_s: float) -> None:
         """Wait until the node's end has closed the link: then not even the supervisor is left there."""
@@ -121,7 +121,7 @@ class Session:
         if self.connection is not None:
             self.connection.close()
 
-    def say(self, what: str, /, **data: Any) -> None:
+    def say(self, kind: str, /, **data: Any) -> None:
         """Tell the launcher something."""
         size_bytes = LEAST_BYTES + len(data.get("payload", b""))
         with self._room:
@@ -130,7 +130,7 @@ class Session:
             self._unheard_bytes += size_bytes
         self.moved = time.monotonic()
         if not (self._closed or self._muted):
-            self._inbox.put(NodeMessage(self, what, data, size_bytes))
+            self._inbox.put(NodeMessage(self, kind, data, size_bytes))
 
     def _make_room(self, size_bytes: int = 0) -> None:
         with self._room:
@@ -159,23 +159,23 @@ class Session:
             self.say("failed", error=exc)
 
     def _open(self, connection: Connection) -> NodeLink:
-        errand = self.errand
-        first = errand.attach or {"op": "hello", "ports": list(errand.ports)}
-        return open_supervisor(connection, first, node=self.name, python=errand.python, workdir=errand.workdir)
+        setup = self.errand
+        first = setup.attach or {"op": "hello", "ports": list(setup.ports)}
+        return open_supervisor(connection, first, node=self.name, python=setup.python, workdir=setup.workdir)
 
     def _prepare(self, link: NodeLink) -> None:
-        errand = self.errand
-        prepare = errand.prepare
-        if errand.push is None:
+        setup = self.errand
+        prepare = setup.prepare
+        if setup.push is None:
             with contextlib.suppress(ConnectError):  # it has ended already; what it said, or its exit status, tells why
                 link.send_json(prepare)
         hello = link.expect("hello")
-        messages.among(hello["port"], (0, *errand.ports), what="port", node=self.name)
+        messages.among(hello["port"], (0, *setup.ports), subject="port", node=self.name)
         self.say("hello", **hello)
-        if errand.push is not None:
+        if setup.push is not None:
             self.say("pushing", sent=0)
             try:
-                pushed = errand.push(link, lambda sent: self.say("pushing", sent=sent))
+                pushed = setup.push(link, lambda sent: self.say("pushing", sent=sent))
             except ConnectError as exc:
                 raise link.why_silent() from exc
             self.code = str(pushed["path"])

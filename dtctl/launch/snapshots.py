@@ -38,15 +38,15 @@ class Told:
     answer: Mapping[str, Any]
 
 
-def here(words: Sequence[str]) -> Told:
+def here(arguments: Sequence[str]) -> Told:
     """Run it on this machine, in a process of its own.
 
     Raises:
         LaunchError: it ended without an answer.
     """
-    argv = children.module(sys.executable, MODULE, *words)
+    argv = children.module(sys.executable, MODULE, *arguments)
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    return _told(words[0], done.returncode, done.stdout, done.stderr, where="this machine")
+    return _told(arguments[0], done.returncode, done.stdout, done.stderr, where="this machine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +72,11 @@ class RunSnapshots:
         plan = record.whole_plan()
         cluster, spec = cluster_of_run(record), spec_of_run(record)
         self._make_transport = cluster.make_transport
-        own = spec.snapshot_dir
+        folder = spec.snapshot_dir
         code, continued = record.code_folders(), record.info().snapshots
         self._places = {}
         # What is at a URL all nodes see: the first one is asked.
-        at_url = own is not None and is_url(own)
+        at_url = folder is not None and is_url(folder)
         for node in plan["nodes"][: 1 if at_url else None]:
             name = node["name"]
             run_dir = posixpath.join(node["workdir"], "runs", record.run)
@@ -84,7 +84,7 @@ class RunSnapshots:
                 self._places[name] = _Place(
                     target=cluster.targets[name],
                     command=_beginning(node, code.get(name, ""), asks=at_url),
-                    folder=own or continued.get(name) or posixpath.join(run_dir, "snapshots"),
+                    folder=folder or continued.get(name) or posixpath.join(run_dir, "snapshots"),
                     variables=_job_variables(node) if at_url else "",
                 )
 
@@ -93,8 +93,8 @@ class RunSnapshots:
     ) -> dict[str, Told | DtctlError]:
         """Run it on all nodes at once, or on some: node -> its answer, or why it has none."""
         transport = self._make_transport()
-        chosen = {name: place for name, place in self._places.items() if nodes is None or name in nodes}
-        return fan_out(chosen, partial(_ask, transport=transport, verb=verb, options=options))
+        places = {name: place for name, place in self._places.items() if nodes is None or name in nodes}
+        return fan_out(places, partial(_ask, transport=transport, verb=verb, options=options))
 
     def fetch(self, node: str, verb: str, options: Sequence[str], out: IO[bytes], *, limit_bytes: int) -> Told:
         """Bring what an export or a `send` writes, of which there may be as much as was asked for.
@@ -108,11 +108,11 @@ class RunSnapshots:
         clock = Patience(connection, READING_S)
         try:
             stream = _open(connection, place, verb, options)
-            left = limit_bytes
+            remaining = limit_bytes
             while data := stream.read(1 << 18):
                 clock.heard()
-                left -= len(data)
-                if left < 0:
+                remaining -= len(data)
+                if remaining < 0:
                     raise NodeError(f"the node sends more than the {limit_bytes} bytes that there can be", node=node)
                 out.write(data)
             clock.check(node)
@@ -129,15 +129,15 @@ def _ask(place: _Place, *, transport: Transport, verb: str, options: Sequence[st
     clock = Patience(connection, SILENCE_S if verb in _QUICK else READING_S)
     try:
         stream = _open(connection, place, verb, options)
-        said = bytearray()
+        output = bytearray()
         while data := stream.read(1 << 18):
-            said += data
-            if len(said) > messages.ANSWER_BYTES:
+            output += data
+            if len(output) > messages.ANSWER_BYTES:
                 raise NodeError(f"its answer is longer than {messages.ANSWER_BYTES >> 20} MiB", node=name)
         clock.check(name)
         code = stream.exit_status(END_S)
         errors = stream.read_stderr().decode(errors="replace")
-        return _told(verb, code, said.decode(errors="replace"), errors, where=name)
+        return _told(verb, code, output.decode(errors="replace"), errors, where=name)
     finally:
         clock.end()
         connection.close()
@@ -156,8 +156,8 @@ def _open(connection: Connection, place: _Place, verb: str, options: Sequence[st
 def _job_variables(node: Mapping[str, Any]) -> str:
     """What the job was told of the store: `job.env`, `job.env_from` and the node's own. Secrets are kept nowhere."""
     origins = ("job.env", "cluster.nodes")
-    found = [variable for variable in node["env"] if variable["origin"].startswith(origins)]
-    return "".join(f"export {variable['name']}={shell.quote(variable['value'])}\n" for variable in found)
+    variables = [variable for variable in node["env"] if variable["origin"].startswith(origins)]
+    return "".join(f"export {variable['name']}={shell.quote(variable['value'])}\n" for variable in variables)
 
 
 def _beginning(node: Mapping[str, Any], code: str, *, asks: bool) -> str:
@@ -189,9 +189,9 @@ def _told(verb: str, code: int | None, text: str, errors: str, *, where: str) ->
     return Told(code=code or 0, answer=answer)
 
 
-def error_of(told: Told) -> DtctlError:
+def error_of(reply: Told) -> DtctlError:
     """The error that an answer stands for."""
-    answer = told.answer
+    answer = reply.answer
     return SnapshotError(answer["error"], where=answer.get("where"), hint=answer.get("hint"))
 
 

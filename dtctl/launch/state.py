@@ -59,8 +59,8 @@ def alive(info: RunInfo) -> bool:
     """Whether the launcher of a run still lives; another process that has its id by now is not it."""
     if info.pid <= 0:
         return False
-    found = node_facts.start_ticks(info.pid)
-    if found == -1:
+    ticks = node_facts.start_ticks(info.pid)
+    if ticks == -1:
         try:
             os.kill(info.pid, 0)
         except ProcessLookupError:
@@ -68,7 +68,7 @@ def alive(info: RunInfo) -> bool:
         except PermissionError:
             pass
         return True
-    return found != 0 and (info.pid_started, info.boot) == (found, node_facts.boot_id())
+    return ticks != 0 and (info.pid_started, info.boot) == (ticks, node_facts.boot_id())
 
 
 def state_of(record: RunRecord) -> RunState:
@@ -109,13 +109,16 @@ def state_of(record: RunRecord) -> RunState:
     if done is None and not info.slurm and not alive(info) and not record.has_launcher():
         status = "abandoned"
     end = last if done is not None or status == "abandoned" else time.time()
-    told = done.get("duration_s") if done is not None else None
+    duration_s = done.get("duration_s") if done is not None else None
     unwatched = info.slurm and done is None and not record.has_launcher()
     return RunState(
         run=record.run,
         status=status,
         started=info.started,
-        duration_s=max(0.0, float(told) if told is not None and validate_records.number(told) else end - info.started),
+        duration_s=max(
+            0.0,
+            float(duration_s) if duration_s is not None and validate_records.number(duration_s) else end - info.started,
+        ),
         looked=last if unwatched or done is not None else time.time(),
         attempt=attempt,
         nodes=nodes,
@@ -129,10 +132,10 @@ def state_of(record: RunRecord) -> RunState:
 
 def _ledger(record: RunRecord) -> dict[str, Any] | None:
     try:
-        found = json.loads(folders.read_regular(str(record.folder / names.LEDGER_FILE), RUN_BYTES))
+        ledger = json.loads(folders.read_regular(str(record.folder / names.LEDGER_FILE), RUN_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
-    return found if validate_records.ledger(found) else None
+    return ledger if validate_records.ledger(ledger) else None
 
 
 def where_the_time_went(ledger: dict[str, Any]) -> str:
@@ -140,18 +143,18 @@ def where_the_time_went(ledger: dict[str, Any]) -> str:
     wall_s = float(ledger.get("wall_s") or 0.0)
     shares = {name: spent / wall_s for name, spent in ledger.get("phases_s", {}).items() if wall_s > 0}
     useful = shares.pop("useful", 0.0)
-    rest = sorted(((share, name) for name, share in shares.items() if share >= 0.001), reverse=True)
-    told = ", ".join(f"{name} {share:.1%}" for share, name in rest[:6])
-    return f"useful {useful:.1%}" + (f" ({told})" if told else "")
+    largest = sorted(((share, name) for name, share in shares.items() if share >= 0.001), reverse=True)
+    details = ", ".join(f"{name} {share:.1%}" for share, name in largest[:6])
+    return f"useful {useful:.1%}" + (f" ({details})" if details else "")
 
 
 def follow(record: RunRecord, *, interval_s: float = 0.1) -> Iterator[dict[str, Any]]:
     """Events as they are appended, from the first on, until the run is over."""
-    seen = 0
+    yielded = 0
     while True:
         events = list(record.events())
-        yield from events[seen:]
-        seen = len(events)
-        if state_of(record).over and len(list(record.events())) == seen:
+        yield from events[yielded:]
+        yielded = len(events)
+        if state_of(record).over and len(list(record.events())) == yielded:
             return
         time.sleep(interval_s)

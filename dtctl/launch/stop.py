@@ -67,14 +67,14 @@ def on_nodes(record: RunRecord, targets: Mapping[str, Target], transport: Transp
         for node in plan["nodes"]
         if node["name"] in targets
     ]
-    left = sweep(nodes, transport, run=record.run, token=record.info().token, grace_s=float(plan["grace_s"]))
+    left_behind = sweep(nodes, transport, run=record.run, token=record.info().token, grace_s=float(plan["grace_s"]))
     if note and not state_of(record).done:
-        record.append_event({"event": "done", **_done(record.run, int(plan["attempt"]) + 1, left)})
-    return Stopped(left=left)
+        record.append_event({"event": "done", **_done(record.run, int(plan["attempt"]) + 1, left_behind)})
+    return Stopped(left=left_behind)
 
 
-def _done(run: str, attempts: int, left: Mapping[str, int | DtctlError]) -> dict[str, Any]:
-    counts = [answer for answer in left.values() if isinstance(answer, int)]
+def _done(run: str, attempts: int, left_behind: Mapping[str, int | DtctlError]) -> dict[str, Any]:
+    counts = [answer for answer in left_behind.values() if isinstance(answer, int)]
     return {
         "time": round(time.time(), 3),
         "run": run,
@@ -84,5 +84,5 @@ def _done(run: str, attempts: int, left: Mapping[str, int | DtctlError]) -> dict
         "first_failure": None,
         "launch_s": None,
         "duration_s": None,
-        "left_behind": sum(counts) if len(counts) == len(left) else None,
+        "left_behind": sum(counts) if len(counts) == len(left_behind) else None,
     }

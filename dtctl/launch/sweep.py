@@ -38,10 +38,10 @@ def sweep(
     """
     message = {"op": "sweep", "run": run, "token": token, "grace_s": grace_s}
 
-    def one(node: SweepTarget) -> int:
+    def sweep_one(node: SweepTarget) -> int:
         return _sweep_node(node, transport, message)
 
-    return fan_out({node.target.name: node for node in nodes}, one)
+    return fan_out({node.target.name: node for node in nodes}, sweep_one)
 
 
 def _sweep_node(node: SweepTarget, transport: Transport, message: dict[str, Any]) -> int:

@@ -76,10 +76,10 @@ def scan(root: Path, *, include: Sequence[str] = (), exclude: Sequence[str] = ()
     memory = cache / f"{hashlib.sha256(top).hexdigest()[:16]}.json" if cache else None
     walk = TreeWalk(top, include, exclude)
     try:
-        found = walk.run()
-        _check_size(root, found)
+        selected = walk.run()
+        _check_size(root, selected)
         with Digests(memory) as digests:
-            entries = tuple(entry for file in found if (entry := _entry(walk, file, digests)) is not None)
+            entries = tuple(entry for file in selected if (entry := _entry(walk, file, digests)) is not None)
     except OSError as exc:
         raise PlanError(
             f"what is to be pushed cannot be read: {exc.strerror}",
@@ -131,8 +131,8 @@ def _link(root: bytes, path: bytes, full: bytes) -> bytes:
             where=os.fsdecode(full),
             hint="name it in .dtctlignore, and give the path on the node to your script instead",
         )
-    way, name = os.path.split(os.path.join(folder, os.readlink(full)))
-    plain = os.path.join(os.path.realpath(way), name)  # may be a link itself, which is kept
+    parent, name = os.path.split(os.path.join(folder, os.readlink(full)))
+    plain = os.path.join(os.path.realpath(parent), name)  # may be a link itself, which is kept
     if name in (b"", b".", b"..") or not _is_inside(root, plain):
         plain = target
     return os.path.relpath(plain, folder)
@@ -142,19 +142,19 @@ def _is_inside(root: bytes, path: bytes) -> bool:
     return path == root or path.startswith(os.path.join(root, b""))
 
 
-def _check_size(root: Path, found: Sequence[SelectedFile]) -> None:
-    total_bytes = sum(file.info.st_size for file in found)
-    if total_bytes <= MAX_BYTES and len(found) <= MAX_FILES:
+def _check_size(root: Path, selected: Sequence[SelectedFile]) -> None:
+    total_bytes = sum(file.info.st_size for file in selected)
+    if total_bytes <= MAX_BYTES and len(selected) <= MAX_FILES:
         return
     files: dict[str, int] = {}
     sizes: dict[str, int] = {}
-    for file in found:
+    for file in selected:
         top = os.fsdecode(file.path.split(b"/", 1)[0])
         files[top] = files.get(top, 0) + 1
         sizes[top] = sizes.get(top, 0) + file.info.st_size
     largest = sorted(files, key=lambda top: -(sizes[top] if total_bytes > MAX_BYTES else files[top]))[:3]
     raise PlanError(
-        f"{len(found)} files, {total_bytes >> 20} MiB are too much to push (at most {MAX_FILES} files and "
+        f"{len(selected)} files, {total_bytes >> 20} MiB are too much to push (at most {MAX_FILES} files and "
         f"{MAX_BYTES >> 20} MiB)",
         where=str(root),
         hint="name what the job does not need in .dtctlignore; the most is in "

@@ -32,21 +32,21 @@ SECRET = re.compile(r"(?i)(token|secret|passw|credential|api_?key|access_?key|pr
 
 def reach(spec: Spec) -> list[str]:
     """What has to be agreed to, a phrase each: files from elsewhere that are sent, commands that are run here."""
-    found = []
+    phrases = []
     base = Path(os.path.realpath(spec.base_dir))
     root = Path(os.path.realpath(spec.base_dir / spec.job.files.root))
     if spec.pushes and root != base and base not in root.parents:
-        found.append(f"the files of {root} are sent to the nodes (job.files.root)")
+        phrases.append(f"the files of {root} are sent to the nodes (job.files.root)")
     config = spec.cluster.ssh_config
     if config is not None and str(config) != "none" and not _is_own(config):
-        found += _commands(config)
-    return found
+        phrases += _commands(config)
+    return phrases
 
 
 def _is_own(config: Path) -> bool:
     """Whether an SSH configuration is one that `ssh` itself would read, and no file that came with a spec."""
-    own = (Path("~/.ssh").expanduser(), Path("/etc/ssh"))
-    return any(Path(os.path.realpath(folder)) in Path(os.path.realpath(config)).parents for folder in own)
+    ssh_folders = (Path("~/.ssh").expanduser(), Path("/etc/ssh"))
+    return any(Path(os.path.realpath(folder)) in Path(os.path.realpath(config)).parents for folder in ssh_folders)
 
 
 def _commands(config: Path) -> list[str]:
@@ -64,18 +64,20 @@ def _commands(config: Path) -> list[str]:
 
 def sent(spec: Spec) -> list[str]:
     """What else leaves this machine, for the dry run: variables by pattern, and what secrets they may be."""
-    found = [f"variables of this machine that match {pattern} are sent (job.env_from)" for pattern in spec.job.env_from]
+    phrases = [
+        f"variables of this machine that match {pattern} are sent (job.env_from)" for pattern in spec.job.env_from
+    ]
     if spec.pushes:
-        found.append(f"the files of {os.path.realpath(spec.base_dir / spec.job.files.root)} are sent (job.files)")
-    found += [f"{name} of this machine is sent (job.secrets)" for name in spec.job.secrets]
+        phrases.append(f"the files of {os.path.realpath(spec.base_dir / spec.job.files.root)} are sent (job.files)")
+    phrases += [f"{name} of this machine is sent (job.secrets)" for name in spec.job.secrets]
     if (
         spec.cluster.known_hosts is not None
         and Path(os.path.realpath(spec.base_dir)) in Path(os.path.realpath(spec.cluster.known_hosts)).parents
     ):
-        found.append(f"{spec.cluster.known_hosts.name} of the folder vouches for the nodes (cluster.known_hosts)")
+        phrases.append(f"{spec.cluster.known_hosts.name} of the folder vouches for the nodes (cluster.known_hosts)")
     if (templates := spec.base_dir / "templates").is_dir():
-        found += [f"{path.name} of the folder's own templates makes the scripts" for path in templates.glob("*.j2")]
-    return found
+        phrases += [f"{path.name} of the folder's own templates makes the scripts" for path in templates.glob("*.j2")]
+    return phrases
 
 
 def likely_secrets(spec: Spec, environ: dict[str, str]) -> list[str]:
@@ -88,8 +90,8 @@ def likely_secrets(spec: Spec, environ: dict[str, str]) -> list[str]:
 
 def is_agreed(spec: Spec) -> bool:
     """Whether this user has agreed to all of it, in this folder."""
-    told = reach(spec)
-    return not told or _record(spec, told).is_file()
+    phrases = reach(spec)
+    return not phrases or _record(spec, phrases).is_file()
 
 
 def agree(spec: Spec) -> None:
@@ -120,7 +122,7 @@ def check(spec: Spec) -> None:
         )
 
 
-def _record(spec: Spec, told: list[str]) -> Path:
+def _record(spec: Spec, phrases: list[str]) -> Path:
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    seal = "\0".join([os.path.realpath(spec.base_dir), *told])
+    seal = "\0".join([os.path.realpath(spec.base_dir), *phrases])
     return Path(state).expanduser() / "dtctl" / "agreed" / hashlib.sha256(os.fsencode(seal)).hexdigest()

@@ -30,13 +30,13 @@ def _moment(value: Any) -> float:
 def _texts(value: Any) -> Any:
     if not isinstance(value, dict):
         raise Wrong("no object")
-    return {_WORD(name): _WORD(one) for name, one in value.items()}
+    return {_WORD(name): _WORD(item) for name, item in value.items()}
 
 
 def _sums(value: Any) -> Any:
     if not isinstance(value, dict):
         raise Wrong("no object")
-    return {_WORD(name): finite(one) for name, one in value.items()}
+    return {_WORD(name): finite(item) for name, item in value.items()}
 
 
 def _some(**optional: Check) -> Check:

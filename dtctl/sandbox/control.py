@@ -179,9 +179,11 @@ def _start_keeper(state: Path, name: str, nodes: int, *, with_slurm: bool) -> No
         readable, _, _ = select.select([stdout], [], [], UP_LIMIT_S)
         answer = json.loads(stdout.readline() or b"{}") if readable else {"error": f"not up after {UP_LIMIT_S:g} s"}
     if not answer.get("ok"):
-        said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        why = answer.get("error") or (said[-1] if said else "its keeper ended without a word")
-        raise SandboxError(f"the sandbox cannot be made: {why}", hint="or use `transport: local`, which needs nothing")
+        error_lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        reason = answer.get("error") or (error_lines[-1] if error_lines else "its keeper ended without a word")
+        raise SandboxError(
+            f"the sandbox cannot be made: {reason}", hint="or use `transport: local`, which needs nothing"
+        )
     keeper.returncode = 0  # it stays; Popen must not warn that it does
 
 
@@ -210,12 +212,12 @@ def down(name: str) -> bool:
         links = [layout.bridge_name(state), *(layout.link_name(state, node.index) for node in nodes)]
         commands = "".join(f"link del {link}\n" for link in links)
         subprocess.run(["ip", "-force", "-batch", "-"], input=commands, capture_output=True, text=True, check=False)
-    left = folders.remove_tree(str(state))
-    if left:
+    not_removed = folders.remove_tree(str(state))
+    if not_removed:
         raise SandboxError(
             "the sandbox's folder cannot be removed whole: something is mounted there, or belongs to somebody else",
-            where=left[0],
-            hint=f"umount {shell.quote(left[0])}, then `dtctl sandbox down` again",
+            where=not_removed[0],
+            hint=f"umount {shell.quote(not_removed[0])}, then `dtctl sandbox down` again",
         )
     return True
 
@@ -226,11 +228,11 @@ def _kill_keeper(state: Path) -> None:
     # that was not looked for.
     for entry in Path("/proc").iterdir():
         try:
-            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdecimal() else []
-            own = entry.stat().st_uid == os.getuid()
+            arguments = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdecimal() else []
+            is_own = entry.stat().st_uid == os.getuid()
         except OSError:
             continue
-        if own and b"dtctl.sandbox.keeper" in words and os.fsencode(state) in words:
+        if is_own and b"dtctl.sandbox.keeper" in arguments and os.fsencode(state) in arguments:
             started = node_facts.start_ticks(int(entry.name))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(entry.name), signal.SIGKILL)
@@ -272,7 +274,7 @@ def enter_argv(sandbox: Sandbox, node: SandboxNode, command: Sequence[str]) -> l
     check_on(node)
     # In the private world this user is its root; the login user has to be mapped back, as for the SSH server.
     as_user = ["unshare", "--user", f"--map-user={os.getuid()}", f"--map-group={os.getgid()}"]
-    home = str(sandbox.home)
+    home_folder = str(sandbox.home)
     return [
         "nsenter",
         "--target",
@@ -281,8 +283,8 @@ def enter_argv(sandbox: Sandbox, node: SandboxNode, command: Sequence[str]) -> l
         *(as_user if sandbox.rootless else ()),
         "env",
         "-C",
-        home,
-        f"HOME={home}",
+        home_folder,
+        f"HOME={home_folder}",
         f"USER={sandbox.user}",
         *(f"{key}={value}" for key, value in slurm.environment(sandbox).items()),
         *command,
@@ -306,17 +308,17 @@ def check_on(node: SandboxNode) -> None:
 
 def host_processes(node: SandboxNode) -> dict[int, str]:
     """Processes of a host, by this machine's ids -> command line; its init is among them."""
-    wanted = _pid_namespace(node.pid) if is_on(node) else None
-    found = {}
+    namespace = _pid_namespace(node.pid) if is_on(node) else None
+    commands = {}
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and wanted and _pid_namespace(int(entry.name)) == wanted:
+        if entry.name.isdigit() and namespace and _pid_namespace(int(entry.name)) == namespace:
             try:
                 line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue
             if node_facts.start_ticks(int(entry.name)):
-                found[int(entry.name)] = line.strip()
-    return found
+                commands[int(entry.name)] = line.strip()
+    return commands
 
 
 def _pid_namespace(pid: int) -> str | None:

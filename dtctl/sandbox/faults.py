@@ -44,22 +44,22 @@ def in_network(sandbox: Sandbox, node: SandboxNode | None, argv: Sequence[str]) 
     environ["PATH"] = environ.get("PATH", "") + ":/usr/sbin:/sbin"
     done = subprocess.run([*prefix, *argv], capture_output=True, text=True, check=False, env=environ)
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-        where = f"host {node.name}" if node else "the bridge"
-        raise SandboxError(f"{' '.join(argv)} failed: {said[-1]}", where=where)
+        errors = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        place = f"host {node.name}" if node else "the bridge"
+        raise SandboxError(f"{' '.join(argv)} failed: {errors[-1]}", where=place)
 
 
 def _iptables(sandbox: Sandbox, node: SandboxNode, *rule: str) -> None:
     in_network(sandbox, node, ["iptables", "-w", "-A", *rule])
 
 
-def cut(sandbox: Sandbox, node: SandboxNode, other: SandboxNode | None) -> None:
+def cut(sandbox: Sandbox, node: SandboxNode, peer: SandboxNode | None) -> None:
     """Pull a host's cable; or let nothing pass between two hosts."""
-    if other is None:
+    if peer is None:
         in_network(sandbox, None, ["ip", "link", "set", layout.link_name(sandbox.state, node.index), "down"])
         return
-    _iptables(sandbox, node, "INPUT", "-s", other.address, "-j", "DROP")
-    _iptables(sandbox, node, "OUTPUT", "-d", other.address, "-j", "DROP")
+    _iptables(sandbox, node, "INPUT", "-s", peer.address, "-j", "DROP")
+    _iptables(sandbox, node, "OUTPUT", "-d", peer.address, "-j", "DROP")
 
 
 def block(sandbox: Sandbox, node: SandboxNode, *, ports: str, source: SandboxNode | None, reject: bool) -> None:
@@ -80,9 +80,9 @@ def block(sandbox: Sandbox, node: SandboxNode, *, ports: str, source: SandboxNod
     _iptables(sandbox, node, "INPUT", "-p", "tcp", *sender, "--dport", ports, "-j", *verdict)
 
 
-def lose_large(sandbox: Sandbox, node: SandboxNode, other: SandboxNode | None) -> None:
+def lose_large(sandbox: Sandbox, node: SandboxNode, peer: SandboxNode | None) -> None:
     """Lose packets above a size on their way to a host: a path with a smaller MTU that nobody tells of."""
-    sender = ["-s", other.address] if other else []
+    sender = ["-s", peer.address] if peer else []
     _iptables(sandbox, node, "INPUT", *sender, "-m", "length", "--length", f"{LARGE_BYTES + 1}:65535", "-j", "DROP")
 
 
@@ -95,11 +95,11 @@ def lose(sandbox: Sandbox, node: SandboxNode, *, percent: float, source: Sandbox
     _iptables(sandbox, node, "INPUT", "-i", "eth0", *sender, *probability, "-j", "DROP")
 
 
-def limit(sandbox: Sandbox, node: SandboxNode, *, rate: str, other: SandboxNode | None = None) -> None:
+def limit(sandbox: Sandbox, node: SandboxNode, *, rate: str, peer: SandboxNode | None = None) -> None:
     """Limit a host's cable to a rate such as `50mbit`, both ways; or only what goes between two hosts."""
-    if other is not None:
-        _limit_towards(sandbox, node, other, rate)
-        _limit_towards(sandbox, other, node, rate)
+    if peer is not None:
+        _limit_towards(sandbox, node, peer, rate)
+        _limit_towards(sandbox, peer, node, rate)
         return
     shape = ["root", "tbf", "rate", rate, "burst", _burst(rate), "latency", "100ms"]
     in_network(sandbox, node, ["tc", "qdisc", "replace", "dev", "eth0", *shape])
@@ -116,12 +116,12 @@ def _burst(rate: str) -> str:
         raise UsageError(f"{rate!r} is not a rate", hint="write 50mbit or 1gbit") from exc
 
 
-def _limit_towards(sandbox: Sandbox, node: SandboxNode, other: SandboxNode, rate: str) -> None:
+def _limit_towards(sandbox: Sandbox, node: SandboxNode, peer: SandboxNode, rate: str) -> None:
     """By a class of its own for this one address; everything else goes past it."""
     at = ["dev", "eth0"]
     in_network(sandbox, node, ["tc", "qdisc", "replace", *at, "root", "handle", "1:", "htb"])
     in_network(sandbox, node, ["tc", "class", "replace", *at, "parent", "1:", "classid", "1:1", "htb", "rate", rate])
-    match = ["u32", "match", "ip", "dst", f"{other.address}/32", "flowid", "1:1"]
+    match = ["u32", "match", "ip", "dst", f"{peer.address}/32", "flowid", "1:1"]
     in_network(sandbox, node, ["tc", "filter", "add", *at, "parent", "1:", "protocol", "ip", *match])
 
 
@@ -185,9 +185,9 @@ def heal(sandbox: Sandbox, nodes: Sequence[SandboxNode]) -> None:
         link = layout.link_name(sandbox.state, node.index)
         in_network(sandbox, None, ["ip", "link", "set", link, "up"])
         in_network(sandbox, node, ["iptables", "-w", "-F"])
-        for where, device in ((node, "eth0"), (None, link)):
+        for network, device in ((node, "eth0"), (None, link)):
             with contextlib.suppress(SandboxError):  # there was none
-                in_network(sandbox, where, ["tc", "qdisc", "del", "dev", device, "root"])
+                in_network(sandbox, network, ["tc", "qdisc", "del", "dev", device, "root"])
         _unmount_disks(sandbox, node)
 
 
@@ -201,10 +201,10 @@ def _unmount_disks(sandbox: Sandbox, node: SandboxNode) -> None:
 def recorded(sandbox: Sandbox) -> list[str]:
     """The faults in force, as people wrote them."""
     try:
-        found: list[str] = json.loads((sandbox.state / FAULTS_FILE).read_text(encoding="utf-8"))
+        faults: list[str] = json.loads((sandbox.state / FAULTS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
-    return found
+    return faults
 
 
 def record(sandbox: Sandbox, faults: list[str]) -> None:

@@ -54,15 +54,15 @@ def write_all(
     hosts += f"{bridge_address} control\n"
     # A server on an IPv6 socket sees its IPv4 clients under these, and torch looks up their names.
     hosts += "".join(f"::ffff:{node.address} {node.name}\n" for node in nodes) + "::ffff:127.0.0.1 localhost\n"
-    known = []
-    more = "".join(f"SetEnv {key}={value}\n" for key, value in environ.items())
+    known_hosts = []
+    set_env = "".join(f"SetEnv {key}={value}\n" for key, value in environ.items())
     for node in nodes:
         folder = state / "hosts" / node.name
-        for part in ("home", "ssh", "etc"):
-            (folder / part).mkdir(parents=True, exist_ok=True)
+        for name in ("home", "ssh", "etc"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / "home").chmod(0o700)
-        known.append(f"{node.address},{node.name} {_write_key(folder / 'ssh' / 'host_key')}\n")
-        config = SSHD_CONFIG.format(folder=state / "self" / "ssh", state=state, more=more)
+        known_hosts.append(f"{node.address},{node.name} {_write_key(folder / 'ssh' / 'host_key')}\n")
+        config = SSHD_CONFIG.format(folder=state / "self" / "ssh", state=state, more=set_env)
         (folder / "ssh" / "sshd_config").write_text(config, encoding="utf-8")
         etc = folder / "etc"
         (etc / "passwd").write_text(passwd, encoding="utf-8")
@@ -71,7 +71,7 @@ def write_all(
         # Nobody answers there, at once: a name that is not in /etc/hosts is unknown without a wait.
         (etc / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n", encoding="utf-8")
         (etc / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n", encoding="utf-8")
-    (state / "known_hosts").write_text("".join(known), encoding="ascii")
+    (state / "known_hosts").write_text("".join(known_hosts), encoding="ascii")
 
 
 def _write_key(path: Path) -> str:

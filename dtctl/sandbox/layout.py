@@ -103,8 +103,8 @@ class Sandbox:
         for node in self.nodes:
             if node.name == name:
                 return node
-        known = ", ".join(node.name for node in self.nodes)
-        raise SandboxError(f"the sandbox has no host {name}", hint=f"its hosts are {known}")
+        names = ", ".join(node.name for node in self.nodes)
+        raise SandboxError(f"the sandbox has no host {name}", hint=f"its hosts are {names}")
 
 
 def default_name() -> str:

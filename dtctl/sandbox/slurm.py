@@ -113,8 +113,8 @@ def environment(sandbox: Sandbox) -> dict[str, str]:
 def write_files(state: Path, nodes: Sequence[SandboxNode], *, bridge_address: str) -> None:
     """Write the configuration and munge's key, before the hosts come up."""
     folder = state / "slurm"
-    for part in ("munge", "state"):
-        (folder / part).mkdir(parents=True, exist_ok=True)
+    for name in ("munge", "state"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
     # munge wants folders that nobody else can write to, and a socket that everybody may reach.
     for path in (folder, folder / "munge"):
         path.chmod(0o755)
@@ -123,8 +123,8 @@ def write_files(state: Path, nodes: Sequence[SandboxNode], *, bridge_address: st
         file.write(secrets.token_bytes(128))
     # Each host has the whole machine. Not more memory than is there: jobs may want what they are promised.
     memory_mib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
-    has = f"CPUs={CPUS} RealMemory={memory_mib // 2} Gres=gpu:{GPUS} Feature=sandbox"
-    rows = (f"NodeName={node.name} NodeAddr={node.address} {has}" for node in nodes)
+    resources = f"CPUs={CPUS} RealMemory={memory_mib // 2} Gres=gpu:{GPUS} Feature=sandbox"
+    rows = (f"NodeName={node.name} NodeAddr={node.address} {resources}" for node in nodes)
     text = CONFIG.format(
         control=CONTROL,
         bridge_address=bridge_address,
@@ -190,18 +190,22 @@ def wait_ready(sandbox: Sandbox) -> None:
         if set(states) == {node.name for node in sandbox.nodes} and set(states.values()) == {"idle"}:
             return
         if time.monotonic() > deadline:
-            said = ", ".join(f"{name} is {what}" for name, what in states.items()) or "the controller does not answer"
-            raise SandboxError(f"Slurm does not come up: {said}", where=str(sandbox.state / "slurm" / "slurmctld.log"))
+            summary = (
+                ", ".join(f"{name} is {state}" for name, state in states.items()) or "the controller does not answer"
+            )
+            raise SandboxError(
+                f"Slurm does not come up: {summary}", where=str(sandbox.state / "slurm" / "slurmctld.log")
+            )
         time.sleep(0.05)
 
 
 def _states(sandbox: Sandbox) -> Mapping[str, str]:
     """Node -> state as sinfo has it; empty while the controller does not answer."""
-    asked = ["sinfo", "--noheader", "--Node", "--partition", PARTITIONS[0], "--format", "%N %T"]
+    argv = ["sinfo", "--noheader", "--Node", "--partition", PARTITIONS[0], "--format", "%N %T"]
     environ = {**os.environ, **environment(sandbox)}
-    done = subprocess.run(asked, env=environ, capture_output=True, text=True, check=False)
-    words = [line.split() for line in done.stdout.splitlines()]
-    return {row[0]: row[1] for row in words if len(row) == 2}
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True, check=False)
+    rows = [line.split() for line in done.stdout.splitlines()]
+    return {row[0]: row[1] for row in rows if len(row) == 2}
 
 
 def _start(argv: Sequence[str], *, log: Path, environ: Mapping[str, str], hosts: Path | None = None) -> None:

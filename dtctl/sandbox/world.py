@@ -27,11 +27,11 @@ def connect(sandbox: Sandbox, address: str, port: int, timeout_s: float) -> sock
         OSError: of the kind that a direct connection would have raised.
     """
     if not sandbox.rootless:
-        made = socket.create_connection((address, port), timeout=timeout_s)
+        connection = socket.create_connection((address, port), timeout=timeout_s)
     else:
-        made = _through_keeper(sandbox, address, port, timeout_s)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return made
+        connection = _through_keeper(sandbox, address, port, timeout_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
 
 
 def _through_keeper(sandbox: Sandbox, address: str, port: int, timeout_s: float) -> socket.socket:

@@ -25,9 +25,9 @@ def cluster_of_allocation(spec: Spec, environ: Mapping[str, str]) -> ResolvedClu
         LaunchError: Slurm does not say which nodes they are.
     """
     job, listed = environ["SLURM_JOB_ID"], environ.get("SLURM_JOB_NODELIST", "")
-    shown = _scontrol("show", "hostnames", listed).split()
-    known = _scontrol("show", "node", "-o", listed)
-    addresses = dict(re.findall(r"NodeName=(\S+) .*?NodeAddr=(\S+)", known))
+    node_names = _scontrol("show", "hostnames", listed).split()
+    node_records = _scontrol("show", "node", "-o", listed)
+    addresses = dict(re.findall(r"NodeName=(\S+) .*?NodeAddr=(\S+)", node_records))
     slots = spec.cluster.slots
     nodes = tuple(
         NodeSpec(
@@ -37,7 +37,7 @@ def cluster_of_allocation(spec: Spec, environ: Mapping[str, str]) -> ResolvedClu
             workdir=spec.cluster.workdir,
             python=spec.cluster.python,
         )
-        for name in shown
+        for name in node_names
     )
     targets = {node.name: Target(name=node.name, address=node.address) for node in nodes}
     return ResolvedCluster(nodes=nodes, targets=targets, make_transport=lambda: SrunTransport(job))

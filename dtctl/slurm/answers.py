@@ -43,10 +43,10 @@ def _kept_file(value: Any) -> str:
     """One of the files that a job's folder has for whoever follows it."""
     if value in ("job.log", "metrics.jsonl"):
         return str(value)
-    words = value.split("/") if isinstance(value, str) else []
-    if len(words) != 3 or words[0] != "logs" or not _LOG.match(words[2]):
+    parts = value.split("/") if isinstance(value, str) else []
+    if len(parts) != 3 or parts[0] != "logs" or not _LOG.match(parts[2]):
         raise Wrong(f"{shown(value)} is not a file of the job")
-    file_name(words[1])
+    file_name(parts[1])
     return str(value)
 
 
@@ -62,15 +62,15 @@ def _piece(value: Any) -> list[Any]:
 
 def _partition(value: Any) -> dict[str, str]:
     form(PartitionName=_FIELD)(value)
-    found: dict[str, str] = by_name(text(256), _FIELD)(value)
-    return found
+    fields: dict[str, str] = by_name(text(256), _FIELD)(value)
+    return fields
 
 
 def _row(value: Any) -> list[str]:
-    found: list[str] = each(_FIELD, 16)(value)
-    if len(found) < 5:
+    fields: list[str] = each(_FIELD, 16)(value)
+    if len(fields) < 5:
         raise Wrong("no row of a node")
-    return found
+    return fields
 
 
 _STATE: Final = form(
@@ -98,28 +98,28 @@ _ANSWERS: Final[Mapping[str, Check]] = {
 _NO: Final = form(error=prose)
 
 
-def answer(request: Mapping[str, Any], said: str, *, where: str) -> dict[str, Any]:
+def answer(request: Mapping[str, Any], output: str, *, node: str) -> dict[str, Any]:
     """The answer to a request, or an `error`.
 
     Raises:
         Wrong: there is none.
         NodeError: it has not the form that was asked for.
     """
-    if len(said) > BYTES:
+    if len(output) > BYTES:
         raise Wrong("no answer")
     try:
-        found = json.loads(said)
+        parsed = json.loads(output)
     except (ValueError, RecursionError):
         raise Wrong("no answer") from None
     op = request["op"]
-    what = f"its answer to `{op}`"
-    if isinstance(found, dict) and "error" in found:
-        return checked(_NO, found, what=what, node=where)
-    answer = checked(_ANSWERS[op], found, what=what, node=where)
+    subject = f"its answer to `{op}`"
+    if isinstance(parsed, dict) and "error" in parsed:
+        return checked(_NO, parsed, subject=subject, node=node)
+    answer = checked(_ANSWERS[op], parsed, subject=subject, node=node)
     if op == "place":
-        checked(lambda folder: _is_place(folder, request), answer["folder"], what=what, node=where)
+        checked(lambda folder: _is_place(folder, request), answer["folder"], subject=subject, node=node)
     if op == "submit" and not answer["code"] and "job" not in answer:
-        checked(_job, None, what=what, node=where)
+        checked(_job, None, subject=subject, node=node)
     return answer
 
 

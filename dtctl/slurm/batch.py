@@ -54,26 +54,26 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path | No
     slurm = spec.slurm or Slurm()
     node, direct = plan.head, plan.per_worker
     _check(spec, plan)
-    here = Path(__file__).parent
-    fixed = spec.network.rendezvous_port
-    parts = components(slurm, plan, chdir=chdir, output=output)
-    several = len(parts) > 1
+    package_folder = Path(__file__).parent
+    fixed_port = spec.network.rendezvous_port
+    component_list = components(slurm, plan, chdir=chdir, output=output)
+    several = len(component_list) > 1
     values = {
         "version": dtctl.__version__,
         "names": names,
         "plan": plan,
         "node": node,
         "groups": [group for group in node.env_by_origin if group.origin != PLACE],
-        "components": parts,
-        "each": " or ".join(str(part.slots) for part in parts),
+        "components": component_list,
+        "each": " or ".join(str(part.slots) for part in component_list),
         # Of several kinds of nodes, each task is told its own number.
         "slots": shell.Late("$1") if several else node.slots,
         "unit": "worker" if direct else "node",
         "srun": list(slurm.srun),
         "python": node.python or "python3",
-        "port": fixed if isinstance(fixed, int) else 0,
-        "meeting": standalone(here / "pick_endpoint.py"),
-        "route": standalone(here / "find_interface.py"),
+        "port": fixed_port if isinstance(fixed_port, int) else 0,
+        "meeting": standalone(package_folder / "pick_endpoint.py"),
+        "route": standalone(package_folder / "find_interface.py"),
         "argv": _late(node.argv) if plan.kind == "torchrun" else node.argv,
         "mark": f"TASK_{hashlib.blake2b(repr(node).encode(), digest_size=6).hexdigest()}",
         "folder": str(folder) if folder else "",
@@ -102,14 +102,14 @@ def components(slurm: Slurm, plan: Plan, *, chdir: Path, output: Path) -> list[C
     Raises:
         PlanError: a value cannot be said in a batch file.
     """
-    found: list[Component] = []
+    result: list[Component] = []
     for slots, nodes in groupby(plan.nodes, key=lambda node: node.slots):
         tasks = slots if plan.per_worker else 1
-        asked = _asked(slurm, nodes=len(list(nodes)), tasks=tasks)
-        if not found:  # what is said of the job as a whole stands before its first nodes
-            asked = {"job-name": plan.job, **asked, **_whole(slurm, chdir=chdir, output=output)}
-        found.append(Component(slots=slots, tasks=tasks, directives=tuple(_lines({**asked, **slurm.extra}))))
-    return found
+        options = _asked(slurm, nodes=len(list(nodes)), tasks=tasks)
+        if not result:  # what is said of the job as a whole stands before its first nodes
+            options = {"job-name": plan.job, **options, **_whole(slurm, chdir=chdir, output=output)}
+        result.append(Component(slots=slots, tasks=tasks, directives=tuple(_lines({**options, **slurm.extra}))))
+    return result
 
 
 def _asked(slurm: Slurm, *, nodes: int, tasks: int) -> dict[str, object]:
@@ -135,9 +135,9 @@ def _whole(slurm: Slurm, *, chdir: Path, output: Path) -> dict[str, object]:
     }
 
 
-def _lines(asked: Mapping[str, object]) -> list[str]:
+def _lines(options: Mapping[str, object]) -> list[str]:
     lines = []
-    for key, value in asked.items():
+    for key, value in options.items():
         if value is None or value is False:
             continue
         if not _KEY.match(key):
@@ -163,9 +163,12 @@ def literal(path: Path) -> str:
 def _late(argv: Sequence[str]) -> list[str]:
     """The argv of torchrun with what is known in the allocation only; nothing behind the script is touched."""
     end = next(
-        (at for at, word in enumerate(argv) if at and not word.startswith("-") and argv[at - 1] != "-m"), len(argv)
+        (at for at, argument in enumerate(argv) if at and not argument.startswith("-") and argv[at - 1] != "-m"),
+        len(argv),
     )
-    return [LATE.get(word.partition("=")[0], word) if at < end else word for at, word in enumerate(argv)]
+    return [
+        LATE.get(argument.partition("=")[0], argument) if at < end else argument for at, argument in enumerate(argv)
+    ]
 
 
 def _check(spec: Spec, plan: Plan) -> None:

@@ -58,25 +58,25 @@ def read(line: str) -> Sequence[Start | Ended | Taken | Over]:
 
     Source of srun's texts: src/srun/libsrun/launch.c and task_state.c of Slurm 22.05.
     """
-    if found := _START.match(line):
-        return [Start(int(found[1]))]
-    if found := _OVER.match(line):
-        return [Over(int(found[1]))]
-    if found := _TASK.match(line):
-        code, number, why = _how(found[3])
-        return [Ended(found[1], task, code, number, why) for task in _numbers(found[2])]
-    if found := _NODE.match(line):
-        return [Ended(found[1], None, None, None)]
-    if found := _DUE.search(line):
+    if match := _START.match(line):
+        return [Start(int(match[1]))]
+    if match := _OVER.match(line):
+        return [Over(int(match[1]))]
+    if match := _TASK.match(line):
+        code, number, reason = _how(match[3])
+        return [Ended(match[1], task, code, number, reason) for task in _numbers(match[2])]
+    if match := _NODE.match(line):
+        return [Ended(match[1], None, None, None)]
+    if match := _DUE.search(line):
         reasons = {"TIME LIMIT": "its time was over", "PREEMPTION": "it was preempted", "NODE FAILURE": "a node failed"}
-        return [Taken(reasons.get(found[1], found[1].lower()))]
+        return [Taken(reasons.get(match[1], match[1].lower()))]
     return [Taken("its time was nearly over")] if line.startswith(_WARNED) else []
 
 
 def _how(text: str) -> tuple[int | None, int | None, str]:
     """Exit code, signal and reason of what srun says about a task."""
-    if found := _CODE.match(text):
-        code = int(found[1])
+    if match := _CODE.match(text):
+        code = int(match[1])
         # Slurm tells the code that bash gave, which is 128 + N where a signal ended what it had become.
         return code, code - 128 if code > 128 else None, ""
     if text.startswith("Out Of Memory"):
@@ -87,8 +87,8 @@ def _how(text: str) -> tuple[int | None, int | None, str]:
 
 def _numbers(text: str) -> list[int]:
     """`0-2,5` as numbers."""
-    found: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return found
+    numbers: list[int] = []
+    for item in text.split(","):
+        first, _, last = item.partition("-")
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers

@@ -105,9 +105,9 @@ class Follower:
             self._over_since = time.monotonic()
         for name in sorted(files, key=lambda name: name != JOB_LOG):  # first which start the rest belongs to
             offset, data = files[name][0], base64.b64decode(files[name][1])
-            whole = data if over else data[: max(data.rfind(b"\n"), data.rfind(b"\r")) + 1]
-            self._read(name, offset, whole)
-            self._have[name] = offset + len(whole)
+            complete = data if over else data[: max(data.rfind(b"\n"), data.rfind(b"\r")) + 1]
+            self._read(name, offset, complete)
+            self._have[name] = offset + len(complete)
         self._tell_state()
         if files:
             self._keep()
@@ -137,43 +137,43 @@ class Follower:
             self.logs.write(self._node(0), METRICS, data)
         else:
             _, node, file = Path(name).parts
-            for rank, part in self._by_rank(file, data):
-                for line in self.logs.write(node, rank, part):
+            for rank, chunk in self._by_rank(file, data):
+                for line in self.logs.write(node, rank, chunk):
                     self.emit("log", node=node, rank=rank, text=line)
 
     def _by_rank(self, file: str, data: bytes) -> list[tuple[int, bytes]]:
         """The lines of a log, sorted by the rank that has printed them."""
         if file != "agent.log":
             return [(int(file.removeprefix("rank-").removesuffix(".log")), data)]
-        found: list[tuple[int, bytes]] = []
+        chunks: list[tuple[int, bytes]] = []
         for line in data.splitlines(keepends=True):
-            mark, closed, rest = line.partition(b"] ")
+            mark, closed, text = line.partition(b"] ")
             marked = closed and mark.startswith(RANK_MARK) and mark[len(RANK_MARK) :].isdigit()
-            found.append((int(mark[len(RANK_MARK) :]), rest) if marked else (AGENT, line))
-        return found
+            chunks.append((int(mark[len(RANK_MARK) :]), text) if marked else (AGENT, line))
+        return chunks
 
     def _read_job_log(self, data: bytes) -> None:
         with os.fdopen(os.open(self._job_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as file:
             file.write(data)
         for line in data.decode(errors="replace").splitlines():
-            for said in batchlog.read(line):
-                if isinstance(said, batchlog.Start):
-                    self._start(said.attempt)
-                elif isinstance(said, batchlog.Over):
-                    self._script_code = said.exit_code
-                elif isinstance(said, batchlog.Taken):
-                    self.taken = self.taken or said.reason  # a requeue by the script says so too
+            for event in batchlog.read(line):
+                if isinstance(event, batchlog.Start):
+                    self._start(event.attempt)
+                elif isinstance(event, batchlog.Over):
+                    self._script_code = event.exit_code
+                elif isinstance(event, batchlog.Taken):
+                    self.taken = self.taken or event.reason  # a requeue by the script says so too
                 else:
-                    self._ended(said)
+                    self._ended(event)
 
     def _start(self, attempt: int) -> None:
         if self.attempt >= 0:
             first = self._first_failure()
             if first is not None and not self.taken:
-                told = {"reason": failures.describe(first), "node": first.node, "rank": first.rank}
+                cause = {"reason": failures.describe(first), "node": first.node, "rank": first.rank}
             else:
-                told = {"reason": self.taken or "Slurm has taken it back", "node": None, "rank": None}
-            self.emit("restart", attempt=attempt, of=self.ref.max_attempts, **told)
+                cause = {"reason": self.taken or "Slurm has taken it back", "node": None, "rank": None}
+            self.emit("restart", attempt=attempt, of=self.ref.max_attempts, **cause)
         self.attempt, self.failures, self.taken, self._script_code = attempt, [], "", None
         self.logs.begin_attempt()
         self.emit("start", attempt=attempt)
@@ -184,27 +184,27 @@ class Follower:
         self.launch_s = self.launch_s or launch_s
         self.emit("started", attempt=attempt, launch_s=launch_s)
 
-    def _ended(self, said: batchlog.Ended) -> None:
-        rank = said.task if self.ref.workers_apart or said.task is None else AGENT
-        if said.exit_code is not None:
-            self.emit("exit", node=said.node, rank=rank, exit_code=said.exit_code, signal=said.signal)
+    def _ended(self, event: batchlog.Ended) -> None:
+        rank = event.task if self.ref.workers_apart or event.task is None else AGENT
+        if event.exit_code is not None:
+            self.emit("exit", node=event.node, rank=rank, exit_code=event.exit_code, signal=event.signal)
         self.failures.append(
             Failure(
-                node=said.node,
+                node=event.node,
                 rank=rank,
-                exit_code=said.exit_code,
-                signal=said.signal,
+                exit_code=event.exit_code,
+                signal=event.signal,
                 time=float(len(self.failures)),
-                why=said.why,
+                why=event.why,
             )
         )
 
     def _tell_state(self) -> None:
         state, reason = self.state["JobState"], self.state.get("Reason", "")
-        told = f"{state} {reason}"
-        if told == self._told:
+        shown_state = f"{state} {reason}"
+        if shown_state == self._told:
             return
-        self._told = told
+        self._told = shown_state
         if state in WAITING:
             self.nodes = []
             self.emit("queued", job=self.ref.job, state=state, reason=reason, start=self.state.get("start"))
@@ -221,22 +221,22 @@ class Follower:
     def _copies(self) -> dict[str, int]:
         """Size of each copy here."""
         logs = self.record.folder / names.LOGS_DIR
-        found = [*logs.glob("*/*.log"), self._job_log, self.record.folder / names.METRICS_FILE]
-        return {str(path.relative_to(self.record.folder)): path.stat().st_size for path in found if path.exists()}
+        paths = [*logs.glob("*/*.log"), self._job_log, self.record.folder / names.METRICS_FILE]
+        return {str(path.relative_to(self.record.folder)): path.stat().st_size for path in paths if path.exists()}
 
     def _keep(self) -> None:
-        kept = {"have": self._have, "copies": self._copies(), "taken": self.taken, "code": self._script_code}
-        write_private(self.record.folder / STATE_FILE, json.dumps(kept, indent=1) + "\n")
+        position = {"have": self._have, "copies": self._copies(), "taken": self.taken, "code": self._script_code}
+        write_private(self.record.folder / STATE_FILE, json.dumps(position, indent=1) + "\n")
 
     def _recall(self) -> None:
         try:
-            kept = json.loads(folders.read_regular(str(self.record.folder / STATE_FILE), RUN_BYTES))
+            position = json.loads(folders.read_regular(str(self.record.folder / STATE_FILE), RUN_BYTES))
         except (OSError, ValueError, RecursionError):
-            kept = {"have": {}, "copies": {}, "taken": ""}
-        self._have, self.taken, self._script_code = kept["have"], kept["taken"], kept.get("code")
+            position = {"have": {}, "copies": {}, "taken": ""}
+        self._have, self.taken, self._script_code = position["have"], position["taken"], position.get("code")
         # What was copied and not noted before the last follower died is copied again.
         for name in self._copies():
-            os.truncate(self.record.folder / name, kept["copies"].get(name, 0))
+            os.truncate(self.record.folder / name, position["copies"].get(name, 0))
         for event in self.record.events():
             if event["event"] == "start":
                 self.attempt, self.failures = int(event["attempt"]), []
@@ -246,32 +246,32 @@ class Follower:
                 self.nodes = event["nodes"]
                 self._had.update(self.nodes)
             elif event["event"] == "exit":
-                told = Failure(
+                failure = Failure(
                     node=event["node"],
                     rank=event["rank"],
                     exit_code=event["exit_code"],
                     signal=event["signal"],
                     time=float(len(self.failures)),
                 )
-                self.failures.append(told)
+                self.failures.append(failure)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def _first_failure(self) -> Failure | None:
-        found = []
-        for one in self.failures:
-            rank = AGENT if one.rank is None else one.rank
-            text = self.logs.tail(one.node, rank)
-            full = failures.from_torchrun(one, text) if one.rank == AGENT else one
+        details = []
+        for failure in self.failures:
+            rank = AGENT if failure.rank is None else failure.rank
+            text = self.logs.tail(failure.node, rank)
+            full = failures.from_torchrun(failure, text) if failure.rank == AGENT else failure
             rank = AGENT if full.rank is None else full.rank
-            tail = failures.last_lines(self.logs.tail(one.node, rank) or text)
-            path = self.record.log_path(one.node, rank)
+            tail = failures.last_lines(self.logs.tail(failure.node, rank) or text)
+            path = self.record.log_path(failure.node, rank)
             log = str(path) if path.exists() else str(self._job_log)
-            said = full.why or failures.summary(tail)
-            found.append(
-                replace(full, log=log, tail=tail, summary=said, rank=None if full.rank == AGENT else full.rank)
+            summary = full.why or failures.summary(tail)
+            details.append(
+                replace(full, log=log, tail=tail, summary=summary, rank=None if full.rank == AGENT else full.rank)
             )
-        return failures.first(found)
+        return failures.first(details)
 
     def result(self, ledger: Ledger | None, *, stopped_by: int | None) -> Result:
         """How it ended; call it when it is over.
@@ -293,11 +293,11 @@ class Follower:
             failure = self._without_a_word(state)
         if ledger is not None:
             ledger.write(self.record.folder / names.LEDGER_FILE, attempts=max(0, self.attempt) + 1)
-        found = self.left()
+        left_behind = self.left()
         for node in self.nodes:
-            self.emit("node", node=node, state="stopped", left=found.counts.get(node))
-        if found.total is None:
-            self.emit("note", node=self.site.name, text=found.describe())
+            self.emit("node", node=node, state="stopped", left=left_behind.counts.get(node))
+        if left_behind.total is None:
+            self.emit("note", node=self.site.name, text=left_behind.describe())
         return Result(
             run=self.record.run,
             status=status,
@@ -306,7 +306,7 @@ class Follower:
             first_failure=failure if status == "failed" else None,
             launch_s=self.launch_s,
             duration_s=self._duration_s(),
-            left_behind=found.total,
+            left_behind=left_behind.total,
             lost_output=dict(self.logs.lost),
             nodes=len(self.nodes),
             goodput=None,
@@ -385,10 +385,10 @@ def snapshot_folder(record: RunRecord) -> str:
         LaunchError: it was never submitted, or they lie where this machine does not see them.
         SpecError: the copy of its spec is gone or broken.
     """
-    ref, told = reference(record), spec_of_run(record).snapshot_dir
-    if told and "://" in told:
-        return told
-    folder = Path(ref.folder) / "code" / told if told else Path(ref.folder) / "snapshots"
+    ref, snapshot_dir = reference(record), spec_of_run(record).snapshot_dir
+    if snapshot_dir and "://" in snapshot_dir:
+        return snapshot_dir
+    folder = Path(ref.folder) / "code" / snapshot_dir if snapshot_dir else Path(ref.folder) / "snapshots"
     if not folder.is_dir():
         raise LaunchError(
             "this machine sees no snapshots of the run",

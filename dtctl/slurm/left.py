@@ -23,8 +23,8 @@ class Left:
     @property
     def total(self) -> int | None:
         """On all nodes; None if nobody could look at one of them."""
-        known = [count for count in self.counts.values() if count is not None]
-        return sum(known) if len(known) == len(self.counts) else None
+        counted = [count for count in self.counts.values() if count is not None]
+        return sum(counted) if len(counted) == len(self.counts) else None
 
     def describe(self) -> str:
         """For people."""
@@ -49,8 +49,8 @@ def look(site: Site, python: str, job: str, state: Mapping[str, Any], nodes: Seq
     """
     if not nodes:
         return Left(counts={}, how="")
-    told = {key: state.get(name, "") for key, name in _FIELDS.items()}
-    request = {"op": "left", "ids": state.get("ids") or [job], "nodes": list(nodes), **told}
+    options = {key: state.get(name, "") for key, name in _FIELDS.items()}
+    request = {"op": "left", "ids": state.get("ids") or [job], "nodes": list(nodes), **options}
     try:
         answer = login_client.ask(site, python, request)
     except (LaunchError, TransportError) as exc:

@@ -31,42 +31,44 @@ def run(*argv: str, env: dict[str, str] | None = None, text: str = "") -> subpro
 
 def offer(_: Answer) -> Answer:
     """The partitions, and each node of each: name, partition, state, generic resources, features."""
-    shown = run("scontrol", "show", "partition", "-o")
+    partitions = run("scontrol", "show", "partition", "-o")
     listed = run("sinfo", "-h", "-N", "-o", "%N|%P|%T|%G|%f")
-    if shown.returncode or listed.returncode:
-        said = (shown.stderr or listed.stderr).strip().splitlines()
-        return {"error": "Slurm does not answer: %s" % (said[-1] if said else "without a word")}
+    if partitions.returncode or listed.returncode:
+        errors = (partitions.stderr or listed.stderr).strip().splitlines()
+        return {"error": "Slurm does not answer: %s" % (errors[-1] if errors else "without a word")}
     return {
-        "partitions": [dict(re.findall(r"(\w+)=(\S*)", line)) for line in shown.stdout.splitlines() if line.strip()],
+        "partitions": [
+            dict(re.findall(r"(\w+)=(\S*)", line)) for line in partitions.stdout.splitlines() if line.strip()
+        ],
         "nodes": [line.split("|") for line in listed.stdout.splitlines()],
     }
 
 
-def place(asked: Answer) -> Answer:
+def place(request: Answer) -> Answer:
     """Make the folder of a run below the work folder, for its user alone; not where nothing can be submitted."""
     if shutil.which("sbatch") is None:
         return {"error": "sbatch: not found"}
     os.umask(0o077)
-    folder = os.path.join(os.path.realpath(os.path.expanduser(asked["workdir"])), "slurm", asked["run"])
+    folder = os.path.join(os.path.realpath(os.path.expanduser(request["workdir"])), "slurm", request["run"])
     os.makedirs(folder)
     return {"folder": folder}
 
 
-def fill(asked: Answer) -> Answer:
+def fill(request: Answer) -> Answer:
     """Put files, and a copy of the code that was pushed, into the folder: an edit must not change a job that waits."""
     os.umask(0o077)
-    if asked["code"]:
-        shutil.copytree(asked["code"], os.path.join(asked["folder"], "code"), symlinks=True)
-    for name, text in asked["files"].items():
-        with open(os.path.join(asked["folder"], name), "w", encoding="utf-8") as file:
+    if request["code"]:
+        shutil.copytree(request["code"], os.path.join(request["folder"], "code"), symlinks=True)
+    for name, text in request["files"].items():
+        with open(os.path.join(request["folder"], name), "w", encoding="utf-8") as file:
             file.write(text)
     return {}
 
 
-def submit(asked: Answer) -> Answer:
+def submit(request: Answer) -> Answer:
     """Try the batch file and submit it; secrets come with the request, so that no argument list shows them."""
-    env = {**os.environ, **asked["env"]}
-    file = os.path.join(asked["folder"], "job.sbatch")
+    env = {**os.environ, **request["env"]}
+    file = os.path.join(request["folder"], "job.sbatch")
     # First only to try: Slurm takes a job that can never start, for more nodes than there are, and lets it wait.
     for option in ("--test-only", "--parsable"):
         done = run("sbatch", option, file, env=env)
@@ -75,44 +77,48 @@ def submit(asked: Answer) -> Answer:
     return {"code": 0, "job": done.stdout.strip().partition(";")[0]}
 
 
-def test(asked: Answer) -> Answer:
+def test(request: Answer) -> Answer:
     """What Slurm thinks of a batch file that nobody has written yet."""
-    done = run("sbatch", "--test-only", text=asked["text"])
+    done = run("sbatch", "--test-only", text=request["text"])
     return {"code": done.returncode, "said": done.stderr}
 
 
-def look(asked: Answer) -> Answer:
+def look(request: Answer) -> Answer:
     """How the job is, and what its files hold beyond what the asker has."""
-    job = state(asked["job"])
-    return {"job": job, "files": news(asked["folder"], asked["have"])}
+    job = state(request["job"])
+    return {"job": job, "files": news(request["folder"], request["have"])}
 
 
-def standing(asked: Answer) -> Answer:
+def standing(request: Answer) -> Answer:
     """How the job is."""
-    return {"job": state(asked["job"])}
+    return {"job": state(request["job"])}
 
 
 def state(job: str) -> Answer:
     """Some fields of `scontrol show job`; of sacct when the controller has forgotten the job; none when both have."""
     done = run("scontrol", "show", "job", "-o", job)
     if done.returncode == 0 and done.stdout.strip():
-        shown = dict(re.findall(r"(?:^|\s)(%s)=(\S*)" % "|".join(FIELDS), done.stdout.splitlines()[0]))
+        fields = dict(re.findall(r"(?:^|\s)(%s)=(\S*)" % "|".join(FIELDS), done.stdout.splitlines()[0]))
         # A line for each component of a heterogeneous job; the first stands for all but the nodes.
         lists = re.findall(r"\sNodeList=(\S+)", done.stdout)
         if lists and "(null)" not in lists:
-            shown["nodes"] = run("scontrol", "show", "hostnames", ",".join(lists)).stdout.split()
-        shown["ids"] = re.findall(r"(?:^|\n)JobId=(\d+)", done.stdout)
+            fields["nodes"] = run("scontrol", "show", "hostnames", ",".join(lists)).stdout.split()
+        fields["ids"] = re.findall(r"(?:^|\n)JobId=(\d+)", done.stdout)
         # Slurm writes the time of its own machine; the asker's clock may have another zone.
-        shown["start"], shown["end"] = moment(shown.get("StartTime", "")), moment(shown.get("EndTime", ""))
-        return shown
+        fields["start"], fields["end"] = moment(fields.get("StartTime", "")), moment(fields.get("EndTime", ""))
+        return fields
     if "Invalid job id" not in done.stderr:
         return {"JobState": "UNKNOWN", "Reason": (done.stderr.strip().splitlines() or ["scontrol says nothing"])[-1]}
     try:
-        kept = run("sacct", "-j", job, "-X", "-n", "-P", "-o", "State,ExitCode,End")
+        accounting = run("sacct", "-j", job, "-X", "-n", "-P", "-o", "State,ExitCode,End")
     except OSError:
         return {"JobState": "FORGOTTEN"}
-    found, code, end = (kept.stdout.strip().splitlines() or ["||"])[-1].split("|")[:3]
-    return {"JobState": found.split()[0], "ExitCode": code, "end": moment(end)} if found else {"JobState": "FORGOTTEN"}
+    job_state, code, end = (accounting.stdout.strip().splitlines() or ["||"])[-1].split("|")[:3]
+    return (
+        {"JobState": job_state.split()[0], "ExitCode": code, "end": moment(end)}
+        if job_state
+        else {"JobState": "FORGOTTEN"}
+    )
 
 
 def moment(text: str) -> float | None:
@@ -125,23 +131,23 @@ def moment(text: str) -> float | None:
 
 def news(folder: str, have: dict[str, int]) -> Answer:
     """Relative path -> [offset, what follows in base64] of the files that have grown, or begun anew."""
-    found: Answer = {}
-    wanted = [os.path.join(folder, name) for name in ("job.log", "metrics.jsonl")]
+    grown: Answer = {}
+    paths = [os.path.join(folder, name) for name in ("job.log", "metrics.jsonl")]
     for base, _, names in os.walk(os.path.join(folder, "logs")):
-        wanted += [os.path.join(base, name) for name in sorted(names) if name.endswith(".log")]
-    for path in wanted:
+        paths += [os.path.join(base, name) for name in sorted(names) if name.endswith(".log")]
+    for path in paths:
         name = os.path.relpath(path, folder)
         try:
-            size, seen = os.path.getsize(path), have.get(name, 0)
-            if size == seen:
+            size, known_size = os.path.getsize(path), have.get(name, 0)
+            if size == known_size:
                 continue
             with open(path, "rb") as file:
-                file.seek(seen if size > seen else 0)
+                file.seek(known_size if size > known_size else 0)
                 data = file.read(PIECE)
         except OSError:
             continue
-        found[name] = [seen if size > seen else 0, base64.b64encode(data).decode()]
-    return found
+        grown[name] = [known_size if size > known_size else 0, base64.b64encode(data).decode()]
+    return grown
 
 
 LEFT = r"""
@@ -159,60 +165,68 @@ GONE = ("DOWN", "NOT_RESPONDING", "POWERED_DOWN", "POWERING", "FAIL", "UNKNOWN")
 LOOK_S = 10
 
 
-def left(asked: Answer) -> Answer:
+def left(request: Answer) -> Answer:
     """Processes of a job that has ended which are left on its nodes, null where nobody could look; how it was found.
 
     With proctrack/cgroup a job has not ended for Slurm before its control groups are empty, or it says "Kill task
     failed". Other plugins lose sight of daemons; there a small job looks, if the nodes are free for it at once.
     """
-    nodes, found = asked["nodes"], dict.fromkeys(asked["nodes"])
-    shown = run("scontrol", "show", "node", "-o", ",".join(nodes))
+    nodes, counts = request["nodes"], dict.fromkeys(request["nodes"])
+    node_records = run("scontrol", "show", "node", "-o", ",".join(nodes))
     config = run("scontrol", "show", "config").stdout
-    if shown.returncode or not config:
-        return {"left": found, "how": "scontrol does not tell about the nodes"}
+    if node_records.returncode or not config:
+        return {"left": counts, "how": "scontrol does not tell about the nodes"}
     up, stuck = [], []
-    for line in shown.stdout.splitlines():
-        told = dict(re.findall(r"(?:^|\s)(NodeName|State)=(\S+)", line))
+    for line in node_records.stdout.splitlines():
+        fields = dict(re.findall(r"(?:^|\s)(NodeName|State)=(\S+)", line))
         if "Kill task failed" in line:
-            stuck.append(told["NodeName"])
-        elif told.get("NodeName") in found and not any(word in told.get("State", "UNKNOWN") for word in GONE):
-            up.append(told["NodeName"])
-    away = sorted(set(nodes) - set(up))
-    why = "%s: Slurm does not reach the node, or could not end all of it there" % ", ".join(away) if away else ""
+            stuck.append(fields["NodeName"])
+        elif fields.get("NodeName") in counts and not any(mark in fields.get("State", "UNKNOWN") for mark in GONE):
+            up.append(fields["NodeName"])
+    unreachable = sorted(set(nodes) - set(up))
+    reason = (
+        "%s: Slurm does not reach the node, or could not end all of it there" % ", ".join(unreachable)
+        if unreachable
+        else ""
+    )
     track = re.search(r"^ProctrackType\s*=\s*(\S+)", config, re.MULTILINE)
     if track and track[1] == "proctrack/cgroup":
-        return {"left": {**found, **dict.fromkeys(up, 0)}, "how": why or "the job's control groups are empty"}
+        return {"left": {**counts, **dict.fromkeys(up, 0)}, "how": reason or "the job's control groups are empty"}
     if not up:
-        return {"left": found, "how": why}
+        return {"left": counts, "how": reason}
     options = [
         "--%s=%s" % (name, value)
-        for name, value in (("partition", asked["partition"]), ("account", asked["account"]), ("qos", asked["qos"]))
+        for name, value in (
+            ("partition", request["partition"]),
+            ("account", request["account"]),
+            ("qos", request["qos"]),
+        )
         if value and value != "(null)"
     ]
     count = str(len(up))
     done = run(
         "srun", "--immediate=%d" % LOOK_S, "--quiet", "--job-name=dtctl-left", "--time=1", "--chdir=/",
         "--nodelist=" + ",".join(up), "--nodes=" + count, "--ntasks=" + count, "--ntasks-per-node=1", *options,
-        "sh", "-c", LEFT, "sh", "|".join(asked["ids"]),
+        "sh", "-c", LEFT, "sh", "|".join(request["ids"]),
     )  # fmt: skip
     for line in done.stdout.splitlines():
-        word, _, rest = line.partition(" ")
-        node, _, number = rest.partition(" ")
-        if word == "left" and node in found and number.strip().isdigit():
-            found[node] = int(number)
-    if any(found[node] is None for node in up):
-        said = (done.stderr.strip().splitlines() or ["srun says nothing"])[-1]
-        why = "no job that looks could be started at once: %s" % said
-    return {"left": found, "how": why or "looked at on the nodes"}
+        mark, _, values = line.partition(" ")
+        node, _, number = values.partition(" ")
+        if mark == "left" and node in counts and number.strip().isdigit():
+            counts[node] = int(number)
+    if any(counts[node] is None for node in up):
+        error = (done.stderr.strip().splitlines() or ["srun says nothing"])[-1]
+        reason = "no job that looks could be started at once: %s" % error
+    return {"left": counts, "how": reason or "looked at on the nodes"}
 
 
 OPS = {
     "offer": offer, "place": place, "fill": fill, "submit": submit, "test": test, "look": look, "state": standing,
     "left": left,
 }  # fmt: skip
-asked = json.load(sys.stdin)
+request = json.load(sys.stdin)
 try:
-    answer = OPS[asked["op"]](asked)
+    answer = OPS[request["op"]](request)
 except OSError as exc:
-    answer = {"error": "%s: %s" % (exc.filename or asked["op"], exc.strerror)}
+    answer = {"error": "%s: %s" % (exc.filename or request["op"], exc.strerror)}
 json.dump(answer, sys.stdout)

@@ -27,13 +27,13 @@ def ask(site: Site, python: str, request: dict[str, Any]) -> dict[str, Any]:
     program = _AGENT.read_text(encoding="utf-8")
     done = site.run([python, "-I", "-c", program], stdin=json.dumps(request).encode())
     try:
-        answer = answers.answer(request, done.out, where=site.name)
+        answer = answers.answer(request, done.out, node=site.name)
     except Wrong:
-        said = done.err.strip().splitlines()
-        if any("sbatch" in line or "scontrol" in line for line in said[-1:]):
+        errors = done.err.strip().splitlines()
+        if any("sbatch" in line or "scontrol" in line for line in errors[-1:]):
             raise missing(site) from None
         raise LaunchError(
-            f"{python} there has ended with status {done.code}: {said[-1] if said else 'without a word'}",
+            f"{python} there has ended with status {done.code}: {errors[-1] if errors else 'without a word'}",
             where=site.name,
             hint="`cluster.python` names the Python to use; 3.8 or newer",
         ) from None

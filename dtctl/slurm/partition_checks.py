@@ -67,53 +67,54 @@ def lacks(slurm: Slurm, nodes: int, offer: Mapping[str, Any]) -> Iterator[Lack]:
         return
     # A job may name several, of which Slurm takes the first that can run it.
     named = name.split(",")
-    unknown = [one for one in named if one not in partitions]
+    unknown = [partition for partition in named if partition not in partitions]
     if unknown:
         yield Lack(
             check="partition", key="slurm.partition", never=True,
             summary=f"there is no partition {unknown[0]}", fix=f"one of: {', '.join(partitions)}",
         )  # fmt: skip
         return
-    here = [partitions[one] for one in named]
-    if all(row.get("State", "UP") != "UP" for row in here):
+    named_partitions = [partitions[partition] for partition in named]
+    if all(row.get("State", "UP") != "UP" for row in named_partitions):
         yield Lack(
             check="partition", key="slurm.partition", never=False,
-            summary=f"partition {name} is {here[0]['State'].lower()}", fix="choose another, or wait until it is up",
+            summary=f"partition {name} is {named_partitions[0]['State'].lower()}",
+            fix="choose another, or wait until it is up",
         )  # fmt: skip
-    yield from _account(slurm, here, name)
-    yield from _time(slurm, here, name)
-    yield from _requeue(slurm, here)
+    yield from _account(slurm, named_partitions, name)
+    yield from _time(slurm, named_partitions, name)
+    yield from _requeue(slurm, named_partitions)
     rows = [_node(row) for row in offer["nodes"] if row[1].rstrip("*") in named]
-    yield from _nodes(slurm, nodes, {node.name: node for node in rows}, here, name)
+    yield from _nodes(slurm, nodes, {node.name: node for node in rows}, named_partitions, name)
 
 
-def _account(slurm: Slurm, here: Sequence[Mapping[str, str]], name: str) -> Iterator[Lack]:
+def _account(slurm: Slurm, partitions: Sequence[Mapping[str, str]], name: str) -> Iterator[Lack]:
     for key, allowed, denied in (("account", "AllowAccounts", "DenyAccounts"), ("qos", "AllowQos", "DenyQos")):
-        wanted = getattr(slurm, key)
-        if wanted is None:
+        value = getattr(slurm, key)
+        if value is None:
             continue
-        lists = [row.get(allowed, "ALL") for row in here]
+        lists = [row.get(allowed, "ALL") for row in partitions]
         refused = all(
-            (row.get(allowed, "ALL") != "ALL" and wanted not in row[allowed].split(","))
-            or wanted in row.get(denied, "").split(",")
-            for row in here
+            (row.get(allowed, "ALL") != "ALL" and value not in row[allowed].split(","))
+            or value in row.get(denied, "").split(",")
+            for row in partitions
         )
         if refused:
             yield Lack(
                 check="account", key=f"slurm.{key}", never=True,
-                summary=f"partition {name} does not take {key} {wanted}", fix=f"it takes {', '.join(lists)}",
-                evidence=tuple(f"{allowed}={one}" for one in lists),
+                summary=f"partition {name} does not take {key} {value}", fix=f"it takes {', '.join(lists)}",
+                evidence=tuple(f"{allowed}={accounts}" for accounts in lists),
             )  # fmt: skip
 
 
-def _time(slurm: Slurm, here: Sequence[Mapping[str, str]], name: str) -> Iterator[Lack]:
-    wanted = minutes(slurm.time) if slurm.time else None
-    limits = [row.get("MaxTime", "") for row in here]
-    most = [minutes(limit) for limit in limits if limit.upper() not in _UNLIMITED]
-    if wanted is None or len(most) < len(limits):
+def _time(slurm: Slurm, partitions: Sequence[Mapping[str, str]], name: str) -> Iterator[Lack]:
+    requested_min = minutes(slurm.time) if slurm.time else None
+    limits = [row.get("MaxTime", "") for row in partitions]
+    limits_min = [minutes(limit) for limit in limits if limit.upper() not in _UNLIMITED]
+    if requested_min is None or len(limits_min) < len(limits):
         return
-    known = [one for one in most if one is not None]
-    if known and wanted > max(known):
+    finite_min = [limit_min for limit_min in limits_min if limit_min is not None]
+    if finite_min and requested_min > max(finite_min):
         yield Lack(
             check="time-limit", key="slurm.time", never=True,
             summary=f"{slurm.time} is more than partition {name} allows", fix=f"at most {', '.join(limits)}",
@@ -121,17 +122,17 @@ def _time(slurm: Slurm, here: Sequence[Mapping[str, str]], name: str) -> Iterato
         )  # fmt: skip
 
 
-def _requeue(slurm: Slurm, here: Sequence[Mapping[str, str]]) -> Iterator[Lack]:
+def _requeue(slurm: Slurm, partitions: Sequence[Mapping[str, str]]) -> Iterator[Lack]:
     """What keeps a job that was interrupted from going on: it must be warned in time, and started again."""
-    limits = [slurm.time] if slurm.time else [row.get("DefaultTime", "") for row in here]
+    limits = [slurm.time] if slurm.time else [row.get("DefaultTime", "") for row in partitions]
     shortest = min((limit for text in limits if (limit := minutes(text)) is not None), default=None)
     if shortest is not None and shortest * 60 <= slurm.warn_s:
         yield Lack(
             check="requeue", key="slurm.warn_s", never=False,  # a job that is no training does not mind
             summary=f"the workers would be told to save and end as soon as they start: the job may run for "
             f"{shortest * 60:.0f} s, and the warning comes {slurm.warn_s} s before that",
-            fix="a longer slurm.time, or a later warning", evidence=tuple(f"DefaultTime={one}" for one in limits)
-            if not slurm.time else (),
+            fix="a longer slurm.time, or a later warning",
+            evidence=() if slurm.time else tuple(f"DefaultTime={limit}" for limit in limits),
         )  # fmt: skip
     if slurm.requeues and (slurm.extra.get("no-requeue") or slurm.extra.get("requeue") is False):
         yield Lack(
@@ -146,7 +147,7 @@ def _requeue(slurm: Slurm, here: Sequence[Mapping[str, str]]) -> Iterator[Lack]:
             summary=f"the warning of the time limit is {signal}, and the batch file waits for USR1: nobody would save",
             fix="leave it out; slurm.warn_s says how early the warning comes",
         )  # fmt: skip
-    cancelling = [row for row in here if row.get("PreemptMode", "").startswith("CANCEL")]
+    cancelling = [row for row in partitions if row.get("PreemptMode", "").startswith("CANCEL")]
     if slurm.requeues and cancelling:
         row = cancelling[0]
         yield Lack(
@@ -158,71 +159,71 @@ def _requeue(slurm: Slurm, here: Sequence[Mapping[str, str]]) -> Iterator[Lack]:
 
 
 def _nodes(
-    slurm: Slurm, wanted: int, nodes: Mapping[str, Node], here: Sequence[Mapping[str, str]], name: str
+    slurm: Slurm, needed: int, nodes: Mapping[str, Node], partitions: Sequence[Mapping[str, str]], name: str
 ) -> Iterator[Lack]:
     works = [node for node in nodes.values() if node.works]
-    gone = tuple(f"{node.name}: {node.state}" for node in nodes.values() if not node.works)
-    limits = [row.get("MaxNodes", "UNLIMITED") for row in here]
-    most = max((int(one) if one.isdigit() else len(nodes) for one in limits), default=len(nodes))
-    if wanted > min(most, len(nodes)):
+    unavailable = tuple(f"{node.name}: {node.state}" for node in nodes.values() if not node.works)
+    limits = [row.get("MaxNodes", "UNLIMITED") for row in partitions]
+    max_nodes = max((int(limit) if limit.isdigit() else len(nodes) for limit in limits), default=len(nodes))
+    if needed > min(max_nodes, len(nodes)):
         yield Lack(
             check="job-nodes", key="cluster.nodes", never=True,
-            summary=f"the job needs {wanted} nodes, and partition {name} gives {min(most, len(nodes))}",
+            summary=f"the job needs {needed} nodes, and partition {name} gives {min(max_nodes, len(nodes))}",
             fix="fewer nodes, or another partition",
         )  # fmt: skip
         return
-    if wanted > len(works):
+    if needed > len(works):
         yield Lack(
             check="job-nodes", key="cluster.nodes", never=False,
-            summary=f"the job needs {wanted} nodes, and {len(works)} of the {len(nodes)} of partition {name} work",
-            fix="it waits until they are repaired; or take fewer nodes", evidence=gone[:8],
+            summary=f"the job needs {needed} nodes, and {len(works)} of the {len(nodes)} of partition {name} work",
+            fix="it waits until they are repaired; or take fewer nodes", evidence=unavailable[:8],
         )  # fmt: skip
     kind, count = _gres(slurm.gres)
     if kind:
         have = [node for node in nodes.values() if _count(node.gres, kind) >= count]
-        if len(have) < wanted:
+        if len(have) < needed:
             offered = sorted({node.gres for node in nodes.values() if node.gres not in ("", "(null)")})
             yield Lack(
                 check="gres", key="slurm.gres", never=True,
-                summary=f"{_of(have, nodes)} of partition {name} have {slurm.gres}, and the job needs {wanted}",
+                summary=f"{_of(have, nodes)} of partition {name} have {slurm.gres}, and the job needs {needed}",
                 fix=f"they have {'; '.join(offered) or 'none'}",
             )  # fmt: skip
     features = str(slurm.extra.get("constraint", ""))
     if re.fullmatch(r"[\w.-]+(&[\w.-]+)*", features):  # the rest of Slurm's language is left to Slurm
         need = {*features.split("&")}
         have = [node for node in nodes.values() if need <= node.features]
-        if len(have) < wanted:
-            known = sorted({feature for node in nodes.values() for feature in node.features})
+        if len(have) < needed:
+            offered_features = sorted({feature for node in nodes.values() for feature in node.features})
             yield Lack(
                 check="features", key="slurm.extra.constraint", never=True,
-                summary=f"{_of(have, nodes)} of partition {name} have {features}, and the job needs {wanted}",
-                fix=f"they have {', '.join(known) or 'none'}",
+                summary=f"{_of(have, nodes)} of partition {name} have {features}, and the job needs {needed}",
+                fix=f"they have {', '.join(offered_features) or 'none'}",
             )  # fmt: skip
 
 
-def _of(some: Sequence[Node], nodes: Mapping[str, Node]) -> str:
-    return f"{len(some)} of the {len(nodes)} nodes"
+def _of(matching: Sequence[Node], nodes: Mapping[str, Node]) -> str:
+    return f"{len(matching)} of the {len(nodes)} nodes"
 
 
 def _node(row: Sequence[str]) -> Node:
     name, _, state, gres, features = row
-    known = frozenset(features.split(",")) - {"(null)", ""}
-    return Node(name=name, state=state, gres=gres, features=known)
+    feature_names = frozenset(features.split(",")) - {"(null)", ""}
+    return Node(name=name, state=state, gres=gres, features=feature_names)
 
 
 def _gres(text: str | None) -> tuple[str, int]:
     """`gpu:a100:4` as kind (`gpu:a100`) and count; an empty kind for what is not one plain request."""
-    found = re.fullmatch(r"(?:gres[/:])?([A-Za-z_]\w*(?::[A-Za-z_][\w.-]*)?)(?:[:=](\d+))?", text or "")
-    return (found[1], int(found[2] or 1)) if found else ("", 0)
+    match = re.fullmatch(r"(?:gres[/:])?([A-Za-z_]\w*(?::[A-Za-z_][\w.-]*)?)(?:[:=](\d+))?", text or "")
+    return (match[1], int(match[2] or 1)) if match else ("", 0)
 
 
 def _count(offered: str, kind: str) -> int:
     """How many of a kind a node has, from sinfo's `gpu:a100:8(S:0-1),shard:16`."""
     total = 0
-    for part in re.sub(r"\([^)]*\)", "", offered).split(","):
-        words = part.split(":")
-        if words[-1].isdigit() and (":".join(words[:-1]) == kind or words[0] == kind):
-            total += int(words[-1])
+    for item in re.sub(r"\([^)]*\)", "", offered).split(","):
+        fields = item.split(":")
+        if fields[-1].isdigit() and (":".join(fields[:-1]) == kind or fields[0] == kind):
+            total += int(fields[-1])
     return total
 
 
@@ -230,8 +231,8 @@ def minutes(text: str) -> float | None:
     """A time limit of Slurm in minutes: `90`, `30:00`, `1:30:00`, `1-12`, `1-12:30:00`; None if it has none."""
     if text.upper() in _UNLIMITED:
         return None
-    days, dash, rest = text.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
+    days, dash, clock = text.rpartition("-")
+    parts = [int(field) for field in clock.split(":")]
     if dash:
         hours, mins, seconds = (*parts, 0, 0)[:3]
     elif len(parts) == 1:

@@ -128,17 +128,17 @@ class There:
 def _read(stream: ByteStream, limit_s: float) -> tuple[bytes, bytes]:
     deadline = time.monotonic() + limit_s
     out, err = bytearray(), bytearray()
-    while (more := stream.read(1 << 18)) and time.monotonic() < deadline and len(out) <= BYTES:
-        out += more
+    while (chunk := stream.read(1 << 18)) and time.monotonic() < deadline and len(out) <= BYTES:
+        out += chunk
         err += stream.read_stderr()
         del err[:-STDERR_BYTES]
     stream.exit_status(2.0)  # what it says last on standard error comes before its status
     return bytes(out), bytes(err) + stream.read_stderr()
 
 
-def _late(argv: Sequence[str], limit_s: float, where: str) -> LaunchError:
+def _late(argv: Sequence[str], limit_s: float, machine: str) -> LaunchError:
     return LaunchError(
-        f"{argv[0]} has not answered within {limit_s:g} s", where=where, hint="is slurmctld up? try sinfo"
+        f"{argv[0]} has not answered within {limit_s:g} s", where=machine, hint="is slurmctld up? try sinfo"
     )
 
 

@@ -142,7 +142,7 @@ def _copy(tree: Tree, folder: Path) -> None:
             target.chmod(entry.mode)
 
 
-def words(said: str) -> str:
+def words(output: str) -> str:
     """What sbatch has said, without its name on every line."""
-    lines = [re.sub(r"^(sbatch: |error: |allocation failure: )+", "", line) for line in said.splitlines()]
+    lines = [re.sub(r"^(sbatch: |error: |allocation failure: )+", "", line) for line in output.splitlines()]
     return "; ".join(line for line in lines if line) or "without a word"

@@ -142,14 +142,17 @@ def _compiled(name: str) -> types.CodeType:
     spec = importlib.util.find_spec(name)
     loader = spec.loader if spec is not None else None
     # From the file that Python has compiled already, when it has.
-    found = loader.get_code(name) if isinstance(loader, importlib.abc.InspectLoader) else None
-    shown = f"{name.replace('.', '/')}.py"
-    return _renamed(found, shown) if found is not None else compile(_text(name), shown, "exec", dont_inherit=True)
+    code = loader.get_code(name) if isinstance(loader, importlib.abc.InspectLoader) else None
+    file_name = f"{name.replace('.', '/')}.py"
+    return _renamed(code, file_name) if code is not None else compile(_text(name), file_name, "exec", dont_inherit=True)
 
 
-def _renamed(code: types.CodeType, shown: str) -> types.CodeType:
-    inner = tuple(_renamed(one, shown) if isinstance(one, types.CodeType) else one for one in code.co_consts)
-    return code.replace(co_filename=shown, co_consts=inner)
+def _renamed(code: types.CodeType, file_name: str) -> types.CodeType:
+    inner = tuple(
+        _renamed(constant, file_name) if isinstance(constant, types.CodeType) else constant
+        for constant in code.co_consts
+    )
+    return code.replace(co_filename=file_name, co_consts=inner)
 
 
 def _compiled_for() -> str:

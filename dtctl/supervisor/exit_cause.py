@@ -21,14 +21,14 @@ class OomCounters:
         self.before = self._counters()
 
     def _counters(self) -> dict:  # type: ignore[type-arg]  # place -> count
-        found = {}
+        counts = {}
         folder = self._cgroup()
         for place, path in (("its cgroup", folder + "/memory.events"), ("this machine", "proc/vmstat")):
             for line in _read(os.path.join(self.root, path)).splitlines():
-                words = line.split()
-                if len(words) == 2 and words[0] == "oom_kill" and words[1].isdigit():
-                    found[place] = int(words[1])
-        return found
+                fields = line.split()
+                if len(fields) == 2 and fields[0] == "oom_kill" and fields[1].isdigit():
+                    counts[place] = int(fields[1])
+        return counts
 
     def _cgroup(self) -> str:
         """Folder of our cgroup, in which the workers are too (version 2)."""

@@ -37,8 +37,8 @@ def hello(workdir: str, ports: list[int]) -> dict:  # type: ignore[type-arg]  # 
 
 def server_address() -> str:
     """This node's own address on the way that the control machine came by; empty when not known."""
-    words = os.environ.get("SSH_CONNECTION", "").split()
-    return words[2] if len(words) == 4 else ""
+    fields = os.environ.get("SSH_CONNECTION", "").split()
+    return fields[2] if len(fields) == 4 else ""
 
 
 def code_of(exc: OSError) -> str:

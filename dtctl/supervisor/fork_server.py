@@ -63,19 +63,19 @@ class Nursery:
 
     def start(self, script: str, cwd: str, env: dict[str, str], modules: list[str], output_fd: int) -> None:
         """Start the warm process by the node script; what it prints goes to `output_fd`."""
-        ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
-        warm = {
+        parent_end, child_end = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
+        variables = {
             "DTCTL_VIA": self.via,
             "DTCTL_WARM_FILE": self.file,
-            "DTCTL_WARM_FD": str(theirs.fileno()),
+            "DTCTL_WARM_FD": str(child_end.fileno()),
             "DTCTL_WARM_PARENT": str(os.getpid()),
             "DTCTL_WARM_MODULES": ",".join(modules),
         }
-        os.set_inheritable(theirs.fileno(), True)
-        self.pid = processes.spawn(["bash", script], cwd, {**env, **warm}, {1: output_fd, 2: output_fd})
-        theirs.close()
-        ours.setblocking(False)
-        self._link = ours
+        os.set_inheritable(child_end.fileno(), True)
+        self.pid = processes.spawn(["bash", script], cwd, {**env, **variables}, {1: output_fd, 2: output_fd})
+        child_end.close()
+        parent_end.setblocking(False)
+        self._link = parent_end
 
     def ask_again(self, script: str, cwd: str, env: dict[str, str], output_fd: int) -> None:
         """Learn program and variables of another attempt from its node script."""
@@ -134,12 +134,12 @@ class Nursery:
             self._captured += data
         os.close(fd)
         self._capture_fd = None
-        words = self._captured.decode("utf-8", "surrogateescape").split("\0")[:-1]
-        if not words:
+        fields = self._captured.decode("utf-8", "surrogateescape").split("\0")[:-1]
+        if not fields:
             raise Cold("the node script ended before it came to the program")
-        count = int(words[0])
-        self.argv = words[1 : 1 + count]
-        pairs = (word.partition("=") for word in words[1 + count :])
+        count = int(fields[0])
+        self.argv = fields[1 : 1 + count]
+        pairs = (field.partition("=") for field in fields[1 + count :])
         self.env = _cleaned({name: value for name, _, value in pairs})
 
     def fork(self, env: dict[str, str], output_fd: int) -> int:
@@ -158,16 +158,16 @@ class Nursery:
             header = b"%8d" % len(body)
             link.sendmsg([header], [rights])
             link.sendall(body)
-            said = b""
-            while not said.endswith(b"\n"):
+            reply = b""
+            while not reply.endswith(b"\n"):
                 data = link.recv(4096)
                 if not data:
                     raise Cold("the warm process has ended")
-                said += data
+                reply += data
             link.setblocking(False)
         except OSError as exc:
             raise Cold(f"the warm process does not answer: {exc}") from exc
-        return int(lean.loads(said)["pid"])
+        return int(lean.loads(reply)["pid"])
 
     def stop_asking(self) -> None:
         """Forget what a node script was asked, and end it if it still runs."""

@@ -35,18 +35,18 @@ def main() -> list[str]:
     # For the workers; this one ends with its supervisor. Held back and not ignored: a signal that comes while there is
     # no worker yet is for the first one, and one to a worker that was just forked reaches it when it is one.
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
-    why = load(modules)
-    tell(link, {"ready": not why, "why": why, "argv": ["", *sys.argv[1:]], "env": dict(os.environ)})
-    came = None
+    obstacle = load(modules)
+    tell(link, {"ready": not obstacle, "why": obstacle, "argv": ["", *sys.argv[1:]], "env": dict(os.environ)})
+    pending = None
     while True:
         message, output = receive(link)
         if message is None:
             os._exit(0)
-        came = sorted(signal.sigpending()) if came is None else []
-        between = os.fork()
-        if between:
+        pending = sorted(signal.sigpending()) if pending is None else []
+        intermediate = os.fork()
+        if intermediate:
             os.close(output)
-            os.waitpid(between, 0)
+            os.waitpid(intermediate, 0)
             continue
         worker = os.fork()
         if worker:
@@ -55,7 +55,7 @@ def main() -> list[str]:
         link.close()
         become(message, output, supervisor)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
-        for number in came:
+        for number in pending:
             os.kill(os.getpid(), number)
         return list(message["argv"])
 
@@ -103,10 +103,10 @@ def receive(link: socket.socket) -> tuple[dict | None, int]:  # type: ignore[typ
         data += link.recv(8 - len(data))
     size, body = int(data), b""
     while len(body) < size:
-        more = link.recv(size - len(body))
-        if not more:
+        data_part = link.recv(size - len(body))
+        if not data_part:
             return None, -1
-        body += more
+        body += data_part
     return json.loads(body.decode("utf-8", "surrogateescape")), fds[0]
 
 
@@ -123,8 +123,8 @@ def become(message: dict, output: int, supervisor: int) -> None:  # type: ignore
     import time
 
     os.setsid()
-    between = os.getppid()
-    while between != supervisor and os.getppid() == between:
+    intermediate = os.getppid()
+    while intermediate != supervisor and os.getppid() == intermediate:
         time.sleep(0.0005)
     if os.getppid() != supervisor:
         os._exit(1)
@@ -181,11 +181,11 @@ def run(argv: list[str]) -> None:
     sys.argv = list(argv)
     sys.path[0] = os.path.dirname(os.path.realpath(path))
     module = types.ModuleType("__main__")
-    shown = path if sys.version_info >= (3, 9) else argv[0]  # as Python itself has it
-    module.__dict__.update(__file__=shown, __builtins__=builtins, __cached__=None)
+    file_name = path if sys.version_info >= (3, 9) else argv[0]  # as Python itself has it
+    module.__dict__.update(__file__=file_name, __builtins__=builtins, __cached__=None)
     sys.modules["__main__"] = module
     with open(path, "rb") as file:
-        code = compile(file.read(), shown, "exec")
+        code = compile(file.read(), file_name, "exec")
     exec(code, module.__dict__)  # noqa: S102 - it is what the user asked to run
 
 

@@ -164,8 +164,8 @@ def split_prefix(line: bytes) -> tuple[int, bytes]:
         end = line.find(b"]", len(RANK_MARK))
         digits = line[len(RANK_MARK) : end]
         if end > 0 and digits.isdigit():
-            rest = line[end + 1 :]
-            return int(digits), rest[1:] if rest[:1] == b" " else rest
+            text = line[end + 1 :]
+            return int(digits), text[1:] if text[:1] == b" " else text
     return AGENT, line
 
 

@@ -13,12 +13,12 @@ CHUNK = 1 << 16
 class ControlLink:
     """The way to the control machine: non-blocking frames, with a clock for its last sign of life."""
 
-    def __init__(self, read_fd: int, write_fd: int, before: frames.FdLink | None = None) -> None:
+    def __init__(self, read_fd: int, write_fd: int, setup_link: frames.FdLink | None = None) -> None:
         """Talk over these descriptors from now on, taking over what `before` has read but not used."""
         self.read_fd = read_fd
         self.write_fd = write_fd
-        self.parser = before.parser if before else frames.Parser()
-        self.ready = before.ready if before else []
+        self.parser = setup_link.parser if setup_link else frames.Parser()
+        self.ready = setup_link.ready if setup_link else []
         self.out = bytearray()
         self.heard = time.monotonic()
         self.fed = True
@@ -27,18 +27,18 @@ class ControlLink:
 
     def read(self) -> list[dict] | None:  # type: ignore[type-arg]
         """Messages that have arrived; None when the other end is gone."""
-        taken, self.ready = self.ready, []
+        received, self.ready = self.ready, []
         try:
             data = os.read(self.read_fd, CHUNK)
             if not data:
                 return None
             self.heard = time.monotonic()
-            taken += self.parser.feed(data)
+            received += self.parser.feed(data)
         except BlockingIOError:
             pass
         except OSError:
             return None
-        return [frames.decode(payload) for kind, _, payload in taken if kind == frames.JSON]
+        return [frames.decode(payload) for kind, _, payload in received if kind == frames.JSON]
 
     def flush(self) -> bool:
         """Write what fits; False when the other end is gone."""

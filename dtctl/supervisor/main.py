@@ -136,14 +136,14 @@ def run(link: frames.FdLink, workdir: str, message: dict) -> int:  # type: ignor
     message["run_dir"] = os.path.join(workdir, "runs", message["run"])
     listener = listen(message["run_dir"]) if message["keep"] else None
     processes.become_subreaper()
-    own = os.getpid()
+    guard_pid = os.getpid()
     supervisor = os.fork()
     if supervisor:
         return guard(supervisor, message["token"])
     status = 1
     try:
         # A message may have come with the one that started us.
-        server = Supervisor(message, ControlLink(link.read_fd, link.write_fd, link), listener, own)
+        server = Supervisor(message, ControlLink(link.read_fd, link.write_fd, link), listener, guard_pid)
         server.try_start(message)
         server.run()
         status = 0
@@ -178,15 +178,15 @@ def listen(run_dir: str) -> int:
     if os.path.exists(path):
         os.unlink(path)
     server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
-    here = os.open(".", os.O_RDONLY)
+    previous_folder = os.open(".", os.O_RDONLY)
     os.chdir(run_dir)  # the address of a unix socket is at most 107 bytes long, a run folder's path may be longer
     try:
         server.bind(SOCKET)
         os.chmod(SOCKET, 0o600)
         server.listen(4)
     finally:
-        os.fchdir(here)
-        os.close(here)
+        os.fchdir(previous_folder)
+        os.close(previous_folder)
     fd = server.detach()
     os.set_blocking(fd, False)
     return int(fd)
@@ -206,16 +206,16 @@ def attach(link: frames.FdLink, run_dir: str, message: dict) -> int:  # type: ig
         return 0
     fd = server.fileno()
     _write_all(fd, frames.pack_json(message))
-    ways = {link.read_fd: fd, fd: link.write_fd}
+    destination = {link.read_fd: fd, fd: link.write_fd}
     poll = select.poll()
-    for source in ways:
+    for source in destination:
         poll.register(source, select.POLLIN)
     while True:
         for source, _ in poll.poll():
             data = os.read(source, 1 << 16)
             if not data:
                 return 0
-            _write_all(ways[source], data)
+            _write_all(destination[source], data)
 
 
 def replay(link: frames.FdLink, run_dir: str, message: dict) -> None:  # type: ignore[type-arg]
@@ -249,15 +249,17 @@ def sweep(run_dir: str, message: dict) -> dict:  # type: ignore[type-arg]
             record = frames.decode(file.read())
         supervisor = int(record["pid"])
         # The id may belong to somebody else by now.
-        known = record["token"] == message["token"] and processes.identity(supervisor) == record["identity"] != ""
+        is_supervisor = (
+            record["token"] == message["token"] and processes.identity(supervisor) == record["identity"] != ""
+        )
     except (OSError, ValueError, KeyError, TypeError, frames.BrokenFrame):
-        supervisor, known = 0, False
-    if known:
+        supervisor, is_supervisor = 0, False
+    if is_supervisor:
         processes.send([supervisor], signal.SIGTERM)
         while time.monotonic() < deadline and os.path.exists(f"/proc/{supervisor}"):
             time.sleep(0.02)
-    found = len(processes.find(message["token"]))
-    return {"found": found, "left": processes.kill(message["token"])}
+    running = len(processes.find(message["token"]))
+    return {"found": running, "left": processes.kill(message["token"])}
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -73,15 +73,15 @@ def find(token: str, keepers: frozenset[int] = frozenset()) -> list[int]:
     mark = f"{TOKEN}={token}".encode()
     table = _table()
     keepers = (keepers | {os.getpid()}) - {0}  # 0 is the parent of init, of which all descend
-    ours = {pid for pid, row in table.items() if pid not in keepers and row[1] != "Z" and _carries(pid, mark)}
+    members = {pid for pid, row in table.items() if pid not in keepers and row[1] != "Z" and _carries(pid, mark)}
     grew = True
     while grew:  # descendants, whatever they did to their environment
         grew = False
         for pid, (parent, state, _) in table.items():
-            if pid not in ours and pid not in keepers and state != "Z" and (parent in ours or parent in keepers):
-                ours.add(pid)
+            if pid not in members and pid not in keepers and state != "Z" and (parent in members or parent in keepers):
+                members.add(pid)
                 grew = True
-    return sorted(ours, key=lambda pid: (table[pid][2], pid))
+    return sorted(members, key=lambda pid: (table[pid][2], pid))
 
 
 def spawn(argv: list[str], cwd: str, env: dict[str, str], files: dict[int, int]) -> int:
@@ -94,8 +94,8 @@ def spawn(argv: list[str], cwd: str, env: dict[str, str], files: dict[int, int])
         os.setsid()
         die_with_parent(parent)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for there, here in files.items():
-            os.dup2(here, there)
+        for target, source in files.items():
+            os.dup2(source, target)
         usual = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD, signal.SIGUSR1)
         for number in usual:
             signal.signal(number, signal.SIG_DFL)
@@ -121,12 +121,12 @@ def kill(token: str, keepers: frozenset[int] = frozenset()) -> int:
     """End every process of a run with SIGKILL; the number still there after two seconds (stuck in the kernel)."""
     deadline = time.monotonic() + 2.0
     while True:
-        left = find(token, keepers)
-        if not left or time.monotonic() > deadline:
-            return len(left)
+        remaining = find(token, keepers)
+        if not remaining or time.monotonic() > deadline:
+            return len(remaining)
         # Stopped first, so that none of them can fork while the others are being killed.
-        send(left, signal.SIGSTOP)
-        send(left, signal.SIGKILL)
+        send(remaining, signal.SIGSTOP)
+        send(remaining, signal.SIGKILL)
         time.sleep(0.01)
         reap()
 

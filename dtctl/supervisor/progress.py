@@ -23,11 +23,11 @@ MAGIC = b"dtctl-p2"
 def read(folder: str) -> list:  # type: ignore[type-arg]
     """What each worker that tells its progress has noted last, as `facts` has it; in no particular order."""
     try:
-        found = os.listdir(folder)
+        file_names = os.listdir(folder)
     except OSError:
         return []
-    told = []
-    for name in found:
+    reports = []
+    for name in file_names:
         if name.startswith("rank-") and name[5:].isdigit():
             try:
                 with open(os.path.join(folder, name), "rb") as file:
@@ -35,27 +35,27 @@ def read(folder: str) -> list:  # type: ignore[type-arg]
             except OSError:
                 continue
             if len(data) == RECORD.size and data[:8] == MAGIC:
-                told.append(facts(int(name[5:]), RECORD.unpack(data)[1:], time.monotonic_ns()))
-    return told
+                reports.append(facts(int(name[5:]), RECORD.unpack(data)[1:], time.monotonic_ns()))
+    return reports
 
 
 def facts(rank: int, numbers: tuple, now_ns: int) -> dict:  # type: ignore[type-arg]
     """A worker's record for the control machine; clocks are the node's, so times are sent as ages in seconds."""
-    told = dict(zip(FIELDS, numbers))  # noqa: B905 - `strict` is newer than Python 3.8
+    record = dict(zip(FIELDS, numbers))  # noqa: B905 - `strict` is newer than Python 3.8
     return {
         "rank": rank,
-        "pid": told["pid"],
-        "signal": told["signal"],
-        "phase": told["phase"],
-        "step": told["step"],
-        "place": told["place"],
-        "first": told["first"],
-        "saved": told["saved"],
-        "until": told["until"],
-        "begun_s": max(0, now_ns - told["begun_ns"]) / 1e9,
-        "stale_s": max(0, now_ns - told["noted_ns"]) / 1e9,
-        "slowest_s": told["slowest_ns"] / 1e9,
-        "stall_s": told["stall_ns"] / 1e9,
-        "evaluation_s": told["evaluation_ns"] / 1e9,
-        "state": node_facts.state(told["pid"]),
+        "pid": record["pid"],
+        "signal": record["signal"],
+        "phase": record["phase"],
+        "step": record["step"],
+        "place": record["place"],
+        "first": record["first"],
+        "saved": record["saved"],
+        "until": record["until"],
+        "begun_s": max(0, now_ns - record["begun_ns"]) / 1e9,
+        "stale_s": max(0, now_ns - record["noted_ns"]) / 1e9,
+        "slowest_s": record["slowest_ns"] / 1e9,
+        "stall_s": record["stall_ns"] / 1e9,
+        "evaluation_s": record["evaluation_ns"] / 1e9,
+        "state": node_facts.state(record["pid"]),
     }

@@ -368,8 +368,8 @@ def _is_tree(name: str) -> bool:
 
 def _is_part(name: str) -> bool:
     """Whether this is how a tree is called while it is written."""
-    words = name.split("-")
-    return len(words) == 3 and words[0] == ".part" and words[1].isdigit() and len(words[2]) == 8
+    fields = name.split("-")
+    return len(fields) == 3 and fields[0] == ".part" and fields[1].isdigit() and len(fields[2]) == 8
 
 
 def _is_ours(name: str) -> bool:
@@ -414,14 +414,14 @@ def _discard(path: str) -> None:
     os.unlink(path + ".json")
 
 
-def _empty(folder: int, path: bytes, gone: set[bytes]) -> None:
+def _empty(folder: int, path: bytes, removable: set[bytes]) -> None:
     """Remove files of a tree from an open folder, and the folders that are empty then; nothing through a link."""
     compiled = path.rpartition(b"/")[2] == b"__pycache__"
     for name in os.listdir(folder):
         raw = os.fsencode(name)
         below = path + b"/" + raw if path else raw
         try:
-            if below in gone or (compiled and name.endswith(".pyc")):
+            if below in removable or (compiled and name.endswith(".pyc")):
                 os.unlink(name, dir_fd=folder)
                 continue
             inner = folders.open_folder(name, folder)
@@ -429,7 +429,7 @@ def _empty(folder: int, path: bytes, gone: set[bytes]) -> None:
             continue  # a file that is not ours to remove, or a link
         try:
             if folders.mount_of(inner) == folders.mount_of(folder):
-                _empty(inner, below, gone)
+                _empty(inner, below, removable)
         finally:
             os.close(inner)
         try:

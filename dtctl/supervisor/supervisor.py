@@ -253,7 +253,7 @@ class Supervisor:
             return []  # whatever a worker left behind would be our child by now
         return processes.find(self.token, self.keepers)
 
-    def _close_attempt(self, left: int, killed: bool) -> None:
+    def _close_attempt(self, left_behind: int, killed: bool) -> None:
         group = self.group
         if group is None:
             return
@@ -261,7 +261,13 @@ class Supervisor:
             self._tell_end(process)
         group.close()
         lost = sum(log.lost for log in group.logs.values())
-        self.stopped = {"op": "stopped", "left": left, "killed": killed, "exits": self.exits, "log_bytes_lost": lost}
+        self.stopped = {
+            "op": "stopped",
+            "left": left_behind,
+            "killed": killed,
+            "exits": self.exits,
+            "log_bytes_lost": lost,
+        }
         try:
             write_atomically(os.path.join(self.attempt_dir, "exit.json"), lean.dumps(self.stopped))
         except OSError as exc:

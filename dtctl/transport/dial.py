@@ -26,9 +26,9 @@ def open_socket(address: str, port: int, timeout_s: float) -> socket.socket:
     Raises:
         OSError: it cannot be made.
     """
-    made = socket.create_connection((address, port), timeout=timeout_s)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return made
+    connection = socket.create_connection((address, port), timeout=timeout_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +55,11 @@ class EarlyCalls:
         self._lock = threading.Lock()
         self._calls: dict[str, Future[PendingConnection]] = {}
         for target in targets:
-            answer = self._calls[target.name] = Future()
-            work = threading.Thread(
-                target=_call, args=(target, connect, answer), name=f"call {target.name}", daemon=True
+            future = self._calls[target.name] = Future()
+            thread = threading.Thread(
+                target=_call, args=(target, connect, future), name=f"call {target.name}", daemon=True
             )
-            work.start()
+            thread.start()
 
     def take(self, target: Target) -> PendingConnection | None:
         """The call to this node, when it has been answered or refused; None if there was none or it has been taken.
@@ -68,20 +68,20 @@ class EarlyCalls:
             ConnectError: OpenSSH does not accept the configuration.
         """
         with self._lock:
-            answer = self._calls.pop(target.name, None)
-        return answer.result() if answer is not None else None
+            future = self._calls.pop(target.name, None)
+        return future.result() if future is not None else None
 
 
-def _call(target: Target, connect: OpenSocket, answer: Future[PendingConnection]) -> None:
+def _call(target: Target, connect: OpenSocket, future: Future[PendingConnection]) -> None:
     try:
         settings = sshconfig.settings_for(target)
         if settings.proxy_jump or settings.proxy_command:
-            answer.set_result(PendingConnection(settings=settings))
+            future.set_result(PendingConnection(settings=settings))
             return
         try:
-            made = connect(settings.host, settings.port, target.connect_timeout_s)
-            answer.set_result(PendingConnection(settings=settings, connection=made))
+            connection = connect(settings.host, settings.port, target.connect_timeout_s)
+            future.set_result(PendingConnection(settings=settings, connection=connection))
         except OSError as exc:
-            answer.set_result(PendingConnection(settings=settings, error=exc))
+            future.set_result(PendingConnection(settings=settings, error=exc))
     except Exception as exc:  # noqa: BLE001 - raised again by `take`
-        answer.set_exception(exc)
+        future.set_exception(exc)

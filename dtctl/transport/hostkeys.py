@@ -61,28 +61,28 @@ def known_keys(name: str, files: Sequence[str]) -> list[KnownKey]:
     As with OpenSSH, a name with a port for which nothing is on record is looked up without its port; what is found then
     may confirm a key, and refuses none, because another server may answer at another port.
     """
-    found = _look_up(name.lower(), files)
+    keys = _look_up(name.lower(), files)
     host, _, port = name.partition("]:")
-    if port and not any(not key.revoked for key in found):
-        found += [replace(key, confirms_only=True) for key in _look_up(host[1:].lower(), files)]
-    return found
+    if port and not any(not key.revoked for key in keys):
+        keys += [replace(key, confirms_only=True) for key in _look_up(host[1:].lower(), files)]
+    return keys
 
 
 def _look_up(name: str, files: Iterable[str]) -> list[KnownKey]:
-    found = []
+    keys = []
     for path in files:
         for number, line in _lines(path):
-            words = line.split()
-            marker = words.pop(0) if words[0].startswith("@") else ""
-            if len(words) < 3 or marker == "@cert-authority" or not _matches(words[0], name):
+            fields = line.split()
+            marker = fields.pop(0) if fields[0].startswith("@") else ""
+            if len(fields) < 3 or marker == "@cert-authority" or not _matches(fields[0], name):
                 continue
             try:
-                blob = base64.b64decode(words[2], validate=True)
+                blob = base64.b64decode(fields[2], validate=True)
             except binascii.Error:
                 continue
             place = f"{path}:{number}"
-            found.append(KnownKey(key_type=words[1], blob=blob, revoked=marker == "@revoked", place=place))
-    return found
+            keys.append(KnownKey(key_type=fields[1], blob=blob, revoked=marker == "@revoked", place=place))
+    return keys
 
 
 def _matches(patterns: str, name: str) -> bool:
@@ -108,56 +108,59 @@ def _matches_one(pattern: str, name: str) -> bool:
 
 def _matches_hash(entry: str, name: str) -> bool:
     try:
-        salt, wanted = (base64.b64decode(part) for part in entry.split("|")[2:4])
+        salt, digest = (base64.b64decode(field) for field in entry.split("|")[2:4])
     except (ValueError, binascii.Error):
         return False
-    return hmac.compare_digest(hmac.new(salt, name.encode(), hashlib.sha1).digest(), wanted)
+    return hmac.compare_digest(hmac.new(salt, name.encode(), hashlib.sha1).digest(), digest)
 
 
-def check(name: str, key_type: str, blob: bytes, known: Sequence[KnownKey], *, node: str, files: Sequence[str]) -> None:
+def check(
+    name: str, key_type: str, blob: bytes, recorded_keys: Sequence[KnownKey], *, node: str, files: Sequence[str]
+) -> None:
     """Refuse a key that is not the one on record.
 
     Args:
         name: as `lookup_name` gives it.
         key_type: of the key that the node showed.
         blob: that key.
-        known: what is on record for the name.
+        recorded_keys: what is on record for the name.
         node: name in the spec.
         files: where the record was looked up; the first is where a new key belongs.
 
     Raises:
         HostKeyError: the key is unknown, another one, or revoked.
     """
-    shown = fingerprint(blob)
-    for key in known:
+    node_fingerprint = fingerprint(blob)
+    for key in recorded_keys:
         if key.blob == blob and key.revoked:
             raise HostKeyError(
-                f"{node}: it shows host key {shown}, which is marked as revoked",
+                f"{node}: it shows host key {node_fingerprint}, which is marked as revoked",
                 node=node,
-                fingerprint=shown,
+                fingerprint=node_fingerprint,
                 where=key.place,
                 hint="do not connect; ask whoever marked it",
             )
-    if any(key.blob == blob for key in known if not key.revoked):
+    if any(key.blob == blob for key in recorded_keys if not key.revoked):
         return
-    valid = [key for key in known if not key.revoked and not key.confirms_only]
-    home = files[0] if files else "~/.ssh/known_hosts"
+    valid = [key for key in recorded_keys if not key.revoked and not key.confirms_only]
+    record_file = files[0] if files else "~/.ssh/known_hosts"
     if valid:
-        old = next((key for key in valid if key.key_type == key_type), valid[0])
+        recorded = next((key for key in valid if key.key_type == key_type), valid[0])
         raise HostKeyError(
-            f"{node}: its host key has changed: it shows {key_type} {shown}, on record is {fingerprint(old.blob)}",
+            f"{node}: its host key has changed: it shows {key_type} {node_fingerprint}, "
+            f"on record is {fingerprint(recorded.blob)}",
             node=node,
-            fingerprint=shown,
-            where=old.place,
+            fingerprint=node_fingerprint,
+            where=recorded.place,
             hint="either the node was set up anew or somebody else answers for it. If its administrator confirms the "
-            f"new fingerprint: ssh-keygen -R '{name}' -f {home}, then connect once with ssh",
+            f"new fingerprint: ssh-keygen -R '{name}' -f {record_file}, then connect once with ssh",
         )
     host, _, port = name.partition("]:")
     scan = f"ssh-keyscan -p {port} {host[1:]}" if port else f"ssh-keyscan {name}"
     raise HostKeyError(
-        f"{node}: its host key is not known: it shows {key_type} {shown}",
+        f"{node}: its host key is not known: it shows {key_type} {node_fingerprint}",
         node=node,
-        fingerprint=shown,
-        where=home,
-        hint=f"compare the fingerprint with its administrator's, then: {scan} >> {home}",
+        fingerprint=node_fingerprint,
+        where=record_file,
+        hint=f"compare the fingerprint with its administrator's, then: {scan} >> {record_file}",
     )

@@ -108,16 +108,16 @@ class LocalConnection:
         Raises:
             ConnectError: it cannot be started.
         """
-        pipe, home = subprocess.PIPE, Path.home()
-        if not home.is_dir():
-            raise ConnectError(f"the home folder {home} does not exist", node=self._target.name, hint="set HOME")
+        pipe, home_folder = subprocess.PIPE, Path.home()
+        if not home_folder.is_dir():
+            raise ConnectError(f"the home folder {home_folder} does not exist", node=self._target.name, hint="set HOME")
         process = subprocess.Popen(
             argv,
             stdin=pipe,
             stdout=pipe,
             stderr=pipe,
             bufsize=0,
-            cwd=home,
+            cwd=home_folder,
             # Its own session, as under sshd: Ctrl-C in the terminal is for the launcher, which passes it on.
             start_new_session=True,
         )

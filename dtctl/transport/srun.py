@@ -27,9 +27,11 @@ class SrunConnection(LocalConnection):
 
     def open(self, command: str) -> LocalStream:
         """See `dtctl.transport.base.Connection`."""
-        where = ["--jobid", self._job, "--nodelist", self.target.name, "--nodes=1", "--ntasks=1"]
+        placement = ["--jobid", self._job, "--nodelist", self.target.name, "--nodes=1", "--ntasks=1"]
         # Overlap: the job's own steps hold all its processors. No wait for a node that has stopped answering.
-        return self.start(["srun", *where, "--overlap", "--mem=0", "--quiet", "--unbuffered", "/bin/sh", "-c", command])
+        return self.start(
+            ["srun", *placement, "--overlap", "--mem=0", "--quiet", "--unbuffered", "/bin/sh", "-c", command]
+        )
 
 
 class SrunTransport:

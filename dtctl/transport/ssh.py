@@ -71,11 +71,11 @@ def mapped(node: str, *, doing: str) -> Iterator[None]:
             hint="set `cluster.user` and `cluster.identity_file` to what `ssh` logs in with",
         ) from exc
     except paramiko.BadHostKeyException as exc:
-        shown = hostkeys.fingerprint(exc.key.asbytes())
+        fingerprint = hostkeys.fingerprint(exc.key.asbytes())
         raise HostKeyError(
-            f"the node's host key has changed: {shown}",
+            f"the node's host key has changed: {fingerprint}",
             node=node,
-            fingerprint=shown,
+            fingerprint=fingerprint,
             hint="compare the fingerprint with its administrator's",
         ) from exc
     except socket.gaierror as exc:
@@ -121,10 +121,10 @@ class SshStream:
 
     def read_stderr(self) -> bytes:
         """See `dtctl.transport.base.Stream`."""
-        found = b""
-        while self._channel.recv_stderr_ready() and len(found) < STDERR_BYTES:
-            found += self._channel.recv_stderr(1 << 16)
-        return found
+        data = b""
+        while self._channel.recv_stderr_ready() and len(data) < STDERR_BYTES:
+            data += self._channel.recv_stderr(1 << 16)
+        return data
 
     def write(self, data: bytes) -> None:
         """See `dtctl.transport.base.Stream`."""
@@ -190,15 +190,15 @@ class SshConnection:
 class SshTransport:
     """Connects to nodes over SSH; keys are read once for all of them."""
 
-    def __init__(self, *, open_socket: OpenSocket = open_socket, early: EarlyCalls | None = None) -> None:
+    def __init__(self, *, open_socket: OpenSocket = open_socket, early_calls: EarlyCalls | None = None) -> None:
         """Prepare to connect.
 
         Args:
             open_socket: makes the TCP connection.
-            early: calls to nodes that are under way already.
+            early_calls: connections to nodes that are already being opened.
         """
         self._open_socket = open_socket
-        self._early = early
+        self._early = early_calls
         self._lock = threading.Lock()
         self._keys: dict[str, paramiko.PKey | str] = {}
         self._agent: tuple[paramiko.AgentKey, ...] | None = None
@@ -380,12 +380,12 @@ class SshTransport:
 
 def _prefer(first: list[str], offered: list[str]) -> list[str]:
     """`offered` with the key types that are on record in front, so that the server shows a key that can be checked."""
-    wanted = []
+    names = []
     for name in first:
         # An RSA key on record is asked for by its signature algorithms.
-        wanted += ["rsa-sha2-512", "rsa-sha2-256"] if name == "ssh-rsa" else [name]
-    chosen = [name for name in wanted if name in offered]
-    return [*dict.fromkeys([*chosen, *offered])]
+        names += ["rsa-sha2-512", "rsa-sha2-256"] if name == "ssh-rsa" else [name]
+    preferred = [name for name in names if name in offered]
+    return [*dict.fromkeys([*preferred, *offered])]
 
 
 def _through(via: SshConnection) -> OpenSocket:
@@ -399,10 +399,10 @@ def _through(via: SshConnection) -> OpenSocket:
 
 def _proxy_command(settings: sshconfig.Settings) -> socket.socket:
     """One end of a socket whose other end is a process that the user's configuration names."""
-    ours, theirs = socket.socketpair()
+    parent_end, child_end = socket.socketpair()
     # The user's own line for a shell, as OpenSSH runs it. It ends when our end of the socket is closed.
     line = f"exec {settings.proxy_command}"
-    process = subprocess.Popen(line, shell=True, stdin=theirs.fileno(), stdout=theirs.fileno())  # noqa: S602
+    process = subprocess.Popen(line, shell=True, stdin=child_end.fileno(), stdout=child_end.fileno())  # noqa: S602
     threading.Thread(target=process.wait, daemon=True).start()
-    theirs.close()
-    return ours
+    child_end.close()
+    return parent_end

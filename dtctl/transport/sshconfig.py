@@ -56,28 +56,28 @@ def settings_for(target: Target) -> Settings:
     Raises:
         ConnectError: OpenSSH does not accept the configuration.
     """
-    found = _ask_openssh(target) if _has_config(target.ssh_config) else {}
-    files = [target.identity_file] if target.identity_file else found.get("identityfile", list(DEFAULT_KEYS))
-    known = [target.known_hosts] if target.known_hosts else _known_hosts_files(found)
-    jump = _one(found, "proxyjump")
-    command = _one(found, "proxycommand")
-    host = _one(found, "hostname") or target.address
-    port = target.port or int(_one(found, "port") or 22)
-    user = target.user or _one(found, "user") or getpass.getuser()
-    alias = _one(found, "hostkeyalias")
+    options = _ask_openssh(target) if _has_config(target.ssh_config) else {}
+    files = [target.identity_file] if target.identity_file else options.get("identityfile", list(DEFAULT_KEYS))
+    known_hosts = [target.known_hosts] if target.known_hosts else _known_hosts_files(options)
+    jump = _one(options, "proxyjump")
+    command = _one(options, "proxycommand")
+    host = _one(options, "hostname") or target.address
+    port = target.port or int(_one(options, "port") or 22)
+    user = target.user or _one(options, "user") or getpass.getuser()
+    alias = _one(options, "hostkeyalias")
     tokens = {"h": host, "n": target.address, "p": str(port), "r": user, "k": alias or target.address}
-    if found and not target.identity_file:
+    if options and not target.identity_file:
         files = [_fill_in(_variables(file), tokens) for file in files]
     return Settings(
         host=host,
         port=port,
         user=user,
         identity_files=tuple(str(Path(file).expanduser()) for file in files),
-        known_hosts=tuple(str(Path(file).expanduser()) for file in known),
+        known_hosts=tuple(str(Path(file).expanduser()) for file in known_hosts),
         host_key_alias=alias,
         proxy_jump=tuple(jump.split(",")) if jump and jump != "none" else (),
         proxy_command=_fill_in(command, tokens) if command and command != "none" else None,
-        identities_only=_one(found, "identitiesonly") == "yes" or target.identity_file is not None,
+        identities_only=_one(options, "identitiesonly") == "yes" or target.identity_file is not None,
     )
 
 
@@ -97,8 +97,8 @@ def jump_parts(text: str) -> tuple[str | None, str, int | None]:
 def _fill_in(text: str, tokens: Mapping[str, str]) -> str:
     """`text` with the tokens of ssh_config(5) replaced; one that is not known here stays as it is."""
     system = {"%": "%", "d": str(Path.home()), "u": getpass.getuser(), "i": str(os.getuid()), "l": os.uname().nodename}
-    known = {**system, "L": system["l"].partition(".")[0], **tokens}
-    return re.sub("%(.)", lambda match: known.get(match[1], match[0]), text)
+    values = {**system, "L": system["l"].partition(".")[0], **tokens}
+    return re.sub("%(.)", lambda match: values.get(match[1], match[0]), text)
 
 
 def _variables(text: str) -> str:
@@ -106,15 +106,15 @@ def _variables(text: str) -> str:
     return re.sub(r"\$\{(\w+)\}", lambda match: os.environ.get(match[1], match[0]), text)
 
 
-def _one(found: Mapping[str, Sequence[str]], key: str) -> str | None:
-    values = found.get(key)
+def _one(options: Mapping[str, Sequence[str]], key: str) -> str | None:
+    values = options.get(key)
     return values[0] if values else None
 
 
-def _known_hosts_files(found: Mapping[str, Sequence[str]]) -> list[str]:
+def _known_hosts_files(options: Mapping[str, Sequence[str]]) -> list[str]:
     # `ssh -G` prints several files on one line and does not quote: a blank parts two only where a path begins.
-    user = re.split(r"\s+(?=[/~])", _one(found, "userknownhostsfile") or " ".join(USER_KNOWN_HOSTS))
-    system = re.split(r"\s+(?=[/~])", _one(found, "globalknownhostsfile") or " ".join(SYSTEM_KNOWN_HOSTS))
+    user = re.split(r"\s+(?=[/~])", _one(options, "userknownhostsfile") or " ".join(USER_KNOWN_HOSTS))
+    system = re.split(r"\s+(?=[/~])", _one(options, "globalknownhostsfile") or " ".join(SYSTEM_KNOWN_HOSTS))
     return [*user, *system]
 
 
@@ -145,8 +145,8 @@ def _says_something(path: Path, folder: Path) -> bool:
 
 
 def _included(patterns: str, folder: Path) -> list[str]:
-    names = [str(folder / Path(word.strip('"')).expanduser()) for word in patterns.split()]
-    return [found for name in names for found in glob.glob(name)]  # noqa: PTH207 - Path.glob takes no absolute pattern
+    names = [str(folder / Path(pattern.strip('"')).expanduser()) for pattern in patterns.split()]
+    return [path for name in names for path in glob.glob(name)]  # noqa: PTH207 - Path.glob takes no absolute pattern
 
 
 def _ask_openssh(target: Target) -> dict[str, list[str]]:
@@ -174,8 +174,8 @@ def _ask_openssh(target: Target) -> dict[str, list[str]]:
             node=target.name,
             hint=f"try `ssh -G {target.address}`",
         )
-    found: dict[str, list[str]] = {}
+    options: dict[str, list[str]] = {}
     for line in done.stdout.splitlines():
         key, _, value = line.partition(" ")
-        found.setdefault(key.lower(), []).append(value)
-    return found
+        options.setdefault(key.lower(), []).append(value)
+    return options

@@ -23,7 +23,7 @@ def test_a_node_whose_cable_is_slow(sandbox: Sandbox, project: Any) -> None:
 
 
 def test_one_pair_whose_way_is_slow(sandbox: Sandbox, project: Any) -> None:
-    faults.limit(sandbox, sandbox.node("node1"), rate="200mbit", other=sandbox.node("node3"))
+    faults.limit(sandbox, sandbox.node("node1"), rate="200mbit", peer=sandbox.node("node3"))
     note(sandbox)
     code, said = examine(project)
     (first,) = bad(said)

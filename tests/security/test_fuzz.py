@@ -99,7 +99,7 @@ def test_answers_about_snapshots(verb: str, value: Any, raw: bytes) -> None:
 @given(st.sampled_from(sorted(slurm._ANSWERS)), JSON)
 def test_answers_of_slurms_machine(op: str, value: Any) -> None:
     with contextlib.suppress(NodeError, slurm.Wrong):
-        slurm.answer({"op": op, "run": "one"}, json.dumps(value), where="login")
+        slurm.answer({"op": op, "run": "one"}, json.dumps(value), node="login")
 
 
 @MANY
@@ -137,7 +137,7 @@ def test_the_tree_of_a_header(tree: Any, entry: Any) -> None:
 def test_what_nodes_say_of_their_pieces(value: Any, all_told: bool) -> None:
     row = {"path": "/s", "step": 1, "record": "x", "manifest": json.dumps(value), "good": ["a"], "bad": [], "made_s": 0}
     found = spread({"a": {"rows": [row]}, "b": {"rows": [row]}})
-    assert removable(found, PruneRule(), "a", all_told=all_told) == []
+    assert removable(found, PruneRule(), "a", all_answered=all_told) == []
 
 
 @MANY

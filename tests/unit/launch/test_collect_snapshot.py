@@ -66,7 +66,7 @@ def test_snapshots_of_one_step_with_other_records_are_two() -> None:
 
 def gone(keep: int, node: str = "a", *, all_told: bool = True, **rows: list[dict[str, Any]]) -> list[int]:
     found = spread({name: {"rows": several} for name, several in rows.items()})
-    return [one.step for one in removable(found, PruneRule(keep=keep), node, all_told=all_told)]
+    return [one.step for one in removable(found, PruneRule(keep=keep), node, all_answered=all_told)]
 
 
 def test_what_is_not_kept_goes_and_what_may_be_on_its_way_does_not() -> None:
@@ -115,4 +115,4 @@ def test_a_manifest_cannot_ask_for_the_last_one_to_go(keep: Any) -> None:
         manifest, record = written(step, retention={"keep": keep, "every_s": "x", "best": {"1": 1}})
         rows.append({**row(step, FILES), "manifest": manifest, "record": record})
     found = spread({"a": {"rows": rows}})
-    assert 2 not in [one.step for one in removable(found, PruneRule(), "a", all_told=True)]
+    assert 2 not in [one.step for one in removable(found, PruneRule(), "a", all_answered=True)]

@@ -126,7 +126,7 @@ def test_who_left_without_an_error_is_the_cause_of_lost_connections() -> None:
     lost = Failure(
         node="a", rank=0, exit_code=1, signal=None, time=5.0, tail=("RuntimeError: Connection closed by peer",)
     )
-    said = deserted(lost, node="b", rank=1, left="ended after step 3 of 12", tail=("loss 0.3",))
+    said = deserted(lost, node="b", rank=1, early_exit="ended after step 3 of 12", tail=("loss 0.3",))
     assert said is not None
     assert (said.node, said.rank, said.exit_code, said.time) == ("b", 1, None, 5.0)
     assert said.summary == (
@@ -134,4 +134,4 @@ def test_who_left_without_an_error_is_the_cause_of_lost_connections() -> None:
     )
     assert describe(said) == "ended after step 3 of 12, before the others"
     for line in ("ValueError: x", "Traceback (most recent call last):", "dtctl: error: x", "Broken pipe"):
-        assert deserted(lost, node="b", rank=1, left="ended", tail=(line, "end")) is None
+        assert deserted(lost, node="b", rank=1, early_exit="ended", tail=(line, "end")) is None

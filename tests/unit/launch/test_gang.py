@@ -64,7 +64,7 @@ class Rig:
             folder=folder / "hangs",
             on_progress=self.standings.extend,
         )
-        self.attempt = Attempt(self.gang, self.plan, 30.0, inquest=inquest)
+        self.attempt = Attempt(self.gang, self.plan, 30.0, hang_monitor=inquest)
 
     def say(self, node: str, what: str, **data: Any) -> None:
         self.attempt.take(NodeMessage(self.nodes[node], what, data))

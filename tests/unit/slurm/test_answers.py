@@ -50,10 +50,10 @@ ODD: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("op", "said"), ODD)
 def test_what_makes_no_sense_is_that_machines_fault(op: str, said: Any) -> None:
     with pytest.raises(NodeError):
-        answers.answer({"op": op, "run": "one"}, json.dumps(said), where="login")
+        answers.answer({"op": op, "run": "one"}, json.dumps(said), node="login")
 
 
 @pytest.mark.parametrize("said", ["", "{", "[" * 100_000, "\x00"])
 def test_what_is_no_answer_is_told_from_one(said: str) -> None:
     with pytest.raises(answers.Wrong):
-        answers.answer({"op": "look"}, said, where="login")
+        answers.answer({"op": "look"}, said, node="login")
