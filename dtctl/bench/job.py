@@ -165,7 +165,7 @@ def measure(
             for row in figures.take(json.loads(facts["text"][at + len(MARK) :])):
                 on_row(row)
 
-    with record.held():
+    with record.launcher_lock():
         ended = launch(job, record, emit=emit, signals=signals, ledger=Ledger(time.monotonic))
     return figures, ended, _owners(record.plan())
 

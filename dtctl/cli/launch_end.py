@@ -49,9 +49,9 @@ def finish(result: Result, emit: Any, record: RunRecord) -> int:
 
 def _show_continuation(record: RunRecord) -> None:
     """What goes on where a run was stopped."""
-    from dtctl.launch.continuation import command, told_folder
+    from dtctl.launch.continuation import command, shared_folder
 
-    folder = told_folder(record)
+    folder = shared_folder(record)
     if folder is not None:
         output.err(f"the next `dtctl launch` goes on from the newest good snapshot in {folder}, if there is one")
     else:

@@ -67,7 +67,7 @@ def launch_job(spec: Spec, run: str, *, spec_name: str, detach: bool, json_lines
         emit = _emitter(record, LaunchView(json_lines=json_lines), json_lines=json_lines)
         emit("plan", run=run, kind=plan.kind, world_size=plan.world_size, nodes=[])
         output.err(f"run {run}: {len(plan.nodes)} nodes, {plan.world_size} workers ({plan.kind} over slurm)", "bold")
-        with record.held(), caught_signals() as signals:
+        with record.launcher_lock(), caught_signals() as signals:
             try:
                 ref = submit(spec, site, run, code, followed=True)
             except DtctlError as exc:
@@ -99,7 +99,7 @@ def take_up_job(record: RunRecord) -> int:
     from dtctl.node_facts import start_ticks
     from dtctl.slurm.site import site_of
 
-    with closing(site_of(spec_of_run(record))) as site, record.held():
+    with closing(site_of(spec_of_run(record))) as site, record.launcher_lock():
         emit = _emitter(record, None, json_lines=False)
         record.write_info(replace(record.info(), pid=os.getpid(), pid_started=start_ticks(os.getpid())))
         emit("taken-up", pid=os.getpid())
@@ -184,7 +184,7 @@ def _unfollowed(record: RunRecord) -> bool:
 def _follower(record: RunRecord) -> Iterator[Follower]:
     from dtctl.slurm.follow import Follower
 
-    with _site(record) as (site, ref), record.held():
+    with _site(record) as (site, ref), record.launcher_lock():
         yield Follower(record, ref, site, _emitter(record, None, json_lines=False))
 
 

@@ -86,7 +86,7 @@ def dry_launch(options: LaunchOptions, folder: Path | None) -> int:
     from dtctl.render.scripts import node_scripts
 
     spec = spec_of(options)
-    for text in (*trust.reach(spec), *trust.sent(spec)):
+    for text in (*trust.reach(spec), *trust.sent_items(spec)):
         output.err(text, "yellow")
     run = check_run_name(options.name) if options.name is not None else new_run_id(spec.job.name, now=time.time())
     plan = first_plan(spec, cluster_of(spec, start=False), run=run)
@@ -207,7 +207,7 @@ def real_launch(options: LaunchOptions) -> int:
 
     emit("plan", run=run, kind=job.first_plan.kind, world_size=job.first_plan.world_size, nodes=[*cluster.targets])
     view.begin(job.first_plan)
-    with record.held(), caught_signals() as signals:
+    with record.launcher_lock(), caught_signals() as signals:
         try:
             ledger = Ledger(time.monotonic, begun=process_start())
             result = launch(job, record, emit=emit, signals=signals, ledger=ledger)

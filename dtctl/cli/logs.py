@@ -72,7 +72,7 @@ class _Reader:
     def print_rest(self) -> None:
         """Print lines that were begun and never ended."""
         for path, lines in self._partial.items():
-            if text := lines.rest():
+            if text := lines.flush():
                 output.out(_prefix(path) + text)
         self._partial.clear()
 

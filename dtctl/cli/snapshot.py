@@ -70,14 +70,14 @@ def ls(place: Place = None, json_: Json = False) -> int:
 def verify(place: Place = None, json_: Json = False) -> int:
     """Read every byte of every snapshot and compare digests; exit code 10 if one is damaged."""
     from dtctl.launch import snapshots
-    from dtctl.launch.collect_snapshot import spread
+    from dtctl.launch.collect_snapshot import combine
 
     if snapshots.is_folder(place):
         answers, silent = _all("verify", place, [])
         rows = _merged(answers)
     else:
         answers, silent = _all("pieces", place, [])
-        rows = [one.row() for one in spread(answers)]
+        rows = [one.row() for one in combine(answers)]
     good = [row["path"] for row in rows if row["status"] == "ok"]
     newest = good[0] if good else None
     if json_:
@@ -169,7 +169,7 @@ def _prune_run(run: RunSnapshots, rule: PruneRule, *, dry_run: bool) -> tuple[li
     from dtctl.launch import collect_snapshot, snapshots
 
     answers, silent = _all("pieces", None, [], run)
-    found = collect_snapshot.spread(answers)
+    found = collect_snapshot.combine(answers)
     rows = []
     for node, answer in answers.items():
         gone = collect_snapshot.removable(found, rule, node, all_answered=not silent)
@@ -307,8 +307,8 @@ def _of_nodes(verb: str, run: RunSnapshots, options: Sequence[str], out: Path | 
     from dtctl.launch import collect_snapshot, snapshots
 
     answers, _ = _all("pieces", None, [], run)
-    found = collect_snapshot.spread(answers)
-    chosen = next((one for one in found if one.whole), None)
+    found = collect_snapshot.combine(answers)
+    chosen = next((one for one in found if one.is_readable), None)
     newer = found[: found.index(chosen)] if chosen is not None else found
     reasons = [f"{Path(one.path).name} is {one.row()['status']}: {'; '.join(one.row()['bad'])}" for one in newer]
     if chosen is None:
@@ -317,7 +317,7 @@ def _of_nodes(verb: str, run: RunSnapshots, options: Sequence[str], out: Path | 
     for reason in reasons:
         output.err(f"passed over: {reason}", "yellow")
     if not chosen.complete:
-        with collect_snapshot.brought(run, chosen) as folder:
+        with collect_snapshot.fetched(run, chosen) as folder:
             told = snapshots.here([verb, str(folder), *options, *(["--out", str(out)] if out else [])])
         if "error" in told.answer:
             text = told.answer["error"]

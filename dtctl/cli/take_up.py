@@ -32,7 +32,7 @@ def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) 
         from dtctl.cli.launch_slurm import take_up_job
 
         return take_up_job(record)
-    with record.held():
+    with record.launcher_lock():
         if state_of(record).done is not None:
             return 0  # somebody else was quicker, and it is over by now
         info = record.info()

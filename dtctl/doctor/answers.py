@@ -9,34 +9,34 @@ from typing import Any, Final
 from dtctl.errors import NodeError
 from dtctl.launch.messages import (
     Check,
-    Wrong,
+    InvalidMessage,
     address,
-    by_name,
     checked,
-    each,
     flag,
     form,
-    maybe,
+    integer,
+    list_of,
+    mapping_of,
+    nullable,
     number,
     prose,
-    shown,
+    quoted,
     text,
-    whole,
 )
 
-_COUNT: Final = whole(0)
+_COUNT: Final = integer(0)
 _NAME: Final = text(256)
 _WORDS: Final = text(1 << 19)
 """Of a tool or a file, which the checks look through."""
-_LIMIT: Final = whole(-1, 1 << 64)
+_LIMIT: Final = integer(-1, 1 << 64)
 _ROWS: Final = 4096
 
 
 def _pair(check: Check) -> Check:
     def check_both(value: Any) -> list[Any]:
-        found: list[Any] = each(check, 2)(value)
+        found: list[Any] = list_of(check, 2)(value)
         if len(found) != 2:
-            raise Wrong("not two")
+            raise InvalidMessage("not two")
         return found
 
     return check_both
@@ -49,7 +49,7 @@ def _limit(value: Any) -> int:
 
 def _time(value: Any) -> float:
     if not 0 <= number(value) < 1 << 40:
-        raise Wrong("no time of a clock")
+        raise InvalidMessage("no time of a clock")
     return float(value)
 
 
@@ -62,7 +62,7 @@ def _tool(value: Any) -> str:
 def _conf(value: Any) -> str:
     found: str = _WORDS(value)
     if len(found.splitlines()) > _ROWS:
-        raise Wrong(f"no file of at most {_ROWS} lines")
+        raise InvalidMessage(f"no file of at most {_ROWS} lines")
     return found
 
 
@@ -74,7 +74,7 @@ def _job(value: Any) -> dict[str, Any]:
 def _above(low: float) -> Check:
     def check(value: Any) -> float:
         if number(value) < low:
-            raise Wrong(f"less than {low:g}")
+            raise InvalidMessage(f"less than {low:g}")
         return float(value)
 
     return check
@@ -83,14 +83,14 @@ def _above(low: float) -> Check:
 def _call(value: Any) -> dict[str, Any]:
     found: dict[str, Any] = _CALL(value)
     if found["result"] not in _RESULTS or ("seen" in found) != ("own" in found):
-        raise Wrong(f"no result of a call: {shown(found['result'])}")
+        raise InvalidMessage(f"no result of a call: {quoted(found['result'])}")
     return {"said": "", **found}
 
 
 def _measured(value: Any) -> dict[str, Any]:
     found: dict[str, Any] = _MEASURED(value)
     if found.get("lost") is not None and not found["lost"] <= found.get("sent", 0):
-        raise Wrong("more datagrams were lost than sent")
+        raise InvalidMessage("more datagrams were lost than sent")
     return found
 
 
@@ -98,33 +98,33 @@ _LONG_NUMBER: Final = re.compile(r"\d{19,}")
 _RESULTS: Final = ("ok", "dropped", "refused", "unreachable", "silent", "stranger", "large-lost", "error")
 _JOB: Final = form(
     optional={
-        "executable": maybe(text(4096)), "python": text(40), "torch": maybe(text(256)), "cuda": maybe(text(256)),
-        "nccl": maybe(text(256)),
+        "executable": nullable(text(4096)), "python": text(40), "torch": nullable(text(256)),
+        "cuda": nullable(text(256)), "nccl": nullable(text(256)),
     }
 )  # fmt: skip
 _CALL: Final = form(
-    node=_NAME, port=whole(1, 65_535), kind=text(20), result=text(20),
+    node=_NAME, port=integer(1, 65_535), kind=text(20), result=text(20),
     optional={"said": prose, "took_ms": number, "seen": text(64), "own": text(64)},
 )  # fmt: skip
-_RATE: Final = maybe(_above(0.0))
+_RATE: Final = nullable(_above(0.0))
 _MEASURED: Final = form(
     optional={
-        "error": prose, "rtt_ms": _pair(_above(0.0)), "sent": _COUNT, "lost": maybe(_COUNT), "mbit_s": _RATE,
+        "error": prose, "rtt_ms": _pair(_above(0.0)), "sent": _COUNT, "lost": nullable(_COUNT), "mbit_s": _RATE,
         "retransmitted": _COUNT, "segments": _COUNT,
     }
 )  # fmt: skip
 _SPACE: Final = form(path=text(4096), total=_COUNT, free=_COUNT, inodes=_COUNT, free_inodes=_COUNT)
 _FACTS: Final = form(
-    hostname=_NAME, user=_NAME, time=_time, python=text(40), kernel=_NAME, machine=_NAME, cpus=maybe(_COUNT),
-    looked_up=by_name(_NAME, maybe(each(text(64), _ROWS)), _ROWS),
-    interfaces=each(form(name=text(64), address=address, mtu=_COUNT, mbit_s=_COUNT), _ROWS),
-    addresses=each(address, _ROWS), reached_at=address, ways=by_name(_NAME, text(64), _ROWS),
+    hostname=_NAME, user=_NAME, time=_time, python=text(40), kernel=_NAME, machine=_NAME, cpus=nullable(_COUNT),
+    looked_up=mapping_of(_NAME, nullable(list_of(text(64), _ROWS)), _ROWS),
+    interfaces=list_of(form(name=text(64), address=address, mtu=_COUNT, mbit_s=_COUNT), _ROWS),
+    addresses=list_of(address, _ROWS), reached_at=address, ways=mapping_of(_NAME, text(64), _ROWS),
     limits=form(nofile=_pair(_limit), memlock=_pair(_limit)),
-    shm=_SPACE, disk=_SPACE, writable=prose, missing=each(text(4096), _ROWS),
-    env=by_name(_NAME, _WORDS, _ROWS), conf=by_name(text(4096), _conf, 16), job=_job,
-    code=text(64), gpus=whole(0, 4096), gpu=_tool, remapped=_tool, nvlink=_tool, topology=_tool, xid=_tool,
+    shm=_SPACE, disk=_SPACE, writable=prose, missing=list_of(text(4096), _ROWS),
+    env=mapping_of(_NAME, _WORDS, _ROWS), conf=mapping_of(text(4096), _conf, 16), job=_job,
+    code=text(64), gpus=integer(0, 4096), gpu=_tool, remapped=_tool, nvlink=_tool, topology=_tool, xid=_tool,
     fabric=_tool, gpu_error=prose, xid_source=text(64),
-    rdma=each(
+    rdma=list_of(
         form(
             optional={"roce": text(8)}, device=_NAME, port=_NAME, state=_NAME, rate=_NAME, link_layer=_NAME,
         ),
@@ -134,17 +134,17 @@ _FACTS: Final = form(
 _ANSWERS: Final[Mapping[str, Check]] = {
     "time": form(time=_time),
     "facts": _FACTS,
-    "listen": form(ports=each(whole(-4096, 65_535), 64)),
-    "call": form(answers=each(_call, 1 << 20)),
+    "listen": form(ports=list_of(integer(-4096, 65_535), 64)),
+    "call": form(answers=list_of(_call, 1 << 20)),
     "measure": _measured,
-    "mark": form(folders=each(text(4096), _ROWS)),
-    "look": form(seen=each(_RATE, 1 << 20)),
+    "mark": form(folders=list_of(text(4096), _ROWS)),
+    "look": form(seen=list_of(_RATE, 1 << 20)),
     "unmark": form(),
 }  # fmt: skip
 _WORKER: Final = form(
     optional={
-        "stage": text(40), "silent": flag, "complained": _WORDS, "error": prose, "wrong": maybe(_COUNT),
-        "seconds": number, "bytes": _COUNT, "nccl": maybe(text(64)),
+        "stage": text(40), "silent": flag, "complained": _WORDS, "error": prose, "wrong": nullable(_COUNT),
+        "seconds": number, "bytes": _COUNT, "nccl": nullable(text(64)),
     }
 )  # fmt: skip
 """Of the job's own Python, which the probe passes on."""
@@ -158,7 +158,7 @@ def answer(message: Mapping[str, Any], said: Mapping[str, Any], *, node: str) ->
     """
     op = message["op"]
     if said.get("op") != op:
-        raise NodeError(f"the node answered {shown(said.get('op'))}, and was asked {op!r}", node=node)
+        raise NodeError(f"the node answered {quoted(said.get('op'))}, and was asked {op!r}", node=node)
     found = checked(_ANSWERS.get(op, _WORKER), said, subject=f"its answer to `{op}`", node=node)
     if found.get("stage") == "done":
         checked(form(seconds=_above(1e-9), bytes=_COUNT), found, subject="its worker's answer", node=node)
@@ -172,7 +172,7 @@ def answer(message: Mapping[str, Any], said: Mapping[str, Any], *, node: str) ->
 def _as_many(count: int) -> Check:
     def check(value: Any) -> Any:
         if len(value) != count:
-            raise Wrong(f"not {count}, as there were asked for")
+            raise InvalidMessage(f"not {count}, as there were asked for")
         return value
 
     return check

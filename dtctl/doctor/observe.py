@@ -96,7 +96,7 @@ class _Node:
             self._link.send_json(message)
         said = self._link.receive_json()
         if said is None:
-            raise self._link.why_silent()
+            raise self._link.closed_error()
         if said.get("op") == "error":
             raise error_of(before_start(said, node=self.seen.name), self.seen.name)
         return answers.answer(message, said, node=self.seen.name)

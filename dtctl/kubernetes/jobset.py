@@ -36,7 +36,7 @@ QUANTITY: Final = re.compile(r"\d+(\.\d+)?([munkMGTPE]|[KMGTPE]i|[eE]\d+)?")
 """An amount of a resource. Source: Kubernetes, API conventions, resource.Quantity."""
 ATTEMPT_LABEL: Final = "jobset.sigs.k8s.io/restart-attempt"
 QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
-LATE: Final = {
+LATE_OPTIONS: Final = {
     "--node-rank": shell.Late("--node-rank=$JOB_COMPLETION_INDEX"),
     "--master-addr": shell.Late("--master-addr=$MASTER_ADDR"),
     "--master-port": shell.Late("--master-port=$MASTER_PORT"),
@@ -174,17 +174,17 @@ def _script(spec: Spec, plan: Plan, name: str) -> str:
         "head": f"{name}-{WORKERS}-0-0.{name}",
         "port": plan.rendezvous.port,
         "meeting": standalone(Path(__file__).with_name("pick_endpoint.py")),
-        "argv": _late(node.argv) if plan.kind == "torchrun" else node.argv,
+        "argv": _with_late_values(node.argv) if plan.kind == "torchrun" else node.argv,
         "grace_s": plan.grace_s,
     }
     return render(TEMPLATE, values, folders=template_folders(spec.base_dir))
 
 
-def _late(argv: tuple[str, ...]) -> list[str]:
+def _with_late_values(argv: tuple[str, ...]) -> list[str]:
     """The argv of torchrun with what only the pod knows; nothing behind torchrun's own options is touched."""
     start = 3 if argv[1:3] == ("-m", "torch.distributed.run") else 1
     end = next((at for at in range(start, len(argv)) if not argv[at].startswith("--")), len(argv))
-    return [*(LATE.get(argument.partition("=")[0], argument) for argument in argv[:end]), *argv[end:]]
+    return [*(LATE_OPTIONS.get(argument.partition("=")[0], argument) for argument in argv[:end]), *argv[end:]]
 
 
 def _check(spec: Spec, plan: Plan, settings: Kubernetes) -> None:

@@ -21,8 +21,8 @@ from dtctl.launch.progress import Standing
 from dtctl.launch.session import NodeMessage
 from dtctl.plan.model import Plan
 
-CALL_AGAIN_S = 0.5
-AWAY_LIMIT_S = 3600.0
+FIRST_RETRY_S = 0.5
+RETRY_LIMIT_S = 3600.0
 """How long a kept run's node may be out of reach before it counts as lost."""
 START_LIMIT_S = 30.0
 """How long a node may take from the start message to its answer."""
@@ -35,27 +35,27 @@ class AttemptOutcome:
     failures: list[Failure] = field(default_factory=list)
     stopped_by: int | None = None
     """Signal that asked the launcher to stop; None when nobody did."""
-    left: dict[str, int | None] = field(default_factory=dict)
+    left_behind: dict[str, int | None] = field(default_factory=dict)
     """Node -> processes left there; None when the node could not be asked."""
-    lost: list[str] = field(default_factory=list)
+    lost_nodes: list[str] = field(default_factory=list)
     """Nodes whose link was lost."""
-    gone: list[str] = field(default_factory=list)
+    already_ended: list[str] = field(default_factory=list)
     """Nodes where the run had ended before this launcher came; no supervisor waits there for another attempt."""
     lost_output: dict[str, int] = field(default_factory=dict)
     """Node -> bytes of output that could not be stored there."""
     hung_s: float = 0.0
     """For how long nothing had moved when it was ended because it hung."""
-    deserters: list[Standing] = field(default_factory=list)
+    left_early: list[Standing] = field(default_factory=list)
     """Workers that had left, when it was ended, though their training had steps left, the first one first; those whose
     exit code says that they failed are not among them."""
-    first: int | None = None
+    first_step: int | None = None
     """The step that it began after; None when the job tells none."""
-    step: int | None = None
+    last_step: int | None = None
     """The last step that is known to have been done, of the whole run; None when the job tells none."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Away:
+class _Retry:
     """A node that is to be called again."""
 
     since: float
@@ -70,71 +70,71 @@ class Attempt:
         self, gang: Gang, plan: Plan, link_timeout_s: float, *, hang_monitor: HangMonitor, under_way: bool = False
     ) -> None:
         self.gang = gang
-        self.inquest = hang_monitor
+        self.hang_monitor = hang_monitor
         self.plan = plan
         self.link_timeout_s = link_timeout_s
         self.outcome = AttemptOutcome()
         self.open = {node.name for node in plan.nodes}
         self.starting = set() if under_way else set(self.open)
-        self.quiet = set(self.open)
+        self.silent_nodes = set(self.open)
         """Nodes none of whose workers has printed anything: still at the rendezvous, for all we see."""
         self.all_started = False
-        self.begun = time.monotonic()
+        self.begun_at = time.monotonic()
         self.stop_deadline: float | None = None
-        self.ended: set[tuple[str, int]] = set()
-        self.failed: set[int] = set()
+        self.ended_workers: set[tuple[str, int]] = set()
+        self.failed_ranks: set[int] = set()
         """Ranks that have ended with an error of their own."""
-        self.saved = 0
+        self.newest_snapshot_step = 0
         """Step of the newest snapshot that workers have told of."""
         self.ranks = {node.name: frozenset(node.ranks) for node in plan.nodes}
         """Workers of each node; what it says of others is not believed."""
-        self.cold: set[str] = set()
+        self.cold_nodes: set[str] = set()
         """Nodes whose workers are started afresh."""
-        self.away: dict[str, _Away] = {}
+        self.retries: dict[str, _Retry] = {}
         """Nodes of a kept run whose link is gone: they go on, and are called again from time to time."""
 
-    def take(self, message: NodeMessage) -> None:
+    def handle(self, message: NodeMessage) -> None:
         """Act on one message of a node that still belongs to the attempt."""
         name = message.session.name
-        if message.what == "log":
-            self._log(name, message.data["rank"], message.data["payload"])
+        if message.kind == "log":
+            self._on_log(name, message.data["rank"], message.data["payload"])
         elif name not in self.open or message.session is not self.gang.sessions.get(name):
             return
-        elif message.what == "started":
-            self._started(name, message.data)
-        elif not self._is_own(name, message):
-            self._lose(name, "it told of a worker that is not its own")
-        elif message.what == "exit":
-            self._exit(name, message.data)
-        elif message.what == "ready":  # a kept run's link stands again
-            self.away.pop(name, None)
+        elif message.kind == "started":
+            self._on_started(name, message.data)
+        elif not self._concerns_own_workers(name, message):
+            self._on_lost(name, "it told of a worker that is not its own")
+        elif message.kind == "exit":
+            self._on_exit(name, message.data)
+        elif message.kind == "ready":  # a kept run's link stands again
+            self.retries.pop(name, None)
             self.gang.emit("node", node=name, state="running")
-        elif message.what == "stopped":
-            self._stopped(name, message.data)
-        elif message.what == "cold" and name not in self.cold:
-            self.cold.add(name)
+        elif message.kind == "stopped":
+            self._on_stopped(name, message.data)
+        elif message.kind == "cold" and name not in self.cold_nodes:
+            self.cold_nodes.add(name)
             self.gang.emit("note", node=name, text=f"workers are started afresh: {message.data['why']}")
-        elif message.what == "metrics-begin" and self._has_metrics(name):
+        elif message.kind == "metrics-begin" and self._has_metrics(name):
             self.gang.logs.begin_metrics(name)
-        elif message.what == "error":
+        elif message.kind == "error":
             self._fail(name, str(error_of(message.data, name)), exit_code=None)
-            self._drop(name, state="failed")
-        elif message.what in ("lost", "failed"):
+            self._give_up_on(name, state="failed")
+        elif message.kind in ("lost", "failed"):
             text = message.data.get("stderr") or str(message.data.get("error", "")) or "the link was lost"
-            self._lose(name, text)
+            self._on_lost(name, text)
         else:
-            self._watch(name, message)
+            self._on_progress(name, message)
 
-    def _is_own(self, name: str, message: NodeMessage) -> bool:
+    def _concerns_own_workers(self, name: str, message: NodeMessage) -> bool:
         """Whether what a node says is about its own workers, or torchrun's agent there."""
-        facts = message.data["exits"] if message.what == "stopped" else [message.data]
-        return message.what not in ("exit", "stopped") or all(fact["rank"] in self.ranks[name] | {-1} for fact in facts)
+        facts = message.data["exits"] if message.kind == "stopped" else [message.data]
+        return message.kind not in ("exit", "stopped") or all(fact["rank"] in self.ranks[name] | {-1} for fact in facts)
 
     def _has_metrics(self, name: str) -> bool:
         """Whether the worker that writes metrics.jsonl is on this node."""
         return 0 in self.ranks.get(name, ())
 
-    def _log(self, name: str, rank: int, payload: bytes) -> None:
+    def _on_log(self, name: str, rank: int, payload: bytes) -> None:
         if rank == METRICS and not self._has_metrics(name):
             return
         if rank != METRICS and rank not in self.ranks.get(name, ()):  # a line can begin like one of another worker
@@ -146,40 +146,40 @@ class Attempt:
             self.gang.emit("note", node=name, text=f"output is shown and not kept on this machine: {refusal}")
         # Metrics come from a step that all workers have taken part in, the silent ones too; those that come before the
         # workers are those of the attempt before.
-        for node in sorted((self.quiet if rank == METRICS else self.quiet & {name}) - self.starting):
-            self.quiet.discard(node)
+        for node in sorted((self.silent_nodes if rank == METRICS else self.silent_nodes & {name}) - self.starting):
+            self.silent_nodes.discard(node)
             self.gang.emit("node", node=node, state="running")
 
-    def _started(self, name: str, data: dict[str, Any]) -> None:
+    def _on_started(self, name: str, data: dict[str, Any]) -> None:
         if name not in self.starting:
             return
         self.starting.discard(name)
         self.gang.emit("node", node=name, state="started", interface=data.get("interface") or None)
         self.all_started = not self.starting
 
-    def _stopped(self, name: str, data: dict[str, Any]) -> None:
+    def _on_stopped(self, name: str, data: dict[str, Any]) -> None:
         for fact in data["exits"]:
-            self._exit(name, fact)
+            self._on_exit(name, fact)
         self.open.discard(name)
-        self.outcome.left[name] = data["left"]
+        self.outcome.left_behind[name] = data["left"]
         if data.get("log_bytes_lost"):
             self.outcome.lost_output[name] = data["log_bytes_lost"]
         if data.get("gone"):
-            self.outcome.gone.append(name)
+            self.outcome.already_ended.append(name)
         self.gang.emit("node", node=name, state="stopped", left=data["left"])
         if data.get("record"):
             self.gang.emit("note", node=name, text=data["record"])
 
-    def _exit(self, name: str, data: dict[str, Any]) -> None:
-        if (name, data["rank"]) in self.ended:
+    def _on_exit(self, name: str, data: dict[str, Any]) -> None:
+        if (name, data["rank"]) in self.ended_workers:
             return  # told again by the summary at the end, for those who missed it
-        self.ended.add((name, data["rank"]))
+        self.ended_workers.add((name, data["rank"]))
         self.gang.emit("exit", node=name, rank=data["rank"], exit_code=data["code"], signal=data["signal"])
         if not data["code"]:
-            self.inquest.ended(data["rank"])
+            self.hang_monitor.worker_ended(data["rank"])
             return
         if not data.get("told"):
-            self.failed.add(data["rank"])
+            self.failed_ranks.add(data["rank"])
         if self.outcome.stopped_by is None:
             failure = Failure(
                 node=name,
@@ -187,85 +187,85 @@ class Attempt:
                 exit_code=data["code"],
                 signal=data["signal"],
                 time=time.time(),
-                why=data.get("why", ""),
-                asked=data.get("asked", False),
+                node_reason=data.get("why", ""),
+                asked_to_stop=data.get("asked", False),
             )
             self.outcome.failures.append(failure)
             self._stop_others("a worker was told to stop" if data["code"] == names.REQUEUE_EXIT else f"{name} failed")
 
-    def _watch(self, name: str, message: NodeMessage) -> None:
+    def _on_progress(self, name: str, message: NodeMessage) -> None:
         """What a node says about how far its workers are."""
-        if message.what in ("pong", "progress"):
+        if message.kind in ("pong", "progress"):
             reports = [fact for fact in message.data["workers"] if fact["rank"] in self.ranks[name]]
-            self.inquest.told(name, reports, before_stop=message.data.get("before_stop", False))
-            workers = self.inquest.workers.values()
+            self.hang_monitor.update(name, reports, before_stop=message.data.get("before_stop", False))
+            workers = self.hang_monitor.workers.values()
             steps = [worker.step for worker in workers]
-            self.outcome.first = max((worker.first for worker in workers), default=None)
-            self.outcome.step = max([*steps, self.outcome.step or 0]) if steps else self.outcome.step
-            self._note_snapshots()
-        elif message.what == "stack" and message.data["rank"] in self.inquest.workers.keys() & self.ranks[name]:
-            self.inquest.shown(message.data)
-        elif message.what == "stacks-end":
-            self.inquest.answered(name)
+            self.outcome.first_step = max((worker.first for worker in workers), default=None)
+            self.outcome.last_step = max([*steps, self.outcome.last_step or 0]) if steps else self.outcome.last_step
+            self._emit_snapshots()
+        elif message.kind == "stack" and message.data["rank"] in self.hang_monitor.workers.keys() & self.ranks[name]:
+            self.hang_monitor.add_stack(message.data)
+        elif message.kind == "stacks-end":
+            self.hang_monitor.node_finished(name)
 
-    def _note_snapshots(self) -> None:
+    def _emit_snapshots(self) -> None:
         """Tell of a snapshot once; what this attempt has resumed from was told by the one before."""
-        for worker in self.inquest.workers.values():
-            if worker.saved > max(worker.first, self.saved):
-                self.saved = worker.saved
+        for worker in self.hang_monitor.workers.values():
+            if worker.saved > max(worker.first, self.newest_snapshot_step):
+                self.newest_snapshot_step = worker.saved
                 self.gang.emit("snapshot", step=worker.saved)
 
-    def _look_at_the_progress(self, now: float) -> None:
-        if self.inquest.hangs(now):
-            self.gang.emit("hang", silent_s=round(self.inquest.silent_s or 0.0, 1))
+    def _check_progress(self, now: float) -> None:
+        if self.hang_monitor.hangs(now):
+            self.gang.emit("hang", silent_s=round(self.hang_monitor.silent_s or 0.0, 1))
             nodes = {name for name in self.open if self.gang.sessions[name].send({"op": "stacks"})}
-            self.inquest.ask(nodes)
-        failure = self.inquest.verdict(now)
+            self.hang_monitor.begin_collecting(nodes)
+        failure = self.hang_monitor.verdict(now)
         if failure is not None:
             self.outcome.failures.append(failure)
-            self.outcome.hung_s = self.inquest.silent_s or 0.0
+            self.outcome.hung_s = self.hang_monitor.silent_s or 0.0
             self._stop_others(failure.summary, at_once=True)  # who hangs does not listen to SIGTERM
 
-    def _lose(self, name: str, text: str) -> None:
-        if self.gang.reattach is not None and self._call_again(name):
+    def _on_lost(self, name: str, text: str) -> None:
+        if self.gang.reattach is not None and self._plan_retry(name):
             return
-        self.outcome.lost.append(name)
+        self.outcome.lost_nodes.append(name)
         # A node whose supervisor is ended, or loses its link, tells its workers to stop, and these all others; what
         # others say of it may be here before the loss, which is the cause.
         stopping = [failure.exit_code == names.REQUEUE_EXIT for failure in self.outcome.failures]
         if self.stop_deadline is None or (stopping and all(stopping)):
             self._fail(name, text, exit_code=None)
-        self._drop(name)
+        self._give_up_on(name)
 
-    def _call_again(self, name: str) -> bool:
+    def _plan_retry(self, name: str) -> bool:
         """Plan the next try to reach a node that goes on without us; False when it is time to give it up."""
         now = time.monotonic()
-        if name not in self.away:
-            self.away[name] = _Away(since=now, next=now + CALL_AGAIN_S)
+        if name not in self.retries:
+            self.retries[name] = _Retry(since=now, next=now + FIRST_RETRY_S)
             self.gang.emit("node", node=name, state="away")
             return True
-        retry = self.away[name]
+        retry = self.retries[name]
         retry.tries += 1
-        retry.next = now + min(30.0, CALL_AGAIN_S * 2**retry.tries)
-        return now - retry.since < AWAY_LIMIT_S
+        retry.next = now + min(30.0, FIRST_RETRY_S * 2**retry.tries)
+        return now - retry.since < RETRY_LIMIT_S
 
     def _fail(self, name: str, text: str, *, exit_code: int | None) -> None:
         failure = Failure(node=name, rank=None, exit_code=exit_code, signal=None, time=time.time(), summary=text)
         self.outcome.failures.append(failure)
         self._stop_others(f"{name}: {text}")
 
-    def _drop(self, name: str, *, state: str = "lost") -> None:
+    def _give_up_on(self, name: str, *, state: str = "lost") -> None:
         """Wait no longer for a node; nobody has looked what is left there."""
         self.open.discard(name)
         self.starting.discard(name)
-        self.outcome.left[name] = None
+        self.outcome.left_behind[name] = None
         self.gang.emit("node", node=name, state=state, left=None)
 
     def _stop_others(self, reason: str, *, at_once: bool = False) -> None:
         if self.stop_deadline is not None:
             return
         self.gang.emit("stopping", reason=reason)
-        self.inquest.stopping()
+        self.hang_monitor.stopping()
         # A node needs the grace, a second for strays, and the way there and back.
         self.stop_deadline = time.monotonic() + self.plan.grace_s + 5
         for name in self.open:
@@ -273,8 +273,8 @@ class Attempt:
 
     def close(self) -> AttemptOutcome:
         """What it came to, when no node is open any more."""
-        leavers = [worker for worker in self.inquest.deserters() if worker.rank not in self.failed]
-        self.outcome.deserters = sorted(leavers, key=lambda worker: -worker.stale_s)
+        leavers = [worker for worker in self.hang_monitor.left_early() if worker.rank not in self.failed_ranks]
+        self.outcome.left_early = sorted(leavers, key=lambda worker: -worker.stale_s)
         return self.outcome
 
     def interrupt(self, number: int, *, hard: bool) -> None:
@@ -287,29 +287,29 @@ class Attempt:
             for name in self.open:
                 self.gang.sessions[name].send({"op": "stop", "now": True})
 
-    def look_at_the_clock(self) -> None:
+    def check_deadlines(self) -> None:
         """What did not happen in time: a start, a sign of life, a stop."""
         now = time.monotonic()
         if self.stop_deadline is None:
-            self._look_at_the_progress(now)
+            self._check_progress(now)
         for name in sorted(self.open):
             session = self.gang.sessions[name]
-            if name in self.away:
-                self._look_after(name, now)
-            elif now - max(session.heard, self.begun) > self.link_timeout_s:
+            if name in self.retries:
+                self._check_retry(name, now)
+            elif now - max(session.last_heard, self.begun_at) > self.link_timeout_s:
                 session.close()
-                self._lose(name, f"nothing was heard of it for {self.link_timeout_s:g} s")
-            elif name in self.starting and now - self.begun > START_LIMIT_S:
+                self._on_lost(name, f"nothing was heard of it for {self.link_timeout_s:g} s")
+            elif name in self.starting and now - self.begun_at > START_LIMIT_S:
                 session.close()
-                self._lose(name, f"it did not start the job within {START_LIMIT_S:g} s")
+                self._on_lost(name, f"it did not start the job within {START_LIMIT_S:g} s")
             elif self.stop_deadline is not None and now > self.stop_deadline:
                 session.close()
-                self._lose(name, "it did not stop in time")
+                self._on_lost(name, "it did not stop in time")
 
-    def _look_after(self, name: str, now: float) -> None:
-        retry = self.away[name]
+    def _check_retry(self, name: str, now: float) -> None:
+        retry = self.retries[name]
         if self.stop_deadline is not None and now > self.stop_deadline:
-            self._drop(name)
+            self._give_up_on(name)
         elif now >= retry.next and self.gang.reattach is not None:
             retry.next = float("inf")  # until this try has failed
             self.gang.reattach(name)
@@ -338,7 +338,7 @@ def watch(
     """
     folder = gang.logs.folder / names.HANGS_DIR / f"attempt-{plan.attempt}"
     hang_monitor = HangMonitor(
-        places={rank: node.name for node in plan.nodes for rank in node.ranks},
+        node_of_rank={rank: node.name for node in plan.nodes for rank in node.ranks},
         limit=hang_s,
         start_limit=hang_start_s,
         folder=folder,
@@ -350,11 +350,11 @@ def watch(
             attempt.interrupt(gang.signals[-1], hard=len(gang.signals) > 1)
         message = gang.next_message(0.2)
         if message is not None:
-            attempt.take(message)
+            attempt.handle(message)
         if attempt.all_started and on_started is not None:
             on_started()
             attempt.all_started = False
-        attempt.look_at_the_clock()
-    for node, rank, text in gang.logs.rest():
+        attempt.check_deadlines()
+    for node, rank, text in gang.logs.flush():
         gang.emit("log", node=node, rank=rank, text=text)
     return attempt.close()

@@ -25,7 +25,7 @@ RECORDS = ("manifest.json", "COMMIT")
 
 
 @dataclass(slots=True, kw_only=True)
-class Spread:
+class DistributedSnapshot:
     """One snapshot over all nodes that have something of it."""
 
     step: int
@@ -41,11 +41,11 @@ class Spread:
     """The rule that its writer followed, of the manifest."""
     paths: dict[str, str] = field(default_factory=dict)
     """Node -> where it lies there."""
-    good: dict[str, frozenset[str]] = field(default_factory=dict)
+    good_files: dict[str, frozenset[str]] = field(default_factory=dict)
     """Node -> files that are right there."""
     made_s: dict[str, float] = field(default_factory=dict)
     """Node -> when it had it, seconds since the epoch by its own clock."""
-    wrong: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
     @property
     def nodes(self) -> list[str]:
@@ -61,60 +61,60 @@ class Spread:
     def holders(self) -> dict[str, str]:
         """File -> the first node where it is right."""
         node_of: dict[str, str] = {}
-        for node, names in self.good.items():
+        for node, names in self.good_files.items():
             node_of = {**dict.fromkeys(names, node), **node_of}
         return {name: node_of[name] for name in self.sizes if name in node_of}
 
     @property
     def complete(self) -> list[str]:
         """Nodes that have all of it."""
-        return [node for node in self.paths if self.whole_on({node})]
+        return [node for node in self.paths if self.is_readable_on({node})]
 
     @property
-    def whole(self) -> bool:
+    def is_readable(self) -> bool:
         """Whether every file is right on some node."""
-        return self.whole_on(self.paths.keys())
+        return self.is_readable_on(self.paths.keys())
 
-    def whole_on(self, nodes: AbstractSet[str]) -> bool:
+    def is_readable_on(self, nodes: AbstractSet[str]) -> bool:
         """Whether every file is right on one of these nodes."""
-        readable_files: set[str] = set().union(*(self.good.get(node, frozenset()) for node in nodes))
+        readable_files: set[str] = set().union(*(self.good_files.get(node, frozenset()) for node in nodes))
         return bool(self.sizes) and readable_files >= self.sizes.keys()
 
     def row(self) -> dict[str, Any]:
         """As `dtctl snapshot verify` tells it: it is ok if it can be read, and a bad copy is named all the same."""
         holders = self.holders
         missing = [f"{name} is missing" for name in self.sizes if name not in holders]
-        unreported = [name for name in missing if not any(name.split(" ")[0] in phrase for phrase in self.wrong)]
-        status = "ok" if self.whole else "corrupt" if self.wrong and self.sizes else "incomplete"
-        bad = [*self.wrong, *unreported]
+        unreported = [name for name in missing if not any(name.split(" ")[0] in phrase for phrase in self.problems)]
+        status = "ok" if self.is_readable else "corrupt" if self.problems and self.sizes else "incomplete"
+        bad = [*self.problems, *unreported]
         return {"path": self.path, "step": self.step, "status": status, "bad": bad, "node": ", ".join(self.nodes)}
 
 
-def spread(answers: Mapping[str, Mapping[str, Any]]) -> list[Spread]:
+def combine(answers: Mapping[str, Mapping[str, Any]]) -> list[DistributedSnapshot]:
     """What the nodes have together, newest first, by what each says of its `pieces`.
 
     Snapshots of one step belong together if they have one commit record and one manifest.
     """
-    snapshots: dict[tuple[Any, ...], Spread] = {}
+    snapshots: dict[tuple[Any, ...], DistributedSnapshot] = {}
     for node, answer in answers.items():
         for row in answer["rows"]:
             step, record, manifest = row["step"], row["record"], row["manifest"]
             key = (step, record, manifest) if record and manifest else (step, node)
             snapshot = snapshots.get(key)
             if snapshot is None:
-                snapshot = snapshots[key] = Spread(step=step, path=row["path"])
+                snapshot = snapshots[key] = DistributedSnapshot(step=step, path=row["path"])
                 if record and manifest:
                     try:
                         _describe(snapshot, record, manifest, node)
                     except NodeError as exc:  # so it counts as nothing
-                        snapshot.wrong.append(f"{node}: {exc.message}")
+                        snapshot.problems.append(f"{node}: {exc.message}")
             snapshot.paths[node], snapshot.made_s[node] = row["path"], row["made_s"]
-            snapshot.good[node] = frozenset(row["good"])
-            snapshot.wrong += [f"{node}: {phrase}" for phrase in row["bad"]]
+            snapshot.good_files[node] = frozenset(row["good"])
+            snapshot.problems += [f"{node}: {phrase}" for phrase in row["bad"]]
     return sorted(snapshots.values(), key=lambda snapshot: -snapshot.step)
 
 
-def _describe(snapshot: Spread, record: str, manifest: str, node: str) -> None:
+def _describe(snapshot: DistributedSnapshot, record: str, manifest: str, node: str) -> None:
     document = messages.manifest(manifest, node=node)
     if document["step"] != snapshot.step or not _agree(record, manifest):
         raise NodeError(f"manifest and commit record of step {snapshot.step} do not agree", node=node)
@@ -151,7 +151,7 @@ class PruneRule:
     keep_best: bool = True
     """Whether the best ones stay."""
 
-    def stays(self, readable: Sequence[tuple[Spread, float]]) -> set[int]:
+    def kept_steps(self, readable: Sequence[tuple[DistributedSnapshot, float]]) -> set[int]:
         """Steps that stay, of snapshots that are whole, with when they were made; the newest always does."""
         oldest_first = sorted(readable, key=lambda row: row[0].step)
         recorded_rule = oldest_first[-1][0].retention if oldest_first else {}
@@ -172,11 +172,13 @@ class PruneRule:
 def _number(value: Any, otherwise: float) -> Any:
     try:
         return messages.number(value)
-    except messages.Wrong:
+    except messages.InvalidMessage:
         return otherwise
 
 
-def removable(snapshots: Sequence[Spread], rule: PruneRule, node: str, *, all_answered: bool) -> list[Spread]:
+def removable(
+    snapshots: Sequence[DistributedSnapshot], rule: PruneRule, node: str, *, all_answered: bool
+) -> list[DistributedSnapshot]:
     """What `dtctl snapshot prune` removes on one node.
 
     The rule is applied to the whole snapshots that the node has a share in, so that nothing that others tell of their
@@ -191,19 +193,19 @@ def removable(snapshots: Sequence[Spread], rule: PruneRule, node: str, *, all_an
             not.
     """
     on_node = [snapshot for snapshot in snapshots if node in snapshot.paths]
-    readable = [snapshot for snapshot in on_node if snapshot.whole and snapshot.good.get(node)]
+    readable = [snapshot for snapshot in on_node if snapshot.is_readable and snapshot.good_files.get(node)]
     if not readable:  # nothing vouches for anything
         return []
-    steps = rule.stays([(snapshot, snapshot.made_s[node]) for snapshot in readable])
+    steps = rule.kept_steps([(snapshot, snapshot.made_s[node]) for snapshot in readable])
     kept_snapshots = [snapshot for snapshot in readable if snapshot.step in steps]
     newest = max(snapshot.step for snapshot in readable)
 
-    def is_removable(snapshot: Spread) -> bool:
+    def is_removable(snapshot: DistributedSnapshot) -> bool:
         if snapshot.step in steps:  # also where a node has another one of the same step: it is asked by step
             return False
-        if snapshot.whole:
-            needed = {node} if snapshot.whole_on({node}) else set(snapshot.paths)
-            return any(other.whole_on(needed) for other in kept_snapshots)
+        if snapshot.is_readable:
+            needed = {node} if snapshot.is_readable_on({node}) else set(snapshot.paths)
+            return any(other.is_readable_on(needed) for other in kept_snapshots)
         # One that lacks something and is newer may be on its way: nodes commit one after another.
         under_way = snapshot.step > newest and snapshot.row()["status"] == "incomplete"
         return all_answered and not under_way
@@ -212,7 +214,7 @@ def removable(snapshots: Sequence[Spread], rule: PruneRule, node: str, *, all_an
 
 
 @contextmanager
-def brought(run: RunSnapshots, snapshot: Spread) -> Iterator[Path]:
+def fetched(run: RunSnapshots, snapshot: DistributedSnapshot) -> Iterator[Path]:
     """A folder here that has all of a snapshot, as long as the context lasts.
 
     Nothing but the files of its manifest is brought, each as long as that says, into a new folder of this user alone;
@@ -240,7 +242,7 @@ def brought(run: RunSnapshots, snapshot: Spread) -> Iterator[Path]:
         yield Path(temporary)
 
 
-def _bring(run: RunSnapshots, node: str, snapshot: Spread, names: Sequence[str], folder: int) -> None:
+def _bring(run: RunSnapshots, node: str, snapshot: DistributedSnapshot, names: Sequence[str], folder: int) -> None:
     options = ["--step", str(snapshot.step), *(argument for name in names for argument in ("--name", name))]
     total_bytes = sum(snapshot.sizes[name] for name in names)
     with tempfile.TemporaryFile() as received:

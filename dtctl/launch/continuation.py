@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dtctl.errors import LaunchError
 from dtctl.launch.assemble import spec_of_run
 from dtctl.launch.record import RunRecord
-from dtctl.launch.snapshots import RunSnapshots, Told
+from dtctl.launch.snapshots import Reply, RunSnapshots
 from dtctl.launch.state import state_of
 from dtctl.spec.model import Spec, Train
 
@@ -43,7 +43,7 @@ def continued(spec: Spec, earlier: RunRecord) -> tuple[Spec, Mapping[str, str]]:
         SpecError: the copy of its spec is gone or broken.
         TransportError: none of its nodes can be asked.
     """
-    _require_one(earlier)
+    _require_snapshot(earlier)
     folder = spec_of_run(earlier).snapshot_dir
     if folder is not None and ("://" in folder or posixpath.isabs(folder)):
         return with_folder(spec, folder), {}
@@ -63,7 +63,7 @@ def folders(earlier: RunRecord, job_folder: str | None) -> dict[str, str]:
     return folder_of
 
 
-def told_folder(record: RunRecord) -> str | None:
+def shared_folder(record: RunRecord) -> str | None:
     """The folder or URL of snapshots that a run's spec names, if every launch of it finds the same there."""
     folder = spec_of_run(record).snapshot_dir
     return folder if folder is not None and ("://" in folder or posixpath.isabs(folder)) else None
@@ -81,13 +81,13 @@ def with_folder(spec: Spec, folder: str | None) -> Spec:
     return spec
 
 
-def _require_one(earlier: RunRecord) -> None:
+def _require_snapshot(earlier: RunRecord) -> None:
     """Refuse a run without snapshots: its successor would begin anew without a word."""
     answers = RunSnapshots(earlier).ask("ls", [])
-    replies = [answer for answer in answers.values() if isinstance(answer, Told)]
+    replies = [answer for answer in answers.values() if isinstance(answer, Reply)]
     if any(row["committed"] for answer in replies for row in answer.answer.get("snapshots", [])):
         return
-    errors = [answer for answer in answers.values() if not isinstance(answer, Told)]
+    errors = [answer for answer in answers.values() if not isinstance(answer, Reply)]
     if errors and not replies:
         raise errors[0]
     silent = f"; {len(errors)} of its nodes cannot be asked" if errors else ""

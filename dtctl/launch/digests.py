@@ -40,15 +40,15 @@ class Digests:
         self._path = path
         self._partial: Path | None = None
         self._began_ns = 0
-        self._known: dict[str, list[object]] = {}
-        self._fresh: dict[str, list[object]] = {}
+        self._stored: dict[str, list[object]] = {}
+        self._current: dict[str, list[object]] = {}
         self._changed = False
 
     def __enter__(self) -> Digests:  # noqa: PYI034 - Self is not in Python 3.10
         if self._path is not None:
             with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 stored = json.loads(folders.read_regular(str(self._path), CACHE_BYTES))
-                self._known = {str(key): list(row) for key, row in stored["files"].items()}
+                self._stored = {str(key): list(row) for key, row in stored["files"].items()}
             with contextlib.suppress(OSError):  # a disk that is full or read-only must not keep a job from running
                 # Step by step: what `parents` makes has the mode that everybody else's umask gives.
                 self._path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -64,8 +64,8 @@ class Digests:
         if self._path is None or self._partial is None:
             return
         with contextlib.suppress(OSError):
-            if kind is None and (self._changed or len(self._fresh) != len(self._known)):
-                text = json.dumps({"files": self._fresh}, separators=(",", ":"))
+            if kind is None and (self._changed or len(self._current) != len(self._stored)):
+                text = json.dumps({"files": self._current}, separators=(",", ":"))
                 self._partial.write_text(text, encoding="ascii")
                 self._partial.replace(self._path)
         with contextlib.suppress(OSError):
@@ -84,7 +84,7 @@ class Digests:
         """
         key = path.decode("latin-1")
         seal = [info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino]
-        row = self._known.get(key)
+        row = self._stored.get(key)
         if row is not None and row[:4] == seal and len(row) == 6:
             digest, private = str(row[4]), bool(row[5])
         else:
@@ -92,7 +92,7 @@ class Digests:
             self._changed = True
         tick_ns = TICK_NS if info.st_ctime_ns % 1_000_000_000 else COARSE_TICK_NS
         if info.st_ctime_ns < self._began_ns - tick_ns:
-            self._fresh[key] = [*seal, digest, private]
+            self._current[key] = [*seal, digest, private]
         return digest, private
 
 

@@ -56,13 +56,13 @@ class Failure:
     """One line for people."""
     tail: tuple[str, ...] = ()
     """Last lines of the log."""
-    why: str = ""
+    node_reason: str = ""
     """What the node knows about it that its log does not: it was ended for lack of memory, the disk is full."""
     hang: bool = False
     """Whether it was ended because it made no progress."""
-    left: str = ""
+    early_exit: str = ""
     """How it left the training while the others went on, without an error: `ended after step 3 of 12`."""
-    asked: bool = False
+    asked_to_stop: bool = False
     """Whether it was ended by a signal from outside that asks to stop, SIGTERM or SIGUSR1."""
 
 
@@ -70,8 +70,8 @@ def describe(failure: Failure) -> str:
     """What happened, in one line without a place: `was ended by signal 9 (SIGKILL)`."""
     if failure.hang:
         return "made no progress"
-    if failure.left:
-        return f"{failure.left}, before the others"
+    if failure.early_exit:
+        return f"{failure.early_exit}, before the others"
     if failure.exit_code is None:
         return "was lost"
     if failure.signal is not None:
@@ -79,7 +79,7 @@ def describe(failure: Failure) -> str:
             name = signal.Signals(failure.signal).name
         except ValueError:
             name = "unknown"
-        reason = f": {failure.why}" if failure.why else ""
+        reason = f": {failure.node_reason}" if failure.node_reason else ""
         return f"was ended by signal {failure.signal} ({name}){reason}"
     if failure.exit_code == REQUEUE_EXIT:
         return f"ended with exit code {REQUEUE_EXIT}: it was told to stop, has made a snapshot and asks to go on"
@@ -102,13 +102,13 @@ def from_torchrun(failure: Failure, agent_log: str) -> Failure:
     if code < 0:
         # The agent ends workers with SIGTERM too, but not the one that it names here.
         asked_to_stop = -code in (signal.SIGTERM, signal.SIGUSR1)
-        return replace(failure, rank=rank, exit_code=128 - code, signal=-code, asked=asked_to_stop)
+        return replace(failure, rank=rank, exit_code=128 - code, signal=-code, asked_to_stop=asked_to_stop)
     return replace(failure, rank=rank, exit_code=code, signal=None)
 
 
 def is_consequence(failure: Failure) -> bool:
     """Whether the worker failed because another one had, going by its last lines."""
-    if failure.asked:
+    if failure.asked_to_stop:
         return False
     if failure.signal in (signal.SIGTERM, signal.SIGHUP):
         return True
@@ -117,7 +117,9 @@ def is_consequence(failure: Failure) -> bool:
     return any(text in line for line in failure.tail for text in _CONSEQUENCES)
 
 
-def deserted(failure: Failure, *, node: str, rank: int, early_exit: str, tail: tuple[str, ...]) -> Failure | None:
+def from_early_exit(
+    failure: Failure, *, node: str, rank: int, early_exit: str, tail: tuple[str, ...]
+) -> Failure | None:
     """The failure of a worker that others have lost, which is what `failure` says.
 
     Args:
@@ -135,7 +137,14 @@ def deserted(failure: Failure, *, node: str, rank: int, early_exit: str, tail: t
     peer = f"rank {failure.rank} on {failure.node}"
     text = f"rank {rank} {early_exit} without an error, and {peer} lost the connection to it"
     return Failure(
-        node=node, rank=rank, exit_code=None, signal=None, time=failure.time, left=early_exit, summary=text, tail=tail
+        node=node,
+        rank=rank,
+        exit_code=None,
+        signal=None,
+        time=failure.time,
+        early_exit=early_exit,
+        summary=text,
+        tail=tail,
     )
 
 
@@ -147,7 +156,7 @@ def is_stop(failure: Failure, *, trains: bool) -> bool:
         trains: whether the job is a training with dtctl.runtime. Its workers answer such a signal with a snapshot; only
             before their first step, and after their last, are they ended by it, and then nothing is lost.
     """
-    return failure.exit_code == REQUEUE_EXIT or (trains and failure.asked)
+    return failure.exit_code == REQUEUE_EXIT or (trains and failure.asked_to_stop)
 
 
 def first(failures: Iterable[Failure]) -> Failure | None:

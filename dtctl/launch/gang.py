@@ -82,23 +82,23 @@ class Gang:
             ):
                 continue  # nothing, or the last word of a link that has been replaced
             name = message.session.name
-            if message.what == "hello":
+            if message.kind == "hello":
                 hellos[name] = message.data
-            elif message.what == "failed":
-                failures[name] = _as_ours(message.data["error"])
+            elif message.kind == "failed":
+                failures[name] = _as_dtctl_error(message.data["error"])
                 waiting.discard(name)
                 self.emit("node", node=name, state="failed", error=str(failures[name]))
                 continue
-            elif message.what == "ready":
+            elif message.kind == "ready":
                 waiting.discard(name)
             facts = {key: value for key, value in message.data.items() if key in PUSH_FACTS}
-            self.emit("node", node=name, state=message.what, **({"push": facts} if facts else {}))
+            self.emit("node", node=name, state=message.kind, **({"push": facts} if facts else {}))
         return hellos, {name: failures[name] for name in self.sessions if name in failures}
 
     def _is_stuck(self, name: str) -> bool:
         session = self.sessions[name]
-        limit_s = PUSH_SILENCE_S if session.errand.push is not None else START_SILENCE_S
-        return session.moved is not None and time.monotonic() - session.moved > limit_s
+        limit_s = PUSH_SILENCE_S if session.setup.push is not None else START_SILENCE_S
+        return session.last_progress is not None and time.monotonic() - session.last_progress > limit_s
 
     def idle(self, seconds: float) -> None:
         """Wait, with all links kept alive, or until somebody wants to stop."""
@@ -113,7 +113,7 @@ class Gang:
         deadline = time.monotonic() + 5
         while time.monotonic() < deadline and not self.signals:
             message = self.next_message(0.2)
-            if message is not None and message.session is session and message.what == "probed":
+            if message is not None and message.session is session and message.kind == "probed":
                 return message.data["port"] if message.data["port"] in ports else 0
         return 0
 
@@ -154,11 +154,11 @@ class Gang:
             message = self.inbox.get(timeout=timeout_s)
         except queue.Empty:
             return None
-        message.session.taken(message)
+        message.session.acknowledge(message)
         return message
 
 
-def _as_ours(error: BaseException) -> DtctlError:
+def _as_dtctl_error(error: BaseException) -> DtctlError:
     if isinstance(error, DtctlError):
         return error
     bug = DtctlError(f"{type(error).__name__}: {error}", hint="this is a bug in dtctl; please report it")

@@ -48,7 +48,7 @@ class Stack:
     """Where a worker was found to be."""
 
     state: str
-    how: str
+    tool: str
     """py-spy, faulthandler or none"""
     text: str
     flight: str
@@ -67,7 +67,7 @@ class Stack:
         return [(file, int(line), name) for file, line, name in matches]
 
     @property
-    def waits(self) -> bool | None:
+    def is_waiting(self) -> bool | None:
         """Whether it waits for other workers; None when there is no telling."""
         frames = self.frames
         return any(marker in frames[0][0] for marker in _WAITING) if frames else None
@@ -84,7 +84,7 @@ def silence(
         limit: `job.hang_s`.
         start_limit: `job.hang_start_s`.
     """
-    active = [worker for worker in workers if not worker.out]
+    active = [worker for worker in workers if not worker.finished]
     if limit == "off" or not active:
         return None
     slowest_s = max(worker.slowest_s for worker in active)
@@ -97,7 +97,7 @@ def silence(
     steps = all(worker.phase == ReportedPhase.STEPPING for worker in active)
     done = min(worker.step - worker.first for worker in active)
     measured = len(workers) >= world_size and done >= (MEASURED_STEPS if limit == "auto" else 1)
-    if not (steps and (measured or any(worker.until for worker in deserters(workers)))):
+    if not (steps and (measured or any(worker.until for worker in left_early(workers)))):
         if start_limit == "off":
             return None
         limit_s = max(limit_s, START_S if start_limit == "auto" else start_limit)
@@ -105,13 +105,13 @@ def silence(
     return silent_s if silent_s >= limit_s else None
 
 
-def deserters(workers: Collection[Standing]) -> list[Standing]:
+def left_early(workers: Collection[Standing]) -> list[Standing]:
     """Those that take no more steps although the training has some left, by rank.
 
     One that never began is none if others have taken steps since: they can do without it.
     """
-    trained = any(worker.step > worker.first for worker in workers if not worker.early)
-    leavers = [worker for worker in workers if worker.early and (worker.until or not trained)]
+    trained = any(worker.step > worker.first for worker in workers if not worker.left_early)
+    leavers = [worker for worker in workers if worker.left_early and (worker.until or not trained)]
     return sorted(leavers, key=lambda worker: worker.rank)
 
 
@@ -121,11 +121,11 @@ def culprits(workers: Collection[Standing], stacks: Mapping[int, Stack]) -> list
     stopped = [worker for worker in everyone if worker.state == "T"]
     if stopped:
         return stopped
-    leavers = deserters(everyone)
+    leavers = left_early(everyone)
     if leavers:
         return leavers
-    everyone = [worker for worker in everyone if not worker.out]
-    waits = {worker.rank: stacks[worker.rank].waits for worker in everyone if worker.rank in stacks}
+    everyone = [worker for worker in everyone if not worker.finished]
+    waits = {worker.rank: stacks[worker.rank].is_waiting for worker in everyone if worker.rank in stacks}
     awake = [worker for worker in everyone if waits.get(worker.rank) is False]
     lowest = min(worker.position for worker in everyone)
     behind = [worker for worker in everyone if worker.position == lowest]
@@ -153,17 +153,16 @@ def failure(
         now: the time of day.
         silent: workers that have told no progress yet, rank -> node.
     """
-    active = [worker for worker in workers if not worker.out]
+    active = [worker for worker in workers if not worker.finished]
     begun = [worker for worker in active if worker.phase != ReportedPhase.STARTING]
     text = f"no progress for {silent_s:.0f} s "
     text += f"in step {min(worker.step for worker in begun) + 1}" if begun else "before the first step"
     blamed = culprits(workers, stacks)
-    if silent and not any(worker.state == "T" or worker.early for worker in blamed):
+    if silent and not any(worker.state == "T" or worker.left_early for worker in blamed):
         culprit_names = ", ".join(f"rank {rank} on {node}" for rank, node in sorted(silent.items())[:8])
         rank, node = min(silent.items())
-        text += (
-            f": {culprit_names} {'has' if len(silent) == 1 else 'have'} not come to the training{_wait(len(active))}"
-        )
+        verb = "has" if len(silent) == 1 else "have"
+        text += f": {culprit_names} {verb} not come to the training{_waiting_text(len(active))}"
         return Failure(node=node, rank=rank, exit_code=None, signal=None, time=now, summary=text, hang=True)
     if not blamed:
         first = min(active, key=lambda worker: worker.rank)
@@ -174,38 +173,40 @@ def failure(
     stack = stacks.get(first.rank)
     frames = stack.frames if stack is not None else []
     location = (
-        f"{', and is now' if first.early else ''} at {frames[0][0]}:{frames[0][1]} in {frames[0][2]}" if frames else ""
+        f"{', and is now' if first.left_early else ''} at {frames[0][0]}:{frames[0][1]} in {frames[0][2]}"
+        if frames
+        else ""
     )
-    consequence = _wait(len([worker for worker in active if worker not in blamed]))
+    consequence = _waiting_text(len([worker for worker in active if worker not in blamed]))
     return Failure(
         node=first.node,
         rank=first.rank,
         exit_code=None,
         signal=None,
         time=now,
-        summary=f"{text}: {culprit_names} {_what(first)}{location}{consequence}",
+        summary=f"{text}: {culprit_names} {_state_text(first)}{location}{consequence}",
         tail=tuple(f"{file}:{line} in {name}" for file, line, name in frames[:8]),
         hang=True,
     )
 
 
-def left(worker: Standing) -> str:
+def early_exit(worker: Standing) -> str:
     """How a worker left its training early: `ended after step 3 of 12`."""
-    verb = "ended" if worker.gone else "left the training"
+    verb = "ended" if worker.exited else "left the training"
     return f"{verb} before its first step" if not worker.until else f"{verb} after step {worker.step} of {worker.until}"
 
 
-def _what(worker: Standing) -> str:
+def _state_text(worker: Standing) -> str:
     if worker.state == "T":
         return "is stopped (SIGSTOP)"
-    return f"{left(worker)}, before the others" if worker.early else f"stands still {worker.where}"
+    return f"{early_exit(worker)}, before the others" if worker.left_early else f"stands still {worker.place_text}"
 
 
-def _wait(waiting: int) -> str:
+def _waiting_text(waiting: int) -> str:
     return {0: "", 1: "; the other one waits for it"}.get(waiting, f"; the {waiting} others wait for it")
 
 
-def keep(folder: Path, node: str, rank: int, stack: Stack) -> Path:
+def write_stack(folder: Path, node: str, rank: int, stack: Stack) -> Path:
     """Write what a worker has shown below `folder`; where its stack is.
 
     Raises:
@@ -214,7 +215,7 @@ def keep(folder: Path, node: str, rank: int, stack: Stack) -> Path:
     below = folder / node
     below.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = below / f"rank-{rank}.txt"
-    head = f"state {stack.state or 'gone'}, stack by {stack.how}\n\n"
+    head = f"state {stack.state or 'gone'}, stack by {stack.tool}\n\n"
     write_private(path, head + stack.text)
     if stack.flight:
         write_private(below / f"trace_rank_{rank}.json", stack.flight)  # which `dtctl doctor --log` knows

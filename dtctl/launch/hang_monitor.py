@@ -31,7 +31,7 @@ class HangMonitor:
     def __init__(
         self,
         *,
-        places: Mapping[int, str],
+        node_of_rank: Mapping[int, str],
         limit: HangLimit,
         start_limit: HangLimit,
         folder: Path,
@@ -40,13 +40,13 @@ class HangMonitor:
         """Nothing is known yet.
 
         Args:
-            places: workers of the attempt, rank -> node.
+            node_of_rank: workers of the attempt, rank -> node.
             limit: `job.hang_s`.
             start_limit: `job.hang_start_s`.
             folder: where stacks are kept, if there will be any.
             on_progress: told how far the workers are, whenever a node says so.
         """
-        self.places = places
+        self.node_of_rank = node_of_rank
         self.limit: HangLimit = limit
         self.start_limit: HangLimit = start_limit
         self.folder = folder
@@ -57,18 +57,18 @@ class HangMonitor:
         self._ended: set[int] = set()
         """Ranks that have ended well."""
         self._before_stop: dict[int, Standing] | None = None
-        self._heard: dict[str, float] = {}
+        self._last_report: dict[str, float] = {}
         self._stacks: dict[int, Stack] = {}
-        self._asked: set[str] = set()
+        self._awaited: set[str] = set()
         self._deadline = 0.0
 
-    def told(self, node: str, facts: Sequence[dict[str, Any]], *, before_stop: bool = False) -> None:
+    def update(self, node: str, facts: Sequence[dict[str, Any]], *, before_stop: bool = False) -> None:
         """A node says how far its workers are; `before_stop`: before it has asked them to end."""
         if before_stop and self._before_stop is not None:
             self._before_stop |= {worker.rank: self._as_ended(worker) for worker in standings(node, facts)}
         if self.silent_s is not None:
             return  # what is judged is how things stood when the question was asked
-        self._heard[node] = time.monotonic()
+        self._last_report[node] = time.monotonic()
         reports = standings(node, facts)
         self.workers |= {worker.rank: self._as_ended(worker) for worker in reports}
         if reports and self.on_progress is not None:
@@ -78,21 +78,21 @@ class HangMonitor:
         """Its number may be another process's by now."""
         return replace(worker, state="") if worker.rank in self._ended else worker
 
-    def ended(self, rank: int) -> None:
+    def worker_ended(self, rank: int) -> None:
         """A worker has ended well; the others may go on without it, or wait for it."""
-        if rank not in self.places:
+        if rank not in self.node_of_rank:
             return  # torchrun's agent
         self._ended.add(rank)
-        worker = self.workers.get(rank) or unheard(self.places[rank], rank)
+        worker = self.workers.get(rank) or unheard(self.node_of_rank[rank], rank)
         self.workers[rank] = self._as_ended(worker)
 
-    def deserters(self) -> list[Standing]:
+    def left_early(self) -> list[Standing]:
         """Workers that had left, when the attempt was ended, though their training had steps left; by rank.
 
         Their exit codes may be any; torchrun keeps them to itself.
         """
         workers = self.workers if self._before_stop is None else self._before_stop
-        return hang.deserters(workers.values())
+        return hang.left_early(workers.values())
 
     def stopping(self) -> None:
         """The nodes are asked to end the attempt; whoever ends from now on may do so because of that."""
@@ -102,40 +102,42 @@ class HangMonitor:
     def hangs(self, now: float) -> bool:
         """Whether the attempt hangs, and the workers should be asked where they stand."""
         if self.silent_s is not None or any(
-            now - self._heard.get(worker.node, 0.0) > FRESH_S for worker in self.workers.values() if not worker.gone
+            now - self._last_report.get(worker.node, 0.0) > FRESH_S
+            for worker in self.workers.values()
+            if not worker.exited
         ):
             return False
         self.silent_s = hang.silence(
-            self.workers.values(), world_size=len(self.places), limit=self.limit, start_limit=self.start_limit
+            self.workers.values(), world_size=len(self.node_of_rank), limit=self.limit, start_limit=self.start_limit
         )
         return self.silent_s is not None
 
-    def ask(self, nodes: Collection[str]) -> None:
+    def begin_collecting(self, nodes: Collection[str]) -> None:
         """The question was sent to these nodes."""
-        self._asked = set(nodes)
+        self._awaited = set(nodes)
         self._deadline = time.monotonic() + LIMIT_S
 
-    def shown(self, fact: dict[str, Any]) -> None:
+    def add_stack(self, fact: dict[str, Any]) -> None:
         """A worker's stack has come."""
         self._stacks[fact["rank"]] = Stack(
-            state=fact["state"], how=fact["how"], text=fact["text"], flight=fact["flight"]
+            state=fact["state"], tool=fact["how"], text=fact["text"], flight=fact["flight"]
         )
 
-    def answered(self, node: str) -> None:
+    def node_finished(self, node: str) -> None:
         """A node has shown all that it can."""
-        self._asked.discard(node)
+        self._awaited.discard(node)
 
     def verdict(self, now: float) -> Failure | None:
         """Who is to blame, as soon as all have answered or had their time; what they have shown is kept then."""
-        if self.silent_s is None or (self._asked and now < self._deadline):
+        if self.silent_s is None or (self._awaited and now < self._deadline):
             return None
-        silent = {rank: node for rank, node in self.places.items() if rank not in self.workers}
+        silent = {rank: node for rank, node in self.node_of_rank.items() if rank not in self.workers}
         failure = hang.failure(
             self.workers.values(), self._stacks, silent_s=self.silent_s, now=time.time(), silent=silent
         )
         for rank, stack in sorted(self._stacks.items()):
             try:
-                path = hang.keep(self.folder, self.workers[rank].node, rank, stack)
+                path = hang.write_stack(self.folder, self.workers[rank].node, rank, stack)
             except (LaunchError, OSError):
                 continue  # a full disk; the verdict is worth more
             if rank == failure.rank:

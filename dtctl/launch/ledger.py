@@ -58,25 +58,25 @@ class Ledger:
         self.phase = phase
         self.path = path
         self.attempts = 1
-        self._since = self.begun
+        self._phase_start = self.begun
         self.spent: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.steps_lost = 0
-        self._newest: Standing | None = None
+        self._newest_progress: Standing | None = None
         """Of the worker that is gone by, in the attempt that is on or was the last."""
-        self._open = False
+        self._attempt_runs = False
         """Whether that attempt is still on."""
-        self._counted = {"stall": 0.0, "evaluation": 0.0}
+        self._moved_s = {"stall": 0.0, "evaluation": 0.0}
         """Seconds of this attempt that have been moved to these phases."""
         self._marks: list[tuple[int, float]] = []
         """Steps done and seconds of `useful` spent by then, in this attempt."""
         self._run_begun = self.begun
-        self._written = self.begun
+        self._last_write = self.begun
 
     def enter(self, phase: str) -> None:
         """From now on, time belongs to `phase`."""
         now = self._clock()
-        self.spent[self.phase] += now - self._since
-        self.phase, self._since = phase, now
+        self.spent[self.phase] += now - self._phase_start
+        self.phase, self._phase_start = phase, now
 
     def move(self, source: str, target: str, seconds: float) -> None:
         """So much of what was counted to `source` belongs to `target`; no more than there is."""
@@ -94,31 +94,33 @@ class Ledger:
     def watch(self, workers: Sequence[Standing]) -> None:
         """Take in how far the workers are; the smallest rank stands for all."""
         worker = min(workers, key=lambda worker: worker.rank)
-        newest = self._newest
-        if worker.phase == ReportedPhase.STARTING or (self._open and newest is not None and worker.rank > newest.rank):
+        newest = self._newest_progress
+        if worker.phase == ReportedPhase.STARTING or (
+            self._attempt_runs and newest is not None and worker.rank > newest.rank
+        ):
             return
-        if not self._open:
+        if not self._attempt_runs:
             self._begin(worker)
         elif newest is not None and worker.first != newest.first:  # it went back to a snapshot by itself
             self._lose(worker.first)
             self._marks = [(worker.first, self.spent["useful"])]
         self.enter(self.phase)
         for name, seconds in (("stall", worker.stall_s), ("evaluation", worker.evaluation_s)):
-            self.move("useful", name, seconds - self._counted[name])
-            self._counted[name] = max(self._counted[name], seconds)
+            self.move("useful", name, seconds - self._moved_s[name])
+            self._moved_s[name] = max(self._moved_s[name], seconds)
         self._marks.append((worker.step, self.spent["useful"]))
         if len(self._marks) > MAX_MARKS:
             del self._marks[1:-1:2]
-        self._newest = worker
-        if self.path is not None and self._clock() - self._written >= WRITE_S:
+        self._newest_progress = worker
+        if self.path is not None and self._clock() - self._last_write >= WRITE_S:
             self.write(self.path, attempts=self.attempts)
 
     def _begin(self, worker: Standing) -> None:
         """The first steps of an attempt are seen: what went before was its start, and what it repeats was lost."""
         self._lose(worker.first)
-        self._open = True
-        self._counted = dict.fromkeys(self._counted, 0.0)
-        self._newest = worker
+        self._attempt_runs = True
+        self._moved_s = dict.fromkeys(self._moved_s, 0.0)
+        self._newest_progress = worker
         before_s, phase = self.spent["useful"], self.phase
         self.enter("useful")
         if phase == "run":
@@ -129,9 +131,9 @@ class Ledger:
 
     def started(self) -> None:
         """The processes of an attempt are there; they may never tell any progress."""
-        self._open = False
+        self._attempt_runs = False
         self.enter("run")
-        self._run_begun = self._since
+        self._run_begun = self._phase_start
 
     def ended(self, *, failed_s: float = 0.0, hung_s: float = 0.0) -> None:
         """An attempt is over.
@@ -142,27 +144,27 @@ class Ledger:
         """
         phase = self.phase
         self.enter("stop")
-        if self._open and self._newest is not None:
+        if self._attempt_runs and self._newest_progress is not None:
             self.move("useful", "restart", failed_s)
             self.move("useful", "hang", hung_s)
-            self._marks.append((self._newest.step, self.spent["useful"]))
-        elif phase == "run" and self._newest is not None:  # it has never come to its first step
+            self._marks.append((self._newest_progress.step, self.spent["useful"]))
+        elif phase == "run" and self._newest_progress is not None:  # it has never come to its first step
             self.move("run", "start", self._clock() - self._run_begun)
-        self._open = False
+        self._attempt_runs = False
 
     def close(self, *, succeeded: bool) -> None:
         """No attempt follows: what was done since the last snapshot is lost, unless the run has come to its end."""
-        if not succeeded and self._newest is not None:
-            self._lose(self._newest.saved)
+        if not succeeded and self._newest_progress is not None:
+            self._lose(self._newest_progress.saved)
 
     def _lose(self, saved_step: int) -> None:
         """The steps of the last attempt after step `kept` are done again, or gone."""
-        if self._newest is None or not self._marks:
+        if self._newest_progress is None or not self._marks:
             return
         end_step, end_s = self._marks[-1]
         if end_step > saved_step:
             self.steps_lost += end_step - saved_step
-        since_s = _when(self._marks, saved_step)
+        since_s = _time_at_step(self._marks, saved_step)
         self.move("useful", "lost", end_s - since_s)
         self._marks = []
 
@@ -171,8 +173,8 @@ class Ledger:
     def facts(self) -> dict[str, Any]:
         """What is known so far, as it stands in ledger.json."""
         self.enter(self.phase)
-        wall_s = self._since - self.begun
-        step = None if self._newest is None else self._newest.step
+        wall_s = self._phase_start - self.begun
+        step = None if self._newest_progress is None else self._newest_progress.step
         useful_s = self.spent["useful"] if step is not None else None
         return {
             "wall_s": round(wall_s, 3),
@@ -182,7 +184,7 @@ class Ledger:
             "steps": step,
             "steps_lost": self.steps_lost,
             "phase": self.phase,
-            "counted_s": {name: round(seconds, 3) for name, seconds in self._counted.items()},
+            "counted_s": {name: round(seconds, 3) for name, seconds in self._moved_s.items()},
         }
 
     def write(self, path: Path, *, attempts: int) -> None:
@@ -192,7 +194,7 @@ class Ledger:
             LaunchError: it cannot be written.
         """
         self.attempts = attempts
-        self._written = self._clock()
+        self._last_write = self._clock()
         write_private(path, json.dumps(self.facts()) + "\n")
 
     def resume(self, path: Path) -> None:
@@ -204,7 +206,7 @@ class Ledger:
         try:
             facts = json.loads(folders.read_regular(str(path), RUN_BYTES))
             spent = {phase: float(facts["phases_s"][phase]) for phase in PHASES}
-            moved_s = {name: float(facts["counted_s"][name]) for name in self._counted}
+            moved_s = {name: float(facts["counted_s"][name]) for name in self._moved_s}
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return  # there is none, or an older version has written it: all of it counts as the running phase
         now = self._clock()
@@ -212,13 +214,13 @@ class Ledger:
         if since_s < 0:
             return
         useful = spent["useful"] > 0 or facts["phase"] == "useful"
-        self.spent, self._since, self.phase = spent, now, "useful" if useful else "run"
+        self.spent, self._phase_start, self.phase = spent, now, "useful" if useful else "run"
         self.spent[self.phase] += since_s
-        self._run_begun, self._open = now - since_s, useful
-        self._counted, self.steps_lost = moved_s, int(facts.get("steps_lost", 0))
+        self._run_begun, self._attempt_runs = now - since_s, useful
+        self._moved_s, self.steps_lost = moved_s, int(facts.get("steps_lost", 0))
 
 
-def _when(marks: Sequence[tuple[int, float]], step: int) -> float:
+def _time_at_step(marks: Sequence[tuple[int, float]], step: int) -> float:
     """The seconds at which a step was done, between the marks around it as if all steps took the same time."""
     previous = marks[0]
     for mark in marks:

@@ -125,7 +125,7 @@ class NodeLink:
         """
         raw_message = self.receive_json()
         if raw_message is None:
-            raise self.why_silent()
+            raise self.closed_error()
         message = messages.before_start(raw_message, node=self.node)
         if message["op"] == "error":
             raise error_of(message, self.node)
@@ -133,7 +133,7 @@ class NodeLink:
             raise TransferError(f"expected {op!r} from the node and got {message['op']!r}", node=self.node)
         return message
 
-    def why_silent(self) -> DtctlError:
+    def closed_error(self) -> DtctlError:
         """Why the node's end has closed: no Python, a program that has ended, or a link that is gone."""
         status = self.stream.exit_status(2.0)
         lines = self.stream.read_stderr().decode(errors="replace").strip().splitlines()
@@ -176,22 +176,22 @@ def open_program(connection: Connection, program: bytes, *, node: str, python: s
     return link
 
 
-class Patience:
+class SilenceLimit:
     """Drops a connection over which nothing comes for too long, so that whoever reads from it goes on."""
 
     def __init__(self, connection: Connection, limit_s: float) -> None:
-        self._connection, self._limit_s, self._over = connection, limit_s, False
+        self._connection, self._limit_s, self._expired = connection, limit_s, False
         self._timer: threading.Timer | None = None
-        self.heard()
+        self.reset()
 
-    def heard(self) -> None:
+    def reset(self) -> None:
         """Begin anew."""
-        self.end()
-        self._timer = threading.Timer(self._limit_s, self._drop)
+        self.cancel()
+        self._timer = threading.Timer(self._limit_s, self._expire)
         self._timer.daemon = True
         self._timer.start()
 
-    def end(self) -> None:
+    def cancel(self) -> None:
         """Wait no longer."""
         if self._timer is not None:
             self._timer.cancel()
@@ -202,10 +202,10 @@ class Patience:
         Raises:
             ConnectError: the latter.
         """
-        self.end()
-        if self._over:
+        self.cancel()
+        if self._expired:
             raise ConnectError(f"nothing was heard of it for {self._limit_s:g} s", node=node)
 
-    def _drop(self) -> None:
-        self._over = True
+    def _expire(self) -> None:
+        self._expired = True
         self._connection.close()

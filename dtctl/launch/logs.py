@@ -23,7 +23,7 @@ class Lines:
     """What one process has printed, from piece to piece. Takes time and memory by what comes, not by what came."""
 
     def __init__(self) -> None:
-        self._part = bytearray()
+        self._partial_line = bytearray()
 
     def feed(self, data: bytes) -> list[str]:
         """The lines that `data` completes, without their ends.
@@ -34,30 +34,30 @@ class Lines:
         *complete, remainder = data.split(b"\n")
         for chunk in complete:
             self._add(chunk, lines)
-            lines.append(self._take(len(self._part)))
+            lines.append(self._take(len(self._partial_line)))
         self._add(remainder, lines)
         return lines
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         """The line that was begun and never ended; it counts as ended now."""
-        return self._take(len(self._part))
+        return self._take(len(self._partial_line))
 
     def _add(self, data: bytes, lines: list[str]) -> None:
         text = data.rstrip(b"\r")
-        if text and self._part.endswith(b"\r"):
-            self._part.clear()
+        if text and self._partial_line.endswith(b"\r"):
+            self._partial_line.clear()
         redraw_start = text.rfind(b"\r")
         if redraw_start >= 0:
-            self._part.clear()
-        self._part += text[redraw_start + 1 :]
-        if len(text) < len(data) and not self._part.endswith(b"\r"):
-            self._part += b"\r"
-        while len(self._part) > LONGEST_BYTES:
+            self._partial_line.clear()
+        self._partial_line += text[redraw_start + 1 :]
+        if len(text) < len(data) and not self._partial_line.endswith(b"\r"):
+            self._partial_line += b"\r"
+        while len(self._partial_line) > LONGEST_BYTES:
             lines.append(self._take(LONGEST_BYTES))
 
     def _take(self, size: int) -> str:
-        text = bytes(self._part[:size]).rstrip(b"\r").decode(errors="replace")
-        del self._part[:size]
+        text = bytes(self._partial_line[:size]).rstrip(b"\r").decode(errors="replace")
+        del self._partial_line[:size]
         return text
 
 
@@ -69,7 +69,7 @@ class Logs:
         self._files: dict[tuple[str, int], BinaryIO] = {}
         self._partial: dict[tuple[str, int], Lines] = {}
         self._refused: str | None = None
-        self._told = False
+        self._refusal_reported = False
         self._begun: dict[tuple[str, int], int] = {}
         self.lost: dict[str, int] = {}
         """Node -> bytes of its output that could not be kept here."""
@@ -104,14 +104,14 @@ class Logs:
 
     def refusal(self) -> str | None:
         """Why output is no longer kept, told once; None while all is kept, and afterwards."""
-        if self._refused is None or self._told:
+        if self._refused is None or self._refusal_reported:
             return None
-        self._told = True
+        self._refusal_reported = True
         return self._refused
 
-    def rest(self) -> list[tuple[str, int, str]]:
+    def flush(self) -> list[tuple[str, int, str]]:
         """Lines that were begun and never ended, as (node, rank, text); they count as ended now."""
-        unfinished = [(node, rank, lines.rest()) for (node, rank), lines in self._partial.items()]
+        unfinished = [(node, rank, lines.flush()) for (node, rank), lines in self._partial.items()]
         self._partial.clear()
         return [(node, rank, text) for node, rank, text in unfinished if text]
 

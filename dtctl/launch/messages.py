@@ -35,7 +35,7 @@ Check: TypeAlias = Callable[[Any], Any]
 """Returns the value, perhaps shortened, or raises Wrong."""
 
 
-class Wrong(ValueError):
+class InvalidMessage(ValueError):
     """A message that is not what its schema says; the text says where."""
 
 
@@ -45,7 +45,7 @@ class Wrong(ValueError):
 def prose(value: Any) -> str:
     """A text for people, cut to a length that they read."""
     if not isinstance(value, str):
-        raise Wrong("no text")
+        raise InvalidMessage("no text")
     return value if len(value) <= PROSE else f"{value[:PROSE]} ..."
 
 
@@ -54,18 +54,18 @@ def text(limit: int) -> Check:
 
     def check(value: Any) -> str:
         if not isinstance(value, str) or len(value) > limit:
-            raise Wrong(f"no text of at most {limit} characters")
+            raise InvalidMessage(f"no text of at most {limit} characters")
         return value
 
     return check
 
 
-def whole(low: int, high: int = 1 << 63) -> Check:
+def integer(low: int, high: int = 1 << 63) -> Check:
     """An integer of a range, both ends included."""
 
     def check(value: Any) -> int:
         if type(value) is not int or not low <= value <= high:
-            raise Wrong(f"no integer from {low} to {high}")
+            raise InvalidMessage(f"no integer from {low} to {high}")
         return value
 
     return check
@@ -76,24 +76,24 @@ def number(value: Any) -> float:
     if type(value) is int and abs(value) < 1 << 63:
         return value
     if type(value) is not float or not math.isfinite(value):
-        raise Wrong("no finite number")
+        raise InvalidMessage("no finite number")
     return value
 
 
 def flag(value: Any) -> bool:
     """True or false."""
     if not isinstance(value, bool):
-        raise Wrong("neither true nor false")
+        raise InvalidMessage("neither true nor false")
     return value
 
 
-def anything(value: Any) -> Any:
+def any_json(value: Any) -> Any:
     """Any JSON that is not too deep to be looked through."""
     todo = [(value, 0)]
     while todo:
         item, depth = todo.pop()
         if depth > DEPTH:
-            raise Wrong(f"deeper than {DEPTH}")
+            raise InvalidMessage(f"deeper than {DEPTH}")
         if isinstance(item, dict):
             todo += [(inner, depth + 1) for inner in item.values()]
         elif isinstance(item, list):
@@ -104,14 +104,14 @@ def anything(value: Any) -> Any:
 def file_name(value: Any) -> str:
     """The name of one file, which is no path."""
     if not folders.is_name(value):
-        raise Wrong("not the name of a file")
+        raise InvalidMessage("not the name of a file")
     return str(value)
 
 
 def path(value: Any) -> str:
     """A path for people to read and for its own node to be given back; nothing is opened by it here."""
     if not isinstance(value, str) or not 0 < len(value) <= 4096 or not value.isprintable():
-        raise Wrong("no path")
+        raise InvalidMessage("no path")
     return value
 
 
@@ -120,46 +120,46 @@ def address(value: Any) -> str:
     try:
         return str(ipaddress.ip_address(value)) if value else ""
     except ValueError:
-        raise Wrong("no numeric address") from None
+        raise InvalidMessage("no numeric address") from None
 
 
-def maybe(check: Check) -> Check:
+def nullable(check: Check) -> Check:
     """The value, or null."""
     return lambda value: None if value is None else check(value)
 
 
-def each(check: Check, limit: int = MANY) -> Check:
+def list_of(check: Check, limit: int = MANY) -> Check:
     """A list of such values."""
 
     def check_all(value: Any) -> list[Any]:
         if not isinstance(value, list) or len(value) > limit:
-            raise Wrong(f"no list of at most {limit}")
+            raise InvalidMessage(f"no list of at most {limit}")
         return [check(item) for item in value]
 
     return check_all
 
 
-def those(check: Check, limit: int) -> Check:
+def valid_items(check: Check, limit: int) -> Check:
     """As `each`, of which those that are wrong are left out: user programs can write what a node reports of them."""
 
     def check_some(value: Any) -> list[Any]:
         valid = []
-        for item in each(lambda item: item, limit)(value):
+        for item in list_of(lambda item: item, limit)(value):
             try:
                 valid.append(check(item))
-            except Wrong:
+            except InvalidMessage:
                 continue
         return valid
 
     return check_some
 
 
-def by_name(check_name: Check, check: Check, limit: int = MANY) -> Check:
+def mapping_of(check_name: Check, check: Check, limit: int = MANY) -> Check:
     """An object with names that are not known before."""
 
     def check_all(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict) or len(value) > limit:
-            raise Wrong(f"no object of at most {limit} names")
+            raise InvalidMessage(f"no object of at most {limit} names")
         return {check_name(name): check(item) for name, item in value.items()}
 
     return check_all
@@ -170,16 +170,16 @@ def form(optional: Mapping[str, Check] | None = None, **needed: Check) -> Check:
 
     def check(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise Wrong("no object")
+            raise InvalidMessage("no object")
         fields = {}
         for key, inner in (*needed.items(), *(optional or {}).items()):
             if key in value:
                 try:
                     fields[key] = inner(value[key])
-                except Wrong as exc:
-                    raise Wrong(f"{key}: {exc}") from None
+                except InvalidMessage as exc:
+                    raise InvalidMessage(f"{key}: {exc}") from None
             elif key in needed:
-                raise Wrong(f"{key} is missing")
+                raise InvalidMessage(f"{key} is missing")
         return fields
 
     return check
@@ -187,46 +187,46 @@ def form(optional: Mapping[str, Check] | None = None, **needed: Check) -> Check:
 
 # -- what a supervisor says ---------------------------------------------------------------------------------------
 
-RANK: Final = whole(-1, 1 << 24)
-COUNT: Final = whole(0)
-PORT: Final = whole(0, 65_535)
+RANK: Final = integer(-1, 1 << 24)
+COUNT: Final = integer(0)
+PORT: Final = integer(0, 65_535)
 _EXIT: Final = form(
     rank=RANK,
-    code=whole(0, 255),
-    signal=maybe(whole(1, 64)),
+    code=integer(0, 255),
+    signal=nullable(integer(1, 64)),
     optional={"why": prose, "asked": flag, "told": flag, "time": number},
 )
 _WORKER: Final = form(
-    rank=whole(0, 1 << 24), pid=COUNT, phase=whole(0, 255), step=COUNT, place=COUNT, first=COUNT, saved=COUNT,
+    rank=integer(0, 1 << 24), pid=COUNT, phase=integer(0, 255), step=COUNT, place=COUNT, first=COUNT, saved=COUNT,
     until=COUNT,
     begun_s=number, stale_s=number, slowest_s=number, stall_s=number, evaluation_s=number, state=text(1),
 )  # fmt: skip
-_WORKERS: Final = those(_WORKER, WORKERS)
+_WORKERS: Final = valid_items(_WORKER, WORKERS)
 
 _BEFORE: Final[dict[str, Check]] = {
-    "hello": form(gpus=whole(0, WORKERS), address=address, port=PORT, optional={"python": text(40)}),
+    "hello": form(gpus=integer(0, WORKERS), address=address, port=PORT, optional={"python": text(40)}),
     "ready": form(),
     "push": form(
         state=text(40),
         optional={
             "path": path,
-            "indexes": each(COUNT, 10_000_000),
+            "indexes": list_of(COUNT, 10_000_000),
             "digest": text(64),
             "code": text(40),
             "message": prose,
         },
     ),
-    "swept": form(left=whole(0, 1 << 22), found=whole(0, 1 << 22)),
+    "swept": form(left=integer(0, 1 << 22), found=integer(0, 1 << 22)),
     "error": form(code=text(40), message=prose),
 }
 """Until a run has started."""
 
 _RUNNING: Final[dict[str, Check]] = {
-    "started": form(optional={"interface": maybe(text(64))}),
+    "started": form(optional={"interface": nullable(text(64))}),
     "exit": _EXIT,
     "stopped": form(
-        left=whole(0, 1 << 22),
-        exits=each(_EXIT, WORKERS),
+        left=integer(0, 1 << 22),
+        exits=list_of(_EXIT, WORKERS),
         optional={"gone": flag, "lost": flag, "log_bytes_lost": COUNT, "record": prose},
     ),
     "pong": form(workers=_WORKERS),
@@ -235,7 +235,7 @@ _RUNNING: Final[dict[str, Check]] = {
     "cold": form(why=prose),
     "metrics-begin": form(),
     "stack": form(
-        rank=whole(0, 1 << 24),
+        rank=integer(0, 1 << 24),
         state=text(8),
         how=text(40),
         text=text(STACK_CHARACTERS),
@@ -269,11 +269,11 @@ def _supervisors(checks: Mapping[str, Check], message: Mapping[str, Any], node: 
     op = message.get("op")
     check = checks.get(op) if isinstance(op, str) else None
     if check is None:
-        raise NodeError(f"the node said {shown(op)}, which makes no sense here", node=node)
+        raise NodeError(f"the node said {quoted(op)}, which makes no sense here", node=node)
     return {"op": op, **checked(check, message, subject=f"its message {op!r}", node=node)}
 
 
-def among(value: int, allowed: Collection[int], *, subject: str, node: str) -> int:
+def require_known(value: int, allowed: Collection[int], *, subject: str, node: str) -> int:
     """The value, if it is one of those that were asked about.
 
     Raises:
@@ -286,43 +286,43 @@ def among(value: int, allowed: Collection[int], *, subject: str, node: str) -> i
 
 # -- what is said about snapshots ---------------------------------------------------------------------------------
 
-_STEP: Final = whole(0)
+_STEP: Final = integer(0)
 _ROWS: Final = 100_000
-_REJECTED: Final = each(prose, _ROWS)
-_FILE: Final = form(size_bytes=COUNT, digest=text(128), optional={"part": maybe(text(255))})
+_REJECTED: Final = list_of(prose, _ROWS)
+_FILE: Final = form(size_bytes=COUNT, digest=text(128), optional={"part": nullable(text(255))})
 
 _SNAPSHOTS: Final[dict[str, Check]] = {
     "ls": form(
-        snapshots=each(form(path=path, step=_STEP, committed=flag, size_bytes=COUNT, time=number), _ROWS),
+        snapshots=list_of(form(path=path, step=_STEP, committed=flag, size_bytes=COUNT, time=number), _ROWS),
     ),
     "verify": form(
-        snapshots=each(form(path=path, step=_STEP, status=text(20), bad=each(prose)), _ROWS),
-        newest_good=maybe(path),
+        snapshots=list_of(form(path=path, step=_STEP, status=text(20), bad=list_of(prose)), _ROWS),
+        newest_good=nullable(path),
     ),
     "pieces": form(
-        rows=each(
+        rows=list_of(
             form(
-                path=path, step=_STEP, record=maybe(text(300)), manifest=maybe(text(ANSWER_BYTES)),
-                good=each(file_name), bad=each(prose), made_s=number,
+                path=path, step=_STEP, record=nullable(text(300)), manifest=nullable(text(ANSWER_BYTES)),
+                good=list_of(file_name), bad=list_of(prose), made_s=number,
             ),
             _ROWS,
         ),
     ),
     "show": form(
-        path=path, step=_STEP, rejected=_REJECTED, hash=text(20), facts=anything,
-        files=by_name(file_name, _FILE),
-        tensors=by_name(text(4096), form(dtype=text(40), shape=each(COUNT, 64)), 1_000_000),
+        path=path, step=_STEP, rejected=_REJECTED, hash=text(20), facts=any_json,
+        files=mapping_of(file_name, _FILE),
+        tensors=mapping_of(text(4096), form(dtype=text(40), shape=list_of(COUNT, 64)), 1_000_000),
     ),
     "digest": form(path=path, step=_STEP, rejected=_REJECTED, digest=text(128)),
-    "prune": form(kept=each(path, _ROWS), removed=each(path, _ROWS), optional={"left": each(path, _ROWS)}),
-    "remove": form(removed=each(path, _ROWS), optional={"left": each(path, _ROWS)}),
-    "export": form(path=path, step=_STEP, rejected=_REJECTED, size_bytes=COUNT, out=maybe(path)),
+    "prune": form(kept=list_of(path, _ROWS), removed=list_of(path, _ROWS), optional={"left": list_of(path, _ROWS)}),
+    "remove": form(removed=list_of(path, _ROWS), optional={"left": list_of(path, _ROWS)}),
+    "export": form(path=path, step=_STEP, rejected=_REJECTED, size_bytes=COUNT, out=nullable(path)),
     "send": form(path=path, step=_STEP),
 }  # fmt: skip
-_NO: Final = form(error=prose, optional={"where": maybe(prose), "hint": maybe(prose)})
+_NO: Final = form(error=prose, optional={"where": nullable(prose), "hint": nullable(prose)})
 MANIFEST: Final = form(
-    format=whole(1, 1000), step=_STEP, hash=text(20), facts=form(optional={"retention": anything}),
-    files=by_name(file_name, _FILE),
+    format=integer(1, 1000), step=_STEP, hash=text(20), facts=form(optional={"retention": any_json}),
+    files=mapping_of(file_name, _FILE),
 )  # fmt: skip
 
 
@@ -337,7 +337,7 @@ def about_snapshots(verb: str, output: str, *, node: str) -> dict[str, Any]:
     try:
         answer = json.loads(lines[-1])
     except (IndexError, ValueError, RecursionError):
-        raise Wrong("no answer") from None
+        raise InvalidMessage("no answer") from None
     check = _NO if isinstance(answer, dict) and "error" in answer else _SNAPSHOTS[verb]
     return checked(check, answer, subject=f"its answer to `{verb}`", node=node)
 
@@ -363,7 +363,7 @@ def checked(check: Check, value: Any, *, subject: str, node: str) -> dict[str, A
     """
     try:
         result: dict[str, Any] = check(value)
-    except Wrong as exc:
+    except InvalidMessage as exc:
         raise NodeError(
             f"{subject} makes no sense: {exc}",
             node=node,
@@ -372,7 +372,7 @@ def checked(check: Check, value: Any, *, subject: str, node: str) -> dict[str, A
     return result
 
 
-def shown(value: object) -> str:
+def quoted(value: object) -> str:
     """Something that a node said, for an error."""
     text = ascii(value)
     return text if len(text) <= 80 else f"{text[:80]}..."

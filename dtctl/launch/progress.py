@@ -56,19 +56,19 @@ class Standing:
     """The kernel's letter; T: stopped; empty, Z or X: the process has ended."""
 
     @property
-    def gone(self) -> bool:
+    def exited(self) -> bool:
         """Whether its process has ended."""
         return self.state in ("", "Z", "X")
 
     @property
-    def out(self) -> bool:
+    def finished(self) -> bool:
         """Whether it takes no more steps."""
-        return self.gone or self.phase == ReportedPhase.ENDING
+        return self.exited or self.phase == ReportedPhase.ENDING
 
     @property
-    def early(self) -> bool:
+    def left_early(self) -> bool:
         """Whether it takes no more steps although its training has some left, or had not begun."""
-        return self.out and (self.step < self.until or self.phase == ReportedPhase.STARTING)
+        return self.finished and (self.step < self.until or self.phase == ReportedPhase.STARTING)
 
     @property
     def position(self) -> tuple[int, int]:
@@ -76,7 +76,7 @@ class Standing:
         return self.step, self.place
 
     @property
-    def where(self) -> str:
+    def place_text(self) -> str:
         """For people: `in a forward pass`."""
         return PLACES.get(self.place % 8, "after its passes")
 

@@ -50,7 +50,7 @@ class Payloads:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._made: dict[tuple[int, ...], _Payload] = {}
+        self._payloads: dict[tuple[int, ...], _Payload] = {}
         self._manifest: bytes | None = None
 
     def manifest(self, tree: Tree) -> bytes:
@@ -73,9 +73,9 @@ class Payloads:
             yield from _compressed(tree, indexes)
             return
         with self._lock:
-            payload = self._made.get(indexes)
+            payload = self._payloads.get(indexes)
             if payload is None:
-                payload = self._made[indexes] = _Payload(_compressed(tree, indexes))
+                payload = self._payloads[indexes] = _Payload(_compressed(tree, indexes))
             payload.readers += 1
         try:
             yield from payload.pieces()
@@ -83,7 +83,7 @@ class Payloads:
             with self._lock:
                 payload.readers -= 1
                 if not payload.readers:  # a run may last for days after its push
-                    self._made.pop(indexes, None)
+                    self._payloads.pop(indexes, None)
 
 
 class _Payload:
@@ -91,7 +91,7 @@ class _Payload:
 
     def __init__(self, source: Iterator[bytes]) -> None:
         self.readers = 0
-        self._made: list[bytes] = []
+        self._chunks: list[bytes] = []
         self._error: BaseException | None = None
         self._finished = False
         self._news = threading.Condition()
@@ -102,7 +102,7 @@ class _Payload:
         try:
             for chunk in source:
                 with self._news:
-                    self._made.append(chunk)
+                    self._chunks.append(chunk)
                     self._news.notify_all()
         except BaseException as exc:  # noqa: BLE001 - raised in the threads that read
             error = exc
@@ -115,13 +115,13 @@ class _Payload:
         index = 0
         while True:
             with self._news:
-                while index >= len(self._made) and not self._finished:
+                while index >= len(self._chunks) and not self._finished:
                     self._news.wait()
-                if index >= len(self._made):
+                if index >= len(self._chunks):
                     if self._error is not None:
                         raise self._error
                     return
-                chunk = self._made[index]
+                chunk = self._chunks[index]
             yield chunk
             index += 1
 
@@ -237,7 +237,7 @@ def _folder(answer: dict[str, Any], tree: Tree, node: str) -> str:
     path = str(answer.get("path", ""))
     store, name = posixpath.split(path)
     if not path.startswith("/") or posixpath.basename(store) != "code" or name.partition(".")[0] != tree.digest:
-        raise TransferError(f"the node says that the code lies in {messages.shown(path)}", node=node)
+        raise TransferError(f"the node says that the code lies in {messages.quoted(path)}", node=node)
     return path
 
 

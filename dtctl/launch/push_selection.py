@@ -45,9 +45,9 @@ class SelectedFile(NamedTuple):
 class _Level:
     """What is known about a folder when it is entered."""
 
-    own: tuple[tuple[bytes, Rules], ...] = ()
+    dtctlignore: tuple[tuple[bytes, Rules], ...] = ()
     """.dtctlignore files here and above, the deepest first, each with the path of the folder as seen from it."""
-    git: tuple[tuple[bytes, Rules], ...] = ()
+    gitignore: tuple[tuple[bytes, Rules], ...] = ()
     """.gitignore files, likewise. They are asked after `own`, so that .dtctlignore has the last word."""
     ignored: bool = False
     """The folder is left out, and walked only for what `include` names."""
@@ -58,13 +58,13 @@ class _Level:
 
     def below(self, name: bytes, *, ignored: bool, included: bool, trusted: bool) -> _Level:
         """The level of the folder `name` (with `/`) in this one."""
-        own = tuple((prefix + name, rules) for prefix, rules in self.own)
-        git = tuple((prefix + name, rules) for prefix, rules in self.git)
+        own = tuple((prefix + name, rules) for prefix, rules in self.dtctlignore)
+        git = tuple((prefix + name, rules) for prefix, rules in self.gitignore)
         return _Level(own, git, ignored, included, trusted)
 
-    def leaves_out(self, name: bytes) -> bool:
+    def ignores(self, name: bytes) -> bool:
         """What the ignore files say of `name`."""
-        for chain in (self.own, self.git):
+        for chain in (self.dtctlignore, self.gitignore):
             for prefix, rules in chain:
                 verdict = rules.verdict(prefix, name)
                 if verdict is not None:
@@ -92,7 +92,7 @@ class TreeWalk:
         patterns = [os.fsencode(pattern) for pattern in include]
         self._include = Rules(patterns)
         self._named = Rules(pattern for pattern in patterns if _names_a_file(pattern))
-        self._wanted_in = [_folders_of(pattern) for pattern in patterns]
+        self._include_folders = [_folders_of(pattern) for pattern in patterns]
         self._exclude = Rules(os.fsencode(pattern) for pattern in exclude)
 
     def run(self) -> list[SelectedFile]:
@@ -128,7 +128,7 @@ class TreeWalk:
             if is_folder:
                 name += b"/"
             if plain:
-                take, included, named = not level.leaves_out(name), False, False
+                take, included, named = not level.ignores(name), False, False
             else:
                 take, included, named = self._decide(prefix, level, name)
             secret = take and SECRETS.match(name) is not None
@@ -155,12 +155,12 @@ class TreeWalk:
             return True, True, bool(self._named.verdict(prefix, name))
         if level.included:
             return True, True, False
-        return not (level.ignored or level.leaves_out(name)), False, False
+        return not (level.ignored or level.ignores(name)), False, False
 
     def _may_hold_included(self, folder: bytes) -> bool:
         """Whether a pattern of `include` may name something below an ignored folder."""
         parts = folder.split(b"/")[:-1]
-        for folder_patterns in self._wanted_in:
+        for folder_patterns in self._include_folders:
             for name, pattern in zip(parts, folder_patterns, strict=False):
                 if pattern == b"**":
                     return True
@@ -210,13 +210,13 @@ def _above(root: bytes) -> _Level:
 
 def _with_rules(level: _Level, entries: list[os.DirEntry[bytes]]) -> _Level:
     """The level with the ignore files that lie in the folder itself."""
-    own, git = level.own, level.git
+    own, git = level.dtctlignore, level.gitignore
     for entry in entries:
         if entry.name == _OWN_IGNORE:
             own = (*_read(entry.path), *own)
         elif entry.name == _GIT_IGNORE:
             git = (*_read(entry.path), *git)
-    return replace(level, own=own, git=git)
+    return replace(level, dtctlignore=own, gitignore=git)
 
 
 def _read(path: bytes, prefix: bytes = b"") -> list[tuple[bytes, Rules]]:

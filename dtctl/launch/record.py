@@ -38,7 +38,7 @@ RUN_BYTES, PLAN_BYTES = 4 << 20, 64 << 20
 EVENTS_BYTES = 64 << 20
 """Of larger ones the beginning and the end are read."""
 LOCK_FILE = "launcher.lock"
-HELD_S = 0.5
+LOCK_WAIT_S = 0.5
 """How long one who wants to be the launcher waits for those who look whether there is one."""
 
 
@@ -279,14 +279,14 @@ class RunRecord:
         return {str(node): path for node, path in pushes if path}
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def launcher_lock(self) -> Iterator[None]:
         """Be the run's launcher while the body runs; there is at most one.
 
         Raises:
             LaunchError: there is another one.
         """
         # Who only asks holds the lock for an instant, shared: that must not turn a launcher away.
-        deadline = time.monotonic() + HELD_S
+        deadline = time.monotonic() + LOCK_WAIT_S
         while (lock_fd := self._lock(fcntl.LOCK_EX)) is None and time.monotonic() < deadline:
             time.sleep(0.01)
         if lock_fd is None:

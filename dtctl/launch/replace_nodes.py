@@ -19,20 +19,20 @@ Call = Callable[[str, bool], Session]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Regrouped:
+class NextNodes:
     """Who takes part from now on."""
 
     names: tuple[str, ...]
     """In node rank order."""
     hellos: Mapping[str, Mapping[str, Any]]
     """What the nodes that were called have said about themselves."""
-    gone: tuple[str, ...]
+    replaced: tuple[str, ...]
     """Nodes that were replaced or left out."""
 
 
-def regroup(
+def choose_nodes(
     gang: Gang, silent: set[str], spares: list[str], *, min_nodes: int, return_s: float, call: Call
-) -> Regrouped:
+) -> NextNodes:
     """Call nodes whose link was lost again, and do without those that do not answer.
 
     Args:
@@ -78,7 +78,7 @@ def regroup(
         gang.sessions[lost].close()
         replaced.append(lost)
     gang.sessions = {name: gang.sessions[name] for name in names}
-    return Regrouped(names=tuple(names), hellos=hellos, gone=tuple(replaced))
+    return NextNodes(names=tuple(names), hellos=hellos, replaced=tuple(replaced))
 
 
 def _spare(gang: Gang, spares: list[str], call: Call, hellos: dict[str, dict[str, Any]]) -> str | None:

@@ -36,7 +36,7 @@ class RestartDecision:
 
     wait_s: float = 0.0
     """Before the next attempt."""
-    hopeless: str | None = None
+    give_up_reason: str | None = None
     """Why there should be no next attempt."""
 
 
@@ -52,7 +52,7 @@ class RestartPolicy:
         self._refused = REFUSED if trains else ()
         self._last: str | None = None
         self._step = self._failed_at = -1
-        self._same = 0
+        self._repeats = 0
 
     def judge(
         self, failure: Failure, *, step: int | None, lasted_s: float, first: int | None = None
@@ -66,13 +66,15 @@ class RestartPolicy:
             first: the step that it began after; None when the job tells none.
         """
         if failure.exit_code in self._refused and failure.signal is None:
-            return RestartDecision(hopeless="the workers cannot do what the spec says, and no restart changes that")
-        lost = failure.exit_code is None and not (failure.hang or failure.left)
-        if lost or (failure.signal in FROM_OUTSIDE and not failure.why):
+            return RestartDecision(
+                give_up_reason="the workers cannot do what the spec says, and no restart changes that"
+            )
+        lost = failure.exit_code is None and not (failure.hang or failure.early_exit)
+        if lost or (failure.signal in FROM_OUTSIDE and not failure.node_reason):
             return RestartDecision()
         # What all workers run into is told by whoever is first, so words count and not who says them. But what a hang
         # says of itself has seconds in it, and why a process was ended has counters: there the worker counts.
-        text_varies = failure.hang or bool(failure.why)
+        text_varies = failure.hang or bool(failure.node_reason)
         named = _STEP.search(failure.summary)
         error_text = named[0] if named else failure.summary
         kind = f"{failure.node} {failure.rank}" if text_varies else f"{describe(failure)} {error_text}"
@@ -81,15 +83,17 @@ class RestartPolicy:
         repeated = kind == self._last and not text_varies and (step == self._failed_at or named is not None)
         self._failed_at = -1 if step is None else step
         if repeated and step is not None and first is not None and first < step:
-            return RestartDecision(hopeless=f"{SURE_LIMIT} attempts have failed with the same error after step {step}")
+            return RestartDecision(
+                give_up_reason=f"{SURE_LIMIT} attempts have failed with the same error after step {step}"
+            )
         if progress:
-            self._last, self._same = kind, 1
+            self._last, self._repeats = kind, 1
             return RestartDecision()
-        self._same = self._same + 1 if kind == self._last else 1
+        self._repeats = self._repeats + 1 if kind == self._last else 1
         self._last = kind
-        if self._same >= SAME_LIMIT:
+        if self._repeats >= SAME_LIMIT:
             position = f"at step {step}" if step is not None else "at the start"
-            return RestartDecision(hopeless=f"{SAME_LIMIT} attempts have failed in the same way {position}")
+            return RestartDecision(give_up_reason=f"{SAME_LIMIT} attempts have failed in the same way {position}")
         return RestartDecision(
-            wait_s=0.0 if self._same == 1 else min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (self._same - 2))
+            wait_s=0.0 if self._repeats == 1 else min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (self._repeats - 2))
         )

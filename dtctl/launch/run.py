@@ -76,11 +76,11 @@ class _Launcher:
         if job.keep:
             self.gang.reattach = self._reattach
         self.launch_s: float | None = None
-        self.patience: RestartPolicy | None = None
+        self.restart_policy: RestartPolicy | None = None
         self.hellos: dict[str, Mapping[str, Any]] = {}
         """What nodes have said about themselves."""
         self.spares = list(job.spares)
-        self.gone: dict[str, NodePlan] = {}
+        self.replaced_nodes: dict[str, NodePlan] = {}
         """Nodes that took part and do no longer."""
         self._lost_output = Counter[str]()
         self._attempt_number = 0
@@ -104,8 +104,8 @@ class _Launcher:
             if attempt >= plan.max_restarts:
                 break
             decision = self._judge(outcome, failure)
-            if decision.hopeless:
-                self.emit("note", node=failure.node, text=f"not started again: {decision.hopeless}")
+            if decision.give_up_reason:
+                self.emit("note", node=failure.node, text=f"not started again: {decision.give_up_reason}")
                 break
             attempt += 1
             self.ledger.enter("idle" if decision.wait_s else "restart")
@@ -116,19 +116,19 @@ class _Launcher:
             )  # fmt: skip
             self.gang.idle(decision.wait_s)
             self.ledger.enter("restart")
-            plan = self._again(plan, attempt, outcome)
+            plan = self._next_plan(plan, attempt, outcome)
         self.ledger.enter("stop")
         self.ledger.close(succeeded=failure is None and outcome.stopped_by is None)
-        self._ask_lost(plan, outcome)
+        self._sweep_lost_nodes(plan, outcome)
         return outcome, failure, attempt
 
     def _judge(self, outcome: AttemptOutcome, failure: Failure) -> RestartDecision:
         """Whether, and when, to start again after an attempt that has failed."""
         from dtctl.launch.restart_policy import RestartPolicy  # most runs need none
 
-        self.patience = self.patience or RestartPolicy(trains=self.job.trains)
+        self.restart_policy = self.restart_policy or RestartPolicy(trains=self.job.trains)
         step = self._last_step(outcome)
-        return self.patience.judge(failure, step=step, first=outcome.first, lasted_s=self._lasted_s())
+        return self.restart_policy.judge(failure, step=step, first=outcome.first_step, lasted_s=self._lasted_s())
 
     def _count(self, outcome: AttemptOutcome) -> None:
         """Tell the ledger that an attempt is over."""
@@ -139,7 +139,7 @@ class _Launcher:
 
     def _last_step(self, outcome: AttemptOutcome) -> int | None:
         logged = self.logs.last_step()
-        return logged if outcome.step is None else max(outcome.step, logged or 0)
+        return logged if outcome.last_step is None else max(outcome.last_step, logged or 0)
 
     def _lasted_s(self) -> float:
         return time.monotonic() - self._attempt_begun
@@ -228,8 +228,8 @@ class _Launcher:
                 failures=[
                     Failure(node=exc.node, rank=None, exit_code=None, signal=None, time=time.time(), summary=str(exc))
                 ],
-                lost=[exc.node],
-                left={exc.node: None},
+                lost_nodes=[exc.node],
+                left_behind={exc.node: None},
             )
         return self._watch(plan, on_started=self._on_started)
 
@@ -289,13 +289,14 @@ class _Launcher:
         }
 
     def _first_failure(self, outcome: AttemptOutcome) -> Failure | None:
-        failure = failures.first(self._with_log(failure) for failure in outcome.failures)
+        failure = failures.first(self._explained(failure) for failure in outcome.failures)
         if failure is None or not failures.is_consequence(failure):
             return failure
-        for worker in outcome.deserters:
+        for worker in outcome.left_early:
             tail = failures.last_lines(self.logs.tail(worker.node, worker.rank))
-            early_exit = hang.left(worker)
-            cause = failures.deserted(failure, node=worker.node, rank=worker.rank, early_exit=early_exit, tail=tail)
+            cause = failures.from_early_exit(
+                failure, node=worker.node, rank=worker.rank, early_exit=hang.early_exit(worker), tail=tail
+            )
             if cause is not None:
                 return replace(cause, log=str(self.record.log_path(worker.node, worker.rank)))
         return failure
@@ -303,7 +304,7 @@ class _Launcher:
     def _is_stop(self, failure: Failure) -> bool:
         return failures.is_stop(failure, trains=self.job.trains)
 
-    def _with_log(self, failure: Failure) -> Failure:
+    def _explained(self, failure: Failure) -> Failure:
         """The failure with what the logs say about it."""
         if failure.exit_code is None:
             return failure
@@ -315,7 +316,11 @@ class _Launcher:
             tail = failures.last_lines(self.logs.tail(failure.node, AGENT))
         path = self.record.log_path(failure.node, rank)
         log_summary = failures.summary(tail)
-        summary = f"{log_summary} ({failure.why})" if log_summary and failure.why else log_summary or failure.why
+        summary = (
+            f"{log_summary} ({failure.node_reason})"
+            if log_summary and failure.node_reason
+            else log_summary or failure.node_reason
+        )
         return replace(failure, tail=tail, summary=summary, log=str(path))
 
     def _reattach(self, name: str) -> None:
@@ -328,7 +333,7 @@ class _Launcher:
         self.gang.sessions[name] = session
         session.start()
 
-    def _again(self, plan: Plan, attempt: int, outcome: AttemptOutcome) -> Plan:
+    def _next_plan(self, plan: Plan, attempt: int, outcome: AttemptOutcome) -> Plan:
         """The plan of the next attempt, with a rendezvous that no straggler of the last one knows."""
         known_nodes = {**self.job.spares, **{node.name: node for node in plan.nodes}}
         code = {name: session.code for name, session in self.gang.sessions.items()}
@@ -336,13 +341,13 @@ class _Launcher:
         def call(name: str, is_new: bool) -> Session:
             return self._session(known_nodes[name], is_new=is_new, code=code.get(name, ""))
 
-        unreachable = {*outcome.lost, *outcome.gone}
-        from dtctl.launch.replace_nodes import regroup
+        unreachable = {*outcome.lost_nodes, *outcome.already_ended}
+        from dtctl.launch.replace_nodes import choose_nodes
 
-        next_nodes = regroup(
+        next_nodes = choose_nodes(
             self.gang, unreachable, self.spares, min_nodes=self.job.min_nodes, return_s=self.job.return_s, call=call
         )
-        self.gone |= {name: known_nodes[name] for name in next_nodes.gone}
+        self.replaced_nodes |= {name: known_nodes[name] for name in next_nodes.replaced}
         self.hellos |= next_nodes.hellos
         head = known_nodes[next_nodes.names[0]]
         port = self.gang.probe(head.name, rendezvous.port_candidates(plan.run, attempt, self.job.fixed_port))
@@ -354,11 +359,13 @@ class _Launcher:
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    def _ask_lost(self, plan: Plan, outcome: AttemptOutcome) -> None:
+    def _sweep_lost_nodes(self, plan: Plan, outcome: AttemptOutcome) -> None:
         """Look on the nodes whose link was lost, if they can be reached again, and end what is left there."""
-        outcome.left |= dict.fromkeys(self.gone)
-        nodes = [*plan.nodes, *self.gone.values()]
-        unreachable = [node for node in nodes if node.name in outcome.left and outcome.left[node.name] is None]
+        outcome.left_behind |= dict.fromkeys(self.replaced_nodes)
+        nodes = [*plan.nodes, *self.replaced_nodes.values()]
+        unreachable = [
+            node for node in nodes if node.name in outcome.left_behind and outcome.left_behind[node.name] is None
+        ]
         if not unreachable or self.job.keep:
             return
         from dtctl.launch.sweep import SweepTarget, sweep
@@ -375,12 +382,12 @@ class _Launcher:
         answers = sweep(targets, self.job.transport, run=plan.run, token=self.job.token, grace_s=grace_s)
         for name, answer in answers.items():
             if isinstance(answer, int):
-                outcome.left[name] = answer
+                outcome.left_behind[name] = answer
 
     def result(self, outcome: AttemptOutcome, failure: Failure | None, attempt: int) -> Result:
         """What the run came to; last, so that the ledger has all of its time."""
         stopped_by = outcome.stopped_by or (self.gang.signals[-1] if self.gang.signals else None)
-        counts = list(outcome.left.values())
+        counts = list(outcome.left_behind.values())
         left_behind = None if None in counts else sum(count or 0 for count in counts)
         if stopped_by is not None:
             # SIGUSR1 is how batch systems say that the time is nearly up, and ours is: the run is to be launched again.

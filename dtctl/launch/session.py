@@ -21,12 +21,12 @@ from dtctl.launch.link import NodeLink, open_supervisor
 from dtctl.supervisor import frames
 from dtctl.transport.base import Connection, Target, Transport
 
-UNHEARD_BYTES = 1 << 20
+MAX_QUEUED_BYTES = 1 << 20
 """What a node may have said that the launcher has not come to yet; then its link is not read. One that says more than
 the others takes neither their place nor all memory."""
-LEAST_BYTES = 1 << 10
+MIN_MESSAGE_BYTES = 1 << 10
 """What any message counts as."""
-UNSENT = 1000
+MAX_UNSENT = 1000
 """Messages that a node may leave unread before it counts as one that is gone."""
 
 
@@ -39,7 +39,7 @@ class NodeMessage:
     """
 
     session: Session
-    what: str
+    kind: str
     data: dict[str, Any]
     size_bytes: int = 0
 
@@ -66,18 +66,18 @@ class Session:
     def __init__(self, target: Target, transport: Transport, setup: NodeSetup, inbox: Queue[NodeMessage]) -> None:
         self.target = target
         self.name = target.name
-        self.errand = setup
+        self.setup = setup
         self.connection: Connection | None = None
-        self.heard = time.monotonic()
-        self.moved: float | None = None
+        self.last_heard = time.monotonic()
+        self.last_progress: float | None = None
         """When it last came nearer to its start; None until it is connected, for which the transport has a limit."""
         self.code = ""
         self._transport = transport
         self._inbox = inbox
         self._link: NodeLink | None = None
-        self._outbox: Queue[dict[str, Any] | None] = Queue(maxsize=UNSENT)
+        self._outbox: Queue[dict[str, Any] | None] = Queue(maxsize=MAX_UNSENT)
         self._room = threading.Condition()
-        self._unheard_bytes = 0
+        self._queued_bytes = 0
         self._closed = False
         self._muted = False
         self._thread = threading.Thread(target=self._run, name=f"node {self.name}", daemon=True)
@@ -102,11 +102,11 @@ class Session:
     def mute(self) -> None:
         """Say nothing more, and go on reading."""
         self._muted = True
-        self._make_room()
+        self._release()
 
-    def taken(self, message: NodeMessage) -> None:
+    def acknowledge(self, message: NodeMessage) -> None:
         """The launcher has come to something that was said."""
-        self._make_room(message.size_bytes)
+        self._release(message.size_bytes)
 
     def wait_closed(self, timeout_s: float) -> None:
         """Wait until the node's end has closed the link: then not even the supervisor is left there."""
@@ -115,26 +115,26 @@ class Session:
     def close(self) -> None:
         """Drop the link; nothing more is said after this."""
         self._closed = True
-        self._make_room()
+        self._release()
         with contextlib.suppress(queue.Full):
             self._outbox.put_nowait(None)
         if self.connection is not None:
             self.connection.close()
 
-    def say(self, kind: str, /, **data: Any) -> None:
+    def report(self, kind: str, /, **data: Any) -> None:
         """Tell the launcher something."""
-        size_bytes = LEAST_BYTES + len(data.get("payload", b""))
+        size_bytes = MIN_MESSAGE_BYTES + len(data.get("payload", b""))
         with self._room:
-            while self._unheard_bytes > UNHEARD_BYTES and not (self._closed or self._muted):
+            while self._queued_bytes > MAX_QUEUED_BYTES and not (self._closed or self._muted):
                 self._room.wait()
-            self._unheard_bytes += size_bytes
-        self.moved = time.monotonic()
+            self._queued_bytes += size_bytes
+        self.last_progress = time.monotonic()
         if not (self._closed or self._muted):
             self._inbox.put(NodeMessage(self, kind, data, size_bytes))
 
-    def _make_room(self, size_bytes: int = 0) -> None:
+    def _release(self, size_bytes: int = 0) -> None:
         with self._room:
-            self._unheard_bytes -= size_bytes
+            self._queued_bytes -= size_bytes
             self._room.notify_all()
 
     def _send_all(self, link: NodeLink) -> None:
@@ -145,41 +145,41 @@ class Session:
     def _run(self) -> None:
         try:
             self.connection = self._transport.connect(self.target)
-            self.say("connected", address=self.connection.peer_address())
+            self.report("connected", address=self.connection.peer_address())
             link = self._open(self.connection)
-            if self.errand.attach is None:
+            if self.setup.attach is None:
                 self._prepare(link)
             threading.Thread(target=self._send_all, args=(link,), name=f"to {self.name}", daemon=True).start()
             self._link = link
-            self.say("ready")
+            self.report("ready")
             self._listen(link)
         except DtctlError as exc:
-            self.say("failed", error=exc)
+            self.report("failed", error=exc)
         except Exception as exc:  # noqa: BLE001 - a bug here must end the run, not leave the launcher waiting
-            self.say("failed", error=exc)
+            self.report("failed", error=exc)
 
     def _open(self, connection: Connection) -> NodeLink:
-        setup = self.errand
+        setup = self.setup
         first = setup.attach or {"op": "hello", "ports": list(setup.ports)}
         return open_supervisor(connection, first, node=self.name, python=setup.python, workdir=setup.workdir)
 
     def _prepare(self, link: NodeLink) -> None:
-        setup = self.errand
+        setup = self.setup
         prepare = setup.prepare
         if setup.push is None:
             with contextlib.suppress(ConnectError):  # it has ended already; what it said, or its exit status, tells why
                 link.send_json(prepare)
         hello = link.expect("hello")
-        messages.among(hello["port"], (0, *setup.ports), subject="port", node=self.name)
-        self.say("hello", **hello)
+        messages.require_known(hello["port"], (0, *setup.ports), subject="port", node=self.name)
+        self.report("hello", **hello)
         if setup.push is not None:
-            self.say("pushing", sent=0)
+            self.report("pushing", sent=0)
             try:
-                pushed = setup.push(link, lambda sent: self.say("pushing", sent=sent))
+                pushed = setup.push(link, lambda sent: self.report("pushing", sent=sent))
             except ConnectError as exc:
-                raise link.why_silent() from exc
+                raise link.closed_error() from exc
             self.code = str(pushed["path"])
-            self.say("pushed", **pushed)
+            self.report("pushed", **pushed)
             link.send_json({**prepare, "cwd": self.code})
         link.expect("ready")
 
@@ -188,13 +188,13 @@ class Session:
             frame = link.receive()
             if frame is None:
                 break
-            self.heard = time.monotonic()
+            self.last_heard = time.monotonic()
             kind, rank, payload = frame
             if kind == frames.LOG:
-                self.say("log", rank=rank, payload=payload)
+                self.report("log", rank=rank, payload=payload)
             elif kind == frames.JSON:
                 message = messages.while_running(link.decode(payload), node=self.name)
-                self.say(message.pop("op"), **message)
+                self.report(message.pop("op"), **message)
             else:
                 raise NodeError("the node sends files, which nobody has asked for", node=self.name)
-        self.say("lost", stderr=messages.prose(link.stream.read_stderr().decode(errors="replace").strip()))
+        self.report("lost", stderr=messages.prose(link.stream.read_stderr().decode(errors="replace").strip()))

@@ -15,7 +15,7 @@ from dtctl import children, shell
 from dtctl.errors import DtctlError, NodeError, SnapshotError
 from dtctl.launch import messages
 from dtctl.launch.assemble import cluster_of_run, spec_of_run
-from dtctl.launch.link import Patience
+from dtctl.launch.link import SilenceLimit
 from dtctl.launch.record import RunRecord
 from dtctl.transport.base import ByteStream, Connection, Target, Transport
 from dtctl.transport.fanout import fan_out
@@ -31,14 +31,14 @@ _QUICK = ("ls", "remove")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class Reply:
     """What the module answered."""
 
     code: int
     answer: Mapping[str, Any]
 
 
-def here(arguments: Sequence[str]) -> Told:
+def here(arguments: Sequence[str]) -> Reply:
     """Run it on this machine, in a process of its own.
 
     Raises:
@@ -46,7 +46,7 @@ def here(arguments: Sequence[str]) -> Told:
     """
     argv = children.module(sys.executable, MODULE, *arguments)
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    return _told(arguments[0], done.returncode, done.stdout, done.stderr, where="this machine")
+    return _reply(arguments[0], done.returncode, done.stdout, done.stderr, where="this machine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +90,13 @@ class RunSnapshots:
 
     def ask(
         self, verb: str, options: Sequence[str], nodes: Sequence[str] | None = None
-    ) -> dict[str, Told | DtctlError]:
+    ) -> dict[str, Reply | DtctlError]:
         """Run it on all nodes at once, or on some: node -> its answer, or why it has none."""
         transport = self._make_transport()
         places = {name: place for name, place in self._places.items() if nodes is None or name in nodes}
         return fan_out(places, partial(_ask, transport=transport, verb=verb, options=options))
 
-    def fetch(self, node: str, verb: str, options: Sequence[str], out: IO[bytes], *, limit_bytes: int) -> Told:
+    def fetch(self, node: str, verb: str, options: Sequence[str], out: IO[bytes], *, limit_bytes: int) -> Reply:
         """Bring what an export or a `send` writes, of which there may be as much as was asked for.
 
         Raises:
@@ -105,28 +105,28 @@ class RunSnapshots:
         """
         place = self._places[node]
         connection = self._make_transport().connect(place.target)
-        clock = Patience(connection, READING_S)
+        clock = SilenceLimit(connection, READING_S)
         try:
             stream = _open(connection, place, verb, options)
             remaining = limit_bytes
             while data := stream.read(1 << 18):
-                clock.heard()
+                clock.reset()
                 remaining -= len(data)
                 if remaining < 0:
                     raise NodeError(f"the node sends more than the {limit_bytes} bytes that there can be", node=node)
                 out.write(data)
             clock.check(node)
             code = stream.exit_status(END_S)
-            return _told(verb, code, stream.read_stderr().decode(errors="replace"), "", where=node)
+            return _reply(verb, code, stream.read_stderr().decode(errors="replace"), "", where=node)
         finally:
-            clock.end()
+            clock.cancel()
             connection.close()
 
 
-def _ask(place: _Place, *, transport: Transport, verb: str, options: Sequence[str]) -> Told:
+def _ask(place: _Place, *, transport: Transport, verb: str, options: Sequence[str]) -> Reply:
     connection = transport.connect(place.target)
     name = place.target.name
-    clock = Patience(connection, SILENCE_S if verb in _QUICK else READING_S)
+    clock = SilenceLimit(connection, SILENCE_S if verb in _QUICK else READING_S)
     try:
         stream = _open(connection, place, verb, options)
         output = bytearray()
@@ -137,9 +137,9 @@ def _ask(place: _Place, *, transport: Transport, verb: str, options: Sequence[st
         clock.check(name)
         code = stream.exit_status(END_S)
         errors = stream.read_stderr().decode(errors="replace")
-        return _told(verb, code, output.decode(errors="replace"), errors, where=name)
+        return _reply(verb, code, output.decode(errors="replace"), errors, where=name)
     finally:
-        clock.end()
+        clock.cancel()
         connection.close()
 
 
@@ -176,20 +176,20 @@ def _beginning(node: Mapping[str, Any], code: str, *, asks: bool) -> str:
     return "\n".join([*lines, *node["setup"], f"exec {shell.join(children.module(python, MODULE, last=''))} 1>&3"])
 
 
-def _told(verb: str, code: int | None, text: str, errors: str, *, where: str) -> Told:
+def _reply(verb: str, code: int | None, text: str, errors: str, *, where: str) -> Reply:
     try:
         answer = messages.about_snapshots(verb, text, node=where)
-    except messages.Wrong:
+    except messages.InvalidMessage:
         reason = (errors.strip().splitlines() or text.strip().splitlines() or [f"status {code}"])[-1]
         raise NodeError(
             f"snapshots cannot be looked at: {messages.prose(reason)}",
             node=where,
             hint="the job's Python needs dtctl and blake3 (`pip install dtctl[train]`)",
         ) from None
-    return Told(code=code or 0, answer=answer)
+    return Reply(code=code or 0, answer=answer)
 
 
-def error_of(reply: Told) -> DtctlError:
+def error_of(reply: Reply) -> DtctlError:
     """The error that an answer stands for."""
     answer = reply.answer
     return SnapshotError(answer["error"], where=answer.get("where"), hint=answer.get("hint"))

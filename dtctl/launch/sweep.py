@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtctl.errors import DtctlError
-from dtctl.launch.link import Patience, open_supervisor
+from dtctl.launch.link import SilenceLimit, open_supervisor
 from dtctl.transport.base import Target, Transport
 from dtctl.transport.fanout import fan_out
 
@@ -46,7 +46,7 @@ def sweep(
 
 def _sweep_node(node: SweepTarget, transport: Transport, message: dict[str, Any]) -> int:
     connection = transport.connect(node.target)
-    clock = Patience(connection, message["grace_s"] + ANSWER_S)
+    clock = SilenceLimit(connection, message["grace_s"] + ANSWER_S)
     try:
         link = open_supervisor(connection, message, node=node.target.name, python=node.python, workdir=node.workdir)
         try:
@@ -54,5 +54,5 @@ def _sweep_node(node: SweepTarget, transport: Transport, message: dict[str, Any]
         finally:
             clock.check(node.target.name)
     finally:
-        clock.end()
+        clock.cancel()
         connection.close()

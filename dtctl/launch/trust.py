@@ -62,7 +62,7 @@ def _commands(config: Path) -> list[str]:
     return [f"{config.name} has `{line}`, which can run commands here" for line in risky]
 
 
-def sent(spec: Spec) -> list[str]:
+def sent_items(spec: Spec) -> list[str]:
     """What else leaves this machine, for the dry run: variables by pattern, and what secrets they may be."""
     phrases = [
         f"variables of this machine that match {pattern} are sent (job.env_from)" for pattern in spec.job.env_from

@@ -24,7 +24,7 @@ from dtctl.sandbox.layout import Sandbox, SandboxNode, default_name
 __all__ = ["default_name", "down", "enter_argv", "find", "host_processes", "up"]
 
 UP_LIMIT_S = 60.0
-_OWN = (
+_STATE_FILES = (
     "id", "id.pub", "known_hosts", "xtables.lock", "sandbox.json", "sandbox.partial", "keeper.sock", "keeper.log",
     "keeper.pid", "hosts", "self", "slurm",
 )  # fmt: skip
@@ -196,7 +196,7 @@ def down(name: str) -> bool:
     state = layout.state_dir(name)
     if not state.exists():
         return False
-    if state.is_symlink() or not folders.mark(str(state), lambda name: name in _OWN):
+    if state.is_symlink() or not folders.mark(str(state), lambda name: name in _STATE_FILES):
         raise SandboxError(
             "this folder is not a sandbox's, so nothing in it is removed",
             where=str(state),

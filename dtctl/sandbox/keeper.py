@@ -129,7 +129,7 @@ class Keeper:
         path = self.state / SOCKET
         path.unlink(missing_ok=True)
         server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with _inside(self.state):
+        with _working_directory(self.state):
             server.bind(SOCKET)  # a relative name: the folder's path may be longer than an address may be
         path.chmod(0o600)
         server.listen(512)
@@ -137,13 +137,13 @@ class Keeper:
             connection, _ = server.accept()
             with connection:
                 try:
-                    self._answer(connection)
+                    self._handle(connection)
                 except OSError as exc:
                     _say(connection, {"error": str(exc), "errno": exc.errno})
                 except Exception as exc:  # noqa: BLE001 - a bad request must not end the sandbox
                     _say(connection, {"error": str(exc)})
 
-    def _answer(self, connection: socket.socket) -> None:
+    def _handle(self, connection: socket.socket) -> None:
         connection.settimeout(2.0)
         request = json.loads(connection.recv(65_536))
         if request["op"] == "power-on":
@@ -202,7 +202,7 @@ def _user_name(uid: int) -> str:
 
 
 @contextlib.contextmanager
-def _inside(folder: Path) -> Iterator[None]:
+def _working_directory(folder: Path) -> Iterator[None]:
     """Be in a folder for a moment."""
     before = os.open(".", os.O_RDONLY)
     os.chdir(folder)

@@ -11,19 +11,19 @@ from typing import Any, Final
 
 from dtctl.launch.messages import (
     Check,
-    Wrong,
-    by_name,
+    InvalidMessage,
     checked,
-    each,
     file_name,
     form,
-    maybe,
+    integer,
+    list_of,
+    mapping_of,
+    nullable,
     number,
     path,
     prose,
-    shown,
+    quoted,
     text,
-    whole,
 )
 
 BYTES: Final = 256 << 20
@@ -35,7 +35,7 @@ _LOG: Final = re.compile(r"(?:agent|rank-\d{1,9})\.log\Z")
 
 def _job(value: Any) -> str:
     if not isinstance(value, str) or not _JOB.match(value):
-        raise Wrong(f"{shown(value)} is not the number of a job")
+        raise InvalidMessage(f"{quoted(value)} is not the number of a job")
     return value
 
 
@@ -45,31 +45,31 @@ def _kept_file(value: Any) -> str:
         return str(value)
     parts = value.split("/") if isinstance(value, str) else []
     if len(parts) != 3 or parts[0] != "logs" or not _LOG.match(parts[2]):
-        raise Wrong(f"{shown(value)} is not a file of the job")
+        raise InvalidMessage(f"{quoted(value)} is not a file of the job")
     file_name(parts[1])
     return str(value)
 
 
-def _piece(value: Any) -> list[Any]:
+def _file_part(value: Any) -> list[Any]:
     if not isinstance(value, list) or len(value) != 2:
-        raise Wrong("no piece of a file")
+        raise InvalidMessage("no piece of a file")
     try:
         base64.b64decode(value[1], validate=True)
     except (binascii.Error, TypeError, ValueError):
-        raise Wrong("no piece of a file") from None
-    return [whole(0)(value[0]), value[1]]
+        raise InvalidMessage("no piece of a file") from None
+    return [integer(0)(value[0]), value[1]]
 
 
 def _partition(value: Any) -> dict[str, str]:
     form(PartitionName=_FIELD)(value)
-    fields: dict[str, str] = by_name(text(256), _FIELD)(value)
+    fields: dict[str, str] = mapping_of(text(256), _FIELD)(value)
     return fields
 
 
 def _row(value: Any) -> list[str]:
-    fields: list[str] = each(_FIELD, 16)(value)
+    fields: list[str] = list_of(_FIELD, 16)(value)
     if len(fields) < 5:
-        raise Wrong("no row of a node")
+        raise InvalidMessage("no row of a node")
     return fields
 
 
@@ -77,23 +77,23 @@ _STATE: Final = form(
     JobState=text(64),
     optional={
         **dict.fromkeys(("Reason", "StartTime", "NodeList", "Partition", "TimeLimit", "Account", "QOS"), prose),
-        "ExitCode": text(32), "Restarts": text(32), "ids": each(_job, 1000), "nodes": each(file_name, 100_000),
-        "start": maybe(number),
+        "ExitCode": text(32), "Restarts": text(32), "ids": list_of(_job, 1000), "nodes": list_of(file_name, 100_000),
+        "start": nullable(number),
     },
 )  # fmt: skip
-_SAID: Final = {"code": whole(-255, 255), "said": prose}
+_SBATCH_OUTPUT: Final = {"code": integer(-255, 255), "said": prose}
 _ANSWERS: Final[Mapping[str, Check]] = {
     "offer": form(
-        partitions=each(_partition, 10_000),
-        nodes=each(_row, 1_000_000),
+        partitions=list_of(_partition, 10_000),
+        nodes=list_of(_row, 1_000_000),
     ),
     "place": form(folder=path),
     "fill": form(),
-    "submit": form(code=_SAID["code"], optional={"said": prose, "job": _job}),
-    "test": form(code=_SAID["code"], said=prose),
-    "look": form(job=_STATE, files=by_name(_kept_file, _piece)),
+    "submit": form(code=_SBATCH_OUTPUT["code"], optional={"said": prose, "job": _job}),
+    "test": form(code=_SBATCH_OUTPUT["code"], said=prose),
+    "look": form(job=_STATE, files=mapping_of(_kept_file, _file_part)),
     "state": form(job=_STATE),
-    "left": form(left=by_name(file_name, maybe(whole(0, 1 << 22))), how=prose),
+    "left": form(left=mapping_of(file_name, nullable(integer(0, 1 << 22))), how=prose),
 }
 _NO: Final = form(error=prose)
 
@@ -106,11 +106,11 @@ def answer(request: Mapping[str, Any], output: str, *, node: str) -> dict[str, A
         NodeError: it has not the form that was asked for.
     """
     if len(output) > BYTES:
-        raise Wrong("no answer")
+        raise InvalidMessage("no answer")
     try:
         parsed = json.loads(output)
     except (ValueError, RecursionError):
-        raise Wrong("no answer") from None
+        raise InvalidMessage("no answer") from None
     op = request["op"]
     subject = f"its answer to `{op}`"
     if isinstance(parsed, dict) and "error" in parsed:
@@ -126,5 +126,5 @@ def answer(request: Mapping[str, Any], output: str, *, node: str) -> dict[str, A
 def _is_place(folder: str, request: Mapping[str, Any]) -> Any:
     # Snapshots are removed below it later on: it is the run's own.
     if not folder.startswith("/") or folder.split("/")[-2:] != ["slurm", request["run"]]:
-        raise Wrong(f"{shown(folder)} is no folder of the run")
+        raise InvalidMessage(f"{quoted(folder)} is no folder of the run")
     return folder

@@ -27,7 +27,7 @@ TEMPLATE: Final = "job.sbatch.j2"
 PLACE: Final = "dtctl: place in the job"
 _TIME: Final = re.compile(r"\d+(:\d\d){0,2}\Z|\d+-\d\d?(:\d\d){0,2}\Z|(?i:infinite|unlimited)\Z")
 _KEY: Final = re.compile(r"[a-z][a-z0-9-]*\Z")
-LATE: Final = {
+LATE_OPTIONS: Final = {
     "--node-rank": shell.Late("--node-rank=$SLURM_NODEID"),
     "--master-addr": shell.Late("--master-addr=$MASTER_ADDR"),
     "--master-port": shell.Late("--master-port=$MASTER_PORT"),
@@ -74,7 +74,7 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path | No
         "port": fixed_port if isinstance(fixed_port, int) else 0,
         "meeting": standalone(package_folder / "pick_endpoint.py"),
         "route": standalone(package_folder / "find_interface.py"),
-        "argv": _late(node.argv) if plan.kind == "torchrun" else node.argv,
+        "argv": _with_late_values(node.argv) if plan.kind == "torchrun" else node.argv,
         "mark": f"TASK_{hashlib.blake2b(repr(node).encode(), digest_size=6).hexdigest()}",
         "folder": str(folder) if folder else "",
         "log": shell.Late("rank-$SLURM_PROCID.log") if direct else "agent.log",
@@ -105,14 +105,14 @@ def components(slurm: Slurm, plan: Plan, *, chdir: Path, output: Path) -> list[C
     result: list[Component] = []
     for slots, nodes in groupby(plan.nodes, key=lambda node: node.slots):
         tasks = slots if plan.per_worker else 1
-        options = _asked(slurm, nodes=len(list(nodes)), tasks=tasks)
+        options = _node_options(slurm, nodes=len(list(nodes)), tasks=tasks)
         if not result:  # what is said of the job as a whole stands before its first nodes
-            options = {"job-name": plan.job, **options, **_whole(slurm, chdir=chdir, output=output)}
+            options = {"job-name": plan.job, **options, **_job_options(slurm, chdir=chdir, output=output)}
         result.append(Component(slots=slots, tasks=tasks, directives=tuple(_lines({**options, **slurm.extra}))))
     return result
 
 
-def _asked(slurm: Slurm, *, nodes: int, tasks: int) -> dict[str, object]:
+def _node_options(slurm: Slurm, *, nodes: int, tasks: int) -> dict[str, object]:
     return {
         "partition": slurm.partition,
         "account": slurm.account,
@@ -124,7 +124,7 @@ def _asked(slurm: Slurm, *, nodes: int, tasks: int) -> dict[str, object]:
     }
 
 
-def _whole(slurm: Slurm, *, chdir: Path, output: Path) -> dict[str, object]:
+def _job_options(slurm: Slurm, *, chdir: Path, output: Path) -> dict[str, object]:
     return {
         "array": slurm.array,
         "chdir": str(chdir),
@@ -142,11 +142,11 @@ def _lines(options: Mapping[str, object]) -> list[str]:
             continue
         if not _KEY.match(key):
             raise PlanError(f"{key!r} cannot be an option of sbatch", where="slurm.extra")
-        lines.append(f"--{key}" if value is True else f"--{key}={_word(key, str(value))}")
+        lines.append(f"--{key}" if value is True else f"--{key}={_quoted(key, str(value))}")
     return lines
 
 
-def _word(key: str, value: str) -> str:
+def _quoted(key: str, value: str) -> str:
     """As sbatch reads the words of a directive: blanks and `#` need quotation marks, and a line is a line."""
     if not value.isprintable():
         raise PlanError(f"{value!r} cannot stand in a line of a batch file", where=f"slurm: {key}")
@@ -160,14 +160,15 @@ def literal(path: Path) -> str:
     return str(path).replace("%", "%%")
 
 
-def _late(argv: Sequence[str]) -> list[str]:
+def _with_late_values(argv: Sequence[str]) -> list[str]:
     """The argv of torchrun with what is known in the allocation only; nothing behind the script is touched."""
     end = next(
         (at for at, argument in enumerate(argv) if at and not argument.startswith("-") and argv[at - 1] != "-m"),
         len(argv),
     )
     return [
-        LATE.get(argument.partition("=")[0], argument) if at < end else argument for at, argument in enumerate(argv)
+        LATE_OPTIONS.get(argument.partition("=")[0], argument) if at < end else argument
+        for at, argument in enumerate(argv)
     ]
 
 

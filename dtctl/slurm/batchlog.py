@@ -26,7 +26,7 @@ class Ended:
     exit_code: int | None
     """As a shell counts it."""
     signal: int | None
-    why: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def read(line: str) -> Sequence[Start | Ended | Taken | Over]:
     if match := _OVER.match(line):
         return [Over(int(match[1]))]
     if match := _TASK.match(line):
-        code, number, reason = _how(match[3])
+        code, number, reason = _exit_of(match[3])
         return [Ended(match[1], task, code, number, reason) for task in _numbers(match[2])]
     if match := _NODE.match(line):
         return [Ended(match[1], None, None, None)]
@@ -73,7 +73,7 @@ def read(line: str) -> Sequence[Start | Ended | Taken | Over]:
     return [Taken("its time was nearly over")] if line.startswith(_WARNED) else []
 
 
-def _how(text: str) -> tuple[int | None, int | None, str]:
+def _exit_of(text: str) -> tuple[int | None, int | None, str]:
     """Exit code, signal and reason of what srun says about a task."""
     if match := _CODE.match(text):
         code = int(match[1])

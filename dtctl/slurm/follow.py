@@ -70,18 +70,18 @@ class Follower:
         self.emit = emit
         self.logs = Logs(record)
         self.nodes: list[str] = []
-        self._had: set[str] = set()
+        self._all_nodes: set[str] = set()
         """All nodes that the job was ever given."""
         self.attempt = -1
         self.failures: list[Failure] = []
-        self.taken = ""
+        self.taken_back = ""
         self.launch_s: float | None = None
         self.state: dict[str, Any] = {}
         self._script_code: int | None = None
         self._over_since: float | None = None
-        self._told = ""
-        self._have: dict[str, int] = {}
-        self._recall()
+        self._shown_state = ""
+        self._offsets: dict[str, int] = {}
+        self._restore_position()
 
     # -- one look ---------------------------------------------------------------------------------------------------
 
@@ -92,11 +92,11 @@ class Follower:
             LaunchError: the machine of Slurm's commands does not do its part.
             ConnectError: it cannot be reached.
         """
-        request = {"op": "look", "job": self.ref.job, "folder": self.ref.folder, "have": self._have}
+        request = {"op": "look", "job": self.ref.job, "folder": self.ref.folder, "have": self._offsets}
         answer = login_client.ask(self.site, self.ref.python, request)
         self.state = answer["job"]
         self.nodes = self.state.get("nodes") or self.nodes
-        self._had.update(self.nodes)
+        self._all_nodes.update(self.nodes)
         files: dict[str, Any] = answer["files"]
         over = self.over
         if not over:
@@ -107,10 +107,10 @@ class Follower:
             offset, data = files[name][0], base64.b64decode(files[name][1])
             complete = data if over else data[: max(data.rfind(b"\n"), data.rfind(b"\r")) + 1]
             self._read(name, offset, complete)
-            self._have[name] = offset + len(complete)
+            self._offsets[name] = offset + len(complete)
         self._tell_state()
         if files:
-            self._keep()
+            self._save_position()
         return bool(files)
 
     @property
@@ -125,7 +125,7 @@ class Follower:
             return False
         # A lost node ends the script, too, and its job is requeued all the same.
         by_itself = self._script_code is not None and self.state["JobState"] in ("COMPLETED", "FAILED")
-        patience_s = TAKEN_S if self.taken and self.state["JobState"] != "TIMEOUT" else SETTLE_S
+        patience_s = TAKEN_S if self.taken_back and self.state["JobState"] != "TIMEOUT" else SETTLE_S
         return by_itself or time.monotonic() - self._over_since >= patience_s
 
     def _read(self, name: str, offset: int, data: bytes) -> None:
@@ -162,19 +162,19 @@ class Follower:
                 elif isinstance(event, batchlog.Over):
                     self._script_code = event.exit_code
                 elif isinstance(event, batchlog.Taken):
-                    self.taken = self.taken or event.reason  # a requeue by the script says so too
+                    self.taken_back = self.taken_back or event.reason  # a requeue by the script says so too
                 else:
-                    self._ended(event)
+                    self._on_task_ended(event)
 
     def _start(self, attempt: int) -> None:
         if self.attempt >= 0:
             first = self._first_failure()
-            if first is not None and not self.taken:
+            if first is not None and not self.taken_back:
                 cause = {"reason": failures.describe(first), "node": first.node, "rank": first.rank}
             else:
-                cause = {"reason": self.taken or "Slurm has taken it back", "node": None, "rank": None}
+                cause = {"reason": self.taken_back or "Slurm has taken it back", "node": None, "rank": None}
             self.emit("restart", attempt=attempt, of=self.ref.max_attempts, **cause)
-        self.attempt, self.failures, self.taken, self._script_code = attempt, [], "", None
+        self.attempt, self.failures, self.taken_back, self._script_code = attempt, [], "", None
         self.logs.begin_attempt()
         self.emit("start", attempt=attempt)
         self.emit("allocated", nodes=self.nodes)
@@ -184,7 +184,7 @@ class Follower:
         self.launch_s = self.launch_s or launch_s
         self.emit("started", attempt=attempt, launch_s=launch_s)
 
-    def _ended(self, event: batchlog.Ended) -> None:
+    def _on_task_ended(self, event: batchlog.Ended) -> None:
         rank = event.task if self.ref.workers_apart or event.task is None else AGENT
         if event.exit_code is not None:
             self.emit("exit", node=event.node, rank=rank, exit_code=event.exit_code, signal=event.signal)
@@ -195,16 +195,16 @@ class Follower:
                 exit_code=event.exit_code,
                 signal=event.signal,
                 time=float(len(self.failures)),
-                why=event.why,
+                node_reason=event.reason,
             )
         )
 
     def _tell_state(self) -> None:
         state, reason = self.state["JobState"], self.state.get("Reason", "")
         shown_state = f"{state} {reason}"
-        if shown_state == self._told:
+        if shown_state == self._shown_state:
             return
-        self._told = shown_state
+        self._shown_state = shown_state
         if state in WAITING:
             self.nodes = []
             self.emit("queued", job=self.ref.job, state=state, reason=reason, start=self.state.get("start"))
@@ -224,16 +224,21 @@ class Follower:
         paths = [*logs.glob("*/*.log"), self._job_log, self.record.folder / names.METRICS_FILE]
         return {str(path.relative_to(self.record.folder)): path.stat().st_size for path in paths if path.exists()}
 
-    def _keep(self) -> None:
-        position = {"have": self._have, "copies": self._copies(), "taken": self.taken, "code": self._script_code}
+    def _save_position(self) -> None:
+        position = {
+            "have": self._offsets,
+            "copies": self._copies(),
+            "taken": self.taken_back,
+            "code": self._script_code,
+        }
         write_private(self.record.folder / STATE_FILE, json.dumps(position, indent=1) + "\n")
 
-    def _recall(self) -> None:
+    def _restore_position(self) -> None:
         try:
             position = json.loads(folders.read_regular(str(self.record.folder / STATE_FILE), RUN_BYTES))
         except (OSError, ValueError, RecursionError):
             position = {"have": {}, "copies": {}, "taken": ""}
-        self._have, self.taken, self._script_code = position["have"], position["taken"], position.get("code")
+        self._offsets, self.taken_back, self._script_code = position["have"], position["taken"], position.get("code")
         # What was copied and not noted before the last follower died is copied again.
         for name in self._copies():
             os.truncate(self.record.folder / name, position["copies"].get(name, 0))
@@ -244,7 +249,7 @@ class Follower:
                 self.launch_s = self.launch_s or event["launch_s"]
             elif event["event"] == "allocated":
                 self.nodes = event["nodes"]
-                self._had.update(self.nodes)
+                self._all_nodes.update(self.nodes)
             elif event["event"] == "exit":
                 failure = Failure(
                     node=event["node"],
@@ -267,7 +272,7 @@ class Follower:
             tail = failures.last_lines(self.logs.tail(failure.node, rank) or text)
             path = self.record.log_path(failure.node, rank)
             log = str(path) if path.exists() else str(self._job_log)
-            summary = full.why or failures.summary(tail)
+            summary = full.node_reason or failures.summary(tail)
             details.append(
                 replace(full, log=log, tail=tail, summary=summary, rank=None if full.rank == AGENT else full.rank)
             )
@@ -293,7 +298,7 @@ class Follower:
             failure = self._without_a_word(state)
         if ledger is not None:
             ledger.write(self.record.folder / names.LEDGER_FILE, attempts=max(0, self.attempt) + 1)
-        left_behind = self.left()
+        left_behind = self.left_behind()
         for node in self.nodes:
             self.emit("node", node=node, state="stopped", left=left_behind.counts.get(node))
         if left_behind.total is None:
@@ -312,9 +317,9 @@ class Follower:
             goodput=None,
         )
 
-    def left(self) -> Left:
+    def left_behind(self) -> Left:
         """What is left of the job on the nodes that it was given; call it when it is over."""
-        return look(self.site, self.ref.python, self.ref.job, self.state, sorted(self._had))
+        return look(self.site, self.ref.python, self.ref.job, self.state, sorted(self._all_nodes))
 
     def _duration_s(self) -> float:
         """From the launch to the end, as Slurm has it; to now where Slurm does not know it any more."""
@@ -331,7 +336,7 @@ class Follower:
         """The failure of a job none of whose tasks is known to have failed."""
         if self._job_log.exists():
             tail = failures.last_lines(self._job_log.read_text(errors="replace"))
-            summary = f"job {self.ref.job} ended as {state}" + (f": {self.taken}" if self.taken else "")
+            summary = f"job {self.ref.job} ended as {state}" + (f": {self.taken_back}" if self.taken_back else "")
             log = str(self._job_log)
         else:
             tail, log = (), ""

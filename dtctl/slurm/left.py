@@ -17,7 +17,7 @@ class Left:
 
     counts: Mapping[str, int | None]
     """By node; None where nobody could look."""
-    how: str
+    evidence: str
     """How that is known, or why it is not."""
 
     @property
@@ -33,8 +33,8 @@ class Left:
             return "0 processes left: the job was never given a node"
         if self.total is None:
             blind = ", ".join(node for node, count in self.counts.items() if count is None)
-            return f"nobody could look whether processes are left on {blind}: {self.how}"
-        return f"{self.total} processes left on {nodes}: {self.how}"
+            return f"nobody could look whether processes are left on {blind}: {self.evidence}"
+        return f"{self.total} processes left on {nodes}: {self.evidence}"
 
 
 def look(site: Site, python: str, job: str, state: Mapping[str, Any], nodes: Sequence[str]) -> Left:
@@ -48,14 +48,14 @@ def look(site: Site, python: str, job: str, state: Mapping[str, Any], nodes: Seq
         nodes: all that it was ever given.
     """
     if not nodes:
-        return Left(counts={}, how="")
+        return Left(counts={}, evidence="")
     options = {key: state.get(name, "") for key, name in _FIELDS.items()}
     request = {"op": "left", "ids": state.get("ids") or [job], "nodes": list(nodes), **options}
     try:
         answer = login_client.ask(site, python, request)
     except (LaunchError, TransportError) as exc:
-        return Left(counts=dict.fromkeys(nodes), how=str(exc))
-    return Left(counts=answer["left"], how=str(answer["how"]))
+        return Left(counts=dict.fromkeys(nodes), evidence=str(exc))
+    return Left(counts=answer["left"], evidence=str(answer["how"]))
 
 
 _FIELDS = {"partition": "Partition", "account": "Account", "qos": "QOS"}

@@ -19,8 +19,8 @@ FIELDS = (
     "JobState", "Reason", "StartTime", "EndTime", "NodeList", "ExitCode", "Restarts", "Partition", "TimeLimit",
     "Account", "QOS",
 )  # fmt: skip
-Answer = dict[str, Any]
-PIECE = 1 << 20
+Json = dict[str, Any]
+PART_BYTES = 1 << 20
 """Bytes of a file that one answer brings at most."""
 
 
@@ -29,7 +29,7 @@ def run(*argv: str, env: dict[str, str] | None = None, text: str = "") -> subpro
     return subprocess.run(argv, env=env, input=text, capture_output=True, text=True, check=False)
 
 
-def offer(_: Answer) -> Answer:
+def offer(_: Json) -> Json:
     """The partitions, and each node of each: name, partition, state, generic resources, features."""
     partitions = run("scontrol", "show", "partition", "-o")
     listed = run("sinfo", "-h", "-N", "-o", "%N|%P|%T|%G|%f")
@@ -44,7 +44,7 @@ def offer(_: Answer) -> Answer:
     }
 
 
-def place(request: Answer) -> Answer:
+def place(request: Json) -> Json:
     """Make the folder of a run below the work folder, for its user alone; not where nothing can be submitted."""
     if shutil.which("sbatch") is None:
         return {"error": "sbatch: not found"}
@@ -54,7 +54,7 @@ def place(request: Answer) -> Answer:
     return {"folder": folder}
 
 
-def fill(request: Answer) -> Answer:
+def fill(request: Json) -> Json:
     """Put files, and a copy of the code that was pushed, into the folder: an edit must not change a job that waits."""
     os.umask(0o077)
     if request["code"]:
@@ -65,7 +65,7 @@ def fill(request: Answer) -> Answer:
     return {}
 
 
-def submit(request: Answer) -> Answer:
+def submit(request: Json) -> Json:
     """Try the batch file and submit it; secrets come with the request, so that no argument list shows them."""
     env = {**os.environ, **request["env"]}
     file = os.path.join(request["folder"], "job.sbatch")
@@ -77,24 +77,24 @@ def submit(request: Answer) -> Answer:
     return {"code": 0, "job": done.stdout.strip().partition(";")[0]}
 
 
-def test(request: Answer) -> Answer:
+def test(request: Json) -> Json:
     """What Slurm thinks of a batch file that nobody has written yet."""
     done = run("sbatch", "--test-only", text=request["text"])
     return {"code": done.returncode, "said": done.stderr}
 
 
-def look(request: Answer) -> Answer:
+def look(request: Json) -> Json:
     """How the job is, and what its files hold beyond what the asker has."""
     job = state(request["job"])
     return {"job": job, "files": news(request["folder"], request["have"])}
 
 
-def standing(request: Answer) -> Answer:
+def standing(request: Json) -> Json:
     """How the job is."""
     return {"job": state(request["job"])}
 
 
-def state(job: str) -> Answer:
+def state(job: str) -> Json:
     """Some fields of `scontrol show job`; of sacct when the controller has forgotten the job; none when both have."""
     done = run("scontrol", "show", "job", "-o", job)
     if done.returncode == 0 and done.stdout.strip():
@@ -129,9 +129,9 @@ def moment(text: str) -> float | None:
         return None
 
 
-def news(folder: str, have: dict[str, int]) -> Answer:
+def news(folder: str, have: dict[str, int]) -> Json:
     """Relative path -> [offset, what follows in base64] of the files that have grown, or begun anew."""
-    grown: Answer = {}
+    grown: Json = {}
     paths = [os.path.join(folder, name) for name in ("job.log", "metrics.jsonl")]
     for base, _, names in os.walk(os.path.join(folder, "logs")):
         paths += [os.path.join(base, name) for name in sorted(names) if name.endswith(".log")]
@@ -143,7 +143,7 @@ def news(folder: str, have: dict[str, int]) -> Answer:
                 continue
             with open(path, "rb") as file:
                 file.seek(known_size if size > known_size else 0)
-                data = file.read(PIECE)
+                data = file.read(PART_BYTES)
         except OSError:
             continue
         grown[name] = [known_size if size > known_size else 0, base64.b64encode(data).decode()]
@@ -165,7 +165,7 @@ GONE = ("DOWN", "NOT_RESPONDING", "POWERED_DOWN", "POWERING", "FAIL", "UNKNOWN")
 LOOK_S = 10
 
 
-def left(request: Answer) -> Answer:
+def left(request: Json) -> Json:
     """Processes of a job that has ended which are left on its nodes, null where nobody could look; how it was found.
 
     With proctrack/cgroup a job has not ended for Slurm before its control groups are empty, or it says "Kill task

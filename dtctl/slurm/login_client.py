@@ -9,8 +9,8 @@ from typing import Any, Final
 from dtctl.errors import ConnectError, LaunchError
 from dtctl.launch.assemble import CodePush
 from dtctl.launch.gang import PUSH_SILENCE_S
-from dtctl.launch.link import Patience, open_supervisor
-from dtctl.launch.messages import Wrong
+from dtctl.launch.link import SilenceLimit, open_supervisor
+from dtctl.launch.messages import InvalidMessage
 from dtctl.slurm import answers
 from dtctl.slurm.site import Site, There
 
@@ -28,7 +28,7 @@ def ask(site: Site, python: str, request: dict[str, Any]) -> dict[str, Any]:
     done = site.run([python, "-I", "-c", program], stdin=json.dumps(request).encode())
     try:
         answer = answers.answer(request, done.out, node=site.name)
-    except Wrong:
+    except InvalidMessage:
         errors = done.err.strip().splitlines()
         if any("sbatch" in line or "scontrol" in line for line in errors[-1:]):
             raise missing(site) from None
@@ -58,15 +58,15 @@ def push(site: There, code: CodePush, *, python: str, workdir: str) -> str:
     """
     hello = {"op": "hello", "ports": []}
     link = open_supervisor(site.connection(), hello, node=site.name, python=python, workdir=workdir)
-    clock = Patience(site.connection(), PUSH_SILENCE_S)
+    clock = SilenceLimit(site.connection(), PUSH_SILENCE_S)
     try:
         link.expect("hello")
-        clock.heard()
-        pushed = str(code(link, lambda _sent: clock.heard())["path"])
+        clock.reset()
+        pushed = str(code(link, lambda _sent: clock.reset())["path"])
         clock.check(site.name)
         return pushed
     except ConnectError as exc:
         raise ConnectError("the link was lost in the push", node=site.name) from exc
     finally:
-        clock.end()
+        clock.cancel()
         link.stream.close()

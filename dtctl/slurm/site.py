@@ -69,7 +69,7 @@ class Here:
                 start_new_session=True,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise _late(argv, limit_s, self.name) from None
+            raise _timeout_error(argv, limit_s, self.name) from None
         except FileNotFoundError:
             return Done(code=127, out="", err=f"{argv[0]}: not found")
         return Done(code=done.returncode, out=_text(done.stdout), err=_text(done.stderr))
@@ -114,7 +114,7 @@ class There:
             stream.close()
         if code is None:
             if self._connection is not None and self._connection.alive():
-                raise _late(argv, limit_s, self.name)
+                raise _timeout_error(argv, limit_s, self.name)
             raise ConnectError("the link was lost", node=self.name)
         return Done(code=code, out=_text(out), err=_text(err))
 
@@ -136,7 +136,7 @@ def _read(stream: ByteStream, limit_s: float) -> tuple[bytes, bytes]:
     return bytes(out), bytes(err) + stream.read_stderr()
 
 
-def _late(argv: Sequence[str], limit_s: float, machine: str) -> LaunchError:
+def _timeout_error(argv: Sequence[str], limit_s: float, machine: str) -> LaunchError:
     return LaunchError(
         f"{argv[0]} has not answered within {limit_s:g} s", where=machine, hint="is slurmctld up? try sinfo"
     )

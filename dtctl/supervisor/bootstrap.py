@@ -40,7 +40,7 @@ _FIRST = (
 )
 
 # Has to run on any Python that may be found, so that an old one is named in an answer instead of in a syntax error.
-_ANSWER = """
+_REPORT_ERROR = """
 import os, sys
 def answer(code, text):
     import json, struct
@@ -171,7 +171,7 @@ def opening(workdir: str) -> bytes:
     """The first bytes to send; frames follow directly. `workdir` may begin with `~`."""
     texts, codes = _bundle()
     facts = {"MODULES": MODULES, "PACKAGES": ("dtctl", "dtctl.supervisor"), "COMPILED_FOR": _compiled_for()}
-    loader = "".join([*(f"{name} = {value!r}\n" for name, value in facts.items()), _ANSWER, _LOADER]).encode()
+    loader = "".join([*(f"{name} = {value!r}\n" for name, value in facts.items()), _REPORT_ERROR, _LOADER]).encode()
     folder = workdir.encode()
     sizes = b"%08d%08d%08d" % (len(folder), len(texts), len(codes))
     return b"%06d" % len(loader) + loader + sizes + folder + texts + codes
@@ -184,5 +184,5 @@ def in_memory(modules: Sequence[str]) -> bytes:
         modules: full names of modules of dtctl, each after those that it imports; `main()` of the last is called.
     """
     sources = [(name, _text(name)) for name in modules]
-    loader = f"SOURCES = {sources!r}\n{_ANSWER}{_IN_MEMORY}".encode()
+    loader = f"SOURCES = {sources!r}\n{_REPORT_ERROR}{_IN_MEMORY}".encode()
     return b"%06d" % len(loader) + loader

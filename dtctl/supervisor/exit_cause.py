@@ -18,7 +18,7 @@ class OomCounters:
     def __init__(self, root: str = "/") -> None:
         """Count now; `root` is where /proc and /sys lie."""
         self.root = root
-        self.before = self._counters()
+        self.initial = self._counters()
 
     def _counters(self) -> dict:  # type: ignore[type-arg]  # place -> count
         counts = {}
@@ -37,17 +37,17 @@ class OomCounters:
                 return "sys/fs/cgroup" + line[3:].rstrip("/")
         return "sys/fs/cgroup"
 
-    def why(self, pid: int) -> str:
+    def reason(self, pid: int) -> str:
         """What is known about a process that SIGKILL has ended; empty: nothing, so somebody has sent it."""
         for line in _kernel_log(os.path.join(self.root, "dev/kmsg")).splitlines()[::-1]:
             if f"Killed process {pid} " in line:
                 return f"the kernel ended it for lack of memory: {line.rpartition(';')[2]}"
         now = self._counters()
         for place, count in now.items():
-            if count > self.before.get(place, count):
+            if count > self.initial.get(place, count):
                 return (
                     "the kernel has ended it for lack of memory, as it seems: "
-                    f"oom_kill of {place} went from {self.before[place]} to {count}"
+                    f"oom_kill of {place} went from {self.initial[place]} to {count}"
                 )
         return ""
 

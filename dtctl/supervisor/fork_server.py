@@ -28,7 +28,7 @@ exec 1>&3
 printf '%s\\0' "$#" "$@"
 exec env -0
 """
-OURS = ("DTCTL_VIA", "DTCTL_WARM_FILE", "DTCTL_WARM_FD", "DTCTL_WARM_PARENT", "DTCTL_WARM_MODULES")
+OWN_VARIABLES = ("DTCTL_VIA", "DTCTL_WARM_FILE", "DTCTL_WARM_FD", "DTCTL_WARM_PARENT", "DTCTL_WARM_MODULES")
 FORK_LIMIT_S = 10.0
 LEAVE_LIMIT_S = 1.0
 
@@ -38,11 +38,11 @@ def _warm() -> bytes:
     return bytes(__loader__.get_data(os.path.join(os.path.dirname(__file__), WARM_FILE)))  # type: ignore[name-defined]
 
 
-class Cold(Exception):
+class ForkServerUnavailable(Exception):
     """There will be no warm start; the text says why."""
 
 
-class Nursery:
+class ForkServer:
     """One warm process, from its start to its end, and the program that its workers are to run."""
 
     def __init__(self, run_dir: str) -> None:
@@ -56,7 +56,7 @@ class Nursery:
         self.argv: list[str] = []
         self.env: dict[str, str] = {}
         self._link: _socket.socket | None = None
-        self._said = b""
+        self._received = b""
         self._captured = b""
         self._capture_fd: int | None = None
         self._capture_pid = 0
@@ -77,7 +77,7 @@ class Nursery:
         parent_end.setblocking(False)
         self._link = parent_end
 
-    def ask_again(self, script: str, cwd: str, env: dict[str, str], output_fd: int) -> None:
+    def capture_program(self, script: str, cwd: str, env: dict[str, str], output_fd: int) -> None:
         """Learn program and variables of another attempt from its node script."""
         self.argv, self.env, self._captured = [], {}, b""
         read_end, write_end = os.pipe()
@@ -92,34 +92,34 @@ class Nursery:
         link = [self._link.fileno()] if self._link is not None else []
         return link + ([self._capture_fd] if self._capture_fd is not None else [])
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Take in what has arrived; whether workers can be forked now.
 
         Raises:
             Cold: they never will be.
         """
         if self._link is None:
-            raise Cold("the warm process has ended")
+            raise ForkServerUnavailable("the warm process has ended")
         if not self.ready:
-            self._hear(self._link)
+            self._receive(self._link)
         if self._capture_fd is not None:
             self._read_capture(self._capture_fd)
         return self.ready and bool(self.argv)
 
-    def _hear(self, link: _socket.socket) -> None:
+    def _receive(self, link: _socket.socket) -> None:
         try:
             data = link.recv(1 << 16)
         except BlockingIOError:
             return
         if not data:
-            raise Cold("the warm process has ended")
-        self._said += data
-        if not self._said.endswith(b"\n"):
+            raise ForkServerUnavailable("the warm process has ended")
+        self._received += data
+        if not self._received.endswith(b"\n"):
             return
-        message = lean.loads(self._said)
-        self._said = b""
+        message = lean.loads(self._received)
+        self._received = b""
         if not message["ready"]:
-            raise Cold(str(message["why"]))
+            raise ForkServerUnavailable(str(message["why"]))
         self.ready = True
         self.argv, self.env = message["argv"], _cleaned(message["env"])
 
@@ -136,7 +136,7 @@ class Nursery:
         self._capture_fd = None
         fields = self._captured.decode("utf-8", "surrogateescape").split("\0")[:-1]
         if not fields:
-            raise Cold("the node script ended before it came to the program")
+            raise ForkServerUnavailable("the node script ended before it came to the program")
         count = int(fields[0])
         self.argv = fields[1 : 1 + count]
         pairs = (field.partition("=") for field in fields[1 + count :])
@@ -150,7 +150,7 @@ class Nursery:
         """
         link = self._link
         if link is None:
-            raise Cold("the warm process has ended")
+            raise ForkServerUnavailable("the warm process has ended")
         body = lean.dumps({"argv": _program(self.argv), "env": {**self.env, **env}})
         try:
             link.settimeout(FORK_LIMIT_S)
@@ -162,14 +162,14 @@ class Nursery:
             while not reply.endswith(b"\n"):
                 data = link.recv(4096)
                 if not data:
-                    raise Cold("the warm process has ended")
+                    raise ForkServerUnavailable("the warm process has ended")
                 reply += data
             link.setblocking(False)
         except OSError as exc:
-            raise Cold(f"the warm process does not answer: {exc}") from exc
+            raise ForkServerUnavailable(f"the warm process does not answer: {exc}") from exc
         return int(lean.loads(reply)["pid"])
 
-    def stop_asking(self) -> None:
+    def cancel_capture(self) -> None:
         """Forget what a node script was asked, and end it if it still runs."""
         if self._capture_fd is not None:
             os.close(self._capture_fd)
@@ -178,7 +178,7 @@ class Nursery:
 
     def close(self) -> None:
         """End the warm process; the workers that it has made go on."""
-        self.stop_asking()
+        self.cancel_capture()
         if self._link is not None:
             self._link.close()
             self._link = None
@@ -188,7 +188,7 @@ class Nursery:
 
 
 def _cleaned(env: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name not in OURS}
+    return {name: value for name, value in env.items() if name not in OWN_VARIABLES}
 
 
 def _program(argv: list[str]) -> list[str]:

@@ -23,7 +23,7 @@ import sys
 
 VIA_FD = "DTCTL_WARM_FD"
 PRELOAD = "DTCTL_WARM_MODULES"
-HELD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+DEFERRED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def main() -> list[str]:
@@ -34,7 +34,7 @@ def main() -> list[str]:
     sys.path[0] = ""  # not the folder of this file, whose modules have names that a user's may have, too
     # For the workers; this one ends with its supervisor. Held back and not ignored: a signal that comes while there is
     # no worker yet is for the first one, and one to a worker that was just forked reaches it when it is one.
-    signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+    signal.pthread_sigmask(signal.SIG_BLOCK, DEFERRED_SIGNALS)
     obstacle = load(modules)
     tell(link, {"ready": not obstacle, "why": obstacle, "argv": ["", *sys.argv[1:]], "env": dict(os.environ)})
     pending = None
@@ -54,7 +54,7 @@ def main() -> list[str]:
             os._exit(0)  # which makes the worker a child of the supervisor, as if that had started it
         link.close()
         become(message, output, supervisor)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, DEFERRED_SIGNALS)
         for number in pending:
             os.kill(os.getpid(), number)
         return list(message["argv"])

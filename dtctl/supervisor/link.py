@@ -20,8 +20,8 @@ class ControlLink:
         self.parser = setup_link.parser if setup_link else frames.Parser()
         self.ready = setup_link.ready if setup_link else []
         self.out = bytearray()
-        self.heard = time.monotonic()
-        self.fed = True
+        self.last_heard = time.monotonic()
+        self.is_synced = True
         os.set_blocking(read_fd, False)
         os.set_blocking(write_fd, False)
 
@@ -32,7 +32,7 @@ class ControlLink:
             data = os.read(self.read_fd, CHUNK)
             if not data:
                 return None
-            self.heard = time.monotonic()
+            self.last_heard = time.monotonic()
             received += self.parser.feed(data)
         except BlockingIOError:
             pass

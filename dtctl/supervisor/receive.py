@@ -26,7 +26,7 @@ KEPT_TREES = 3
 MAX_MANIFEST_BYTES = 256 << 20
 CHUNK_BYTES = 1 << 18
 
-_held: list[int] = []
+_locks_in_use: list[int] = []
 """Seals of the trees in use, open for as long as this process and its children live."""
 
 
@@ -88,9 +88,9 @@ class _Lock:
         self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | create, 0o600)
         try:
             fcntl.flock(self.fd, kind)
-            self.held = True
+            self.is_held = True
         except OSError:
-            self.held = False
+            self.is_held = False
 
     def __enter__(self) -> _Lock:  # noqa: PYI034 - Self would have to come from typing
         return self
@@ -110,8 +110,8 @@ class _Push:
         self.link = link
         self.store = store
         self.tree = tree
-        self.part = os.path.join(store, f".part-{os.getpid()}-{os.urandom(4).hex()}")
-        self.part_fd = -1
+        self.partial_path = os.path.join(store, f".part-{os.getpid()}-{os.urandom(4).hex()}")
+        self.partial_fd = -1
 
     def run(self) -> str:
         """The dialogue, from the sender's request to the folder's name."""
@@ -129,12 +129,14 @@ class _Push:
         with self._lock(fcntl.LOCK_EX):
             if self.cleans:
                 _clean(self.store)
-            seal = _Lock(self.part + ".json", fcntl.LOCK_EX, os.O_CREAT)  # tells others that this one is not stale
+            seal = _Lock(
+                self.partial_path + ".json", fcntl.LOCK_EX, os.O_CREAT
+            )  # tells others that this one is not stale
         with seal:
             try:
                 path = self._make(files, seal)
             finally:
-                _remove_part(self.part)
+                _remove_part(self.partial_path)
         told = {"digest": self.tree, "files": len(files), "bytes": sum(file[2] for file in files)}
         self.link.send_json({"op": "push", "state": "done", "path": path, **told})
         return path
@@ -148,7 +150,7 @@ class _Push:
             path = os.path.join(self.store, name)
             seal = _read_seal(path) if name.partition(".")[0] == self.tree else None
             if seal is not None and not _changed(path, seal):
-                _held.append(hold(path))
+                _locks_in_use.append(hold(path))
                 os.utime(path + ".json")
                 return path
         return ""
@@ -168,11 +170,11 @@ class _Push:
 
     def _make(self, files: list, seal: _Lock) -> str:  # type: ignore[type-arg]
         """Write everything, and give it its name."""
-        os.mkdir(self.part, 0o700)
-        self.part_fd = os.open(self.part, os.O_RDONLY | os.O_CLOEXEC)
+        os.mkdir(self.partial_path, 0o700)
+        self.partial_fd = os.open(self.partial_path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             for folder in sorted(_folders(files)):
-                os.mkdir(folder, 0o700, dir_fd=self.part_fd)
+                os.mkdir(folder, 0o700, dir_fd=self.partial_fd)
             missing = self._reuse(files)
             first: dict[str, int] = {}
             for index, file in enumerate(files):
@@ -183,13 +185,13 @@ class _Push:
             self._receive_contents([files[index] for index in need])
             for index, file in enumerate(files):
                 if first.get(file[3], index) != index and file[1] != LINK_MODE:
-                    self._fill(file, _contents(self.part_fd, files[first[file[3]]][0]))
+                    self._fill(file, _contents(self.partial_fd, files[first[file[3]]][0]))
             for path, mode, _, _, link in files:  # last, so that no file is ever written through a link
                 if mode == LINK_MODE:
-                    os.symlink(link, path, dir_fd=self.part_fd)
+                    os.symlink(link, path, dir_fd=self.partial_fd)
             return self._publish(files, seal)
         finally:
-            os.close(self.part_fd)
+            os.close(self.partial_fd)
 
     def _reuse(self, files: list) -> set[str]:  # type: ignore[type-arg]
         """Copy what other trees on this node have; digests of what none of them has whole."""
@@ -216,7 +218,7 @@ class _Push:
 
         total = hashlib.sha256()
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        fd = os.open(file[0], flags, file[1], dir_fd=self.part_fd)
+        fd = os.open(file[0], flags, file[1], dir_fd=self.partial_fd)
         try:
             for piece in pieces:
                 total.update(piece)
@@ -258,7 +260,7 @@ class _Push:
         """Seal the folder and give it its name; the folder that another push has made meanwhile, if there is one."""
         rows = []
         for path, mode, size, digest, link in files:
-            info = os.stat(path, dir_fd=self.part_fd, follow_symlinks=False)
+            info = os.stat(path, dir_fd=self.partial_fd, follow_symlinks=False)
             row = (path.decode("latin-1"), mode, size, digest, link.decode("latin-1"))
             rows.append((*row, info.st_mtime_ns, info.st_ctime_ns, info.st_ino))
         with open(seal.fd, "wb", closefd=False) as file:
@@ -270,11 +272,11 @@ class _Push:
                 while os.path.lexists(path):  # somebody has changed that one
                     number += 1
                     path = os.path.join(self.store, f"{self.tree}.{number}")
-                os.rename(self.part, path)  # first, because this fails if it is a folder after all
-                os.rename(self.part + ".json", path + ".json")
-                if seal.held:
+                os.rename(self.partial_path, path)  # first, because this fails if it is a folder after all
+                os.rename(self.partial_path + ".json", path + ".json")
+                if seal.is_held:
                     fcntl.flock(seal.fd, fcntl.LOCK_UN)
-                _held.append(hold(path))
+                _locks_in_use.append(hold(path))
         return path
 
 
@@ -389,9 +391,9 @@ def _clean(store: str) -> None:
     for name in parts + _sealed(store)[KEPT_TREES - 1 :]:
         path = os.path.join(store, name)
         with _Lock(path + ".json", fcntl.LOCK_EX | fcntl.LOCK_NB) as seal:
-            if seal.held and name in parts:
+            if seal.is_held and name in parts:
                 _remove_part(path)
-            elif seal.held:
+            elif seal.is_held:
                 _discard(path)
 
 

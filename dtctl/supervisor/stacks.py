@@ -28,16 +28,16 @@ class StackDump:
     def __init__(self, folder: str, token: str) -> None:
         """Ask; `folder` is where they note their progress."""
         self.folder = folder
-        self.told = [fact for fact in progress.read(folder) if fact["pid"] and processes.carries(fact["pid"], token)]
-        self.how = {}
+        self.reports = [fact for fact in progress.read(folder) if fact["pid"] and processes.carries(fact["pid"], token)]
+        self.tool_of_rank = {}
         self.deadline = time.monotonic() + LIMIT_S
         self.sizes = (-1, 0.0)
-        for fact in self.told:
-            self.how[fact["rank"]] = self._ask(fact)
+        for fact in self.reports:
+            self.tool_of_rank[fact["rank"]] = self._ask(fact)
 
-    def path(self, rank: int, what: str) -> str:
+    def path(self, rank: int, kind: str) -> str:
         """Where the answer of a rank lies: `stack` or `flight`."""
-        return os.path.join(self.folder, f"rank-{rank}.{what}")
+        return os.path.join(self.folder, f"rank-{rank}.{kind}")
 
     def _ask(self, fact: dict) -> str:  # type: ignore[type-arg]
         rank, pid = fact["rank"], fact["pid"]
@@ -63,9 +63,9 @@ class StackDump:
     def ready(self) -> bool:
         """Whether all have answered, or had their time."""
         now = time.monotonic()
-        expected = [rank for rank, how in self.how.items() if how != "none"]
+        expected = [rank for rank, tool in self.tool_of_rank.items() if tool != "none"]
         sizes = [_size(self.path(rank, "stack")) for rank in expected]
-        total = sum(sizes) + sum(_size(self.path(rank, "flight")) for rank in self.how)
+        total = sum(sizes) + sum(_size(self.path(rank, "flight")) for rank in self.tool_of_rank)
         if total != self.sizes[0]:
             self.sizes = (total, now)
         return now >= self.deadline or (all(sizes) and now - self.sizes[1] >= SETTLED_S)
@@ -78,11 +78,11 @@ class StackDump:
                 "rank": fact["rank"],
                 "pid": fact["pid"],
                 "state": node_facts.state(fact["pid"]),
-                "how": self.how[fact["rank"]],
+                "how": self.tool_of_rank[fact["rank"]],
                 "text": _text(self.path(fact["rank"], "stack"), TEXT_BYTES),
                 "flight": _flight(self.path(fact["rank"], "flight")),
             }
-            for fact in self.told
+            for fact in self.reports
         ]
 
 

@@ -28,12 +28,12 @@ import time
 
 from dtctl import folders, node_facts
 from dtctl.supervisor import environment, exit_cause, facts, frames, lean, processes, progress
-from dtctl.supervisor.fork_server import Nursery
+from dtctl.supervisor.fork_server import ForkServer
 from dtctl.supervisor.group import AGENT, Group, Process, exit_facts
 from dtctl.supervisor.lean import signal
 from dtctl.supervisor.link import CHUNK, ControlLink
 from dtctl.supervisor.metrics import MetricsTail
-from dtctl.supervisor.worker_start import Births
+from dtctl.supervisor.worker_start import WorkerStart
 
 TYPE_CHECKING = False  # as in lean.py
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Supervisor:
         self.exits: list[dict] = []  # type: ignore[type-arg]
         self.metrics = MetricsTail(self.run_dir)
         self.progress_dir = ""
-        self.inquest: StackDump | None = None
+        self.stack_dump: StackDump | None = None
         self.memory: exit_cause.OomCounters | None = None
         self.deadline: float | None = None  # of the SIGTERM phase, while an attempt is being ended
         self.stray_deadline: float | None = None
@@ -88,14 +88,14 @@ class Supervisor:
         # How batch systems warn, often all processes at once: for the workers, who answer it with a snapshot.
         signal.signal(signal.SIGUSR1, lambda *_: None)
         self.adopts = processes.become_subreaper()
-        self.births: Births | None = None
-        self.nursery: Nursery | None = None
-        self.cold = ""  # why there are no warm starts any more
+        self.worker_start: WorkerStart | None = None
+        self.fork_server: ForkServer | None = None
+        self.cold_reason = ""  # why there are no warm starts any more
 
     @property
-    def keepers(self) -> frozenset[int]:
+    def helpers(self) -> frozenset[int]:
         """Processes that serve the run and are not part of it."""
-        warm = (self.nursery.pid,) if self.nursery is not None and self.nursery.pid else ()
+        warm = (self.fork_server.pid,) if self.fork_server is not None and self.fork_server.pid else ()
         # Whoever adopts us when the guard is killed has other children, such as all of the node's services.
         guard = (self.guard,) if os.getppid() == self.guard else ()
         return frozenset((os.getpid(), *guard, *warm))
@@ -129,8 +129,8 @@ class Supervisor:
         group = Group(self.attempt_dir, message["split_ranks"])
         self.group = group
         base = {**os.environ, **message["env"], processes.TOKEN: self.token}
-        self.births = Births(group, script, message["cwd"], base, message["workers"])
-        self._give_birth(message.get("preload", []))
+        self.worker_start = WorkerStart(group, script, message["cwd"], base, message["workers"])
+        self._start_workers(message.get("preload", []))
         write_atomically(
             os.path.join(self.run_dir, "supervisor.json"),
             lean.dumps(
@@ -144,35 +144,35 @@ class Supervisor:
             ),
         )
         pids = [process.pid for process in group.processes]
-        self.tell({"op": "started", "attempt": message["attempt"], "pids": pids, "interface": message["interface"]})
+        self.send({"op": "started", "attempt": message["attempt"], "pids": pids, "interface": message["interface"]})
 
-    def _give_birth(self, modules: list[str]) -> None:
-        if self.births is None:
+    def _start_workers(self, modules: list[str]) -> None:
+        if self.worker_start is None:
             return
-        if not modules or self.cold:
-            self.births.fresh()
+        if not modules or self.cold_reason:
+            self.worker_start.start_fresh()
             return
-        if self.nursery is None:
-            self.nursery = Nursery(self.run_dir)
-        self.births.warm(self.nursery, modules)
+        if self.fork_server is None:
+            self.fork_server = ForkServer(self.run_dir)
+        self.worker_start.start_warm(self.fork_server, modules)
 
-    def _go_on_with_births(self, births: Births, nursery: Nursery) -> None:
+    def _continue_worker_start(self, worker_start: WorkerStart, fork_server: ForkServer) -> None:
         try:
-            self.cold = births.step(nursery)
-            if self.cold:
-                self.tell({"op": "cold", "why": self.cold})
+            self.cold_reason = worker_start.step(fork_server)
+            if self.cold_reason:
+                self.send({"op": "cold", "why": self.cold_reason})
         except OSError as exc:
-            self._give_up(exc)
+            self._abort(exc)
 
     def try_start(self, message: dict) -> None:  # type: ignore[type-arg]
         """Start an attempt, or say why it cannot be started, and leave."""
         try:
             self.start(message)
         except OSError as exc:
-            self._give_up(exc)
+            self._abort(exc)
 
-    def _give_up(self, exc: OSError) -> None:
-        self.tell({"op": "error", "code": facts.code_of(exc), "message": facts.describe(exc)})
+    def _abort(self, exc: OSError) -> None:
+        self.send({"op": "error", "code": facts.code_of(exc), "message": facts.describe(exc)})
         self.leaving = True
         self.end_attempt()
 
@@ -181,8 +181,8 @@ class Supervisor:
         if self.group is None or self.deadline is not None or self.stopped is not None:
             return
         self.deadline = time.monotonic() + self.grace_s
-        if self.births is not None:
-            self.births.cancel(self.nursery)
+        if self.worker_start is not None:
+            self.worker_start.cancel(self.fork_server)
         # Only those that we started: torchrun passes it on, and a worker needs its data loaders for the last snapshot.
         processes.send([process.pid for process in self.group.running()], signal.SIGTERM)
 
@@ -192,16 +192,16 @@ class Supervisor:
         if group is None or self.stopped is not None:
             processes.reap()
             return
-        if self.births is not None and self.births.waiting and self.nursery is not None:
-            self._go_on_with_births(self.births, self.nursery)
+        if self.worker_start is not None and self.worker_start.waiting and self.fork_server is not None:
+            self._continue_worker_start(self.worker_start, self.fork_server)
         for process in group.collect():
             group.drain(process)
-            if self._tell_end(process):
+            if self._report_exit(process):
                 self.end_attempt()
         now = time.monotonic()
-        if group.running() or (self.births is not None and self.births.waiting):
+        if group.running() or (self.worker_start is not None and self.worker_start.waiting):
             if self.deadline is not None and now >= self.deadline:
-                self._close_attempt(processes.kill(self.token, self.keepers), killed=True)
+                self._close_attempt(processes.kill(self.token, self.helpers), killed=True)
             return
         self.end_attempt()
         strays = self._strays()
@@ -211,54 +211,54 @@ class Supervisor:
             self.stray_deadline = now + STRAY_GRACE_S
             processes.send(strays, signal.SIGTERM)
         elif now >= self.stray_deadline:
-            self._close_attempt(processes.kill(self.token, self.keepers), killed=True)
+            self._close_attempt(processes.kill(self.token, self.helpers), killed=True)
 
-    def _tell_end(self, process: Process) -> int:
+    def _report_exit(self, process: Process) -> int:
         """Tell how a process has ended, and what the node knows about why; its exit code."""
         code, number = exit_facts(process.status or 0)
         fact = {"op": "exit", "rank": process.rank, "code": code, "signal": number, "time": time.time(), "why": ""}
         # From outside, to a worker that does not listen to it.
         fact["asked"] = number in (signal.SIGTERM, signal.SIGUSR1) and self.deadline is None
         fact["told"] = self.deadline is not None  # it may have ended because we told it to
-        self.tell({"op": "progress", "workers": self._progress()})
+        self.send({"op": "progress", "workers": self._progress()})
         if code and self.deadline is None:  # what ends because we end it is no riddle
             if number == signal.SIGKILL and self.memory is not None:
-                fact["why"] = self.memory.why(process.pid)
+                fact["why"] = self.memory.reason(process.pid)
             fact["why"] = fact["why"] or exit_cause.full_disk(self.run_dir)
         self.exits.append(fact)
-        self.tell(fact)
+        self.send(fact)
         return code
 
     def _progress(self) -> list:  # type: ignore[type-arg]
         """How far the workers of the attempt are, as far as they tell."""
         return progress.read(self.progress_dir) if self.group is not None and self.stopped is None else []
 
-    def _ask_for_stacks(self) -> None:
+    def _begin_stack_dump(self) -> None:
         from dtctl.supervisor.stacks import StackDump  # seldom needed
 
-        self.inquest = StackDump(self.progress_dir, self.token)
+        self.stack_dump = StackDump(self.progress_dir, self.token)
 
-    def _answer_for_stacks(self) -> None:
+    def _send_stacks(self) -> None:
         """Send the stacks as soon as all workers have shown theirs."""
-        if self.inquest is None or not self.inquest.ready():
+        if self.stack_dump is None or not self.stack_dump.ready():
             return
-        for answer in self.inquest.answers():
-            self.tell(answer)
-        self.tell({"op": "stacks-end"})
-        self.inquest = None
+        for answer in self.stack_dump.answers():
+            self.send(answer)
+        self.send({"op": "stacks-end"})
+        self.stack_dump = None
 
     def _strays(self) -> list[int]:
         """Processes of the run that outlived its workers."""
         if self.adopts and not processes.has_children():
             return []  # whatever a worker left behind would be our child by now
-        return processes.find(self.token, self.keepers)
+        return processes.find(self.token, self.helpers)
 
     def _close_attempt(self, left_behind: int, killed: bool) -> None:
         group = self.group
         if group is None:
             return
         for process in group.collect():
-            self._tell_end(process)
+            self._report_exit(process)
         group.close()
         lost = sum(log.lost for log in group.logs.values())
         self.stopped = {
@@ -275,15 +275,15 @@ class Supervisor:
 
     # -- the link ---------------------------------------------------------------------------------------------------
 
-    def tell(self, message: dict) -> None:  # type: ignore[type-arg]
+    def send(self, message: dict) -> None:  # type: ignore[type-arg]
         """Queue a message for the control machine, if it is there."""
         if self.link is not None:
             self.link.out += frames.pack_json(message)
 
-    def feed_link(self) -> None:
+    def queue_output(self) -> None:
         """Queue output that the link has not been given, as much as it can take, and then the news of the end."""
         link = self.link
-        if link is None or not link.fed:
+        if link is None or not link.is_synced:
             return
         logs = list(self.group.logs.items()) if self.group else []
         for rank, log in logs:
@@ -293,10 +293,10 @@ class Supervisor:
                 link.out += frames.pack(frames.LOG, data, rank)
         self.metrics.feed(link)
         if self.stopped is not None and not self.stopped.get("told") and all(log.sent >= log.size for _, log in logs):
-            self.tell(self.stopped)
+            self.send(self.stopped)
             self.stopped["told"] = True
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Act on what the control machine says; its silence for too long is the loss of the link."""
         link = self.link
         if link is None:
@@ -305,26 +305,26 @@ class Supervisor:
             messages = link.read()
         except frames.BrokenFrame:
             messages = None
-        if messages is None or time.monotonic() - link.heard > self.link_timeout_s:
+        if messages is None or time.monotonic() - link.last_heard > self.link_timeout_s:
             self.lose_link()
             return
         for message in messages:
             op = message.get("op")
             if op == "ping":
-                self.tell({"op": "pong", "time": time.time(), "sent": message.get("time"), "workers": self._progress()})
+                self.send({"op": "pong", "time": time.time(), "sent": message.get("time"), "workers": self._progress()})
             elif op == "start":
                 self.try_start(message)
             elif op == "stop":
-                self.tell({"op": "progress", "workers": self._progress(), "before_stop": True})
+                self.send({"op": "progress", "workers": self._progress(), "before_stop": True})
                 self.end_attempt()
                 if message.get("now") and self.deadline is not None:
                     self.deadline = time.monotonic()
             elif op == "probe":
-                self.tell({"op": "probed", "port": node_facts.first_free(message["ports"])})
+                self.send({"op": "probed", "port": node_facts.first_free(message["ports"])})
             elif op == "stacks":
-                self._ask_for_stacks()
+                self._begin_stack_dump()
             elif op == "attach":
-                link.fed = True
+                link.is_synced = True
                 self._rewind(message.get("offsets", {}))
             elif op == "quit":
                 self.leaving = True
@@ -362,7 +362,7 @@ class Supervisor:
             listener.detach()
         fd = connection.detach()
         self.link = ControlLink(fd, fd)
-        self.link.fed = False  # until it has said what it knows already
+        self.link.is_synced = False  # until it has said what it knows already
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -370,16 +370,16 @@ class Supervisor:
         """Serve until told to quit, or until the run has ended and nobody is to hear of it."""
         while True:
             self.watch()
-            self._answer_for_stacks()
-            self.feed_link()
+            self._send_stacks()
+            self.queue_output()
             if self.link is not None and not self.link.flush():
                 self.lose_link()
             if self._finished():
-                if self.nursery is not None:
-                    self.nursery.close()
+                if self.fork_server is not None:
+                    self.fork_server.close()
                 return
             self._wait()
-            self.hear()
+            self.receive()
 
     def _finished(self) -> bool:
         ended = self.group is None or self.stopped is not None
@@ -402,11 +402,11 @@ class Supervisor:
                 poll.register(self.link.write_fd, select.POLLIN | select.POLLOUT)
         if self.listener_fd is not None:
             poll.register(self.listener_fd, select.POLLIN)
-        if self.births is not None and self.births.waiting and self.nursery is not None:
-            for fd in self.nursery.descriptors():
+        if self.worker_start is not None and self.worker_start.waiting and self.fork_server is not None:
+            for fd in self.fork_server.descriptors():
                 poll.register(fd, select.POLLIN)
         ending = self.deadline is not None and self.stopped is None
-        for fd, _ in poll.poll(50 if ending or self.inquest is not None else 500):
+        for fd, _ in poll.poll(50 if ending or self.stack_dump is not None else 500):
             if fd == self.wake_fd:
                 os.read(self.wake_fd, 512)
             elif fd == self.listener_fd:

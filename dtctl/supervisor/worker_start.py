@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 
-from dtctl.supervisor.fork_server import Cold, Nursery
+from dtctl.supervisor.fork_server import ForkServer, ForkServerUnavailable
 from dtctl.supervisor.group import Group
 
 
-class Births:
+class WorkerStart:
     """The workers of one attempt and how far they are."""
 
     def __init__(self, group: Group, script: str, cwd: str, env: dict[str, str], workers: list) -> None:  # type: ignore[type-arg]
@@ -32,7 +32,7 @@ class Births:
         self.missing = list(workers)
         self.waiting = False
 
-    def fresh(self) -> None:
+    def start_fresh(self) -> None:
         """Start each worker by a node script of its own.
 
         Raises:
@@ -43,7 +43,7 @@ class Births:
             worker = self.missing.pop(0)
             self.group.start(["bash", self.script], self.cwd, {**self.env, **worker["env"]}, worker["rank"])
 
-    def warm(self, nursery: Nursery, modules: list[str]) -> None:
+    def start_warm(self, fork_server: ForkServer, modules: list[str]) -> None:
         """Begin a warm start; `step` goes on with it.
 
         Raises:
@@ -51,36 +51,36 @@ class Births:
         """
         fd = os.open(os.path.join(self.group.folder, "warm.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            if nursery.ready:
-                nursery.ask_again(self.script, self.cwd, self.env, fd)
+            if fork_server.ready:
+                fork_server.capture_program(self.script, self.cwd, self.env, fd)
             else:
-                nursery.start(self.script, self.cwd, self.env, modules, fd)
+                fork_server.start(self.script, self.cwd, self.env, modules, fd)
         finally:
             os.close(fd)
         self.waiting = True
 
-    def step(self, nursery: Nursery) -> str:
+    def step(self, fork_server: ForkServer) -> str:
         """Fork the workers if the warm process is ready; why they were started afresh instead, or an empty text.
 
         Raises:
             OSError: a process could not be made.
         """
         try:
-            if nursery.look():
+            if fork_server.poll():
                 while self.missing:
                     worker = self.missing[0]
-                    self.group.add(worker["rank"], lambda fd, env=worker["env"]: nursery.fork(env, fd))
+                    self.group.add(worker["rank"], lambda fd, env=worker["env"]: fork_server.fork(env, fd))
                     self.missing.pop(0)
                 self.waiting = False
-        except Cold as exc:
-            nursery.close()
-            self.fresh()
+        except ForkServerUnavailable as exc:
+            fork_server.close()
+            self.start_fresh()
             return str(exc)
         return ""
 
-    def cancel(self, nursery: Nursery | None) -> None:
+    def cancel(self, fork_server: ForkServer | None) -> None:
         """The attempt is over; nobody is born any more."""
         self.missing.clear()
-        if self.waiting and nursery is not None:
-            nursery.stop_asking()
+        if self.waiting and fork_server is not None:
+            fork_server.cancel_capture()
         self.waiting = False

@@ -198,7 +198,7 @@ class SshTransport:
             early_calls: connections to nodes that are already being opened.
         """
         self._open_socket = open_socket
-        self._early = early_calls
+        self._early_calls = early_calls
         self._lock = threading.Lock()
         self._keys: dict[str, paramiko.PKey | str] = {}
         self._agent: tuple[paramiko.AgentKey, ...] | None = None
@@ -208,7 +208,7 @@ class SshTransport:
         return self._connect(target, via=None, depth=0)
 
     def _connect(self, target: Target, *, via: SshConnection | None, depth: int) -> SshConnection:
-        call = self._early.take(target) if self._early is not None and depth == 0 else None
+        call = self._early_calls.take(target) if self._early_calls is not None and depth == 0 else None
         settings = call.settings if call else sshconfig.settings_for(target)
         if via is not None:  # the list of jump hosts has said how this one is reached
             settings = replace(settings, proxy_jump=(), proxy_command=None)

@@ -59,12 +59,12 @@ def settings_for(target: Target) -> Settings:
     options = _ask_openssh(target) if _has_config(target.ssh_config) else {}
     files = [target.identity_file] if target.identity_file else options.get("identityfile", list(DEFAULT_KEYS))
     known_hosts = [target.known_hosts] if target.known_hosts else _known_hosts_files(options)
-    jump = _one(options, "proxyjump")
-    command = _one(options, "proxycommand")
-    host = _one(options, "hostname") or target.address
-    port = target.port or int(_one(options, "port") or 22)
-    user = target.user or _one(options, "user") or getpass.getuser()
-    alias = _one(options, "hostkeyalias")
+    jump = _first_value(options, "proxyjump")
+    command = _first_value(options, "proxycommand")
+    host = _first_value(options, "hostname") or target.address
+    port = target.port or int(_first_value(options, "port") or 22)
+    user = target.user or _first_value(options, "user") or getpass.getuser()
+    alias = _first_value(options, "hostkeyalias")
     tokens = {"h": host, "n": target.address, "p": str(port), "r": user, "k": alias or target.address}
     if options and not target.identity_file:
         files = [_fill_in(_variables(file), tokens) for file in files]
@@ -77,7 +77,7 @@ def settings_for(target: Target) -> Settings:
         host_key_alias=alias,
         proxy_jump=tuple(jump.split(",")) if jump and jump != "none" else (),
         proxy_command=_fill_in(command, tokens) if command and command != "none" else None,
-        identities_only=_one(options, "identitiesonly") == "yes" or target.identity_file is not None,
+        identities_only=_first_value(options, "identitiesonly") == "yes" or target.identity_file is not None,
     )
 
 
@@ -106,15 +106,15 @@ def _variables(text: str) -> str:
     return re.sub(r"\$\{(\w+)\}", lambda match: os.environ.get(match[1], match[0]), text)
 
 
-def _one(options: Mapping[str, Sequence[str]], key: str) -> str | None:
+def _first_value(options: Mapping[str, Sequence[str]], key: str) -> str | None:
     values = options.get(key)
     return values[0] if values else None
 
 
 def _known_hosts_files(options: Mapping[str, Sequence[str]]) -> list[str]:
     # `ssh -G` prints several files on one line and does not quote: a blank parts two only where a path begins.
-    user = re.split(r"\s+(?=[/~])", _one(options, "userknownhostsfile") or " ".join(USER_KNOWN_HOSTS))
-    system = re.split(r"\s+(?=[/~])", _one(options, "globalknownhostsfile") or " ".join(SYSTEM_KNOWN_HOSTS))
+    user = re.split(r"\s+(?=[/~])", _first_value(options, "userknownhostsfile") or " ".join(USER_KNOWN_HOSTS))
+    system = re.split(r"\s+(?=[/~])", _first_value(options, "globalknownhostsfile") or " ".join(SYSTEM_KNOWN_HOSTS))
     return [*user, *system]
 
 

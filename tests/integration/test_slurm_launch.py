@@ -182,7 +182,7 @@ def test_stop_ends_a_job_that_is_followed_on_another_machine(shared: Project, cl
     shared.write("train.py", ESCAPES.format(stays_s=600))
     assert shared.run("launch", "--detach").code == 0
     wait_until(lambda: processes(cluster).count("train.py") >= 8, what="it runs")
-    with record(shared).held():
+    with record(shared).launcher_lock():
         stopped = shared.run("stop")
         assert stopped.code == 0, stopped.err
         assert stopped.out == "0 processes left on 2 nodes: looked at on the nodes\n"

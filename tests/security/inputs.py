@@ -74,7 +74,7 @@ def specs(_: Path) -> One:
             text += "\n" + chance.choice(real).decode()
         spec = parse_spec(text, source="dtctl.yaml", base_dir=folder)
         trust.reach(spec)
-        trust.sent(spec)
+        trust.sent_items(spec)
         parse_spec(dump_spec(spec), source="again", base_dir=folder)
         if spec.cluster.transport in ("local", "slurm"):  # the others look names up
             return first_plan(spec, cluster_of(spec, start=False), run="fuzz")
@@ -311,7 +311,7 @@ def told(_: Path) -> One:
                 with contextlib.suppress(DtctlError):
                     parse(message, node="a")
         for verb, answer in (("pieces", {"rows": [row]}), ("show", shown)):
-            with contextlib.suppress(DtctlError, messages.Wrong):
+            with contextlib.suppress(DtctlError, messages.InvalidMessage):
                 messages.about_snapshots(verb, as_json(odd(answer, chance)).decode("utf-8", "replace"), node="a")
         parser = frames.Parser()
         with contextlib.suppress(frames.BrokenFrame):

@@ -50,7 +50,7 @@ def test_the_limits_are_those_of_the_code() -> None:
         "a run's records | 4 MiB, its plan 64 MiB, of its events 32 MiB from the beginning and 32 MiB": (
             (4 * mib, 64 * mib, 64 * mib) == (record.RUN_BYTES, record.PLAN_BYTES, record.EVENTS_BYTES)
         ),
-        "no more than 1 MiB of memory for what was not dealt with": mib == session.UNHEARD_BYTES,
+        "no more than 1 MiB of memory for what was not dealt with": mib == session.MAX_QUEUED_BYTES,
         "at most 64 KiB of memory": logs.LONGEST_BYTES == 64 << 10,
     }
     for words, right in said.items():

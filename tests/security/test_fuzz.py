@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from dtctl.doctor import answers as doctor
 from dtctl.errors import DtctlError, NodeError, SnapshotError
 from dtctl.launch import messages
-from dtctl.launch.collect_snapshot import PruneRule, removable, spread
+from dtctl.launch.collect_snapshot import PruneRule, combine, removable
 from dtctl.launch.logs import Lines
 from dtctl.printable import printable
 from dtctl.runtime.snapshot import assembly, headers, layout
@@ -91,14 +91,14 @@ def test_frames(pieces: list[bytes]) -> None:
 @given(st.sampled_from(sorted(messages._SNAPSHOTS)), JSON, st.binary(max_size=30))
 def test_answers_about_snapshots(verb: str, value: Any, raw: bytes) -> None:
     for said in (json.dumps(value), raw.decode(errors="replace")):
-        with contextlib.suppress(NodeError, messages.Wrong):
+        with contextlib.suppress(NodeError, messages.InvalidMessage):
             assert isinstance(messages.about_snapshots(verb, said, node="a"), dict)
 
 
 @MANY
 @given(st.sampled_from(sorted(slurm._ANSWERS)), JSON)
 def test_answers_of_slurms_machine(op: str, value: Any) -> None:
-    with contextlib.suppress(NodeError, slurm.Wrong):
+    with contextlib.suppress(NodeError, slurm.InvalidMessage):
         slurm.answer({"op": op, "run": "one"}, json.dumps(value), node="login")
 
 
@@ -136,7 +136,7 @@ def test_the_tree_of_a_header(tree: Any, entry: Any) -> None:
 @given(JSON, st.booleans())
 def test_what_nodes_say_of_their_pieces(value: Any, all_told: bool) -> None:
     row = {"path": "/s", "step": 1, "record": "x", "manifest": json.dumps(value), "good": ["a"], "bad": [], "made_s": 0}
-    found = spread({"a": {"rows": [row]}, "b": {"rows": [row]}})
+    found = combine({"a": {"rows": [row]}, "b": {"rows": [row]}})
     assert removable(found, PruneRule(), "a", all_answered=all_told) == []
 
 
@@ -144,7 +144,7 @@ def test_what_nodes_say_of_their_pieces(value: Any, all_told: bool) -> None:
 @given(st.binary(max_size=200), st.text())
 def test_output(data: bytes, text: str) -> None:
     lines = Lines()
-    for line in [*lines.feed(data), lines.rest(), text]:
+    for line in [*lines.feed(data), lines.flush(), text]:
         assert "\x1b" not in printable(line)
 
 

@@ -110,7 +110,7 @@ def test_pieces_make_the_lines_of_the_whole(pieces: list[bytes]) -> None:
     *whole, rest = b"".join(pieces).split(b"\n")
     wanted = [line.rstrip(b"\r").rsplit(b"\r", 1)[-1].decode(errors="replace") for line in whole]
     assert found == wanted
-    assert lines.rest() == rest.rstrip(b"\r").rsplit(b"\r", 1)[-1].decode(errors="replace")
+    assert lines.flush() == rest.rstrip(b"\r").rsplit(b"\r", 1)[-1].decode(errors="replace")
 
 
 def cost_s(pieces: int, piece: bytes) -> float:
@@ -135,7 +135,7 @@ def test_output_without_line_ends_costs_time_by_its_length(piece: bytes) -> None
 def test_what_is_kept_of_a_line_is_bounded_and_a_bars_last_state_is_shown() -> None:
     lines = Lines()
     assert all(len(line) <= LONGEST_BYTES for line in lines.feed(b"x" * 1_000_000))
-    assert len(lines._part) <= LONGEST_BYTES
+    assert len(lines._partial_line) <= LONGEST_BYTES
     assert lines.feed(b"\n" + b"\r 1%" * 100_000 + b"\r 99%\r\n")[1:] == [" 99%"]
 
 

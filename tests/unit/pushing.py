@@ -91,8 +91,8 @@ def bring_tree(tree: Tree, workdir: Path) -> PushResult:
 
 def release() -> None:
     """Let go of the trees that this process holds as the node."""
-    while receive._held:
-        os.close(receive._held.pop())
+    while receive._locks_in_use:
+        os.close(receive._locks_in_use.pop())
 
 
 def listing(folder: Path) -> dict[bytes, tuple[int, bytes]]:

@@ -31,7 +31,10 @@ def texts_of(path: Path) -> set[str]:
 def test_the_supervisor_spells_its_variables_as_the_control_plane_does() -> None:
     done = environment.complete({"attempt": 0, "env": {}, "cwd": "/", "peer": ""}, "/run")
     assert {names.RUN_DIR, names.METRICS, names.SNAPSHOT_DIR} <= set(done["env"])
-    known = {value for key, value in vars(names).items() if key.isupper()} | {processes.TOKEN, *fork_server.OURS}
+    known = {value for key, value in vars(names).items() if key.isupper()} | {
+        processes.TOKEN,
+        *fork_server.OWN_VARIABLES,
+    }
     spelt = {text for path in SUPERVISOR.glob("*.py") for text in texts_of(path) if re.fullmatch(r"DTCTL_\w+", text)}
     assert spelt <= known, "the supervisor repeats a variable that names.py does not have"
 

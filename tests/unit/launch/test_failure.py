@@ -6,8 +6,8 @@ import pytest
 from dtctl.launch.failure import (
     Failure,
     describe,
-    deserted,
     first,
+    from_early_exit,
     from_torchrun,
     is_consequence,
     is_stop,
@@ -104,7 +104,9 @@ def test_the_summary_is_the_exception_and_not_the_advice_after_it() -> None:
 def test_a_hang_and_a_lack_of_memory_are_named() -> None:
     hung = Failure(node="a", rank=1, exit_code=None, signal=None, time=0.0, hang=True)
     assert describe(hung) == "made no progress"
-    starved = Failure(node="a", rank=1, exit_code=137, signal=9, time=0.0, why="the kernel ended it for lack of memory")
+    starved = Failure(
+        node="a", rank=1, exit_code=137, signal=9, time=0.0, node_reason="the kernel ended it for lack of memory"
+    )
     assert describe(starved) == "was ended by signal 9 (SIGKILL): the kernel ended it for lack of memory"
 
 
@@ -112,12 +114,12 @@ def test_who_was_told_to_stop_has_not_failed() -> None:
     saved = failed(0, at=1.0, code=75)
     assert is_stop(saved, trains=False)
     assert not is_stop(failed(0, at=1.0, code=1), trains=True)
-    ended = replace(failed(1, at=2.0, code=143, number=signal.SIGTERM), asked=True)
+    ended = replace(failed(1, at=2.0, code=143, number=signal.SIGTERM), asked_to_stop=True)
     follows = failed(0, at=1.9, tail="RuntimeError: Connection closed by peer")
     assert first([follows, ended]) is ended
     assert is_stop(ended, trains=True)
     assert not is_stop(ended, trains=False), "a program without dtctl.runtime, which is started again"
-    assert not is_stop(replace(ended, asked=False), trains=True), "the supervisor's own SIGTERM"
+    assert not is_stop(replace(ended, asked_to_stop=False), trains=True), "the supervisor's own SIGTERM"
     agent = Failure(node="n", rank=None, exit_code=1, signal=None, time=1.0)
     assert is_stop(from_torchrun(agent, AGENT_LOG.replace("{code}", "-10")), trains=True)
 
@@ -126,7 +128,7 @@ def test_who_left_without_an_error_is_the_cause_of_lost_connections() -> None:
     lost = Failure(
         node="a", rank=0, exit_code=1, signal=None, time=5.0, tail=("RuntimeError: Connection closed by peer",)
     )
-    said = deserted(lost, node="b", rank=1, early_exit="ended after step 3 of 12", tail=("loss 0.3",))
+    said = from_early_exit(lost, node="b", rank=1, early_exit="ended after step 3 of 12", tail=("loss 0.3",))
     assert said is not None
     assert (said.node, said.rank, said.exit_code, said.time) == ("b", 1, None, 5.0)
     assert said.summary == (
@@ -134,4 +136,4 @@ def test_who_left_without_an_error_is_the_cause_of_lost_connections() -> None:
     )
     assert describe(said) == "ended after step 3 of 12, before the others"
     for line in ("ValueError: x", "Traceback (most recent call last):", "dtctl: error: x", "Broken pipe"):
-        assert deserted(lost, node="b", rank=1, early_exit="ended", tail=(line, "end")) is None
+        assert from_early_exit(lost, node="b", rank=1, early_exit="ended", tail=(line, "end")) is None

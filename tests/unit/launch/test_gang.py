@@ -57,17 +57,17 @@ class Rig:
         logs = Logs(RunRecord(folder))
         self.gang = Gang([*self.nodes.values()], self.inbox, logs=logs, emit=lambda e, **f: self.events.append((e, f)))
         self.standings: list[Any] = []
-        inquest = HangMonitor(
-            places=dict(enumerate("abc")),
+        hang_monitor = HangMonitor(
+            node_of_rank=dict(enumerate("abc")),
             limit=5.0,
             start_limit=60.0,
             folder=folder / "hangs",
             on_progress=self.standings.extend,
         )
-        self.attempt = Attempt(self.gang, self.plan, 30.0, hang_monitor=inquest)
+        self.attempt = Attempt(self.gang, self.plan, 30.0, hang_monitor=hang_monitor)
 
     def say(self, node: str, what: str, **data: Any) -> None:
-        self.attempt.take(NodeMessage(self.nodes[node], what, data))
+        self.attempt.handle(NodeMessage(self.nodes[node], what, data))
 
     def exit(self, node: str, code: int = 0, signal: int | None = None) -> None:
         self.say(node, "exit", rank="abc".index(node), code=code, signal=signal, time=0.0)
@@ -75,7 +75,7 @@ class Rig:
     def stopped(self, node: str, left: int = 0) -> None:
         self.say(node, "stopped", exits=[], left=left)
 
-    def told(self, node: str) -> list[str]:
+    def sent_to(self, node: str) -> list[str]:
         return [message["op"] for message in self.nodes[node].sent]
 
 
@@ -95,14 +95,14 @@ def test_a_run_in_which_all_goes_well(rig: Rig) -> None:
         rig.stopped(node)
     assert not rig.attempt.open
     assert rig.attempt.outcome.failures == []
-    assert rig.attempt.outcome.left == {"a": 0, "b": 0, "c": 0}
-    assert rig.told("a") == []
+    assert rig.attempt.outcome.left_behind == {"a": 0, "b": 0, "c": 0}
+    assert rig.sent_to("a") == []
 
 
 def test_the_first_failure_ends_the_others_once(rig: Rig) -> None:
     rig.exit("b", code=3)
     rig.exit("c", code=143, signal=15)
-    assert [rig.told(node) for node in "abc"] == [["stop"], ["stop"], ["stop"]]
+    assert [rig.sent_to(node) for node in "abc"] == [["stop"], ["stop"], ["stop"]]
     assert [(f.node, f.rank, f.exit_code, f.signal) for f in rig.attempt.outcome.failures] == [
         ("b", 1, 3, None),
         ("c", 2, 143, 15),
@@ -112,7 +112,7 @@ def test_the_first_failure_ends_the_others_once(rig: Rig) -> None:
 
 def test_a_worker_that_ends_well_does_not_stop_the_others(rig: Rig) -> None:
     rig.exit("b")
-    assert rig.told("a") == []
+    assert rig.sent_to("a") == []
 
 
 def test_an_exit_that_is_told_twice_counts_once(rig: Rig) -> None:
@@ -127,12 +127,12 @@ def test_an_exit_that_is_told_twice_counts_once(rig: Rig) -> None:
 
 def test_a_lost_node_is_a_failure_and_is_not_waited_for(rig: Rig) -> None:
     rig.say("c", "lost", stderr="")
-    assert rig.attempt.outcome.lost == ["c"]
-    assert rig.attempt.outcome.left == {"c": None}
+    assert rig.attempt.outcome.lost_nodes == ["c"]
+    assert rig.attempt.outcome.left_behind == {"c": None}
     assert rig.attempt.open == {"a", "b"}
     (failure,) = rig.attempt.outcome.failures
     assert (failure.node, failure.exit_code, failure.summary) == ("c", None, "the link was lost")
-    assert rig.told("a") == ["stop"]
+    assert rig.sent_to("a") == ["stop"]
     rig.exit("c", code=5)
     assert len(rig.attempt.outcome.failures) == 1, "what it says after it was given up does not count"
 
@@ -141,7 +141,7 @@ def test_a_node_that_is_lost_while_all_are_stopped_is_no_failure_of_its_own(rig:
     rig.exit("a", code=1)
     rig.say("c", "lost", stderr="")
     assert [failure.node for failure in rig.attempt.outcome.failures] == ["a"]
-    assert rig.attempt.outcome.left == {"c": None}
+    assert rig.attempt.outcome.left_behind == {"c": None}
 
 
 def test_a_lost_node_whose_workers_have_told_the_others_to_stop_is_the_first_failure(rig: Rig) -> None:
@@ -157,8 +157,8 @@ def test_an_error_of_a_node_fails_the_attempt_and_what_is_left_there_is_to_be_lo
     rig.say("a", "error", code="disk-full", message="No space left: /w")
     (failure,) = rig.attempt.outcome.failures
     assert failure.summary == "the disk is full: No space left: /w"
-    assert rig.attempt.outcome.left == {"a": None}
-    assert rig.told("b") == ["stop"]
+    assert rig.attempt.outcome.left_behind == {"a": None}
+    assert rig.sent_to("b") == ["stop"]
 
 
 def test_the_user_stops_once_gently_and_twice_at_once(rig: Rig) -> None:
@@ -175,11 +175,11 @@ def test_the_user_stops_once_gently_and_twice_at_once(rig: Rig) -> None:
 def test_silence_is_the_loss_of_a_node(rig: Rig) -> None:
     for node in "abc":
         rig.say(node, "started")
-        rig.nodes[node].heard = time.monotonic()
-    rig.attempt.begun -= 100
-    rig.nodes["b"].heard -= 31
-    rig.attempt.look_at_the_clock()
-    assert rig.attempt.outcome.lost == ["b"]
+        rig.nodes[node].last_heard = time.monotonic()
+    rig.attempt.begun_at -= 100
+    rig.nodes["b"].last_heard -= 31
+    rig.attempt.check_deadlines()
+    assert rig.attempt.outcome.lost_nodes == ["b"]
     assert rig.nodes["b"].closed
     assert not rig.nodes["a"].closed
     assert "nothing was heard of it for 30 s" in rig.attempt.outcome.failures[0].summary
@@ -187,12 +187,12 @@ def test_silence_is_the_loss_of_a_node(rig: Rig) -> None:
 
 def test_a_node_that_does_not_start_in_time_is_lost(rig: Rig) -> None:
     for node in "abc":
-        rig.nodes[node].heard = time.monotonic()
+        rig.nodes[node].last_heard = time.monotonic()
     rig.say("a", "started")
     rig.say("b", "started")
-    rig.attempt.begun -= 31
-    rig.attempt.look_at_the_clock()
-    assert rig.attempt.outcome.lost == ["c"]
+    rig.attempt.begun_at -= 31
+    rig.attempt.check_deadlines()
+    assert rig.attempt.outcome.lost_nodes == ["c"]
     assert "did not start the job within 30 s" in rig.attempt.outcome.failures[0].summary
 
 
@@ -200,13 +200,13 @@ def test_a_node_that_does_not_stop_in_time_is_given_up(rig: Rig) -> None:
     rig.exit("a", code=1)
     for node in "abc":
         rig.say(node, "started")
-        rig.nodes[node].heard = time.monotonic()
+        rig.nodes[node].last_heard = time.monotonic()
     assert rig.attempt.stop_deadline is not None
     assert rig.attempt.stop_deadline - time.monotonic() > rig.plan.grace_s
-    rig.attempt.look_at_the_clock()
+    rig.attempt.check_deadlines()
     assert rig.attempt.open == set("abc")
     rig.attempt.stop_deadline = time.monotonic() - 1
-    rig.attempt.look_at_the_clock()
+    rig.attempt.check_deadlines()
     assert not rig.attempt.open
     assert [failure.node for failure in rig.attempt.outcome.failures] == ["a"]
 
@@ -215,27 +215,27 @@ def test_a_kept_run_calls_a_lost_node_again_until_it_answers(rig: Rig) -> None:
     called: list[str] = []
     rig.gang.reattach = called.append
     rig.say("b", "lost", stderr="")
-    assert (rig.attempt.outcome.lost, rig.told("a")) == ([], []), "it goes on by itself"
-    rig.attempt.look_at_the_clock()
+    assert (rig.attempt.outcome.lost_nodes, rig.sent_to("a")) == ([], []), "it goes on by itself"
+    rig.attempt.check_deadlines()
     assert called == [], "not at once"
     for tries in range(3):
-        rig.attempt.away["b"].next = 0.0
-        rig.attempt.look_at_the_clock()
-        rig.attempt.look_at_the_clock()
+        rig.attempt.retries["b"].next = 0.0
+        rig.attempt.check_deadlines()
+        rig.attempt.check_deadlines()
         assert called == ["b"] * (tries + 1), "one try at a time"
         rig.say("b", "failed", error=ConnectError("refused", node="b"))
     rig.say("b", "ready")
-    assert rig.attempt.away == {}
+    assert rig.attempt.retries == {}
     rig.say("b", "lost", stderr="")
-    rig.attempt.away["b"].since -= 4000
+    rig.attempt.retries["b"].since -= 4000
     rig.say("b", "failed", error=ConnectError("refused", node="b"))
-    assert rig.attempt.outcome.lost == ["b"], "after an hour it is"
+    assert rig.attempt.outcome.lost_nodes == ["b"], "after an hour it is"
 
 
 def test_the_old_link_of_a_node_that_has_a_new_one_is_not_heard(rig: Rig) -> None:
     old = rig.nodes["b"]
     rig.gang.sessions["b"] = Deaf("b", rig.inbox)
-    rig.attempt.take(NodeMessage(old, "exit", {"rank": 1, "code": 1, "signal": None, "time": 0.0}))
+    rig.attempt.handle(NodeMessage(old, "exit", {"rank": 1, "code": 1, "signal": None, "time": 0.0}))
     assert rig.attempt.outcome.failures == []
 
 
@@ -269,26 +269,26 @@ def worker(rank: int, **more: Any) -> dict[str, Any]:
 def test_who_hangs_is_asked_named_and_ended_at_once(rig: Rig, tmp_path: Path) -> None:
     for node, place in zip("abc", (2, 1, 2), strict=True):
         rig.say(node, "started")
-        rig.nodes[node].heard = time.monotonic()
+        rig.nodes[node].last_heard = time.monotonic()
         rig.say(node, "pong", workers=[worker("abc".index(node), place=place)])
     assert [standing.rank for standing in rig.standings] == [0, 1, 2]
-    rig.attempt.look_at_the_clock()
-    assert [rig.told(node) for node in "abc"] == [["stacks"]] * 3
-    rig.attempt.look_at_the_clock()
+    rig.attempt.check_deadlines()
+    assert [rig.sent_to(node) for node in "abc"] == [["stacks"]] * 3
+    rig.attempt.check_deadlines()
     assert rig.attempt.outcome.failures == [], "nobody has answered yet"
     for node in "abc":
         rig.say(node, "pong", workers=[worker("abc".index(node), stale_s=0.0)])  # too late to matter
         text = f'Current thread 0x1 (most recent call first):\n  File "/{node}.py", line 3 in f\n'
         rig.say(node, "stack", rank="abc".index(node), pid=1, state="S", how="faulthandler", text=text, flight="{}")
         rig.say(node, "stacks-end")
-    rig.attempt.look_at_the_clock()
+    rig.attempt.check_deadlines()
     (failure,) = rig.attempt.outcome.failures
     assert (failure.node, failure.rank, failure.exit_code, failure.hang) == ("b", 1, None, True)
     assert failure.summary == (
         "no progress for 9 s in step 9: rank 1 on b stands still in a forward pass at /b.py:3 in f; "
         "the 2 others wait for it"
     )
-    assert (rig.attempt.outcome.hung_s, rig.attempt.outcome.step) == (9.0, 8)
+    assert (rig.attempt.outcome.hung_s, rig.attempt.outcome.last_step) == (9.0, 8)
     assert all(rig.nodes[node].sent[-1] == {"op": "stop", "now": True} for node in "abc")
     assert "/b.py" in Path(failure.log).read_text()
     assert (tmp_path / "hangs" / "c" / "trace_rank_2.json").read_text() == "{}"
@@ -297,27 +297,27 @@ def test_who_hangs_is_asked_named_and_ended_at_once(rig: Rig, tmp_path: Path) ->
 def test_a_node_that_cannot_show_stacks_is_not_waited_for_longer_than_it_may_take(rig: Rig) -> None:
     for node in "abc":
         rig.say(node, "started")
-        rig.nodes[node].heard = time.monotonic()
+        rig.nodes[node].last_heard = time.monotonic()
         rig.say(node, "pong", workers=[worker("abc".index(node))])
-    rig.attempt.look_at_the_clock()
+    rig.attempt.check_deadlines()
     for node in "ab":
         rig.say(node, "stacks-end")
-    rig.attempt.look_at_the_clock()
+    rig.attempt.check_deadlines()
     assert rig.attempt.outcome.failures == []
-    rig.attempt.inquest._deadline = time.monotonic() - 1
-    rig.attempt.look_at_the_clock()
+    rig.attempt.hang_monitor._deadline = time.monotonic() - 1
+    rig.attempt.check_deadlines()
     assert rig.attempt.outcome.failures[0].rank is None, "no stacks and all at the same place: nobody can be blamed"
 
 
 def test_a_worker_that_has_ended_in_time_is_not_waited_for(rig: Rig) -> None:
     for node in "abc":
         rig.say(node, "started")
-        rig.nodes[node].heard = time.monotonic()
+        rig.nodes[node].last_heard = time.monotonic()
         mine = {"step": 20, "phase": 5, "state": ""} if node == "a" else {"step": 19, "stale_s": 0.0}
         rig.say(node, "pong", workers=[worker("abc".index(node), **mine)])
     rig.exit("a")
-    rig.attempt.look_at_the_clock()
-    assert rig.told("b") == []
+    rig.attempt.check_deadlines()
+    assert rig.sent_to("b") == []
 
 
 def test_who_left_early_is_known_from_before_the_others_were_stopped(rig: Rig) -> None:
@@ -330,17 +330,17 @@ def test_who_left_early_is_known_from_before_the_others_were_stopped(rig: Rig) -
     rig.say("c", "progress", workers=[worker(2, **ending)])
     rig.exit("b")
     rig.say("c", "exit", rank=2, code=143, signal=15, time=0.0, told=True)
-    (left,) = rig.attempt.close().deserters
+    (left,) = rig.attempt.close().left_early
     assert (left.rank, left.step) == (1, 8)
 
 
 def test_a_worker_that_has_ended_early_is_waited_for_in_vain(rig: Rig) -> None:
     for node in "abc":
         rig.say(node, "started")
-        rig.nodes[node].heard = time.monotonic()
+        rig.nodes[node].last_heard = time.monotonic()
         rig.say(node, "pong", workers=[worker("abc".index(node), stale_s=0.0 if node == "a" else 9.0)])
-    rig.attempt.look_at_the_clock()
-    assert rig.told("b") == []
+    rig.attempt.check_deadlines()
+    assert rig.sent_to("b") == []
     rig.exit("a")
-    rig.attempt.look_at_the_clock()
-    assert rig.told("b") == ["stacks"]
+    rig.attempt.check_deadlines()
+    assert rig.sent_to("b") == ["stacks"]

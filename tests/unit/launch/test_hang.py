@@ -19,13 +19,13 @@ WORKER = Standing(
     stale_s=40.0, slowest_s=2.0, stall_s=0.0, evaluation_s=0.0, state="S",
 )  # fmt: skip
 WAITS = Stack(
-    state="S", how="faulthandler", flight="",
+    state="S", tool="faulthandler", flight="",
     text='Thread 0x01 (most recent call first):\n  File "/x/threading.py", line 3 in run\n\n'
     'Current thread 0x02 (most recent call first):\n'
     '  File "/lib/torch/autograd/graph.py", line 979 in _engine_run_backward\n  File "/me/train.py", line 8 in train\n',
 )  # fmt: skip
 SLEEPS = Stack(
-    state="S", how="py-spy", flight="",
+    state="S", tool="py-spy", flight="",
     text='Process 1: python train.py\n\nThread 1 (idle): "MainThread"\n'
     '    mine (/me/train.py:5)\n    run (/me/train.py:9)\n'
     'Thread 2 (idle): "data"\n    wait (threading.py:3)\n',
@@ -151,7 +151,7 @@ def test_what_is_said() -> None:
 
 def test_stacks_of_both_tools_are_read() -> None:
     assert WAITS.frames[0] == ("/lib/torch/autograd/graph.py", 979, "_engine_run_backward")
-    assert (WAITS.waits, SLEEPS.waits, replace(WAITS, text="").waits) == (True, False, None)
+    assert (WAITS.is_waiting, SLEEPS.is_waiting, replace(WAITS, text="").is_waiting) == (True, False, None)
 
 
 def test_what_workers_note_is_what_their_node_reads(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_what_workers_note_is_what_their_node_reads(tmp_path: Path) -> None:
     (last,) = standings("n", read.read(str(tmp_path)))
     assert saving.phase == ReportedPhase.SNAPSHOT
     assert (last.rank, last.phase, last.step, last.place, last.first, last.saved) == (3, 1, 10, 9, 7, 10)
-    assert last.where == "in a forward pass"
+    assert last.place_text == "in a forward pass"
     took_s = time.monotonic() - began
     assert 0 < last.slowest_s < took_s
     assert 0 < last.stall_s < took_s

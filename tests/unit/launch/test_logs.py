@@ -10,7 +10,7 @@ def test_lines_are_cut_whole_and_kept_as_they_came(tmp_path: Path) -> None:
     assert logs.write("a", 0, b"one\ntw") == ["one"]
     assert logs.write("a", 0, b"o\n10%\r50%\r100%\n") == ["two", "100%"]
     assert logs.write("a", 1, b"no end") == []
-    assert logs.rest() == [("a", 1, "no end")]
+    assert logs.flush() == [("a", 1, "no end")]
     assert (tmp_path / "logs/a/rank-0.log").read_bytes() == b"one\ntwo\n10%\r50%\r100%\n"
     assert logs.offsets == {"a": {0: 21, 1: 6}}
     logs.close()

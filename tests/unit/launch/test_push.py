@@ -150,7 +150,7 @@ def test_many_nodes_at_once_share_one_compression(
     assert len(paths) == 4
     assert len(made) == 1
     assert len({frozenset(listing(Path(path)).items()) for path in paths}) == 1
-    assert not shared._made  # nothing is kept for the days that a run may last
+    assert not shared._payloads  # nothing is kept for the days that a run may last
 
 
 def test_a_large_payload_is_not_kept_in_memory(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

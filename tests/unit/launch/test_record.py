@@ -201,7 +201,7 @@ def test_who_only_looks_for_a_launcher_turns_none_away(tmp_path: Path) -> None:
         looker.start()
     try:
         for _ in range(50):
-            with record.held():
+            with record.launcher_lock():
                 assert record.has_launcher()
     finally:
         over.set()
@@ -212,5 +212,9 @@ def test_who_only_looks_for_a_launcher_turns_none_away(tmp_path: Path) -> None:
 
 def test_there_is_one_launcher_at_most(tmp_path: Path) -> None:
     record = RunRecord(tmp_path)
-    with record.held(), pytest.raises(LaunchError, match="has a launcher"), RunRecord(tmp_path).held():
+    with (
+        record.launcher_lock(),
+        pytest.raises(LaunchError, match="has a launcher"),
+        RunRecord(tmp_path).launcher_lock(),
+    ):
         pass

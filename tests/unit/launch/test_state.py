@@ -115,7 +115,7 @@ def test_stop_waits_for_the_launcher(tmp_path: Path, sleeper: subprocess.Popen[b
     info = replace(ME, pid=sleeper.pid, pid_started=start_ticks(sleeper.pid))
     record = record_of(tmp_path, PLAN, STARTED, info=info)
     assert not stop.by_launcher(record, wait_s=10), "a launcher holds its run's lock"
-    with record.held(), pytest.raises(LaunchError, match="did not stop it"):
+    with record.launcher_lock(), pytest.raises(LaunchError, match="did not stop it"):
         stop.by_launcher(record, wait_s=0)
     assert sleeper.wait(5) == -15
 
