@@ -1,4 +1,4 @@
-"""One attempt of a run: who has started, who has ended, who hangs, and who is still to be waited for.
+"""One attempt of a run: which workers have started, ended or hang, and which nodes are still waited for.
 
 The gang rule: the first failure anywhere ends the attempt everywhere.
 """
@@ -56,7 +56,7 @@ class AttemptOutcome:
 
 @dataclass(slots=True, kw_only=True)
 class _Retry:
-    """A node that is to be called again."""
+    """A node that is to be contacted again."""
 
     since: float
     next: float
@@ -64,7 +64,7 @@ class _Retry:
 
 
 class Attempt:
-    """Bookkeeping of one attempt: who has started, who has ended, who is still to be waited for."""
+    """The state of one attempt: which workers have started and ended, and which nodes are still waited for."""
 
     def __init__(
         self, gang: Gang, plan: Plan, link_timeout_s: float, *, hang_monitor: HangMonitor, under_way: bool = False
@@ -103,7 +103,7 @@ class Attempt:
         elif message.kind == "started":
             self._on_started(name, message.data)
         elif not self._concerns_own_workers(name, message):
-            self._on_lost(name, "it told of a worker that is not its own")
+            self._on_lost(name, "it reported on a worker that does not run there")
         elif message.kind == "exit":
             self._on_exit(name, message.data)
         elif message.kind == "ready":  # a kept run's link stands again
@@ -113,7 +113,7 @@ class Attempt:
             self._on_stopped(name, message.data)
         elif message.kind == "cold" and name not in self.cold_nodes:
             self.cold_nodes.add(name)
-            self.gang.emit("note", node=name, text=f"workers are started afresh: {message.data['why']}")
+            self.gang.emit("note", node=name, text=f"workers start without preloaded modules: {message.data['why']}")
         elif message.kind == "metrics-begin" and self._has_metrics(name):
             self.gang.logs.begin_metrics(name)
         elif message.kind == "error":
@@ -143,7 +143,9 @@ class Attempt:
             self.gang.emit("log", node=name, rank=rank, text=text)
         refusal = self.gang.logs.refusal()
         if refusal is not None:
-            self.gang.emit("note", node=name, text=f"output is shown and not kept on this machine: {refusal}")
+            self.gang.emit(
+                "note", node=name, text=f"output is displayed but no longer saved on this machine: {refusal}"
+            )
         # Metrics come from a step that all workers have taken part in, the silent ones too; those that come before the
         # workers are those of the attempt before.
         for node in sorted((self.silent_nodes if rank == METRICS else self.silent_nodes & {name}) - self.starting):
@@ -172,7 +174,7 @@ class Attempt:
 
     def _on_exit(self, name: str, data: dict[str, Any]) -> None:
         if (name, data["rank"]) in self.ended_workers:
-            return  # told again by the summary at the end, for those who missed it
+            return  # repeated in the summary at the end, in case the first message was lost
         self.ended_workers.add((name, data["rank"]))
         self.gang.emit("exit", node=name, rank=data["rank"], exit_code=data["code"], signal=data["signal"])
         if not data["code"]:
@@ -209,7 +211,7 @@ class Attempt:
             self.hang_monitor.node_finished(name)
 
     def _emit_snapshots(self) -> None:
-        """Tell of a snapshot once; what this attempt has resumed from was told by the one before."""
+        """Emit each snapshot once; the one that this attempt resumed from was emitted by the attempt before."""
         for worker in self.hang_monitor.workers.values():
             if worker.saved > max(worker.first, self.newest_snapshot_step):
                 self.newest_snapshot_step = worker.saved
@@ -224,7 +226,7 @@ class Attempt:
         if failure is not None:
             self.outcome.failures.append(failure)
             self.outcome.hung_s = self.hang_monitor.silent_s or 0.0
-            self._stop_others(failure.summary, at_once=True)  # who hangs does not listen to SIGTERM
+            self._stop_others(failure.summary, at_once=True)  # a worker that hangs does not react to SIGTERM
 
     def _on_lost(self, name: str, text: str) -> None:
         if self.gang.reattach is not None and self._plan_retry(name):
@@ -255,7 +257,7 @@ class Attempt:
         self._stop_others(f"{name}: {text}")
 
     def _give_up_on(self, name: str, *, state: str = "lost") -> None:
-        """Wait no longer for a node; nobody has looked what is left there."""
+        """Stop waiting for a node; what is left there is unknown."""
         self.open.discard(name)
         self.starting.discard(name)
         self.outcome.left_behind[name] = None
@@ -272,13 +274,13 @@ class Attempt:
             self.gang.sessions[name].send({"op": "stop", "now": True} if at_once else {"op": "stop"})
 
     def close(self) -> AttemptOutcome:
-        """What it came to, when no node is open any more."""
+        """The outcome, once no node is open."""
         leavers = [worker for worker in self.hang_monitor.left_early() if worker.rank not in self.failed_ranks]
         self.outcome.left_early = sorted(leavers, key=lambda worker: -worker.stale_s)
         return self.outcome
 
     def interrupt(self, number: int, *, hard: bool) -> None:
-        """Somebody wants the launcher to stop; the second time without waiting for the workers."""
+        """Stop because of a signal; at a second signal, without waiting for the workers."""
         if self.outcome.stopped_by is None:
             self.outcome.stopped_by = number
             self._stop_others(f"signal {number}")
@@ -288,7 +290,7 @@ class Attempt:
                 self.gang.sessions[name].send({"op": "stop", "now": True})
 
     def check_deadlines(self) -> None:
-        """What did not happen in time: a start, a sign of life, a stop."""
+        """Act on deadlines that have passed: of a start, a heartbeat, a stop."""
         now = time.monotonic()
         if self.stop_deadline is None:
             self._check_progress(now)
@@ -298,7 +300,7 @@ class Attempt:
                 self._check_retry(name, now)
             elif now - max(session.last_heard, self.begun_at) > self.link_timeout_s:
                 session.close()
-                self._on_lost(name, f"nothing was heard of it for {self.link_timeout_s:g} s")
+                self._on_lost(name, f"no message arrived from it for {self.link_timeout_s:g} s")
             elif name in self.starting and now - self.begun_at > START_LIMIT_S:
                 session.close()
                 self._on_lost(name, f"it did not start the job within {START_LIMIT_S:g} s")

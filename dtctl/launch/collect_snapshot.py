@@ -1,7 +1,7 @@
 """A snapshot of which every node of a run has a part: what it is worth as a whole, and bringing it together.
 
 What a node says decides about its own files, and about those that other nodes have only together with it: see
-`removable`. Whoever lies can spoil what could not be read without him, and nothing else.
+`removable`. A node that lies can spoil only what could not be read without it.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def removable(
     """
     on_node = [snapshot for snapshot in snapshots if node in snapshot.paths]
     readable = [snapshot for snapshot in on_node if snapshot.is_readable and snapshot.good_files.get(node)]
-    if not readable:  # nothing vouches for anything
+    if not readable:  # no readable snapshot: nothing may be removed
         return []
     steps = rule.kept_steps([(snapshot, snapshot.made_s[node]) for snapshot in readable])
     kept_snapshots = [snapshot for snapshot in readable if snapshot.step in steps]

@@ -92,7 +92,7 @@ def _require_snapshot(earlier: RunRecord) -> None:
         raise errors[0]
     silent = f"; {len(errors)} of its nodes cannot be asked" if errors else ""
     raise LaunchError(
-        f"run {earlier.run} has no snapshot to go on from{silent}",
+        f"run {earlier.run} has no snapshot to resume from{silent}",
         where=str(earlier.folder),
         hint="`dtctl snapshot ls RUN` lists those of a run",
     )

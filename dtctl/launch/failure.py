@@ -82,7 +82,7 @@ def describe(failure: Failure) -> str:
         reason = f": {failure.node_reason}" if failure.node_reason else ""
         return f"was ended by signal {failure.signal} ({name}){reason}"
     if failure.exit_code == REQUEUE_EXIT:
-        return f"ended with exit code {REQUEUE_EXIT}: it was told to stop, has made a snapshot and asks to go on"
+        return f"ended with exit code {REQUEUE_EXIT}: it was asked to stop, saved a snapshot and requests to be resumed"
     return f"ended with exit code {failure.exit_code}"
 
 

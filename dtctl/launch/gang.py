@@ -1,4 +1,4 @@
-"""All nodes of a run: brought to the start, started together, and sent home together.
+"""All nodes of a run: prepared, started together, and shut down together.
 
 Everything that happens arrives as a message in one inbox, so this reads as a loop over messages; nothing here blocks on
 a single node. What a message means while an attempt is on stands in attempt.py.
@@ -19,9 +19,9 @@ from dtctl.launch.session import NodeMessage, Session
 PUSH_FACTS = ("sent", "files", "bytes", "state", "path")
 PING_S = 1.0
 START_SILENCE_S = 120.0
-"""How long a connected node may take for a step on its way to the start: for the start of Python, usually."""
+"""How long a connected node may take for one step of its preparation, usually for starting Python."""
 PUSH_SILENCE_S = 600.0
-"""The same while it has code to look at or to copy, which it does without a word."""
+"""The same while it checks or copies code, which it does silently."""
 QUIT_LIMIT_S = 2.0
 
 Emit = Callable[..., None]
@@ -71,7 +71,9 @@ class Gang:
             for name in [name for name in self.sessions if name in waiting and self._is_stuck(name)]:
                 self.sessions[name].close()
                 failures[name] = ConnectError(
-                    "it does not get on with its part", node=name, hint="does it hang? look at its load and its disk"
+                    "it makes no progress in its preparation",
+                    node=name,
+                    hint="check its load and whether its disk responds",
                 )
                 waiting.discard(name)
                 self.emit("node", node=name, state="failed", error=str(failures[name]))
@@ -80,7 +82,7 @@ class Gang:
                 or message.session.name in failures
                 or message.session is not self.sessions.get(message.session.name)
             ):
-                continue  # nothing, or the last word of a link that has been replaced
+                continue  # nothing, or the last message of a connection that has been replaced
             name = message.session.name
             if message.kind == "hello":
                 hellos[name] = message.data
@@ -131,7 +133,7 @@ class Gang:
                 raise ConnectError("the link was lost before the start", node=name)
 
     def quit(self) -> None:
-        """Send every supervisor home, and wait until they have gone or had their time."""
+        """Tell every supervisor to exit, and wait until they have, or until `QUIT_LIMIT_S` has passed."""
         notified = [session for session in self.sessions.values() if session.send({"op": "quit"})]
         deadline = time.monotonic() + QUIT_LIMIT_S
         for session in notified:

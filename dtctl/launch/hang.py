@@ -1,6 +1,6 @@
-"""Whether a run hangs, and who is to blame. Pure.
+"""Whether a run hangs, and which worker caused it. Pure.
 
-In a synchronous training one worker that stands still soon holds up all others, which wait for it in a collective. So a
+In synchronous training one worker that is stuck soon holds up all others, which wait for it in a collective. So a
 run hangs when no worker has noted progress for longer than steps can take, and the culprit is the one that is behind;
 where all are at the same place, the one whose stack shows that it does not wait for others.
 
@@ -106,7 +106,7 @@ def silence(
 
 
 def left_early(workers: Collection[Standing]) -> list[Standing]:
-    """Those that take no more steps although the training has some left, by rank.
+    """Workers that take no more steps although their training has some left, by rank.
 
     One that never began is none if others have taken steps since: they can do without it.
     """
@@ -116,7 +116,7 @@ def left_early(workers: Collection[Standing]) -> list[Standing]:
 
 
 def culprits(workers: Collection[Standing], stacks: Mapping[int, Stack]) -> list[Standing]:
-    """Those whom the others wait for, by rank; none when all are in the same place and all wait."""
+    """The workers that the others wait for, by rank; none when all are in the same place and all wait."""
     everyone = sorted(workers, key=lambda worker: worker.rank)
     stopped = [worker for worker in everyone if worker.state == "T"]
     if stopped:
@@ -144,7 +144,7 @@ def failure(
     now: float,
     silent: Mapping[int, str] | None = None,
 ) -> Failure:
-    """What is said about a run that hangs.
+    """The failure that describes a run that hangs.
 
     Args:
         workers: those that have told their progress, also if they have ended since.
@@ -162,7 +162,7 @@ def failure(
         culprit_names = ", ".join(f"rank {rank} on {node}" for rank, node in sorted(silent.items())[:8])
         rank, node = min(silent.items())
         verb = "has" if len(silent) == 1 else "have"
-        text += f": {culprit_names} {verb} not come to the training{_waiting_text(len(active))}"
+        text += f": {culprit_names} {verb} not reached the training{_waiting_text(len(active))}"
         return Failure(node=node, rank=rank, exit_code=None, signal=None, time=now, summary=text, hang=True)
     if not blamed:
         first = min(active, key=lambda worker: worker.rank)
@@ -199,7 +199,7 @@ def early_exit(worker: Standing) -> str:
 def _state_text(worker: Standing) -> str:
     if worker.state == "T":
         return "is stopped (SIGSTOP)"
-    return f"{early_exit(worker)}, before the others" if worker.left_early else f"stands still {worker.place_text}"
+    return f"{early_exit(worker)}, before the others" if worker.left_early else f"is stuck {worker.place_text}"
 
 
 def _waiting_text(waiting: int) -> str:

@@ -1,4 +1,4 @@
-"""The watch over an attempt's progress: when it stands still, where every worker stands is asked, and kept.
+"""Monitors an attempt's progress: when there is none, every worker's stack is requested and saved.
 
 What counts as a hang, and who is to blame, is decided in hang.py; here messages are sent and collected.
 """
@@ -26,7 +26,7 @@ Watched = Callable[[Sequence[Standing]], None]
 
 
 class HangMonitor:
-    """What is known of the workers of one attempt, and the question to them if they hang."""
+    """The last report of each worker of one attempt, and the stacks that are requested if they hang."""
 
     def __init__(
         self,
@@ -113,22 +113,22 @@ class HangMonitor:
         return self.silent_s is not None
 
     def begin_collecting(self, nodes: Collection[str]) -> None:
-        """The question was sent to these nodes."""
+        """Stacks were requested from these nodes."""
         self._awaited = set(nodes)
         self._deadline = time.monotonic() + LIMIT_S
 
     def add_stack(self, fact: dict[str, Any]) -> None:
-        """A worker's stack has come."""
+        """A worker's stack has arrived."""
         self._stacks[fact["rank"]] = Stack(
             state=fact["state"], tool=fact["how"], text=fact["text"], flight=fact["flight"]
         )
 
     def node_finished(self, node: str) -> None:
-        """A node has shown all that it can."""
+        """A node has sent all of its stacks."""
         self._awaited.discard(node)
 
     def verdict(self, now: float) -> Failure | None:
-        """Who is to blame, as soon as all have answered or had their time; what they have shown is kept then."""
+        """The culprit, once all nodes have answered or the time limit has passed; the stacks are saved then."""
         if self.silent_s is None or (self._awaited and now < self._deadline):
             return None
         silent = {rank: node for rank, node in self.node_of_rank.items() if rank not in self.workers}

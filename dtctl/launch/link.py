@@ -1,4 +1,4 @@
-"""The control machine's end of the talk with one node: our program started there, then frames in both directions.
+"""The control machine's end of the link to one node: our program started there, then frames in both directions.
 
 Decides how frames are sent and read and what an error of the node's means; `dtctl/supervisor/frames.py` has the format.
 """
@@ -83,9 +83,9 @@ class NodeLink:
                 self._ready.extend(self._parser.feed(data))
             except frames.BrokenFrame as exc:
                 raise NodeError(
-                    f"the node answered with something that dtctl did not send: {exc}",
+                    f"the node answered with output that is not dtctl's: {exc}",
                     node=self.node,
-                    hint="a shell start-up file of the login user probably prints text; "
+                    hint="a shell start-up file of the login user probably prints text: "
                     "let it print only in interactive shells",
                 ) from exc
         return self._ready.pop(0)
@@ -147,7 +147,7 @@ class NodeLink:
         if status is None:
             return ConnectError("the link was lost", node=self.node, hint="did the node go down just now?")
         return NodeError(
-            f"the node's part of dtctl ended with status {status}{f': {last}' if last else ''}",
+            f"dtctl's program on the node exited with status {status}{f': {last}' if last else ''}",
             node=self.node,
             hint=f"try `{shell.join([self._python, '-c', 'print(1)'])}` there",
         )
@@ -177,7 +177,7 @@ def open_program(connection: Connection, program: bytes, *, node: str, python: s
 
 
 class SilenceLimit:
-    """Drops a connection over which nothing comes for too long, so that whoever reads from it goes on."""
+    """Closes a connection over which nothing arrives for too long, so that a blocked reader returns."""
 
     def __init__(self, connection: Connection, limit_s: float) -> None:
         self._connection, self._limit_s, self._expired = connection, limit_s, False
@@ -185,14 +185,14 @@ class SilenceLimit:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Restart the timer."""
         self.cancel()
         self._timer = threading.Timer(self._limit_s, self._expire)
         self._timer.daemon = True
         self._timer.start()
 
     def cancel(self) -> None:
-        """Wait no longer."""
+        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -204,7 +204,7 @@ class SilenceLimit:
         """
         self.cancel()
         if self._expired:
-            raise ConnectError(f"nothing was heard of it for {self._limit_s:g} s", node=node)
+            raise ConnectError(f"no message arrived from it for {self._limit_s:g} s", node=node)
 
     def _expire(self) -> None:
         self._expired = True

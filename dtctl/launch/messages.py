@@ -1,9 +1,9 @@
-"""What a node may say: one schema per message. Nothing that a node sends is used before it went through here.
+"""What a node may send: one schema per message. Nothing from a node is used before it has been validated here.
 
-A node is not trusted (docs/security.md): it may be broken, have another version, or belong to somebody else by now.
-What has not the form that was asked for is an error of that node, what is not asked for is dropped, and everything
-has a limit. The supervisor's messages are listed in dtctl/supervisor/supervisor.py, the answers of `python -m
-dtctl.runtime.snapshot` in dtctl/runtime/snapshot/commands.py, which also tells this machine what lies in a folder.
+A node is not trusted (docs/security.md): it may be faulty, run another version, or belong to somebody else by now. A
+value of the wrong form is an error of that node, unknown keys are dropped, and every size is limited. The supervisor's
+messages are listed in dtctl/supervisor/supervisor.py, the answers of `python -m dtctl.runtime.snapshot` in
+dtctl/runtime/snapshot/commands.py, which also reads the snapshots that lie on this machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Check: TypeAlias = Callable[[Any], Any]
 
 
 class InvalidMessage(ValueError):
-    """A message that is not what its schema says; the text says where."""
+    """A message that does not match its schema; the text says where."""
 
 
 # -- kinds of values ----------------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ class InvalidMessage(ValueError):
 def prose(value: Any) -> str:
     """A text for people, cut to a length that they read."""
     if not isinstance(value, str):
-        raise InvalidMessage("no text")
+        raise InvalidMessage("not a string")
     return value if len(value) <= PROSE else f"{value[:PROSE]} ..."
 
 
@@ -54,7 +54,7 @@ def text(limit: int) -> Check:
 
     def check(value: Any) -> str:
         if not isinstance(value, str) or len(value) > limit:
-            raise InvalidMessage(f"no text of at most {limit} characters")
+            raise InvalidMessage(f"not a string of at most {limit} characters")
         return value
 
     return check
@@ -65,7 +65,7 @@ def integer(low: int, high: int = 1 << 63) -> Check:
 
     def check(value: Any) -> int:
         if type(value) is not int or not low <= value <= high:
-            raise InvalidMessage(f"no integer from {low} to {high}")
+            raise InvalidMessage(f"not an integer from {low} to {high}")
         return value
 
     return check
@@ -76,14 +76,14 @@ def number(value: Any) -> float:
     if type(value) is int and abs(value) < 1 << 63:
         return value
     if type(value) is not float or not math.isfinite(value):
-        raise InvalidMessage("no finite number")
+        raise InvalidMessage("not a finite number")
     return value
 
 
 def flag(value: Any) -> bool:
     """True or false."""
     if not isinstance(value, bool):
-        raise InvalidMessage("neither true nor false")
+        raise InvalidMessage("not a boolean")
     return value
 
 
@@ -93,7 +93,7 @@ def any_json(value: Any) -> Any:
     while todo:
         item, depth = todo.pop()
         if depth > DEPTH:
-            raise InvalidMessage(f"deeper than {DEPTH}")
+            raise InvalidMessage(f"nested deeper than {DEPTH} levels")
         if isinstance(item, dict):
             todo += [(inner, depth + 1) for inner in item.values()]
         elif isinstance(item, list):
@@ -111,7 +111,7 @@ def file_name(value: Any) -> str:
 def path(value: Any) -> str:
     """A path for people to read and for its own node to be given back; nothing is opened by it here."""
     if not isinstance(value, str) or not 0 < len(value) <= 4096 or not value.isprintable():
-        raise InvalidMessage("no path")
+        raise InvalidMessage("not a path")
     return value
 
 
@@ -120,7 +120,7 @@ def address(value: Any) -> str:
     try:
         return str(ipaddress.ip_address(value)) if value else ""
     except ValueError:
-        raise InvalidMessage("no numeric address") from None
+        raise InvalidMessage("not a numeric address") from None
 
 
 def nullable(check: Check) -> Check:
@@ -133,7 +133,7 @@ def list_of(check: Check, limit: int = MANY) -> Check:
 
     def check_all(value: Any) -> list[Any]:
         if not isinstance(value, list) or len(value) > limit:
-            raise InvalidMessage(f"no list of at most {limit}")
+            raise InvalidMessage(f"not a list of at most {limit} items")
         return [check(item) for item in value]
 
     return check_all
@@ -159,7 +159,7 @@ def mapping_of(check_name: Check, check: Check, limit: int = MANY) -> Check:
 
     def check_all(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict) or len(value) > limit:
-            raise InvalidMessage(f"no object of at most {limit} names")
+            raise InvalidMessage(f"not an object with at most {limit} keys")
         return {check_name(name): check(item) for name, item in value.items()}
 
     return check_all
@@ -170,7 +170,7 @@ def form(optional: Mapping[str, Check] | None = None, **needed: Check) -> Check:
 
     def check(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise InvalidMessage("no object")
+            raise InvalidMessage("not an object")
         fields = {}
         for key, inner in (*needed.items(), *(optional or {}).items()):
             if key in value:
@@ -269,7 +269,7 @@ def _supervisors(checks: Mapping[str, Check], message: Mapping[str, Any], node: 
     op = message.get("op")
     check = checks.get(op) if isinstance(op, str) else None
     if check is None:
-        raise NodeError(f"the node said {quoted(op)}, which makes no sense here", node=node)
+        raise NodeError(f"the node said {quoted(op)}, which is not valid here", node=node)
     return {"op": op, **checked(check, message, subject=f"its message {op!r}", node=node)}
 
 
@@ -280,7 +280,7 @@ def require_known(value: int, allowed: Collection[int], *, subject: str, node: s
         NodeError: it is another one.
     """
     if value not in allowed:
-        raise NodeError(f"the node told of {subject} {value}, which it was not asked about", node=node)
+        raise NodeError(f"the node reported {subject} {value}, which was not requested", node=node)
     return value
 
 
@@ -351,7 +351,7 @@ def manifest(text: str, *, node: str) -> dict[str, Any]:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):
-        raise NodeError("the node sent something that is no manifest", node=node) from None
+        raise NodeError("the node sent something that is not a manifest", node=node) from None
     return checked(MANIFEST, document, subject="a manifest", node=node)
 
 
@@ -365,14 +365,14 @@ def checked(check: Check, value: Any, *, subject: str, node: str) -> dict[str, A
         result: dict[str, Any] = check(value)
     except InvalidMessage as exc:
         raise NodeError(
-            f"{subject} makes no sense: {exc}",
+            f"{subject} is malformed: {exc}",
             node=node,
-            hint="is another version of dtctl installed there, or is the node broken?",
+            hint="another version of dtctl may be installed there, or the node may be faulty",
         ) from None
     return result
 
 
 def quoted(value: object) -> str:
-    """Something that a node said, for an error."""
+    """A value that a node sent, shortened for an error message."""
     text = ascii(value)
     return text if len(text) <= 80 else f"{text[:80]}..."

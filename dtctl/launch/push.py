@@ -177,9 +177,9 @@ def _contents(tree: Tree, index: int) -> Iterator[bytes]:
                 yield data
             data = file.read(remaining + 1)
     except OSError as exc:
-        raise _Unreadable(path, f"a file cannot be read any more: {exc.strerror}") from exc
+        raise _Unreadable(path, f"a file can no longer be read: {exc.strerror}") from exc
     if len(data) != remaining:
-        raise _Unreadable(path, "a file has changed while it was pushed")
+        raise _Unreadable(path, "a file changed while it was being pushed")
     yield data
 
 
@@ -221,14 +221,14 @@ def push(link: NodeLink, tree: Tree, *, shared: Payloads, progress: Callable[[in
         raise
     done = _answer(link, "done")
     if done.get("digest") != tree.digest:
-        raise TransferError("the node has another tree than was sent", node=link.node)
+        raise TransferError("the node has a different tree from the one that was sent", node=link.node)
     return PushResult(path=_folder(done, tree, link.node), state="done", files_sent=len(indexes), bytes_sent=bytes_sent)
 
 
 def _needed(answer: dict[str, Any], tree: Tree, node: str) -> tuple[int, ...]:
     indexes = answer.get("indexes", [])
     if len(set(indexes)) < len(indexes) or not all(index < len(tree.files) for index in indexes):
-        raise TransferError("the node asks for files that are not in the tree, or for one twice", node=node)
+        raise TransferError("the node requested files that are not in the tree, or one file twice", node=node)
     return tuple(indexes)
 
 
@@ -257,7 +257,7 @@ def _answer(link: NodeLink, *states: str) -> dict[str, Any]:
     if state in states:
         return message
     if state != "error" and message.get("op") != "error":
-        raise TransferError(f"the node answered {state!r}, which makes no sense here", node=link.node)
+        raise TransferError(f"the node answered {state!r}, which is not valid here", node=link.node)
     text = message.get("message", "unknown error")
     if code in ("digest", "escape", "protocol"):
         raise TransferError(f"the push failed: {text}", node=link.node, hint=HINTS.get(code))

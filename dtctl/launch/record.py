@@ -75,9 +75,9 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as exc:
         raise LaunchError(
-            f"this machine cannot keep the run's records: {exc.strerror}",
+            f"the run's records cannot be written on this machine: {exc.strerror}",
             where=str(exc.filename or path),
-            hint=f"dtctl writes below {names.STATE_DIR} in the folder of the spec; is there space, and is it yours?",
+            hint=f"dtctl writes below {names.STATE_DIR} in the folder of the spec; check its free space and owner",
         ) from exc
 
 
@@ -192,9 +192,9 @@ class RunRecord:
             if not isinstance(exc.__cause__, FileExistsError):
                 raise
             raise LaunchError(
-                f"there is a run named {info.run} already",
+                f"a run named {info.run} already exists",
                 where=str(folder),
-                hint="choose another `--name`, or leave it out and dtctl finds one",
+                hint="choose another `--name`, or leave it out and dtctl chooses one",
             ) from None
         with writing(folder):
             (folder / names.LOGS_DIR).mkdir(mode=0o700)
@@ -257,7 +257,7 @@ class RunRecord:
         from dtctl.launch import validate_records
 
         if not validate_records.whole_plan(stored):
-            raise LaunchError(f"the plan of run {self.run} is not whole", where=str(self.folder / names.PLAN_FILE))
+            raise LaunchError(f"the plan of run {self.run} is incomplete", where=str(self.folder / names.PLAN_FILE))
         return stored
 
     def append_event(self, event: dict[str, Any]) -> None:
@@ -290,7 +290,7 @@ class RunRecord:
         while (lock_fd := self._lock(fcntl.LOCK_EX)) is None and time.monotonic() < deadline:
             time.sleep(0.01)
         if lock_fd is None:
-            raise LaunchError(f"run {self.run} has a launcher", where=str(self.folder))
+            raise LaunchError(f"run {self.run} already has a launcher", where=str(self.folder))
         try:
             yield
         finally:

@@ -55,7 +55,9 @@ def choose_nodes(
     deadline, wait_s = time.monotonic() + return_s, FIRST_WAIT_S
     while len(failures) > len(spares) + len(names) - min_nodes and time.monotonic() < deadline and not gang.signals:
         for name, error in failures.items():
-            gang.emit("note", node=name, text=f"called again in {wait_s:g} s, since the run needs it: {error.message}")
+            gang.emit(
+                "note", node=name, text=f"retrying in {wait_s:g} s, since the run needs this node: {error.message}"
+            )
         gang.idle(wait_s)
         wait_s = min(LONGEST_WAIT_S, 2 * wait_s)
         for name in failures:

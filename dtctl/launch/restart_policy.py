@@ -67,7 +67,7 @@ class RestartPolicy:
         """
         if failure.exit_code in self._refused and failure.signal is None:
             return RestartDecision(
-                give_up_reason="the workers cannot do what the spec says, and no restart changes that"
+                give_up_reason="the workers cannot carry out the spec, and a restart would not change that"
             )
         lost = failure.exit_code is None and not (failure.hang or failure.early_exit)
         if lost or (failure.signal in FROM_OUTSIDE and not failure.node_reason):

@@ -105,7 +105,7 @@ class _Launcher:
                 break
             decision = self._judge(outcome, failure)
             if decision.give_up_reason:
-                self.emit("note", node=failure.node, text=f"not started again: {decision.give_up_reason}")
+                self.emit("note", node=failure.node, text=f"not restarted: {decision.give_up_reason}")
                 break
             attempt += 1
             self.ledger.enter("idle" if decision.wait_s else "restart")

@@ -196,5 +196,5 @@ class Session:
                 message = messages.while_running(link.decode(payload), node=self.name)
                 self.report(message.pop("op"), **message)
             else:
-                raise NodeError("the node sends files, which nobody has asked for", node=self.name)
+                raise NodeError("the node sent files that were not requested", node=self.name)
         self.report("lost", stderr=messages.prose(link.stream.read_stderr().decode(errors="replace").strip()))

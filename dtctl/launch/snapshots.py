@@ -113,7 +113,7 @@ class RunSnapshots:
                 clock.reset()
                 remaining -= len(data)
                 if remaining < 0:
-                    raise NodeError(f"the node sends more than the {limit_bytes} bytes that there can be", node=node)
+                    raise NodeError(f"the node sent more than the expected {limit_bytes} bytes", node=node)
                 out.write(data)
             clock.check(node)
             code = stream.exit_status(END_S)
@@ -182,7 +182,7 @@ def _reply(verb: str, code: int | None, text: str, errors: str, *, where: str) -
     except messages.InvalidMessage:
         reason = (errors.strip().splitlines() or text.strip().splitlines() or [f"status {code}"])[-1]
         raise NodeError(
-            f"snapshots cannot be looked at: {messages.prose(reason)}",
+            f"the snapshots cannot be read: {messages.prose(reason)}",
             node=where,
             hint="the job's Python needs dtctl and blake3 (`pip install dtctl[train]`)",
         ) from None

@@ -1,4 +1,4 @@
-"""What became of a run, read from its folder: for `runs`, `status`, `logs` and `watch`."""
+"""The state of a run, read from its folder: for `runs`, `status`, `logs` and `watch`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class RunState:
 
     run: str
     status: str
-    """queued (Slurm has it), starting, running, stopping, succeeded, failed, stopped; abandoned: its launcher has ended
-    without a word"""
+    """queued (Slurm has it), starting, running, stopping, succeeded, failed, stopped; abandoned: its launcher exited
+    without recording an end"""
     started: float
     """Seconds since the epoch."""
     duration_s: float
     attempt: int
     nodes: dict[str, str] = field(default_factory=dict)
-    """Node -> last state that was told of it."""
+    """Node -> its last reported state."""
     restarts: tuple[str, ...] = ()
     """Why each attempt but the last one has ended: its first failure."""
     job: str = ""

@@ -1,4 +1,4 @@
-"""Stopping a run from another terminal: by its launcher if that lives, on the nodes themselves otherwise."""
+"""Stopping a run from another terminal: by its launcher if that is alive, on the nodes themselves otherwise."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def by_launcher(record: RunRecord, *, wait_s: float) -> bool:
     raise LaunchError(
         f"the launcher of run {record.run} did not stop it within {wait_s:g} s",
         where=f"process {info.pid}",
-        hint="call `dtctl stop` again to stop it without grace",
+        hint="run `dtctl stop` again to stop it without a grace period",
     )
 
 

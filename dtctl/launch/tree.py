@@ -127,7 +127,7 @@ def _link(root: bytes, path: bytes, full: bytes) -> bytes:
         return b""
     if not _is_inside(root, target):
         raise PlanError(
-            f"the link {os.fsdecode(path)} leads out of the folder that is pushed, to {os.fsdecode(target)}",
+            f"the link {os.fsdecode(path)} points outside the folder that is pushed, to {os.fsdecode(target)}",
             where=os.fsdecode(full),
             hint="name it in .dtctlignore, and give the path on the node to your script instead",
         )
@@ -157,6 +157,6 @@ def _check_size(root: Path, selected: Sequence[SelectedFile]) -> None:
         f"{len(selected)} files, {total_bytes >> 20} MiB are too much to push (at most {MAX_FILES} files and "
         f"{MAX_BYTES >> 20} MiB)",
         where=str(root),
-        hint="name what the job does not need in .dtctlignore; the most is in "
+        hint="name what the job does not need in .dtctlignore; most of it is in "
         + ", ".join(f"{top} ({files[top]} files, {sizes[top] >> 20} MiB)" for top in largest),
     )

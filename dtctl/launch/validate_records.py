@@ -23,19 +23,19 @@ _INDEX: Final = nullable(integer(-(1 << 31), 1 << 31))
 
 def _moment(value: Any) -> float:
     if not 0 <= finite(value) < MOMENT_S:
-        raise InvalidMessage("no time")
+        raise InvalidMessage("not a time")
     return float(value)
 
 
 def _texts(value: Any) -> Any:
     if not isinstance(value, dict):
-        raise InvalidMessage("no object")
+        raise InvalidMessage("not an object")
     return {_WORD(name): _WORD(item) for name, item in value.items()}
 
 
 def _sums(value: Any) -> Any:
     if not isinstance(value, dict):
-        raise InvalidMessage("no object")
+        raise InvalidMessage("not an object")
     return {_WORD(name): finite(item) for name, item in value.items()}
 
 

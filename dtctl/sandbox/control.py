@@ -121,7 +121,7 @@ def _up(name: str, nodes: int, *, with_slurm: bool) -> Sandbox:
     running = find(name)
     if running is not None:
         raise SandboxError(
-            f"sandbox {name} is up already, with {len(running.nodes)} hosts", hint="`dtctl sandbox down` ends it"
+            f"sandbox {name} is already up, with {len(running.nodes)} hosts", hint="`dtctl sandbox down` ends it"
         )
     check_requirements()
     if with_slurm:
@@ -143,7 +143,7 @@ def _up(name: str, nodes: int, *, with_slurm: bool) -> Sandbox:
     sandbox = find(name)
     if sandbox is None:
         down(name)
-        raise SandboxError("the sandbox came up and went down again", where=str(state))
+        raise SandboxError("the sandbox started, and stopped again at once", where=str(state))
     if with_slurm:
         try:
             slurm.wait_ready(sandbox)
@@ -180,7 +180,7 @@ def _start_keeper(state: Path, name: str, nodes: int, *, with_slurm: bool) -> No
         answer = json.loads(stdout.readline() or b"{}") if readable else {"error": f"not up after {UP_LIMIT_S:g} s"}
     if not answer.get("ok"):
         error_lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        reason = answer.get("error") or (error_lines[-1] if error_lines else "its keeper ended without a word")
+        reason = answer.get("error") or (error_lines[-1] if error_lines else "its keeper exited without a message")
         raise SandboxError(
             f"the sandbox cannot be made: {reason}", hint="or use `transport: local`, which needs nothing"
         )
@@ -198,7 +198,7 @@ def down(name: str) -> bool:
         return False
     if state.is_symlink() or not folders.mark(str(state), lambda name: name in _STATE_FILES):
         raise SandboxError(
-            "this folder is not a sandbox's, so nothing in it is removed",
+            "this folder does not belong to a sandbox, so nothing in it is removed",
             where=str(state),
             hint="choose another name (--name), or another folder (DTCTL_SANDBOX_DIR)",
         )
@@ -215,7 +215,7 @@ def down(name: str) -> bool:
     not_removed = folders.remove_tree(str(state))
     if not_removed:
         raise SandboxError(
-            "the sandbox's folder cannot be removed whole: something is mounted there, or belongs to somebody else",
+            "the sandbox's folder cannot be removed completely: something is mounted there or belongs to another user",
             where=not_removed[0],
             hint=f"umount {shell.quote(not_removed[0])}, then `dtctl sandbox down` again",
         )

@@ -89,7 +89,9 @@ def lose_large(sandbox: Sandbox, node: SandboxNode, peer: SandboxNode | None) ->
 def lose(sandbox: Sandbox, node: SandboxNode, *, percent: float, source: SandboxNode | None = None) -> None:
     """Lose packets to a host at random, all or those from one other."""
     if not 0 < percent <= 100:
-        raise UsageError(f"{percent:g} % of packets cannot be lost", hint="give a number above 0, at most 100")
+        raise UsageError(
+            f"{percent:g} % is not a share of packets that can be dropped", hint="give a number above 0, at most 100"
+        )
     sender = ["-s", source.address] if source else []
     probability = ["-m", "statistic", "--mode", "random", "--probability", f"{percent / 100:.5f}"]
     _iptables(sandbox, node, "INPUT", "-i", "eth0", *sender, *probability, "-j", "DROP")

@@ -1,4 +1,4 @@
-"""The first process of a virtual host: arranges what the host sees, starts its SSH server, and buries its dead."""
+"""The first process of a virtual host: arranges what the host sees, starts its SSH server, and reaps its processes."""
 
 from __future__ import annotations
 

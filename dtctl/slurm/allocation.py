@@ -49,5 +49,5 @@ def _scontrol(*arguments: str) -> str:
     except OSError:
         raise LaunchError("there is no scontrol on this machine", where="SLURM_JOB_ID") from None
     if done.returncode:
-        raise LaunchError(f"scontrol has refused: {done.stderr.strip()}", where="SLURM_JOB_NODELIST")
+        raise LaunchError(f"scontrol refused: {done.stderr.strip()}", where="SLURM_JOB_NODELIST")
     return done.stdout

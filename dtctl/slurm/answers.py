@@ -52,11 +52,11 @@ def _kept_file(value: Any) -> str:
 
 def _file_part(value: Any) -> list[Any]:
     if not isinstance(value, list) or len(value) != 2:
-        raise InvalidMessage("no piece of a file")
+        raise InvalidMessage("not a part of a file")
     try:
         base64.b64decode(value[1], validate=True)
     except (binascii.Error, TypeError, ValueError):
-        raise InvalidMessage("no piece of a file") from None
+        raise InvalidMessage("not a part of a file") from None
     return [integer(0)(value[0]), value[1]]
 
 
@@ -69,7 +69,7 @@ def _partition(value: Any) -> dict[str, str]:
 def _row(value: Any) -> list[str]:
     fields: list[str] = list_of(_FIELD, 16)(value)
     if len(fields) < 5:
-        raise InvalidMessage("no row of a node")
+        raise InvalidMessage("not a row that describes a node")
     return fields
 
 
@@ -126,5 +126,5 @@ def answer(request: Mapping[str, Any], output: str, *, node: str) -> dict[str, A
 def _is_place(folder: str, request: Mapping[str, Any]) -> Any:
     # Snapshots are removed below it later on: it is the run's own.
     if not folder.startswith("/") or folder.split("/")[-2:] != ["slurm", request["run"]]:
-        raise InvalidMessage(f"{quoted(folder)} is no folder of the run")
+        raise InvalidMessage(f"{quoted(folder)} is not a folder of the run")
     return folder

@@ -68,9 +68,13 @@ def read(line: str) -> Sequence[Start | Ended | Taken | Over]:
     if match := _NODE.match(line):
         return [Ended(match[1], None, None, None)]
     if match := _DUE.search(line):
-        reasons = {"TIME LIMIT": "its time was over", "PREEMPTION": "it was preempted", "NODE FAILURE": "a node failed"}
+        reasons = {
+            "TIME LIMIT": "its time limit was reached",
+            "PREEMPTION": "it was preempted",
+            "NODE FAILURE": "a node failed",
+        }
         return [Taken(reasons.get(match[1], match[1].lower()))]
-    return [Taken("its time was nearly over")] if line.startswith(_WARNED) else []
+    return [Taken("its time limit was near")] if line.startswith(_WARNED) else []
 
 
 def _exit_of(text: str) -> tuple[int | None, int | None, str]:
@@ -80,7 +84,7 @@ def _exit_of(text: str) -> tuple[int | None, int | None, str]:
         # Slurm tells the code that bash gave, which is 128 + N where a signal ended what it had become.
         return code, code - 128 if code > 128 else None, ""
     if text.startswith("Out Of Memory"):
-        return 137, 9, "the memory that the job has asked for was used up"
+        return 137, 9, "it used more memory than the job requested"
     number = _SIGNALS.get(text.removesuffix(" (core dumped)").strip())
     return (128 + number, number, "") if number else (1, None, text.strip())
 

@@ -172,7 +172,7 @@ class Follower:
             if first is not None and not self.taken_back:
                 cause = {"reason": failures.describe(first), "node": first.node, "rank": first.rank}
             else:
-                cause = {"reason": self.taken_back or "Slurm has taken it back", "node": None, "rank": None}
+                cause = {"reason": self.taken_back or "Slurm requeued it", "node": None, "rank": None}
             self.emit("restart", attempt=attempt, of=self.ref.max_attempts, **cause)
         self.attempt, self.failures, self.taken_back, self._script_code = attempt, [], "", None
         self.logs.begin_attempt()
@@ -341,8 +341,8 @@ class Follower:
         else:
             tail, log = (), ""
             summary = (
-                f"job {self.ref.job} ended as {state} and has written nothing: do the nodes see {self.ref.folder}? "
-                "It has to lie on a disk that all of them share"
+                f"job {self.ref.job} ended as {state} and wrote nothing: do the nodes see {self.ref.folder}? "
+                "it must be on a disk that all of them share"
             )
         return Failure(
             node=self.nodes[0] if self.nodes else self.site.name, rank=None, exit_code=None, signal=None, time=0.0,
@@ -368,7 +368,7 @@ def cancel(site: Site, job: str) -> None:
     """
     done = site.run(["scancel", "--quiet", job])
     if done.code:
-        raise LaunchError(f"scancel has refused: {done.err.strip()}", where=f"job {job} on {site.name}")
+        raise LaunchError(f"scancel refused: {done.err.strip()}", where=f"job {job} on {site.name}")
 
 
 def reference(record: RunRecord) -> JobRef:

@@ -33,7 +33,7 @@ class Left:
             return "0 processes left: the job was never given a node"
         if self.total is None:
             blind = ", ".join(node for node, count in self.counts.items() if count is None)
-            return f"nobody could look whether processes are left on {blind}: {self.evidence}"
+            return f"the processes left on {blind} could not be counted: {self.evidence}"
         return f"{self.total} processes left on {nodes}: {self.evidence}"
 
 

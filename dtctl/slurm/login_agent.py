@@ -35,7 +35,7 @@ def offer(_: Json) -> Json:
     listed = run("sinfo", "-h", "-N", "-o", "%N|%P|%T|%G|%f")
     if partitions.returncode or listed.returncode:
         errors = (partitions.stderr or listed.stderr).strip().splitlines()
-        return {"error": "Slurm does not answer: %s" % (errors[-1] if errors else "without a word")}
+        return {"error": "Slurm does not answer: %s" % (errors[-1] if errors else "no message")}
     return {
         "partitions": [
             dict(re.findall(r"(\w+)=(\S*)", line)) for line in partitions.stdout.splitlines() if line.strip()
@@ -108,7 +108,7 @@ def state(job: str) -> Json:
         fields["start"], fields["end"] = moment(fields.get("StartTime", "")), moment(fields.get("EndTime", ""))
         return fields
     if "Invalid job id" not in done.stderr:
-        return {"JobState": "UNKNOWN", "Reason": (done.stderr.strip().splitlines() or ["scontrol says nothing"])[-1]}
+        return {"JobState": "UNKNOWN", "Reason": (done.stderr.strip().splitlines() or ["scontrol printed nothing"])[-1]}
     try:
         accounting = run("sacct", "-j", job, "-X", "-n", "-P", "-o", "State,ExitCode,End")
     except OSError:
@@ -175,7 +175,7 @@ def left(request: Json) -> Json:
     node_records = run("scontrol", "show", "node", "-o", ",".join(nodes))
     config = run("scontrol", "show", "config").stdout
     if node_records.returncode or not config:
-        return {"left": counts, "how": "scontrol does not tell about the nodes"}
+        return {"left": counts, "how": "scontrol does not describe the nodes"}
     up, stuck = [], []
     for line in node_records.stdout.splitlines():
         fields = dict(re.findall(r"(?:^|\s)(NodeName|State)=(\S+)", line))
@@ -215,9 +215,9 @@ def left(request: Json) -> Json:
         if mark == "left" and node in counts and number.strip().isdigit():
             counts[node] = int(number)
     if any(counts[node] is None for node in up):
-        error = (done.stderr.strip().splitlines() or ["srun says nothing"])[-1]
-        reason = "no job that looks could be started at once: %s" % error
-    return {"left": counts, "how": reason or "looked at on the nodes"}
+        error = (done.stderr.strip().splitlines() or ["srun printed nothing"])[-1]
+        reason = "no job to count them could be started at once: %s" % error
+    return {"left": counts, "how": reason or "counted on the nodes"}
 
 
 OPS = {

@@ -33,7 +33,7 @@ def ask(site: Site, python: str, request: dict[str, Any]) -> dict[str, Any]:
         if any("sbatch" in line or "scontrol" in line for line in errors[-1:]):
             raise missing(site) from None
         raise LaunchError(
-            f"{python} there has ended with status {done.code}: {errors[-1] if errors else 'without a word'}",
+            f"{python} there exited with status {done.code}: {errors[-1] if errors else 'no message'}",
             where=site.name,
             hint="`cluster.python` names the Python to use; 3.8 or newer",
         ) from None

@@ -138,7 +138,7 @@ def _read(stream: ByteStream, limit_s: float) -> tuple[bytes, bytes]:
 
 def _timeout_error(argv: Sequence[str], limit_s: float, machine: str) -> LaunchError:
     return LaunchError(
-        f"{argv[0]} has not answered within {limit_s:g} s", where=machine, hint="is slurmctld up? try sinfo"
+        f"{argv[0]} did not answer within {limit_s:g} s", where=machine, hint="is slurmctld up? try sinfo"
     )
 
 

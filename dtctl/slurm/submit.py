@@ -145,4 +145,4 @@ def _copy(tree: Tree, folder: Path) -> None:
 def words(output: str) -> str:
     """What sbatch has said, without its name on every line."""
     lines = [re.sub(r"^(sbatch: |error: |allocation failure: )+", "", line) for line in output.splitlines()]
-    return "; ".join(line for line in lines if line) or "without a word"
+    return "; ".join(line for line in lines if line) or "no message"

@@ -1,4 +1,4 @@
-"""What the kernel knows about the end of a process: ended for lack of memory, or beside a full disk. Stdlib only, 3.8.
+"""Why a process ended, as far as the kernel knows: lack of memory, or a full disk. Stdlib only, Python 3.8.
 
 A process that the kernel ends for lack of memory gets SIGKILL like one that somebody has killed. The difference stands
 in the memory counters of its cgroup, in the counters of the machine, and in the kernel's log where that may be read.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 FULL_BYTES = 1 << 20
-"""Fewer bytes than this left on a disk are none."""
+"""A disk with fewer free bytes than this counts as full."""
 
 
 class OomCounters:
@@ -38,15 +38,15 @@ class OomCounters:
         return "sys/fs/cgroup"
 
     def reason(self, pid: int) -> str:
-        """What is known about a process that SIGKILL has ended; empty: nothing, so somebody has sent it."""
+        """What is known about a process that SIGKILL has ended; empty: nothing, so it was sent on purpose."""
         for line in _kernel_log(os.path.join(self.root, "dev/kmsg")).splitlines()[::-1]:
             if f"Killed process {pid} " in line:
-                return f"the kernel ended it for lack of memory: {line.rpartition(';')[2]}"
+                return f"the kernel killed it for lack of memory: {line.rpartition(';')[2]}"
         now = self._counters()
         for place, count in now.items():
             if count > self.initial.get(place, count):
                 return (
-                    "the kernel has ended it for lack of memory, as it seems: "
+                    "the kernel probably killed it for lack of memory: "
                     f"oom_kill of {place} went from {self.initial[place]} to {count}"
                 )
         return ""

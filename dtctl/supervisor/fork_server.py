@@ -1,4 +1,4 @@
-"""The supervisor's end of a warm start: one process per node that has imported what the workers need, and forks them.
+"""The supervisor's side of the fork server: a process per node that has imported what the workers need, and forks them.
 
 See fork_server_main.py, which that process runs. The node script is run as ever; its last line hands the program to
 `VIA`, a few lines of shell in the run's folder, which either start the warm process in the program's place or only tell
@@ -39,11 +39,11 @@ def _warm() -> bytes:
 
 
 class ForkServerUnavailable(Exception):
-    """There will be no warm start; the text says why."""
+    """The fork server cannot be used; the text says why."""
 
 
 class ForkServer:
-    """One warm process, from its start to its end, and the program that its workers are to run."""
+    """One fork server, from its start to its end, and the program that its workers are to run."""
 
     def __init__(self, run_dir: str) -> None:
         """Nothing is started yet; `run_dir` is the run's folder."""
@@ -62,7 +62,7 @@ class ForkServer:
         self._capture_pid = 0
 
     def start(self, script: str, cwd: str, env: dict[str, str], modules: list[str], output_fd: int) -> None:
-        """Start the warm process by the node script; what it prints goes to `output_fd`."""
+        """Start the fork server by the node script; what it prints goes to `output_fd`."""
         parent_end, child_end = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
         variables = {
             "DTCTL_VIA": self.via,
@@ -78,7 +78,7 @@ class ForkServer:
         self._link = parent_end
 
     def capture_program(self, script: str, cwd: str, env: dict[str, str], output_fd: int) -> None:
-        """Learn program and variables of another attempt from its node script."""
+        """Run the node script of another attempt to capture its program and variables."""
         self.argv, self.env, self._captured = [], {}, b""
         read_end, write_end = os.pipe()
         env = {**env, "DTCTL_VIA": self.via}
@@ -93,13 +93,13 @@ class ForkServer:
         return link + ([self._capture_fd] if self._capture_fd is not None else [])
 
     def poll(self) -> bool:
-        """Take in what has arrived; whether workers can be forked now.
+        """Process what has arrived; whether workers can be forked now.
 
         Raises:
             Cold: they never will be.
         """
         if self._link is None:
-            raise ForkServerUnavailable("the warm process has ended")
+            raise ForkServerUnavailable("the fork server has exited")
         if not self.ready:
             self._receive(self._link)
         if self._capture_fd is not None:
@@ -112,7 +112,7 @@ class ForkServer:
         except BlockingIOError:
             return
         if not data:
-            raise ForkServerUnavailable("the warm process has ended")
+            raise ForkServerUnavailable("the fork server has exited")
         self._received += data
         if not self._received.endswith(b"\n"):
             return
@@ -150,7 +150,7 @@ class ForkServer:
         """
         link = self._link
         if link is None:
-            raise ForkServerUnavailable("the warm process has ended")
+            raise ForkServerUnavailable("the fork server has exited")
         body = lean.dumps({"argv": _program(self.argv), "env": {**self.env, **env}})
         try:
             link.settimeout(FORK_LIMIT_S)
@@ -162,22 +162,22 @@ class ForkServer:
             while not reply.endswith(b"\n"):
                 data = link.recv(4096)
                 if not data:
-                    raise ForkServerUnavailable("the warm process has ended")
+                    raise ForkServerUnavailable("the fork server has exited")
                 reply += data
             link.setblocking(False)
         except OSError as exc:
-            raise ForkServerUnavailable(f"the warm process does not answer: {exc}") from exc
+            raise ForkServerUnavailable(f"the fork server does not answer: {exc}") from exc
         return int(lean.loads(reply)["pid"])
 
     def cancel_capture(self) -> None:
-        """Forget what a node script was asked, and end it if it still runs."""
+        """Stop capturing a program, and end the node script if it still runs."""
         if self._capture_fd is not None:
             os.close(self._capture_fd)
             self._capture_fd = None
             processes.send([self._capture_pid], signal.SIGKILL)
 
     def close(self) -> None:
-        """End the warm process; the workers that it has made go on."""
+        """End the fork server; the workers that it has forked keep running."""
         self.cancel_capture()
         if self._link is not None:
             self._link.close()

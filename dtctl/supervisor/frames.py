@@ -114,7 +114,7 @@ class FdLink:
         while True:
             while not self.ready:
                 if not select.select([self.read_fd], [], [], self.idle_limit_s)[0]:
-                    raise BrokenFrame(f"nothing was heard for {self.idle_limit_s:g} seconds")
+                    raise BrokenFrame(f"no message arrived for {self.idle_limit_s:g} seconds")
                 data = os.read(self.read_fd, 1 << 18)
                 if not data:
                     if self.parser.pending:

@@ -1,4 +1,4 @@
-"""The processes of one attempt on one node: started, listened to, and counted out. Stdlib only, Python 3.8.
+"""The processes of one attempt on one node: started, read from, and reaped. Stdlib only, Python 3.8.
 
 Output goes to one file per rank in the run's folder and from there to whoever is linked, by offset. The file is the
 buffer: a slow or absent reader costs disk, not memory, and a reader that comes back asks for what it has not seen.

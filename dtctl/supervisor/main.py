@@ -43,7 +43,7 @@ def main(workdir: str) -> int:
         link.send_json({"op": "error", "code": "foreign", "message": str(exc)})
     except OSError as exc:
         if exc.errno == errno.EPIPE:
-            return 1  # nobody is there to be told
+            return 1  # the control machine is gone
         link.send_json({"op": "error", "code": facts.code_of(exc), "message": facts.describe(exc)})
     except frames.BrokenFrame as exc:
         link.send_json({"op": "error", "code": "protocol", "message": str(exc)})
@@ -83,7 +83,7 @@ def serve(link: frames.FdLink, workdir: str) -> int:
             try:
                 receive.receive(link, {**message, "workdir": workdir})
             except receive.Refused:
-                return 1  # it has told the control machine why
+                return 1  # the control machine has been told why
         elif op == "prepare":
             prepare(workdir, message)
             link.send_json({"op": "ready"})
@@ -98,14 +98,14 @@ def serve(link: frames.FdLink, workdir: str) -> int:
 
 
 def prepare(workdir: str, message: dict) -> None:  # type: ignore[type-arg]
-    """Find out now, before any node has started anything, what would make the start fail.
+    """Check now, before any node has started anything, for whatever would make the start fail.
 
     Raises:
         Stop: the run exists already, the disk is full, or a file or program that the job needs is missing.
     """
     run_dir = os.path.join(workdir, "runs", message["run"])
     if message["fresh"] and os.path.exists(run_dir):
-        raise Stop("run-exists", f"{run_dir} exists already")
+        raise Stop("run-exists", f"{run_dir} already exists")
     stat = os.statvfs(workdir)
     if stat.f_bavail * stat.f_frsize < MIN_FREE_BYTES:
         raise Stop("disk-full", f"{stat.f_bavail * stat.f_frsize >> 20} MiB are left on the disk of {workdir}")

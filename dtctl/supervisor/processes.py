@@ -1,7 +1,7 @@
 """Which processes on this node belong to a run, and how they are ended. Runs on the node; stdlib only, Python 3.8.
 
 A process belongs to a run when its environment carries the run's token, or when it descends from one that does, or from
-the supervisor. Never by name: another run of the same script on the same node is none of our business. Two kernel
+the supervisor. Never by name: another run of the same script on the same node must not be touched. Two kernel
 features close the gaps that a scan leaves: the supervisor is a child subreaper, so that what daemonizes still descends
 from it, and its parent, the guard, is one too and ends the run if the supervisor itself is killed.
 """

@@ -55,7 +55,7 @@ def receive(link: frames.FdLink, request: dict[str, object]) -> str:
         code, text = "foreign", str(exc)
     except OSError as exc:
         if exc.errno == errno.EPIPE:
-            raise  # nobody is there to be told
+            raise  # the control machine is gone
         code, text = facts.code_of(exc), f"{exc.strerror} in {store}"
     except zlib.error as exc:
         code, text = "digest", f"the stream is damaged: {exc}"
@@ -248,13 +248,15 @@ class _Push:
 
         for file in files:
             if not self._fill(file, take(file[2])):
-                raise _Problem("digest", f"{os.fsdecode(file[0])!r} arrived with other contents than announced")
+                raise _Problem(
+                    "digest", f"{os.fsdecode(file[0])!r} arrived with contents that differ from those announced"
+                )
         rest = inflate.unconsumed_tail or next(sent, b"")
         while rest and not (data or inflate.unused_data):
             data = memoryview(inflate.decompress(rest, 1))
             rest = inflate.unconsumed_tail or next(sent, b"")
         if data or inflate.unused_data or (files and not inflate.eof):
-            raise _Problem("escape", "something else was sent than announced")
+            raise _Problem("escape", "what was sent differs from what was announced")
 
     def _publish(self, files: list, seal: _Lock) -> str:  # type: ignore[type-arg]
         """Seal the folder and give it its name; the folder that another push has made meanwhile, if there is one."""
@@ -291,24 +293,24 @@ def _parse_manifest(data: bytes, tree: str) -> list:  # type: ignore[type-arg]
             path, link = name.encode("latin-1"), target.encode("latin-1")
             parts = path.split(b"/")
             if b"" in parts or b"." in parts or b".." in parts or b"\0" in path or path in files:
-                raise _Problem("escape", f"{os.fsdecode(path)!r} is not a path inside the tree, or is there twice")
+                raise _Problem("escape", f"{os.fsdecode(path)!r} is not a path inside the tree, or is listed twice")
             if mode not in (0o600, 0o700, LINK_MODE) or not isinstance(size, int) or size < 0:
                 raise _Problem("protocol", f"{os.fsdecode(path)!r} has an impossible mode or size")
             if mode == LINK_MODE and digest != hashlib.sha256(link).hexdigest():
-                raise _Problem("digest", f"{os.fsdecode(path)!r} is another link than announced")
+                raise _Problem("digest", f"{os.fsdecode(path)!r} is a different link from the one announced")
             files[path] = (path, int(mode), int(size), digest, link)
             total.update(b"%d\0%o\0%s\0%s\0" % (len(path), mode, path, digest.encode()))
     except (ValueError, TypeError, AttributeError, RecursionError) as exc:
-        raise _Problem("protocol", f"the manifest is not one: {exc}") from exc
+        raise _Problem("protocol", f"the manifest is malformed: {exc}") from exc
     rows = list(files.values())
     if not files.keys().isdisjoint(_folders(rows)):
-        raise _Problem("escape", "what should be a folder is a file or a link")
+        raise _Problem("escape", "a path that must be a folder is a file or a link")
     links = {row[0]: row[4] for row in rows if row[1] == LINK_MODE}
     for path, link in links.items():
         if leads_out(path, link, links):
-            raise _Problem("escape", f"the link {os.fsdecode(path)!r} leads out of the tree")
+            raise _Problem("escape", f"the link {os.fsdecode(path)!r} points outside the tree")
     if total.hexdigest()[:32] != tree:
-        raise _Problem("digest", "the manifest is not that of the tree")
+        raise _Problem("digest", "the manifest does not belong to the tree")
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Where the workers of a node stand when they make no progress: their stacks and their last collectives.
+"""Where the workers of a node are when they make no progress: their stacks and their last collectives.
 
 py-spy reads stacks from outside, also of a process that is stopped; where it is not installed, a signal makes Python's
 faulthandler write them, which needs no lock of the interpreter. The last collectives come from torch's flight recorder,
@@ -61,7 +61,7 @@ class StackDump:
         return "faulthandler"
 
     def ready(self) -> bool:
-        """Whether all have answered, or had their time."""
+        """Whether all have answered, or the time limit has passed."""
         now = time.monotonic()
         expected = [rank for rank, tool in self.tool_of_rank.items() if tool != "none"]
         sizes = [_size(self.path(rank, "stack")) for rank in expected]

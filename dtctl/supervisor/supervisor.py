@@ -90,7 +90,7 @@ class Supervisor:
         self.adopts = processes.become_subreaper()
         self.worker_start: WorkerStart | None = None
         self.fork_server: ForkServer | None = None
-        self.cold_reason = ""  # why there are no warm starts any more
+        self.cold_reason = ""  # why the fork server is no longer used
 
     @property
     def helpers(self) -> frozenset[int]:
@@ -214,14 +214,14 @@ class Supervisor:
             self._close_attempt(processes.kill(self.token, self.helpers), killed=True)
 
     def _report_exit(self, process: Process) -> int:
-        """Tell how a process has ended, and what the node knows about why; its exit code."""
+        """Report how a process ended, and what the node knows about the cause; its exit code."""
         code, number = exit_facts(process.status or 0)
         fact = {"op": "exit", "rank": process.rank, "code": code, "signal": number, "time": time.time(), "why": ""}
         # From outside, to a worker that does not listen to it.
         fact["asked"] = number in (signal.SIGTERM, signal.SIGUSR1) and self.deadline is None
-        fact["told"] = self.deadline is not None  # it may have ended because we told it to
+        fact["told"] = self.deadline is not None  # it may have ended because it was asked to
         self.send({"op": "progress", "workers": self._progress()})
-        if code and self.deadline is None:  # what ends because we end it is no riddle
+        if code and self.deadline is None:  # a process that we ended needs no explanation
             if number == signal.SIGKILL and self.memory is not None:
                 fact["why"] = self.memory.reason(process.pid)
             fact["why"] = fact["why"] or exit_cause.full_disk(self.run_dir)
@@ -239,7 +239,7 @@ class Supervisor:
         self.stack_dump = StackDump(self.progress_dir, self.token)
 
     def _send_stacks(self) -> None:
-        """Send the stacks as soon as all workers have shown theirs."""
+        """Send the stacks as soon as all workers have written theirs."""
         if self.stack_dump is None or not self.stack_dump.ready():
             return
         for answer in self.stack_dump.answers():
@@ -281,7 +281,7 @@ class Supervisor:
             self.link.out += frames.pack_json(message)
 
     def queue_output(self) -> None:
-        """Queue output that the link has not been given, as much as it can take, and then the news of the end."""
+        """Queue output that was not sent yet, as much as the link can take, and then the message about the end."""
         link = self.link
         if link is None or not link.is_synced:
             return
@@ -297,7 +297,7 @@ class Supervisor:
             self.stopped["told"] = True
 
     def receive(self) -> None:
-        """Act on what the control machine says; its silence for too long is the loss of the link."""
+        """Act on the control machine's messages; if it is silent for too long, the link counts as lost."""
         link = self.link
         if link is None:
             return
@@ -367,7 +367,7 @@ class Supervisor:
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve until told to quit, or until the run has ended and nobody is to hear of it."""
+        """Serve until told to quit, or until the run has ended and no control machine is connected."""
         while True:
             self.watch()
             self._send_stacks()

@@ -1,7 +1,7 @@
-"""The start of one attempt's workers on a node: at once, or forked as soon as the warm process is ready.
+"""The start of one attempt's workers on a node: at once, or forked as soon as the fork server is ready.
 
-A warm start is an advantage, never a condition: whatever goes wrong with it, the workers are started afresh, and report
-themselves what is wrong with the program. Stdlib only, Python 3.8.
+The fork server is an optimization, never a requirement: if it fails, each worker is started on its own, and reports
+itself what is wrong with the program. Stdlib only, Python 3.8.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class WorkerStart:
         return ""
 
     def cancel(self, fork_server: ForkServer | None) -> None:
-        """The attempt is over; nobody is born any more."""
+        """The attempt is over; no more workers are started."""
         self.missing.clear()
         if self.waiting and fork_server is not None:
             fork_server.cancel_capture()

@@ -1,7 +1,7 @@
-"""Calls to nodes that are begun before anybody can talk SSH.
+"""TCP connections to nodes, opened before paramiko is loaded.
 
-An SSH server works for some milliseconds before it says its first word, and loading paramiko takes ten times as long.
-So the calls go out first: once the library is loaded, the servers wait for it, and not it for them.
+An SSH server needs some milliseconds before it sends its banner, and loading paramiko takes ten times as long. So the
+connections are opened first: once the library is loaded, the banners have arrived.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def open_socket(address: str, port: int, timeout_s: float) -> socket.socket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingConnection:
-    """What came of the call to one node."""
+    """The connection to one node, or why there is none."""
 
     settings: sshconfig.Settings
     connection: Any = None
@@ -43,10 +43,10 @@ class PendingConnection:
 
 
 class EarlyCalls:
-    """A call to each of some nodes, under way in the background; each is handed out once."""
+    """Connections that are being opened in the background, one per node; each is handed out once."""
 
     def __init__(self, targets: Iterable[Target], connect: OpenSocket = open_socket) -> None:
-        """Call all of them.
+        """Start connecting to all of them.
 
         Args:
             targets: the nodes.
@@ -62,7 +62,7 @@ class EarlyCalls:
             thread.start()
 
     def take(self, target: Target) -> PendingConnection | None:
-        """The call to this node, when it has been answered or refused; None if there was none or it has been taken.
+        """The connection to this node, once it is open or has failed; None if none was started or it was already taken.
 
         Raises:
             ConnectError: OpenSSH does not accept the configuration.

@@ -134,11 +134,11 @@ def check(
     for key in recorded_keys:
         if key.blob == blob and key.revoked:
             raise HostKeyError(
-                f"{node}: it shows host key {node_fingerprint}, which is marked as revoked",
+                f"{node}: it presents host key {node_fingerprint}, which is marked as revoked",
                 node=node,
                 fingerprint=node_fingerprint,
                 where=key.place,
-                hint="do not connect; ask whoever marked it",
+                hint="do not connect; ask whoever revoked it",
             )
     if any(key.blob == blob for key in recorded_keys if not key.revoked):
         return
@@ -147,18 +147,18 @@ def check(
     if valid:
         recorded = next((key for key in valid if key.key_type == key_type), valid[0])
         raise HostKeyError(
-            f"{node}: its host key has changed: it shows {key_type} {node_fingerprint}, "
-            f"on record is {fingerprint(recorded.blob)}",
+            f"{node}: its host key has changed: it presents {key_type} {node_fingerprint}, "
+            f"the recorded key is {fingerprint(recorded.blob)}",
             node=node,
             fingerprint=node_fingerprint,
             where=recorded.place,
-            hint="either the node was set up anew or somebody else answers for it. If its administrator confirms the "
-            f"new fingerprint: ssh-keygen -R '{name}' -f {record_file}, then connect once with ssh",
+            hint="either the node was reinstalled or another machine answers in its place. If its administrator "
+            f"confirms the new fingerprint: ssh-keygen -R '{name}' -f {record_file}, then connect once with ssh",
         )
     host, _, port = name.partition("]:")
     scan = f"ssh-keyscan -p {port} {host[1:]}" if port else f"ssh-keyscan {name}"
     raise HostKeyError(
-        f"{node}: its host key is not known: it shows {key_type} {node_fingerprint}",
+        f"{node}: its host key is unknown: it presents {key_type} {node_fingerprint}",
         node=node,
         fingerprint=node_fingerprint,
         where=record_file,

@@ -22,7 +22,7 @@ class SrunConnection(LocalConnection):
             return str(socket.getaddrinfo(self.target.address, 22, type=socket.SOCK_STREAM)[0][4][0])
         except OSError as exc:
             raise ConnectError(
-                f"the name {self.target.address} is not known here: {exc}", node=self.target.name
+                f"the name {self.target.address} cannot be resolved here: {exc}", node=self.target.name
             ) from None
 
     def open(self, command: str) -> LocalStream:

@@ -87,8 +87,8 @@ def reasons(done: Finished) -> list[str]:
     ("act", "said", "kind"),
     [
         ("os.kill(os.getpid(), signal.SIGSTOP)", "rank 1 on node2 is stopped (SIGSTOP)", "direct"),
-        ("time.sleep(1000)", "rank 1 on node2 stands still in a forward pass at ", "torchrun"),
-        ("dist.recv(torch.zeros(1), src=0)", "rank 1 on node2 stands still in a forward pass at ", "direct"),
+        ("time.sleep(1000)", "rank 1 on node2 is stuck in a forward pass at ", "torchrun"),
+        ("dist.recv(torch.zeros(1), src=0)", "rank 1 on node2 is stuck in a forward pass at ", "direct"),
     ],
     ids=["stopped", "sleeps", "never-enters"],
 )
@@ -122,7 +122,7 @@ def test_a_hang_at_the_same_step_every_time_is_told_as_one(project: Project) -> 
     done = project.run("launch", "--json", timeout_s=120)
     assert done.code == 8, done.err
     assert done.done["attempts"] == 3
-    assert "not started again: 3 attempts have failed in the same way at step 6" in [
+    assert "not restarted: 3 attempts have failed in the same way at step 6" in [
         event["text"] for event in done.events if event["event"] == "note"
     ]
     first = done.done["first_failure"]
@@ -156,7 +156,7 @@ def test_a_hang_at_the_same_step_every_time_is_told_as_one(project: Project) -> 
         # It computes for ever before the first step is through.
         (
             "time.sleep(1000)", 0, "direct",
-            r"no progress for \d+ s in step 1: rank 1 on node2 stands still in a forward pass at \S+ in misbehave; "
+            r"no progress for \d+ s in step 1: rank 1 on node2 is stuck in a forward pass at \S+ in misbehave; "
             "the 2 others wait for it",
         ),
     ],

@@ -65,7 +65,7 @@ def test_ssh_works_at_all(project: Project, sandbox: Sandbox) -> None:
 def test_an_unknown_host_key(project: Project, sandbox: Sandbox, tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("")
     text = refused(
-        project, sandbox, 6, "3 nodes failed", "host key is not known: it shows ssh-ed25519 SHA256:", "ssh-keyscan",
+        project, sandbox, 6, "3 nodes failed", "host key is unknown: it presents ssh-ed25519 SHA256:", "ssh-keyscan",
         spec=ssh_spec(sandbox, known_hosts=tmp_path / "empty"),
     )  # fmt: skip
     assert text.count("SHA256:") == 3
@@ -77,8 +77,8 @@ def test_a_changed_host_key(project: Project, sandbox: Sandbox, tmp_path: Path) 
     lines[0] = f"{lines[0].split(' ', 1)[0]} {keys[1]}"
     (tmp_path / "changed").write_text("\n".join(lines) + "\n")
     refused(
-        project, sandbox, 6, "host key has changed: it shows", "on record is SHA256:", f"{tmp_path / 'changed'}:1",
-        "ssh-keygen -R", spec=ssh_spec(sandbox, known_hosts=tmp_path / "changed"),
+        project, sandbox, 6, "host key has changed: it presents", "the recorded key is SHA256:",
+        f"{tmp_path / 'changed'}:1", "ssh-keygen -R", spec=ssh_spec(sandbox, known_hosts=tmp_path / "changed"),
     )  # fmt: skip
 
 

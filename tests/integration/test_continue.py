@@ -101,7 +101,7 @@ def test_a_run_that_has_none_or_is_not_over_is_refused(project: Project) -> None
     project.write("none.py", "print(1)")
     assert project.run("launch", "--set", "job.script=none.py", "--name", f"{project.unique}-none").code == 0
     refused = project.run("launch", "--resume", f"{project.unique}-none")
-    assert (refused.code, f"run {project.unique}-none has no snapshot to go on from" in refused.err) == (7, True)
+    assert (refused.code, f"run {project.unique}-none has no snapshot to resume from" in refused.err) == (7, True)
     assert project.run("launch", "--detach", "--name", f"{project.unique}-on").code == 0
     refused = project.run("launch", "--resume", f"{project.unique}-on")
     assert (refused.code, f"run {project.unique}-on is not over" in refused.err) == (7, True)

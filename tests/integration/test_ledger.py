@@ -123,4 +123,4 @@ raise ValueError("the gradient of step 8 is not finite")
     done = project.run("launch", "--json")
     assert (done.code, done.done["attempts"]) == (8, 2)
     notes = [event["text"] for event in done.events if event["event"] == "note"]
-    assert notes == ["not started again: 2 attempts have failed with the same error after step 7"]
+    assert notes == ["not restarted: 2 attempts have failed with the same error after step 7"]

@@ -73,7 +73,7 @@ def test_the_restarts_end_with_the_second_and_that_names_the_parameters(project:
     done = project.run("launch", "--json", timeout_s=100)
     assert (done.code, done.done["attempts"]) == (8, 2), done.err
     notes = [event["text"] for event in done.events if event["event"] == "note"]
-    assert notes == ["not started again: 2 attempts have failed with the same error after step 20"]
+    assert notes == ["not restarted: 2 attempts have failed with the same error after step 20"]
     failure = done.done["first_failure"]
     assert isinstance(failure, dict)
     assert failure["summary"] == (

@@ -114,7 +114,7 @@ def test_the_jump_host_has_to_show_a_known_key_too(project: Project, cut: Sandbo
     write_spec(project, config, "node2")
     unknown = project.run("launch")
     assert unknown.code == 6
-    assert "host key is not known" in unknown.err
+    assert "host key is unknown" in unknown.err
     assert "node2 (jump host node1)" in unknown.err
     assert "RAN" not in unknown.out
 
@@ -144,5 +144,5 @@ def test_the_node_behind_has_to_show_a_known_key(project: Project, cut: Sandbox)
     write_spec(project, config, "node2")
     done = project.run("launch")
     assert done.code == 6
-    assert "host key is not known" in done.err
+    assert "host key is unknown" in done.err
     wait_until(lambda: sessions_on(cut, "node1") == 0, what="the connection to the jump host is let go of")

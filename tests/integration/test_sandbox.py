@@ -171,7 +171,7 @@ def test_exec_passes_everything_through(project: Project, sandbox: Sandbox) -> N
 def test_up_and_down_leave_nothing(sandbox_env: dict[str, str], record: str) -> None:
     made = control.up("leftovers", nodes=4 if record == "kept" else 1)
     pids = [made.keeper, *(pid for node in made.nodes for pid in control.host_processes(node))]
-    with pytest.raises(Exception, match="is up already, with"):
+    with pytest.raises(Exception, match="is already up, with"):
         control.up("leftovers", nodes=2)
     faults.freeze(made.nodes[0])
     if record != "kept":

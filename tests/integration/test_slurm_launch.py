@@ -185,7 +185,7 @@ def test_stop_ends_a_job_that_is_followed_on_another_machine(shared: Project, cl
     with record(shared).launcher_lock():
         stopped = shared.run("stop")
         assert stopped.code == 0, stopped.err
-        assert stopped.out == "0 processes left on 2 nodes: looked at on the nodes\n"
+        assert stopped.out == "0 processes left on 2 nodes: counted on the nodes\n"
         assert processes(cluster) == ""
         assert state(shared, job_of(shared)) == "CANCELLED"
 
@@ -204,7 +204,7 @@ def test_where_nobody_can_look_nothing_is_said(shared: Project) -> None:
     done = json.loads(shared.run("status", first.run, "--json").out)["done"]
     assert (done["status"], done["left_behind"]) == ("stopped", None)
     (note,) = [event["text"] for event in first.events() if event["event"] == "note"]
-    assert note.startswith("nobody could look whether processes are left on node1, node2: no job that looks could be")
+    assert note.startswith("the processes left on node1, node2 could not be counted: no job to count them could be")
     assert shared.run("stop").code == 0
 
 
@@ -404,7 +404,7 @@ def trainings(sandbox_env: dict[str, str]) -> Iterator[dict[str, Training]]:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("time limit", "its time was nearly over"),
+        ("time limit", "its time limit was near"),
         ("preempted", "it was preempted"),
         ("node lost", "was lost"),
     ],

@@ -91,7 +91,7 @@ def test_a_node_that_is_needed_is_waited_for_until_it_has_booted(project: Projec
     wait_until(lambda: 0 < events_of(project).count('"state":"started"') <= _running(project), what="it runs")
     faults.kill(sandbox, sandbox.nodes[1])
     faults.record(sandbox, [f"kill {sandbox.nodes[1].name}"])
-    wait_until(lambda: "called again in 1 s, since the run needs it" in events_of(project), what="it is waited for")
+    wait_until(lambda: "retrying in 1 s, since the run needs this node" in events_of(project), what="it is waited for")
     faults.heal(sandbox, [sandbox.nodes[1]])
     done = project.finish(process)
     assert done.code == 0, done.err
@@ -104,4 +104,4 @@ def test_a_failure_that_comes_back_at_the_same_place_is_not_tried_for_ever(proje
     done = project.run("launch", "--json")
     assert done.code == 8
     assert done.done["attempts"] == 3
-    assert "not started again: 3 attempts have failed in the same way at the start" in done.err
+    assert "not restarted: 3 attempts have failed in the same way at the start" in done.err

@@ -105,9 +105,9 @@ def test_a_hang_and_a_lack_of_memory_are_named() -> None:
     hung = Failure(node="a", rank=1, exit_code=None, signal=None, time=0.0, hang=True)
     assert describe(hung) == "made no progress"
     starved = Failure(
-        node="a", rank=1, exit_code=137, signal=9, time=0.0, node_reason="the kernel ended it for lack of memory"
+        node="a", rank=1, exit_code=137, signal=9, time=0.0, node_reason="the kernel killed it for lack of memory"
     )
-    assert describe(starved) == "was ended by signal 9 (SIGKILL): the kernel ended it for lack of memory"
+    assert describe(starved) == "was ended by signal 9 (SIGKILL): the kernel killed it for lack of memory"
 
 
 def test_who_was_told_to_stop_has_not_failed() -> None:

@@ -182,7 +182,7 @@ def test_silence_is_the_loss_of_a_node(rig: Rig) -> None:
     assert rig.attempt.outcome.lost_nodes == ["b"]
     assert rig.nodes["b"].closed
     assert not rig.nodes["a"].closed
-    assert "nothing was heard of it for 30 s" in rig.attempt.outcome.failures[0].summary
+    assert "no message arrived from it for 30 s" in rig.attempt.outcome.failures[0].summary
 
 
 def test_a_node_that_does_not_start_in_time_is_lost(rig: Rig) -> None:
@@ -285,7 +285,7 @@ def test_who_hangs_is_asked_named_and_ended_at_once(rig: Rig, tmp_path: Path) ->
     (failure,) = rig.attempt.outcome.failures
     assert (failure.node, failure.rank, failure.exit_code, failure.hang) == ("b", 1, None, True)
     assert failure.summary == (
-        "no progress for 9 s in step 9: rank 1 on b stands still in a forward pass at /b.py:3 in f; "
+        "no progress for 9 s in step 9: rank 1 on b is stuck in a forward pass at /b.py:3 in f; "
         "the 2 others wait for it"
     )
     assert (rig.attempt.outcome.hung_s, rig.attempt.outcome.last_step) == (9.0, 8)

@@ -130,7 +130,7 @@ def test_who_is_behind_is_to_blame_and_not_who_waits(
 def test_what_is_said() -> None:
     found = hang.failure(gang({}, {"place": 1}, {}), {1: SLEEPS}, silent_s=40.2, now=5.0)
     assert found.summary == (
-        "no progress for 40 s in step 51: rank 1 on n1 stands still in a forward pass at /me/train.py:5 in mine; "
+        "no progress for 40 s in step 51: rank 1 on n1 is stuck in a forward pass at /me/train.py:5 in mine; "
         "the 2 others wait for it"
     )
     assert (found.node, found.rank, found.hang, found.tail[0]) == ("n1", 1, True, "/me/train.py:5 in mine")
@@ -142,7 +142,7 @@ def test_what_is_said() -> None:
     starts = gang({"first": 50, "phase": ReportedPhase.STARTING}, {"first": 50, "phase": ReportedPhase.STARTING})
     absent = hang.failure(starts, {}, silent_s=1800.0, now=5.0, silent={2: "n2"})
     assert absent.summary == (
-        "no progress for 1800 s before the first step: rank 2 on n2 has not come to the training; "
+        "no progress for 1800 s before the first step: rank 2 on n2 has not reached the training; "
         "the 2 others wait for it"
     )
     nobody = hang.failure(gang({}, {}), {}, silent_s=40.2, now=5.0)

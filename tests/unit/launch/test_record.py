@@ -84,7 +84,7 @@ def test_a_file_is_replaced_in_one_step_and_leaves_nothing_beside_it(tmp_path: P
 
 def test_a_name_is_used_once(tmp_path: Path) -> None:
     made(tmp_path, "one")
-    with pytest.raises(LaunchError, match="there is a run named one already") as caught:
+    with pytest.raises(LaunchError, match="a run named one already exists") as caught:
         made(tmp_path, "one")
     assert "--name" in str(caught.value.hint)
 
@@ -157,7 +157,7 @@ def test_logs_lie_by_node_and_rank(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, blocked: str) -> None:
     (tmp_path / blocked).parent.mkdir(exist_ok=True)
     (tmp_path / blocked).write_text("a file where a folder belongs")
-    with pytest.raises(LaunchError, match="cannot keep the run's records") as caught:
+    with pytest.raises(LaunchError, match="the run's records cannot be written") as caught:
         made(tmp_path, "one")
     assert str(caught.value.where).startswith(str(tmp_path / ".dtctl"))
     assert caught.value.hint
@@ -214,7 +214,7 @@ def test_there_is_one_launcher_at_most(tmp_path: Path) -> None:
     record = RunRecord(tmp_path)
     with (
         record.launcher_lock(),
-        pytest.raises(LaunchError, match="has a launcher"),
+        pytest.raises(LaunchError, match="already has a launcher"),
         RunRecord(tmp_path).launcher_lock(),
     ):
         pass

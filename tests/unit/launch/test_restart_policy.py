@@ -105,7 +105,7 @@ def test_the_same_error_in_the_same_step_after_good_ones_is_the_programs() -> No
         ({}, 70, None),
         ({"summary": "KeyError: no"}, 70, 60),
         ({"hang": True, "exit_code": None}, 70, 60),
-        ({"node_reason": "the kernel ended it for lack of memory"}, 70, 60),
+        ({"node_reason": "the kernel killed it for lack of memory"}, 70, 60),
         ({"exit_code": 137, "signal": 9}, 70, 60),
     ],
 )

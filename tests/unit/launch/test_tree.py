@@ -107,7 +107,7 @@ def test_a_link_that_stays_inside_is_kept(project: Path, path: str, target: str,
 def test_a_link_that_leaves_the_tree_is_refused(project: Path, target: str) -> None:
     project.with_name("other").mkdir()
     (project / "data").symlink_to(target)
-    with pytest.raises(PlanError, match=r"the link data leads out of .* to /") as caught:
+    with pytest.raises(PlanError, match=r"the link data points outside .* to /") as caught:
         scan(project)
     assert caught.value.where == str(project / "data")
     assert ".dtctlignore" in str(caught.value.hint)

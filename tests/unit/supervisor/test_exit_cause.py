@@ -28,7 +28,7 @@ def test_who_was_killed_by_somebody_is_no_matter_of_memory(tmp_path: Path) -> No
 def test_a_counter_that_has_risen_names_the_lack_of_memory(tmp_path: Path) -> None:
     memory = OomCounters(machine(tmp_path, cgroup=2, vmstat=5))
     machine(tmp_path, cgroup=3, vmstat=6)
-    assert memory.reason(11).endswith("for lack of memory, as it seems: oom_kill of its cgroup went from 2 to 3")
+    assert memory.reason(11).endswith("probably killed it for lack of memory: oom_kill of its cgroup went from 2 to 3")
     machine(tmp_path, cgroup=2, vmstat=6)
     assert "oom_kill of this machine went from 5 to 6" in memory.reason(11)
 
@@ -39,7 +39,7 @@ def test_the_kernels_log_names_the_process(tmp_path: Path) -> None:
     (tmp_path / "dev/kmsg").write_text("6,1,2,-;Out of memory: Killed process 11 (python) total-vm:9kB\n")
     assert (
         memory.reason(11)
-        == "the kernel ended it for lack of memory: Out of memory: Killed process 11 (python) total-vm:9kB"
+        == "the kernel killed it for lack of memory: Out of memory: Killed process 11 (python) total-vm:9kB"
     )
     assert memory.reason(1) == ""
 

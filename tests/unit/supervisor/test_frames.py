@@ -141,7 +141,7 @@ def test_a_link_that_is_closed_inside_a_frame_is_broken(pipe: tuple[FdLink, int]
 
 
 def test_silence_is_the_loss_of_a_link(pipe: tuple[FdLink, int]) -> None:
-    with pytest.raises(BrokenFrame, match=r"nothing was heard for 0\.05 seconds"):
+    with pytest.raises(BrokenFrame, match=r"no message arrived for 0\.05 seconds"):
         pipe[0].receive()
 
 

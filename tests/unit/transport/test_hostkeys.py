@@ -82,14 +82,14 @@ def test_a_key_on_record_is_accepted(keys: dict[str, Key], known: Path, kind: st
 def test_a_key_without_a_record_is_unknown(keys: dict[str, Key], known: Path) -> None:
     known.write_text(f"gpu2 {keys['ed25519'].line}\n")
     error = refused(keys["ed25519"], "gpu1", known)
-    assert "is not known" in error.message
+    assert "is unknown" in error.message
     assert error.where == str(known)
     assert f"ssh-keyscan gpu1 >> {known}" in str(error.hint)
     assert "ssh-keyscan -p 2222 gpu1 >>" in str(refused(keys["ed25519"], "gpu1", known, 2222).hint)
 
 
 def test_without_any_file_a_key_is_unknown(keys: dict[str, Key], tmp_path: Path) -> None:
-    assert "is not known" in refused(keys["ed25519"], "gpu1", tmp_path / "missing").message
+    assert "is unknown" in refused(keys["ed25519"], "gpu1", tmp_path / "missing").message
 
 
 def test_another_key_than_the_one_on_record_has_changed(keys: dict[str, Key], known: Path) -> None:
@@ -127,12 +127,12 @@ def test_a_revoked_key_is_refused_though_it_is_on_record_too(keys: dict[str, Key
 
 def test_a_revoked_key_alone_makes_no_other_key_a_changed_one(keys: dict[str, Key], known: Path) -> None:
     known.write_text(f"@revoked gpu1 {keys['ed25519'].line}\n")
-    assert "is not known" in refused(keys["rsa"], "gpu1", known).message
+    assert "is unknown" in refused(keys["rsa"], "gpu1", known).message
 
 
 def test_the_key_of_an_authority_is_not_a_host_key(keys: dict[str, Key], known: Path) -> None:
     known.write_text(f"@cert-authority * {keys['ed25519'].line}\n")
-    assert "is not known" in refused(keys["ed25519"], "gpu1", known).message
+    assert "is unknown" in refused(keys["ed25519"], "gpu1", known).message
 
 
 def test_hashed_names_are_found(keys: dict[str, Key], known: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_port_has_a_record_of_its_own(keys: dict[str, Key], known: Path) -> No
 def test_at_another_port_the_plain_record_confirms_and_does_not_refuse(keys: dict[str, Key], known: Path) -> None:
     known.write_text(f"gpu1 {keys['ed25519'].line}\n")
     shown(keys["ed25519"], "gpu1", known, 2222)
-    assert "is not known" in refused(keys["other"], "gpu1", known, 2222).message
+    assert "is unknown" in refused(keys["other"], "gpu1", known, 2222).message
     known.with_name("revoked").write_text(f"@revoked gpu1 {keys['other'].line}\n")
     assert "revoked" in refused(keys["other"], "gpu1", known.with_name("revoked"), 2222).message
 
@@ -165,7 +165,7 @@ def test_at_another_port_the_plain_record_confirms_and_does_not_refuse(keys: dic
 def test_an_alias_stands_for_the_name_and_has_no_port(keys: dict[str, Key], known: Path) -> None:
     known.write_text(f"farm {keys['ed25519'].line}\n")
     shown(keys["ed25519"], "gpu1", known, 2222, alias="Farm")
-    assert "is not known" in refused(keys["ed25519"], "gpu1", known, 2222).message
+    assert "is unknown" in refused(keys["ed25519"], "gpu1", known, 2222).message
 
 
 PATTERNS = [
