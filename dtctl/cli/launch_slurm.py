@@ -210,12 +210,12 @@ def _ledger(record: RunRecord) -> Any:
 def _follow(record: RunRecord, site: Site, emit: Callable[..., None], signals: list[int]) -> int:
     """Follow a job until it is over; a signal cancels it, a second one leaves it to Slurm."""
     from dtctl.slurm.follow import WAITING, Follower, cancel, reference
-    from dtctl.slurm.site import Here
+    from dtctl.slurm.site import LocalSite
 
     ref = reference(record)
     follower = Follower(record, ref, site, emit)
     ledger = _ledger(record)
-    poll_s = POLL_S if isinstance(site, Here) else POLL_AWAY_S
+    poll_s = POLL_S if isinstance(site, LocalSite) else POLL_AWAY_S
     cancelled = lost = False
     delay_s = FIRST_POLL_S
     while True:

@@ -267,7 +267,7 @@ def _all(
     from dtctl.launch import snapshots
 
     if run is None and snapshots.is_folder(place):
-        told = snapshots.here([verb, str(place), *options])
+        told = snapshots.run_here([verb, str(place), *options])
         if "error" in told.answer:
             raise snapshots.error_of(told)
         return {None: told.answer}, []
@@ -318,7 +318,7 @@ def _of_nodes(verb: str, run: RunSnapshots, options: Sequence[str], out: Path | 
         output.err(f"passed over: {reason}", "yellow")
     if not chosen.complete:
         with collect_snapshot.fetched(run, chosen) as folder:
-            told = snapshots.here([verb, str(folder), *options, *(["--out", str(out)] if out else [])])
+            told = snapshots.run_here([verb, str(folder), *options, *(["--out", str(out)] if out else [])])
         if "error" in told.answer:
             text = told.answer["error"]
             senders = {node for name, node in chosen.holders.items() if name in text} or {*chosen.holders.values()}

@@ -1,4 +1,4 @@
-"""Where a run's time went: each moment belongs to exactly one phase, so the phases add up to the wall time.
+"""How a run's time was spent: each moment belongs to exactly one phase, so the phases add up to the wall time.
 
 The launcher's own phases follow from what it does. While the job runs, its workers tell how far they are (progress.py),
 and time is moved from one phase to another as more is known: what was waited for a snapshot from `useful` to `stall`,
@@ -35,7 +35,7 @@ MAX_MARKS = 4096
 
 
 class Ledger:
-    """A stop watch with one running phase."""
+    """A stopwatch with one running phase."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Ledger:
     # -- what the workers tell --------------------------------------------------------------------------------------
 
     def watch(self, workers: Sequence[Standing]) -> None:
-        """Take in how far the workers are; the smallest rank stands for all."""
+        """Record how far the workers are; the smallest rank stands for all."""
         worker = min(workers, key=lambda worker: worker.rank)
         newest = self._newest_progress
         if worker.phase == ReportedPhase.STARTING or (

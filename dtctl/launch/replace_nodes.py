@@ -1,4 +1,4 @@
-"""The nodes of the next attempt: those that are left, spares in the places of those that are lost, or fewer."""
+"""The nodes of the next attempt: the survivors, with spares in place of lost nodes, or fewer nodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Call = Callable[[str, bool], Session]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextNodes:
-    """Who takes part from now on."""
+    """The nodes that take part from now on."""
 
     names: tuple[str, ...]
     """In node rank order."""
@@ -33,7 +33,7 @@ class NextNodes:
 def choose_nodes(
     gang: Gang, silent: set[str], spares: list[str], *, min_nodes: int, return_s: float, call: Call
 ) -> NextNodes:
-    """Call nodes whose link was lost again, and do without those that do not answer.
+    """Contact nodes whose link was lost again, and replace or drop those that do not answer.
 
     Args:
         gang: its sessions are changed to those of the next attempt.
@@ -44,7 +44,7 @@ def choose_nodes(
         call: opens a session.
 
     Raises:
-        DtctlError: of a node that cannot be done without.
+        DtctlError: of a node that the run cannot do without.
     """
     for name in gang.sessions.keys() & silent:
         gang.sessions[name].close()

@@ -1,9 +1,9 @@
-"""Whether, and when, to start the gang again after a failure. Pure.
+"""Whether, and when, to restart the gang after a failure. Pure.
 
-A failure that comes back without any progress in between will come back again: the run ends with that as its answer
-instead of using up its restarts on it. Until then the waits grow, because what is wrong may need time (a disk that is
-being cleaned, a file server that boots). That is about failures of the program; who was killed from outside, or whose
-node was lost, is started again at once.
+A failure that recurs without progress in between will recur again: the run ends with it instead of using up its
+restarts. Until then the waits grow, because the cause may need time to disappear (a disk that is being cleaned, a file
+server that boots). That applies to failures of the program; a worker that was killed from outside, or whose node was
+lost, is restarted at once.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dtctl.launch.failure import Failure, describe
 SAME_LIMIT = 3
 """Attempts that may end in the same way at the same step."""
 SURE_LIMIT = 2
-"""The same, where it can be nothing but the program: the last one had done steps, and then failed with the same error
-in the same step. What is wrong with a machine does not wait for a step."""
+"""The same, where only the program can be the cause: the last attempt had done steps, then failed with the same error
+in the same step. A faulty machine does not wait for a step."""
 LONG_S = 300.0
-"""An attempt that lasted longer has got somewhere, even if it tells no steps."""
+"""An attempt that lasted longer has made progress, even if it reports no steps."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 REFUSED = (SpecError.exit_code, PlanError.exit_code)
 """What workers with dtctl.runtime end with when they cannot do what the spec says."""
@@ -41,7 +41,7 @@ class RestartDecision:
 
 
 class RestartPolicy:
-    """What the attempts so far have come to."""
+    """Judges each failure by the attempts before it."""
 
     def __init__(self, *, trains: bool = False) -> None:
         """Nothing has been attempted.

@@ -1,4 +1,4 @@
-"""A run from the first connection to the last process: attempts, restarts, the end, and what is known about it.
+"""A run from the first connection to the last process: attempts, restarts, the end, and its result.
 
 Reads top to bottom: `launch` prepares all nodes, then runs attempts until one succeeds, the restarts are used up or
 somebody stops it, and then proves that nothing is left.
@@ -360,7 +360,7 @@ class _Launcher:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def _sweep_lost_nodes(self, plan: Plan, outcome: AttemptOutcome) -> None:
-        """Look on the nodes whose link was lost, if they can be reached again, and end what is left there."""
+        """On nodes whose link was lost, if they can be reached again, end the processes that are left."""
         outcome.left_behind |= dict.fromkeys(self.replaced_nodes)
         nodes = [*plan.nodes, *self.replaced_nodes.values()]
         unreachable = [
@@ -385,7 +385,7 @@ class _Launcher:
                 outcome.left_behind[name] = answer
 
     def result(self, outcome: AttemptOutcome, failure: Failure | None, attempt: int) -> Result:
-        """What the run came to; last, so that the ledger has all of its time."""
+        """The result of the run; computed last, so that the ledger has all of its time."""
         stopped_by = outcome.stopped_by or (self.gang.signals[-1] if self.gang.signals else None)
         counts = list(outcome.left_behind.values())
         left_behind = None if None in counts else sum(count or 0 for count in counts)

@@ -22,8 +22,8 @@ from dtctl.supervisor import frames
 from dtctl.transport.base import Connection, Target, Transport
 
 MAX_QUEUED_BYTES = 1 << 20
-"""What a node may have said that the launcher has not come to yet; then its link is not read. One that says more than
-the others takes neither their place nor all memory."""
+"""Unprocessed data of one node, above which its link is not read. A node that sends more than the others takes neither
+their share nor all memory."""
 MIN_MESSAGE_BYTES = 1 << 10
 """What any message counts as."""
 MAX_UNSENT = 1000
@@ -32,7 +32,7 @@ MAX_UNSENT = 1000
 
 @dataclass(frozen=True, slots=True)
 class NodeMessage:
-    """Something that a session has to say to the launcher.
+    """A message from a session to the launcher.
 
     `what` is one of: connected, hello, pushing, pushed, ready, log, lost, failed, or the `op` of a message from the
     supervisor in the form that messages.py gives it.
@@ -46,7 +46,7 @@ class NodeMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSetup:
-    """What a session has to bring its node to before the launcher takes over."""
+    """How a session prepares its node before the launcher takes over."""
 
     python: str | None
     workdir: str
@@ -87,7 +87,7 @@ class Session:
         self._thread.start()
 
     def send(self, message: dict[str, Any]) -> bool:
-        """Have a message sent; False when the link is gone, which the reading thread reports.
+        """Queue a message; False when the link is gone, which the reading thread reports.
 
         Never waits: a node that does not read would keep the launcher from all others.
         """
@@ -100,12 +100,12 @@ class Session:
         return True
 
     def mute(self) -> None:
-        """Say nothing more, and go on reading."""
+        """Report nothing more, but keep reading."""
         self._muted = True
         self._release()
 
     def acknowledge(self, message: NodeMessage) -> None:
-        """The launcher has come to something that was said."""
+        """The launcher has taken a message from the inbox."""
         self._release(message.size_bytes)
 
     def wait_closed(self, timeout_s: float) -> None:
@@ -122,7 +122,7 @@ class Session:
             self.connection.close()
 
     def report(self, kind: str, /, **data: Any) -> None:
-        """Tell the launcher something."""
+        """Put a message into the launcher's inbox; blocks while too much of this node is unread there."""
         size_bytes = MIN_MESSAGE_BYTES + len(data.get("payload", b""))
         with self._room:
             while self._queued_bytes > MAX_QUEUED_BYTES and not (self._closed or self._muted):

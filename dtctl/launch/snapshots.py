@@ -38,7 +38,7 @@ class Reply:
     answer: Mapping[str, Any]
 
 
-def here(arguments: Sequence[str]) -> Reply:
+def run_here(arguments: Sequence[str]) -> Reply:
     """Run it on this machine, in a process of its own.
 
     Raises:

@@ -73,7 +73,7 @@ def find(name: str) -> Sandbox | None:
 
 
 def up(name: str, *, nodes: int, with_slurm: bool = False) -> Sandbox:
-    """Start a sandbox; what an earlier one of this name has left is removed first.
+    """Start a sandbox; the remains of an earlier one of this name are removed first.
 
     Args:
         name: of the sandbox.
@@ -90,7 +90,7 @@ def up(name: str, *, nodes: int, with_slurm: bool = False) -> Sandbox:
 
 
 def up_or_running(name: str, *, nodes: int) -> Sandbox:
-    """The sandbox of this name, started if it is not up; whoever asks at the same time gets the same one.
+    """The sandbox of this name, started if it is not up; concurrent callers get the same one.
 
     Raises:
         SandboxError: as `up`.

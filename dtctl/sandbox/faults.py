@@ -1,4 +1,4 @@
-"""Faults of virtual hosts, made with the kernel's own means, and their healing.
+"""Faults of virtual hosts, injected with the kernel's own means, and their removal.
 
 Each fault is a function (sandbox, ...) that changes one host or the cable to it. `heal` takes back all of them. What is
 in force is kept in STATE/faults.json, for people; healing does not depend on it.
@@ -81,7 +81,7 @@ def block(sandbox: Sandbox, node: SandboxNode, *, ports: str, source: SandboxNod
 
 
 def lose_large(sandbox: Sandbox, node: SandboxNode, peer: SandboxNode | None) -> None:
-    """Lose packets above a size on their way to a host: a path with a smaller MTU that nobody tells of."""
+    """Lose packets above a size on their way to a host: a path with a smaller MTU that is not announced."""
     sender = ["-s", peer.address] if peer else []
     _iptables(sandbox, node, "INPUT", *sender, "-m", "length", "--length", f"{LARGE_BYTES + 1}:65535", "-j", "DROP")
 
@@ -172,7 +172,7 @@ def _run(argv: Sequence[str], node: SandboxNode) -> None:
 
 
 def heal(sandbox: Sandbox, nodes: Sequence[SandboxNode]) -> None:
-    """Take back every fault of these hosts; those that are off are switched on again.
+    """Remove every fault of these hosts; those that are off are switched on again.
 
     Raises:
         SandboxError: a host does not come back.

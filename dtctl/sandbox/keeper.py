@@ -111,7 +111,7 @@ class Keeper:
         pid = kernel.fork_into(host.NAMESPACES)
         if pid == 0:
             os.close(go_fd)
-            about = host.Host(
+            settings = host.Host(
                 name=node.name,
                 address=node.address,
                 netmask=self.netmask,
@@ -120,7 +120,7 @@ class Keeper:
                 gid=self.gid,
                 rootless=self.rootless,
             )
-            host.main(about, wait_fd)
+            host.main(settings, wait_fd)
         os.close(wait_fd)
         return pid, go_fd
 
@@ -159,8 +159,8 @@ class Keeper:
 def _connect(connection: socket.socket, request: dict[str, object]) -> None:
     address, port, timeout_s = str(request["address"]), int(str(request["port"])), float(str(request["timeout_s"]))
     try:
-        with socket.create_connection((address, port), timeout=timeout_s) as made:
-            socket.send_fds(connection, [b'{"ok": true}'], [made.fileno()])
+        with socket.create_connection((address, port), timeout=timeout_s) as peer:
+            socket.send_fds(connection, [b'{"ok": true}'], [peer.fileno()])
     except OSError as exc:
         _say(connection, {"error": str(exc), "errno": exc.errno})
 

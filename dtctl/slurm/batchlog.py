@@ -1,4 +1,4 @@
-"""What a job's own log says: the batch script's lines and those of srun. Pure."""
+"""The events in a job's own log: lines of the batch script and of srun. Pure."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """Slurm has ended the job, or dtctl's script gives it back, for this reason."""
+class TakenBack:
+    """Slurm ended the job, or dtctl's script requeued it, for this reason."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
-    """The batch script has ended by itself, and does not want to be started again."""
+class ScriptEnded:
+    """The batch script has exited by itself and is not to be requeued."""
 
     exit_code: int
 
@@ -53,7 +53,7 @@ _WARNED: Final = "dtctl: the time is nearly over"
 _SIGNALS: Final = {signal.strsignal(number): number for number in signal.valid_signals()}
 
 
-def read(line: str) -> Sequence[Start | Ended | Taken | Over]:
+def read(line: str) -> Sequence[Start | Ended | TakenBack | ScriptEnded]:
     """What one line means; nothing for most.
 
     Source of srun's texts: src/srun/libsrun/launch.c and task_state.c of Slurm 22.05.
@@ -61,7 +61,7 @@ def read(line: str) -> Sequence[Start | Ended | Taken | Over]:
     if match := _START.match(line):
         return [Start(int(match[1]))]
     if match := _OVER.match(line):
-        return [Over(int(match[1]))]
+        return [ScriptEnded(int(match[1]))]
     if match := _TASK.match(line):
         code, number, reason = _exit_of(match[3])
         return [Ended(match[1], task, code, number, reason) for task in _numbers(match[2])]
@@ -73,8 +73,8 @@ def read(line: str) -> Sequence[Start | Ended | Taken | Over]:
             "PREEMPTION": "it was preempted",
             "NODE FAILURE": "a node failed",
         }
-        return [Taken(reasons.get(match[1], match[1].lower()))]
-    return [Taken("its time limit was near")] if line.startswith(_WARNED) else []
+        return [TakenBack(reasons.get(match[1], match[1].lower()))]
+    return [TakenBack("its time limit was near")] if line.startswith(_WARNED) else []
 
 
 def _exit_of(text: str) -> tuple[int | None, int | None, str]:

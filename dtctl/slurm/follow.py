@@ -1,8 +1,8 @@
-"""A job that Slurm has, told as a run: its state, its nodes, its workers' output, how it ended.
+"""A Slurm job followed as a run: its state, its nodes, its workers' output, how it ended.
 
-All that is known lies at the machine of Slurm's commands (login_agent.py looks there), so that whoever comes later goes
-on where the last one stopped: what was read of each file is kept in slurm.json, together with the sizes that the copies
-here had then.
+All state lies on the machine that runs Slurm's commands (login_agent.py reads it there), so that a later follower
+continues where the last one stopped: how much of each file was read is saved in slurm.json, together with the sizes of
+the local copies.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RUNNING: Final = frozenset({"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "
 """States in which the job goes on. All others are ends."""
 SETTLE_S: Final = 3.0
 TAKEN_S: Final = 60.0
-"""How long an end is doubted: any, and that of a job that its log says is taken back."""
+"""How long to wait before an end counts as final: any end, and that of a job whose log says that it was requeued."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class JobRef:
 
     job: str
     folder: str
-    """At the machine of Slurm's commands."""
+    """On the machine that runs Slurm's commands."""
     python: str
     """Interpreter there."""
     workers_apart: bool
@@ -60,7 +60,7 @@ class JobRef:
 
 
 class Follower:
-    """Follows one job; each `look` tells what is new since the last."""
+    """Follows one job; each `look` emits what is new since the last."""
 
     def __init__(self, record: RunRecord, ref: JobRef, site: Site, emit: Callable[..., None]) -> None:
         """Go on where the last follower of this run has stopped."""
@@ -86,10 +86,10 @@ class Follower:
     # -- one look ---------------------------------------------------------------------------------------------------
 
     def look(self) -> bool:
-        """Tell what is new; whether there is more to read at once.
+        """Emit what is new; whether there is more to read at once.
 
         Raises:
-            LaunchError: the machine of Slurm's commands does not do its part.
+            LaunchError: the machine that runs Slurm's commands reports an error.
             ConnectError: it cannot be reached.
         """
         request = {"op": "look", "job": self.ref.job, "folder": self.ref.folder, "have": self._offsets}
@@ -159,9 +159,9 @@ class Follower:
             for event in batchlog.read(line):
                 if isinstance(event, batchlog.Start):
                     self._start(event.attempt)
-                elif isinstance(event, batchlog.Over):
+                elif isinstance(event, batchlog.ScriptEnded):
                     self._script_code = event.exit_code
-                elif isinstance(event, batchlog.Taken):
+                elif isinstance(event, batchlog.TakenBack):
                     self.taken_back = self.taken_back or event.reason  # a requeue by the script says so too
                 else:
                     self._on_task_ended(event)
@@ -333,7 +333,7 @@ class Follower:
         return 1 if self._script_code is None else self._script_code
 
     def _without_a_word(self, state: str) -> Failure:
-        """The failure of a job none of whose tasks is known to have failed."""
+        """The failure of a job of which no task is known to have failed."""
         if self._job_log.exists():
             tail = failures.last_lines(self._job_log.read_text(errors="replace"))
             summary = f"job {self.ref.job} ended as {state}" + (f": {self.taken_back}" if self.taken_back else "")

@@ -1,4 +1,4 @@
-"""What is left of a job on its nodes, when Slurm says that it has ended: looked for, never assumed."""
+"""The processes of a job that are left on its nodes when Slurm says that it has ended: counted, never assumed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Left:
     """Processes of a job that are left."""
 
     counts: Mapping[str, int | None]
-    """By node; None where nobody could look."""
+    """By node; None where they could not be counted."""
     evidence: str
-    """How that is known, or why it is not."""
+    """How they were counted, or why they could not be."""
 
     @property
     def total(self) -> int | None:
-        """On all nodes; None if nobody could look at one of them."""
+        """On all nodes; None if they could not be counted on one of them."""
         counted = [count for count in self.counts.values() if count is not None]
         return sum(counted) if len(counted) == len(self.counts) else None
 
@@ -38,7 +38,7 @@ class Left:
 
 
 def look(site: Site, python: str, job: str, state: Mapping[str, Any], nodes: Sequence[str]) -> Left:
-    """Look at the nodes that a job has had, and end what is left there.
+    """Count and end the processes that a job has left on its nodes.
 
     Args:
         site: where Slurm's commands are.

@@ -1,4 +1,4 @@
-"""What is done at the machine that Slurm's commands run on, one request at a time. Stdlib only, Python 3.8.
+"""Runs on the machine that has Slurm's commands, one request at a time. Stdlib only, Python 3.8.
 
 Sent as text; the request is JSON on standard input, the answer JSON on standard output.
 """
@@ -66,7 +66,7 @@ def fill(request: Json) -> Json:
 
 
 def submit(request: Json) -> Json:
-    """Try the batch file and submit it; secrets come with the request, so that no argument list shows them."""
+    """Test the batch file and submit it; secrets come with the request, so that no argument list shows them."""
     env = {**os.environ, **request["env"]}
     file = os.path.join(request["folder"], "job.sbatch")
     # First only to try: Slurm takes a job that can never start, for more nodes than there are, and lets it wait.
@@ -78,13 +78,13 @@ def submit(request: Json) -> Json:
 
 
 def test(request: Json) -> Json:
-    """What Slurm thinks of a batch file that nobody has written yet."""
+    """Slurm's opinion of a batch file that was not written to disk."""
     done = run("sbatch", "--test-only", text=request["text"])
     return {"code": done.returncode, "said": done.stderr}
 
 
 def look(request: Json) -> Json:
-    """How the job is, and what its files hold beyond what the asker has."""
+    """How the job is, and what its files hold beyond what the requester has."""
     job = state(request["job"])
     return {"job": job, "files": news(request["folder"], request["have"])}
 
@@ -104,7 +104,7 @@ def state(job: str) -> Json:
         if lists and "(null)" not in lists:
             fields["nodes"] = run("scontrol", "show", "hostnames", ",".join(lists)).stdout.split()
         fields["ids"] = re.findall(r"(?:^|\n)JobId=(\d+)", done.stdout)
-        # Slurm writes the time of its own machine; the asker's clock may have another zone.
+        # Slurm writes its own machine's local time; the requester may be in another time zone.
         fields["start"], fields["end"] = moment(fields.get("StartTime", "")), moment(fields.get("EndTime", ""))
         return fields
     if "Invalid job id" not in done.stderr:

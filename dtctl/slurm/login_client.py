@@ -12,7 +12,7 @@ from dtctl.launch.gang import PUSH_SILENCE_S
 from dtctl.launch.link import SilenceLimit, open_supervisor
 from dtctl.launch.messages import InvalidMessage
 from dtctl.slurm import answers
-from dtctl.slurm.site import Site, There
+from dtctl.slurm.site import LoginSite, Site
 
 _AGENT: Final = Path(__file__).with_name("login_agent.py")
 
@@ -50,7 +50,7 @@ def missing(site: Site) -> LaunchError:
     return LaunchError(f"there is no sbatch on {site.name}", where="cluster.login", hint=hint)
 
 
-def push(site: There, code: CodePush, *, python: str, workdir: str) -> str:
+def push(site: LoginSite, code: CodePush, *, python: str, workdir: str) -> str:
     """Bring the code to a login node, as a launch over SSH brings it to each node; the folder there.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a cluster offers beside what a spec asks for: found before a job is submitted, and named by the key of the spec.
+"""What a spec requests and the cluster does not offer: checked before a job is submitted, and named by the spec's key.
 
 Slurm itself takes many jobs that can never start and lets them wait. Pure; login_agent.py asks Slurm.
 """
@@ -13,14 +13,14 @@ from typing import Any, Final
 from dtctl.spec.model import Slurm
 
 CHECKS: Final = ("partition", "account", "time-limit", "requeue", "job-nodes", "gres", "features", "submit")
-"""What is looked at before a job is submitted; the last is Slurm's own opinion (`sbatch --test-only`)."""
+"""What is checked before a job is submitted; the last is Slurm's own opinion (`sbatch --test-only`)."""
 _GONE: Final = re.compile(r"down|drain|fail|not_resp|maint|unk", re.IGNORECASE)
 _UNLIMITED: Final = ("UNLIMITED", "INFINITE", "NONE", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lack:
-    """Something asked for that the cluster does not have."""
+    """Something that the spec requests and the cluster does not have."""
 
     check: str
     key: str

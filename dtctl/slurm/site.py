@@ -49,12 +49,12 @@ class Site(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the machine."""
+        """Close the connection to the machine."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class LocalSite:
     """This machine."""
 
     env: Mapping[str, str] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Here:
         """See `Site`."""
 
 
-class There:
+class LoginSite:
     """A login node; the connection is made again when it was lost."""
 
     def __init__(self, target: Target, transport: Transport) -> None:
@@ -155,9 +155,9 @@ def site_of(spec: Spec) -> Site:
     trust.check(spec)  # whoever asks Slurm gives it the spec's job, or reads a configuration that could run commands
     login = spec.cluster.login
     if login is None:
-        return Here()
+        return LocalSite()
     if login == SANDBOX:
-        return Here(_sandbox_env(), name="the sandbox")
+        return LocalSite(_sandbox_env(), name="the sandbox")
     from dtctl.launch.cluster import ssh_transport
 
     cluster = spec.cluster
@@ -171,7 +171,7 @@ def site_of(spec: Spec) -> Site:
         ssh_config=str(cluster.ssh_config) if cluster.ssh_config else None,
         connect_timeout_s=cluster.connect_timeout_s,
     )
-    return There(target, ssh_transport([target]))
+    return LoginSite(target, ssh_transport([target]))
 
 
 def _sandbox_env() -> dict[str, str]:

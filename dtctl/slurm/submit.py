@@ -1,4 +1,4 @@
-"""Giving a job to Slurm: its folder, a copy of the code, the batch file, the submission."""
+"""Submitting a job to Slurm: its folder, a copy of the code, the batch file, the submission."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dtctl.launch.tree import Tree
 from dtctl.slurm import batch, login_client
 from dtctl.slurm.follow import JOB_LOG, JobRef
 from dtctl.slurm.partition_checks import lacks
-from dtctl.slurm.site import Site, There
+from dtctl.slurm.site import LoginSite, Site
 from dtctl.spec.load import dump_spec
 from dtctl.spec.model import Slurm, Spec
 
@@ -30,7 +30,7 @@ BATCH_FILE = "job.sbatch"
 
 def python_at(spec: Spec, site: Site) -> str:
     """The interpreter for dtctl's own small programs there."""
-    return (spec.cluster.python or "python3") if isinstance(site, There) else sys.executable
+    return (spec.cluster.python or "python3") if isinstance(site, LoginSite) else sys.executable
 
 
 def submit(
@@ -61,7 +61,7 @@ def submit(
         check_program_files(spec, code.tree)
     python = python_at(spec, site)
     check_offer(spec, len(plan.nodes), login_client.ask(site, python, {"op": "offer"}))
-    workdir = spec.cluster.workdir if isinstance(site, There) else str(state_folder(spec.base_dir, "slurm").parent)
+    workdir = spec.cluster.workdir if isinstance(site, LoginSite) else str(state_folder(spec.base_dir, "slurm").parent)
     folder = Path(login_client.ask(site, python, {"op": "place", "workdir": workdir, "run": run})["folder"])
     pushed = _bring(site, code, folder, python=python, workdir=workdir)
     text = batch.text(
@@ -120,7 +120,7 @@ def _bring(site: Site, code: CodePush | None, folder: Path, *, python: str, work
     """Bring the code; the folder there that is to be copied into the run's, empty if it is in that already."""
     if code is None:
         return ""
-    if isinstance(site, There):
+    if isinstance(site, LoginSite):
         return login_client.push(site, code, python=python, workdir=workdir)
     try:
         _copy(code.tree, folder / "code")

@@ -137,8 +137,8 @@ class _Push:
                 path = self._make(files, seal)
             finally:
                 _remove_part(self.partial_path)
-        told = {"digest": self.tree, "files": len(files), "bytes": sum(file[2] for file in files)}
-        self.link.send_json({"op": "push", "state": "done", "path": path, **told})
+        summary = {"digest": self.tree, "files": len(files), "bytes": sum(file[2] for file in files)}
+        self.link.send_json({"op": "push", "state": "done", "path": path, **summary})
         return path
 
     def _lock(self, kind: int) -> _Lock:

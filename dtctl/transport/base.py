@@ -55,7 +55,7 @@ class ByteStream(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the command; the far end sees end of file. Safe to call twice."""
+        """Close the stream; the far end sees end of file. Safe to call twice."""
         ...
 
 

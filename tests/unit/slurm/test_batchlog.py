@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from dtctl.slurm.batchlog import Ended, Over, Start, Taken, read
+from dtctl.slurm.batchlog import Ended, ScriptEnded, Start, TakenBack, read
 
 
 @pytest.mark.parametrize(
     ("line", "meaning"),
     [
         ("dtctl: run a-1, start 2 on node[1-2], rendezvous 10.0.0.1:25000", [Start(2)]),
-        ("dtctl: ended with exit code 75", [Over(75)]),
+        ("dtctl: ended with exit code 75", [ScriptEnded(75)]),
         ("srun: error: node2: task 3: Exited with exit code 3", [Ended("node2", 3, 3, None)]),
         ("srun: error: node2: task 3: Exited with exit code 139", [Ended("node2", 3, 139, 11)]),
         ("srun: error: node1: tasks 0-1,4: Killed", [Ended("node1", task, 137, 9) for task in (0, 1, 4)]),
@@ -20,10 +20,10 @@ from dtctl.slurm.batchlog import Ended, Over, Start, Taken, read
          [Ended("node1", 0, 137, 9, "it used more memory than the job requested")]),
         ("srun: error: Node failure on node2", [Ended("node2", None, None, None)]),
         ("slurmstepd: error: *** JOB 5 ON node1 CANCELLED AT 2026-11-21T12:00:00 DUE TO PREEMPTION ***",
-         [Taken("it was preempted")]),
+         [TakenBack("it was preempted")]),
         ("slurmstepd: error: *** JOB 5 ON node1 CANCELLED AT 2026-11-21T12:00:00 DUE TO TIME LIMIT ***",
-         [Taken("its time limit was reached")]),
-        ("dtctl: the time is nearly over, the workers save", [Taken("its time limit was near")]),
+         [TakenBack("its time limit was reached")]),
+        ("dtctl: the time is nearly over, the workers save", [TakenBack("its time limit was near")]),
         ("srun: Job step aborted: Waiting up to 7 seconds for job step to finish.", []),
         ("what a setup line prints", []),
     ],
