@@ -75,10 +75,10 @@ def make_private(path: str) -> None:
 
 
 def _check_owner(path: str, info: os.stat_result) -> None:
-    own = os.geteuid()
-    if info.st_uid not in (own, 0):  # root may do anything anyway
-        fix = "sudo chown -R %d %s" % (own, _quoted(path))
-        raise Foreign("it belongs to user %d, not to %d" % (info.st_uid, own), path, fix)
+    uid = os.geteuid()
+    if info.st_uid not in (uid, 0):  # root may do anything anyway
+        fix = "sudo chown -R %d %s" % (uid, _quoted(path))
+        raise Foreign("it belongs to user %d, not to %d" % (info.st_uid, uid), path, fix)
 
 
 def _own_group(gid: int) -> bool:
@@ -236,14 +236,14 @@ def remove_tree(path: str) -> list[str]:
     except OSError:
         return [path]
     try:
-        left: list[str] = []
-        _remove(parent, name, path, mount_of(parent), left)
-        return left
+        unremoved: list[str] = []
+        _remove(parent, name, path, mount_of(parent), unremoved)
+        return unremoved
     finally:
         os.close(parent)
 
 
-def _remove(parent: int, name: str, path: str, mount: object, left: list[str]) -> None:
+def _remove(parent: int, name: str, path: str, mount: object, unremoved: list[str]) -> None:
     try:
         if not stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
             os.unlink(name, dir_fd=parent)
@@ -252,16 +252,16 @@ def _remove(parent: int, name: str, path: str, mount: object, left: list[str]) -
     except FileNotFoundError:
         return  # somebody else removes the same
     except OSError:
-        left.append(path)
+        unremoved.append(path)
         return
     try:
         if mount_of(folder) != mount:
-            left.append(path)
+            unremoved.append(path)
             return
         for entry in os.listdir(folder):
-            _remove(folder, entry, os.path.join(path, entry), mount, left)
+            _remove(folder, entry, os.path.join(path, entry), mount, unremoved)
     except (OSError, RecursionError):
-        left.append(path)
+        unremoved.append(path)
         return
     finally:
         os.close(folder)
@@ -270,7 +270,7 @@ def _remove(parent: int, name: str, path: str, mount: object, left: list[str]) -
     except FileNotFoundError:
         pass
     except OSError:
-        left.append(path)
+        unremoved.append(path)
 
 
 def mount_of(fd: int) -> object:

@@ -30,74 +30,76 @@ def advise(task: Task) -> Advice:
     Raises:
         UsageError: no way exists, as with a batch that no number of workers divides.
     """
-    found = choices(task)
-    if not found:
+    choices_found = choices(task)
+    if not choices_found:
         raise UsageError(
             f"a batch of {task.global_batch} cannot be divided over {task.hardware.gpus} GPUs",
             hint="a multiple of the number of GPUs always can",
         )
-    order = families(ranked(found))
-    best, others = order[0], tuple(order[1:])
-    return Advice(best=best, others=others, reasons=tuple(_reasons(task, best, others)), tried=len(found))
+    order = families(ranked(choices_found))
+    best, alternatives = order[0], tuple(order[1:])
+    return Advice(
+        best=best, others=alternatives, reasons=tuple(_reasons(task, best, alternatives)), tried=len(choices_found)
+    )
 
 
-def _reasons(task: Task, best: Choice, others: tuple[Choice, ...]) -> list[str]:
+def _reasons(task: Task, best: Choice, alternatives: tuple[Choice, ...]) -> list[str]:
     """Why this one: figures, not names."""
-    said = []
+    reasons = []
     memory, speed, layout = best.memory, best.speed, best.layout
-    room = best.budget / GIB
+    budget_gib = best.budget / GIB
     if not best.fits:
-        said.append(
-            f"nothing fits: the nearest needs {memory.total / GIB:.1f} GiB of the {room:.1f} that can be used, "
+        reasons.append(
+            f"nothing fits: the nearest needs {memory.total / GIB:.1f} GiB of the {budget_gib:.1f} that can be used, "
             f"{best.short / GIB:.1f} too many"
         )
-        said.append(_what_helps(task, best))
-        return said
-    said.append(f"needs {memory.total / GIB:.1f} GiB of the {room:.1f} that can be used on each GPU")
-    said.append(_batch(task, layout))
-    simple = next((one for one in others if one.strategy == "ddp"), None)
+        reasons.append(_what_helps(task, best))
+        return reasons
+    reasons.append(f"needs {memory.total / GIB:.1f} GiB of the {budget_gib:.1f} that can be used on each GPU")
+    reasons.append(_batch(task, layout))
+    simple = next((choice for choice in alternatives if choice.strategy == "ddp"), None)
     if simple is not None and best.strategy != "ddp":
         if simple.fits:
             gain = speed.tokens_per_s_per_gpu / simple.speed.tokens_per_s_per_gpu - 1
-            said.append(f"{gain:.0%} faster than plain ddp, which fits too")
+            reasons.append(f"{gain:.0%} faster than plain ddp, which fits too")
         else:
-            said.append(
+            reasons.append(
                 f"plain ddp lacks {simple.short / GIB:.1f} GiB: its states alone are "
                 f"{simple.memory.states / GIB:.1f} GiB"
             )
     if speed.exchange_s > 0:
         hidden = 1 - speed.exposed_s / speed.exchange_s
-        said.append(
+        reasons.append(
             f"exchange takes {speed.exchange_s:.3g} s of a step of {speed.step_s:.3g} s, and {max(0.0, hidden):.0%} of "
             "it hides behind computation"
         )
     if layout.recompute != "none":
-        said.append(f"{layout.recompute} recomputation makes room for a micro batch of {layout.micro_batch}")
+        reasons.append(f"{layout.recompute} recomputation makes room for a micro batch of {layout.micro_batch}")
     if layout.pp > 1:
-        said.append(f"the pipeline waits {speed.bubble_s / speed.step_s:.0%} of a step")
-    second = others[0] if others else None
+        reasons.append(f"the pipeline waits {speed.bubble_s / speed.step_s:.0%} of a step")
+    second = alternatives[0] if alternatives else None
     if second is not None and second.fits:
         less = 1 - second.speed.tokens_per_s_per_gpu / speed.tokens_per_s_per_gpu
-        told = f"{less:.0%} slower" if less > 0.005 else "as fast, and has more to set up"
-        said.append(f"the runner-up is {described(second)}: {told}")
+        comparison = f"{less:.0%} slower" if less > 0.005 else "as fast, and has more to set up"
+        reasons.append(f"the runner-up is {described(second)}: {comparison}")
     elif second is not None:
-        said.append(f"nothing else fits; {described(second)} lacks {second.short / GIB:.1f} GiB")
-    return said
+        reasons.append(f"nothing else fits; {described(second)} lacks {second.short / GIB:.1f} GiB")
+    return reasons
 
 
 def _batch(task: Task, layout: Layout) -> str:
     """The samples of a step, and what they shut out."""
     samples = layout.micro_batch * layout.accumulate * layout.data
-    made = f"micro batch {layout.micro_batch} x {layout.accumulate} accumulated x {layout.data} replicas"
+    arithmetic = f"micro batch {layout.micro_batch} x {layout.accumulate} accumulated x {layout.data} replicas"
     if task.global_batch is None:
-        return f"{samples} samples a step ({made}), since none were asked for; --batch sets them"
+        return f"{samples} samples per step ({arithmetic}), since none were asked for; --batch sets them"
     gpus = task.hardware.gpus
     if task.global_batch % gpus:
         return (
-            f"{samples} samples a step ({made}): that is no multiple of {gpus} GPUs, so not every GPU can have samples "
-            f"of its own; --batch {-(-samples // gpus) * gpus} would let ddp and fsdp over all GPUs in"
+            f"{samples} samples per step ({arithmetic}): not a multiple of {gpus} GPUs, so not every GPU can have "
+            f"its own samples; --batch {-(-samples // gpus) * gpus} would also allow ddp and fsdp over all GPUs"
         )
-    return f"{samples} samples a step ({made})"
+    return f"{samples} samples per step ({arithmetic})"
 
 
 def _what_helps(task: Task, best: Choice) -> str:
@@ -178,16 +180,16 @@ def settings(task: Task, choice: Choice) -> dict[str, Any]:
     layout = choice.layout
     if layout.cp > 1 or layout.ep > 1:
         raise UsageError("dtctl.runtime has neither cp nor ep, so this cannot be written", hint="leave out --beyond")
-    found: dict[str, Any] = {"strategy": choice.strategy}
+    values: dict[str, Any] = {"strategy": choice.strategy}
     if choice.strategy in ("mesh", "hsdp"):
         degrees = {name: getattr(layout, name) for name in ("dp", "fsdp", "tp", "pp")}
-        found["strategy"] = {name: degree for name, degree in degrees.items() if degree > 1}
-    found["precision"] = layout.precision
-    found["micro_batch"] = layout.micro_batch
-    found["accumulate"] = layout.accumulate
-    found["checkpointing"] = layout.recompute
+        values["strategy"] = {name: degree for name, degree in degrees.items() if degree > 1}
+    values["precision"] = layout.precision
+    values["micro_batch"] = layout.micro_batch
+    values["accumulate"] = layout.accumulate
+    values["checkpointing"] = layout.recompute
     if task.compiled:
-        found["compile"] = True
+        values["compile"] = True
     if layout.offload:
-        found["fsdp"] = {"cpu_offload": True}
-    return found
+        values["fsdp"] = {"cpu_offload": True}
+    return values

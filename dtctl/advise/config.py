@@ -133,8 +133,8 @@ def from_config(data: Mapping[str, Any], *, source: str, seq: int | None, name: 
     data = inner if isinstance(inner, Mapping) else data
     kind = str(data.get("model_type") or outer.get("model_type") or "")
     family = _family(kind, data, source)
-    found = {key: value for key in _KEYS if (value := _whole(data, _KEYS[key], source)) is not None}
-    missing = [key for key in _NEEDED if key not in found]
+    values = {key: value for key in _KEYS if (value := _integer(data, _KEYS[key], source)) is not None}
+    missing = [key for key in _NEEDED if key not in values]
     if missing:
         raise UsageError(
             f"{' and '.join(missing)} cannot be found", where=source,
@@ -142,31 +142,31 @@ def from_config(data: Mapping[str, Any], *, source: str, seq: int | None, name: 
         )  # fmt: skip
     doubts = [f"{part}: what is not for text is not counted"
               for part in ("vision_config", "audio_config") if outer.get(part)]  # fmt: skip
-    doubts += _fill(found, family, known=bool(kind))
+    doubts += _fill(values, family, family_known=bool(kind))
     gated = family.gated or str(data.get("feed_forward_proj", "")).startswith("gated")
     tied = outer.get("tie_word_embeddings", data.get("tie_word_embeddings", family.tied))
     if family.pair:
         doubts.append("an encoder and a decoder: as many tokens go into the one as into the other")
-    decoder = found.get("decoder", found["layers"]) if family.pair else 0
+    decoder = values.get("decoder", values["layers"]) if family.pair else 0
     shape = Shape(
         name=name or kind or source,
-        layers=found["layers"] + decoder,
-        hidden=found["hidden"],
-        heads=found["heads"],
-        kv_heads=_kv_heads(data, found, family, kind),
-        vocab=found["vocab"],
-        seq=seq or min(found.get("seq", 2048), LONGEST),
-        head_dim=found.get("head_dim") or found["hidden"] / max(1, found["heads"]),
-        ffn=found["ffn"],
+        layers=values["layers"] + decoder,
+        hidden=values["hidden"],
+        heads=values["heads"],
+        kv_heads=_kv_heads(data, values, family, kind),
+        vocab=values["vocab"],
+        seq=seq or min(values.get("seq", 2048), LONGEST),
+        head_dim=values.get("head_dim") or values["hidden"] / max(1, values["heads"]),
+        ffn=values["ffn"],
         gated=gated,
         tied=family.tied if tied is None else bool(tied),
         cross=decoder,
         latent=_latent(data, source),
         norms=family.norms,
-        positions=family.positions * found.get("seq", 0),
-        embed=_embed(data, found, source),
+        positions=family.positions * values.get("seq", 0),
+        embed=_embed(data, values, source),
     )
-    return model_of(_with_experts(shape, data, found, source), doubts=tuple(doubts))
+    return model_of(_with_experts(shape, data, values, source), doubts=tuple(doubts))
 
 
 def _family(kind: str, data: Mapping[str, Any], source: str) -> Family:
@@ -182,7 +182,7 @@ def _family(kind: str, data: Mapping[str, Any], source: str) -> Family:
     return FAMILIES[kind]
 
 
-def _whole(data: Mapping[str, Any], names: tuple[str, ...], source: str) -> int | None:
+def _integer(data: Mapping[str, Any], names: tuple[str, ...], source: str) -> int | None:
     """The first of the names that has a value: a whole number."""
     for name in names:
         value = data.get(name)
@@ -196,69 +196,69 @@ def _whole(data: Mapping[str, Any], names: tuple[str, ...], source: str) -> int 
     return None
 
 
-def _fill(found: dict[str, int], family: Family, *, known: bool) -> list[str]:
+def _fill(values: dict[str, int], family: Family, *, family_known: bool) -> list[str]:
     """Put in what the config does not say; what is a guess is told, where the family should have said it."""
     guesses = {
-        "heads": family.heads or max(1, found["hidden"] // 128),
-        "ffn": 4 * found["hidden"],
+        "heads": family.heads or max(1, values["hidden"] // 128),
+        "ffn": 4 * values["hidden"],
         "vocab": family.vocab or 50257,
     }
     sure = {"heads": bool(family.heads), "ffn": family.wide, "vocab": bool(family.vocab)}
-    told = [f"{_KEYS[key][0]} is not said: taken as {guess}"
-            for key, guess in guesses.items() if key not in found and not (sure[key] and known)]  # fmt: skip
-    found.update({key: guess for key, guess in guesses.items() if key not in found})
-    if family.head_dim and "head_dim" not in found:
-        found["head_dim"] = family.head_dim
-    return told
+    notes = [f"{_KEYS[key][0]} is not said: taken as {guess}"
+            for key, guess in guesses.items() if key not in values and not (sure[key] and family_known)]  # fmt: skip
+    values.update({key: guess for key, guess in guesses.items() if key not in values})
+    if family.head_dim and "head_dim" not in values:
+        values["head_dim"] = family.head_dim
+    return notes
 
 
-def _kv_heads(data: Mapping[str, Any], found: Mapping[str, int], family: Family, kind: str) -> int:
+def _kv_heads(data: Mapping[str, Any], values: Mapping[str, int], family: Family, kind: str) -> int:
     if kind == "falcon":  # num_kv_heads counts in the new architecture only
         if data.get("new_decoder_architecture"):
-            return int(data.get("num_kv_heads") or found["heads"])
-        return 1 if data.get("multi_query", True) else found["heads"]
-    return found.get("kv_heads") or (family.kv_heads if family.kv_heads <= found["heads"] else 0) or found["heads"]
+            return int(data.get("num_kv_heads") or values["heads"])
+        return 1 if data.get("multi_query", True) else values["heads"]
+    return values.get("kv_heads") or (family.kv_heads if family.kv_heads <= values["heads"] else 0) or values["heads"]
 
 
 def _latent(data: Mapping[str, Any], source: str) -> Latent | None:
-    rank = _whole(data, ("kv_lora_rank",), source)
+    rank = _integer(data, ("kv_lora_rank",), source)
     if not rank:
         return None
-    value = _whole(data, ("v_head_dim",), source) or 128
+    value = _integer(data, ("v_head_dim",), source) or 128
     return Latent(
-        query_rank=_whole(data, ("q_lora_rank",), source) or 0,
+        query_rank=_integer(data, ("q_lora_rank",), source) or 0,
         rank=rank,
-        rope=_whole(data, ("qk_rope_head_dim",), source) or 64,
-        nope=_whole(data, ("qk_nope_head_dim",), source) or value,
+        rope=_integer(data, ("qk_rope_head_dim",), source) or 64,
+        nope=_integer(data, ("qk_nope_head_dim",), source) or value,
         value=value,
     )
 
 
-def _embed(data: Mapping[str, Any], found: Mapping[str, int], source: str) -> int:
+def _embed(data: Mapping[str, Any], values: Mapping[str, int], source: str) -> int:
     """Width of the embeddings where it is not the model's (OPT 350M)."""
-    width = _whole(data, ("word_embed_proj_dim",), source) or found["hidden"]
-    return 0 if width == found["hidden"] else width
+    width = _integer(data, ("word_embed_proj_dim",), source) or values["hidden"]
+    return 0 if width == values["hidden"] else width
 
 
-def _with_experts(shape: Shape, data: Mapping[str, Any], found: Mapping[str, int], source: str) -> Shape:
+def _with_experts(shape: Shape, data: Mapping[str, Any], values: Mapping[str, int], source: str) -> Shape:
     """The shape with its experts, and with the number of blocks that have none."""
-    experts = found.get("experts", 1)
+    experts = values.get("experts", 1)
     if experts <= 1:
         return shape
-    inner = found.get("expert_ffn") or shape.ffn
-    shared = _whole(data, ("shared_expert_intermediate_size",), source)
-    first = _whole(data, ("first_k_dense_replace",), source) or 0
-    every = _whole(data, ("moe_layer_freq",), source) or 1
-    step = _whole(data, ("decoder_sparse_step",), source) or 1
+    inner = values.get("expert_ffn") or shape.ffn
+    shared = _integer(data, ("shared_expert_intermediate_size",), source)
+    first = _integer(data, ("first_k_dense_replace",), source) or 0
+    interval = _integer(data, ("moe_layer_freq",), source) or 1
+    step = _integer(data, ("decoder_sparse_step",), source) or 1
     only = data.get("mlp_only_layers")
     without = {number for number in only if isinstance(number, int)} if isinstance(only, list) else set()
     dense = [number for number in range(min(shape.layers, MOST_BLOCKS))
-             if number < first or number % every or (number + 1) % step or number in without]  # fmt: skip
+             if number < first or number % interval or (number + 1) % step or number in without]  # fmt: skip
     return replace(
         shape,
         experts=experts,
-        experts_used=found.get("experts_used", min(2, experts)),
+        experts_used=values.get("experts_used", min(2, experts)),
         expert_ffn=inner,
-        shared_ffn=shared or (_whole(data, ("n_shared_experts",), source) or 0) * inner,
+        shared_ffn=shared or (_integer(data, ("n_shared_experts",), source) or 0) * inner,
         dense=len(dense),
     )

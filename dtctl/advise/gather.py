@@ -94,14 +94,14 @@ def task(options: AdviseOptions, spec: Spec | None) -> Task:
 def _hardware(options: AdviseOptions, spec: Spec | None) -> Hardware:
     nodes = resolve_nodes(spec) if spec is not None else ()
     slots = [node.slots for node in nodes]
-    known = [one for one in slots if isinstance(one, int)]
-    per_node = options.per_node or (max(known) if known else None)
+    counts = [slot_count for slot_count in slots if isinstance(slot_count, int)]
+    per_node = options.per_node or (max(counts) if counts else None)
     if options.gpus is not None:
         gpus = options.gpus
         per_node = min(per_node or 8, gpus)
     elif nodes:
         per_node = per_node or 8  # `auto` is known on the nodes only
-        gpus = sum(one if isinstance(one, int) else per_node for one in slots)
+        gpus = sum(slot_count if isinstance(slot_count, int) else per_node for slot_count in slots)
     else:
         raise UsageError("how many GPUs are there?", hint="--gpus 16 --gpus-per-node 8, or a spec")
     if gpus > MOST_GPUS:
@@ -119,8 +119,8 @@ def _model(options: AdviseOptions, spec: Spec | None) -> Model:
         return read_config(options.config, seq=options.seq)
     if options.module is not None:
         python = spec.cluster.python if spec is not None and spec.cluster.transport in ("local", "sandbox") else None
-        found = inspected(options.module, seq=options.seq or 1024, python=python or sys.executable)
-        return from_inspection(found, name=options.module)
+        inspection = inspected(options.module, seq=options.seq or 1024, python=python or sys.executable)
+        return from_inspection(inspection, name=options.module)
     if options.layers is not None and options.hidden is not None:
         return transformer(
             layers=options.layers,
@@ -164,10 +164,10 @@ def inspected(name: str, *, seq: int, python: str) -> dict[str, Any]:
         UsageError: the model cannot be built, with what torch says about it.
     """
     root = str(Path(dtctl.__file__).resolve().parent.parent)
-    path = os.pathsep.join(one for one in (root, os.environ.get("PYTHONPATH")) if one)
+    path = os.pathsep.join(entry for entry in (root, os.environ.get("PYTHONPATH")) if entry)
     argv = children.module(python, "dtctl.advise.inspect", name, str(seq), last="")
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             argv, capture_output=True, text=True, timeout=INSPECT_S, check=False, env={**os.environ, "PYTHONPATH": path}
         )
     except OSError as exc:
@@ -176,12 +176,12 @@ def inspected(name: str, *, seq: int, python: str) -> dict[str, Any]:
         ) from exc
     except subprocess.TimeoutExpired as exc:
         raise UsageError(f"{name} is not built after {INSPECT_S:.0f} s") from exc
-    lines = done.stdout.strip().splitlines()
+    lines = completed.stdout.strip().splitlines()
     try:
-        found: dict[str, Any] = json.loads(lines[-1])
+        figures: dict[str, Any] = json.loads(lines[-1])
     except (IndexError, ValueError):
-        last = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        last = (completed.stderr.strip().splitlines() or ["it says nothing"])[-1]
         raise UsageError(f"{name} cannot be looked at: {last}", hint=f"{python} needs torch") from None
-    if "error" in found:
-        raise UsageError(str(found["error"]))
-    return found
+    if "error" in figures:
+        raise UsageError(str(figures["error"]))
+    return figures

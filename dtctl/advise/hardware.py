@@ -71,13 +71,13 @@ def gpu(name: str, memory_gib: float | None = None) -> Gpu:
     Raises:
         UsageError: it is not known.
     """
-    known = {one.casefold(): value for one, value in gpus().items()}
-    found = known.get(name.casefold().replace(" ", "-"))
-    if found is None:
+    by_name = {model_name.casefold(): value for model_name, value in gpus().items()}
+    match = by_name.get(name.casefold().replace(" ", "-"))
+    if match is None:
         raise UsageError(
             f"GPU {name} is not known", hint=f"there are {', '.join(gpus())}; take the nearest, with --gpu-memory"
         )
-    return replace(found, memory=memory_gib) if memory_gib is not None else found
+    return replace(match, memory=memory_gib) if memory_gib is not None else match
 
 
 def network(text: str) -> float:

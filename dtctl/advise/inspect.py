@@ -31,22 +31,26 @@ def load(name: str) -> Callable[[], Any]:
         raise ValueError(f"{name} is not MODULE:FACTORY")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        found: Any = importlib.import_module(module)
+        imported: Any = importlib.import_module(module)
     except ImportError as exc:
         raise ValueError(f"module {module} cannot be imported: {exc}") from exc
     for part in attribute.split("."):
-        if not hasattr(found, part):
+        if not hasattr(imported, part):
             raise ValueError(f"module {module} has no {attribute}")
-        found = getattr(found, part)
-    if not callable(found):
+        imported = getattr(imported, part)
+    if not callable(imported):
         raise ValueError(f"{name} is not a function or class")
-    return found  # type: ignore[no-any-return]
+    return imported  # type: ignore[no-any-return]
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks: the ModuleList or Sequential with the most parameters that has more than one member."""
-    lists = [one for one in model.modules() if isinstance(one, nn.ModuleList | nn.Sequential) and len(one) > 1]
-    best = max(lists, key=lambda one: sum(p.numel() for p in one.parameters()), default=None)
+    lists = [
+        submodule
+        for submodule in model.modules()
+        if isinstance(submodule, nn.ModuleList | nn.Sequential) and len(submodule) > 1
+    ]
+    best = max(lists, key=lambda submodule: sum(p.numel() for p in submodule.parameters()), default=None)
     return list(best) if best is not None else [model]
 
 
@@ -61,15 +65,15 @@ def figures(built: Any, seq: int) -> dict[str, Any]:
         raise ValueError(f"the factory returns {type(model).__name__}, and not a model")
     if inputs is None:
         inputs = (torch.zeros(1, seq, dtype=torch.int64, device="meta"),)
-    found = blocks(model)
+    block_list = blocks(model)
     try:
-        seen = look.forward(model, found, lambda: model(*inputs), samples=1)
+        measured = look.forward(model, block_list, lambda: model(*inputs), samples=1)
     except Exception as exc:
         raise ValueError(
             f"the forward pass cannot be run on the meta device: {type(exc).__name__}: {exc}; a factory that returns "
             "(model, inputs) says what it takes"
         ) from exc
-    return look.sizes(model, found) | seen | {"seq": seq if seen["vocab"] else 1}
+    return look.sizes(model, block_list) | measured | {"seq": seq if measured["vocab"] else 1}
 
 
 def main(argv: list[str]) -> int:
@@ -81,11 +85,11 @@ def main(argv: list[str]) -> int:
                 built = factory()
         except Exception as exc:
             raise ValueError(f"the model cannot be built on the meta device: {type(exc).__name__}: {exc}") from exc
-        found = figures(built, int(argv[1]) if len(argv) > 1 else 1024)
+        result = figures(built, int(argv[1]) if len(argv) > 1 else 1024)
     except ValueError as exc:
         print(json.dumps({"error": str(exc)}))  # noqa: T201 - this is the answer
         return 1
-    print(json.dumps(found))  # noqa: T201
+    print(json.dumps(result))  # noqa: T201
     return 0
 
 

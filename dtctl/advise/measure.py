@@ -79,8 +79,8 @@ def measure(
         "vocab": model.vocab,
         "tied": model.tied,
     }
-    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 0.7
-    if need.tensors * workers > room:
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 0.7
+    if need.tensors * workers > memory_bytes:
         raise UsageError(
             f"{workers} workers need {need.tensors * workers / 2**30:.1f} GiB, and this machine has no room for that",
             hint="measure a model with fewer blocks: memory grows with their number",
@@ -104,7 +104,7 @@ def track(settings: dict[str, Any], python: str) -> tuple[float | None, str | No
     """Bytes by torch's tracker, or why there are none; its tools are not part of what torch promises to keep."""
     argv = children.module(python, "dtctl.advise.track", json.dumps(settings), last=str(Path.cwd()))
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             argv,
             capture_output=True,
             text=True,
@@ -112,12 +112,12 @@ def track(settings: dict[str, Any], python: str) -> tuple[float | None, str | No
             check=False,
             env={**os.environ, "PYTHONPATH": _path()},
         )
-        found = json.loads((done.stdout.strip().splitlines() or [""])[-1])
+        result = json.loads((completed.stdout.strip().splitlines() or [""])[-1])
     except subprocess.TimeoutExpired:
         return None, f"it takes more than {LIMIT_S:.0f} s"
     except ValueError:
-        return None, (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
-    return (float(found["peak"]), None) if "peak" in found else (None, str(found["error"]))
+        return None, (completed.stderr.strip().splitlines() or ["it says nothing"])[-1]
+    return (float(result["peak"]), None) if "peak" in result else (None, str(result["error"]))
 
 
 def _peak(settings: dict[str, Any], workers: int, python: str) -> float:
@@ -130,13 +130,13 @@ def _peak(settings: dict[str, Any], workers: int, python: str) -> float:
 def _path() -> str:
     """Where a worker finds dtctl."""
     root = str(Path(dtctl.__file__).resolve().parent.parent)
-    return os.pathsep.join(one for one in (root, os.environ.get("PYTHONPATH")) if one)
+    return os.pathsep.join(entry for entry in (root, os.environ.get("PYTHONPATH")) if entry)
 
 
 def _run(settings: dict[str, Any], workers: int, python: str, folder: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
     common = {
         **os.environ, "PYTHONPATH": _path(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers), "OMP_NUM_THREADS": "1",
@@ -145,9 +145,9 @@ def _run(settings: dict[str, Any], workers: int, python: str, folder: Path) -> N
     argv = children.module(python, "dtctl.advise.trial", json.dumps(settings), last=str(Path.cwd()))
     running = []
     for rank in range(workers):
-        own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+        env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
         with (folder / f"{rank}.log").open("wb") as log:
-            running.append(subprocess.Popen(argv, cwd=folder, env=own, stdout=log, stderr=subprocess.STDOUT))
+            running.append(subprocess.Popen(argv, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT))
     try:
         for rank, process in enumerate(running):
             if process.wait(timeout=LIMIT_S):

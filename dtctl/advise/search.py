@@ -63,8 +63,8 @@ class Choice:
             return "single"
         if axes == ["dp"]:
             return "zero1" if layout.zero1 else "ddp"
-        named = {("fsdp",): "fsdp", ("tp",): "tp", ("pp",): "pipeline", ("dp", "fsdp"): "hsdp"}
-        return named.get(tuple(axes), "mesh")
+        names = {("fsdp",): "fsdp", ("tp",): "tp", ("pp",): "pipeline", ("dp", "fsdp"): "hsdp"}
+        return names.get(tuple(axes), "mesh")
 
     @property
     def axes(self) -> int:
@@ -78,12 +78,12 @@ class Choice:
 def choices(task: Task) -> list[Choice]:
     """Every way that can run, whether it fits or not."""
     budget = task.hardware.gpu.memory * GIB * BUDGET
-    found = []
+    results = []
     for layout in _layouts(task):
         need = memory(task.model, layout, task.recipe)
         cost = speed(task.model, layout, task.hardware, task.recipe, compiled=task.compiled)
-        found.append(Choice(layout=layout, memory=need, speed=cost, budget=budget))
-    return found
+        results.append(Choice(layout=layout, memory=need, speed=cost, budget=budget))
+    return results
 
 
 def _layouts(task: Task) -> Iterator[Layout]:
@@ -133,25 +133,25 @@ def _meshes(task: Task) -> Iterator[Layout]:
 
 
 def _divisors(number: int) -> list[int]:
-    low = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
-    return sorted({*low, *(number // one for one in low)})
+    low = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*low, *(number // divisor for divisor in low)})
 
 
-def ranked(found: list[Choice]) -> list[Choice]:
+def ranked(options: list[Choice]) -> list[Choice]:
     """The best first: what fits before what does not; then fast, or of those about as fast the simplest; then near.
 
     Of equals the one with the larger micro batch, which GPUs do better with than the formulas know, as long as memory
     is left for their error.
     """
-    fitting = [one for one in found if one.fits]
-    rest = sorted((one for one in found if not one.fits), key=lambda one: (one.short, one.axes))
+    fitting = [choice for choice in options if choice.fits]
+    rest = sorted((choice for choice in options if not choice.fits), key=lambda choice: (choice.short, choice.axes))
     if not fitting:
         return rest
-    fitting.sort(key=lambda one: (-_pace(one), one.axes, *_roomy(one)))
+    fitting.sort(key=lambda choice: (-_pace(choice), choice.axes, *_roomy(choice)))
     fastest = fitting[0].speed.tokens_per_s_per_gpu
-    near = [one for one in fitting if one.speed.tokens_per_s_per_gpu >= fastest * (1 - SIMPLER)]
-    best = min(near, key=lambda one: (one.axes, -_pace(one), *_roomy(one)))
-    return [best, *(one for one in fitting if one is not best), *rest]
+    contenders = [choice for choice in fitting if choice.speed.tokens_per_s_per_gpu >= fastest * (1 - SIMPLER)]
+    best = min(contenders, key=lambda choice: (choice.axes, -_pace(choice), *_roomy(choice)))
+    return [best, *(choice for choice in fitting if choice is not best), *rest]
 
 
 def _pace(choice: Choice) -> float:
@@ -164,11 +164,11 @@ def _roomy(choice: Choice) -> tuple[bool, int, float]:
     return (choice.memory.total > ROOM * choice.budget, -choice.layout.micro_batch, choice.memory.total)
 
 
-def families(found: list[Choice]) -> list[Choice]:
+def families(options: list[Choice]) -> list[Choice]:
     """Of ranked choices the best of each strategy and mesh shape, the best first."""
-    seen: dict[tuple[object, ...], Choice] = {}
-    for one in found:
-        layout = one.layout
+    first_by_family: dict[tuple[object, ...], Choice] = {}
+    for choice in options:
+        layout = choice.layout
         shape = tuple(getattr(layout, name) > 1 for name in ("dp", "fsdp", "tp", "pp", "cp", "ep"))
-        seen.setdefault((shape, layout.zero1), one)
-    return list(seen.values())
+        first_by_family.setdefault((shape, layout.zero1), choice)
+    return list(first_by_family.values())

@@ -122,13 +122,13 @@ def model_of(shape: Shape, *, params: float | None = None, doubts: tuple[str, ..
         block, total = (params - root) / shape.layers, params
     expert = _mlp(shape, shape.expert_ffn or shape.ffn).params
     idle = expert * (shape.experts - shape.experts_used) * many
-    kept = (2 * shape.norms) * shape.hidden + attention.kept + crossed * (attention.kept + 2 * shape.hidden)
+    activations = (2 * shape.norms) * shape.hidden + attention.kept + crossed * (attention.kept + 2 * shape.hidden)
     products = attention.products * (1 + crossed)
-    used = max(total - (0 if shape.tied else looked_up) - idle, 1.0)
+    active = max(total - (0 if shape.tied else looked_up) - idle, 1.0)
     return Model(
         name=shape.name,
         params=total,
-        used=used,
+        used=active,
         layers=shape.layers,
         block_params=block,
         seq=shape.seq,
@@ -137,11 +137,11 @@ def model_of(shape: Shape, *, params: float | None = None, doubts: tuple[str, ..
         kv_heads=shape.kv_heads,
         vocab=shape.vocab,
         block_input=2.0 * shape.hidden,
-        block_kept=2.0 * (kept + (few * dense.kept + many * sparse.kept) / shape.layers),
+        block_kept=2.0 * (activations + (few * dense.kept + many * sparse.kept) / shape.layers),
         block_products=2.0 * (products + (few * dense.products + many * sparse.products) / shape.layers),
         expert_params=expert * shape.experts * many,
         ffn=shape.ffn if shape.plain and params is None else 0,
-        assumed=_told(shape, total, used),
+        assumed=_description(shape, total, active),
         doubts=doubts,
     )
 
@@ -151,13 +151,13 @@ def _attention(shape: Shape) -> _Part:
     if latent is None:
         width = shape.head_dim * heads
         share = shape.kv_heads / heads
-        made = width * (1 + 2 * share)
-        return _Part(hidden * width * (2 + 2 * share), made + 2 * width, made + width + hidden)
+        created = width * (1 + 2 * share)
+        return _Part(hidden * width * (2 + 2 * share), created + 2 * width, created + width + hidden)
     query, value = heads * (latent.nope + latent.rope), heads * latent.value
-    asked = hidden * latent.query_rank + latent.query_rank * query if latent.query_rank else hidden * query
-    held = hidden * (latent.rank + latent.rope) + latent.rank * heads * (latent.nope + latent.value)
-    made = 2 * query + value + latent.query_rank + latent.rank
-    return _Part(asked + held + value * hidden, made + 2 * value, made + value + hidden)
+    query_params = hidden * latent.query_rank + latent.query_rank * query if latent.query_rank else hidden * query
+    latent_params = hidden * (latent.rank + latent.rope) + latent.rank * heads * (latent.nope + latent.value)
+    created = 2 * query + value + latent.query_rank + latent.rank
+    return _Part(query_params + latent_params + value * hidden, created + 2 * value, created + value + hidden)
 
 
 def _mlp(shape: Shape, inner: float) -> _Part:
@@ -170,13 +170,13 @@ def _mlp(shape: Shape, inner: float) -> _Part:
 
 def _experts(shape: Shape) -> _Part:
     """All experts of a block: parameters of all, work of those that a token uses, and the router."""
-    one = shape.expert_ffn or shape.ffn
-    work = _mlp(shape, one * shape.experts_used + shape.shared_ffn)
-    held = _mlp(shape, float(one * shape.experts + shape.shared_ffn)).params + shape.hidden * shape.experts
-    return _Part(held, work.kept, work.products)
+    expert_width = shape.expert_ffn or shape.ffn
+    work = _mlp(shape, expert_width * shape.experts_used + shape.shared_ffn)
+    params = _mlp(shape, float(expert_width * shape.experts + shape.shared_ffn)).params + shape.hidden * shape.experts
+    return _Part(params, work.kept, work.products)
 
 
-def _told(shape: Shape, params: float, used: float) -> str:
+def _description(shape: Shape, params: float, active_params: float) -> str:
     """The line that says what was computed with."""
     blocks = f"{shape.layers} blocks"
     if shape.cross:
@@ -192,7 +192,7 @@ def _told(shape: Shape, params: float, used: float) -> str:
         inner += f" and {shape.shared_ffn} that all use" if shape.shared_ffn else ""
         inner += f" in {shape.layers - shape.dense} blocks" if shape.dense else ""
     ties = "output tied to the embedding" if shape.tied else "an output of its own"
-    active = f", {used / 1e9:.3g}B of them at work for a token" if shape.experts > 1 else ""
+    active = f", {active_params / 1e9:.3g}B of them at work for a token" if shape.experts > 1 else ""
     return (
         f"{blocks} of width {shape.hidden}, {heads}, {inner}, vocabulary {shape.vocab}, {ties}: "
         f"{params / 1e9:.3g}B parameters{active}"

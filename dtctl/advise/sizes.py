@@ -30,15 +30,15 @@ def gibibytes(text: str) -> float:
     return _number(text, _SIZE, "a size such as 80GiB") / 2**30
 
 
-def _number(text: str, units: dict[str, float], wanted: str) -> float:
-    found = re.fullmatch(r"\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*([A-Za-z]*)\s*", text)
-    unit = units.get(found[2].lower()) if found else None
+def _number(text: str, units: dict[str, float], expected: str) -> float:
+    match = re.fullmatch(r"\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = units.get(match[2].lower()) if match else None
     try:
-        value = float(found[1]) if found else 0.0
+        value = float(match[1]) if match else 0.0
     except ValueError:
         unit = None
     if unit is None:
-        raise UsageError(f"{text} is not {wanted}")
+        raise UsageError(f"{text} is not {expected}")
     if not value > 0:
         raise UsageError(f"{text} must be above 0")
     if value * unit > LARGEST:

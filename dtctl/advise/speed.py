@@ -58,21 +58,24 @@ def speed(
     compute = _compute(model, layout, hardware, compiled=compiled, fp8=fp8) * tokens
     bubble = compute * (layout.pp - 1) / max(1, layout.accumulate) if layout.pp > 1 else 0.0
     exchange = _exchange(model, layout, hardware, recipe)
-    apart = _tensor_parallel(model, layout, hardware) * tokens + _context(model, layout, hardware) * tokens
-    exposed = max(0.0, exchange - HIDDEN * compute) + apart
+    exposed_bytes = _tensor_parallel(model, layout, hardware) * tokens + _context(model, layout, hardware) * tokens
+    exposed = max(0.0, exchange - HIDDEN * compute) + exposed_bytes
     offload = 0.0
     if layout.offload:  # gradients out, the optimizer on the host, weights in: 4 + 4 bytes over the bus, 28 in memory
-        own = model.params / (layout.fsdp * layout.tp * layout.pp * layout.cp)
-        offload = own * 8 / (hardware.gpu.host * 1e9) + own * 28 * min(hardware.per_node, layout.workers) / 200e9
+        shard_params = model.params / (layout.fsdp * layout.tp * layout.pp * layout.cp)
+        offload = (
+            shard_params * 8 / (hardware.gpu.host * 1e9)
+            + shard_params * 28 * min(hardware.per_node, layout.workers) / 200e9
+        )
     step = compute + bubble + exposed + offload
-    made = samples * model.seq * layout.data
+    tokens_per_step = samples * model.seq * layout.data
     return Speed(
         step_s=step,
         compute_s=compute,
-        exchange_s=exchange + apart,
+        exchange_s=exchange + exposed_bytes,
         exposed_s=exposed + offload,
         bubble_s=bubble,
-        tokens_per_s_per_gpu=made / step / layout.workers,
+        tokens_per_s_per_gpu=tokens_per_step / step / layout.workers,
     )
 
 
@@ -90,22 +93,22 @@ def _compute(model: Model, layout: Layout, hardware: Hardware, *, compiled: bool
 
 def _exchange(model: Model, layout: Layout, hardware: Hardware, recipe: Recipe) -> float:
     """Seconds in which gradients and weights are exchanged over dp and fsdp in a step."""
-    held = model.params / (layout.tp * layout.pp)
+    replica_params = model.params / (layout.tp * layout.pp)
     inner = layout.tp * layout.cp
-    found = 0.0
+    seconds = 0.0
     shards = layout.shards
     if shards > 1:
         weight = 4 if recipe.autocast or layout.precision == "fp32" else 2
         bandwidth = _bandwidth(hardware, shards, inner)
         passes = 1 if layout.pp > 1 else 2 * layout.accumulate
-        moved = (passes * weight + recipe.gradient_bytes) * held * (shards - 1) / shards
-        found += moved / bandwidth
+        moved = (passes * weight + recipe.gradient_bytes) * replica_params * (shards - 1) / shards
+        seconds += moved / bandwidth
     if layout.dp > 1:
-        own = held / shards
+        shard_size = replica_params / shards
         # Replicas of shards: each GPU of a replica has one in every other, and all of them use the network at once.
         bandwidth = _bandwidth(hardware, layout.dp, inner * layout.fsdp)
-        found += 2 * (layout.dp - 1) / layout.dp * recipe.gradient_bytes * own / bandwidth
-    return found
+        seconds += 2 * (layout.dp - 1) / layout.dp * recipe.gradient_bytes * shard_size / bandwidth
+    return seconds
 
 
 def _bandwidth(hardware: Hardware, members: int, stride: int) -> float:
@@ -113,8 +116,8 @@ def _bandwidth(hardware: Hardware, members: int, stride: int) -> float:
     if members * stride <= hardware.per_node:
         return hardware.gpu.link * WIRE * 1e9
     # A ring that has several members on a node crosses the network once for all of them.
-    together = max(1, hardware.per_node // stride)
-    across = hardware.network_per_gpu * min(together, members)
+    sharing_link = max(1, hardware.per_node // stride)
+    across = hardware.network_per_gpu * min(sharing_link, members)
     return min(hardware.gpu.link, across) * WIRE * 1e9
 
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtctl.advise.trial import loss_of, made
+from dtctl.advise.trial import build_model, loss_of
 from dtctl.runtime import Worker, load
 from dtctl.runtime.device_mesh import device_mesh
 from dtctl.runtime.optim import optimizer
@@ -47,7 +47,7 @@ def peak(settings: dict[str, Any]) -> int:
 
 
 def _trained(settings: dict[str, Any], config: TrainConfig, mesh: DeviceMesh) -> int:
-    model = made(settings)
+    model = build_model(settings)
     sharding = config.strategy == "fsdp" and mesh.size() > 1
     if sharding:
         _shard(model, config, mesh)
@@ -85,8 +85,8 @@ def _shard(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> None:
     first = Worker(
         rank=0, local_rank=0, world_size=workers, local_world_size=workers, node_rank=0, device=cpu, backend="fake"
     )
-    found = blocks.find(model, config.blocks)
-    sharded.shard_blocks(model, found.modules if found else [], config, first, mesh)
+    block_list = blocks.find(model, config.blocks)
+    sharded.shard_blocks(model, block_list.modules if block_list else [], config, first, mesh)
 
 
 def _onto_shards(trained: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Any]]:
@@ -95,21 +95,24 @@ def _onto_shards(trained: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Any
     Else DTensor looks up how it is to be done with tensors of whole parameters, which the tracker takes for real (torch
     2.13), for the mode that makes them up is the one that everything is made up by.
     """
-    found: list[tuple[torch.Tensor, Any]] = []
+    replaced: list[tuple[torch.Tensor, Any]] = []
     for group in trained.param_groups:
-        local = [one.to_local().detach() if isinstance(one, DTensor) else one for one in group["params"]]
-        found += [pair for pair in zip(local, group["params"], strict=True) if isinstance(pair[1], DTensor)]
+        local = [
+            parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter
+            for parameter in group["params"]
+        ]
+        replaced += [pair for pair in zip(local, group["params"], strict=True) if isinstance(pair[1], DTensor)]
         group["params"] = local
-    return found
+    return replaced
 
 
 def main(settings: dict[str, Any]) -> int:
     """Print the peak, or why there is none."""
     try:
-        found: dict[str, Any] = {"peak": peak(settings)}
+        result: dict[str, Any] = {"peak": peak(settings)}
     except Exception as exc:
-        found = {"error": f"{type(exc).__name__}: {(str(exc).splitlines() or [''])[0]}"}
-    print(json.dumps(found))  # noqa: T201 - this is the answer
+        result = {"error": f"{type(exc).__name__}: {(str(exc).splitlines() or [''])[0]}"}
+    print(json.dumps(result))  # noqa: T201 - this is the answer
     return 0
 
 

@@ -66,7 +66,7 @@ def _process(name: str) -> int:
     return int(next(line.split()[1] for line in text.splitlines() if line.startswith(name))) * 1024
 
 
-def made(settings: dict[str, Any]) -> nn.Module:
+def build_model(settings: dict[str, Any]) -> nn.Module:
     """The model that is asked about."""
     built = load_factory(settings["module"])() if settings["module"] else Decoder(**settings["shape"])
     model: nn.Module = built[0] if isinstance(built, tuple) else built
@@ -98,7 +98,7 @@ def main(settings: dict[str, Any]) -> int:
         before = 0 if on_gpu else _process("VmRSS")
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(worker.device)
-        model = made(settings)
+        model = build_model(settings)
         peaks = []
 
         def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -114,5 +114,5 @@ def main(settings: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv.pop(1))
-    raise SystemExit(main(given))
+    trial_settings = json.loads(sys.argv.pop(1))
+    raise SystemExit(main(trial_settings))

@@ -25,41 +25,43 @@ def with_settings(text: str, settings: Mapping[str, Any]) -> str:
     lines = text.split("\n")
     end_of_line = "\r" if lines[0].endswith("\r") else ""
     at = next((number for number, line in enumerate(lines) if line.startswith("train:")), None)
-    wanted = {key: f"{key}: {as_yaml(value)}" for key, value in settings.items()}
+    new_lines = {key: f"{key}: {as_yaml(value)}" for key, value in settings.items()}
     if at is None:
         above = text if not text or text.endswith("\n") else f"{text}{end_of_line}\n"
-        return above + "".join(f"{one}{end_of_line}\n" for one in ("train:", *(f"  {x}" for x in wanted.values())))
+        return above + "".join(
+            f"{entry}{end_of_line}\n" for entry in ("train:", *(f"  {x}" for x in new_lines.values()))
+        )
     if not _SECTION.match(lines[at].rstrip()):
         raise UsageError(
             "the train section stands in one line", hint="write its keys below each other; these are to be set: "
-            + ", ".join(wanted.values()),
+            + ", ".join(new_lines.values()),
         )  # fmt: skip
     end = at + 1
     while end < len(lines) and (not lines[end].strip() or lines[end][0] in " \t#"):
         end += 1
     body = lines[at + 1 : end]
-    written = (line for line in body if line.strip() and not line.lstrip().startswith("#"))
-    indent = next((line[: len(line) - len(line.lstrip())] for line in written), "  ")
-    kept, dropping = [], False
+    content_lines = (line for line in body if line.strip() and not line.lstrip().startswith("#"))
+    indent = next((line[: len(line) - len(line.lstrip())] for line in content_lines), "  ")
+    remaining, dropping = [], False
     for line in body:
-        found = re.match(rf"{indent}([A-Za-z_0-9]+):", line)
-        if found:
-            dropping = found[1] in wanted
+        match = re.match(rf"{indent}([A-Za-z_0-9]+):", line)
+        if match:
+            dropping = match[1] in new_lines
             if dropping:
                 comment = re.search(r"(?:\s+#.*)?\r?\Z", line)
-                kept.append(indent + wanted.pop(found[1]) + (comment[0] if comment else ""))
-        if not found and not (dropping and line.strip() and len(line) - len(line.lstrip()) > len(indent)):
+                remaining.append(indent + new_lines.pop(match[1]) + (comment[0] if comment else ""))
+        if not match and not (dropping and line.strip() and len(line) - len(line.lstrip()) > len(indent)):
             dropping = False
         if not dropping:
-            kept.append(line)
-    new = [indent + one + end_of_line for one in wanted.values()]
-    return "\n".join([*lines[: at + 1], *new, *kept, *lines[end:]])
+            remaining.append(line)
+    new = [indent + entry + end_of_line for entry in new_lines.values()]
+    return "\n".join([*lines[: at + 1], *new, *remaining, *lines[end:]])
 
 
 def as_yaml(value: object) -> str:
     """A value as it stands in a spec."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {as_yaml(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {as_yaml(item)}" for key, item in value.items()) + "}"
     return value if isinstance(value, str) else json.dumps(value)
 
 

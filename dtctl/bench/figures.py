@@ -42,14 +42,14 @@ def ops_of(names: Sequence[str]) -> tuple[str, ...]:
     Raises:
         UsageError: there is no such operation.
     """
-    known = {name.replace("_", ""): name for name in OPS}
-    found = []
+    by_name = {name.replace("_", ""): name for name in OPS}
+    selected = []
     for name in names:
         plain = name.lower().replace("-", "").replace("_", "")
-        if plain not in known:
+        if plain not in by_name:
             raise UsageError(f"there is no operation {name!r}", where="--op", hint=f"one of {', '.join(OPS)}")
-        found.append(known[plain])
-    return tuple(dict.fromkeys(found)) or OPS
+        selected.append(by_name[plain])
+    return tuple(dict.fromkeys(selected)) or OPS
 
 
 def size_of(text: str) -> int:
@@ -75,10 +75,10 @@ def sizes_of(text: str) -> tuple[int, ...]:
     low, high = size_of(first), size_of(last or first)
     if not WORD <= low <= high:
         raise UsageError(f"{text!r} is not a range of sizes", where="--sizes", hint=f"from {WORD} bytes up: 4K:16M")
-    found = [low]
-    while found[-1] * STEP < high:
-        found.append(found[-1] * STEP)
-    return (*found, high) if high > low else (low,)
+    sizes = [low]
+    while sizes[-1] * STEP < high:
+        sizes.append(sizes[-1] * STEP)
+    return (*sizes, high) if high > low else (low,)
 
 
 def size_text(size: int) -> str:

@@ -55,29 +55,29 @@ class Figures:
     training: list[dict[str, Any]] = field(default_factory=list)
     finished: bool = False
 
-    def take(self, said: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def take(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Add one of the worker's lines; the rows that it makes."""
-        if "backend" in said:
-            self.backend, self.world, self.torch = said["backend"], said["world"], said["torch"]
-        elif "training" in said:
-            one_s = self.training[0]["step_s"] if self.training else said["step_s"]
-            self.training.append(training_row(said["training"], said["step_s"], one_s, loss_ok=said["ok"]))
-        elif "finished" in said:
+        if "backend" in message:
+            self.backend, self.world, self.torch = message["backend"], message["world"], message["torch"]
+        elif "training" in message:
+            one_s = self.training[0]["step_s"] if self.training else message["step_s"]
+            self.training.append(training_row(message["training"], message["step_s"], one_s, loss_ok=message["ok"]))
+        elif "finished" in message:
             self.finished = True
-        elif said["op"] == "p2p":
-            return [self._pairs(said)]
+        elif message["op"] == "p2p":
+            return [self._pairs(message)]
         else:
-            row = result(said["op"], said["size"], said["seconds"], ranks=self.world, wrong=said["wrong"])
+            row = result(message["op"], message["size"], message["seconds"], ranks=self.world, wrong=message["wrong"])
             self.results.append(row)
             return [row]
         return []
 
-    def _pairs(self, said: Mapping[str, Any]) -> dict[str, Any]:
-        size = said["size"]
-        rows: list[list[float | None]] = [[size / s / 1e9 if s > 0 else None for s in row] for row in said["matrix"]]
+    def _pairs(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        size = message["size"]
+        rows: list[list[float | None]] = [[size / s / 1e9 if s > 0 else None for s in row] for row in message["matrix"]]
         self.pairs = {"size": size, "gb_s": [[r if r is None else round(r, 5) for r in row] for row in rows]}
-        typical = median(s for row in said["matrix"] for s in row if s > 0)
-        row = result("p2p", size, typical, ranks=2, wrong=said["wrong"])
+        typical = median(s for row in message["matrix"] for s in row if s > 0)
+        row = result("p2p", size, typical, ranks=2, wrong=message["wrong"])
         self.results.append(row)
         return row
 
@@ -87,22 +87,22 @@ class Figures:
         return sum(int(row["wrong"]) for row in self.results) + sum(not row["ok"] for row in self.training)
 
 
-def spec_for(spec: Spec, folder: Path, asked: Asked) -> Spec:
+def spec_for(spec: Spec, folder: Path, request: Asked) -> Spec:
     """The user's spec with the benchmark as its job: same nodes, network, variables and set-up lines.
 
     Args:
         spec: the user's.
         folder: that is brought to the nodes.
-        asked: what to measure.
+        request: what to measure.
     """
     argument = {
-        "ops": asked.ops,
-        "sizes": asked.sizes,
-        "repeats": asked.repeats,
+        "ops": request.ops,
+        "sizes": request.sizes,
+        "repeats": request.repeats,
         "warm_up": 1,
-        "seconds": asked.seconds,
-        "backend": asked.backend,
-        "training": TRAINING if asked.training else None,
+        "seconds": request.seconds,
+        "backend": request.backend,
+        "training": TRAINING if request.training else None,
     }
     kind = spec.job.kind if spec.job.kind in ("torchrun", "direct") else None
     changes: dict[str, object] = {
@@ -134,13 +134,13 @@ def write_code(folder: Path) -> None:
 
 
 def measure(
-    spec: Spec, asked: Asked, folder: Path, *, on_row: Callable[[dict[str, Any]], None], signals: list[int]
+    spec: Spec, request: Asked, folder: Path, *, on_row: Callable[[dict[str, Any]], None], signals: list[int]
 ) -> tuple[Figures, Result, tuple[str, ...]]:
     """Run the benchmark; the figures, how the job ended, and the node of each rank.
 
     Args:
         spec: the user's.
-        asked: what to measure.
+        request: what to measure.
         folder: an empty folder of this machine, for the job's files and logs.
         on_row: told each row of the table when it is known.
         signals: as `launch` takes them.
@@ -151,7 +151,7 @@ def measure(
     code = folder / "code"
     write_code(code)
     cluster = cluster_of(spec, start=True)
-    job_spec = spec_for(spec, code, asked)
+    job_spec = spec_for(spec, code, request)
     run = new_run_id("bench", now=time.time())
     pushed = CodePush(job_spec.model_copy(update={"base_dir": folder}))  # what it keeps for the next push goes there
     job = job_of(job_spec, cluster, run=run, keep=False, code=pushed)

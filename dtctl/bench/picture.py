@@ -76,18 +76,18 @@ def _is_round(size: int) -> bool:
     return size & (size - 1) == 0
 
 
-def _map(pairs: Mapping[str, Any], left: int) -> list[str]:
+def _map(pairs: Mapping[str, Any], indent: int) -> list[str]:
     table: Sequence[Sequence[float | None]] = pairs["gb_s"]
     top = max((rate for row in table for rate in row if rate is not None), default=1.0) or 1.0
-    parts = [f'<text x="{left}" y="22" font-size="15">GB/s from (row) to, {size_text(pairs["size"])}</text>']
+    parts = [f'<text x="{indent}" y="22" font-size="15">GB/s from (row) to, {size_text(pairs["size"])}</text>']
     for index in range(len(table)):
-        parts.append(f'<text x="{left + (index + 1.4) * CELL}" y="{TOP + 12}" text-anchor="middle">{index}</text>')
-        parts.append(f'<text x="{left + 16}" y="{TOP + (index + 1.1) * CELL}" text-anchor="middle">{index}</text>')
+        parts.append(f'<text x="{indent + (index + 1.4) * CELL}" y="{TOP + 12}" text-anchor="middle">{index}</text>')
+        parts.append(f'<text x="{indent + 16}" y="{TOP + (index + 1.1) * CELL}" text-anchor="middle">{index}</text>')
     for i, row in enumerate(table):
         for j, rate in enumerate(row):
             if rate is None:
                 continue
-            x, y, shade = left + (j + 0.9) * CELL, TOP + (i + 0.6) * CELL, rate / top
+            x, y, shade = indent + (j + 0.9) * CELL, TOP + (i + 0.6) * CELL, rate / top
             colour = f"rgb({int(209 - 162 * shade)},{int(73 + 120 * shade)},{int(91 + 50 * shade)})"
             parts.append(f'<rect x="{x}" y="{y}" width="{CELL - 2}" height="{CELL - 2}" fill="{colour}"/>')
             parts.append(

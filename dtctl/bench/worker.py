@@ -26,7 +26,7 @@ PERIOD = 251
 """Values are small whole numbers, so that float32 adds them exactly on any number of workers that there is."""
 
 
-def say(**facts: Any) -> None:
+def report(**facts: Any) -> None:
     """Tell the control machine something; rank 0 only."""
     if dist.get_rank() == 0:
         sys.stdout.write(MARK + json.dumps(facts) + "\n")
@@ -51,8 +51,8 @@ class Operation:
         world, rank = dist.get_world_size(), dist.get_rank()
         self.part = max(1, size // WORD // world)
         self.count = max(1, size // WORD)
-        whole = op in ("all_reduce", "reduce", "broadcast")
-        self.size = WORD * (self.count if whole else self.part * world)
+        same_size = op in ("all_reduce", "reduce", "broadcast")
+        self.size = WORD * (self.count if same_size else self.part * world)
         prepare: dict[str, Callable[[int, int, torch.device], tuple[Callable[[], Any], Callable[[], int]]]] = {
             "all_reduce": self._all_reduce,
             "reduce": self._reduce,
@@ -98,67 +98,67 @@ class Operation:
 
     def _all_gather(self, rank: int, world: int, device: torch.device) -> tuple[Callable[[], Any], Callable[[], int]]:
         mine = values(rank, self.part, device)
-        got = [torch.zeros(self.part, device=device) for _ in range(world)]
+        received = [torch.zeros(self.part, device=device) for _ in range(world)]
 
         def check() -> int:
-            dist.all_gather(got, mine)
-            return sum(_differ(part, values(other, self.part, device)) for other, part in enumerate(got))
+            dist.all_gather(received, mine)
+            return sum(_differ(part, values(other, self.part, device)) for other, part in enumerate(received))
 
-        return lambda: dist.all_gather(got, mine), check
+        return lambda: dist.all_gather(received, mine), check
 
     def _reduce_scatter(
         self, rank: int, world: int, device: torch.device
     ) -> tuple[Callable[[], Any], Callable[[], int]]:
         mine = values(rank, self.part * world, device)
-        got = torch.zeros(self.part, device=device)
+        received = torch.zeros(self.part, device=device)
 
         def check() -> int:
-            dist.reduce_scatter_tensor(got, mine)
-            return _differ(got, summed(world, self.part, device, shift=rank * self.part))
+            dist.reduce_scatter_tensor(received, mine)
+            return _differ(received, summed(world, self.part, device, shift=rank * self.part))
 
-        return lambda: dist.reduce_scatter_tensor(got, mine), check
+        return lambda: dist.reduce_scatter_tensor(received, mine), check
 
     def _all_to_all(self, rank: int, world: int, device: torch.device) -> tuple[Callable[[], Any], Callable[[], int]]:
         mine = values(rank, self.part * world, device)
-        got = torch.zeros(self.part * world, device=device)
+        received = torch.zeros(self.part * world, device=device)
 
         def check() -> int:
-            dist.all_to_all_single(got, mine)
+            dist.all_to_all_single(received, mine)
             expected = [values(other, self.part, device, shift=rank * self.part) for other in range(world)]
-            return _differ(got, torch.cat(expected))
+            return _differ(received, torch.cat(expected))
 
-        return lambda: dist.all_to_all_single(got, mine), check
+        return lambda: dist.all_to_all_single(received, mine), check
 
     def _gather(self, rank: int, world: int, device: torch.device) -> tuple[Callable[[], Any], Callable[[], int]]:
         mine = values(rank, self.part, device)
-        got = [torch.zeros(self.part, device=device) for _ in range(world)] if rank == 0 else None
+        received = [torch.zeros(self.part, device=device) for _ in range(world)] if rank == 0 else None
 
         def check() -> int:
-            dist.gather(mine, got, 0)
-            return sum(_differ(part, values(other, self.part, device)) for other, part in enumerate(got or []))
+            dist.gather(mine, received, 0)
+            return sum(_differ(part, values(other, self.part, device)) for other, part in enumerate(received or []))
 
-        return lambda: dist.gather(mine, got, 0), check
+        return lambda: dist.gather(mine, received, 0), check
 
     def _scatter(self, rank: int, world: int, device: torch.device) -> tuple[Callable[[], Any], Callable[[], int]]:
         parts = [values(other, self.part, device) for other in range(world)] if rank == 0 else None
-        got = torch.zeros(self.part, device=device)
+        received = torch.zeros(self.part, device=device)
 
         def check() -> int:
-            dist.scatter(got, parts, 0)
-            return _differ(got, values(rank, self.part, device))
+            dist.scatter(received, parts, 0)
+            return _differ(received, values(rank, self.part, device))
 
-        return lambda: dist.scatter(got, parts, 0), check
-
-
-def _differ(found: torch.Tensor, expected: torch.Tensor) -> int:
-    return int((found != expected).sum())
+        return lambda: dist.scatter(received, parts, 0), check
 
 
-def over_ranks(number: float, device: torch.device, how: Any = dist.ReduceOp.SUM) -> float:
+def _differ(actual: torch.Tensor, expected: torch.Tensor) -> int:
+    return int((actual != expected).sum())
+
+
+def over_ranks(number: float, device: torch.device, reduction: Any = dist.ReduceOp.SUM) -> float:
     """One number made of every rank's."""
-    held = torch.tensor([number], dtype=torch.float64, device=device)
-    dist.all_reduce(held, how)
-    return float(held)
+    tensor = torch.tensor([number], dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, reduction)
+    return float(tensor)
 
 
 def timed(call: Callable[[], Any], device: torch.device, *, repeats: int, warm_up: int, seconds: float) -> float:
@@ -194,55 +194,62 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def collectives(asked: dict[str, Any], device: torch.device) -> None:
+def collectives(request: dict[str, Any], device: torch.device) -> None:
     """Every operation but p2p, over all sizes."""
-    for op in asked["ops"]:
-        for size in asked["sizes"] if op != "p2p" else ():
+    for op in request["ops"]:
+        for size in request["sizes"] if op != "p2p" else ():
             operation = Operation(op, size, device)
             wrong = int(over_ranks(operation.wrong(), device))
-            limits = {name: asked[name] for name in ("repeats", "warm_up", "seconds")}
+            limits = {name: request[name] for name in ("repeats", "warm_up", "seconds")}
             seconds = timed(operation.call, device, **limits)
-            say(op=op, size=operation.size, seconds=seconds, wrong=wrong)
+            report(op=op, size=operation.size, seconds=seconds, wrong=wrong)
 
 
-def point_to_point(asked: dict[str, Any], device: torch.device) -> None:
+def point_to_point(request: dict[str, Any], device: torch.device) -> None:
     """From every rank to every other, in rounds of disjoint pairs: nobody shares its link with another measurement."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    rounds = [[(int(one), int(other)) for one, other in pairs] for pairs in all_pairs([str(i) for i in range(world)])]
-    for size in asked["sizes"]:
+    rounds = [
+        [(int(sender), int(receiver)) for sender, receiver in pairs]
+        for pairs in all_pairs([str(i) for i in range(world)])
+    ]
+    for size in request["sizes"]:
         count = max(1, size // WORD)
         took = torch.zeros(world, world, dtype=torch.float64, device=device)
         wrong = 0
         for pairs in rounds:
-            for one, other in [way for pair in pairs for way in (pair, pair[::-1]) if rank in way]:
-                seconds, bad = _ways(one, other, count, min(P2P_REPEATS, asked["repeats"]), device)
-                wrong += bad
-                took[one, other] = seconds if rank == one else 0.0
+            for sender, receiver in [
+                direction for pair in pairs for direction in (pair, pair[::-1]) if rank in direction
+            ]:
+                seconds, wrong_values = _measure_direction(
+                    sender, receiver, count, min(P2P_REPEATS, request["repeats"]), device
+                )
+                wrong += wrong_values
+                took[sender, receiver] = seconds if rank == sender else 0.0
             dist.barrier()
         dist.all_reduce(took, dist.ReduceOp.MAX)
-        say(op="p2p", size=count * WORD, matrix=took.tolist(), wrong=int(over_ranks(wrong, device)))
+        report(op="p2p", size=count * WORD, matrix=took.tolist(), wrong=int(over_ranks(wrong, device)))
 
 
-def _ways(sender: int, receiver: int, count: int, repeats: int, device: torch.device) -> tuple[float, int]:
+def _measure_direction(sender: int, receiver: int, count: int, repeats: int, device: torch.device) -> tuple[float, int]:
     """One way of one pair: seconds for one message, a round trip less the empty way back; and wrong elements."""
     mine = dist.get_rank() == sender
     data = values(sender, count, device) if mine else torch.zeros(count, device=device)
     token = torch.zeros(1, device=device)
 
-    def trip(there: torch.Tensor) -> None:
+    def trip(tensor: torch.Tensor) -> None:
         if mine:
-            dist.send(there, receiver)
+            dist.send(tensor, receiver)
             dist.recv(token, receiver)
         else:
-            dist.recv(there, sender)
+            dist.recv(tensor, sender)
             dist.send(token, sender)
 
     trip(data)
     finish(device)
     wrong = 0 if mine else _differ(data, values(sender, count, device))
-    whole = _median(lambda: trip(data), repeats, device)
+    round_trip_s = _median(lambda: trip(data), repeats, device)
     empty = _median(lambda: trip(token), repeats, device)
-    return max(whole - empty / 2, 1e-9), wrong
+    return max(round_trip_s - empty / 2, 1e-9), wrong
 
 
 def _median(call: Callable[[], None], repeats: int, device: torch.device) -> float:
@@ -255,25 +262,25 @@ def _median(call: Callable[[], None], repeats: int, device: torch.device) -> flo
     return sorted(took)[len(took) // 2]
 
 
-def training(asked: dict[str, Any], device: torch.device) -> None:
+def training(request: dict[str, Any], device: torch.device) -> None:
     """A training step of the same work per worker on 1, 2, 4, ... and all workers."""
     world, rank = dist.get_world_size(), dist.get_rank()
     counts = sorted({*(2**i for i in range(world.bit_length()) if 2**i <= world), world})
     for workers in counts:
         group = dist.new_group(list(range(workers)))
         if rank < workers:
-            step_s, alike = _steps(asked, device, group)
+            step_s, identical = _steps(request, device, group)
         else:
-            step_s, alike = 0.0, True
+            step_s, identical = 0.0, True
         slowest = over_ranks(step_s, device, dist.ReduceOp.MAX)
-        different = over_ranks(0.0 if alike else 1.0, device)
-        say(training=workers, step_s=slowest, ok=different == 0)
+        different = over_ranks(0.0 if identical else 1.0, device)
+        report(training=workers, step_s=slowest, ok=different == 0)
 
 
-def _steps(asked: dict[str, Any], device: torch.device, group: Any) -> tuple[float, bool]:
+def _steps(request: dict[str, Any], device: torch.device, group: Any) -> tuple[float, bool]:
     """Seconds of one step (median), and whether all workers have the same weights afterwards."""
     torch.manual_seed(0)
-    width, depth, batch = asked["training"]["width"], asked["training"]["depth"], asked["training"]["batch"]
+    width, depth, batch = request["training"]["width"], request["training"]["depth"], request["training"]["batch"]
     layers = [layer for _ in range(depth) for layer in (torch.nn.Linear(width, width), torch.nn.ReLU())]
     bare = torch.nn.Sequential(*layers).to(device)
     ids = [device.index] if device.type == "cuda" else None
@@ -282,7 +289,7 @@ def _steps(asked: dict[str, Any], device: torch.device, group: Any) -> tuple[flo
     torch.manual_seed(1 + dist.get_rank())
     data = torch.randn(batch, width, device=device)
     took = []
-    for _ in range(2 + asked["training"]["steps"]):
+    for _ in range(2 + request["training"]["steps"]):
         dist.barrier(group)
         begun = time.perf_counter()
         optimizer.zero_grad()
@@ -300,8 +307,8 @@ def _steps(asked: dict[str, Any], device: torch.device, group: Any) -> tuple[flo
 
 def main() -> None:
     """Run what the argument asks for."""
-    asked = json.loads(sys.argv[1])
-    backend = asked["backend"]
+    request = json.loads(sys.argv[1])
+    backend = request["backend"]
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if backend == "auto":
         backend = "nccl" if torch.cuda.device_count() > local else "gloo"
@@ -311,13 +318,13 @@ def main() -> None:
         dist.init_process_group(backend, device_id=device)
     else:
         dist.init_process_group(backend)
-    say(backend=backend, world=dist.get_world_size(), torch=str(torch.__version__))
-    collectives(asked, device)
-    if "p2p" in asked["ops"] and dist.get_world_size() > 1:
-        point_to_point(asked, device)
-    if asked["training"]:
-        training(asked, device)
-    say(finished=True)
+    report(backend=backend, world=dist.get_world_size(), torch=str(torch.__version__))
+    collectives(request, device)
+    if "p2p" in request["ops"] and dist.get_world_size() > 1:
+        point_to_point(request, device)
+    if request["training"]:
+        training(request, device)
+    report(finished=True)
     dist.destroy_process_group()
 
 

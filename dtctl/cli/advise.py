@@ -82,8 +82,8 @@ def advise(
     from dtctl.advise.gather import AdviseOptions, task
 
     path = _path(spec, write=write)
-    loaded = _loaded(path, asked=spec is not None or write)
-    wanted = task(
+    loaded = _loaded(path, required=spec is not None or write)
+    request = task(
         AdviseOptions(
             config=config, module=model, params=params, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads,
             ffn=ffn, gated=gated, vocab=vocab, experts=experts, seq=seq, batch=batch, gpus=gpus, per_node=per_node,
@@ -93,8 +93,8 @@ def advise(
         loaded,
     )  # fmt: skip
     if measure:
-        return _measure(wanted, model, json_lines=json_)
-    return _recommend(wanted, path, write=write, plot=plot, json_lines=json_)
+        return _measure(request, model, json_lines=json_)
+    return _recommend(request, path, write=write, plot=plot, json_lines=json_)
 
 
 def _recommend(task: Task, path: Path, *, write: bool, plot: Path | None, json_lines: bool) -> int:
@@ -102,26 +102,26 @@ def _recommend(task: Task, path: Path, *, write: bool, plot: Path | None, json_l
     from dtctl.advise.advice import advise as advised
     from dtctl.advise.advice import as_json, model_json
 
-    found = advised(task)
+    advice = advised(task)
     if json_lines:
         output.emit_json(
             {
                 "model": model_json(task.model),
-                "recommendation": as_json(found.best, found.reasons),
-                "alternatives": [as_json(one) for one in found.others],
-                "tried": found.tried,
+                "recommendation": as_json(advice.best, advice.reasons),
+                "alternatives": [as_json(choice) for choice in advice.others],
+                "tried": advice.tried,
                 "basis": COMPUTED,
             }
         )
     else:
-        _show(task, found)
+        _show(task, advice)
     for doubt in task.model.doubts:
         output.err(f"warning: {doubt}", "yellow")
     if plot is not None:
-        _plot(plot, task, found)
-    if write and found.best.fits:
-        _write(path, task, found)
-    return 0 if found.best.fits else PlanError.exit_code
+        _plot(plot, task, advice)
+    if write and advice.best.fits:
+        _write(path, task, advice)
+    return 0 if advice.best.fits else PlanError.exit_code
 
 
 def _measure(task: Task, module: str | None, *, json_lines: bool) -> int:
@@ -137,11 +137,12 @@ def _measure(task: Task, module: str | None, *, json_lines: bool) -> int:
         output.emit_json(
             {
                 "measured": [
-                    {"strategy": one.strategy, "workers": one.workers, "predicted_mib": round(one.predicted / 2**20, 1),
-                     "measured_mib": round(one.measured / 2**20, 1), "off": round(one.off, 4),
-                     "tracked_mib": None if one.tracked is None else round(one.tracked / 2**20, 1),
-                     "untracked": one.untracked}
-                    for one in rows
+                    {"strategy": trial.strategy, "workers": trial.workers,
+                     "predicted_mib": round(trial.predicted / 2**20, 1),
+                     "measured_mib": round(trial.measured / 2**20, 1), "off": round(trial.off, 4),
+                     "tracked_mib": None if trial.tracked is None else round(trial.tracked / 2**20, 1),
+                     "untracked": trial.untracked}
+                    for trial in rows
                 ]
             }
         )  # fmt: skip
@@ -149,19 +150,19 @@ def _measure(task: Task, module: str | None, *, json_lines: bool) -> int:
     output.table(
         [
             [
-                one.strategy,
-                str(one.workers),
-                f"{one.predicted / 2**20:.0f}",
-                f"{one.measured / 2**20:.0f}",
-                "" if one.tracked is None else f"{one.tracked / 2**20:.0f}",
-                f"{one.off:+.1%}",
+                trial.strategy,
+                str(trial.workers),
+                f"{trial.predicted / 2**20:.0f}",
+                f"{trial.measured / 2**20:.0f}",
+                "" if trial.tracked is None else f"{trial.tracked / 2**20:.0f}",
+                f"{trial.off:+.1%}",
             ]
-            for one in rows
+            for trial in rows
         ],
         header=["strategy", "workers", "predicted MiB", "measured MiB", "tracked MiB", "off"],
     )
-    for why in dict.fromkeys(one.untracked for one in rows if one.untracked):
-        output.err(f"torch's tracker cannot follow: {why}", "dim")
+    for reason in dict.fromkeys(trial.untracked for trial in rows if trial.untracked):
+        output.err(f"torch's tracker cannot follow: {reason}", "dim")
     return 0
 
 
@@ -172,24 +173,24 @@ def _path(spec: Path | None, *, write: bool) -> Path:
     return path / names.SPEC_FILE if path.is_dir() else path
 
 
-def _loaded(path: Path, *, asked: bool) -> Spec | None:
-    if not asked and not path.is_file():
+def _loaded(path: Path, *, required: bool) -> Spec | None:
+    if not required and not path.is_file():
         return None
     from dtctl.spec.load import load_spec
 
     return load_spec(path)
 
 
-def _write(path: Path, task: Task, found: Advice) -> None:
+def _write(path: Path, task: Task, advice: Advice) -> None:
     from dtctl.advise.advice import settings
     from dtctl.advise.write import as_yaml, write
 
-    changed = settings(task, found.best)
+    changed = settings(task, advice.best)
     write(path, changed)
     output.err(f"{path}: train: {', '.join(f'{key}: {as_yaml(value)}' for key, value in changed.items())}")
 
 
-def _plot(path: Path, task: Task, found: Advice) -> None:
+def _plot(path: Path, task: Task, advice: Advice) -> None:
     """Write the choices as a page of bars."""
     import time
 
@@ -201,15 +202,15 @@ def _plot(path: Path, task: Task, found: Advice) -> None:
 
     rows = [
         Bar(
-            label=described(one),
-            parts=tuple(round(part / GIB, 3) for part in _parts(one)),
-            short=0.0 if one.fits else one.short / GIB,
-            speed=one.speed.tokens_per_s_per_gpu,
+            label=described(choice),
+            parts=tuple(round(part / GIB, 3) for part in _parts(choice)),
+            short=0.0 if choice.fits else choice.short / GIB,
+            speed=choice.speed.tokens_per_s_per_gpu,
         )
-        for one in (found.best, *found.others[:SHOWN])
+        for choice in (advice.best, *advice.others[:SHOWN])
     ]
     text = advice_page(
-        _title(task), _verdict(found), found.reasons, parts=PARTS, rows=rows, budget=found.best.budget / GIB,
+        _title(task), _verdict(advice), advice.reasons, parts=PARTS, rows=rows, budget=advice.best.budget / GIB,
         now=time.time(),
     )  # fmt: skip
     write_named(check_out(path, option="--plot"), text, option="--plot")
@@ -231,24 +232,24 @@ def _title(task: Task) -> str:
     )
 
 
-def _verdict(found: Advice) -> str:
+def _verdict(advice: Advice) -> str:
     from dtctl.advise.advice import described
 
-    return f"{'use' if found.best.fits else 'nearest'} {found.best.strategy}: {described(found.best)}"
+    return f"{'use' if advice.best.fits else 'nearest'} {advice.best.strategy}: {described(advice.best)}"
 
 
-def _show(task: Task, found: Advice) -> None:
+def _show(task: Task, advice: Advice) -> None:
     output.out(_title(task))
     if task.model.assumed:
         output.out(f"  computed with {task.model.assumed}")
-    output.out(_verdict(found), "bold")
+    output.out(_verdict(advice), "bold")
     output.out(f"  {COMPUTED}", "dim")
-    for reason in found.reasons:
+    for reason in advice.reasons:
         output.out(f"  {reason}")
     output.out("")
-    shown = [found.best, *found.others[:SHOWN]]
+    choices = [advice.best, *advice.others[:SHOWN]]
     output.table(
-        [_row(one) for one in shown],
+        [_row(choice) for choice in choices],
         header=["", "GiB", "states", "activ.", "logits", "temp.", "over", "tok/s/GPU", "memory"],
     )
     output.out("memory: S states, A activations, L logits, T temporary, O overhead; | is what can be used", "dim")
@@ -258,9 +259,9 @@ def _row(choice: Choice) -> list[str]:
     from dtctl.advise.advice import described
     from dtctl.estimate.memory import GIB
 
-    told = described(choice) if choice.fits else f"{described(choice)} (lacks {choice.short / GIB:.1f})"
+    name = described(choice) if choice.fits else f"{described(choice)} (lacks {choice.short / GIB:.1f})"
     figures = [f"{part / GIB:.1f}" for part in _parts(choice)]
-    return [told, f"{choice.memory.total / GIB:.1f}", *figures, f"{choice.speed.tokens_per_s_per_gpu:.0f}", bar(choice)]
+    return [name, f"{choice.memory.total / GIB:.1f}", *figures, f"{choice.speed.tokens_per_s_per_gpu:.0f}", bar(choice)]
 
 
 def bar(choice: Choice, width: int = 30) -> str:
@@ -268,5 +269,5 @@ def bar(choice: Choice, width: int = 30) -> str:
     scale = width / choice.budget
     longest = width + PAST + 1
     parts = dict(zip("SALTO", _parts(choice), strict=True))
-    drawn = "".join(letter * round(min(size * scale, longest)) for letter, size in parts.items())
-    return f"{drawn[:width]:<{width}}|{drawn[width : width + PAST]}{'>' if len(drawn) > width + PAST else ''}"
+    segments = "".join(letter * round(min(size * scale, longest)) for letter, size in parts.items())
+    return f"{segments[:width]:<{width}}|{segments[width : width + PAST]}{'>' if len(segments) > width + PAST else ''}"

@@ -25,8 +25,8 @@ HIDDEN = ("take-up",)
 """As `COMMANDS`; called by dtctl itself."""
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(show: bool) -> None:
+    if show:
         typer.echo(f"dtctl {dtctl.__version__}")
         raise typer.Exit
 
@@ -62,8 +62,8 @@ def app_of(arguments: Sequence[str]) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    every = (*COMMANDS, *HIDDEN, *GROUPS)
-    for name in arguments[:1] if arguments and arguments[0] in every else every:
+    names = (*COMMANDS, *HIDDEN, *GROUPS)
+    for name in arguments[:1] if arguments and arguments[0] in names else names:
         python_name = name.replace("-", "_")
         module = import_module(f"dtctl.cli.{python_name}")
         if name in GROUPS:

@@ -53,13 +53,13 @@ def bench(
     from dtctl.bench.job import Asked
     from dtctl.spec.load import load_spec
 
-    asked = Asked(ops=ops_of(op or ()), sizes=sizes_of(sizes), backend=backend, repeats=repeats, training=training)
+    request = Asked(ops=ops_of(op or ()), sizes=sizes_of(sizes), backend=backend, repeats=repeats, training=training)
     checked = load_spec(spec or Path(names.SPEC_FILE), tuple(set_ or ()))
     agreed(checked, yes=yes)
-    return measure_and_show(checked, asked, plot=plot, json_lines=json_)
+    return measure_and_show(checked, request, plot=plot, json_lines=json_)
 
 
-def measure_and_show(spec: Spec, asked: Asked, *, plot: Path | None, json_lines: bool) -> int:
+def measure_and_show(spec: Spec, request: Asked, *, plot: Path | None, json_lines: bool) -> int:
     """Run the benchmark and print what came of it; the exit code."""
     from dtctl.bench.job import measure
     from dtctl.bench.picture import draw
@@ -73,7 +73,7 @@ def measure_and_show(spec: Spec, asked: Asked, *, plot: Path | None, json_lines:
     # What torch says about missing figures of a run that fails stands in its logs, in the folder.
     with tempfile.TemporaryDirectory(prefix="dtctl-bench-") as name, caught_signals() as signals:
         on_row = _show_nothing if json_lines else _show_row
-        figures, ended, owners = measure(spec, asked, Path(name), on_row=on_row, signals=signals)
+        figures, ended, owners = measure(spec, request, Path(name), on_row=on_row, signals=signals)
         if ended.exit_code or not figures.finished:
             show_end(ended)
             show_cause(Path(name))

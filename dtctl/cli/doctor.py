@@ -76,7 +76,7 @@ def examine_cluster(path: Path, *, skip: Sequence[str], yes: bool, json_lines: b
     else:
         cluster = cluster_of(spec, start=True)
     begun = time.monotonic()
-    done = examine(
+    examination = examine(
         spec,
         cluster,
         skip=[layer for layer in COSTLY if layer in skip],
@@ -84,21 +84,21 @@ def examine_cluster(path: Path, *, skip: Sequence[str], yes: bool, json_lines: b
     )
     took_s = round(time.monotonic() - begun, 2)
     if json_lines:
-        findings = [finding.as_json() for finding in done.findings]
+        findings = [finding.as_json() for finding in examination.findings]
         output.emit_json(
             {
-                "ok": done.ok,
-                "nodes": [seen.name for seen in done.seen],
+                "ok": examination.ok,
+                "nodes": [node.name for node in examination.seen],
                 "took_s": took_s,
                 "findings": findings,
-                "not_examined": list(done.not_examined),
-                "links": links_of(done.seen),
-                "all_reduce": done.sums or None,
+                "not_examined": list(examination.not_examined),
+                "links": links_of(examination.seen),
+                "all_reduce": examination.sums or None,
             }
         )
     else:
-        doctor_view.show_examination(done, took_s)
-    return 0 if done.ok else DoctorFailed.exit_code
+        doctor_view.show_examination(examination, took_s)
+    return 0 if examination.ok else DoctorFailed.exit_code
 
 
 def explain_logs(paths: Sequence[Path], *, json_lines: bool) -> int:
@@ -108,16 +108,16 @@ def explain_logs(paths: Sequence[Path], *, json_lines: bool) -> int:
     from dtctl.doctor.explain.lines import shown
     from dtctl.errors import DoctorFailed
 
-    found, unread = explain_all(paths)
-    for one in unread:
-        output.err(f"warning: {shown(one.file)}: {one.why}", "yellow")
+    diagnoses, unread = explain_all(paths)
+    for path in unread:
+        output.err(f"warning: {shown(path.file)}: {path.why}", "yellow")
     if json_lines:
         output.emit_json(
             {
-                "diagnoses": [diagnosis.as_json() for diagnosis in found],
-                "unread": [{"file": one.file, "why": one.why} for one in unread],
+                "diagnoses": [diagnosis.as_json() for diagnosis in diagnoses],
+                "unread": [{"file": path.file, "why": path.why} for path in unread],
             }
         )
     else:
-        doctor_view.show_diagnoses(found)
-    return 0 if found[0].id == "unknown" else DoctorFailed.exit_code
+        doctor_view.show_diagnoses(diagnoses)
+    return 0 if diagnoses[0].id == "unknown" else DoctorFailed.exit_code

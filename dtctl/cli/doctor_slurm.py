@@ -25,17 +25,17 @@ def examine_offer(spec: Spec, *, json_lines: bool) -> int:
 
     begun = time.monotonic()
     with closing(site_of(spec)) as site:
-        found, said = _ask(spec, site)
-    findings = ordered(found, ran=CHECKS)
+        problems, estimate = _query_slurm(spec, site)
+    findings = ordered(problems, ran=CHECKS)
     ok = not any(finding.status == "fail" for finding in findings)
     took_s = round(time.monotonic() - begun, 2)
     if json_lines:
         rows = [finding.as_json() for finding in findings]
-        output.emit_json({"ok": ok, "nodes": [], "took_s": took_s, "findings": rows, "slurm": said})
+        output.emit_json({"ok": ok, "nodes": [], "took_s": took_s, "findings": rows, "slurm": estimate})
     else:
         show_findings(findings)
-        if said:
-            output.out(f"Slurm: {said}")
+        if estimate:
+            output.out(f"Slurm: {estimate}")
         verdict = "can be submitted" if ok else "can never start as it is"
         output.out(f"the job {verdict}; {took_s:.1f} s", "green" if ok else "red", "bold")
         if ok:
@@ -43,7 +43,7 @@ def examine_offer(spec: Spec, *, json_lines: bool) -> int:
     return 0 if ok else DoctorFailed.exit_code
 
 
-def _ask(spec: Spec, site: Site) -> tuple[list[Finding], str]:
+def _query_slurm(spec: Spec, site: Site) -> tuple[list[Finding], str]:
     """What the job lacks, and Slurm's own words about it."""
     from dtctl.doctor.findings import Finding
     from dtctl.launch.cluster import cluster_of
@@ -56,7 +56,7 @@ def _ask(spec: Spec, site: Site) -> tuple[list[Finding], str]:
     plan = first_plan(spec, cluster_of(spec, start=False), run="doctor")
     python = python_at(spec, site)
     offer = login_client.ask(site, python, {"op": "offer"})
-    found = [
+    findings = [
         Finding(
             check=lack.check,
             status="fail" if lack.never else "warn",
@@ -67,13 +67,13 @@ def _ask(spec: Spec, site: Site) -> tuple[list[Finding], str]:
         )
         for lack in lacks(spec.slurm or Slurm(), len(plan.nodes), offer)
     ]
-    if any(finding.status == "fail" for finding in found):
-        return found, ""
+    if any(finding.status == "fail" for finding in findings):
+        return findings, ""
     text = batch.text(spec, plan, chdir=Path("/"), output=Path("/dev/null"))
     answer = login_client.ask(site, python, {"op": "test", "text": text})
-    said = words(answer["said"])
+    estimate = words(answer["said"])
     if answer["code"]:
         fix = "Slurm's words name what it does not like; `dtctl sbatch` prints the file"
-        found.append(Finding(check="submit", status="fail", nodes=(site.name,), summary=said, fix=fix))
-        said = ""
-    return found, said
+        findings.append(Finding(check="submit", status="fail", nodes=(site.name,), summary=estimate, fix=fix))
+        estimate = ""
+    return findings, estimate

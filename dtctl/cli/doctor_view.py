@@ -15,25 +15,25 @@ if TYPE_CHECKING:
     from dtctl.doctor.findings import Finding
 
 
-def show_examination(done: Examination, took_s: float) -> None:
+def show_examination(examination: Examination, took_s: float) -> None:
     """Tables of nodes and of pairs, then the findings, the primary one first."""
     from dtctl.doctor.tables import link_table, node_table, pair_table
 
-    header, rows = node_table(done)
+    header, rows = node_table(examination)
     output.table(rows, header=header)
-    matrix = pair_table(done)
+    matrix = pair_table(examination)
     if matrix is not None:
         output.out("")
         output.table(matrix[1], header=matrix[0])
-    speeds = link_table(done)
+    speeds = link_table(examination)
     if speeds is not None:
         output.out("")
         output.table(speeds[1], header=speeds[0])
-    show_findings(done.findings)
-    nodes = "1 node" if len(done.seen) == 1 else f"{len(done.seen)} nodes"
-    verdict = "can train, by what was examined" if done.ok else "cannot train as they are"
-    output.out(f"\n{nodes} {verdict}; {took_s:.1f} s", "green" if done.ok else "red", "bold")
-    output.out(f"not examined: {'; '.join(done.not_examined)}", "dim")
+    show_findings(examination.findings)
+    nodes = "1 node" if len(examination.seen) == 1 else f"{len(examination.seen)} nodes"
+    verdict = "can train, by what was examined" if examination.ok else "cannot train as they are"
+    output.out(f"\n{nodes} {verdict}; {took_s:.1f} s", "green" if examination.ok else "red", "bold")
+    output.out(f"not examined: {'; '.join(examination.not_examined)}", "dim")
 
 
 def show_findings(findings: Sequence[Finding]) -> None:
@@ -49,12 +49,12 @@ def show_findings(findings: Sequence[Finding]) -> None:
             output.out(f"  | {line}")
 
 
-def show_diagnoses(found: Sequence[Diagnosis]) -> None:
+def show_diagnoses(diagnoses: Sequence[Diagnosis]) -> None:
     """The primary cause with its evidence, then what follows from it, a line each."""
     from dtctl.doctor.explain.lines import shown
 
-    first = found[0]
-    output.out(f"cause: {first.cause}{_who(first)}", "bold")
+    first = diagnoses[0]
+    output.out(f"cause: {first.cause}{_ranks_and_nodes(first)}", "bold")
     if first.confidence in ("low", "medium", "ambiguous"):
         output.out(f"  confidence: {first.confidence}")
     output.out(f"  fix: {first.fix}")
@@ -62,11 +62,11 @@ def show_diagnoses(found: Sequence[Diagnosis]) -> None:
         output.out(f"  | {shown(evidence.file)}:{evidence.line}: {evidence.text}")
     if first.source:
         output.out(f"  see {first.source}")
-    if len(found) > 1:
-        follow = first.id != "unknown" and not any(one.survived for one in found[1:])
+    if len(diagnoses) > 1:
+        follow = first.id != "unknown" and not any(other.survived for other in diagnoses[1:])
         output.out("also found, probably because of that:" if follow else "also found:")
-    for diagnosis in found[1:]:
-        output.out(f"  {diagnosis.id}: {diagnosis.cause}{_who(diagnosis)}")
+    for diagnosis in diagnoses[1:]:
+        output.out(f"  {diagnosis.id}: {diagnosis.cause}{_ranks_and_nodes(diagnosis)}")
 
 
 def show_cause(logs: Path) -> None:
@@ -80,14 +80,14 @@ def show_cause(logs: Path) -> None:
     # A plain exception was shown already, and a mere consequence would only distract from what was.
     if first.id in ("unknown", "exception") or first.confidence == "low":
         return
-    output.err(f"cause: {first.cause}{_who(first)}", "bold")
+    output.err(f"cause: {first.cause}{_ranks_and_nodes(first)}", "bold")
     output.err(f"  fix: {first.fix}")
 
 
-def _who(diagnosis: Diagnosis) -> str:
+def _ranks_and_nodes(diagnosis: Diagnosis) -> str:
     """` (rank 3 on node2)`; empty when nobody in particular is meant."""
     ranks = ", ".join(str(rank) for rank in diagnosis.ranks)
-    named = f"rank{'s' if len(diagnosis.ranks) > 1 else ''} {ranks}" if ranks else ""
+    ranks_text = f"rank{'s' if len(diagnosis.ranks) > 1 else ''} {ranks}" if ranks else ""
     nodes = ", ".join(diagnosis.nodes)
-    told = f"{named} on {nodes}" if named and nodes else named or nodes
-    return f" ({told})" if told else ""
+    text = f"{ranks_text} on {nodes}" if ranks_text and nodes else ranks_text or nodes
+    return f" ({text})" if text else ""

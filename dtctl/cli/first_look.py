@@ -25,35 +25,35 @@ LEFT_TO_LAUNCH = (
 and the interface to use; the others it tells itself before it starts anything."""
 
 
-def look_first(spec: Spec, wanted: bool | None) -> None:
-    """Examine the nodes of a job that is about to be launched, if it is wanted or due.
+def look_first(spec: Spec, requested: bool | None) -> None:
+    """Examine the nodes of a job that is about to be launched, if requested or due.
 
     Args:
         spec: the checked spec.
-        wanted: what the command line says; None: nothing.
+        requested: what the command line says; None: nothing.
 
     Raises:
         DoctorFailed: the job cannot run on them; nothing was started.
     """
-    if wanted is False or (wanted is None and not _is_due(spec)):
+    if requested is False or (requested is None and not _is_due(spec)):
         return
     from dtctl.doctor.examine import COSTLY, examine
     from dtctl.errors import DoctorFailed
     from dtctl.launch.cluster import cluster_of
 
-    done = examine(spec, cluster_of(spec, start=True), skip=COSTLY, progress=lambda _: None)
-    failed = [one for one in done.findings if one.status == "fail" and one.check not in LEFT_TO_LAUNCH]
+    examination = examine(spec, cluster_of(spec, start=True), skip=COSTLY, progress=lambda _: None)
+    failed = [item for item in examination.findings if item.status == "fail" and item.check not in LEFT_TO_LAUNCH]
     for finding in failed[1:]:
         output.err(f"doctor: {finding.check}: {finding.summary}", "red")
     if failed:
         hint = f"{failed[0].fix}; `dtctl doctor` tells all, `--no-doctor` launches all the same"
         raise DoctorFailed(f"nothing was started: {failed[0].summary}", where=failed[0].check, hint=hint)
-    if not _bad(done.findings):
+    if not _has_problems(examination.findings):
         _remember(spec)
 
 
-def _bad(findings: tuple[Finding, ...]) -> bool:
-    return any(one.status in ("warn", "fail") for one in findings)
+def _has_problems(findings: tuple[Finding, ...]) -> bool:
+    return any(finding.status in ("warn", "fail") for finding in findings)
 
 
 def _is_due(spec: Spec) -> bool:
@@ -66,8 +66,8 @@ def _is_due(spec: Spec) -> bool:
     if spec.cluster.transport != "ssh":
         return False
     try:
-        seen = json.loads(folders.read_regular(str(spec.base_dir / ".dtctl" / SEEN_FILE), 1 << 20))
-        return not 0 <= time.time() - float(seen[_key(spec)]) < FRESH_S
+        last_check = json.loads(folders.read_regular(str(spec.base_dir / ".dtctl" / SEEN_FILE), 1 << 20))
+        return not 0 <= time.time() - float(last_check[_key(spec)]) < FRESH_S
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return True
 

@@ -31,9 +31,9 @@ def init(
         return
     if folder is None:
         raise UsageError("the new project needs a folder", hint="dtctl init my-project")
-    written = project.create(folder, template=template, launcher=launcher, force=force)
-    output.err(f"made {folder} from template {template}: {len(written)} files")
-    for path in written:
+    files = project.create(folder, template=template, launcher=launcher, force=force)
+    output.err(f"made {folder} from template {template}: {len(files)} files")
+    for path in files:
         output.err(f"  {path}", "dim")
     run = "dtctl sbatch --submit" if launcher == "slurm" else "dtctl launch"
     place = str(folder) if not str(folder).startswith("-") else f"./{folder}"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dtctl.launch.record import RunRecord
 
 
-def end_facts(run: str, status: str, exit_code: int, **more: Any) -> dict[str, Any]:
+def end_facts(run: str, status: str, exit_code: int, **extra: Any) -> dict[str, Any]:
     """The fields of a run's last event, `more` among them; what is not given is nothing."""
     fields = {
         "run": run,
@@ -24,7 +24,7 @@ def end_facts(run: str, status: str, exit_code: int, **more: Any) -> dict[str, A
         "duration_s": None,
         "left_behind": 0,
     }
-    return {**fields, **more}
+    return {**fields, **extra}
 
 
 def finish(result: Result, emit: Any, record: RunRecord) -> int:
@@ -61,9 +61,9 @@ def _show_continuation(record: RunRecord) -> None:
 def note_end(result: Result, emit: Any) -> None:
     """The last event of a run."""
     failure = result.first_failure
-    told = None
+    first_failure = None
     if failure is not None:
-        told = {
+        first_failure = {
             "node": failure.node,
             "rank": failure.rank,
             "exit_code": failure.exit_code,
@@ -78,7 +78,7 @@ def note_end(result: Result, emit: Any) -> None:
             result.status,
             result.exit_code,
             attempts=result.attempts,
-            first_failure=told,
+            first_failure=first_failure,
             launch_s=round(result.launch_s, 3) if result.launch_s is not None else None,
             duration_s=round(result.duration_s, 3),
             left_behind=result.left_behind,
@@ -94,8 +94,8 @@ def show_end(result: Result) -> None:
 
     failure = result.first_failure
     if failure is not None:
-        who = f"rank {failure.rank} on {failure.node}" if failure.rank is not None else f"node {failure.node}"
-        output.err(f"first failure: {who} {describe(failure)}", "red", "bold")
+        subject = f"rank {failure.rank} on {failure.node}" if failure.rank is not None else f"node {failure.node}"
+        output.err(f"first failure: {subject} {describe(failure)}", "red", "bold")
         for line in failure.tail:
             output.err(f"  | {line}")
         if failure.exit_code is None and failure.summary:

@@ -84,9 +84,9 @@ def launch_job(spec: Spec, run: str, *, spec_name: str, detach: bool, json_lines
 def _not_started(run: str, exc: DtctlError) -> dict[str, Any]:
     nothing = dict.fromkeys(("first_failure", "launch_s", "duration_s"))
     # Where the link was lost, Slurm may have the job all the same.
-    left = None if isinstance(exc, ConnectError) else 0
+    processes_left = None if isinstance(exc, ConnectError) else 0
     return {
-        "run": run, "status": "failed", "exit_code": exc.exit_code, "attempts": 0, "left_behind": left,
+        "run": run, "status": "failed", "exit_code": exc.exit_code, "attempts": 0, "left_behind": processes_left,
         "error": str(exc), **nothing,
     }  # fmt: skip
 
@@ -130,12 +130,12 @@ def stop_job(record: RunRecord, *, as_json: bool) -> int:
     # Whatever has been written down: a launcher on another machine may follow it, or it was said to be over and is not.
     with _site(record) as (site, ref):
         state = _end(site, ref)
-        left = look(site, ref.python, ref.job, state, sorted({*nodes_of(record), *state.get("nodes", [])}))
+        processes_left = look(site, ref.python, ref.job, state, sorted({*nodes_of(record), *state.get("nodes", [])}))
     if as_json:
-        nodes = {node: "nobody could look" if count is None else count for node, count in left.counts.items()}
-        output.emit_json({"run": record.run, "left_behind": left.total, "nodes": nodes})
+        nodes = {node: "nobody could look" if count is None else count for node, count in processes_left.counts.items()}
+        output.emit_json({"run": record.run, "left_behind": processes_left.total, "nodes": nodes})
     else:
-        output.out(left.describe())
+        output.out(processes_left.describe())
     return 0
 
 
@@ -251,8 +251,8 @@ def _follow(record: RunRecord, site: Site, emit: Callable[..., None], signals: l
 def _wait(seconds: float, signals: list[int], *, cancelled: bool) -> None:
     """Wait, unless a signal is to be acted upon; a handler that returns does not end `time.sleep`."""
     until = time.monotonic() + seconds
-    while (left := until - time.monotonic()) > 0 and len(signals) <= int(cancelled):
-        time.sleep(min(left, 0.1))
+    while (remaining_s := until - time.monotonic()) > 0 and len(signals) <= int(cancelled):
+        time.sleep(min(remaining_s, 0.1))
 
 
 def _emitter(record: RunRecord, view: LaunchView | None, *, json_lines: bool) -> Callable[..., None]:
@@ -260,10 +260,10 @@ def _emitter(record: RunRecord, view: LaunchView | None, *, json_lines: bool) ->
 
     def emit(event: str, **facts: Any) -> None:
         if event != "log":
-            told = {"event": event, "time": round(time.time(), 3), **facts}
-            record.append_event(told)
+            entry = {"event": event, "time": round(time.time(), 3), **facts}
+            record.append_event(entry)
             if json_lines:
-                output.emit_json(told)
+                output.emit_json(entry)
         if view is not None:
             view.event(event, facts)
 

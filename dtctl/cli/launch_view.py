@@ -40,8 +40,8 @@ def show_left_out(tree: Tree) -> None:
     """Name the files that are not pushed although nobody has excluded them."""
     for kind, paths in (("looks like a secret", tree.withheld), ("cannot be pushed", tree.skipped)):
         if paths:
-            more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
-            output.err(f"not pushed, {kind}: {', '.join(paths[:5])}{more}", "yellow")
+            suffix = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
+            output.err(f"not pushed, {kind}: {', '.join(paths[:5])}{suffix}", "yellow")
 
 
 def waits(facts: dict[str, Any]) -> str:
@@ -53,9 +53,9 @@ def waits(facts: dict[str, Any]) -> str:
 
 
 def _exit(facts: dict[str, Any]) -> str:
-    who = f"rank {facts['rank']}" if facts["rank"] is not None and facts["rank"] >= 0 else "agent"
-    how = f"signal {facts['signal']}" if facts["signal"] else f"exit code {facts['exit_code']}"
-    return f"{facts['node']}: {who} ended with {how}"
+    process = f"rank {facts['rank']}" if facts["rank"] is not None and facts["rank"] >= 0 else "agent"
+    ending = f"signal {facts['signal']}" if facts["signal"] else f"exit code {facts['exit_code']}"
+    return f"{facts['node']}: {process} ended with {ending}"
 
 
 def _restart(facts: dict[str, Any]) -> str:

@@ -189,20 +189,20 @@ def real_launch(options: LaunchOptions) -> int:
     record = RunRecord.create(spec.base_dir, info)
     record.write_spec(dump_spec(spec))
     view = LaunchView(json_lines=options.json_lines)
-    attempts, left = 0, dict[str, int | None]()
+    attempts, processes_left = 0, dict[str, int | None]()
 
     def emit(event: str, **facts: Any) -> None:
         nonlocal attempts
         if event == "start":
             attempts = int(facts["attempt"]) + 1
-            left.update(dict.fromkeys(cluster.targets))
+            processes_left.update(dict.fromkeys(cluster.targets))
         elif event == "node" and "left" in facts:
-            left[facts["node"]] = facts["left"]
+            processes_left[facts["node"]] = facts["left"]
         if event != "log":
-            told = {"event": event, "time": round(time.time(), 3), **facts}
-            record.append_event(told)
+            entry = {"event": event, "time": round(time.time(), 3), **facts}
+            record.append_event(entry)
             if options.json_lines:
-                output.emit_json(told)
+                output.emit_json(entry)
         view.event(event, facts)
 
     emit("plan", run=run, kind=job.first_plan.kind, world_size=job.first_plan.world_size, nodes=[*cluster.targets])
@@ -215,7 +215,7 @@ def real_launch(options: LaunchOptions) -> int:
             view.end_table()
             number = signals[-1] if signals else None
             code_of_end = 128 + number if number else exc.exit_code
-            counts = list(left.values())
+            counts = list(processes_left.values())
             left_behind = None if None in counts else sum(count or 0 for count in counts)
             told = end_facts(
                 run, "stopped" if number else "failed", code_of_end, attempts=attempts, left_behind=left_behind,
@@ -257,10 +257,10 @@ def background_launch(options: LaunchOptions, spec: Spec, run: str) -> int:
             output.emit_json(event)
         view.event(event["event"], event)
 
-    exit_code, said = launch_in_background(spec.base_dir, run, on_event=on_event)
+    exit_code, text = launch_in_background(spec.base_dir, run, on_event=on_event)
     view.end_table()
-    if said:
-        output.err(said.rstrip())
+    if text:
+        output.err(text.rstrip())
     if exit_code == 0:
         output.out(run)
         output.err("it goes on without you: `dtctl status`, `dtctl logs -f`, `dtctl stop`")

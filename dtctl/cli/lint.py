@@ -65,22 +65,22 @@ def lint(
     only = _rules(select)
     cluster = _cluster(spec)
     files, unread = collect(paths)
-    found = linted(files, cluster=cluster, only=only)
+    problems = linted(files, cluster=cluster, only=only)
     if fix:
-        _mend(found)
-        found = linted(files, cluster=cluster, only=only)
-    shown = [one for one in found if LEVELS.index(one.severity) >= LEVELS.index(severity.value)]
-    _show(shown, format_, read=len(files))
-    for path, why in unread:
-        output.err(f"not read: {path} ({why})")
-    return DoctorFailed.exit_code if any(one.severity != "info" for one in found) else 0
+        _mend(problems)
+        problems = linted(files, cluster=cluster, only=only)
+    visible = [problem for problem in problems if LEVELS.index(problem.severity) >= LEVELS.index(severity.value)]
+    _show(visible, format_, read=len(files))
+    for path, reason in unread:
+        output.err(f"not read: {path} ({reason})")
+    return DoctorFailed.exit_code if any(problem.severity != "info" for problem in problems) else 0
 
 
 def _rules(text: str) -> frozenset[str]:
     """The rules that `--select` names."""
     from dtctl.lint.rules import rules
 
-    only = frozenset(one.strip().upper() for one in text.split(",") if one.strip())
+    only = frozenset(rule.strip().upper() for rule in text.split(",") if rule.strip())
     unknown = sorted(only - set(rules()) - {"DT000"})
     if unknown:
         raise UsageError(f"there is no rule {unknown[0]}", hint="the rules are DT001 to DT036")
@@ -120,43 +120,43 @@ def _cluster(path: Path | None) -> ClusterFacts:
         return ClusterFacts()
 
 
-def _mend(found: Sequence[Problem]) -> None:
+def _mend(problems: Sequence[Problem]) -> None:
     from dtctl.lint.fixes import apply
     from dtctl.lint.source import STDIN
 
     files: dict[Path, str] = {}
-    for one in found:
-        if one.edits and Path(one.path) != STDIN:
-            files.setdefault(Path(one.path).resolve(), one.path)  # a link and its target once
+    for item in problems:
+        if item.edits and Path(item.path) != STDIN:
+            files.setdefault(Path(item.path).resolve(), item.path)  # a link and its target once
     for path in files.values():
-        done = apply(Path(path), [one for one in found if one.path == path])
-        for problem in done.mended:
+        result = apply(Path(path), [item for item in problems if item.path == path])
+        for problem in result.mended:
             output.err(f"fixed {problem.path}:{problem.line}: {problem.rule} {problem.message}")
-        if done.refused:
-            output.err(f"not fixed: {path}: {done.refused}")
+        if result.refused:
+            output.err(f"not fixed: {path}: {result.refused}")
 
 
-def _show(found: Sequence[Problem], format_: Format, *, read: int) -> None:
+def _show(problems: Sequence[Problem], format_: Format, *, read: int) -> None:
     import dtctl
     from dtctl.lint import formats
 
     if format_ is Format.json:
-        output.emit_json(formats.as_json(found))
+        output.emit_json(formats.as_json(problems))
     elif format_ is Format.sarif:
-        output.out(formats.dumped(formats.sarif(found, dtctl.__version__)))
+        output.out(formats.dumped(formats.sarif(problems, dtctl.__version__)))
     elif format_ is Format.github:
-        for problem in found:
+        for problem in problems:
             output.out(formats.github(problem))
     else:
         styles = {"error": "red", "warning": "yellow", "info": "dim"}
-        for problem in found:
+        for problem in problems:
             head, rest = formats.text_lines(problem)
             output.out(head, styles[problem.severity])
             output.out(rest)
-        counts = Counter(one.severity for one in found)
-        fixable = sum(bool(one.edits) for one in found)
-        told = ", ".join(f"{counts[name]} {name}" for name in ("error", "warning", "info") if counts[name])
+        counts = Counter(item.severity for item in problems)
+        fixable = sum(bool(item.edits) for item in problems)
+        summary = ", ".join(f"{counts[name]} {name}" for name in ("error", "warning", "info") if counts[name])
         output.err(
-            (told or ("nothing found" if read else "there was no file to read"))
+            (summary or ("nothing found" if read else "there was no file to read"))
             + (f"; {fixable} can be mended with --fix" if fixable else "")
         )

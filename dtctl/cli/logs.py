@@ -33,8 +33,8 @@ def logs(
 
     record = find_run(Path.cwd(), run)
     if node is not None and node not in state_of(record).nodes:
-        known = ", ".join(state_of(record).nodes)
-        raise LaunchError(f"run {record.run} has no node {node}", where="--node", hint=f"its nodes are {known}")
+        names = ", ".join(state_of(record).nodes)
+        raise LaunchError(f"run {record.run} has no node {node}", where="--node", hint=f"its nodes are {names}")
     size = record.plan().get("world_size")
     if rank is not None and size is not None and not 0 <= rank < int(size):
         raise LaunchError(f"run {record.run} has no rank {rank}", where="--rank", hint=f"its ranks are 0 to {size - 1}")
@@ -66,7 +66,7 @@ class _Reader:
     def print_new(self) -> None:
         """Print all whole lines that were not printed yet."""
         for path in sorted(self._folder.glob("*/*.log")):
-            if self._wanted(path):
+            if self._is_selected(path):
                 self._print(path)
 
     def print_rest(self) -> None:
@@ -76,7 +76,7 @@ class _Reader:
                 output.out(_prefix(path) + text)
         self._partial.clear()
 
-    def _wanted(self, path: Path) -> bool:
+    def _is_selected(self, path: Path) -> bool:
         if self._node is not None and path.parent.name != self._node:
             return False
         return self._rank is None or path.name == f"rank-{self._rank}.log"
@@ -101,5 +101,5 @@ class _Reader:
 
 
 def _prefix(path: Path) -> str:
-    who = "agent" if path.name == "agent.log" else path.stem.removeprefix("rank-")
-    return f"[{path.parent.name}:{who}] "
+    origin = "agent" if path.name == "agent.log" else path.stem.removeprefix("rank-")
+    return f"[{path.parent.name}:{origin}] "

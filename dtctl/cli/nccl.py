@@ -28,18 +28,20 @@ def explain(
     from dataclasses import asdict
 
     from dtctl.errors import UsageError
-    from dtctl.nccl.catalogue import catalogue, near
+    from dtctl.nccl.catalogue import catalogue, closest_name
 
-    known = catalogue()
+    variables = catalogue()
     for name in (name.upper() for name in names_):
-        if name not in known:
-            meant = near(name)
-            raise UsageError(f"{name} is not known to dtctl", hint=f"did you mean {meant}?" if meant else None)
-    found = [known[name.upper()] for name in names_]
+        if name not in variables:
+            suggestion = closest_name(name)
+            raise UsageError(
+                f"{name} is not known to dtctl", hint=f"did you mean {suggestion}?" if suggestion else None
+            )
+    selected = [variables[name.upper()] for name in names_]
     if json_:
-        output.emit_json({"variables": [asdict(variable) for variable in found]})
+        output.emit_json({"variables": [asdict(variable) for variable in selected]})
         return
-    for variable in found:
+    for variable in selected:
         output.out(variable.name, "bold")
         output.out(f"  {variable.meaning}")
         rows = {"default": variable.default, "since": variable.since, "danger": variable.danger}

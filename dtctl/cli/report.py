@@ -39,21 +39,21 @@ def report(
     from dtctl.report.page import page
     from dtctl.report.run import check_out, facts
 
-    wanted: list[str | None] = [*dict.fromkeys(runs or ())] or [None]
-    if len(wanted) > MOST:
-        raise UsageError(f"{len(wanted)} runs are too many for one page", hint=f"name at most {MOST}")
+    names: list[str | None] = [*dict.fromkeys(runs or ())] or [None]
+    if len(names) > MOST:
+        raise UsageError(f"{len(names)} runs are too many for one page", hint=f"name at most {MOST}")
     if out is not None and str(out) != "-":
         check_out(out)
-    records = [find_run(Path.cwd(), run) for run in wanted]
-    found = [facts(record) for record in records]
-    for run in found:
+    records = [find_run(Path.cwd(), run) for run in names]
+    histories = [facts(record) for record in records]
+    for run in histories:
         if run.metrics is None:
             output.err(f"note: run {run.state.run} has no metrics, so there is nothing to plot", "yellow")
         elif run.metrics.damaged:
             output.err(
                 f"note: run {run.state.run}: {run.metrics.damaged} damaged lines of metrics are left out", "yellow"
             )
-    text = page(found, now=time.time())
+    text = page(histories, now=time.time())
     if out is not None and str(out) == "-":
         output.raw(text)
         return

@@ -34,10 +34,10 @@ def running(name: str | None) -> Sandbox:
     """
     from dtctl.sandbox import control
 
-    wanted = name or control.default_name()
-    sandbox = control.find(wanted)
+    sandbox_name = name or control.default_name()
+    sandbox = control.find(sandbox_name)
     if sandbox is None:
-        raise SandboxError(f"sandbox {wanted} is not up", hint="dtctl sandbox up --nodes 3")
+        raise SandboxError(f"sandbox {sandbox_name} is not up", hint="dtctl sandbox up --nodes 3")
     return sandbox
 
 
@@ -102,8 +102,8 @@ def heal(
 
     sandbox = running(name)
     faults.heal(sandbox, [sandbox.node(node)] if node else sandbox.nodes)
-    kept = [fault for fault in faults.recorded(sandbox) if node is not None and node not in fault.split()]
-    faults.record(sandbox, kept)
+    remaining = [fault for fault in faults.recorded(sandbox) if node is not None and node not in fault.split()]
+    faults.record(sandbox, remaining)
 
 
 @app.command("down")
@@ -111,8 +111,10 @@ def down(name: Name = None) -> None:
     """End the sandbox and remove everything of it."""
     from dtctl.sandbox import control
 
-    wanted = name or control.default_name()
-    output.err(f"sandbox {wanted} is gone" if control.down(wanted) else f"sandbox {wanted} was not up")
+    sandbox_name = name or control.default_name()
+    output.err(
+        f"sandbox {sandbox_name} is gone" if control.down(sandbox_name) else f"sandbox {sandbox_name} was not up"
+    )
 
 
 fault = typer.Typer(help="Break something, on purpose; `heal` takes it back.", no_args_is_help=True)
@@ -130,10 +132,10 @@ def fault_list(name: Name = None, json_: Json = False) -> None:
     """List the faults in force."""
     from dtctl.sandbox import faults
 
-    found = faults.recorded(running(name))
+    lines = faults.recorded(running(name))
     if json_:
-        output.emit_json({"faults": found})
-    for text in [] if json_ else found:
+        output.emit_json({"faults": lines})
+    for text in [] if json_ else lines:
         output.out(text)
 
 

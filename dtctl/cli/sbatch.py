@@ -56,8 +56,8 @@ def _text(spec: Spec, run: str) -> str:
     from dtctl.slurm import batch
 
     plan = first_plan(spec, cluster_of(spec, start=False), run=run)
-    here = spec.base_dir.resolve()
-    return batch.text(spec, plan, chdir=here, output=Path(batch.literal(here)) / f"{run}-%j.log")
+    base = spec.base_dir.resolve()
+    return batch.text(spec, plan, chdir=base, output=Path(batch.literal(base)) / f"{run}-%j.log")
 
 
 def _submit(spec: Spec, run: str, *, out: Path | None, as_json: bool) -> None:

@@ -77,7 +77,7 @@ def verify(place: Place = None, json_: Json = False) -> int:
         rows = _merged(answers)
     else:
         answers, silent = _all("pieces", place, [])
-        rows = [one.row() for one in combine(answers)]
+        rows = [snapshot.row() for snapshot in combine(answers)]
     good = [row["path"] for row in rows if row["status"] == "ok"]
     newest = good[0] if good else None
     if json_:
@@ -105,7 +105,7 @@ def show(place: Place = None, json_: Json = False) -> int:
         output.out(f"  {key}: {value}")
     rows = [[name, str(file["size_bytes"]), file["digest"]] for name, file in answer["files"].items()]
     output.table(rows, header=["FILE", "BYTES", answer["hash"].upper()])
-    tensors = [[name, found["dtype"], str(found["shape"])] for name, found in answer["tensors"].items()]
+    tensors = [[name, tensor["dtype"], str(tensor["shape"])] for name, tensor in answer["tensors"].items()]
     output.table(tensors, header=["TENSOR", "DTYPE", "SHAPE"])
     return 0
 
@@ -140,7 +140,7 @@ def prune(
         options += ["--every-s", str(every_h * 3600)] if every_h is not None else []
         options += ["--no-best"] if no_best else []
         answers, silent = _all("prune", place, [*options, *(["--dry-run"] if dry_run else [])])
-        found = [
+        results = [
             {"kept": answer["kept"], "removed": answer["removed"], "left": answer.get("left", [])}
             for answer in answers.values()
         ]
@@ -148,20 +148,20 @@ def prune(
         from dtctl.launch.collect_snapshot import PruneRule
 
         rule = PruneRule(keep=keep, every_s=None if every_h is None else every_h * 3600, keep_best=not no_best)
-        found, silent = _prune_run(_of_run(place), rule, dry_run=dry_run)
+        results, silent = _prune_run(_of_run(place), rule, dry_run=dry_run)
     if json_:
-        output.emit_json({"places": found, "dry_run": dry_run})
+        output.emit_json({"places": results, "dry_run": dry_run})
     else:
-        for one in found:
-            for path in one["removed"]:
-                at = f"{one['node']}:" if "node" in one else ""
+        for snapshot in results:
+            for path in snapshot["removed"]:
+                at = f"{snapshot['node']}:" if "node" in snapshot else ""
                 output.out(f"{'would remove' if dry_run else 'removed'} {at}{path}")
-            output.out(f"kept {len(one['kept'])}{' on ' + one['node'] if 'node' in one else ''}")
-    for one in found:
-        for path in one["left"]:
-            at = f"{one['node']}:" if "node" in one else ""
+            output.out(f"kept {len(snapshot['kept'])}{' on ' + snapshot['node'] if 'node' in snapshot else ''}")
+    for snapshot in results:
+        for path in snapshot["left"]:
+            at = f"{snapshot['node']}:" if "node" in snapshot else ""
             output.err(f"not removed: {at}{path} is a link, or something is mounted in it", "yellow")
-    return SnapshotError.exit_code if any(one["left"] for one in found) else _code(silent)
+    return SnapshotError.exit_code if any(snapshot["left"] for snapshot in results) else _code(silent)
 
 
 def _prune_run(run: RunSnapshots, rule: PruneRule, *, dry_run: bool) -> tuple[list[dict[str, Any]], list[DtctlError]]:
@@ -169,22 +169,22 @@ def _prune_run(run: RunSnapshots, rule: PruneRule, *, dry_run: bool) -> tuple[li
     from dtctl.launch import collect_snapshot, snapshots
 
     answers, silent = _all("pieces", None, [], run)
-    found = collect_snapshot.combine(answers)
+    snapshots_found = collect_snapshot.combine(answers)
     rows = []
     for node, answer in answers.items():
-        gone = collect_snapshot.removable(found, rule, node, all_answered=not silent)
-        steps = {one.step for one in gone}
-        left: list[str] = []
+        outdated = collect_snapshot.removable(snapshots_found, rule, node, all_answered=not silent)
+        steps = {snapshot.step for snapshot in outdated}
+        unremoved: list[str] = []
         if steps and not dry_run:
-            told = run.ask("remove", [word for step in sorted(steps) for word in ("--step", str(step))], [node])[node]
-            if isinstance(told, DtctlError):
-                raise told
-            if "error" in told.answer:
-                raise snapshots.error_of(told)
-            left = told.answer.get("left", [])
-        kept = [row["path"] for row in answer["rows"] if row["step"] not in steps]
-        removed = [row["path"] for row in answer["rows"] if row["step"] in steps and row["path"] not in left]
-        rows.append({"kept": kept, "removed": removed, "left": left, "node": node})
+            reply = run.ask("remove", [word for step in sorted(steps) for word in ("--step", str(step))], [node])[node]
+            if isinstance(reply, DtctlError):
+                raise reply
+            if "error" in reply.answer:
+                raise snapshots.error_of(reply)
+            unremoved = reply.answer.get("left", [])
+        remaining = [row["path"] for row in answer["rows"] if row["step"] not in steps]
+        removed = [row["path"] for row in answer["rows"] if row["step"] in steps and row["path"] not in unremoved]
+        rows.append({"kept": remaining, "removed": removed, "left": unremoved, "node": node})
     return rows, silent
 
 
@@ -209,35 +209,35 @@ def export(
     return 0
 
 
-def _fetch(found: RunSnapshots, node: str, options: Sequence[str], out: Path, *, limit_bytes: int) -> dict[str, Any]:
+def _fetch(source: RunSnapshots, node: str, options: Sequence[str], out: Path, *, limit_bytes: int) -> dict[str, Any]:
     from dtctl import folders
     from dtctl.launch import snapshots
 
     draft = out.with_name(f".{out.name}.{os.getpid()}.draft")
-    made = False
+    created = False
     try:
         folder = os.open(draft.absolute().parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fd = folders.create_in(folder, draft.name, 0o666)
         finally:
             os.close(folder)
-        made = True
+        created = True
         with os.fdopen(fd, "wb") as stream:
-            told = found.fetch(node, "export", [*options, "--out", "-"], stream, limit_bytes=limit_bytes)
+            reply = source.fetch(node, "export", [*options, "--out", "-"], stream, limit_bytes=limit_bytes)
             stream.flush()
             os.fsync(stream.fileno())
-        if "error" in told.answer:
-            raise snapshots.error_of(told)
-        if draft.stat().st_size != told.answer["size_bytes"]:
+        if "error" in reply.answer:
+            raise snapshots.error_of(reply)
+        if draft.stat().st_size != reply.answer["size_bytes"]:
             raise SnapshotError("the export did not arrive whole", where=f"node {node}", hint="try again")
         draft.replace(out)
         folders.sync_folder(str(out.absolute().parent))
     except OSError as exc:
         raise SnapshotError(f"the export cannot be written: {exc}", where=str(out)) from exc
     finally:
-        if made:
+        if created:
             draft.unlink(missing_ok=True)
-    return dict(told.answer)
+    return dict(reply.answer)
 
 
 EXPORT_HEADER_BYTES = 64 << 20
@@ -267,15 +267,15 @@ def _all(
     from dtctl.launch import snapshots
 
     if run is None and snapshots.is_folder(place):
-        told = snapshots.run_here([verb, str(place), *options])
-        if "error" in told.answer:
-            raise snapshots.error_of(told)
-        return {None: told.answer}, []
-    found = (run or _of_run(place)).ask(verb, options)
-    silent = [told for told in found.values() if isinstance(told, DtctlError)]
+        reply = snapshots.run_here([verb, str(place), *options])
+        if "error" in reply.answer:
+            raise snapshots.error_of(reply)
+        return {None: reply.answer}, []
+    replies = (run or _of_run(place)).ask(verb, options)
+    silent = [reply for reply in replies.values() if isinstance(reply, DtctlError)]
     answers: Answers = {}
     empty: list[DtctlError] = []
-    for node, word in found.items():
+    for node, word in replies.items():
         if isinstance(word, DtctlError):
             continue
         if "error" in word.answer:  # a node without snapshots is in order: in many runs only the first has them
@@ -307,10 +307,13 @@ def _of_nodes(verb: str, run: RunSnapshots, options: Sequence[str], out: Path | 
     from dtctl.launch import collect_snapshot, snapshots
 
     answers, _ = _all("pieces", None, [], run)
-    found = collect_snapshot.combine(answers)
-    chosen = next((one for one in found if one.is_readable), None)
-    newer = found[: found.index(chosen)] if chosen is not None else found
-    reasons = [f"{Path(one.path).name} is {one.row()['status']}: {'; '.join(one.row()['bad'])}" for one in newer]
+    candidates = collect_snapshot.combine(answers)
+    chosen = next((snapshot for snapshot in candidates if snapshot.is_readable), None)
+    newer = candidates[: candidates.index(chosen)] if chosen is not None else candidates
+    reasons = [
+        f"{Path(snapshot.path).name} is {snapshot.row()['status']}: {'; '.join(snapshot.row()['bad'])}"
+        for snapshot in newer
+    ]
     if chosen is None:
         reason = f"there is no good snapshot: {'; '.join(reasons)}" if reasons else "there is no snapshot"
         raise SnapshotError(reason, where=", ".join(map(str, answers)))
@@ -318,11 +321,11 @@ def _of_nodes(verb: str, run: RunSnapshots, options: Sequence[str], out: Path | 
         output.err(f"passed over: {reason}", "yellow")
     if not chosen.complete:
         with collect_snapshot.fetched(run, chosen) as folder:
-            told = snapshots.run_here([verb, str(folder), *options, *(["--out", str(out)] if out else [])])
-        if "error" in told.answer:
-            text = told.answer["error"]
+            reply = snapshots.run_here([verb, str(folder), *options, *(["--out", str(out)] if out else [])])
+        if "error" in reply.answer:
+            text = reply.answer["error"]
             senders = {node for name, node in chosen.holders.items() if name in text} or {*chosen.holders.values()}
-            raise SnapshotError(text, where=f"sent by {', '.join(sorted(senders))}", hint=told.answer.get("hint"))
+            raise SnapshotError(text, where=f"sent by {', '.join(sorted(senders))}", hint=reply.answer.get("hint"))
     elif out is not None:
         # Tensors are written without gaps, with a header that is shorter than those of the files.
         limit_bytes = sum(chosen.sizes.values()) + EXPORT_HEADER_BYTES
@@ -332,10 +335,10 @@ def _of_nodes(verb: str, run: RunSnapshots, options: Sequence[str], out: Path | 
         word = run.ask(verb, options, chosen.complete[:1])[chosen.complete[0]]
         if isinstance(word, DtctlError):
             raise word
-        told = word
-    if "error" in told.answer:
-        raise snapshots.error_of(told)
-    return {**told.answer, "path": chosen.path, "node": ", ".join(chosen.complete[:1] or chosen.nodes)}
+        reply = word
+    if "error" in reply.answer:
+        raise snapshots.error_of(reply)
+    return {**reply.answer, "path": chosen.path, "node": ", ".join(chosen.complete[:1] or chosen.nodes)}
 
 
 def _merged(answers: Answers) -> list[dict[str, Any]]:

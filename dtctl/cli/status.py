@@ -36,15 +36,15 @@ def status(
         from dtctl.cli.launch_view import waits
 
         output.out(f"job {state.job} waits: {waits(state.waits)}")
-    output.table([[node, what] for node, what in state.nodes.items()], header=["NODE", "STATE"])
+    output.table([[node, condition] for node, condition in state.nodes.items()], header=["NODE", "STATE"])
     if state.ledger is not None:
         output.out(f"time: {where_the_time_went(state.ledger)}")
     for number, reason in enumerate(state.restarts, 1):
         output.out(f"restart {number}: {reason}", "yellow")
     failure = (state.done or {}).get("first_failure")
     if failure:
-        who = f"rank {failure['rank']} on {failure['node']}" if failure["rank"] is not None else failure["node"]
-        output.out(f"first failure: {who}: {failure['summary']}")
+        subject = f"rank {failure['rank']} on {failure['node']}" if failure["rank"] is not None else failure["node"]
+        output.out(f"first failure: {subject}: {failure['summary']}")
         if failure["log"]:
             output.out(f"log: {failure['log']}")
     for node, lost in ((state.done or {}).get("lost_output") or {}).items():
@@ -52,5 +52,5 @@ def status(
     if state.done is not None and state.done.get("left_behind", 0) is None:
         output.out("nobody could look on every node whether processes are left; `dtctl stop` looks again", "yellow")
     if state.status == "abandoned":
-        more = "`dtctl watch` gives it a new one, " if record.info().detached else ""
-        output.out(f"its launcher has ended without a word; {more}`dtctl stop` ends what is left of it")
+        advice = "`dtctl watch` gives it a new one, " if record.info().detached else ""
+        output.out(f"its launcher has ended without a word; {advice}`dtctl stop` ends what is left of it")

@@ -40,8 +40,8 @@ def validate(
         plan = _planned(spec, set_ or ())
     except DtctlError as exc:
         if json_:
-            said = {"message": exc.message, "where": exc.where, "hint": exc.hint, "exit_code": exc.exit_code}
-            output.emit_json({"ok": False, "spec": str(spec), "error": said})
+            facts = {"message": exc.message, "where": exc.where, "hint": exc.hint, "exit_code": exc.exit_code}
+            output.emit_json({"ok": False, "spec": str(spec), "error": facts})
         raise
     if json_:
         output.emit_json(

@@ -54,16 +54,18 @@ class Screen:
         rows = tail_of_metrics(self._record.folder / names.METRICS_FILE)
         parts: list[RenderableType] = [self._head(), Text(), self._nodes(width)]
         if self.state.restarts:
-            why = f"restart {len(self.state.restarts)}: {self.state.restarts[-1]}"
-            parts.append(Text(printable(why), style="yellow"))
+            reason = f"restart {len(self.state.restarts)}: {self.state.restarts[-1]}"
+            parts.append(Text(printable(reason), style="yellow"))
         if rows:
             parts += [Text(), *self._progress(rows, width)]
         if self.state.ledger is not None and self.state.ledger.get("goodput") is not None:
             parts.append(Text(where_the_time_went(self.state.ledger), style="dim", no_wrap=True, overflow="ellipsis"))
         if self._lines:
             parts.append(Text())
-            for who, line in self._lines:
-                parts.append(Text.assemble((printable(who), "dim"), printable(line), no_wrap=True, overflow="ellipsis"))
+            for origin, line in self._lines:
+                parts.append(
+                    Text.assemble((printable(origin), "dim"), printable(line), no_wrap=True, overflow="ellipsis")
+                )
         return Group(*parts)
 
     def _head(self) -> RenderableType:
@@ -95,24 +97,24 @@ class Screen:
         step, step_s = int(last["step"]), float(last.get("step_s") or "nan")
         line = f"step {step:,}"
         if self._steps:
-            left = clock((self._steps - step) * step_s) if not self.state.over and math.isfinite(step_s) else ""
-            line += f" of {self._steps:,}  {step / self._steps:.0%}" + (f"  {left} to go" if left else "")
+            remaining = clock((self._steps - step) * step_s) if not self.state.over and math.isfinite(step_s) else ""
+            line += f" of {self._steps:,}  {step / self._steps:.0%}" + (f"  {remaining} to go" if remaining else "")
         speed = last.get("tokens_per_s")
         samples = last.get("samples_per_s")
         rate = f"{speed:,.0f} tokens/s" if speed else f"{samples:,.0f} samples/s" if samples else ""
         facts = "  ".join([line, *([f"{step_s * 1e3:.1f} ms/step"] if math.isfinite(step_s) else []), rate]).rstrip()
         losses = [row.get("loss") for row in rows]
         numbers = [float("nan") if loss is None else float(loss) for loss in losses]
-        told = "not a number" if math.isnan(numbers[-1]) else f"{numbers[-1]:.4f}"
+        loss_text = "not a number" if math.isnan(numbers[-1]) else f"{numbers[-1]:.4f}"
         rates = [float(row.get("tokens_per_s") or row.get("samples_per_s") or "nan") for row in rows]
-        bars = [("loss ", told, numbers), ("rate ", f"{rates[-1]:,.0f}", rates)]
-        wide = max(len(told) for _, told, _ in bars)
-        shown: list[RenderableType] = [Text(facts, no_wrap=True, overflow="ellipsis")]
-        for name, told, values in bars:
+        bars = [("loss ", loss_text, numbers), ("rate ", f"{rates[-1]:,.0f}", rates)]
+        wide = max(len(loss_text) for _, loss_text, _ in bars)
+        lines: list[RenderableType] = [Text(facts, no_wrap=True, overflow="ellipsis")]
+        for name, loss_text, values in bars:
             if name == "loss " or any(map(math.isfinite, values)):
                 line = sparkline(values, width - 20)
-                shown.append(Text.assemble(name, (told.rjust(wide), "bold"), "  ", (line, "cyan"), no_wrap=True))
-        return shown
+                lines.append(Text.assemble(name, (loss_text.rjust(wide), "bold"), "  ", (line, "cyan"), no_wrap=True))
+        return lines
 
     def _read_logs(self) -> None:
         for path in sorted((self._record.folder / names.LOGS_DIR).glob("*/*.log")):
@@ -122,12 +124,12 @@ class Screen:
                 continue
             with os.fdopen(folders.open_regular(str(path)), "rb") as file:
                 file.seek(start)
-                whole, newline, _ = file.read(TAIL_BYTES).rpartition(b"\n")
-            self._read[path] = start + len(whole) + len(newline)
+                complete, newline, _ = file.read(TAIL_BYTES).rpartition(b"\n")
+            self._read[path] = start + len(complete) + len(newline)
             rank = rank_of(path)
-            who = f"[{path.parent.name}:{'agent' if rank < 0 else rank}] "
-            for line in whole.decode(errors="replace").splitlines()[-LOG_LINES:]:
-                self._lines.append((who, line.rsplit("\r", 1)[-1]))
+            origin = f"[{path.parent.name}:{'agent' if rank < 0 else rank}] "
+            for line in complete.decode(errors="replace").splitlines()[-LOG_LINES:]:
+                self._lines.append((origin, line.rsplit("\r", 1)[-1]))
 
 
 def tail_of_metrics(path: Path) -> list[dict[str, Any]]:
@@ -157,10 +159,10 @@ def sparkline(values: list[float], width: int) -> str:
     if count > width:
         edges = [index * count // width for index in range(width + 1)]
         values = [_mean(values[low:high]) for low, high in itertools.pairwise(edges)]
-    known = [value for value in values if math.isfinite(value)]
-    if not known:
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
         return ""
-    low, span = min(known), max(known) - min(known)
+    low, span = min(finite), max(finite) - min(finite)
     top = len(BARS) - 1
     return "".join(
         BARS[round((value - low) / span * top) if span else top // 2] if math.isfinite(value) else " "
@@ -169,15 +171,15 @@ def sparkline(values: list[float], width: int) -> str:
 
 
 def _mean(values: list[float]) -> float:
-    known = [value for value in values if math.isfinite(value)]
-    return sum(known) / len(known) if known else float("nan")
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else float("nan")
 
 
 def clock(seconds: float) -> str:
     """A time span for people: 0:07, 12:34, 3:04:05."""
-    whole = max(0, int(seconds))
-    hours, minutes = divmod(whole // 60, 60)
-    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+    total_s = max(0, int(seconds))
+    hours, minutes = divmod(total_s // 60, 60)
+    return f"{hours}:{minutes:02}:{total_s % 60:02}" if hours else f"{minutes}:{total_s % 60:02}"
 
 
 def show(record: RunRecord, *, steps: int | None) -> RunState:

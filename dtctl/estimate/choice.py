@@ -86,15 +86,17 @@ def choose(model: Model, setting: TrainingSetting, *, unseen: str | None = None)
         setting: where it is to be trained.
         unseen: why activations are not known. None: they are.
     """
-    found = candidates(model, setting)
+    options = candidates(model, setting)
     note = f"; activations are not known ({unseen}), so {UNSEEN:.0%} may be filled" if unseen else ""
-    room = setting.budget * (UNSEEN if unseen else 1.0)
-    for number, one in enumerate(found):
-        if one.memory.total <= room:
-            return StrategyVerdict(candidate=one, fits=True, reason=_since(found[:number], one, setting) + note)
-    last = min(found, key=lambda one: one.memory.total)
+    limit = setting.budget * (UNSEEN if unseen else 1.0)
+    for number, candidate in enumerate(options):
+        if candidate.memory.total <= limit:
+            return StrategyVerdict(
+                candidate=candidate, fits=True, reason=_since(options[:number], candidate, setting) + note
+            )
+    last = min(options, key=lambda candidate: candidate.memory.total)
     if unseen and last.memory.total <= setting.budget:
-        return StrategyVerdict(candidate=last, fits=True, reason=_since(found[:-1], last, setting) + note)
+        return StrategyVerdict(candidate=last, fits=True, reason=_since(options[:-1], last, setting) + note)
     if (halved := _halved(model, setting)) is not None:
         return halved
     over = last.memory.total - setting.budget
@@ -134,10 +136,12 @@ def _halved(model: Model, setting: TrainingSetting) -> StrategyVerdict | None:
     micro = setting.micro_batch
     while setting.halves and micro > 1:
         micro = _smaller(micro)
-        for one in candidates(model, _with(setting, micro)):
-            if one.strategy in ("ddp", "zero1") and one.memory.total <= setting.budget:
+        for candidate in candidates(model, _with(setting, micro)):
+            if candidate.strategy in ("ddp", "zero1") and candidate.memory.total <= setting.budget:
                 reason = f"in passes of {micro} samples, since nothing fits with {setting.micro_batch}: "
-                return StrategyVerdict(candidate=one, fits=True, reason=f"{reason}{_needs(one)} of {_of(setting)}")
+                return StrategyVerdict(
+                    candidate=candidate, fits=True, reason=f"{reason}{_needs(candidate)} of {_of(setting)}"
+                )
     return None
 
 
@@ -151,29 +155,29 @@ def _smaller(micro: int) -> int:
 
 
 def _fits_with(model: Model, setting: TrainingSetting, micro: int) -> bool:
-    return any(one.memory.total <= setting.budget for one in candidates(model, _with(setting, micro)))
+    return any(candidate.memory.total <= setting.budget for candidate in candidates(model, _with(setting, micro)))
 
 
-def _since(refused: list[Candidate], taken: Candidate, setting: TrainingSetting) -> str:
+def _since(refused: list[Candidate], chosen: Candidate, setting: TrainingSetting) -> str:
     """Why the ones before do not do."""
     if not refused:
-        return f"which needs {_needs(taken)} of {_of(setting)}"
+        return f"which needs {_needs(chosen)} of {_of(setting)}"
     first = f"since {refused[0].strategy} needs {_needs(refused[0])} of {_of(setting)}"
-    others = [f"{one.strategy} {_gib(one.memory.total)}" for one in refused[1:]]
-    return ", ".join([first, *others]) + f"; {taken.strategy} needs {_gib(taken.memory.total)}"
+    larger = [f"{candidate.strategy} {_gib(candidate.memory.total)}" for candidate in refused[1:]]
+    return ", ".join([first, *larger]) + f"; {chosen.strategy} needs {_gib(chosen.memory.total)}"
 
 
-def _needs(one: Candidate) -> str:
+def _needs(candidate: Candidate) -> str:
     """`93.1 GiB (states 64.0, activations 29.1)`, of the parts those that are there."""
-    need = one.memory
+    need = candidate.memory
     parts = {
         "states": need.states,
         "activations": need.activations + need.logits,
         "temporary": need.temporary,
         "overhead": need.overhead,
     }
-    told = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size >= 0.005 * need.total)
-    return f"{_gib(need.total)} GiB ({told})"
+    breakdown = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size >= 0.005 * need.total)
+    return f"{_gib(need.total)} GiB ({breakdown})"
 
 
 def _of(setting: TrainingSetting) -> str:
@@ -187,9 +191,9 @@ def _gib(size: float) -> str:
     return f"{size / GIB:.1f}" if size >= 10 * GIB else f"{size / GIB:.2f}"
 
 
-def _what_helps(one: Candidate, setting: TrainingSetting, fits_with: Callable[[int], bool]) -> str:
+def _what_helps(candidate: Candidate, setting: TrainingSetting, fits_with: Callable[[int], bool]) -> str:
     """What would make it fit."""
-    need, helps = one.memory, []
+    need, helps = candidate.memory, []
     micro = setting.micro_batch
     while micro > 1:
         micro = _smaller(micro)
@@ -200,7 +204,7 @@ def _what_helps(one: Candidate, setting: TrainingSetting, fits_with: Callable[[i
         helps.append("`train.checkpointing: full`")
     if need.states + need.temporary > need.activations + need.logits:
         helps.append(
-            "more workers, if it can be sharded" if one.layout.fsdp == 1 else "more workers, or a mesh with tp"
+            "more workers, if it can be sharded" if candidate.layout.fsdp == 1 else "more workers, or a mesh with tp"
         )
-    told = " or ".join(helps) or "shorter samples, or a smaller model"
-    return f"{told}; or name a `train.strategy`, which is taken as it is"
+    advice = " or ".join(helps) or "shorter samples, or a smaller model"
+    return f"{advice}; or name a `train.strategy`, which is taken as it is"

@@ -16,12 +16,12 @@ def sizes(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, Any]:
         model: on any device.
         blocks: its repeated blocks; the model itself, if it has none.
     """
-    tables = [one for one in model.modules() if isinstance(one, nn.Embedding)]
-    heads = [one.num_heads for one in model.modules() if isinstance(one, nn.MultiheadAttention)]
+    tables = [submodule for submodule in model.modules() if isinstance(submodule, nn.Embedding)]
+    heads = [submodule.num_heads for submodule in model.modules() if isinstance(submodule, nn.MultiheadAttention)]
     return {
         "params": _words(model.parameters()),
-        "frozen": _words(one for one in model.parameters() if not one.requires_grad),
-        "looked_up": _words(one.weight for one in tables),
+        "frozen": _words(submodule for submodule in model.parameters() if not submodule.requires_grad),
+        "looked_up": _words(submodule.weight for submodule in tables),
         "layers": len(blocks),
         "block_params": max(_words(block.parameters()) for block in blocks),
         "hidden": tables[0].embedding_dim if tables else 1,
@@ -33,7 +33,7 @@ def sizes(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, Any]:
 
 
 def _words(parameters: Iterator[nn.Parameter] | Any) -> float:
-    return sum(one.numel() * one.element_size() for one in parameters) / 4
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters) / 4
 
 
 def forward(model: nn.Module, blocks: Sequence[nn.Module], run: Callable[[], Any], *, samples: int) -> dict[str, Any]:
@@ -50,31 +50,31 @@ def forward(model: nn.Module, blocks: Sequence[nn.Module], run: Callable[[], Any
 
     def returned(_module: nn.Module, _inputs: Any, output: Any) -> None:
         nonlocal shape, inner
-        shape, inner = tuple(output.shape) if isinstance(output, torch.Tensor) else (), kept.bytes
+        shape, inner = tuple(output.shape) if isinstance(output, torch.Tensor) else (), tracker.bytes
 
     def entered(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
         nonlocal entering
-        found = [one.numel() * one.element_size() for one in inputs if isinstance(one, torch.Tensor)]
-        entering = max(entering, *found[:1], 0)
+        input_bytes = [value.numel() * value.element_size() for value in inputs if isinstance(value, torch.Tensor)]
+        entering = max(entering, *input_bytes[:1], 0)
 
-    handles = [model.register_forward_hook(returned), *(one.register_forward_pre_hook(entered) for one in blocks)]
-    kept = Kept(model)
+    handles = [model.register_forward_hook(returned), *(block.register_forward_pre_hook(entered) for block in blocks)]
+    tracker = Kept(model)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(tracker.keep, lambda tensor: tensor):
             run()
     finally:
         for handle in handles:
             handle.remove()
-    tables = [one for one in model.modules() if isinstance(one, nn.Embedding)]
+    tables = [block for block in model.modules() if isinstance(block, nn.Embedding)]
     logits = len(shape) == 3 and bool(tables)
-    found: dict[str, Any] = {"vocab": shape[-1] if logits else 0, "seq": shape[1] if logits else 1}
+    measured: dict[str, Any] = {"vocab": shape[-1] if logits else 0, "seq": shape[1] if logits else 1}
     # The loss of logits is counted by formula; any other is part of what was seen.
-    found |= {"kept_bytes": (inner if logits else kept.bytes) / samples, "entering_bytes": entering / samples}
+    measured |= {"kept_bytes": (inner if logits else tracker.bytes) / samples, "entering_bytes": entering / samples}
     # An embedding whose weight is also the output's is multiplied with, not only looked up.
-    tied = any(one.num_embeddings == (shape[-1] if shape else -1) for one in tables) and not any(
-        isinstance(one, nn.Linear) and one.out_features == shape[-1] for one in model.modules()
+    tied = any(block.num_embeddings == (shape[-1] if shape else -1) for block in tables) and not any(
+        isinstance(block, nn.Linear) and block.out_features == shape[-1] for block in model.modules()
     )
-    return found | ({"looked_up": 0} if tied else {})
+    return measured | ({"looked_up": 0} if tied else {})
 
 
 class Kept:
@@ -85,7 +85,7 @@ class Kept:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._own = {one.untyped_storage()._cdata for one in [*model.parameters(), *model.buffers()]}
+        self._own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
         self._seen: dict[int, Any] = {}
         self.bytes = 0
 

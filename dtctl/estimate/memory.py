@@ -118,20 +118,20 @@ def memory(model: Model, layout: Layout, recipe: Recipe = RUNTIME) -> MemoryEsti
     root = model.root_params / layout.tp / (2 if layout.pp > 1 else 1)
     blocks = -(-model.layers // layout.pp)
     experts = model.expert_params / model.params if layout.ep > 1 else 0.0
-    held = root + blocks * model.block_params * (1 - experts + experts / layout.ep) / layout.tp
+    params = root + blocks * model.block_params * (1 - experts + experts / layout.ep) / layout.tp
     block = model.block_params / layout.tp
     sharded = layout.shards > 1
-    own = held / layout.shards
-    kept, working = _activations(model, layout, recipe, blocks)
+    shard_params = params / layout.shards
+    activations, working = _activations(model, layout, recipe, blocks)
     logits = _logits(model, layout, recipe)
-    trained = own * (1 - model.frozen / model.params if model.params else 1.0)
-    state = own * 4 + trained * (recipe.gradient_bytes + recipe.average_bytes)
+    trained = shard_params * (1 - model.frozen / model.params if model.params else 1.0)
+    state = shard_params * 4 + trained * (recipe.gradient_bytes + recipe.average_bytes)
     state += trained * recipe.optimizer_bytes / (layout.dp if layout.zero1 else 1)
-    temporary = _temporary(layout, recipe, held=held, block=block, root=root, sharded=sharded)
+    temporary = _temporary(layout, recipe, params=params, block=block, root=root, sharded=sharded)
     if layout.offload:
         state = 0.0
         temporary += 2 * block * 4
-    work = kept + max(logits, working)
+    work = activations + max(logits, working)
     # Gradients are made while activations are given back, and given back before the next pass: they share their room,
     # unless those of earlier micro batches are added up.
     shared_room = min(trained * recipe.gradient_bytes, work) if layout.accumulate == 1 and layout.pp == 1 else 0.0
@@ -152,20 +152,20 @@ def _activations(model: Model, layout: Layout, recipe: Recipe, blocks: int) -> t
     scale = 2.0 if layout.precision == "fp32" else 1.0
     tokens = layout.micro_batch * model.seq / layout.cp
     # Between the matrices (norms, what enters a block) nothing is split by tensor parallelism alone.
-    between = 4 * model.block_input if not recipe.sequence_parallel else 0.0
-    between = min(between, model.block_kept)
-    whole = between + (model.block_kept - between) / layout.tp
+    block_inputs = 4 * model.block_input if not recipe.sequence_parallel else 0.0
+    block_inputs = min(block_inputs, model.block_kept)
+    per_token = block_inputs + (model.block_kept - block_inputs) / layout.tp
     entering = model.block_input / (layout.tp if recipe.sequence_parallel else 1)
-    one = {
-        "none": whole,
+    per_block = {
+        "none": per_token,
         "selective": entering + recipe.kept_products * model.block_products / layout.tp,
         "full": entering,
     }[layout.recompute]
     # 1F1B: the first stage has as many micro batches under way as there are stages.
     flying = min(layout.pp, layout.accumulate) if layout.pp > 1 else 1
-    kept = one * scale * tokens * blocks * flying
-    working = 0.0 if layout.recompute == "none" else whole * scale * tokens
-    return kept, working
+    stored = per_block * scale * tokens * blocks * flying
+    working = 0.0 if layout.recompute == "none" else per_token * scale * tokens
+    return stored, working
 
 
 def _logits(model: Model, layout: Layout, recipe: Recipe) -> float:
@@ -180,16 +180,16 @@ def _logits(model: Model, layout: Layout, recipe: Recipe) -> float:
     return copies * 4 * tokens * model.vocab / split
 
 
-def _temporary(layout: Layout, recipe: Recipe, *, held: float, block: float, root: float, sharded: bool) -> float:
+def _temporary(layout: Layout, recipe: Recipe, *, params: float, block: float, root: float, sharded: bool) -> float:
     """Bytes of weights that are gathered or cast, and of gradients on their way."""
     half = layout.precision != "fp32"
     casts = 0.0
     if half and recipe.autocast:
-        casts = 2 * (held if layout.recompute == "none" else root + block)
+        casts = 2 * (params if layout.recompute == "none" else root + block)
     if not sharded:
         return casts
     if layout.pp > 1:  # weights stay gathered over all micro batches, and gradients are added up whole
-        return casts + held * (2 if half and not recipe.autocast else 4) + held * 4
-    whole = 2 * block + root
-    gathered = (2 if half and not recipe.autocast else 4) * (whole if recipe.reshard else held)
-    return casts + gathered + recipe.gradient_bytes * whole
+        return casts + params * (2 if half and not recipe.autocast else 4) + params * 4
+    two_blocks = 2 * block + root
+    gathered = (2 if half and not recipe.autocast else 4) * (two_blocks if recipe.reshard else params)
+    return casts + gathered + recipe.gradient_bytes * two_blocks

@@ -58,7 +58,7 @@ def from_inspection(data: Mapping[str, Any], *, name: str) -> Model:
     """The model whose figures `dtctl.estimate.look` has found."""
     layers = max(1, int(data["layers"]))
     seq = max(1, int(data["seq"]))
-    kept = float(data["kept_bytes"]) / 2 / layers / seq  # measured in fp32
+    kept_values = float(data["kept_bytes"]) / 2 / layers / seq  # measured in fp32
     hidden = max(1, int(data["hidden"]))
     entering = data.get("entering_bytes")
     return Model(
@@ -73,8 +73,8 @@ def from_inspection(data: Mapping[str, Any], *, name: str) -> Model:
         kv_heads=max(1, int(data.get("heads") or 1)),
         vocab=int(data["vocab"]),
         block_input=float(entering) / 2 / seq if entering else 2.0 * hidden,
-        block_kept=kept,
-        block_products=kept / 2,
+        block_kept=kept_values,
+        block_products=kept_values / 2,
         frozen=float(data.get("frozen") or 0.0),
         assumed=f"{layers} blocks, width {hidden}, vocabulary {int(data['vocab'])}, activations measured: "
         f"{float(data['params']) / 1e9:.3g}B parameters",

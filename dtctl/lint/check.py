@@ -31,17 +31,17 @@ class Check:
         edits: tuple[Edit, ...] = (),
     ) -> Problem:
         """A problem at a node; severity and fix are the rule's unless they are given."""
-        known = rules()[rule]
+        meta = rules()[rule]
         line, column = node.lineno, node.col_offset  # type: ignore[attr-defined]  # all nodes that are reported have them
         text = self.module.text.split("\n", line)[line - 1] if line else ""
         return Problem(
             rule=rule,
-            severity=severity or known.severity,
+            severity=severity or meta.severity,
             path=str(self.module.path),
             line=line,
             column=len(text.encode()[:column].decode("utf-8", "replace")) + 1,
             message=message,
-            fix=fix or known.fix,
+            fix=fix or meta.fix,
             end_line=getattr(node, "end_lineno", None) or line,
             edits=edits,
         )

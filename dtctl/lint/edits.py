@@ -27,16 +27,21 @@ def imported(module: SourceFile, name: str) -> tuple[Edit, ...] | None:
     if any(bound == name for _, bound in module.bindings):
         return None
     plain = [
-        one
-        for one in module.each(ast.Import)
-        if module.parents[one] is module.tree and any(alias.name == name and not alias.asname for alias in one.names)
+        statement
+        for statement in module.each(ast.Import)
+        if module.parents[statement] is module.tree
+        and any(alias.name == name and not alias.asname for alias in statement.names)
     ]
     if plain:
         return ()
     if module.aliases.get(name, name) != name or name in module.functions:
         return None
     imports: list[ast.Import | ast.ImportFrom] = [*module.each(ast.Import), *module.each(ast.ImportFrom)]
-    top = [one for one in imports if module.parents[one] is module.tree and getattr(one, "module", "") != "__future__"]
+    top = [
+        statement
+        for statement in imports
+        if module.parents[statement] is module.tree and getattr(statement, "module", "") != "__future__"
+    ]
     first = min(top, key=position, default=None)
     if first is None or first.col_offset:
         return None

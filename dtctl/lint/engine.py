@@ -69,8 +69,8 @@ def lint(
     size = -(-len(files) // (workers * 4))
     parts = [files[at : at + size] for at in range(0, len(files), size)]
     with ProcessPoolExecutor(workers) as pool:
-        found = pool.map(_files, parts, [cluster] * len(parts), [only] * len(parts))
-        return [problem for part in found for problem in part]
+        results = pool.map(_files, parts, [cluster] * len(parts), [only] * len(parts))
+        return [problem for part in results for problem in part]
 
 
 def lint_text(
@@ -90,12 +90,12 @@ def lint_text(
         text = text.replace("\r\n", "\n").replace("\r", "\n")
     ignored = source.Ignored(text, python=python)
     if python:
-        known = project or Project()
-        found = _guarded(lambda: _python(path, text, cluster, known), path, "index")
+        program = project or Project()
+        problems = _guarded(lambda: _python(path, text, cluster, program), path, "index")
     else:
-        found = _guarded(lambda: check_shell(str(path), text, cluster), path, "check_shell")
-    kept = [one for one in found if not ignored.covers(one.rule, one.line, one.end_line)]
-    return sorted(kept, key=lambda one: (one.line, one.column, one.rule))
+        problems = _guarded(lambda: check_shell(str(path), text, cluster), path, "check_shell")
+    remaining = [problem for problem in problems if not ignored.covers(problem.rule, problem.line, problem.end_line)]
+    return sorted(remaining, key=lambda problem: (problem.line, problem.column, problem.rule))
 
 
 def _files(files: Sequence[Path], cluster: ClusterFacts, only: frozenset[str]) -> list[Problem]:
@@ -104,13 +104,13 @@ def _files(files: Sequence[Path], cluster: ClusterFacts, only: frozenset[str]) -
     gc.disable()  # syntax trees have no cycles worth looking for, and a million nodes take seconds to look through
     try:
         project = Project()
-        found = []
+        problems = []
         for path in files:
-            found += _file(path, cluster, project)
+            problems += _file(path, cluster, project)
     finally:
         if collecting:
             gc.enable()
-    return [one for one in found if not only or one.rule in only]
+    return [problem for problem in problems if not only or problem.rule in only]
 
 
 def _file(path: Path, cluster: ClusterFacts, project: Project) -> list[Problem]:
@@ -122,8 +122,8 @@ def _file(path: Path, cluster: ClusterFacts, project: Project) -> list[Problem]:
     except OSError as exc:
         return [unreadable(path, 1, 1, f"cannot be read: {exc.strerror}")]
     except UnicodeDecodeError as exc:
-        named = "UTF-8" if exc.encoding == "utf-8" else exc.encoding
-        return [unreadable(path, raw.count(b"\n", 0, exc.start) + 1, 1, f"is not {named} text")]
+        encoding = "UTF-8" if exc.encoding == "utf-8" else exc.encoding
+        return [unreadable(path, raw.count(b"\n", 0, exc.start) + 1, 1, f"is not {encoding} text")]
     except SyntaxError as exc:  # the encoding that its first lines name
         return [unreadable(path, 1, 1, f"is not Python: {exc.msg}")]
     return lint_text(path, text, cluster=cluster, project=project, kind=kind)
@@ -153,10 +153,10 @@ def _checked(path: Path, text: str, cluster: ClusterFacts, project: Project) -> 
     module = SourceFile(path, text, tree)
     project.add(module)
     check = Check(module, project, cluster)
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for checker in PYTHON_CHECKS:
-        found += _guarded(functools.partial(checker, check), path, checker.__name__)
-    return found
+        problems += _guarded(functools.partial(checker, check), path, checker.__name__)
+    return problems
 
 
 def _guarded(work: Callable[[], Iterable[Problem]], path: Path, name: str) -> list[Problem]:
@@ -166,20 +166,20 @@ def _guarded(work: Callable[[], Iterable[Problem]], path: Path, name: str) -> li
     except RecursionError:
         raise
     except Exception as exc:  # noqa: BLE001 - whatever it is
-        what = f"{type(exc).__name__}: {exc}"
-        return [failed(path, f"the rule {name} failed on this file ({what}); it is dtctl's mistake")]
+        message = f"{type(exc).__name__}: {exc}"
+        return [failed(path, f"the rule {name} failed on this file ({message}); it is dtctl's mistake")]
 
 
 def _with_a_large_stack(work: Callable[[], list[Problem]], path: Path) -> list[Problem]:
     """What a function returns that needs more stack than usual: it runs in a thread that has it."""
-    found: list[Problem] = []
+    problems: list[Problem] = []
     too_deep = unreadable(path, 1, 1, "is nested too deeply to be looked at")
 
     def run() -> None:
         try:
-            found.extend(work())
+            problems.extend(work())
         except (RecursionError, MemoryError):
-            found.append(too_deep)
+            problems.append(too_deep)
 
     before, stack = sys.getrecursionlimit(), threading.stack_size(_STACK)
     sys.setrecursionlimit(_DEEP)
@@ -192,12 +192,12 @@ def _with_a_large_stack(work: Callable[[], list[Problem]], path: Path) -> list[P
     finally:
         sys.setrecursionlimit(before)
         threading.stack_size(stack)
-    return found
+    return problems
 
 
-def unreadable(path: Path, line: int, column: int, what: str) -> Problem:
+def unreadable(path: Path, line: int, column: int, message: str) -> Problem:
     """The problem of a file that no rule can be applied to."""
-    return _dt000(path, line, column, f"the file {what}", "mend this first; no rule was applied to the file")
+    return _dt000(path, line, column, f"the file {message}", "mend this first; no rule was applied to the file")
 
 
 def failed(path: Path, message: str) -> Problem:

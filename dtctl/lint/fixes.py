@@ -31,12 +31,12 @@ def fixed_text(text: str, problems: Sequence[Problem]) -> tuple[str, list[Proble
     are made once. New lines end as the first line of the text does.
     """
     starts, at, newline = [0], 0, "\n"
-    for number, found in enumerate(NEWLINE.finditer(text)):
-        newline = found[0] if number == 0 else newline
-        starts.append(starts[-1] + len(text[at : found.end()].encode()))
-        at = found.end()
+    for number, match in enumerate(NEWLINE.finditer(text)):
+        newline = match[0] if number == 0 else newline
+        starts.append(starts[-1] + len(text[at : match.end()].encode()))
+        at = match.end()
     raw = text.encode()
-    taken: dict[tuple[int, int], set[str]] = {}
+    edited: dict[tuple[int, int], set[str]] = {}
     mended = []
     for problem in problems:
         if not problem.edits:
@@ -45,25 +45,25 @@ def fixed_text(text: str, problems: Sequence[Problem]) -> tuple[str, list[Proble
             (starts[edit.start[0] - 1] + edit.start[1], starts[edit.end[0] - 1] + edit.end[1], edit.text)
             for edit in problem.edits
         ]
-        if any(_clashes(begin, end, new, taken) for begin, end, new in spans):
+        if any(_clashes(begin, end, new, edited) for begin, end, new in spans):
             continue
         for begin, end, new in spans:
-            taken.setdefault((begin, end), set()).add(new)
+            edited.setdefault((begin, end), set()).add(new)
         mended.append(problem)
-    for (begin, end), texts in sorted(taken.items(), reverse=True):
+    for (begin, end), texts in sorted(edited.items(), reverse=True):
         raw = raw[:begin] + "".join(sorted(texts)).replace("\n", newline).encode() + raw[end:]
     return raw.decode(), mended
 
 
-def _clashes(begin: int, end: int, new: str, taken: dict[tuple[int, int], set[str]]) -> bool:
+def _clashes(begin: int, end: int, new: str, edited: dict[tuple[int, int], set[str]]) -> bool:
     """Whether an edit changes what another one changes, in another way."""
-    for (other_begin, other_end), texts in taken.items():
-        same = (begin, end) == (other_begin, other_end)
-        if same and (new in texts):
+    for (other_begin, other_end), texts in edited.items():
+        same_span = (begin, end) == (other_begin, other_end)
+        if same_span and (new in texts):
             continue
-        if same and begin == end and new.endswith("\n"):  # two imports at one place
+        if same_span and begin == end and new.endswith("\n"):  # two imports at one place
             continue
-        if same or (begin < other_end and other_begin < end):
+        if same_span or (begin < other_end and other_begin < end):
             return True
     return False
 
@@ -107,9 +107,9 @@ def _wrong(text: str, kind: Kind | None) -> str:
     bash = shutil.which("bash")
     if bash is None:
         return ""
-    done = subprocess.run([bash, "-n"], input=text.encode(), capture_output=True, check=False)
-    said = done.stderr.decode("utf-8", "replace").strip().partition("\n")[0]
-    return f"bash would not read the result: {said}" if done.returncode or said else ""
+    completed = subprocess.run([bash, "-n"], input=text.encode(), capture_output=True, check=False)
+    message = completed.stderr.decode("utf-8", "replace").strip().partition("\n")[0]
+    return f"bash would not read the result: {message}" if completed.returncode or message else ""
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -41,15 +41,19 @@ def github(problem: Problem) -> str:
 
 def sarif(problems: Sequence[Problem], version: str) -> dict[str, Any]:
     """A SARIF log, see https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html."""
-    used = sorted({problem.rule for problem in problems})
-    index = {rule: number for number, rule in enumerate(used)}
+    rule_ids = sorted({problem.rule for problem in problems})
+    index = {rule: number for number, rule in enumerate(rule_ids)}
     return {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
         "version": "2.1.0",
         "runs": [
             {
                 "tool": {
-                    "driver": {"name": "dtctl lint", "version": version, "rules": [_sarif_rule(one) for one in used]}
+                    "driver": {
+                        "name": "dtctl lint",
+                        "version": version,
+                        "rules": [_sarif_rule(rule_id) for rule_id in rule_ids],
+                    }
                 },
                 "results": [
                     {

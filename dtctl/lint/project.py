@@ -41,79 +41,81 @@ class Project:
 
     def reach(self, module: SourceFile) -> tuple[SourceFile, ...]:
         """A module and the local ones that it imports, directly or over others."""
-        known = self._reach.get(module)
-        if known is None:
-            found, queue = {str(module.path): module}, [module]
-            while queue and len(found) < MAX_FILES:
+        cached = self._reach.get(module)
+        if cached is None:
+            reached, queue = {str(module.path): module}, [module]
+            while queue and len(reached) < MAX_FILES:
                 for path in self.imported(queue.pop(0)):
-                    below = self.module(path) if path not in found else None
+                    below = self.module(path) if path not in reached else None
                     if below is not None:
-                        found[path] = below
+                        reached[path] = below
                         queue.append(below)
-            known = self._reach[module] = tuple(found.values())
-        return known
+            cached = self._reach[module] = tuple(reached.values())
+        return cached
 
     def calls(self, module: SourceFile, name: str) -> bool:
         """Whether the resolved name is called in a module or in what it imports."""
-        return any(one.calls.get(name) for one in self.reach(module))
+        return any(source.calls.get(name) for source in self.reach(module))
 
     def methods(self, module: SourceFile, name: str) -> bool:
         """Whether anything whose last part is `name` is called in a module or in what it imports."""
-        return any(one.methods.get(name) for one in self.reach(module))
+        return any(source.methods.get(name) for source in self.reach(module))
 
     def trains(self, module: SourceFile) -> bool:
         """Whether a module, with what it imports, is a distributed training."""
-        return module.trains or any(one.trains for one in self.reach(module))
+        return module.trains or any(source.trains for source in self.reach(module))
 
     def framework(self, module: SourceFile) -> bool:
         """Whether a framework does the distribution: samplers, devices and saving are its part."""
         return any(
             name.partition(".")[0] in _FRAMEWORKS
-            for one in self.reach(module)[:4]
-            for name, dots in one.imports
+            for source in self.reach(module)[:4]
+            for name, dots in source.imports
             if not dots
         )
 
     def collective(self, module: SourceFile) -> dict[str, str]:
         """Functions of a module in which every rank has to take part: name -> the collective they call."""
-        known = self._collective.get(module)
-        if known is None:
-            known = self._collective[module] = {}
+        cached = self._collective.get(module)
+        if cached is None:
+            cached = self._collective[module] = {}
             for name in names.COLLECTIVES:
                 for call in module.calls.get(name, ()):
                     function = module.scope(call)
                     if isinstance(function, Function) and not _conditional(module, call, function):
-                        known.setdefault(function.name, name.rpartition(".")[2])
-            queue = list(known)
+                        cached.setdefault(function.name, name.rpartition(".")[2])
+            queue = list(cached)
             while queue:
                 below = queue.pop()
                 for call in module.methods.get(below, ()) if len(module.functions[below]) == 1 else ():
                     caller = module.scope(call)
                     if not isinstance(call.func, ast.Name) or not isinstance(caller, Function):
                         continue
-                    if caller.name not in known and not _conditional(module, call, caller):
-                        known[caller.name] = known[below]
+                    if caller.name not in cached and not _conditional(module, call, caller):
+                        cached[caller.name] = cached[below]
                         queue.append(caller.name)
-        return known
+        return cached
 
     def collective_called(self, module: SourceFile, call: ast.Call) -> str | None:
         """The collective that a call of a function of one's own makes; None if it makes none, or is not known."""
         if isinstance(call.func, ast.Name):
             if call.func.id in module.functions:
                 return self.collective(module).get(call.func.id)
-            full = module.aliases.get(call.func.id, "")
+            qualified = module.aliases.get(call.func.id, "")
         elif isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name):
             if call.func.value.id == "self":
-                own = module.enclosing(call, (ast.ClassDef,))
-                wanted = module.functions.get(call.func.attr, [])
-                here = any(module.enclosing(one, (ast.ClassDef,)) is own for one in wanted)
-                return self.collective(module).get(call.func.attr) if here else None
-            full = module.aliases.get(call.func.value.id, "") + "." + call.func.attr
+                own_class = module.enclosing(call, (ast.ClassDef,))
+                definitions = module.functions.get(call.func.attr, [])
+                defined_here = any(
+                    module.enclosing(definition, (ast.ClassDef,)) is own_class for definition in definitions
+                )
+                return self.collective(module).get(call.func.attr) if defined_here else None
+            qualified = module.aliases.get(call.func.value.id, "") + "." + call.func.attr
         else:
             return None
-        if not full or full.startswith("torch."):
+        if not qualified or qualified.startswith("torch."):
             return None
-        owner, _, name = full.rpartition(".")
+        owner, _, name = qualified.rpartition(".")
         for path in self.files(module.path, owner.lstrip("."), len(owner) - len(owner.lstrip("."))):
             other = self.module(path)
             if other is not None:
@@ -132,10 +134,10 @@ class Project:
     def files(self, path: Path, name: str, dots: int) -> tuple[str, ...]:
         """The file of a module imported from `path`: beside it or, as packages are, further up; empty without one."""
         folder = os.path.dirname(path) or "."
-        known = self._found.get((folder, name, dots))
-        if known is None:
-            known = self._found[(folder, name, dots)] = self._look(folder, name, dots)
-        return known
+        cached = self._found.get((folder, name, dots))
+        if cached is None:
+            cached = self._found[(folder, name, dots)] = self._look(folder, name, dots)
+        return cached
 
     def _look(self, folder: str, name: str, dots: int) -> tuple[str, ...]:
         parts = [part for part in name.split(".") if part]
@@ -176,6 +178,6 @@ _ELSEWHERE = frozenset(
 
 def _conditional(module: SourceFile, call: ast.Call, function: ast.AST) -> bool:
     """Whether a collective in a function is only for some: of a group, or under a condition on the rank."""
-    if any(one.arg in ("group", "process_group") for one in call.keywords) or len(call.args) > 2:
+    if any(argument.arg in ("group", "process_group") for argument in call.keywords) or len(call.args) > 2:
         return True
     return any(True for _ in guards(module, call)) or module.scope(call) is not function

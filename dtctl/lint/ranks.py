@@ -54,17 +54,17 @@ def rank_kind(module: SourceFile, node: ast.expr, depth: int = 4) -> RankKind | 
     if not isinstance(node, ast.Name | ast.Attribute):
         return None
     last = node.id if isinstance(node, ast.Name) else node.attr
-    named: RankKind | None = "local" if _LOCAL.match(last) else "global" if _GLOBAL.match(last) else None
+    kind_by_name: RankKind | None = "local" if _LOCAL.match(last) else "global" if _GLOBAL.match(last) else None
     if depth:
         if isinstance(node, ast.Name) and _counts(module, node):
             return None
-        known = [one.value for one in module.lookup(node) if one.value is not None]
-        kinds = {rank_kind(module, value, depth - 1) for value in known if not isinstance(value, ast.Constant)}
+        values = [binding.value for binding in module.lookup(node) if binding.value is not None]
+        kinds = {rank_kind(module, value, depth - 1) for value in values if not isinstance(value, ast.Constant)}
         if kinds - {None}:
             return next(iter(kinds - {None})) if len(kinds - {None}) == 1 else "global"
-        if named and any(_is_group_rank(value) for value in known):
+        if kind_by_name and any(_is_group_rank(value) for value in values):
             return None
-    return named
+    return kind_by_name
 
 
 def _counts(module: SourceFile, node: ast.Name) -> bool:
@@ -72,7 +72,7 @@ def _counts(module: SourceFile, node: ast.Name) -> bool:
     scope = module.scope(node)
     return any(
         isinstance(parent, ast.For)
-        and any(one.statement is parent for one in module.bindings.get((scope, node.id), ()))
+        and any(binding.statement is parent for binding in module.bindings.get((scope, node.id), ()))
         for parent, _ in module.chain(node)
     )
 
@@ -121,32 +121,34 @@ def guard(module: SourceFile, test: ast.AST, depth: int = 4) -> RankGuard | None
         below = guard(module, test.operand, depth)
         return replace(below.negated(), test=test) if below else None
     if isinstance(test, ast.BoolOp):
-        parts = [found for one in test.values if (found := guard(module, one, depth))]
+        parts = [operand_guard for operand in test.values if (operand_guard := guard(module, operand, depth))]
         if not parts:
             return None
-        wanted = isinstance(test.op, ast.Or)
-        ways = [part.at_zero for part in parts]
-        at_zero = any(ways) if wanted else all(ways)
+        neutral = isinstance(test.op, ast.Or)
+        outcomes = [part.at_zero for part in parts]
+        at_zero = any(outcomes) if neutral else all(outcomes)
         rank: RankKind = "global" if any(part.rank == "global" for part in parts) else "local"
-        more = len(parts) < len(test.values)
-        sure = all(part.sure for part in parts) and not (more and wanted)
-        sure_not = all(part.sure_not for part in parts) and not (more and not wanted)
+        partial = len(parts) < len(test.values)
+        sure = all(part.sure for part in parts) and not (partial and neutral)
+        sure_not = all(part.sure_not for part in parts) and not (partial and not neutral)
         return RankGuard(rank, at_zero, test, sure=sure, sure_not=sure_not)
     if isinstance(test, ast.Compare) and len(test.ops) == 1:
         return _compared(module, test, depth)
     if not isinstance(test, ast.Name | ast.Attribute | ast.Call):
         return None
-    return _named(module, test, depth)
+    return _guard_of_name(module, test, depth)
 
 
-def _named(module: SourceFile, test: ast.Name | ast.Attribute | ast.Call, depth: int) -> RankGuard | None:
+def _guard_of_name(module: SourceFile, test: ast.Name | ast.Attribute | ast.Call, depth: int) -> RankGuard | None:
     name = key(test.func if isinstance(test, ast.Call) else test) or ""
     last = name.rpartition(".")[2]
-    for value in (one.value for one in module.lookup(test)) if depth and not isinstance(test, ast.Call) else ():
+    for value in (binding.value for binding in module.lookup(test)) if depth and not isinstance(test, ast.Call) else ():
         if value is not None and isinstance(value, ast.Compare | ast.BoolOp | ast.UnaryOp):
-            found = guard(module, value, depth - 1)
-            if found:
-                return RankGuard(found.rank, found.at_zero, test, sure=found.sure, sure_not=found.sure_not)
+            value_guard = guard(module, value, depth - 1)
+            if value_guard:
+                return RankGuard(
+                    value_guard.rank, value_guard.at_zero, test, sure=value_guard.sure, sure_not=value_guard.sure_not
+                )
     kind = None if _MAIN.match(last) else rank_kind(module, test)
     if kind:  # `if rank:`, `if dist.get_rank():`
         return RankGuard(kind, at_zero=False, test=test)
@@ -194,18 +196,20 @@ def guards(module: SourceFile, node: ast.AST) -> Iterator[RankGuard]:
     """
     for parent, child in module.chain(node):
         if isinstance(parent, ast.If | ast.IfExp | ast.While):
-            found = guard(module, parent.test)
-            if found and child is not parent.test:
+            condition = guard(module, parent.test)
+            if condition and child is not parent.test:
                 inside = child is parent.body if isinstance(parent, ast.IfExp) else child in parent.body
-                yield found if inside else found.negated()
+                yield condition if inside else condition.negated()
         elif isinstance(parent, ast.BoolOp) and isinstance(parent.op, ast.And):
             for before in parent.values[: parent.values.index(child)] if child in parent.values else ():
-                found = guard(module, before)
-                if found:
-                    yield found
+                condition = guard(module, before)
+                if condition:
+                    yield condition
         if isinstance(child, ast.stmt):
             yield from _exits_before(module, child)
-        if isinstance(parent, Function) and any(_DECORATORS.search(ast.unparse(one)) for one in parent.decorator_list):
+        if isinstance(parent, Function) and any(
+            _DECORATORS.search(ast.unparse(decorator)) for decorator in parent.decorator_list
+        ):
             yield RankGuard("global", at_zero=True, test=parent)
 
 
@@ -215,9 +219,9 @@ def _exits_before(module: SourceFile, statement: ast.stmt) -> Iterator[RankGuard
         if before is statement:
             return
         if isinstance(before, ast.If) and not before.orelse and leaves(before.body):
-            found = guard(module, before.test)
-            if found:
-                yield found.negated(early=True)
+            condition = guard(module, before.test)
+            if condition:
+                yield condition.negated(early=True)
 
 
 def leaves(body: list[ast.stmt]) -> bool:
@@ -248,7 +252,7 @@ def mentions_rank(module: SourceFile, node: ast.expr) -> bool:
             if isinstance(part, ast.Name | ast.Attribute) and "rank" in (key(part) or "").lower():
                 return True
             if isinstance(part, ast.Name) and part is not node:
-                bound = [one.value for one in module.lookup(part)[-3:] if one.value is not None]
-                if any("rank" in ast.unparse(one).lower() for one in bound):
+                bound = [binding.value for binding in module.lookup(part)[-3:] if binding.value is not None]
+                if any("rank" in ast.unparse(binding).lower() for binding in bound):
                     return True
     return False

@@ -68,13 +68,13 @@ def logical_lines(text: str) -> Iterator[tuple[int, str]]:
 def _line(path: str, line: int, words: str, read: Read) -> Iterator[Problem]:
     code = _without_comment(words)
     counts = (*_NODES.findall(read.text), *_NNODES.findall(code))
-    several = read.cluster.several or any(int(one) > 1 for one in counts)
-    found = _LAUNCH.search(code)
-    if found is not None:
+    several = read.cluster.several or any(int(count) > 1 for count in counts)
+    launcher = _LAUNCH.search(code)
+    if launcher is not None:
         yield _problem(
-            path, line, found.start(), "DT025", "warning",
+            path, line, launcher.start(), "DT025", "warning",
             "torch.distributed.launch is deprecated, and passes --local-rank, which scripts may not know",
-            "use torchrun, and read LOCAL_RANK in the script", _torchrun(read, line, found.start()),
+            "use torchrun, and read LOCAL_RANK in the script", _torchrun(read, line, launcher.start()),
         )  # fmt: skip
     for match in _ASSIGNED.finditer(code):
         name, value = match["name"], match["value"].strip("\"'")
@@ -104,14 +104,14 @@ def _torchrun(read: Read, line: int, column: int) -> tuple[Edit, ...]:
     """
     if not read.script.whole:
         return ()
-    at = sum(len(one) + 1 for one in read.text.split("\n")[: line - 1]) + column
+    at = sum(len(text_line) + 1 for text_line in read.text.split("\n")[: line - 1]) + column
     for command in read.script.commands:
-        index = next((number for number, one in enumerate(command.words) if one.start == at), None)
+        index = next((number for number, text_line in enumerate(command.words) if text_line.start == at), None)
         if index is not None:
             break
     else:
         return ()
-    texts = [one.text if one.plain else "" for one in command.words]
+    texts = [text_line.text if text_line.plain else "" for text_line in command.words]
     if not _PYTHON.fullmatch(texts[index]) or "torch.distributed.launch" not in texts[index:]:
         return ()
     module = texts.index("torch.distributed.launch", index)

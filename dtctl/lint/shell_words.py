@@ -32,7 +32,7 @@ class Command:
     @property
     def first(self) -> int:
         """The index of the first word that is no assignment; the number of words if there is none."""
-        return next((at for at, one in enumerate(self.words) if not _ASSIGNMENT.match(one.text)), len(self.words))
+        return next((at for at, word in enumerate(self.words) if not _ASSIGNMENT.match(word.text)), len(self.words))
 
     @property
     def name(self) -> str:
@@ -72,9 +72,9 @@ def scanned(text: str) -> Script:
             waiting = []
         elif text.startswith("<<<", at):
             at += 3
-        elif char == "<" and (found := _HEREDOC.match(text, at)):
-            waiting.append((found["delimiter"].strip("'\"\\"), bool(found["tabs"]), command))
-            at = found.end()
+        elif char == "<" and (heredoc := _HEREDOC.match(text, at)):
+            waiting.append((heredoc["delimiter"].strip("'\"\\"), bool(heredoc["tabs"]), command))
+            at = heredoc.end()
         elif char in "<>" or text.startswith("&>", at):
             at += 2 if text[at + 1 : at + 2] in (">", "&") else 1
         elif text.startswith("((", at) and not command.words:
@@ -95,8 +95,8 @@ def scanned(text: str) -> Script:
 
 def said_only(text: str, script: Script) -> str:
     """The text with what is only written or printed made blank: arguments of echo, documents that no shell gets."""
-    blank = [(one.words[one.first + 1].start, one.words[-1].end) for one in script.commands
-             if one.name in _SAYS and len(one.words) > one.first + 1]  # fmt: skip
+    blank = [(command.words[command.first + 1].start, command.words[-1].end) for command in script.commands
+             if command.name in _SAYS and len(command.words) > command.first + 1]  # fmt: skip
     blank += [(begin, end) for begin, end, owner in script.documents if owner.name not in _RUNS]
     for begin, end in blank:
         text = text[:begin] + re.sub(r"[^\n]", " ", text[begin:end]) + text[end:]

@@ -107,13 +107,13 @@ def collect(paths: Iterable[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
     Raises:
         UsageError: a path does not exist.
     """
-    found: dict[Path, None] = {}
+    files: dict[Path, None] = {}
     unread: list[tuple[Path, str]] = []
     for path in paths:
         if path == STDIN:
-            found[path] = None
+            files[path] = None
         elif path.is_dir():
-            found.update(dict.fromkeys(_walk(path, unread)))
+            files.update(dict.fromkeys(_walk(path, unread)))
         elif not path.exists():
             raise UsageError(f"there is no file or folder {path}")
         elif not path.is_file():
@@ -121,18 +121,18 @@ def collect(paths: Iterable[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
         elif kind_of(path) is None and os.access(path, os.R_OK):
             unread.append((path, "neither Python nor shell"))
         else:
-            found[path] = None
-    return list(found), unread
+            files[path] = None
+    return list(files), unread
 
 
 def _walk(folder: Path, unread: list[tuple[Path, str]]) -> Iterator[Path]:
     def denied(exc: OSError) -> None:
         unread.append((Path(exc.filename), exc.strerror or "cannot be read"))
 
-    for here, folders, files in os.walk(folder, onerror=denied):
+    for current, folders, files in os.walk(folder, onerror=denied):
         folders[:] = sorted(name for name in folders if name not in _SKIPPED and not name.startswith(".venv"))
         for name in sorted(files):
-            path = Path(here, name)
+            path = Path(current, name)
             if (path.suffix in SHELL or path.suffix in (".py", ".pyw")) and path.is_file():
                 yield path
 
@@ -147,11 +147,11 @@ class Ignored:
         if "dtctl:" not in text:
             return
         for number, comment in _comments(text) if python else enumerate(text.split("\n"), 1):
-            found = _IGNORE.search(comment)
-            if found is None:
+            match = _IGNORE.search(comment)
+            if match is None:
                 continue
-            rules = frozenset(one.strip() for one in (found["rules"] or "").split(",") if one.strip())
-            if found["file"]:
+            rules = frozenset(rule.strip() for rule in (match["rules"] or "").split(",") if rule.strip())
+            if match["file"]:
                 self._file |= rules
                 self._all |= not rules
             else:
@@ -161,8 +161,8 @@ class Ignored:
         """Whether a problem is waved aside: on its first or last line, or for the file."""
         if self._all or rule in self._file:
             return True
-        found = [self._lines[number] for number in (line, end_line) if number in self._lines]
-        return any(not rules or rule in rules for rules in found)
+        lines = [self._lines[number] for number in (line, end_line) if number in self._lines]
+        return any(not rules or rule in rules for rules in lines)
 
 
 def _comments(text: str) -> Iterator[tuple[int, str]]:

@@ -61,8 +61,8 @@ class SourceFile:
     def _index(self) -> None:
         """Visit every node once, then read off imports, bindings and calls."""
         calls = self._visit()
-        for found in self.nodes.values():
-            found.sort(key=position)
+        for nodes in self.nodes.values():
+            nodes.sort(key=position)
         statements: list[ast.Import | ast.ImportFrom] = [*self.each(ast.Import), *self.each(ast.ImportFrom)]
         for statement in statements:
             self._imported(statement)
@@ -83,7 +83,7 @@ class SourceFile:
 
     def _visit(self) -> list[ast.Call]:
         """Fill `parents` and `nodes`; all calls. Most of the linter's time is spent here."""
-        kept, parents, calls, below = self.nodes, self.parents, [], _BELOW
+        by_kind, parents, calls, below = self.nodes, self.parents, [], _BELOW
         stack: list[ast.AST] = [self.tree]
         while stack:
             node = stack.pop()
@@ -91,7 +91,7 @@ class SourceFile:
             if kind is ast.Call:
                 calls.append(cast("ast.Call", node))
             elif kind in _WANTED:
-                kept[kind].append(node)
+                by_kind[kind].append(node)
             for name in below[kind]:
                 value = getattr(node, name)
                 if type(value) is list:
@@ -117,12 +117,12 @@ class SourceFile:
             base = statement.module or ""
             self.imports.append((base, statement.level))
             for alias in statement.names:
-                full = f"{base}.{alias.name}" if base else alias.name
+                qualified = f"{base}.{alias.name}" if base else alias.name
                 if alias.name == "*":
                     self.stars.append(base)
                     continue
-                self.imports.append((full, statement.level))
-                self.aliases[alias.asname or alias.name] = "." * statement.level + full
+                self.imports.append((qualified, statement.level))
+                self.aliases[alias.asname or alias.name] = "." * statement.level + qualified
 
     def _bind(self) -> None:
         for assign in self.each(ast.Assign):
@@ -138,8 +138,8 @@ class SourceFile:
             for item in block.items:
                 if item.optional_vars is not None:
                     self._target(item.optional_vars, item.context_expr, block)
-        for found in self.bindings.values():
-            found.sort(key=lambda binding: binding.line)
+        for bindings in self.bindings.values():
+            bindings.sort(key=lambda binding: binding.line)
 
     def _target(self, target: ast.expr, value: ast.expr | None, statement: ast.AST) -> None:
         if isinstance(target, ast.Tuple | ast.List):
@@ -157,9 +157,9 @@ class SourceFile:
     def _home(self, node: ast.AST, name: str) -> ast.AST:
         """Where a name lives: its function or the module; for `self.x` the class."""
         if name.startswith("self."):
-            found = self.enclosing(node, (ast.ClassDef,))
-            if found is not None:
-                return found
+            owner = self.enclosing(node, (ast.ClassDef,))
+            if owner is not None:
+                return owner
         return self.scope(node)
 
     @functools.cached_property
@@ -172,15 +172,20 @@ class SourceFile:
     def name(self, node: ast.AST, depth: int = 3) -> str | None:
         """The dotted name that an expression means, imports and simple assignments followed; None for anything else."""
         if isinstance(node, ast.Name):
-            known = self.aliases.get(node.id)
-            if known is None and depth and (found := self.bindings.get((self.tree, node.id))) and len(found) == 1:
-                value = found[0].value
-                known = self.name(value, depth - 1) if isinstance(value, ast.Name | ast.Attribute) else None
-            if known is None:
-                known = next((f"{star}.{node.id}" for star in self.stars if star.startswith("torch")), None)
-                if node.id in self.functions or (known and names.canonical(known) not in _STARRED):
+            qualified = self.aliases.get(node.id)
+            if (
+                qualified is None
+                and depth
+                and (bindings := self.bindings.get((self.tree, node.id)))
+                and len(bindings) == 1
+            ):
+                value = bindings[0].value
+                qualified = self.name(value, depth - 1) if isinstance(value, ast.Name | ast.Attribute) else None
+            if qualified is None:
+                qualified = next((f"{star}.{node.id}" for star in self.stars if star.startswith("torch")), None)
+                if node.id in self.functions or (qualified and names.canonical(qualified) not in _STARRED):
                     return None
-            return names.canonical(known) if known else None
+            return names.canonical(qualified) if qualified else None
         if isinstance(node, ast.Attribute):
             below = self.name(node.value, depth)
             return names.canonical(f"{below}.{node.attr}") if below else None
@@ -190,10 +195,10 @@ class SourceFile:
         """All nodes of a kind, in the order of the file. Kinds in `_WANTED` only."""
         return cast("list[Kind]", self.nodes.get(kind, []))
 
-    def called(self, *wanted: str) -> list[ast.Call]:
+    def called(self, *names: str) -> list[ast.Call]:
         """Calls of any of these resolved names, in the order of the file."""
-        found = [call for name in wanted for call in self.calls.get(name, ())]
-        return sorted(found, key=position) if len(wanted) > 1 else found
+        calls = [call for name in names for call in self.calls.get(name, ())]
+        return sorted(calls, key=position) if len(names) > 1 else calls
 
     def scope(self, node: ast.AST) -> ast.AST:
         """The function around a node, or the module."""
@@ -238,9 +243,9 @@ class SourceFile:
             return self.bindings.get((self._home(node, name), name), [])
         scope: ast.AST | None = self.scope(node)
         while scope is not None:
-            found = self.bindings.get((scope, name))
-            if found:
-                return found
+            bindings = self.bindings.get((scope, name))
+            if bindings:
+                return bindings
             scope = self.enclosing(scope, _SCOPES)
         return []
 
@@ -249,9 +254,9 @@ class SourceFile:
         if isinstance(node, ast.IfExp):
             return self.values(node.body, depth) + self.values(node.orelse, depth)
         if isinstance(node, ast.Name | ast.Attribute) and depth:
-            found = [binding.value for binding in self.lookup(node) if binding.value is not None]
-            if found:
-                return [value for one in found[-6:] for value in self.values(one, depth - 1)]
+            bound = [binding.value for binding in self.lookup(node) if binding.value is not None]
+            if bound:
+                return [value for candidate in bound[-6:] for value in self.values(candidate, depth - 1)]
         return [node]
 
     def current(self, node: ast.expr, at: ast.AST) -> Binding | None:
@@ -263,10 +268,10 @@ class SourceFile:
         if name is None:
             return None
         scope = self.scope(at)
-        found = [one for one in self.bindings.get((scope, name), ()) if one.line < position(at)[0]]
-        if not found or not self.dominates(found[-1].statement, at):
+        earlier = [binding for binding in self.bindings.get((scope, name), ()) if binding.line < position(at)[0]]
+        if not earlier or not self.dominates(earlier[-1].statement, at):
             return None
-        return found[-1]
+        return earlier[-1]
 
     def dominates(self, first: ast.AST, second: ast.AST) -> bool:
         """Whether `second`, further down in the same function, is only reached over `first`."""
@@ -289,8 +294,8 @@ class SourceFile:
 
     def below(self, node: ast.AST, name: str, *, method: bool = True) -> list[ast.Call]:
         """Calls under a node whose name ends in `name` (method) or resolves to it."""
-        found = self.methods.get(name, []) if method else self.calls.get(name, [])
-        return [call for call in found if self.within(call, node)]
+        candidates = self.methods.get(name, []) if method else self.calls.get(name, [])
+        return [call for call in candidates if self.within(call, node)]
 
 
 def key(node: ast.AST) -> str | None:
@@ -305,7 +310,7 @@ def key(node: ast.AST) -> str | None:
 
 def keyword(call: ast.Call, name: str) -> ast.expr | None:
     """The value of a keyword argument."""
-    return next((one.value for one in call.keywords if one.arg == name), None)
+    return next((argument.value for argument in call.keywords if argument.arg == name), None)
 
 
 def constant(node: ast.AST | None) -> object:
@@ -344,8 +349,8 @@ class _Below(dict[type[ast.AST], tuple[str, ...]]):
     """Kind of node -> fields that hold other nodes; filled as kinds are met."""
 
     def __missing__(self, kind: type[ast.AST]) -> tuple[str, ...]:
-        found = self[kind] = _fields(kind)
-        return found
+        child_fields = self[kind] = _fields(kind)
+        return child_fields
 
 
 _BELOW = _Below()

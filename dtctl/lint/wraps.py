@@ -30,7 +30,11 @@ def wrap_of(module: SourceFile, call: ast.Call) -> Wrap | None:
     kind = _KINDS.get(module.name(call.func) or "")
     if kind is None:
         return None
-    inner = call.args[0] if call.args else next((one.value for one in call.keywords if one.arg == "module"), None)
+    inner = (
+        call.args[0]
+        if call.args
+        else next((argument.value for argument in call.keywords if argument.arg == "module"), None)
+    )
     source = key(inner) if inner is not None else None
     above = module.parents.get(call)
     target = key(above.targets[0]) if isinstance(above, ast.Assign) and len(above.targets) == 1 else None
@@ -39,8 +43,8 @@ def wrap_of(module: SourceFile, call: ast.Call) -> Wrap | None:
 
 def wraps(module: SourceFile) -> list[Wrap]:
     """All wraps of a file, in its order."""
-    found = [wrap_of(module, call) for call in module.called(*_KINDS)]
-    return [one for one in found if one is not None]
+    candidates = [wrap_of(module, call) for call in module.called(*_KINDS)]
+    return [wrap for wrap in candidates if wrap is not None]
 
 
 def wrapped(module: SourceFile, node: ast.expr, at: ast.AST) -> Wrap | None:

@@ -49,7 +49,7 @@ def _variable(name: str, entry: dict[str, Any]) -> NcclVariable:
     return NcclVariable(name=name, values=tuple(str(value) for value in entry.pop("values", ())), risky=risky, **entry)
 
 
-def near(name: str) -> str:
+def closest_name(name: str) -> str:
     """The known variable that `name` is probably a misspelling of; empty when none is near."""
-    found = difflib.get_close_matches(name, catalogue(), n=1, cutoff=0.9)
-    return found[0] if found else ""
+    matches = difflib.get_close_matches(name, catalogue(), n=1, cutoff=0.9)
+    return matches[0] if matches else ""

@@ -53,18 +53,18 @@ def settings(profile: str, network: NetworkProfile) -> list[VariableSetting]:
     """What to set for a profile (one of `network.profile`, not auto) on a node."""
     if network.nodes == 1 or profile == "nvlink":
         return []  # GPUs of one machine find their ways themselves
-    found = []
+    result = []
     if network.interface:
-        why = f"{network.interface} is the interface of the route to the other nodes"
-        found = [
+        reason = f"{network.interface} is the interface of the route to the other nodes"
+        result = [
             VariableSetting(
-                name="NCCL_SOCKET_IFNAME", value=f"={network.interface}", reason=f"{why}; = means exactly this one"
+                name="NCCL_SOCKET_IFNAME", value=f"={network.interface}", reason=f"{reason}; = means exactly this one"
             ),
             VariableSetting(
-                name="GLOO_SOCKET_IFNAME", value=network.interface, reason=f"{why}; else gloo asks the host name"
+                name="GLOO_SOCKET_IFNAME", value=network.interface, reason=f"{reason}; else gloo asks the host name"
             ),
         ]
-    return found + _PROFILES[profile](network)
+    return result + _PROFILES[profile](network)
 
 
 def _ethernet(network: NetworkProfile) -> list[VariableSetting]:
@@ -78,7 +78,7 @@ def _ethernet(network: NetworkProfile) -> list[VariableSetting]:
 
 
 def _rdma(network: NetworkProfile) -> list[VariableSetting]:
-    found = [
+    variables = [
         VariableSetting(
             name="NCCL_NET", value="IB", reason="an error instead of a silent, ten times slower fall-back to TCP"
         )
@@ -91,8 +91,8 @@ def _rdma(network: NetworkProfile) -> list[VariableSetting]:
     if used and len(used) < len(devices):
         # NCCL takes one = off and compares the rest by name, so a second one would spoil the first name.
         why = "leaves out devices without a link, and Ethernet beside InfiniBand; = means exactly these"
-        found.append(VariableSetting(name="NCCL_IB_HCA", value="=" + ",".join(used), reason=why))
-    return found
+        variables.append(VariableSetting(name="NCCL_IB_HCA", value="=" + ",".join(used), reason=why))
+    return variables
 
 
 def _efa(_: NetworkProfile) -> list[VariableSetting]:

@@ -12,44 +12,44 @@ from dtctl.train.mesh import Degrees
 PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
-def variables(wanted: FrameworkSettings) -> dict[str, str]:
+def variables(settings: FrameworkSettings) -> dict[str, str]:
     """Name -> value.
 
     Raises:
         PlanError: a key of `train:` has no counterpart.
     """
-    found: dict[str, str] = {}
-    name, degrees = wanted.mesh()
-    if precision := wanted.take("precision"):
-        found["ACCELERATE_MIXED_PRECISION"] = PRECISION[precision]
-    if steps := wanted.take("accumulate"):
-        found["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(steps)
-    if backend := wanted.take("compile"):
-        found["ACCELERATE_DYNAMO_BACKEND"] = "INDUCTOR" if backend is True else backend.upper()
+    env: dict[str, str] = {}
+    name, degrees = settings.mesh()
+    if precision := settings.take("precision"):
+        env["ACCELERATE_MIXED_PRECISION"] = PRECISION[precision]
+    if steps := settings.take("accumulate"):
+        env["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(steps)
+    if backend := settings.take("compile"):
+        env["ACCELERATE_DYNAMO_BACKEND"] = "INDUCTOR" if backend is True else backend.upper()
     if name == "zero1":
-        found |= _deepspeed(wanted)
+        env |= _deepspeed(settings)
     elif degrees.pp > 1:
-        raise wanted.refused("strategy", "Accelerate has no pipelines")
+        raise settings.refused("strategy", "Accelerate has no pipelines")
     else:
-        found |= _sharded(wanted, degrees)
-    wanted.done()
-    return found
+        env |= _sharded(settings, degrees)
+    settings.done()
+    return env
 
 
-def _deepspeed(wanted: FrameworkSettings) -> dict[str, str]:
+def _deepspeed(settings: FrameworkSettings) -> dict[str, str]:
     """ZeRO 1 is what Accelerate has DeepSpeed for; only there does it clip by itself."""
-    found = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}
-    if clip := wanted.take("clip_norm"):
-        found["ACCELERATE_GRADIENT_CLIPPING"] = str(clip)
-    return found
+    env = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}
+    if clip := settings.take("clip_norm"):
+        env["ACCELERATE_GRADIENT_CLIPPING"] = str(clip)
+    return env
 
 
-def _sharded(wanted: FrameworkSettings, degrees: Degrees) -> dict[str, str]:
+def _sharded(settings: FrameworkSettings, degrees: Degrees) -> dict[str, str]:
     """FSDP2 and a mesh; nothing for plain data parallel, which Accelerate does unasked."""
-    found: dict[str, str] = {}
+    env: dict[str, str] = {}
     if degrees.fsdp > 1:
-        part = wanted.take_part("fsdp", "reshard_after_forward", "cpu_offload")
-        found |= {
+        part = settings.take_part("fsdp", "reshard_after_forward", "cpu_offload")
+        env |= {
             "ACCELERATE_USE_FSDP": "true",
             "FSDP_VERSION": "2",
             "FSDP_RESHARD_AFTER_FORWARD": _word(part.get("reshard_after_forward", True)),
@@ -57,19 +57,19 @@ def _sharded(wanted: FrameworkSettings, degrees: Degrees) -> dict[str, str]:
             # By the classes that a Hugging Face model names itself; FSDP_TRANSFORMER_CLS_TO_WRAP names others.
             "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
         }
-        checkpointing = wanted.take("checkpointing")
+        checkpointing = settings.take("checkpointing")
         if checkpointing not in (None, "none", "full"):
-            raise wanted.refused("checkpointing", f"Accelerate cannot checkpoint activations as in {checkpointing!r}")
-        found["FSDP_ACTIVATION_CHECKPOINTING"] = _word(checkpointing == "full")
+            raise settings.refused("checkpointing", f"Accelerate cannot checkpoint activations as in {checkpointing!r}")
+        env["FSDP_ACTIVATION_CHECKPOINTING"] = _word(checkpointing == "full")
     if degrees.tp > 1 or degrees.cp > 1 or (degrees.fsdp > 1 and degrees.dp > 1):
-        found |= {
+        env |= {
             "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
             "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(degrees.dp),
             "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(degrees.fsdp),
             "PARALLELISM_CONFIG_CP_SIZE": str(degrees.cp),
             "PARALLELISM_CONFIG_TP_SIZE": str(degrees.tp),
         }
-    return found
+    return env
 
 
 def _word(value: bool) -> str:

@@ -61,18 +61,18 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
         run, attempt, address=spec.network.rendezvous_address or facts.address or numeric(head.address), port=port
     )
     total = world_size(placements)
-    counted = all(isinstance(node.slots, int) or node.name in facts.gpus for node in nodes)
-    made = _generated(spec, kind, placements, counted=counted)
-    program = _program(spec, made)
+    slots_known = all(isinstance(node.slots, int) or node.name in facts.gpus for node in nodes)
+    generated = _generated(spec, kind, placements, slots_known=slots_known)
+    program = _program(spec, generated)
     training: list[str] = []
     # Later attempts may have fewer workers, and the script may mean that; the workers decide.
-    if made.runtime and counted and attempt == 0:
+    if generated.runtime and slots_known and attempt == 0:
         from dtctl.plan.training import check_training
 
         sizes = {placement.slots for placement in placements}
         training = check_training(spec, workers=total, per_node=sizes.pop() if len(sizes) == 1 else 0)
     shared = _Shared(
-        spec=spec, kind=kind, run=run, attempt=attempt, meeting=meeting, program=program, made=made, total=total
+        spec=spec, kind=kind, run=run, attempt=attempt, meeting=meeting, program=program, made=generated, total=total
     )
     return Plan(
         run=run,
@@ -90,7 +90,7 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
         grace_s=spec.job.grace_s,
         secrets=tuple(spec.job.secrets),
         spec_digest=digest(spec),
-        notes=(*_notes(spec, nodes, meeting, facts), *made.notes, *training),
+        notes=(*_notes(spec, nodes, meeting, facts), *generated.notes, *training),
     )
 
 
@@ -131,10 +131,10 @@ def _node(node: NodeSpec, placement: Placement, shared: _Shared, facts: PlanFact
     variables = env.merge(
         env.defaults(kind=kind, slots=placement.slots, share=facts.share),
         env.generated(shared.made.env, framework=kind),
-        env.taken(spec.job.env_from, facts.environ),
+        env.from_environ(spec.job.env_from, facts.environ),
         _interface(spec, node),
-        env.written(spec.job.env, origin="job.env"),
-        env.written(node.env, origin=f"cluster.nodes: {node.name}"),
+        env.from_spec(spec.job.env, origin="job.env"),
+        env.from_spec(node.env, origin=f"cluster.nodes: {node.name}"),
         env.train_config(spec.settings),
         env.identity(
             run=shared.run,
@@ -183,16 +183,16 @@ def _kind(spec: Spec) -> Kind:
     return spec.job.kind or ("command" if spec.job.command else "torchrun")
 
 
-def _generated(spec: Spec, kind: Kind, placements: Sequence[Placement], *, counted: bool) -> Generated:
-    asks = spec.train is not None or spec.job.add_args or spec.job.deepspeed
-    if not asks and kind not in ("accelerate", "deepspeed"):
+def _generated(spec: Spec, kind: Kind, placements: Sequence[Placement], *, slots_known: bool) -> Generated:
+    needs_generation = spec.train is not None or spec.job.add_args or spec.job.deepspeed
+    if not needs_generation and kind not in ("accelerate", "deepspeed"):
         return Generated()
     from dtctl.plan.generated import generate
 
-    return generate(spec, kind, placements, counted=counted)
+    return generate(spec, kind, placements, slots_known=slots_known)
 
 
-def _program(spec: Spec, made: Generated) -> Program:
+def _program(spec: Spec, generated: Generated) -> Program:
     job = spec.job
     if not (job.script or job.module or job.command):
         raise PlanError(
@@ -201,7 +201,7 @@ def _program(spec: Spec, made: Generated) -> Program:
             hint="set one of `job.script`, `job.module` and `job.command`",
         )
     command = tuple(job.command or ())
-    return Program(script=job.script, module=job.module, command=command, args=(*made.args, *job.args))
+    return Program(script=job.script, module=job.module, command=command, args=(*generated.args, *job.args))
 
 
 def _slots(node: NodeSpec, facts: PlanFacts, given: Mapping[str, str]) -> int:

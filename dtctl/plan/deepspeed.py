@@ -26,77 +26,77 @@ def place(placement: Placement, *, nodes: int) -> dict[str, str]:
     return dict(zip(PLACE, (str(placement.node_rank), str(nodes), str(placement.slots)), strict=True))
 
 
-def config(wanted: FrameworkSettings) -> dict[str, Any]:
+def config(settings: FrameworkSettings) -> dict[str, Any]:
     """The configuration made of `train:`, with what `job.deepspeed` adds; empty when neither says anything.
 
     Raises:
         PlanError: a key of `train:` has no counterpart.
     """
-    made = _made(wanted) if wanted.left else {}
-    for key, value in wanted.spec.job.deepspeed.items():
-        both = isinstance(value, dict) and isinstance(made.get(key), dict)
-        made[key] = {**made[key], **value} if both else value
-    return made
+    generated = _from_settings(settings) if settings.left else {}
+    for key, value in settings.spec.job.deepspeed.items():
+        nested = isinstance(value, dict) and isinstance(generated.get(key), dict)
+        generated[key] = {**generated[key], **value} if nested else value
+    return generated
 
 
-def _made(wanted: FrameworkSettings) -> dict[str, Any]:
-    name, degrees = wanted.mesh()
-    found: dict[str, Any] = {"zero_optimization": _zero(wanted, name, degrees)}
-    micro, total, steps = wanted.batch(wanted.workers)
-    if not micro and not total and not wanted.spec.job.deepspeed.keys() & BATCH:
-        raise wanted.refused("micro_batch", "DeepSpeed needs train.micro_batch or train.global_batch")
-    found |= {key: value for key, value in zip(BATCH, (total, micro, steps), strict=True) if value}
-    precision = wanted.take("precision") or "fp32"
+def _from_settings(settings: FrameworkSettings) -> dict[str, Any]:
+    name, degrees = settings.mesh()
+    generated: dict[str, Any] = {"zero_optimization": _zero(settings, name, degrees)}
+    micro, total, steps = settings.batch(settings.workers)
+    if not micro and not total and not settings.spec.job.deepspeed.keys() & BATCH:
+        raise settings.refused("micro_batch", "DeepSpeed needs train.micro_batch or train.global_batch")
+    generated |= {key: value for key, value in zip(BATCH, (total, micro, steps), strict=True) if value}
+    precision = settings.take("precision") or "fp32"
     if precision != "fp32":
-        found[precision] = {"enabled": True}
-    if clip := wanted.take("clip_norm"):
-        found["gradient_clipping"] = clip
-    if optimizer := wanted.take("optimizer"):
-        found["optimizer"] = _optimizer(wanted, optimizer)
-    if every := wanted.take("log_every"):
-        found["steps_per_print"] = every
-    wanted.done()
-    return found
+        generated[precision] = {"enabled": True}
+    if clip := settings.take("clip_norm"):
+        generated["gradient_clipping"] = clip
+    if optimizer := settings.take("optimizer"):
+        generated["optimizer"] = _optimizer(settings, optimizer)
+    if log_every := settings.take("log_every"):
+        generated["steps_per_print"] = log_every
+    settings.done()
+    return generated
 
 
-def as_argument(found: dict[str, Any]) -> str:
+def as_argument(config: dict[str, Any]) -> str:
     """A configuration as one word, which DeepSpeed takes in place of a file's name; nothing is left on a node."""
-    return base64.urlsafe_b64encode(as_text(found).encode()).decode()
+    return base64.urlsafe_b64encode(as_text(config).encode()).decode()
 
 
-def as_text(found: dict[str, Any]) -> str:
+def as_text(config: dict[str, Any]) -> str:
     """A configuration as JSON on one line."""
-    return json.dumps(found, sort_keys=True, separators=(",", ":"))
+    return json.dumps(config, sort_keys=True, separators=(",", ":"))
 
 
-def _zero(wanted: FrameworkSettings, name: str, degrees: Degrees) -> dict[str, Any]:
+def _zero(settings: FrameworkSettings, name: str, degrees: Degrees) -> dict[str, Any]:
     if name == "zero1":
         return {"stage": 1}
-    if degrees.fsdp == wanted.workers > 1:
-        part = wanted.take_part("fsdp", "reshard_after_forward", "cpu_offload")
+    if degrees.fsdp == settings.workers > 1:
+        part = settings.take_part("fsdp", "reshard_after_forward", "cpu_offload")
         # Parameters kept from the forward to the backward pass: what others call ZeRO 2 is DeepSpeed's stage 2.
         stage = 3 if part.get("reshard_after_forward", True) else 2
-        found: dict[str, Any] = {"stage": stage}
+        zero: dict[str, Any] = {"stage": stage}
         if part.get("cpu_offload"):
-            found["offload_optimizer"] = {"device": "cpu"}
+            zero["offload_optimizer"] = {"device": "cpu"}
             if stage == 3:
-                found["offload_param"] = {"device": "cpu"}
-        return found
-    if degrees.dp == wanted.workers:
+                zero["offload_param"] = {"device": "cpu"}
+        return zero
+    if degrees.dp == settings.workers:
         return {"stage": 0}
-    raise wanted.refused(
+    raise settings.refused(
         "strategy",
         "DeepSpeed's configuration knows ddp, zero1 and fsdp; its pipelines and its tensor parallelism are in programs",
     )
 
 
-def _optimizer(wanted: FrameworkSettings, name: str) -> dict[str, Any]:
+def _optimizer(settings: FrameworkSettings, name: str) -> dict[str, Any]:
     keys = ("lr", "weight_decay", "momentum" if name == "sgd" else "eps")
-    parameters = {key: value for key in keys if (value := wanted.take(key)) is not None}
+    parameters = {key: value for key in keys if (value := settings.take(key)) is not None}
     if name == "sgd":
         return {"type": "SGD", "params": parameters}
     # dtctl's own defaults, so that a spec means the same with dtctl.runtime.
     betas = [
-        getattr(TrainConfig(), key) if (value := wanted.take(key)) is None else value for key in ("beta1", "beta2")
+        getattr(TrainConfig(), key) if (value := settings.take(key)) is None else value for key in ("beta1", "beta2")
     ]
     return {"type": "AdamW", "params": {**parameters, "betas": betas}}

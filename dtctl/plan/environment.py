@@ -53,12 +53,12 @@ def defaults(*, kind: str, slots: int, share: Share | None) -> list[EnvVar]:
         slots: workers of the node.
         share: what the node has of the control machine, if it lies there.
     """
-    found = [EnvVar(name="PYTHONUNBUFFERED", value="1", origin="dtctl: lines reach the log when they are printed")]
-    found += _threads(slots, share)
+    variables = [EnvVar(name="PYTHONUNBUFFERED", value="1", origin="dtctl: lines reach the log when they are printed")]
+    variables += _threads(slots, share)
     if kind == "torchrun":
         origin = "dtctl: tells the ranks' lines apart"
-        found.append(EnvVar(name="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", value=RANK_PREFIX, origin=origin))
-    return found
+        variables.append(EnvVar(name="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", value=RANK_PREFIX, origin=origin))
+    return variables
 
 
 def _threads(slots: int, share: Share | None) -> list[EnvVar]:
@@ -79,19 +79,19 @@ def _threads(slots: int, share: Share | None) -> list[EnvVar]:
     return [EnvVar(name=name, value=str(max(1, share.cores // (share.nodes * slots))), origin=origin)]
 
 
-def taken(patterns: Iterable[str], environ: Mapping[str, str]) -> list[EnvVar]:
+def from_environ(patterns: Iterable[str], environ: Mapping[str, str]) -> list[EnvVar]:
     """Variables of the control machine whose names match a pattern of `job.env_from`, by name.
 
     Raises:
         PlanError: the value of one is not text.
     """
-    found = []
+    variables = []
     for name in sorted(environ):
         pattern = next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
         if pattern is not None and shell.is_env_name(name) and not name.startswith("DTCTL_"):
             check_text(name, environ[name], where=f"job.env_from: {pattern}")
-            found.append(EnvVar(name=name, value=environ[name], origin=f"job.env_from: {pattern}"))
-    return found
+            variables.append(EnvVar(name=name, value=environ[name], origin=f"job.env_from: {pattern}"))
+    return variables
 
 
 def check_text(name: str, value: str, *, where: str) -> None:
@@ -106,7 +106,7 @@ def check_text(name: str, value: str, *, where: str) -> None:
         raise PlanError(f"the value of {name} is not text in UTF-8", where=where) from None
 
 
-def written(env: Mapping[str, str], *, origin: str) -> list[EnvVar]:
+def from_spec(env: Mapping[str, str], *, origin: str) -> list[EnvVar]:
     """Variables that the spec sets.
 
     Raises:
@@ -137,7 +137,7 @@ def identity(
     rendezvous: Rendezvous,
 ) -> list[EnvVar]:
     """The node's place in the job, the same for all of its workers; `worker_variables` has what differs."""
-    found = {
+    values = {
         names.RUN_ID: run,
         names.ATTEMPT: str(attempt),
         names.NODE: placement.node,
@@ -146,7 +146,7 @@ def identity(
         names.SLOTS: str(placement.slots),
     }
     if kind != "torchrun":  # torchrun gives these to its workers itself
-        found |= {
+        values |= {
             names.MASTER_ADDR: rendezvous.address,
             names.MASTER_PORT: str(rendezvous.port),
             names.WORLD_SIZE: str(world_size),
@@ -156,8 +156,8 @@ def identity(
     if kind == "deepspeed":
         from dtctl.plan import deepspeed
 
-        found |= deepspeed.place(placement, nodes=nodes)
-    return [EnvVar(name=name, value=value, origin="dtctl: place in the job") for name, value in found.items()]
+        values |= deepspeed.place(placement, nodes=nodes)
+    return [EnvVar(name=name, value=value, origin="dtctl: place in the job") for name, value in values.items()]
 
 
 def train_config(train: Mapping[str, Any]) -> list[EnvVar]:

@@ -35,11 +35,11 @@ class FrameworkSettings:
         """The value of a key, or None if the spec does not set it; the key counts as understood."""
         return self.left.pop(key, None)
 
-    def take_part(self, key: str, *known: str) -> dict[str, Any]:
+    def take_part(self, key: str, *allowed: str) -> dict[str, Any]:
         """The keys of a part of the section, `train.fsdp`; those that are not in `known` are refused if set."""
         part: dict[str, Any] = self.left.pop(key, None) or {}
         for name in part:
-            if name not in known:
+            if name not in allowed:
                 raise self.refused(f"{key}.{name}")
         return part
 
@@ -94,7 +94,7 @@ class FrameworkSettings:
             raise PlanError(exc.message, where=self.spec.written_at(exc.where or "train"), hint=exc.hint) from None
 
 
-def wanted(spec: Spec, framework: str, *, workers: int, per_node: int) -> FrameworkSettings:
+def settings_for(spec: Spec, framework: str, *, workers: int, per_node: int) -> FrameworkSettings:
     """What a spec sets, for a framework of this name to take."""
     return FrameworkSettings(
         spec=spec, framework=framework, workers=workers, per_node=per_node, left=dict(spec.settings)

@@ -19,14 +19,14 @@ LOCAL_RANK_ARGUMENT = "--local_rank"
 """What DeepSpeed's launcher adds to a program's arguments, and programs of DeepSpeed expect."""
 
 
-def generate(spec: Spec, kind: Kind, placements: Sequence[Placement], *, counted: bool) -> Generated:
+def generate(spec: Spec, kind: Kind, placements: Sequence[Placement], *, slots_known: bool) -> Generated:
     """What the framework of a job is given.
 
     Args:
         spec: the spec.
         kind: of the job.
         placements: its workers.
-        counted: whether their number is known; false as long as `slots: auto` waits for the nodes.
+        slots_known: whether their number is known; false as long as `slots: auto` waits for the nodes.
 
     Raises:
         PlanError: a key of `train:` has no counterpart in the framework, or an argument does not go with the kind.
@@ -39,7 +39,7 @@ def generate(spec: Spec, kind: Kind, placements: Sequence[Placement], *, counted
     framework = "Megatron-LM" if "megatron" in added else framework
     if framework is None or not (spec.train is not None or spec.job.deepspeed):
         return Generated(args=local_rank, runtime=framework is None and kind != "command" and spec.train is not None)
-    if not counted:
+    if not slots_known:
         if spec.cluster.transport == "slurm":
             raise PlanError(
                 f"what {framework} is told depends on the number of workers, which `slots: auto` leaves open",
@@ -51,28 +51,28 @@ def generate(spec: Spec, kind: Kind, placements: Sequence[Placement], *, counted
     slots = {placement.slots for placement in placements}
     per_node = slots.pop() if len(slots) == 1 else 0
     # Few jobs have one of these frameworks, and no job has two.
-    from dtctl.plan.frameworks import wanted
+    from dtctl.plan.frameworks import settings_for
 
-    asked = wanted(spec, framework, workers=world_size(placements), per_node=per_node)
+    settings = settings_for(spec, framework, workers=world_size(placements), per_node=per_node)
     if "megatron" in added:
         from dtctl.plan import megatron
 
-        return Generated(args=(*local_rank, *megatron.arguments(asked)))
+        return Generated(args=(*local_rank, *megatron.arguments(settings)))
     if kind == "accelerate":
         from dtctl.plan import accelerate
 
-        return Generated(env=accelerate.variables(asked), args=local_rank)
-    return _deepspeed(asked, local_rank, as_argument="deepspeed_config" in added)
+        return Generated(env=accelerate.variables(settings), args=local_rank)
+    return _deepspeed(settings, local_rank, as_argument="deepspeed_config" in added)
 
 
-def _deepspeed(asked: FrameworkSettings, local_rank: tuple[str, ...], *, as_argument: bool) -> Generated:
+def _deepspeed(settings: FrameworkSettings, local_rank: tuple[str, ...], *, as_argument: bool) -> Generated:
     from dtctl.plan import deepspeed
 
-    found = deepspeed.config(asked)
-    if not found:
+    framework_config = deepspeed.config(settings)
+    if not framework_config:
         return Generated(args=local_rank)
-    config = (deepspeed.CONFIG_ARGUMENT, deepspeed.as_argument(found)) if as_argument else ()
-    return Generated(env={names.DEEPSPEED_CONFIG: deepspeed.as_text(found)}, args=(*local_rank, *config))
+    config = (deepspeed.CONFIG_ARGUMENT, deepspeed.as_argument(framework_config)) if as_argument else ()
+    return Generated(env={names.DEEPSPEED_CONFIG: deepspeed.as_text(framework_config)}, args=(*local_rank, *config))
 
 
 def _check(spec: Spec, kind: Kind, added: Sequence[str]) -> None:
@@ -89,8 +89,8 @@ def _check(spec: Spec, kind: Kind, added: Sequence[str]) -> None:
             where=spec.written_at("job.add_args"),
             hint="Megatron-LM's programs are started by torchrun: `kind: torchrun`",
         )
-    for word, others in (("deepspeed_config", spec.job.deepspeed), ("megatron", None)):
-        if word in added and spec.train is None and not others:
+    for word, argument in (("deepspeed_config", spec.job.deepspeed), ("megatron", None)):
+        if word in added and spec.train is None and not argument:
             raise PlanError(
                 f"add_args: {word} is made of `train`, and the spec has none", where=spec.written_at("job.add_args")
             )

@@ -30,73 +30,73 @@ SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "ws
 OPTIMIZERS = {"adamw": "adam", "sgd": "sgd"}  # Megatron's adam decays weights as AdamW does
 
 
-def arguments(wanted: FrameworkSettings) -> tuple[str, ...]:
+def arguments(settings: FrameworkSettings) -> tuple[str, ...]:
     """The arguments, in the order of Megatron's own examples: parallelism, batch, training, precision, checkpoints.
 
     Raises:
         PlanError: a key of `train:` has no counterpart, or the workers cannot be divided so.
     """
-    name, degrees = wanted.mesh()
-    found = [*_parallel(wanted, name, degrees), *_batch(wanted, degrees)]
+    name, degrees = settings.mesh()
+    args = [*_parallel(settings, name, degrees), *_batch(settings, degrees)]
     for key, option in PLAIN.items():
-        value = wanted.take(key)
+        value = settings.take(key)
         if value is not None:
-            found += [option, str(value)]
-    if schedule := wanted.take("schedule"):
-        found += ["--lr-decay-style", SCHEDULES[schedule]]
+            args += [option, str(value)]
+    if schedule := settings.take("schedule"):
+        args += ["--lr-decay-style", SCHEDULES[schedule]]
         if schedule == "wsd":
-            found += ["--lr-wsd-decay-style", "minus_sqrt"]  # as dtctl.runtime falls
-    if optimizer := wanted.take("optimizer"):
-        found += ["--optimizer", OPTIMIZERS[optimizer]]
-    found += _memory(wanted) + _checkpoints(wanted)
-    wanted.done()
-    return tuple(found)
+            args += ["--lr-wsd-decay-style", "minus_sqrt"]  # as dtctl.runtime falls
+    if optimizer := settings.take("optimizer"):
+        args += ["--optimizer", OPTIMIZERS[optimizer]]
+    args += _memory(settings) + _checkpoints(settings)
+    settings.done()
+    return tuple(args)
 
 
-def _parallel(wanted: FrameworkSettings, name: str, degrees: Degrees) -> list[str]:
-    found = ["--tensor-model-parallel-size", str(degrees.tp), "--pipeline-model-parallel-size", str(degrees.pp)]
+def _parallel(settings: FrameworkSettings, name: str, degrees: Degrees) -> list[str]:
+    args = ["--tensor-model-parallel-size", str(degrees.tp), "--pipeline-model-parallel-size", str(degrees.pp)]
     if degrees.cp > 1:
-        found += ["--context-parallel-size", str(degrees.cp)]
-    tensor = wanted.take_part("tp", "sequence_parallel")
+        args += ["--context-parallel-size", str(degrees.cp)]
+    tensor = settings.take_part("tp", "sequence_parallel")
     if tensor.get("sequence_parallel") and degrees.tp > 1:
-        found.append("--sequence-parallel")
+        args.append("--sequence-parallel")
     if name == "zero1":
-        found.append("--use-distributed-optimizer")
+        args.append("--use-distributed-optimizer")
     if degrees.fsdp > 1:
         if degrees.dp > 1:
-            raise wanted.refused("strategy", "dp beside fsdp (hsdp) is not an option of Megatron that dtctl knows")
-        part = wanted.take_part("fsdp", "reshard_after_forward")
-        what = "optim_grads_params" if part.get("reshard_after_forward", True) else "optim_grads"
-        found += ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", what]
-    pipeline = wanted.take_part("pipeline", "schedule", "stages_per_worker")
+            raise settings.refused("strategy", "dp beside fsdp (hsdp) is not an option of Megatron that dtctl knows")
+        part = settings.take_part("fsdp", "reshard_after_forward")
+        shards = "optim_grads_params" if part.get("reshard_after_forward", True) else "optim_grads"
+        args += ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", shards]
+    pipeline = settings.take_part("pipeline", "schedule", "stages_per_worker")
     schedule, stages = pipeline.get("schedule", "1f1b"), pipeline.get("stages_per_worker")
     if schedule not in ("1f1b", "interleaved"):
-        raise wanted.refused("pipeline.schedule", f"Megatron has 1f1b and interleaved pipelines, and not {schedule}")
+        raise settings.refused("pipeline.schedule", f"Megatron has 1f1b and interleaved pipelines, and not {schedule}")
     if schedule == "interleaved" or stages:
-        found += ["--num-virtual-stages-per-pipeline-rank", str(stages or 2)]
-    return found
+        args += ["--num-virtual-stages-per-pipeline-rank", str(stages or 2)]
+    return args
 
 
-def _batch(wanted: FrameworkSettings, degrees: Degrees) -> list[str]:
-    micro, total, _ = wanted.batch(degrees.data)
-    found = ["--micro-batch-size", str(micro)] if micro else []
-    return found + (["--global-batch-size", str(total)] if total else [])
+def _batch(settings: FrameworkSettings, degrees: Degrees) -> list[str]:
+    micro, total, _ = settings.batch(degrees.data)
+    args = ["--micro-batch-size", str(micro)] if micro else []
+    return args + (["--global-batch-size", str(total)] if total else [])
 
 
-def _memory(wanted: FrameworkSettings) -> list[str]:
-    precision = wanted.take("precision") or "fp32"
-    found = [] if precision == "fp32" else [f"--{precision}"]
-    checkpointing = wanted.take("checkpointing") or "none"
+def _memory(settings: FrameworkSettings) -> list[str]:
+    precision = settings.take("precision") or "fp32"
+    args = [] if precision == "fp32" else [f"--{precision}"]
+    checkpointing = settings.take("checkpointing") or "none"
     if checkpointing == "full":
-        found += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+        args += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
     elif checkpointing == "selective":
-        found += ["--recompute-granularity", "selective"]
+        args += ["--recompute-granularity", "selective"]
     elif checkpointing != "none":
-        raise wanted.refused("checkpointing", f"Megatron cannot recompute every {checkpointing}th block")
-    return found
+        raise settings.refused("checkpointing", f"Megatron cannot recompute every {checkpointing}th block")
+    return args
 
 
-def _checkpoints(wanted: FrameworkSettings) -> list[str]:
-    part = wanted.take_part("snapshot", "dir", "every_steps")
-    found = ["--save", part["dir"], "--load", part["dir"]] if part.get("dir") else []
-    return found + (["--save-interval", str(part["every_steps"])] if part.get("every_steps") else [])
+def _checkpoints(settings: FrameworkSettings) -> list[str]:
+    part = settings.take_part("snapshot", "dir", "every_steps")
+    args = ["--save", part["dir"], "--load", part["dir"]] if part.get("dir") else []
+    return args + (["--save-interval", str(part["every_steps"])] if part.get("every_steps") else [])

@@ -20,10 +20,10 @@ def modules_of(source: str) -> tuple[str, ...]:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return ()
-    found = dict.fromkeys(name for name in _imported(tree.body) if _is_worth(name))
-    if any(name.partition(".")[0] in ("torch", "dtctl") for name in found):
-        found[WITH_TORCH] = None
-    return tuple(found)
+    names = dict.fromkeys(name for name in _imported(tree.body) if _is_worth(name))
+    if any(name.partition(".")[0] in ("torch", "dtctl") for name in names):
+        names[WITH_TORCH] = None
+    return tuple(names)
 
 
 def _is_worth(name: str) -> bool:

@@ -46,10 +46,10 @@ def numeric(address: str) -> str:
     if is_numeric(address):
         return address
     try:
-        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     except OSError:
         return address
-    return str(found[0][4][0])
+    return str(addresses[0][4][0])
 
 
 def check_reachable(address: str, *, node: str, nodes: int) -> None:

@@ -29,18 +29,18 @@ def check_training(spec: Spec, *, workers: int, per_node: int) -> list[str]:
         PlanError: the workers would refuse the mesh, the sizes of a batch, or settings that do not go together.
         SpecError: an argument of the job that begins with `--train.` is wrong.
     """
-    given = settings.merge(spec.settings, settings.from_argv(spec.job.args))
-    if "strategy" not in given:
+    values = settings.merge(spec.settings, settings.from_argv(spec.job.args))
+    if "strategy" not in values:
         return []
-    config = settings.build(TrainConfig, given, at="train", where="the spec")
+    config = settings.build(TrainConfig, values, at="train", where="the spec")
     try:
         degrees = resolve(config.strategy, workers=workers, per_node=per_node)
         accumulate = config.accumulate or config.pipeline.micro_batches
-        if sum(key in given for key in SIZES) > 1:
+        if sum(key in values for key in SIZES) > 1:
             accumulate = batch(config, degrees.data, stages=degrees.pp).accumulate
         else:
             derive(None, config.global_batch, None, workers=degrees.data)
-        if "schedule" not in given.get("pipeline", {}):  # the script may choose one with other numbers of stages
+        if "schedule" not in values.get("pipeline", {}):  # the script may choose one with other numbers of stages
             config = replace(config, pipeline=replace(config.pipeline, stages_per_worker=None))
         require(config, degrees, accumulate=accumulate)
     except PlanError as exc:

@@ -44,5 +44,5 @@ def render(name: str, values: Mapping[str, object], *, folders: Sequence[Path]) 
 
 
 def _is_own(folder: Path) -> bool:
-    own = builtin_templates().resolve()
-    return own in (folder.resolve(), *folder.resolve().parents)
+    builtin = builtin_templates().resolve()
+    return builtin in (folder.resolve(), *folder.resolve().parents)

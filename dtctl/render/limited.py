@@ -109,8 +109,8 @@ def _serve(memory_bytes: int, limit_s: int) -> None:
             name, values, folders = pickle.loads(_receive(sys.stdin.buffer))  # noqa: S301 - from the parent
         except EOFError:
             return
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + limit_s, -1))
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime) + 1 + limit_s, -1))
         try:
             answer: dict[str, str | None] = {"text": templates.render(name, values, folders=folders)}
         except RenderError as exc:

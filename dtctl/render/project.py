@@ -31,13 +31,13 @@ class Template:
 def templates() -> list[Template]:
     """All templates, by name."""
     root = builtin_templates() / "init"
-    found = []
+    available = []
     for folder in sorted(root.iterdir()):
-        about = folder / ABOUT
-        if about.is_file():
-            match = re.search(r"^description:\s*(.+)$", about.read_text(encoding="utf-8"), re.MULTILINE)
-            found.append(Template(name=folder.name, description=match[1] if match else "", folder=folder))
-    return found
+        description_file = folder / ABOUT
+        if description_file.is_file():
+            match = re.search(r"^description:\s*(.+)$", description_file.read_text(encoding="utf-8"), re.MULTILINE)
+            available.append(Template(name=folder.name, description=match[1] if match else "", folder=folder))
+    return available
 
 
 def create(folder: Path, *, template: str, launcher: str, force: bool) -> list[Path]:
@@ -53,9 +53,9 @@ def create(folder: Path, *, template: str, launcher: str, force: bool) -> list[P
         UsageError: an unknown template or launcher, or a folder that is not empty.
         RenderError: a template is wrong.
     """
-    known = {item.name: item for item in templates()}
-    if template not in known:
-        raise UsageError(f"there is no template {template}", hint=f"choose one of {', '.join(known)}")
+    by_name = {item.name: item for item in templates()}
+    if template not in by_name:
+        raise UsageError(f"there is no template {template}", hint=f"choose one of {', '.join(by_name)}")
     if launcher not in LAUNCHERS:
         raise UsageError(f"there is no launcher {launcher}", hint=f"choose one of {', '.join(LAUNCHERS)}")
     if folder.exists() and not folder.is_dir():
@@ -64,13 +64,13 @@ def create(folder: Path, *, template: str, launcher: str, force: bool) -> list[P
         raise UsageError(f"{folder} is not empty", hint="name another folder, or use --force to write into it")
     values = {"name": folder.resolve().name, "launcher": launcher, "version": dtctl.__version__}
     try:
-        return _write(known[template].folder, folder, values)
+        return _write(by_name[template].folder, folder, values)
     except OSError as exc:
         raise UsageError(f"cannot write the project: {exc.strerror}", where=str(exc.filename or folder)) from exc
 
 
 def _write(source: Path, folder: Path, values: dict[str, str]) -> list[Path]:
-    written = []
+    paths = []
     for path in sorted(source.rglob("*")):
         relative = path.relative_to(source)
         if not path.is_file() or relative == Path(ABOUT) or "__pycache__" in relative.parts:
@@ -85,7 +85,7 @@ def _write(source: Path, folder: Path, values: dict[str, str]) -> list[Path]:
             target.write_bytes(path.read_bytes())
         if os.access(path, os.X_OK):
             target.chmod(0o755)
-        written.append(target.relative_to(folder))
-    if not written:
+        paths.append(target.relative_to(folder))
+    if not paths:
         raise RenderError("the template has no files", where=str(source))
-    return written
+    return paths

@@ -18,13 +18,15 @@ def standalone(program: Path) -> str:
     """
     text = program.read_text(encoding="utf-8")
     tree = ast.parse(text)
-    (own,) = (node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == node_facts.__name__)
-    needed = dict.fromkeys(name for alias in own.names for name in _needed(alias.name))
+    (facts_import,) = (
+        node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == node_facts.__name__
+    )
+    needed = dict.fromkeys(name for alias in facts_import.names for name in _needed(alias.name))
     facts, source = _facts()
     imports = {
         ast.unparse(node) for node in (*tree.body, *(facts[name] for name in needed)) if isinstance(node, ast.Import)
     }
-    rest = tree.body[tree.body.index(own) + 1 :]
+    rest = tree.body[tree.body.index(facts_import) + 1 :]
     definitions = (facts[name] for name in facts if name in needed and not isinstance(facts[name], ast.Import))
     parts = [
         text[: text.index('"""', 3) + 3],
@@ -40,15 +42,15 @@ def standalone(program: Path) -> str:
 def _facts() -> tuple[dict[str, ast.stmt], str]:
     """What `dtctl.node_facts` has, by name, and its text."""
     text = Path(node_facts.__file__).read_text(encoding="utf-8")
-    found: dict[str, ast.stmt] = {}
+    definitions: dict[str, ast.stmt] = {}
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef):
-            found[node.name] = node
+            definitions[node.name] = node
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            found[node.targets[0].id] = node
+            definitions[node.targets[0].id] = node
         elif isinstance(node, ast.Import):
-            found[node.names[0].name] = node
-    return found, text
+            definitions[node.names[0].name] = node
+    return definitions, text
 
 
 def _needed(name: str) -> Iterator[str]:

@@ -57,30 +57,30 @@ class _Inside(BaseLoader):
                     raise RenderError(
                         "the template is a link to a file elsewhere, which would be sent", where=str(path)
                     )
-                made = path.stat().st_mtime_ns
+                mtime = path.stat().st_mtime_ns
                 text = files.read_regular(str(path), MAX_CHARACTERS).decode("utf-8")
             except (OSError, UnicodeDecodeError) as exc:
                 raise RenderError(f"the template cannot be read: {exc}", where=str(path)) from exc
-            return text, str(path), functools.partial(_is_still, path, made)
+            return text, str(path), functools.partial(_is_still, path, mtime)
         raise TemplateNotFound(template)
 
 
-def _is_still(path: Path, made: int) -> bool:
+def _is_still(path: Path, mtime: int) -> bool:
     try:
-        return path.stat().st_mtime_ns == made
+        return path.stat().st_mtime_ns == mtime
     except OSError:
         return False
 
 
 def _poured(template: Template, values: Mapping[str, object]) -> str:
     """A template's text, of limited length."""
-    found, size = [], 0
+    chunks, size = [], 0
     for piece in template.generate(values):
-        found.append(piece)
+        chunks.append(piece)
         size += len(piece)
         if size > MAX_CHARACTERS:
             raise RenderError(f"a script has more than {MAX_CHARACTERS:,} characters", where=template.filename)
-    return "".join(found)
+    return "".join(chunks)
 
 
 class Verbatim(str):

@@ -62,28 +62,30 @@ SILENT = ("time", "slowest_rank")
 
 def charts(runs: Sequence[RunFacts]) -> list[dict[str, Any]]:
     """All plots of these runs, as the page's script takes them."""
-    found = [_goodput(runs)] if any(run.metrics for run in runs) else []
-    known = set(SILENT)
-    shown = [run.metrics for run in runs]
+    drafts = [_goodput(runs)] if any(run.metrics for run in runs) else []
+    handled = set(SILENT)
+    tables = [run.metrics for run in runs]
     for plot in PLOTS:
-        known |= set(plot.keys)
-        if plot.name == "samples" and _has(shown, "tokens_per_s"):
+        handled |= set(plot.keys)
+        if plot.name == "samples" and _has(tables, "tokens_per_s"):
             continue  # the same curve in another unit
-        if plot.name == "mean" and _has(shown, "step_p50_s"):
+        if plot.name == "mean" and _has(tables, "step_p50_s"):
             continue
-        found.append(_chart(runs, plot))
-    more = dict.fromkeys(key for metrics in shown if metrics for key in metrics.curves if key not in known)
-    found += [_chart(runs, Plot(name=f"more-{n}", title=key, keys={key: key})) for n, key in enumerate([*more][:MORE])]
-    drawn = [chart for chart in found if chart["series"]]
-    drawn.sort(key=lambda chart: chart["name"] != "loss")  # what people look for first
-    return drawn
+        drafts.append(_chart(runs, plot))
+    remaining = dict.fromkeys(key for metrics in tables if metrics for key in metrics.curves if key not in handled)
+    drafts += [
+        _chart(runs, Plot(name=f"more-{n}", title=key, keys={key: key})) for n, key in enumerate([*remaining][:MORE])
+    ]
+    nonempty = [chart for chart in drafts if chart["series"]]
+    nonempty.sort(key=lambda chart: chart["name"] != "loss")  # what people look for first
+    return nonempty
 
 
-def _has(shown: Iterable[MetricsTable | None], key: str) -> bool:
-    return any(metrics is not None and _known(metrics.curves.get(key)) for metrics in shown)
+def _has(tables: Iterable[MetricsTable | None], key: str) -> bool:
+    return any(metrics is not None and _has_values(metrics.curves.get(key)) for metrics in tables)
 
 
-def _known(curve: Curve | None) -> bool:
+def _has_values(curve: Curve | None) -> bool:
     return curve is not None and any(map(math.isfinite, curve.values))
 
 
@@ -92,10 +94,12 @@ def _chart(runs: Sequence[RunFacts], plot: Plot) -> dict[str, Any]:
     for number, run in enumerate(runs):
         for dash, (key, label) in enumerate(plot.keys.items()):
             curve = run.metrics.curves.get(key) if run.metrics else None
-            if curve is None or not _known(curve):
+            if curve is None or not _has_values(curve):
                 continue
-            named = label if len(runs) == 1 else f"{run.state.run} {label}" if len(plot.keys) > 1 else run.state.run
-            series.append({"label": named, "run": number, "dash": dash, **_numbers(curve, plot.scale)})
+            series_name = (
+                label if len(runs) == 1 else f"{run.state.run} {label}" if len(plot.keys) > 1 else run.state.run
+            )
+            series.append({"label": series_name, "run": number, "dash": dash, **_numbers(curve, plot.scale)})
     marks = [_step_at(run, mark.time_s) for run in runs[:1] for mark in run.history.of("restart")][:MARKS]
     return {
         "name": plot.name, "title": plot.title, "unit": plot.unit, "note": plot.note, "x": "step", "series": series,
@@ -104,11 +108,11 @@ def _chart(runs: Sequence[RunFacts], plot: Plot) -> dict[str, Any]:
 
 
 def _numbers(curve: Curve, scale: float) -> dict[str, list[float | None]]:
-    found = {"x": [_short(step) for step in curve.steps], "y": [_short(value * scale) for value in curve.values]}
+    numbers = {"x": [_short(step) for step in curve.steps], "y": [_short(value * scale) for value in curve.values]}
     if curve.low and curve.low != curve.high:
-        found["low"] = [_short(value * scale) for value in curve.low]
-        found["high"] = [_short(value * scale) for value in curve.high]
-    return found
+        numbers["low"] = [_short(value * scale) for value in curve.low]
+        numbers["high"] = [_short(value * scale) for value in curve.high]
+    return numbers
 
 
 def _short(value: float) -> float | None:
@@ -132,8 +136,8 @@ def _goodput(runs: Sequence[RunFacts]) -> dict[str, Any]:
     for number, run in enumerate(runs):
         curve = goodput(run.metrics, run.state.started) if run.metrics else None
         if curve is not None:
-            named = "useful share so far" if len(runs) == 1 else run.state.run
-            series.append({"label": named, "run": number, "dash": 0, **_numbers(curve, 1.0)})
+            series_name = "useful share so far" if len(runs) == 1 else run.state.run
+            series.append({"label": series_name, "run": number, "dash": 0, **_numbers(curve, 1.0)})
     return {
         "name": "goodput", "title": "Goodput", "unit": "%", "x": "time", "series": series,
         "note": "time spent so far on steps that count in the end, as a share of all time so far",

@@ -86,8 +86,8 @@ def tell(events: Iterable[Mapping[str, Any]], *, began: float, length_s: float) 
             if event.get("interface"):
                 history.interfaces[node] = str(event["interface"])
             if state in ("lost", "failed", "away"):
-                why = f": {event['error']}" if event.get("error") else ""
-                text = f"was {state}{why}" if state != "away" else "is out of reach; its workers go on"
+                reason = f": {event['error']}" if event.get("error") else ""
+                text = f"was {state}{reason}" if state != "away" else "is out of reach; its workers go on"
                 history.marks.append(Mark(time_s=now_s, kind="failure", text=text, node=node))
         else:
             mark = _mark(kind, event, now_s, consequence=ending_all)
@@ -103,12 +103,12 @@ def tell(events: Iterable[Mapping[str, Any]], *, began: float, length_s: float) 
 
 def _enter(history: History, doing: dict[str, tuple[str, float]], node: str, state: str, now_s: float) -> None:
     """A node is in another state from now on."""
-    what, since_s = doing.get(node, ("", now_s))
-    then = DOING.get(state, "")
-    if what != then or not then:
-        if what:
-            history.spans.append(Span(node=node, doing=what, begin_s=since_s, end_s=now_s))
-        doing[node] = (then, now_s)
+    activity, since_s = doing.get(node, ("", now_s))
+    next_activity = DOING.get(state, "")
+    if activity != next_activity or not next_activity:
+        if activity:
+            history.spans.append(Span(node=node, doing=activity, begin_s=since_s, end_s=now_s))
+        doing[node] = (next_activity, now_s)
     if state != "over":
         history.nodes[node] = state
 
@@ -125,10 +125,10 @@ def _mark(kind: str, event: Mapping[str, Any], now_s: float, *, consequence: boo
         return Mark(time_s=now_s, kind="restart", text=text, node=node)
     if kind == "start" and not event.get("attempt"):
         return None
-    found = _WORDS.get(kind)
-    if found is None:
+    template = _WORDS.get(kind)
+    if template is None:
         return None
-    return Mark(time_s=now_s, kind=found[0], text=found[1].format_map(_Told(event)), node=node)
+    return Mark(time_s=now_s, kind=template[0], text=template[1].format_map(_Told(event)), node=node)
 
 
 _WORDS = {
@@ -172,6 +172,6 @@ def ending(failure: Mapping[str, Any]) -> str:
 
     number, code = failure.get("signal"), failure.get("exit_code")
     if number:
-        name = next((f" ({one.name})" for one in signal.Signals if one == number), "")
+        name = next((f" ({candidate.name})" for candidate in signal.Signals if candidate == number), "")
         return f"was ended by signal {number}{name}"
     return "was lost" if code is None else f"ended with exit code {code}"

@@ -169,15 +169,15 @@ class _Form:
 
 def _form(lines: Sequence[bytes]) -> _Form | None:
     """The form of most lines; None if they do not begin with what is watched, as dtctl.runtime writes it."""
-    found = Counter(tuple(row) for row in map(_row, lines) if row)
-    keys = found.most_common(1)[0][0] if found else ()
+    shapes = Counter(tuple(row) for row in map(_row, lines) if row)
+    keys = shapes.most_common(1)[0][0] if shapes else ()
     watched = tuple(key for key in keys if key in WATCHED)
     if len(watched) < 2 or keys[0] != "step":
         return None
     last = keys.index(watched[-1])
     parts = [f'"{re.escape(key)}": {"([^,}]+)" if key in watched else "[^,}]+"}' for key in keys[: last + 1]]
-    more = f'"{re.escape(keys[-1])}": [^,}}]+, "'
-    return _Form(frozenset(keys), watched, re.compile(r"\{" + ", ".join(parts) + "[,}]"), re.compile(more))
+    suffix = f'"{re.escape(keys[-1])}": [^,}}]+, "'
+    return _Form(frozenset(keys), watched, re.compile(r"\{" + ", ".join(parts) + "[,}]"), re.compile(suffix))
 
 
 class _Bucket(NamedTuple):
@@ -221,9 +221,9 @@ def _long(path: Path) -> MetricsTable:
     for name in dict.fromkeys(name for part in parts for name in part.columns):
         column = Column()
         for part in parts:
-            told = part.columns.get(name, Column())
-            column.steps.extend(told.steps)
-            column.values.extend(told.values)
+            existing = part.columns.get(name, Column())
+            column.steps.extend(existing.steps)
+            column.values.extend(existing.values)
         _forwards(column)
         curves[name] = thin(column.steps, column.values)
     rows = sum(part.rows for part in parts)
@@ -272,15 +272,17 @@ def _blocks(path: Path, begin: int, end: int, size: int) -> Iterator[str]:
 
 def _watched(block: str, count: int, form: _Form) -> list[list[float]]:
     """The watched values of all lines that are whole."""
-    found = form.usual.findall(block)
-    if len(found) == count:
+    matches = form.usual.findall(block)
+    if len(matches) == count:
         try:
-            return [list(map(float, texts)) for texts in zip(*found, strict=True)]
+            return [list(map(float, texts)) for texts in zip(*matches, strict=True)]
         except ValueError:  # null
             pass
     rows = [row for row in map(_row, block.splitlines()) if row is not None]
-    told = [[row.get(name) for row in rows] for name in form.watched]
-    return [[_float(value) if isinstance(value, int | float) else math.nan for value in values] for values in told]
+    read_values = [[row.get(name) for row in rows] for name in form.watched]
+    return [
+        [_float(value) if isinstance(value, int | float) else math.nan for value in values] for values in read_values
+    ]
 
 
 # -- thinning ------------------------------------------------------------------------------------------------------
@@ -300,8 +302,8 @@ def _summed(step: float, values: Sequence[float]) -> _Bucket:
     if math.isfinite(total):
         return _Bucket(step, total / len(values), min(values), max(values))
     # A loss that is not a number is a gap, however many good values are beside it.
-    known = [value for value in values if math.isfinite(value)]
-    return _Bucket(step, math.nan, min(known, default=math.nan), max(known, default=math.nan))
+    finite = [value for value in values if math.isfinite(value)]
+    return _Bucket(step, math.nan, min(finite, default=math.nan), max(finite, default=math.nan))
 
 
 def _curve(buckets: Sequence[_Bucket]) -> Curve:
@@ -310,8 +312,8 @@ def _curve(buckets: Sequence[_Bucket]) -> Curve:
 
 
 def _sorted(values: Sequence[float], most: int = 100_000) -> tuple[float, ...]:
-    every = max(1, math.ceil(len(values) / most))
-    return tuple(sorted(value for value in values[::every] if math.isfinite(value)))
+    stride = max(1, math.ceil(len(values) / most))
+    return tuple(sorted(value for value in values[::stride] if math.isfinite(value)))
 
 
 def percentile(ascending: Sequence[float], share: float) -> float:

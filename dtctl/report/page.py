@@ -36,14 +36,14 @@ def page(runs: Sequence[RunFacts], *, now: float) -> str:
         runs: at least one; the first is described in full.
         now: when it is made, seconds since the epoch.
     """
-    drawn = charts(runs)
+    chart_list = charts(runs)
     values = {
         "runs": [card(run, number) for number, run in enumerate(runs)],
         "differences": differences(runs),
-        "charts": drawn,
+        "charts": chart_list,
         "told": TOLD,
     }
-    return render(REPORT, values, {"charts": drawn}, now=now)
+    return render(REPORT, values, {"charts": chart_list}, now=now)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +102,10 @@ def render(name: str, values: Mapping[str, Any], data: Mapping[str, Any], *, now
     }
     # In a script element nothing is escaped; only this can end it.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    made = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
-    return environment.get_template(name).render(**values, **inlined, data=text, version=dtctl.__version__, made=made)
+    created = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
+    return environment.get_template(name).render(
+        **values, **inlined, data=text, version=dtctl.__version__, made=created
+    )
 
 
 def card(run: RunFacts, number: int) -> dict[str, Any]:
@@ -143,8 +145,8 @@ def verdict(run: RunFacts) -> str:
     took = clock(state.duration_s)
     failure = (state.done or {}).get("first_failure")
     if failure:
-        said = f": {failure['summary']}" if failure.get("summary") else ""
-        first = f"Failed after {took}: {who(failure)} {ending(failure)}{said}."
+        summary = f": {failure['summary']}" if failure.get("summary") else ""
+        first = f"Failed after {took}: {who(failure)} {ending(failure)}{summary}."
     elif state.status == "abandoned":
         first = f"Its launcher ended without a word after {took}."
     elif state.over:
@@ -162,45 +164,57 @@ def verdict(run: RunFacts) -> str:
 def tiles(run: RunFacts) -> list[tuple[str, str, str]]:
     """The figures to see first: name, value, what it is beside."""
     state, ledger, metrics = run.state, run.state.ledger or {}, run.metrics
-    found = [("wall time", clock(state.duration_s), _count(len(run.history.of("restart")) + 1, "attempt"))]
+    items = [("wall time", clock(state.duration_s), _count(len(run.history.of("restart")) + 1, "attempt"))]
     goodput = ledger.get("goodput")
     lost = ledger.get("steps_lost") or 0
-    found.append(("goodput", "–" if goodput is None else f"{goodput:.1%}", f"{_count(lost, 'step')} done again"))
-    wanted = run.settings.get("train.steps")
+    items.append(("goodput", "–" if goodput is None else f"{goodput:.1%}", f"{_count(lost, 'step')} done again"))
+    target_steps = run.settings.get("train.steps")
     if metrics is not None:
-        found.append(("steps", f"{metrics.last_step:,}", f"of {int(wanted):,}" if wanted and wanted.isdigit() else ""))
+        items.append(
+            (
+                "steps",
+                f"{metrics.last_step:,}",
+                f"of {int(target_steps):,}" if target_steps and target_steps.isdigit() else "",
+            )
+        )
         loss = _last(metrics, "loss")
         evaluated = _best(metrics, "val_loss")
-        beside = "" if evaluated is None else f"best evaluation {evaluated:.4g}"
+        best_evaluation = "" if evaluated is None else f"best evaluation {evaluated:.4g}"
         if loss is None and (since := _not_since(metrics, "loss")) is not None:
-            beside = f"since step {since:,}" + (f", {beside}" if beside else "")
-        found.append(("loss", "not a number" if loss is None else f"{loss:.4f}", beside))
-        found += _speed(metrics)
+            best_evaluation = f"since step {since:,}" + (f", {best_evaluation}" if best_evaluation else "")
+        items.append(("loss", "not a number" if loss is None else f"{loss:.4f}", best_evaluation))
+        items += _speed(metrics)
         memory = max(((_greatest(metrics, key), key) for key in ("memory_gib", "rss_peak_gib")), default=(0.0, ""))
         if memory[0] > 0:
-            found.append(("memory", f"{memory[0]:.3g} GiB", "peak of rank 0"))
-    done = state.done or {}
-    left = done.get("left_behind")
-    beside = f"{_count(left, 'process')} left" if left is not None else "nobody could look what is left" if done else ""
-    found.append(("exit code", str(done.get("exit_code", "–")), beside))
-    return found
+            items.append(("memory", f"{memory[0]:.3g} GiB", "peak of rank 0"))
+    end = state.done or {}
+    processes_left = end.get("left_behind")
+    best_evaluation = (
+        f"{_count(processes_left, 'process')} left"
+        if processes_left is not None
+        else "nobody could look what is left"
+        if end
+        else ""
+    )
+    items.append(("exit code", str(end.get("exit_code", "–")), best_evaluation))
+    return items
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('s') else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def _speed(metrics: MetricsTable) -> list[tuple[str, str, str]]:
-    found = []
+    items = []
     for key, unit in (("tokens_per_s", "tokens/s"), ("samples_per_s", "samples/s")):
         values = sorted(value for value in _values(metrics, key) if math.isfinite(value))
         if values:
-            found.append(("throughput", f"{percentile(values, 0.5):,.0f}", f"{unit}, median"))
+            items.append(("throughput", f"{percentile(values, 0.5):,.0f}", f"{unit}, median"))
             break
     if metrics.step_s:
         p50, p95, p99 = (percentile(metrics.step_s, share) * 1e3 for share in (0.5, 0.95, 0.99))
-        found.append(("step", f"{p50:.3g} ms", f"95% {p95:.3g}, 99% {p99:.3g} ms"))
-    return found
+        items.append(("step", f"{p50:.3g} ms", f"95% {p95:.3g}, 99% {p99:.3g} ms"))
+    return items
 
 
 def _values(metrics: MetricsTable, key: str) -> Sequence[float]:
@@ -235,14 +249,14 @@ def _greatest(metrics: MetricsTable, key: str) -> float:
 
 def phases(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Where the time went: every phase that took any, with its share."""
-    spent = ledger.get("phases_s", {})
-    total = sum(spent.values())
+    seconds = ledger.get("phases_s", {})
+    total = sum(seconds.values())
     if total <= 0:
         return []
     return [
-        {"name": name, "told": PHASE_NAMES[name], "share": spent[name] / total, "seconds": spent[name]}
+        {"name": name, "told": PHASE_NAMES[name], "share": seconds[name] / total, "seconds": seconds[name]}
         for name in ("useful", *(phase for phase in PHASES if phase != "useful"))
-        if spent.get(name, 0.0) > 0.0005 * total
+        if seconds.get(name, 0.0) > 0.0005 * total
     ]
 
 
@@ -251,8 +265,8 @@ def lanes(run: RunFacts) -> list[dict[str, Any]]:
     history = run.history
     length = max(history.length_s, 1e-9)
     blamed = {mark.node for mark in history.of("failure", "restart")}
-    shown = sorted(history.nodes, key=lambda node: node not in blamed)[:LANES]
-    ordered = [node for node in history.nodes if node in shown]
+    nodes_shown = sorted(history.nodes, key=lambda node: node not in blamed)[:LANES]
+    ordered = [node for node in history.nodes if node in nodes_shown]
     return [
         {
             "node": node,

@@ -92,7 +92,7 @@ def _text(path: Path) -> str:
 def flat(text: str) -> dict[str, str]:
     """The spec as dotted keys; none when it is not YAML."""
     try:
-        found = positions.parse(text, source="")
+        document = positions.parse(text, source="")
     except SpecError:
         return {}
     flattened: dict[str, str] = {}
@@ -104,22 +104,22 @@ def flat(text: str) -> dict[str, str]:
         elif prefix:
             flattened[prefix] = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
-    walk("", found.data)
+    walk("", document.data)
     return flattened
 
 
 def environment(plan: Mapping[str, Any]) -> tuple[ReportedVariable, ...]:
     """Every variable of every node, those with the same value together."""
     nodes = plan.get("nodes", [])
-    found: dict[tuple[str, str, str], list[str]] = {}
+    nodes_by_setting: dict[tuple[str, str, str], list[str]] = {}
     for node in nodes:
         for variable in node.get("env", []):
             secret = SECRET.search(variable["name"]) or LOGIN.search(variable["value"])
             value = HIDDEN if secret else variable["value"]
-            found.setdefault((variable["name"], value, variable["origin"]), []).append(node["name"])
+            nodes_by_setting.setdefault((variable["name"], value, variable["origin"]), []).append(node["name"])
     return tuple(
         ReportedVariable(name=name, value=value, origin=origin, nodes=() if len(where) == len(nodes) else tuple(where))
-        for (name, value, origin), where in found.items()
+        for (name, value, origin), where in nodes_by_setting.items()
     )
 
 

@@ -35,22 +35,22 @@ def parse(text: str, *, source: str) -> list[HostfileLine]:
     Raises:
         SpecError: a line is not of this form, a name stands twice, or there is none.
     """
-    found: dict[str, HostfileLine] = {}
+    entries: dict[str, HostfileLine] = {}
     for number, line in enumerate(text.split("\n"), 1):
         words = line.split("#", 1)[0].split()
         if not words:
             continue
         node = _line(words, f"{source}:{number}")
-        if node.name in found:
+        if node.name in entries:
             raise SpecError(
-                f"node {node.name} stands twice in the hostfile: {found[node.name].where} and {node.where}",
+                f"node {node.name} stands twice in the hostfile: {entries[node.name].where} and {node.where}",
                 where=node.where,
                 hint="add up its slots in one line",
             )
-        found[node.name] = node
-    if not found:
+        entries[node.name] = node
+    if not entries:
         raise SpecError("the hostfile names no node", where=source, hint="write one `name slots=4` a line")
-    return list(found.values())
+    return list(entries.values())
 
 
 def _line(words: list[str], where: str) -> HostfileLine:

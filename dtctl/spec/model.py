@@ -202,9 +202,9 @@ class Job(Section):
 
     @model_validator(mode="after")
     def _one_program(self) -> Job:
-        given = [key for key in ("script", "module", "command") if getattr(self, key)]
-        if len(given) > 1:
-            raise ValueError(f"only one of script, module and command may be set, and these are: {', '.join(given)}")
+        programs = [key for key in ("script", "module", "command") if getattr(self, key)]
+        if len(programs) > 1:
+            raise ValueError(f"only one of script, module and command may be set, and these are: {', '.join(programs)}")
         return self
 
 

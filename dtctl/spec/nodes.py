@@ -47,19 +47,19 @@ def resolve_nodes(spec: Spec) -> tuple[NodeSpec, ...]:
     Raises:
         SpecError: there is none, a name is unusable, or a name stands twice.
     """
-    found: dict[str, tuple[NodeSpec, str, str]] = {}
+    by_name: dict[str, tuple[NodeSpec, str, str]] = {}
     for node, key, where in _entries(spec):
         _check_words(node, key, where)
         # Names of hosts do not care about case, nor do the folders of a Mac.
-        same = found.setdefault(node.name.casefold(), (node, key, where))
-        if same[0] is not node:
+        earlier = by_name.setdefault(node.name.casefold(), (node, key, where))
+        if earlier[0] is not node:
             raise SpecError(
-                f"node {node.name} stands twice: in {_both(same[1:], (key, where))}",
+                f"node {node.name} stands twice: in {_both_places(earlier[1:], (key, where))}",
                 where=where,
                 key=key,
                 hint="several workers on one node are `slots`",
             )
-    nodes = tuple(node for node, _, _ in found.values())
+    nodes = tuple(node for node, _, _ in by_name.values())
     if not nodes:
         raise SpecError(
             f"transport {spec.cluster.transport} needs nodes, and the spec names none",
@@ -77,18 +77,18 @@ def resolve_spares(spec: Spec) -> tuple[NodeSpec, ...]:
     Raises:
         SpecError: a name is unusable.
     """
-    found = []
+    spares = []
     for index, text in enumerate(spec.cluster.spares):
         key = f"cluster.spares[{index}]"
         where = spec.written_at(key)
         for name in _expanded(text, key, where):
             node = _node(spec.cluster, _entry(name), name)
             _check_words(node, key, where)
-            found.append(node)
-    return tuple(found)
+            spares.append(node)
+    return tuple(spares)
 
 
-def _both(first: tuple[str, str], second: tuple[str, str]) -> str:
+def _both_places(first: tuple[str, str], second: tuple[str, str]) -> str:
     places = [key if key == where else f"{key} ({where})" for key, where in (first, second)]
     return " and in ".join(places)
 
@@ -110,7 +110,7 @@ def _entries(spec: Spec) -> Iterator[tuple[NodeSpec, str, str]]:
             yield _node(cluster, _entry(line.name, line.slots), line.name), "cluster.hostfile", line.where
         return
     if isinstance(cluster.nodes, int) or not cluster.nodes:
-        for name in _counted(spec):
+        for name in _numbered_names(spec):
             yield _node(cluster, _entry(name), name), "cluster.nodes", spec.written_at("cluster.nodes")
         return
     for index, item in enumerate(cluster.nodes):
@@ -124,7 +124,7 @@ def _entries(spec: Spec) -> Iterator[tuple[NodeSpec, str, str]]:
             yield _node(cluster, entry, name), key, where
 
 
-def _counted(spec: Spec) -> Iterable[str]:
+def _numbered_names(spec: Spec) -> Iterable[str]:
     """Names where the spec gives a number of nodes, or nothing."""
     transport, nodes = spec.cluster.transport, spec.cluster.nodes
     if isinstance(nodes, int) and transport not in ("sandbox", "slurm"):
@@ -164,7 +164,7 @@ def _node(cluster: Cluster, entry: NodeEntry, name: str) -> NodeSpec:
     # As with ssh and rsync, `me@gpu1` names the user too.
     user, _, name = name.rpartition("@")
     local = cluster.transport == "local"
-    here = sys.executable if cluster.transport in ("local", "sandbox") else None
+    interpreter = sys.executable if cluster.transport in ("local", "sandbox") else None
     return NodeSpec(
         name=name,
         address=entry.address or ("127.0.0.1" if local else name),
@@ -172,7 +172,7 @@ def _node(cluster: Cluster, entry: NodeEntry, name: str) -> NodeSpec:
         workdir=entry.workdir or cluster.workdir,
         user=user or entry.user or cluster.user,
         port=entry.port or cluster.port,
-        python=entry.python or cluster.python or here,
+        python=entry.python or cluster.python or interpreter,
         env=dict(entry.env),
     )
 

@@ -19,9 +19,9 @@ _ITEM = re.compile(r"(?P<first>[0-9]{1,200})(?:-(?P<last>[0-9]{1,200})(?:/(?P<st
 _TOO_MANY = f"more than {LIMIT:,} names"
 
 
-def _fail(text: str, part: str, why: str) -> SpecError:
+def _fail(text: str, part: str, reason: str) -> SpecError:
     return SpecError(
-        f"{_short(text)} is not a list of nodes: {why} in {_short(part)}", hint="write it like gpu[01-04,7]"
+        f"{_short(text)} is not a list of nodes: {reason} in {_short(part)}", hint="write it like gpu[01-04,7]"
     )
 
 
@@ -61,18 +61,18 @@ def _split(text: str) -> list[str]:
     return words
 
 
-def _expand_word(text: str, word: str, room: int) -> Iterable[str]:
+def _expand_word(text: str, word: str, limit: int) -> Iterable[str]:
     choices: list[list[str]] = []
     for index, part in enumerate(re.split(r"\[([^\]]*)\]", word)):
-        choices.append([part] if index % 2 == 0 else _numbers(text, part, room))
-        room //= len(choices[-1])
-        if room == 0:
+        choices.append([part] if index % 2 == 0 else _numbers(text, part, limit))
+        limit //= len(choices[-1])
+        if limit == 0:
             raise _fail(text, word, _TOO_MANY)
     return map("".join, itertools.product(*choices))
 
 
-def _numbers(text: str, inside: str, room: int) -> list[str]:
-    found: list[str] = []
+def _numbers(text: str, inside: str, limit: int) -> list[str]:
+    numbers: list[str] = []
     for item in inside.split(","):
         match = _ITEM.match(item.strip())
         if match is None:
@@ -86,11 +86,11 @@ def _numbers(text: str, inside: str, room: int) -> list[str]:
             raise _fail(
                 text, f"[{inside}]", f"the range {_short(item)} mixes numbers of {len(first)} and {len(last)} digits"
             )
-        if (int(last) - int(first)) // step >= room - len(found):
+        if (int(last) - int(first)) // step >= limit - len(numbers):
             raise _fail(text, f"[{inside}]", _TOO_MANY)
         width = len(first) if first.startswith("0") else 0
-        found.extend(str(number).zfill(width) for number in range(int(first), int(last) + 1, step))
-    return found
+        numbers.extend(str(number).zfill(width) for number in range(int(first), int(last) + 1, step))
+    return numbers
 
 
 def fold(names: Sequence[str]) -> str:

@@ -94,8 +94,8 @@ def parse(text: str, *, source: str) -> Document:
     except yaml.MarkedYAMLError as exc:
         raise _not_yaml(exc, text, source) from exc
     except yaml.reader.ReaderError as exc:
-        found = text.find(chr(exc.character))
-        where = f"{source}:{text.count(chr(10), 0, found) + 1}"
+        offset = text.find(chr(exc.character))
+        where = f"{source}:{text.count(chr(10), 0, offset) + 1}"
         raise SpecError(f"YAML does not allow the character U+{exc.character:04X}", where=where) from exc
     except UnicodeEncodeError as exc:
         raise SpecError("this is not UTF-8 text", where=source) from exc
@@ -166,41 +166,41 @@ class _Reader:
         raise self._unknown_tag(node)
 
     def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
-        found = {}
+        mapping = {}
         for name, (line, value) in self._pairs(node, path).items():
             self.lines[(*path, name)] = line
-            found[name] = self.value(value, (*path, name))
-        return found
+            mapping[name] = self.value(value, (*path, name))
+        return mapping
 
     def _pairs(self, node: yaml.MappingNode, path: Path) -> dict[str, tuple[int, yaml.Node]]:
         """Keys of a mapping, each with its line and its value; what `<<` merges in is included and yields to them."""
-        seen: dict[str, int] = {}
-        own: dict[str, tuple[int, yaml.Node]] = {}
+        first_lines: dict[str, int] = {}
+        pairs: dict[str, tuple[int, yaml.Node]] = {}
         merged: dict[str, tuple[int, yaml.Node]] = {}
         for key, value in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode) or "\0" in key.value:
                 raise self._error(key, "a key has to be text")
-            if key.value in seen:
-                message = f"`{key.value}` stands twice, on lines {seen[key.value]} and {line}"
+            if key.value in first_lines:
+                message = f"`{key.value}` stands twice, on lines {first_lines[key.value]} and {line}"
                 raise SpecError(message, where=f"{self._source}:{line}", key=dotted((*path, key.value)))
-            seen[key.value] = line
+            first_lines[key.value] = line
             if key.tag == _MERGE:
                 merged = self._merged(value, path)
             else:
-                own[key.value] = (line, value)
-        return merged | own
+                pairs[key.value] = (line, value)
+        return merged | pairs
 
     def _merged(self, node: yaml.Node, path: Path) -> dict[str, tuple[int, yaml.Node]]:
         """What stands behind `<<`: a mapping or a list of them; of two with one key the first wins."""
-        found: dict[str, tuple[int, yaml.Node]] = {}
+        pairs: dict[str, tuple[int, yaml.Node]] = {}
         for part in reversed(node.value) if isinstance(node, yaml.SequenceNode) else [node]:
             if not isinstance(part, yaml.MappingNode):
                 raise self._error(part, "`<<` takes keys with values, or a list of such")
             self._count_one()
             with self._inside(part):
-                found |= self._pairs(part, path)
-        return found
+                pairs |= self._pairs(part, path)
+        return pairs
 
     def _count_one(self) -> None:
         self._count += 1

@@ -51,16 +51,16 @@ def path_in(loc: Sequence[int | str], data: Any) -> Path:
 
 def explain(problems: Sequence[ErrorDetails], data: Any, places: Places) -> SpecError:
     """One error that tells all problems, in the order of the file; what `--set` did comes last."""
-    found = []
+    entries = []
     for path, group in _by_path(problems, data).items():
         set_by = any(path[: len(key)] == key for key, _ in places.overrides)
-        found.append((set_by, places.line(path) or 0, places.of(path), dotted(path), _words(group, path)))
-    found.sort(key=lambda problem: problem[:2])
-    _, _, where, key, words = found[0]
-    if len(found) == 1:
+        entries.append((set_by, places.line(path) or 0, places.of(path), dotted(path), _words(group, path)))
+    entries.sort(key=lambda problem: problem[:2])
+    _, _, where, key, words = entries[0]
+    if len(entries) == 1:
         return SpecError(f"{key}: {words}", where=where, key=key)
-    lines = [f"{len(found)} problems in the spec"]
-    lines.extend(f"  {where}: {key}: {words}" for _, _, where, key, words in found)
+    lines = [f"{len(entries)} problems in the spec"]
+    lines.extend(f"  {where}: {key}: {words}" for _, _, where, key, words in entries)
     return SpecError("\n".join(lines), where=where, key=key)
 
 
@@ -73,8 +73,10 @@ def unknown(path: Path) -> str:
         if path[-1] in model.absent:
             return f"unknown key: {model.absent[str(path[-1])]}"
     legal = sorted({name for model in models for name in model.model_fields} - {"base_dir"})
-    near = difflib.get_close_matches(str(path[-1]), legal, n=1)
-    return f"unknown key; did you mean `{near[0]}`?" if near else f"unknown key; here may stand: {', '.join(legal)}"
+    matches = difflib.get_close_matches(str(path[-1]), legal, n=1)
+    return (
+        f"unknown key; did you mean `{matches[0]}`?" if matches else f"unknown key; here may stand: {', '.join(legal)}"
+    )
 
 
 def _by_path(problems: Sequence[ErrorDetails], data: Any) -> dict[Path, list[ErrorDetails]]:
@@ -82,21 +84,21 @@ def _by_path(problems: Sequence[ErrorDetails], data: Any) -> dict[Path, list[Err
 
     When the value has the shape of a member and something inside of it is wrong, only that is kept.
     """
-    found: dict[Path, list[ErrorDetails]] = {}
+    groups: dict[Path, list[ErrorDetails]] = {}
     for problem in problems:
         path = path_in(problem["loc"], data)
         if problem["type"] == "missing":
             path = (*path, problem["loc"][-1])
-        found.setdefault(path, []).append(problem)
+        groups.setdefault(path, []).append(problem)
     return {
         path: group
-        for path, group in found.items()
-        if not any(len(other) > len(path) and other[: len(path)] == path for other in found)
+        for path, group in groups.items()
+        if not any(len(other) > len(path) and other[: len(path)] == path for other in groups)
     }
 
 
 def _words(group: Sequence[ErrorDetails], path: Path) -> str:
-    problem = next((each for each in group if each["type"] == "value_error"), group[0])
+    problem = next((error for error in group if error["type"] == "value_error"), group[0])
     kind, value = problem["type"], problem["input"]
     if kind == "extra_forbidden":
         return unknown(path)
@@ -104,11 +106,11 @@ def _words(group: Sequence[ErrorDetails], path: Path) -> str:
         return "is missing"
     if kind == "value_error":
         return problem["msg"].removeprefix("Value error, ")
-    *most, last = dict.fromkeys(word for each in group for word in _expected(each))
+    *most, last = dict.fromkeys(word for error in group for word in _expected(error))
     words = f"expected {', '.join(most)} or {last}" if most else f"expected {last}"
-    words = f"{words}, got {_shown(value)}"
-    near = _near_choice(value, group)
-    return f"{words}; did you mean {near!r}?" if near else words
+    words = f"{words}, got {_abbreviated(value)}"
+    suggestion = _near_choice(value, group)
+    return f"{words}; did you mean {suggestion!r}?" if suggestion else words
 
 
 def _expected(problem: ErrorDetails) -> list[str]:
@@ -130,11 +132,11 @@ def _near_choice(value: Any, group: Sequence[ErrorDetails]) -> str | None:
     import difflib
 
     choices = [word for problem in group if problem["type"] == "literal_error" for word in _choices(problem)]
-    near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
-    return near[0] if near else None
+    matches = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+    return matches[0] if matches else None
 
 
-def _shown(value: Any) -> str:
+def _abbreviated(value: Any) -> str:
     """A value as the file has it, shortened."""
     if value is None:
         return "nothing"
@@ -152,7 +154,7 @@ def _models_at(path: Path) -> list[type[Section]]:
     for step in path:
         if isinstance(step, str):
             fields = [model.model_fields[step] for model in models if step in model.model_fields]
-            models = [inner for each in fields for inner in _models_in(each.annotation)]
+            models = [inner for info in fields for inner in _models_in(info.annotation)]
     return models
 
 

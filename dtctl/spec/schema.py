@@ -17,17 +17,17 @@ def documentation() -> dict[str, dict[str, str]]:
     pydantic can read these texts itself (`use_attribute_docstrings`), but does so whenever the classes are made, which
     would be at every command.
     """
-    found: dict[str, dict[str, str]] = {}
+    keys: dict[str, dict[str, str]] = {}
     for module in (model, config, mesh):
         for section in ast.parse(inspect.getsource(module)).body:
             if not isinstance(section, ast.ClassDef):
                 continue
-            fields = found.setdefault(section.name.removesuffix("Config"), {})
+            fields = keys.setdefault(section.name.removesuffix("Config"), {})
             for field, below in pairwise(section.body):
                 match field, below:
                     case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                         fields[name] = " ".join(text.split())
-    return found
+    return keys
 
 
 def json_schema() -> dict[str, Any]:

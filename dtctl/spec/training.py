@@ -46,13 +46,13 @@ class Train:
     def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Check the section key by key, then as a whole."""
         return core_schema.no_info_after_validator_function(
-            _whole,
+            _train_of,
             handler.generate_schema(cls.section),
             serialization=core_schema.plain_serializer_function_ser_schema(lambda train: dict(train.given)),
         )
 
 
-def _whole(section: Section) -> Train:
+def _train_of(section: Section) -> Train:
     try:
         return Train.of(section.model_dump(exclude_none=True, exclude_unset=True))
     except SpecError as exc:  # pydantic asks for a ValueError, and knows the place
@@ -67,9 +67,9 @@ def _section_of(config: type) -> type[Section]:
     for field in fields(config):
         annotation = _annotation(hints[field.name], field.metadata)
         # What is shown to editors is what holds where the script says nothing.
-        shown = {} if field.default is MISSING else {"default": field.default}
+        schema_extra = {} if field.default is MISSING else {"default": field.default}
         optional = annotation | None if annotation is not Any else Any
-        keys[field.name] = (optional, Field(default=None, json_schema_extra=shown))
+        keys[field.name] = (optional, Field(default=None, json_schema_extra=schema_extra))
     section = create_model(config.__name__.removesuffix("Config"), __base__=Section, __doc__=config.__doc__, **keys)
     section.absent = getattr(config, "absent", {})
     return section

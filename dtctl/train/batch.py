@@ -92,26 +92,26 @@ def _in_pipeline(config: TrainConfig, stages: int) -> int | None:
     Raises:
         PlanError: the two words for it contradict each other.
     """
-    named, accumulate = config.pipeline.micro_batches, config.accumulate
-    if named and accumulate and named != accumulate:
+    micro_batches, accumulate = config.pipeline.micro_batches, config.accumulate
+    if micro_batches and accumulate and micro_batches != accumulate:
         raise PlanError(
-            f"pipeline.micro_batches is {named} and accumulate is {accumulate}, and they are the same thing",
+            f"pipeline.micro_batches is {micro_batches} and accumulate is {accumulate}, and they are the same thing",
             where="train.pipeline.micro_batches",
             hint="keep one of the two",
         )
-    if named or accumulate or (config.micro_batch and config.global_batch):
-        return named or accumulate
+    if micro_batches or accumulate or (config.micro_batch and config.global_batch):
+        return micro_batches or accumulate
     return 2 * stages
 
 
 def _divisible(total: int, parts: int, made_of: str) -> None:
     if total % parts:
         below, above = total // parts * parts, (total // parts + 1) * parts
-        near = f"{below} or {above}" if below else str(above)
+        candidates = f"{below} or {above}" if below else str(above)
         raise PlanError(
             f"global_batch {total} cannot be divided by {made_of} = {parts}",
             where="train.global_batch",
-            hint=f"the nearest that can: {near}",
+            hint=f"the nearest that can: {candidates}",
         )
 
 

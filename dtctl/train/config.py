@@ -306,9 +306,9 @@ def load(
 
 def _yielding(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
     """What is left of a layer under one that settles the same matter with other keys."""
-    given = {key for key, value in upper.items() if value is not None}
+    set_keys = {key for key, value in upper.items() if value is not None}
     sizes = {"micro_batch", "global_batch", "accumulate"}
-    gone = sizes if len(sizes & given) >= 2 else set()
-    if given & {"steps", "epochs"}:
-        gone = gone | {"steps", "epochs"}
-    return {key: value for key, value in lower.items() if key not in gone}
+    overridden = sizes if len(sizes & set_keys) >= 2 else set()
+    if set_keys & {"steps", "epochs"}:
+        overridden = overridden | {"steps", "epochs"}
+    return {key: value for key, value in lower.items() if key not in overridden}

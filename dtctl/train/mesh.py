@@ -68,10 +68,10 @@ class Degrees:
 
     def __str__(self) -> str:
         """`fsdp` if that is all, else as in `dp 2 x tp 4`."""
-        found = [axis for axis in AXES if getattr(self, axis) > 1]
-        if len(found) < 2:
-            return found[0] if found else "dp"
-        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in found)
+        axes = [axis for axis in AXES if getattr(self, axis) > 1]
+        if len(axes) < 2:
+            return axes[0] if axes else "dp"
+        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,47 +159,47 @@ def resolve(strategy: str | Mapping[str, int], *, workers: int, per_node: int) -
     return Degrees(dp=workers)
 
 
-def _filled(wanted: Mapping[str, int], workers: int) -> Degrees:
-    for axis, degree in wanted.items():
+def _filled(requested: Mapping[str, int], workers: int) -> Degrees:
+    for axis, degree in requested.items():
         if axis not in AXES:
-            known = f"there are {', '.join(AXES)}"
-            why = Degrees.absent.get(axis)
-            hint = f"{why}; {known}" if why else known
+            axes_text = f"there are {', '.join(AXES)}"
+            reason = Degrees.absent.get(axis)
+            hint = f"{reason}; {axes_text}" if reason else axes_text
             raise PlanError(f"there is no axis {axis} in a mesh", where="train.strategy", hint=hint)
         if degree < 1 and degree != FILL:
             raise PlanError(
                 f"the degree of {axis} is {degree}, and must be at least 1, or -1 for what is left",
                 where=f"train.strategy.{axis}",
             )
-    free = [axis for axis, degree in wanted.items() if degree == FILL]
+    free = [axis for axis, degree in requested.items() if degree == FILL]
     if len(free) > 1:
         raise PlanError(
             f"{' and '.join(free)} are both -1, and only one degree can be what is left", where="train.strategy"
         )
-    fixed = math.prod(degree for degree in wanted.values() if degree != FILL)
-    text = " * ".join(f"{axis} {degree}" for axis, degree in wanted.items() if degree != FILL) or "nothing"
+    fixed = math.prod(degree for degree in requested.values() if degree != FILL)
+    text = " * ".join(f"{axis} {degree}" for axis, degree in requested.items() if degree != FILL) or "nothing"
     if free and workers % fixed:
         message = f"{workers} workers cannot be divided by {text} = {fixed}, so nothing whole is left for {free[0]}"
-        raise PlanError(message, where="train.strategy", hint=_nearest(wanted, workers))
+        raise PlanError(message, where="train.strategy", hint=_nearest(requested, workers))
     if not free and fixed != workers:
         message = f"the mesh {text} has {fixed} workers, and the job has {workers}"
-        raise PlanError(message, where="train.strategy", hint=_nearest(wanted, workers))
-    return Degrees(**{**wanted, **({free[0]: workers // fixed} if free else {})})
+        raise PlanError(message, where="train.strategy", hint=_nearest(requested, workers))
+    return Degrees(**{**requested, **({free[0]: workers // fixed} if free else {})})
 
 
-def _nearest(wanted: Mapping[str, int], workers: int) -> str:
+def _nearest(requested: Mapping[str, int], workers: int) -> str:
     """The mesh of this many workers that is nearest in ratio, over the axes that were asked for, and dp."""
-    axes = [axis for axis in AXES if wanted.get(axis, 1) != 1 or axis == "dp"]
+    axes = [axis for axis in AXES if requested.get(axis, 1) != 1 or axis == "dp"]
 
     def distance(degrees: tuple[int, ...]) -> tuple[float, ...]:
-        asked = [(degree, wanted.get(axis, 1)) for axis, degree in zip(axes, degrees, strict=True)]
+        pairs = [(degree, requested.get(axis, 1)) for axis, degree in zip(axes, degrees, strict=True)]
         # Adding replicas changes least of what was meant, so it is counted last.
         main = sum(
             abs(math.log(degree / want))
-            for axis, (degree, want) in zip(axes, asked, strict=True)
+            for axis, (degree, want) in zip(axes, pairs, strict=True)
             if want != FILL and axis != "dp"
         )
-        rest = sum(abs(math.log(degree / max(1, want))) for degree, want in asked)
+        rest = sum(abs(math.log(degree / max(1, want))) for degree, want in pairs)
         return (main, rest)
 
     best = min(_products(workers, len(axes)), key=distance)

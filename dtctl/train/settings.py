@@ -47,7 +47,7 @@ def from_argv(argv: Sequence[str]) -> dict[str, Any]:
     Raises:
         SpecError: a value is missing, or a key stands below one that is not a mapping.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     words = iter(argv)
     for word in words:
         if not word.startswith(PREFIX):
@@ -59,13 +59,13 @@ def from_argv(argv: Sequence[str]) -> dict[str, Any]:
                 f"{word} has no value", where="command line", key=f"train.{path}", hint=f"write {word}=VALUE"
             )
         *parents, last = path.split(".")
-        place = found
+        place = values
         for parent in parents:
             place = place.setdefault(parent, {})
             if not isinstance(place, dict):
                 raise SpecError(f"{word} stands below {parent}, which has a value", where="command line")
         place[last] = _value(value)
-    return found
+    return values
 
 
 def _value(text: str) -> Any:
@@ -115,10 +115,10 @@ def build(cls: type[T], values: Mapping[str, Any], *, at: str, where: str) -> T:
         if name not in fields:
             import difflib  # only errors need it
 
-            near = difflib.get_close_matches(name, fields, n=1)
+            matches = difflib.get_close_matches(name, fields, n=1)
             if name in getattr(cls, "absent", {}):
                 raise SpecError(f"unknown key `{key}`", where=where, key=key, hint=cls.absent[name])  # type: ignore[attr-defined]
-            hint = f"did you mean `{near[0]}`?" if near else f"the keys here are {', '.join(fields)}"
+            hint = f"did you mean `{matches[0]}`?" if matches else f"the keys here are {', '.join(fields)}"
             raise SpecError(f"unknown key `{key}`", where=where, key=key, hint=hint)
         ready[name] = _convert(value, hints[name], key=key, where=where)
         _check(ready[name], fields[name].metadata, key=key, where=where)
@@ -163,28 +163,28 @@ def _scalar(value: Any, option: Any) -> Any:
     if option is Any:
         return value
     if option is type(None):
-        fits = value is None
+        valid = value is None
     elif get_origin(option) is Literal:
-        fits = isinstance(value, str) and value in get_args(option)
+        valid = isinstance(value, str) and value in get_args(option)
     elif get_origin(option) is Mapping:
-        fits = isinstance(value, Mapping)
-        if fits:
+        valid = isinstance(value, Mapping)
+        if valid:
             _, inner = get_args(option)
             return {str(name): _scalar(item, inner) for name, item in value.items()}
     elif get_origin(option) is tuple:
-        fits = isinstance(value, list | tuple)
-        if fits:
+        valid = isinstance(value, list | tuple)
+        if valid:
             return tuple(_scalar(item, get_args(option)[0]) for item in value)
     elif option is float:
-        fits = isinstance(value, int | float) and not isinstance(value, bool)
-        value = float(value) if fits else value
+        valid = isinstance(value, int | float) and not isinstance(value, bool)
+        value = float(value) if valid else value
     elif option is int:
         if isinstance(value, float) and value.is_integer():
             value = int(value)  # 1e3 is a float to JSON
-        fits = isinstance(value, int) and not isinstance(value, bool)
+        valid = isinstance(value, int) and not isinstance(value, bool)
     else:
-        fits = isinstance(value, option)
-    if not fits:
+        valid = isinstance(value, option)
+    if not valid:
         raise _WrongType
     return value
 
@@ -233,8 +233,8 @@ def _near_choice(value: Any, hint: Any) -> str | None:
     choices = [choice for option in _options(hint) if get_origin(option) is Literal for choice in get_args(option)]
     import difflib  # only errors need it
 
-    near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
-    return f"did you mean `{near[0]}`?" if near else None
+    matches = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+    return f"did you mean `{matches[0]}`?" if matches else None
 
 
 def _kind(value: Any) -> str:

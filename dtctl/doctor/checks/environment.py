@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from dtctl.doctor.findings import Finding, Status, odd_ones
 from dtctl.doctor.node_report import NodeReport
-from dtctl.nccl.catalogue import catalogue, near
+from dtctl.nccl.catalogue import catalogue, closest_name
 
 RAN = ("interface", "env-differs", "env-unknown", "env-dead", "env-dangerous")
 _OURS = ("NCCL_", "TORCH_", "GLOO_")
@@ -55,7 +55,7 @@ def _one(name: str, where: Mapping[str, tuple[str, str]], said: Mapping[str, Env
         return Finding(check=check, status=status, nodes=who, summary=summary, fix=fix, evidence=evidence)
 
     if variable is None:
-        meant = near(name)
+        meant = closest_name(name)
         if meant:
             yield finding("env-unknown", "warn", f"{name} does not exist; {meant} does", f"write {meant}")
         return

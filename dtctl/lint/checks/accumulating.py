@@ -29,7 +29,7 @@ def accumulation(check: Check) -> Iterator[Problem]:
         return
     if check.project.framework(module) or not check.project.calls(module, names.DDP):
         return
-    if any(one is not module and _ACCUMULATES.search(one.text) for one in check.project.reach(module)):
+    if any(source is not module and _ACCUMULATES.search(source.text) for source in check.project.reach(module)):
         return
     for call in module.methods.get("backward", ()):
         loop = module.enclosing(call, (ast.For, ast.While))
@@ -46,16 +46,17 @@ def accumulation(check: Check) -> Iterator[Problem]:
 
 def _steps(check: Check) -> list[ast.Call]:
     """Steps of optimizers: by their name, or by what the name was set to."""
-    found = check.module.methods.get("step", ())
-    return [one for one in found if _OPTIMIZER.search(ast.unparse(one.func)) or _of_torch(check, one)]
+    calls = check.module.methods.get("step", ())
+    return [call for call in calls if _OPTIMIZER.search(ast.unparse(call.func)) or _of_torch(check, call)]
 
 
 def _of_torch(check: Check, step: ast.Call) -> bool:
     owner = step.func.value if isinstance(step.func, ast.Attribute) else None
-    made = [one.value for one in check.module.lookup(owner)] if owner is not None else []
-    return bool(made) and all(
-        isinstance(one, ast.Call) and re.match(r"torch\.optim\.\w+\Z", check.module.name(one.func) or "") is not None
-        for one in made
+    values = [binding.value for binding in check.module.lookup(owner)] if owner is not None else []
+    return bool(values) and all(
+        isinstance(binding, ast.Call)
+        and re.match(r"torch\.optim\.\w+\Z", check.module.name(binding.func) or "") is not None
+        for binding in values
     )
 
 
@@ -71,7 +72,7 @@ def _every_few(check: Check, loop: ast.For | ast.While, backward: ast.Call) -> a
             if isinstance(parent, ast.If) and child in parent.body and not module.within(backward, parent):
                 compared = parent.test.values[0] if isinstance(parent.test, ast.BoolOp) else parent.test
                 if isinstance(compared, ast.Compare) and any(
-                    isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod) for one in ast.walk(compared)
+                    isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) for node in ast.walk(compared)
                 ):
                     return parent
     return None
@@ -80,18 +81,18 @@ def _every_few(check: Check, loop: ast.For | ast.While, backward: ast.Call) -> a
 def _micro_batches(check: Check, loop: ast.For | ast.While) -> bool:
     """Whether a loop is `for micro in range(n)` in a loop over steps, and the optimizer steps after it."""
     module = check.module
-    counted = isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and key(loop.iter.func) == "range"
+    over_range = isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and key(loop.iter.func) == "range"
     outer = module.enclosing(loop, (ast.For, ast.While))
-    if not counted or outer is None or module.scope(outer) is not module.scope(loop) or loop not in outer.body:  # type: ignore[attr-defined]
+    if not over_range or outer is None or module.scope(outer) is not module.scope(loop) or loop not in outer.body:  # type: ignore[attr-defined]
         return False
     if module.below(loop, "step") or module.below(loop, "zero_grad"):
         return False
     block = module.block(loop)
-    after = block[next(at for at, one in enumerate(block) if one is loop) + 1 :]
+    after = block[next(at for at, statement in enumerate(block) if statement is loop) + 1 :]
     return any(
-        module.within(call, one) and module.enclosing(call, (ast.For, ast.While)) is outer
+        module.within(call, statement) and module.enclosing(call, (ast.For, ast.While)) is outer
         for call in _steps(check)
-        for one in after
+        for statement in after
     )
 
 
@@ -104,17 +105,18 @@ def _deferred_already(check: Check, backward: ast.Call) -> bool:
     while isinstance(module.scope(outer), Function):
         outer = module.scope(outer)
     if not isinstance(outer, Function):
-        functions = {id(one) for found in module.functions.values() for one in found}
-        text = "\n".join(ast.unparse(one) for one in module.tree.body if id(one) not in functions)
+        functions = {id(function) for group in module.functions.values() for function in group}
+        text = "\n".join(ast.unparse(function) for function in module.tree.body if id(function) not in functions)
     else:
         text = ast.unparse(outer)
     if _ACCUMULATES.search(text):
         return True
     for name in set(re.findall(r"\b(\w+)\(", text)) & set(module.functions):
-        if any(_ACCUMULATES.search(ast.unparse(one)) for one in module.functions[name]):
+        if any(_ACCUMULATES.search(ast.unparse(function)) for function in module.functions[name]):
             return True
     return any(
-        isinstance(parent, ast.With) and not all("autocast" in ast.unparse(one.context_expr) for one in parent.items)
+        isinstance(parent, ast.With)
+        and not all("autocast" in ast.unparse(function.context_expr) for function in parent.items)
         for parent, _ in module.chain(backward)
     )
 
@@ -138,7 +140,7 @@ def _deferred(check: Check, loop: ast.For | ast.While, backward: ast.Call, choic
             return ()
         block = loop.body[begin : end + 1]
         if any(isinstance(part, ast.Constant | ast.JoinedStr) and part.end_lineno != part.lineno
-               for one in block for part in ast.walk(one)):  # fmt: skip
+               for enclosing in block for part in ast.walk(enclosing)):  # fmt: skip
             return ()
         needed = imported(module, "contextlib")
         if needed is None:
@@ -168,24 +170,24 @@ def _settled(check: Check, test: ast.expr, before: Sequence[ast.stmt], model: st
         return False
     if not all(isinstance(part, _PURE) or part in sized for part in ast.walk(test)):
         return False
-    wanted = {part.id for part in ast.walk(test) if isinstance(part, ast.Name)}
+    names = {part.id for part in ast.walk(test) if isinstance(part, ast.Name)}
     attributes = {part.attr for part in ast.walk(test) if isinstance(part, ast.Attribute)}
     owners = {
         part.value.id for part in ast.walk(test) if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name)
     }
     owners |= {key(part.args[0]) or "" for part in sized}
-    if any(re.search(rf"\b(?:global|nonlocal)\b[^\n]*\b{name}\b", check.module.text) for name in wanted):
+    if any(re.search(rf"\b(?:global|nonlocal)\b[^\n]*\b{name}\b", check.module.text) for name in names):
         return False
     parts = [part for statement in before for part in ast.walk(statement)]
-    return not any(_changes(part, wanted, attributes, owners, model) for part in parts)
+    return not any(_changes(part, names, attributes, owners, model) for part in parts)
 
 
-def _changes(part: ast.AST, wanted: set[str], attributes: set[str], owners: set[str], model: str) -> bool:
+def _changes(part: ast.AST, names: set[str], attributes: set[str], owners: set[str], model: str) -> bool:
     """Whether a piece of code may give one of these names or attributes another value.
 
     Args:
         part: of the code.
-        wanted: names.
+        names: names.
         attributes: names of attributes, of whatever object.
         owners: names of objects that a method of theirs, or a function that gets them, may change.
         model: whose call is known to change none.
@@ -193,16 +195,16 @@ def _changes(part: ast.AST, wanted: set[str], attributes: set[str], owners: set[
     if isinstance(part, _DEFINES):
         return True
     if isinstance(part, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
-        return part.name in wanted
+        return part.name in names
     if isinstance(part, ast.Name):
-        return part.id in wanted and not isinstance(part.ctx, ast.Load)
+        return part.id in names and not isinstance(part.ctx, ast.Load)
     if isinstance(part, ast.Attribute):
         return part.attr in attributes and not isinstance(part.ctx, ast.Load)
     if not isinstance(part, ast.Call) or key(part.func) == model:
         return False
-    given = [key(one) for one in (*part.args, *(one.value for one in part.keywords))]
+    passed = [key(argument) for argument in (*part.args, *(argument.value for argument in part.keywords))]
     owner = key(part.func.value) if isinstance(part.func, ast.Attribute) else None
-    return owner in owners or any(one in owners for one in given)
+    return owner in owners or any(argument in owners for argument in passed)
 
 
 CHECKS = (accumulation,)

@@ -19,8 +19,8 @@ _STREAM = re.compile(r"iterable|stream|webdataset|wds\.|infinite", re.IGNORECASE
 
 def _args(call: ast.Call, *order: str) -> dict[str, ast.expr]:
     """Arguments by name, positional ones too."""
-    found = dict(zip(order, call.args, strict=False))
-    return found | {one.arg: one.value for one in call.keywords if one.arg}
+    arguments = dict(zip(order, call.args, strict=False))
+    return arguments | {argument.arg: argument.value for argument in call.keywords if argument.arg}
 
 
 def _loader(call: ast.Call) -> dict[str, ast.expr]:
@@ -29,7 +29,9 @@ def _loader(call: ast.Call) -> dict[str, ast.expr]:
 
 def _open_ended(call: ast.Call) -> bool:
     """Whether more arguments are passed than can be read: *args, **kwargs."""
-    return any(one.arg is None for one in call.keywords) or any(isinstance(one, ast.Starred) for one in call.args)
+    return any(argument.arg is None for argument in call.keywords) or any(
+        isinstance(argument, ast.Starred) for argument in call.args
+    )
 
 
 def undivided(check: Check) -> Iterator[Problem]:
@@ -38,22 +40,27 @@ def undivided(check: Check) -> Iterator[Problem]:
     if not wraps(module) or check.project.framework(module):
         return
     for call in module.called(names.LOADER):
-        given = _loader(call)
-        if _open_ended(call) or "sampler" in given or "batch_sampler" in given or "dataset" not in given:
+        arguments = _loader(call)
+        if _open_ended(call) or "sampler" in arguments or "batch_sampler" in arguments or "dataset" not in arguments:
             continue
         statement = module.statement(call)
         target = key(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
-        dataset = " ".join(ast.unparse(one) for one in module.values(given["dataset"]))
-        about = f"{target} {key(given['dataset']) or ''}"
+        dataset = " ".join(ast.unparse(value) for value in module.values(arguments["dataset"]))
+        description = f"{target} {key(arguments['dataset']) or ''}"
         function = getattr(module.scope(call), "name", "")
-        if _HELD_OUT.search(about) or _HELD_OUT.search(function) or _STREAM.search(dataset + about):
+        if _HELD_OUT.search(description) or _HELD_OUT.search(function) or _STREAM.search(dataset + description):
             continue
-        if any(module.within(one, module.scope(call)) for one in module.called(names.SAMPLER)):
+        if any(module.within(value, module.scope(call)) for value in module.called(names.SAMPLER)):
             continue
-        classes = {getattr(one, "name", ""): one for one in module.each(ast.ClassDef)}
-        made = {(key(part.func) or "") for part in module.values(given["dataset"]) if isinstance(part, ast.Call)}
+        classes = {getattr(value, "name", ""): value for value in module.each(ast.ClassDef)}
+        constructors = {
+            (key(part.func) or "") for part in module.values(arguments["dataset"]) if isinstance(part, ast.Call)
+        }
         if any(
-            "IterableDataset" in ast.unparse(base) for name in made if name in classes for base in _bases(classes[name])
+            "IterableDataset" in ast.unparse(base)
+            for name in constructors
+            if name in classes
+            for base in _bases(classes[name])
         ):
             continue
         yield check.problem(
@@ -70,17 +77,19 @@ def same_order(check: Check) -> Iterator[Problem]:
     module = check.module
     if not module.called(names.SAMPLER) or check.project.framework(module):
         return
-    loops = [one for one in module.each(ast.For) if isinstance(one, ast.For) and _over_epochs(one)]
+    loops = [
+        candidate for candidate in module.each(ast.For) if isinstance(candidate, ast.For) and _over_epochs(candidate)
+    ]
     for call in module.called(names.SAMPLER) if loops else ():
-        given = _args(call, "dataset", "num_replicas", "rank", "shuffle")
+        arguments = _args(call, "dataset", "num_replicas", "rank", "shuffle")
         statement = module.statement(call)
         target = key(statement.targets[0]) if isinstance(statement, ast.Assign) else None
-        about = f"{target or ''} {key(given['dataset']) or '' if 'dataset' in given else ''}"
-        if constant(given.get("shuffle")) is False or _HELD_OUT.search(about) or _open_ended(call):
+        description = f"{target or ''} {key(arguments['dataset']) or '' if 'dataset' in arguments else ''}"
+        if constant(arguments.get("shuffle")) is False or _HELD_OUT.search(description) or _open_ended(call):
             continue
         if _epoch_set(check, call):
             continue
-        loop = next((one for one in loops if _reachable(check, statement, one)), None)
+        loop = next((candidate for candidate in loops if _reachable(check, statement, candidate)), None)
         edits = _set_epoch(check, call, loop) if loop is not None else ()
         yield check.problem(
             "DT004", call, "no set_epoch(): the sampler gives every epoch the same order", edits=edits
@@ -90,11 +99,11 @@ def same_order(check: Check) -> Iterator[Problem]:
 def _epoch_set(check: Check, sampler: ast.Call) -> bool:
     """Whether some set_epoch() may be that of a sampler: all are but those that are surely of another one."""
     module = check.module
-    if any(one is not module and one.methods.get("set_epoch") for one in check.project.reach(module)):
+    if any(source is not module and source.methods.get("set_epoch") for source in check.project.reach(module)):
         return True
     for call in module.methods.get("set_epoch", ()):
         owner = call.func.value if isinstance(call.func, ast.Attribute) else None
-        bound = [one.value for one in module.lookup(owner)] if owner is not None else []
+        bound = [source.value for source in module.lookup(owner)] if owner is not None else []
         if not bound or any(not _is_another(check, value, sampler) for value in bound):
             return True
     return False
@@ -134,14 +143,14 @@ def _is_none(node: ast.expr) -> bool:
 
 def _counter(loop: ast.For) -> str | None:
     """The name that a loop counts with whole numbers; None if it counts with anything else."""
-    made = loop.iter
-    while isinstance(made, ast.Call) and (key(made.func) or "").rpartition(".")[2] == "tqdm" and made.args:
-        made = made.args[0]
-    how = (key(made.func) or "").rpartition(".")[2] if isinstance(made, ast.Call) else ""
+    iterated = loop.iter
+    while isinstance(iterated, ast.Call) and (key(iterated.func) or "").rpartition(".")[2] == "tqdm" and iterated.args:
+        iterated = iterated.args[0]
+    function = (key(iterated.func) or "").rpartition(".")[2] if isinstance(iterated, ast.Call) else ""
     target = loop.target
-    if how == "enumerate" and isinstance(target, ast.Tuple):
+    if function == "enumerate" and isinstance(target, ast.Tuple):
         target = target.elts[0]
-    elif how not in ("range", "trange", "count"):
+    elif function not in ("range", "trange", "count"):
         return None
     return target.id if isinstance(target, ast.Name) else None
 
@@ -166,24 +175,24 @@ def _reachable(check: Check, statement: ast.AST, loop: ast.For) -> bool:
 def contradicting(check: Check) -> Iterator[Problem]:
     """DT027."""
     for call in check.module.called(names.LOADER):
-        given = _loader(call)
+        arguments = _loader(call)
         if _open_ended(call):
             continue
-        sampler = given.get("sampler")
+        sampler = arguments.get("sampler")
         one_sampler = sampler is not None and _all_made(check, sampler)
-        if one_sampler and constant(given.get("shuffle")) is True:
+        if one_sampler and constant(arguments.get("shuffle")) is True:
             yield check.problem("DT027", call, "shuffle=True beside a sampler: DataLoader raises ValueError")
-        if "batch_sampler" in given and _all_made(check, given["batch_sampler"]):
+        if "batch_sampler" in arguments and _all_made(check, arguments["batch_sampler"]):
             wrong: list[str] = [
-                name for name in ("sampler", "shuffle", "drop_last") if name in given and _on(given[name])
+                name for name in ("sampler", "shuffle", "drop_last") if name in arguments and _on(arguments[name])
             ]
-            wrong += ["batch_size"] if constant(given.get("batch_size")) not in (None, 1) else []
+            wrong += ["batch_size"] if constant(arguments.get("batch_size")) not in (None, 1) else []
             if wrong:
                 yield check.problem("DT027", call, f"{wrong[0]} beside batch_sampler: DataLoader raises ValueError")
-        workers = constant(given["num_workers"]) if "num_workers" in given else 0
+        workers = constant(arguments["num_workers"]) if "num_workers" in arguments else 0
         if workers == 0:
             for name in ("persistent_workers", "prefetch_factor"):
-                if name in given and _on(given[name]):
+                if name in arguments and _on(arguments[name]):
                     yield check.problem("DT027", call, f"{name} without worker processes: DataLoader raises ValueError")
 
 
@@ -194,8 +203,8 @@ def _surely_given(value: ast.expr) -> bool:
 
 def _all_made(check: Check, value: ast.expr) -> bool:
     """Whether a value is an object wherever it is set, and not None."""
-    bound = [one.value for one in check.module.lookup(value)]
-    return _surely_given(value) or (bool(bound) and all(isinstance(one, ast.Call) for one in bound))
+    bound = [binding.value for binding in check.module.lookup(value)]
+    return _surely_given(value) or (bool(bound) and all(isinstance(binding, ast.Call) for binding in bound))
 
 
 def _on(value: ast.expr) -> bool:
@@ -211,8 +220,10 @@ def stream_not_split(check: Check) -> Iterator[Problem]:
         if not any("IterableDataset" in (module.name(base) or ast.unparse(base)) for base in node.bases):
             continue
         text = ast.unparse(node)
-        own = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__iter__"]
-        if not own or _passes_on(own[-1]):
+        iter_methods = [
+            member for member in node.body if isinstance(member, ast.FunctionDef) and member.name == "__iter__"
+        ]
+        if not iter_methods or _passes_on(iter_methods[-1]):
             continue
         if not re.search(
             r"rank|world_size|num_replicas|shard|split|get_worker_info|process_index", text, re.IGNORECASE
@@ -224,19 +235,23 @@ def stream_not_split(check: Check) -> Iterator[Problem]:
 
 def _passes_on(function: ast.FunctionDef) -> bool:
     """Whether an __iter__ has no samples of its own: it raises, or hands out those of another dataset."""
-    body = [one for one in function.body if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))]
+    body = [
+        statement
+        for statement in function.body
+        if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+    ]
     last = body[-1] if body else None
     if isinstance(last, ast.Raise):
         return True
-    made = last.value if isinstance(last, ast.Return | ast.Expr) else None
-    made = made.value if isinstance(made, ast.YieldFrom) else made
-    made = last.iter if isinstance(last, ast.For) else made
-    while isinstance(made, ast.Call):
-        if (key(made.func) or "") in ("iter", "enumerate", "map") and made.args:
-            made = made.args[-1]
+    returned = last.value if isinstance(last, ast.Return | ast.Expr) else None
+    returned = returned.value if isinstance(returned, ast.YieldFrom) else returned
+    returned = last.iter if isinstance(last, ast.For) else returned
+    while isinstance(returned, ast.Call):
+        if (key(returned.func) or "") in ("iter", "enumerate", "map") and returned.args:
+            returned = returned.args[-1]
         else:
-            return isinstance(made.func, ast.Attribute) and made.func.attr == "__iter__"
-    return (key(made) or "").startswith("self.") if made is not None else False
+            return isinstance(returned.func, ast.Attribute) and returned.func.attr == "__iter__"
+    return (key(returned) or "").startswith("self.") if returned is not None else False
 
 
 CHECKS = (undivided, same_order, contradicting, stream_not_split)

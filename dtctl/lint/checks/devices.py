@@ -29,10 +29,10 @@ def weights_elsewhere(check: Check) -> Iterator[Problem]:
     if module.called("torch.set_default_device", "torch.set_default_tensor_type"):
         return
     for call in losses:
-        given = [value for name in ("weight", "pos_weight") if (value := keyword(call, name)) is not None]
-        if not given or _moved(check, call) or _in_a_module(check, call) or _on_a_device(check, call):
+        weights = [value for name in ("weight", "pos_weight") if (value := keyword(call, name)) is not None]
+        if not weights or _moved(check, call) or _in_a_module(check, call) or _on_a_device(check, call):
             continue
-        if any(_made_on_cpu(check, value) for value in given):
+        if any(_made_on_cpu(check, value) for value in weights):
             yield check.problem("DT006", call, "the loss has weights of its own, and they stay on the CPU")
 
 
@@ -41,28 +41,28 @@ def _made_on_cpu(check: Check, value: ast.expr) -> bool:
     module = check.module
     values = module.values(value)
     name = key(value)
-    moves = [key(one.func.value) for one in _moves(check) if isinstance(one.func, ast.Attribute)]
+    moves = [key(move.func.value) for move in _moves(check) if isinstance(move.func, ast.Attribute)]
     if name is not None and name in moves:
         return False
     return all(
-        isinstance(one, ast.Call)
-        and _MADE_ON_CPU.match(module.name(one.func) or "") is not None
-        and keyword(one, "device") is None
-        and not _on_a_device(check, one)
-        for one in values
+        isinstance(move, ast.Call)
+        and _MADE_ON_CPU.match(module.name(move.func) or "") is not None
+        and keyword(move, "device") is None
+        and not _on_a_device(check, move)
+        for move in values
     )
 
 
 def _on_a_device(check: Check, node: ast.AST) -> bool:
     """Whether a `with torch.device(...)` is around a node."""
     return any(
-        isinstance(parent, ast.With) and any("device" in ast.unparse(one.context_expr) for one in parent.items)
+        isinstance(parent, ast.With) and any("device" in ast.unparse(item.context_expr) for item in parent.items)
         for parent, _ in check.module.chain(node)
     )
 
 
 def _moves(check: Check) -> list[ast.Call]:
-    return [one for name in ("to", "cuda", "to_empty") for one in check.module.methods.get(name, ())]
+    return [call for name in ("to", "cuda", "to_empty") for call in check.module.methods.get(name, ())]
 
 
 def _moved(check: Check, call: ast.Call) -> bool:
@@ -77,7 +77,7 @@ def _moved(check: Check, call: ast.Call) -> bool:
             return True  # an argument of something that may move it
     target = above.targets[0] if isinstance(above, ast.Assign) else above.target if isinstance(above, ast.For) else None
     name = key(target) if target is not None else None
-    return name in {key(one.func.value) for one in _moves(check) if isinstance(one.func, ast.Attribute)}
+    return name in {key(move.func.value) for move in _moves(check) if isinstance(move.func, ast.Attribute)}
 
 
 def _in_a_module(check: Check, call: ast.Call) -> bool:
@@ -93,7 +93,7 @@ def one_gpu_for_all(check: Check) -> Iterator[Problem]:
     if not fixed or not module.trains or "CUDA_VISIBLE_DEVICES" in module.text or not _wrapped_somewhere(check):
         return
     for node, text in fixed:
-        if any(one.at_zero for one in guards(module, node)) or _for_one_process(check, node):
+        if any(condition.at_zero for condition in guards(module, node)) or _for_one_process(check, node):
             continue
         yield check.problem(
             "DT007", node, f"`{text}`: every rank of a node uses the same GPU", edits=_own_gpu(check, node)
@@ -137,11 +137,11 @@ def _fixed_arguments(check: Check) -> Iterator[tuple[ast.expr, str]]:
                 one.value, number=one.arg == "output_device"
             ):
                 yield one.value, f"{one.arg}={ast.unparse(one.value)}"
-    calls = (one for found in module.methods.values() for one in found) if "cuda:" in module.text else ()
-    given = [one.value for call in calls for one in call.keywords if one.arg == "device"]
-    made = [one for one in given if _is_fixed(one, number=False)]
-    if len({constant(one) for one in made}) == 1:  # a file that names several GPUs means each of them
-        yield from ((one, f"device={ast.unparse(one)}") for one in made)
+    calls = (one for group in module.methods.values() for one in group) if "cuda:" in module.text else ()
+    values = [one.value for call in calls for one in call.keywords if one.arg == "device"]
+    fixed = [one for one in values if _is_fixed(one, number=False)]
+    if len({constant(one) for one in fixed}) == 1:  # a file that names several GPUs means each of them
+        yield from ((one, f"device={ast.unparse(one)}") for one in fixed)
 
 
 def _is_fixed(node: ast.expr, *, number: bool) -> bool:
@@ -177,7 +177,7 @@ def _local_rank_here(check: Check, node: ast.expr) -> str | None:
     module = check.module
     scope: ast.AST | None = module.scope(node)
     while scope is not None:
-        if any(one.line < node.lineno for one in module.bindings.get((scope, "local_rank"), ())):
+        if any(binding.line < node.lineno for binding in module.bindings.get((scope, "local_rank"), ())):
             return "local_rank"
         scope = module.enclosing(scope, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module))
     if module.aliases.get("os") != "os" or "LOCAL_RANK" not in module.text:
@@ -191,12 +191,12 @@ def global_rank_as_device(check: Check) -> Iterator[Problem]:
     chosen = [node for node in _device_numbers(check) if rank_kind(module, node) == "global"]
     if not chosen or check.cluster.one or not _wrapped_somewhere(check):
         return
-    seen = set()
+    reported = set()
     for node in chosen:
-        if ast.unparse(node) in seen:
+        if ast.unparse(node) in reported:
             continue
-        seen.add(ast.unparse(node))
-        sure = any(one.value is not None for one in module.lookup(node)) or not isinstance(node, ast.Name)
+        reported.add(ast.unparse(node))
+        sure = any(binding.value is not None for binding in module.lookup(node)) or not isinstance(node, ast.Name)
         severity: Severity = "error" if check.cluster.several else "warning" if sure else "info"
         if isinstance(node, ast.Attribute):
             sure = False
@@ -241,7 +241,9 @@ def _formatted(node: ast.expr) -> Iterator[ast.expr]:
 def no_device_chosen(check: Check) -> Iterator[Problem]:
     """DT017."""
     module = check.module
-    if not module.called(names.INIT) or any("CUDA_VISIBLE_DEVICES" in one.text for one in check.project.reach(module)):
+    if not module.called(names.INIT) or any(
+        "CUDA_VISIBLE_DEVICES" in source.text for source in check.project.reach(module)
+    ):
         return
     for name in ("set_device", "set_device_index", "setup_device", "device_count_per_node", "get_device"):
         if check.project.methods(module, name):

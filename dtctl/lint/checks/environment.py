@@ -31,13 +31,13 @@ def _settings(check: Check) -> Iterator[tuple[ast.AST, str, ast.expr | None]]:
                     yield node, name, node.value
     for call in module.methods.get("update", ()):
         if isinstance(call.func, ast.Attribute) and _is_environ(check, call.func.value):
-            for given in (one for one in call.args if isinstance(one, ast.Dict)):
-                for variable, value in zip(given.keys, given.values, strict=True):
+            for mapping in (argument for argument in call.args if isinstance(argument, ast.Dict)):
+                for variable, value in zip(mapping.keys, mapping.values, strict=True):
                     if isinstance(name := constant(variable), str):
                         yield value, name, value
-            for one in call.keywords:
-                if one.arg is not None:
-                    yield one.value, one.arg, one.value
+            for argument in call.keywords:
+                if argument.arg is not None:
+                    yield argument.value, argument.arg, argument.value
     for call in module.called("os.putenv"):
         if len(call.args) == 2 and isinstance(name := constant(call.args[0]), str):
             yield call, name, call.args[1]
@@ -53,7 +53,7 @@ def variables(check: Check) -> Iterator[Problem]:
     if "NCCL_" not in module.text and "GLOO_" not in module.text:
         return
     starts = [*module.called(names.INIT)]
-    for function in [one for found in module.functions.values() for one in found]:
+    for function in [function_def for group in module.functions.values() for function_def in group]:
         if any(module.scope(call) is function for call in module.called(names.INIT)):
             starts += module.methods.get(function.name, [])
     for node, name, value in _settings(check):
@@ -63,10 +63,10 @@ def variables(check: Check) -> Iterator[Problem]:
         if any(call.lineno < line and module.scope(call) is scope and module.dominates(call, node) for call in starts):
             yield check.problem("DT029", node, f"{name} is set after init_process_group, which has read it already")
             continue
-        known = constant(value)
-        found = judge(name, str(known) if known is not None else None)
-        if found is not None:
-            severity, message, fix = found
+        literal = constant(value)
+        group = judge(name, str(literal) if literal is not None else None)
+        if group is not None:
+            severity, message, fix = group
             yield check.problem("DT029", node, message, severity=severity, fix=fix)
 
 
@@ -86,8 +86,10 @@ def fixed_meeting_point(check: Check) -> Iterator[Problem]:
     module = check.module
     if _one_process(check):
         return
-    here = check.cluster.one or any(check.project.calls(module, one) for one in _SPAWNS)  # starts its ranks on its node
-    severity: Severity = "error" if check.cluster.several else "info" if here else "warning"
+    single_node = check.cluster.one or any(
+        check.project.calls(module, starter) for starter in _SPAWNS
+    )  # starts its ranks on its node
+    severity: Severity = "error" if check.cluster.several else "info" if single_node else "warning"
     for node, name, value in _settings(check):
         if (
             name not in _RENDEZVOUS
@@ -112,7 +114,7 @@ def fixed_meeting_point(check: Check) -> Iterator[Problem]:
 def _one_process(check: Check) -> bool:
     """Whether the only process group of a file has one rank, as in tests."""
     starts = check.module.called(names.INIT)
-    return bool(starts) and all(constant(keyword(one, "world_size")) == 1 for one in starts)
+    return bool(starts) and all(constant(keyword(start, "world_size")) == 1 for start in starts)
 
 
 def _optional(check: Check, node: ast.AST) -> bool:

@@ -26,22 +26,22 @@ def left_alone(check: Check) -> Iterator[Problem]:
     module = check.module
     if not module.trains:
         return
-    said: set[ast.stmt] = set()
+    reported: set[ast.stmt] = set()
     for node in module.each(ast.If):
         if not leaves(node.body) or node.orelse:
             continue
-        found = guard(module, node.test)
-        if found is not None:
-            alone = found.sure and found.sure_not and not _meets(check, node)
-            made = _collective_after(check, node) if alone else None
-            if made is not None:
-                message = f"some ranks leave here, and {made} further down waits for them"
-                said.add(node.body[-1])
+        condition = guard(module, node.test)
+        if condition is not None:
+            alone = condition.sure and condition.sure_not and not _meets(check, node)
+            collective = _collective_after(check, node) if alone else None
+            if collective is not None:
+                message = f"some ranks leave here, and {collective} further down waits for them"
+                reported.add(node.body[-1])
                 yield check.problem("DT013", node.body[-1], message)
             continue
         text = ast.unparse(node.test)
-        apart = _NOT_FINITE.search(text) and not isinstance(node.body[-1], ast.Return)
-        if apart and _waited_for(check, node) and not _agreed(check, node, text):
+        own_batch = _NOT_FINITE.search(text) and not isinstance(node.body[-1], ast.Return)
+        if own_batch and _waited_for(check, node) and not _agreed(check, node, text):
             yield check.problem(
                 "DT013",
                 node.body[-1],
@@ -49,47 +49,51 @@ def left_alone(check: Check) -> Iterator[Problem]:
                 severity="warning",
             )
     yield from _out_of_memory(check)
-    yield from (problem for one, problem in _left_loop(check) if one not in said)
+    yield from (problem for statement, problem in _left_loop(check) if statement not in reported)
 
 
 def _meets(check: Check, node: ast.If) -> bool:
     """Whether the ranks that leave call a collective before they do: the others may mean that one."""
     calls = check.module.calls
-    return any(check.module.within(call, one) for name in names.COLLECTIVES for call in calls.get(name, ())
-               for one in node.body)  # fmt: skip
+    return any(check.module.within(call, statement) for name in names.COLLECTIVES for call in calls.get(name, ())
+               for statement in node.body)  # fmt: skip
 
 
 def _left_loop(check: Check) -> Iterator[tuple[ast.stmt, Problem]]:
     """`break` and `continue` that the rank decides on, in a loop whose backward pass all ranks have to make."""
     module = check.module
     leaving: list[ast.Break | ast.Continue] = [*module.each(ast.Break), *module.each(ast.Continue)]
-    decided = [(one, found) for one in leaving if (found := _decided_by_rank(check, one)) is not None]
-    for one, found in decided:
-        loop = module.enclosing(one, (ast.For, ast.While))
-        if loop is None or not _waited_for(check, one) or _joined(check, one):
+    decided = [(leave, condition) for leave in leaving if (condition := _decided_by_rank(check, leave)) is not None]
+    for leave, condition in decided:
+        loop = module.enclosing(leave, (ast.For, ast.While))
+        if loop is None or not _waited_for(check, leave) or _joined(check, leave):
             continue
         if any(
-            type(other) is type(one)
-            and elsewhere.at_zero != found.at_zero
+            type(other) is type(leave)
+            and other_condition.at_zero != condition.at_zero
             and module.enclosing(other, (ast.For, ast.While)) is loop
-            for other, elsewhere in decided
+            for other, other_condition in decided
         ):
             continue
-        passes = [call for call in module.below(loop, "backward") if all(way.early for way in guards(module, call))]
-        if isinstance(one, ast.Continue):
-            passes = [call for call in passes if _comes_after(check, one, call, loop)]
+        passes = [
+            call
+            for call in module.below(loop, "backward")
+            if all(condition_before.early for condition_before in guards(module, call))
+        ]
+        if isinstance(leave, ast.Continue):
+            passes = [call for call in passes if _comes_after(check, leave, call, loop)]
         if passes:
-            yield one, check.problem("DT013", one, "some ranks leave here, and the others wait for their gradients")
+            yield leave, check.problem("DT013", leave, "some ranks leave here, and the others wait for their gradients")
 
 
 def _decided_by_rank(check: Check, leave: ast.stmt) -> RankGuard | None:
     """The condition on the rank inside of a loop under which a statement leaves it."""
     module = check.module
     loop = module.enclosing(leave, (ast.For, ast.While))
-    for one in guards(module, leave):
-        inside = loop is not None and one.test is not loop and module.within(one.test, loop)
-        if inside and one.sure and not one.early and one.test is not getattr(loop, "test", None):
-            return one
+    for condition in guards(module, leave):
+        inside = loop is not None and condition.test is not loop and module.within(condition.test, loop)
+        if inside and condition.sure and not condition.early and condition.test is not getattr(loop, "test", None):
+            return condition
     return None
 
 
@@ -98,7 +102,7 @@ def _comes_after(check: Check, leave: ast.stmt, call: ast.Call, loop: ast.AST) -
     module = check.module
     for parent, child in module.chain(leave):
         block = module.block(child) if isinstance(child, ast.stmt) else []
-        at = next((index for index, one in enumerate(block) if one is child), len(block))
+        at = next((index for index, statement in enumerate(block) if statement is child), len(block))
         if any(module.within(call, later) for later in block[at + 1 :]):
             return True
         if parent is loop:
@@ -109,7 +113,7 @@ def _comes_after(check: Check, leave: ast.stmt, call: ast.Call, loop: ast.AST) -
 def _joined(check: Check, node: ast.AST) -> bool:
     """Whether `with model.join()` is around a node: ranks may stop one by one there."""
     return any(
-        isinstance(parent, ast.With) and any(".join(" in ast.unparse(one.context_expr) + "(" for one in parent.items)
+        isinstance(parent, ast.With) and any(".join(" in ast.unparse(item.context_expr) + "(" for item in parent.items)
         for parent, _ in check.module.chain(node)
     )
 
@@ -117,12 +121,16 @@ def _joined(check: Check, node: ast.AST) -> bool:
 def _out_of_memory(check: Check) -> Iterator[Problem]:
     module = check.module
     for handler in module.each(ast.ExceptHandler):
-        tried = module.parents[handler]
+        try_statement = module.parents[handler]
         text = ast.unparse(handler).lower()
-        if ("out of memory" not in text and "outofmemoryerror" not in text) or not isinstance(tried, ast.Try):
+        if ("out of memory" not in text and "outofmemoryerror" not in text) or not isinstance(try_statement, ast.Try):
             continue
-        exits = [one for one in (*module.each(ast.Continue), *module.each(ast.Break)) if module.within(one, handler)]
-        body = "\n".join(ast.unparse(one) for one in tried.body)
+        exits = [
+            statement
+            for statement in (*module.each(ast.Continue), *module.each(ast.Break))
+            if module.within(statement, handler)
+        ]
+        body = "\n".join(ast.unparse(statement) for statement in try_statement.body)
         if exits and _TRAINS.search(body) and not _AGREED.search(text):
             yield check.problem(
                 "DT013",
@@ -147,8 +155,8 @@ def _collective_after(check: Check, node: ast.If) -> str | None:
             below = module.within(call, last) if inside else module.scope(call) is module.scope(node)
             if call.lineno <= (node.end_lineno or 0) or not below or keyword(call, "group") is not None:
                 continue
-            own = [one for one in guards(module, call) if one.test is not node.test]
-            if not own and _follows(check, node, call):
+            conditions = [condition for condition in guards(module, call) if condition.test is not node.test]
+            if not conditions and _follows(check, node, call):
                 return name.rpartition(".")[2]
     return None
 
@@ -159,7 +167,7 @@ def _follows(check: Check, node: ast.If, call: ast.Call) -> bool:
     for parent, child in module.chain(node):
         if isinstance(child, ast.stmt):
             block = module.block(child)
-            at = next((index for index, one in enumerate(block) if one is child), len(block))
+            at = next((index for index, statement in enumerate(block) if statement is child), len(block))
             if any(module.within(call, later) for later in block[at + 1 :]):
                 return True
         if isinstance(parent, ast.For | ast.While) and not isinstance(node.body[-1], ast.Return):
@@ -180,8 +188,8 @@ def _agreed(check: Check, node: ast.If, text: str) -> bool:
     loop = check.module.enclosing(node, (ast.For, ast.While))
     if loop is None or _AGREED.search(text):
         return True
-    before = [one for one in ast.walk(loop) if isinstance(one, ast.Call) and one.lineno <= node.lineno]
-    return any(_AGREED.search(ast.unparse(one.func)) for one in before)
+    before = [earlier for earlier in ast.walk(loop) if isinstance(earlier, ast.Call) and earlier.lineno <= node.lineno]
+    return any(_AGREED.search(ast.unparse(earlier.func)) for earlier in before)
 
 
 def swallowed(check: Check) -> Iterator[Problem]:
@@ -193,13 +201,13 @@ def swallowed(check: Check) -> Iterator[Problem]:
         kind = ast.unparse(handler.type) if handler.type else "BaseException"
         if not re.search(r"\b(?:BaseException|Exception|RuntimeError)\b", kind):
             continue
-        rest = [one for one in handler.body if not _says_only(one)]
-        if not all(isinstance(one, ast.Pass | ast.Continue) for one in rest):
+        rest = [line for line in handler.body if not _says_only(line)]
+        if not all(isinstance(line, ast.Pass | ast.Continue) for line in rest):
             continue
-        tried = module.parents[handler]
-        if isinstance(tried, ast.Try) and any(
+        try_statement = module.parents[handler]
+        if isinstance(try_statement, ast.Try) and any(
             module.within(call, statement)
-            for statement in tried.body
+            for statement in try_statement.body
             for call in (*module.methods.get("backward", ()), *_steps(check), *module.methods.get("train_step", ()))
         ):
             yield check.problem(
@@ -208,7 +216,7 @@ def swallowed(check: Check) -> Iterator[Problem]:
 
 
 def _steps(check: Check) -> list[ast.Call]:
-    return [one for one in check.module.methods.get("step", ()) if "optim" in ast.unparse(one.func).lower()]
+    return [call for call in check.module.methods.get("step", ()) if "optim" in ast.unparse(call.func).lower()]
 
 
 def _says_only(statement: ast.stmt) -> bool:
@@ -224,16 +232,16 @@ def long_before_barrier(check: Check) -> Iterator[Problem]:
     barriers = module.calls.get("torch.distributed.barrier", [])
     if not barriers or not module.trains:
         return
-    for one in check.project.reach(module):
-        if any(keyword(call, "timeout") is not None for call in one.called(names.INIT)):
+    for source in check.project.reach(module):
+        if any(keyword(call, "timeout") is not None for call in source.called(names.INIT)):
             return
     for name in _FETCHES & set(module.methods):
         for call in module.methods[name]:
-            found = next(guards(module, call), None)
-            if found is None or found.early or not found.at_zero:
+            condition = next(guards(module, call), None)
+            if condition is None or condition.early or not condition.at_zero:
                 continue
             scope = module.scope(call)
-            if any(module.scope(one) is scope and one.lineno > call.lineno for one in barriers):
+            if any(module.scope(source) is scope and source.lineno > call.lineno for source in barriers):
                 yield check.problem("DT034", call, f"the other ranks wait in a barrier while one does `{name}`")
 
 

@@ -45,7 +45,7 @@ def _roots() -> frozenset[str]:
 def old_names(check: Check) -> Iterator[Problem]:
     """DT025."""
     module = check.module
-    if any(root in _roots() for root in {full.partition(".")[0] for full in module.aliases.values()}):
+    if any(root in _roots() for root in {qualified.partition(".")[0] for qualified in module.aliases.values()}):
         yield from _imported(check)
         yield from _spelt_out(check)
     for call in module.called(names.DDP):
@@ -58,22 +58,22 @@ def old_names(check: Check) -> Iterator[Problem]:
     if "LOCAL_RANK" in module.text:
         return
     for call in module.methods.get("add_argument", ()):
-        if any(constant(one) in ("--local_rank", "--local-rank") for one in call.args) and module.trains:
+        if any(constant(argument) in ("--local_rank", "--local-rank") for argument in call.args) and module.trains:
             yield check.problem(
                 "DT025", call, "torchrun passes no --local_rank, torch.distributed.launch --local-rank since 2.0",
                 fix='read int(os.environ["LOCAL_RANK"])',
             )  # fmt: skip
 
 
-def _about(name: str, known: Legacy) -> tuple[str, str]:
-    if known.gone:
-        return f"{name} is not in torch {known.gone} and later", f"use {known.instead}"
+def _message(name: str, entry: Legacy) -> tuple[str, str]:
+    if entry.gone:
+        return f"{name} is not in torch {entry.gone} and later", f"use {entry.instead}"
     if name.startswith(("fairscale", "apex")):
-        return f"{name} is no longer maintained", f"use {known.instead}"
-    return f"{name} is deprecated since torch {known.since}", f"use {known.instead}"
+        return f"{name} is no longer maintained", f"use {entry.instead}"
+    return f"{name} is deprecated since torch {entry.since}", f"use {entry.instead}"
 
 
-def _tried(check: Check, node: ast.AST) -> bool:
+def _in_try(check: Check, node: ast.AST) -> bool:
     """Whether an import may fail without harm."""
     return check.module.enclosing(node, (ast.Try,)) is not None
 
@@ -83,18 +83,18 @@ def _imported(check: Check) -> Iterator[Problem]:
     module = check.module
     statements: list[ast.Import | ast.ImportFrom] = [*module.each(ast.Import), *module.each(ast.ImportFrom)]
     for node in statements:
-        if _tried(check, node) or (isinstance(node, ast.ImportFrom) and node.level):
+        if _in_try(check, node) or (isinstance(node, ast.ImportFrom) and node.level):
             continue
         base = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
         for alias in node.names:
             name = base + alias.name
-            known = legacy().get(name) or legacy().get(base.rstrip("."))
-            if known is None or alias.name == "*":
+            entry = legacy().get(name) or legacy().get(base.rstrip("."))
+            if entry is None or alias.name == "*":
                 continue
-            shown = name if name in legacy() else base.rstrip(".")
-            message, fix = _about(shown, known)
+            old_name = name if name in legacy() else base.rstrip(".")
+            message, fix = _message(old_name, entry)
             yield check.problem(
-                "DT025", alias, message, severity="error" if known.gone else "warning", fix=fix,
+                "DT025", alias, message, severity="error" if entry.gone else "warning", fix=fix,
                 edits=_renamed_import(check, node),
             )  # fmt: skip
 
@@ -106,8 +106,8 @@ def _renamed_import(check: Check, node: ast.Import | ast.ImportFrom) -> tuple[Ed
     """
     if not isinstance(node, ast.ImportFrom) or node.module is None:
         return ()
-    moved = [legacy().get(f"{node.module}.{one.name}") for one in node.names]
-    targets = {one.rename.rpartition(".")[0] for one in moved if one is not None}
+    moved = [legacy().get(f"{node.module}.{imported_name.name}") for imported_name in node.names]
+    targets = {imported_name.rename.rpartition(".")[0] for imported_name in moved if imported_name is not None}
     if len(targets) != 1 or not all(targets):
         return ()
     start = (node.lineno, node.col_offset + len("from "))
@@ -115,33 +115,33 @@ def _renamed_import(check: Check, node: ast.Import | ast.ImportFrom) -> tuple[Ed
     if check.module.lines[start[0] - 1].encode()[start[1] : end[1]] != node.module.encode():
         return ()
     edits = [Edit(start, end, targets.pop())]
-    for alias, known in zip(node.names, moved, strict=True):
-        if known is None or not known.rename.endswith(f".{alias.name}"):
+    for alias, entry in zip(node.names, moved, strict=True):
+        if entry is None or not entry.rename.endswith(f".{alias.name}"):
             return ()
-        called = _calls_changed(check, alias.asname or alias.name, known) if known.call else []
-        if called is None:
+        call_edits = _calls_changed(check, alias.asname or alias.name, entry) if entry.call else []
+        if call_edits is None:
             return ()
-        edits += called
+        edits += call_edits
     return tuple(edits)
 
 
-def _calls_changed(check: Check, name: str, known: Legacy) -> list[Edit] | None:
+def _calls_changed(check: Check, name: str, entry: Legacy) -> list[Edit] | None:
     """The edits of all calls of an imported name; None if one cannot be changed, or the name is used otherwise."""
-    calls = [one for one in check.module.methods.get(name, ()) if isinstance(one.func, ast.Name)]
-    called = {id(call.func) for call in calls}
+    calls = [candidate for candidate in check.module.methods.get(name, ()) if isinstance(candidate.func, ast.Name)]
+    callees = {id(call.func) for call in calls}
     uses = [part for part in ast.walk(check.module.tree) if isinstance(part, ast.Name) and part.id == name]
-    if any(id(one) not in called for one in uses):
+    if any(id(candidate) not in callees for candidate in uses):
         return None
     edits: list[Edit] = []
     for call in calls:
-        made = _call_changed(check, call, known)
-        if made is None:
+        change = _call_changed(check, call, entry)
+        if change is None:
             return None
-        edits += made
+        edits += change
     return edits
 
 
-def _call_changed(check: Check, call: ast.Call, known: Legacy) -> list[Edit] | None:
+def _call_changed(check: Check, call: ast.Call, entry: Legacy) -> list[Edit] | None:
     """The edits that put an argument in front of the others of a call, and name those whose place has changed."""
     func, lines = call.func, check.module.lines
     if func.end_lineno is None or func.end_col_offset is None:
@@ -149,9 +149,9 @@ def _call_changed(check: Check, call: ast.Call, known: Legacy) -> list[Edit] | N
     if lines[func.end_lineno - 1].encode()[func.end_col_offset : func.end_col_offset + 1] != b"(":
         return None
     edits = []
-    if known.positional:
-        order = known.positional.split()
-        if len(call.args) > len(order) or any(isinstance(one, ast.Starred) for one in call.args):
+    if entry.positional:
+        order = entry.positional.split()
+        if len(call.args) > len(order) or any(isinstance(passed, ast.Starred) for passed in call.args):
             return None
         for name, argument in zip(order, call.args, strict=False):
             begin = position(argument)
@@ -162,8 +162,8 @@ def _call_changed(check: Check, call: ast.Call, known: Legacy) -> list[Edit] | N
                 edits.append(Edit(begin, begin, f"{name}="))
     at = (func.end_lineno, func.end_col_offset + 1)
     rest = ", " if call.args or call.keywords else ""
-    first = known.positional.split()[0] + "=" if known.positional and call.args and position(call.args[0]) == at else ""
-    return [Edit(at, at, known.call + rest + first), *edits]
+    first = entry.positional.split()[0] + "=" if entry.positional and call.args and position(call.args[0]) == at else ""
+    return [Edit(at, at, entry.call + rest + first), *edits]
 
 
 def _spelt_out(check: Check) -> Iterator[Problem]:
@@ -173,21 +173,21 @@ def _spelt_out(check: Check) -> Iterator[Problem]:
         if node.attr not in _last_parts() or isinstance(module.parents.get(node), ast.Attribute):
             continue
         name = module.name(node)
-        known = legacy().get(name or "")
-        if known is None or name is None or _tried(check, node):
+        entry = legacy().get(name or "")
+        if entry is None or name is None or _in_try(check, node):
             continue
-        message, fix = _about(name, known)
+        message, fix = _message(name, entry)
         edits: list[Edit] = []
-        if known.rename and ast.unparse(node) == name and node.end_lineno and node.end_col_offset:
-            edits = [Edit(position(node), (node.end_lineno, node.end_col_offset), known.rename)]
+        if entry.rename and ast.unparse(node) == name and node.end_lineno and node.end_col_offset:
+            edits = [Edit(position(node), (node.end_lineno, node.end_col_offset), entry.rename)]
             above = module.parents.get(node)
-            if known.call:
+            if entry.call:
                 changed = (
-                    _call_changed(check, above, known) if isinstance(above, ast.Call) and above.func is node else None
+                    _call_changed(check, above, entry) if isinstance(above, ast.Call) and above.func is node else None
                 )
                 edits = edits + changed if changed is not None else []
         yield check.problem(
-            "DT025", node, message, severity="error" if known.gone else "warning", fix=fix, edits=tuple(edits)
+            "DT025", node, message, severity="error" if entry.gone else "warning", fix=fix, edits=tuple(edits)
         )
 
 

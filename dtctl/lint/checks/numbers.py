@@ -28,10 +28,10 @@ def own_figure(check: Check) -> Iterator[Problem]:
         return
     for name in sorted(_SHOWS & set(module.methods)):
         for call in module.methods[name]:
-            found = next(guards(module, call), None)
-            if found is None or not found.at_zero:
+            condition = next(guards(module, call), None)
+            if condition is None or not condition.at_zero:
                 continue
-            figure = next((one for one in ast.walk(call) if _is_local(check, one)), None)
+            figure = next((part for part in ast.walk(call) if _is_local(check, part)), None)
             if figure is not None:
                 yield check.problem("DT018", call, f"`{ast.unparse(figure)}` is that of rank 0 alone")
                 break
@@ -42,26 +42,30 @@ def _is_local(check: Check, node: ast.AST) -> bool:
     module = check.module
     if not isinstance(node, ast.Name) or not _FIGURE.search(node.id):
         return False
-    bound = [one.value for one in module.lookup(node) if one.value is not None]
-    sums = [one for one in module.each(ast.AugAssign) if isinstance(one, ast.AugAssign) and key(one.target) == node.id]
+    bound = [binding.value for binding in module.lookup(node) if binding.value is not None]
+    sums = [
+        binding
+        for binding in module.each(ast.AugAssign)
+        if isinstance(binding, ast.AugAssign) and key(binding.target) == node.id
+    ]
     if not bound:
         return False
-    text = " ".join(ast.unparse(one) for one in bound)
+    text = " ".join(ast.unparse(binding) for binding in bound)
     if _REDUCES.search(text):
         return False
     scope = module.scope(node)
     for reducing in ("all_reduce", "reduce", "all_gather", "gather", "all_gather_into_tensor", "all_reduce_mean"):
         for call in module.methods.get(reducing, ()):
-            inside = {part.id for one in call.args for part in ast.walk(one) if isinstance(part, ast.Name)}
+            inside = {part.id for binding in call.args for part in ast.walk(binding) if isinstance(part, ast.Name)}
             if module.scope(call) is scope and (node.id in inside or any(name in text for name in inside)):
                 return False
-    own = (
-        any(isinstance(one, ast.BinOp) for one in bound)
+    computed_here = (
+        any(isinstance(binding, ast.BinOp) for binding in bound)
         or ".item()" in text
         or "criterion" in text
         or "loss_fn" in text
     )
-    return own or bool(sums) or "cross_entropy" in text
+    return computed_here or bool(sums) or "cross_entropy" in text
 
 
 def fixed_divisor(check: Check) -> Iterator[Problem]:
@@ -79,11 +83,11 @@ def fixed_divisor(check: Check) -> Iterator[Problem]:
                 continue
             for value in module.values(divisor):
                 number = constant(value)
-                counted = isinstance(value, ast.Call) and (key(value.func) or "").endswith("device_count")
-                if counted or _may_be_ranks(number):
+                is_device_count = isinstance(value, ast.Call) and (key(value.func) or "").endswith("device_count")
+                if is_device_count or _may_be_ranks(number):
                     severity: Severity = "error" if check.cluster.several else "warning"
-                    what = "the GPUs of one node" if counted else f"{number}"
-                    message = f"`{name}` is a sum over all ranks, and is divided by {what}"
+                    subject = "the GPUs of one node" if is_device_count else f"{number}"
+                    message = f"`{name}` is a sum over all ranks, and is divided by {subject}"
                     yield check.problem("DT019", node, message, severity=severity)
 
 
@@ -95,12 +99,12 @@ def _may_be_ranks(number: object) -> bool:
 def _last_reduced(check: Check, name: str, before: ast.AST) -> ast.Call | None:
     """The last all_reduce of a name in front of a place in the same function: later ones may take the maximum."""
     module = check.module
-    found = None
+    latest = None
     for call in module.called(ALL_REDUCE):
-        own = module.scope(call) is module.scope(before) and position(call) <= position(before)
-        if own and call.args and key(call.args[0]) == name:
-            found = call
-    return found
+        same_scope = module.scope(call) is module.scope(before) and position(call) <= position(before)
+        if same_scope and call.args and key(call.args[0]) == name:
+            latest = call
+    return latest
 
 
 def _is_floor(node: ast.AST) -> bool:
@@ -112,16 +116,16 @@ def _divisions(check: Check, name: str, after: ast.Call) -> Iterator[tuple[ast.A
     module = check.module
     scope = module.scope(after)
     for node in module.each(ast.BinOp):
-        own = node.lineno >= after.lineno and module.scope(node) is scope
-        if own and isinstance(node.op, ast.Div | ast.FloorDiv) and key(_bare(node.left)) == name:
+        in_scope = node.lineno >= after.lineno and module.scope(node) is scope
+        if in_scope and isinstance(node.op, ast.Div | ast.FloorDiv) and key(_bare(node.left)) == name:
             yield node, node.right
     for changed in module.each(ast.AugAssign):
-        own = changed.lineno > after.lineno and module.scope(changed) is scope
-        if own and isinstance(changed.op, ast.Div) and key(changed.target) == name:
+        in_scope = changed.lineno > after.lineno and module.scope(changed) is scope
+        if in_scope and isinstance(changed.op, ast.Div) and key(changed.target) == name:
             yield changed, changed.value
     for call in [*module.methods.get("div_", ()), *module.methods.get("div", ())]:
-        own = call.lineno > after.lineno and module.scope(call) is scope
-        if own and isinstance(call.func, ast.Attribute) and key(call.func.value) == name and call.args:
+        in_scope = call.lineno > after.lineno and module.scope(call) is scope
+        if in_scope and isinstance(call.func, ast.Attribute) and key(call.func.value) == name and call.args:
             yield call, call.args[0]
 
 
@@ -158,27 +162,29 @@ def _summed_over_batches(check: Check, tensor: ast.expr, name: str) -> str | Non
     for node in module.each(ast.AugAssign):
         loop = module.enclosing(node, (ast.For,))
         text = ast.unparse(node.value)
-        own = module.scope(node) is scope and isinstance(node.op, ast.Add) and loop is not None
-        if own and re.search("loss|criterion", text.lower()) and not re.search(r"\*|len\(|size|sum\(|/", text):
+        in_loop = module.scope(node) is scope and isinstance(node.op, ast.Add) and loop is not None
+        if in_loop and re.search("loss|criterion", text.lower()) and not re.search(r"\*|len\(|size|sum\(|/", text):
             sums[key(node.target) or ""] = node
     candidates = {name}
     for binding in module.lookup(tensor):
         if binding.value is not None:
             candidates |= {part.id for part in ast.walk(binding.value) if isinstance(part, ast.Name)}
-    return next((one for one in sums if one in candidates), None)
+    return next((total for total in sums if total in candidates), None)
 
 
-def _divided_elsewhere(check: Check, call: ast.Call, wanted: set[str]) -> bool:
+def _divided_elsewhere(check: Check, call: ast.Call, names: set[str]) -> bool:
     """Whether a sum is also divided by something that is not the number of ranks."""
     module = check.module
     scope = module.scope(call)
-    divided = [(one, one.op, one.left, one.right) for one in module.each(ast.BinOp)]
-    divided += [(one, one.op, one.target, one.value) for one in module.each(ast.AugAssign)]  # type: ignore[misc]
+    divided: list[tuple[ast.AST, ast.operator, ast.expr, ast.expr]] = [
+        *((node, node.op, node.left, node.right) for node in module.each(ast.BinOp)),
+        *((node, node.op, node.target, node.value) for node in module.each(ast.AugAssign)),
+    ]
     for node, op, left, right in divided:
         if not isinstance(op, ast.Div) or module.scope(node) is not scope:
             continue
-        about = {key(part) for part in ast.walk(left) if isinstance(part, ast.Name | ast.Attribute)}
-        if about & wanted and (not is_world_size(module, right) or "len(" in ast.unparse(left)):
+        operands = {key(part) for part in ast.walk(left) if isinstance(part, ast.Name | ast.Attribute)}
+        if operands & names and (not is_world_size(module, right) or "len(" in ast.unparse(left)):
             return True
     return False
 

@@ -34,10 +34,14 @@ def every_rank_writes(check: Check) -> Iterator[Problem]:
             continue
         for call in module.methods[name]:
             handler = module.enclosing(call, (ast.ExceptHandler,))
-            if handler is None or _guarded(check, call) or any(mentions_rank(module, one) for one in call.args):
+            if (
+                handler is None
+                or _guarded(check, call)
+                or any(mentions_rank(module, argument) for argument in call.args)
+            ):
                 continue
-            known = {one.partition(".")[0] for one in module.aliases.values()}
-            if key(call.func) == name and ((name not in module.aliases and name not in module.functions) or known):
+            roots = {argument.partition(".")[0] for argument in module.aliases.values()}
+            if key(call.func) == name and ((name not in module.aliases and name not in module.functions) or roots):
                 yield check.problem(
                     "DT014", call, f"`{name}` in an exception handler: every rank that fails writes one path"
                 )
@@ -55,8 +59,10 @@ def _guarded(check: Check, call: ast.AST, depth: int = 2) -> bool:
     function = module.scope(call)
     if not isinstance(function, Function) or not depth:
         return False
-    calls = [one for one in module.methods.get(function.name, []) if module.scope(one) is not function]
-    return bool(calls) and all(_guarded(check, one, depth - 1) for one in calls)
+    calls = [
+        other_call for other_call in module.methods.get(function.name, []) if module.scope(other_call) is not function
+    ]
+    return bool(calls) and all(_guarded(check, other_call, depth - 1) for other_call in calls)
 
 
 def _guarded_inside(check: Check, name: str) -> bool:
@@ -70,7 +76,7 @@ def _guarded_inside(check: Check, name: str) -> bool:
     ]
     if any(any(True for _ in guards(module, call)) for call in saves):
         # A method of that name somewhere is not the function that is called by its bare name.
-        return any(isinstance(module.parents[one], ast.Module) for one in module.functions[name])
+        return any(isinstance(module.parents[definition], ast.Module) for definition in module.functions[name])
     return False
 
 
@@ -86,8 +92,8 @@ def _fixed_path(check: Check, path: ast.expr) -> bool:
             return False
         function = module.scope(path)
         if isinstance(function, Function):
-            given = {one.arg for one in (*function.args.args, *function.args.kwonlyargs)} - {"self"}
-            if any(isinstance(part, ast.Name) and part.id in given for part in ast.walk(value)):
+            parameters = {parameter.arg for parameter in (*function.args.args, *function.args.kwonlyargs)} - {"self"}
+            if any(isinstance(part, ast.Name) and part.id in parameters for part in ast.walk(value)):
                 return False  # a path that the caller chooses
     return True
 
@@ -98,11 +104,17 @@ def local_rank_writes(check: Check) -> Iterator[Problem]:
     if check.cluster.one:
         return
     for call in module.called("torch.save"):
-        found = next(guards(module, call), None)
-        if found is None or found.rank != "local" or not found.at_zero or len(call.args) < 2 or found.early:
+        condition = next(guards(module, call), None)
+        if (
+            condition is None
+            or condition.rank != "local"
+            or not condition.at_zero
+            or len(call.args) < 2
+            or condition.early
+        ):
             continue
-        text = " ".join(ast.unparse(one) for one in module.values(call.args[1]))
-        if not re.search(r"\bgpu", ast.unparse(found.test)) and not _NODE_LOCAL.search(text):
+        text = " ".join(ast.unparse(value) for value in module.values(call.args[1]))
+        if not re.search(r"\bgpu", ast.unparse(condition.test)) and not _NODE_LOCAL.search(text):
             yield check.problem("DT015", call, "one rank of every node writes, and all of them the same file")
 
 

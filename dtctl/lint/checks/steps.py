@@ -20,7 +20,7 @@ def batch_norm(check: Check) -> Iterator[Problem]:
     module = check.module
     if not any(wrap.kind == "ddp" for wrap in wraps(module)):
         return
-    if any("SyncBatchNorm" in one.text or "sync_bn" in one.text for one in check.project.reach(module)):
+    if any("SyncBatchNorm" in source.text or "sync_bn" in source.text for source in check.project.reach(module)):
         return
     for name in sorted(module.calls):
         if re.match(
@@ -39,8 +39,8 @@ def same_seed(check: Check) -> Iterator[Problem]:
         *module.called("torch.manual_seed", "torch.cuda.manual_seed_all"),
         *module.methods.get("seed_everything", ()),
     ]
-    found = wraps(module)
-    for wrap in found:
+    wrappers = wraps(module)
+    for wrap in wrappers:
         synced = keyword(wrap.call, "init_sync")
         if synced is not None and constant(synced) is False and not check.project.methods(module, "manual_seed"):
             yield check.problem(
@@ -49,13 +49,13 @@ def same_seed(check: Check) -> Iterator[Problem]:
                 "init_sync=False without a seed: every rank trains a model of its own",
                 severity="error",
             )
-    if not found or not seeds or _RANDOM.search(module.text) is None or check.project.framework(module):
+    if not wrappers or not seeds or _RANDOM.search(module.text) is None or check.project.framework(module):
         return
     if any(call.args and mentions_rank(module, call.args[0]) for call in seeds):
         return
     call = seeds[0]
     values = module.values(call.args[0]) if call.args else []
-    if values and all(isinstance(constant(one), int) for one in values):
+    if values and all(isinstance(constant(value), int) for value in values):
         yield check.problem(
             "DT008", call, "all ranks have one seed: dropout and augmentation are the same on all of them"
         )

@@ -15,25 +15,25 @@ from dtctl.lint.wraps import wrapped, wraps
 NEW_GROUP = "torch.distributed.new_group"
 
 
-def _alone(check: Check, call: ast.Call, same: list[ast.Call]) -> RankGuard | None:
+def _alone(check: Check, call: ast.Call, others_of_kind: list[ast.Call]) -> RankGuard | None:
     """The condition under which only some ranks make a call; None if all make it, here or in another place."""
     module = check.module
-    found = next((one for one in guards(module, call) if one.sure), None)
-    if found is None:
+    condition = next((candidate for candidate in guards(module, call) if candidate.sure), None)
+    if condition is None:
         return None
     scope = module.scope(call)
-    for other in same:
+    for other in others_of_kind:
         if other is not call and module.scope(other) is scope:
-            elsewhere = next(guards(module, other), None)
-            if elsewhere is not None and elsewhere.at_zero != found.at_zero:
+            other_condition = next(guards(module, other), None)
+            if other_condition is not None and other_condition.at_zero != condition.at_zero:
                 return None
-    return found
+    return condition
 
 
-def _who(found: RankGuard) -> str:
-    if found.rank == "local":
-        return "local rank 0 of each node" if found.at_zero else "only some ranks of each node"
-    return "rank 0 alone" if found.at_zero else "other ranks than 0 only"
+def _ranks_of(condition: RankGuard) -> str:
+    if condition.rank == "local":
+        return "local rank 0 of each node" if condition.at_zero else "only some ranks of each node"
+    return "rank 0 alone" if condition.at_zero else "other ranks than 0 only"
 
 
 def collective_by_some(check: Check) -> Iterator[Problem]:
@@ -44,10 +44,10 @@ def collective_by_some(check: Check) -> Iterator[Problem]:
         for call in calls:
             if keyword(call, "group") is not None or _takes_a_group(name, call):
                 continue
-            found = _alone(check, call, calls)
-            if found is not None and not found.early:
+            condition = _alone(check, call, calls)
+            if condition is not None and not condition.early:
                 short = name.rpartition(".")[2]
-                yield check.problem("DT011", call, f"{short} is called by {_who(found)}, and waits for all")
+                yield check.problem("DT011", call, f"{short} is called by {_ranks_of(condition)}, and waits for all")
     yield from _of_accelerate(check)
     yield from _indirectly(check)
 
@@ -56,19 +56,20 @@ def _of_accelerate(check: Check) -> Iterator[Problem]:
     """Methods of an Accelerator."""
     module = check.module
     for name in ("wait_for_everyone", "gather", "gather_for_metrics", "reduce") if "accelerate" in module.text else ():
-        calls = [one for one in module.methods.get(name, ()) if _is_accelerator(check, one)]
+        calls = [call_of_name for call_of_name in module.methods.get(name, ()) if _is_accelerator(check, call_of_name)]
         for call in calls:
-            found = _alone(check, call, calls)
-            if found is not None and not found.early:
-                yield check.problem("DT011", call, f"{name} is called by {_who(found)}, and waits for all")
+            condition = _alone(check, call, calls)
+            if condition is not None and not condition.early:
+                yield check.problem("DT011", call, f"{name} is called by {_ranks_of(condition)}, and waits for all")
 
 
 def _is_accelerator(check: Check, call: ast.Call) -> bool:
     """Whether a method is that of an accelerate.Accelerator."""
     owner = call.func.value if isinstance(call.func, ast.Attribute) else None
-    bound = [one.value for one in check.module.lookup(owner)] if owner is not None else []
+    bound = [binding.value for binding in check.module.lookup(owner)] if owner is not None else []
     return bool(bound) and all(
-        isinstance(one, ast.Call) and (check.module.name(one.func) or "").startswith("accelerate.") for one in bound
+        isinstance(binding, ast.Call) and (check.module.name(binding.func) or "").startswith("accelerate.")
+        for binding in bound
     )
 
 
@@ -83,16 +84,20 @@ def _indirectly(check: Check) -> Iterator[Problem]:
     module = check.module
     if not module.trains:
         return
-    local = {name for name, full in module.aliases.items() if full.startswith(".") or not full.startswith("torch")}
+    local = {
+        name
+        for name, qualified in module.aliases.items()
+        if qualified.startswith(".") or not qualified.startswith("torch")
+    }
     for name in (local | set(module.functions)) & set(module.methods):
         calls = module.methods[name]
         for call in calls:
-            found = _alone(check, call, calls)
-            if found is None or found.early:
+            condition = _alone(check, call, calls)
+            if condition is None or condition.early:
                 continue
-            made = check.project.collective_called(module, call)
-            if made:
-                message = f"`{key(call.func)}` calls {made}, and is called by {_who(found)}"
+            collective = check.project.collective_called(module, call)
+            if collective:
+                message = f"`{key(call.func)}` calls {collective}, and is called by {_ranks_of(condition)}"
                 yield check.problem("DT011", call, message, severity="warning")
 
 
@@ -102,19 +107,25 @@ def wrapped_by_some(check: Check) -> Iterator[Problem]:
     for name in (*names.WRAPPERS, *names.STATE_COLLECTIVES):
         calls = module.calls.get(name, [])
         for call in calls:
-            found = _alone(check, call, calls)
-            if found is not None and keyword(call, "process_group") is None:
+            condition = _alone(check, call, calls)
+            if condition is not None and keyword(call, "process_group") is None:
                 short = name.rpartition(".")[2]
-                yield check.problem("DT012", call, f"{short} is called by {_who(found)}, and waits for all")
+                yield check.problem("DT012", call, f"{short} is called by {_ranks_of(condition)}, and waits for all")
     sharded = any(wrap.kind != "ddp" for wrap in wraps(module))
     for name in ("full_tensor", "state_dict", "clip_grad_norm_") if module.trains else ():
-        calls = [one for one in module.methods.get(name, []) if isinstance(one.func, ast.Attribute)]
+        calls = [
+            call_of_name
+            for call_of_name in module.methods.get(name, [])
+            if isinstance(call_of_name.func, ast.Attribute)
+        ]
         for call in calls:
             if name != "full_tensor" and not (sharded and _sharded(check, call)):
                 continue
-            found = _alone(check, call, calls)
-            if found is not None:
-                yield check.problem("DT012", call, f"{name} gathers from all ranks, and is called by {_who(found)}")
+            condition = _alone(check, call, calls)
+            if condition is not None:
+                yield check.problem(
+                    "DT012", call, f"{name} gathers from all ranks, and is called by {_ranks_of(condition)}"
+                )
 
 
 def _sharded(check: Check, call: ast.Call) -> bool:
@@ -124,12 +135,12 @@ def _sharded(check: Check, call: ast.Call) -> bool:
     if wrap is None:
         wrap = next(
             (
-                one
-                for one in wraps(check.module)
-                if one.kind == "fully_shard"
-                and one.target == key(owner)
-                and check.module.dominates(one.call, call)
-                and one.call.lineno < call.lineno
+                wrapper
+                for wrapper in wraps(check.module)
+                if wrapper.kind == "fully_shard"
+                and wrapper.target == key(owner)
+                and check.module.dominates(wrapper.call, call)
+                and wrapper.call.lineno < call.lineno
             ),
             None,
         )
@@ -140,8 +151,8 @@ def group_of_some(check: Check) -> Iterator[Problem]:
     """DT036."""
     calls = check.module.calls.get(NEW_GROUP, [])
     for call in calls:
-        found = _alone(check, call, [])
-        if found is not None and keyword(call, "use_local_synchronization") is None:
+        condition = _alone(check, call, [])
+        if condition is not None and keyword(call, "use_local_synchronization") is None:
             yield check.problem("DT036", call, "new_group is called by members only, and every rank has to call it")
 
 

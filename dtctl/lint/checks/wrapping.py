@@ -45,15 +45,15 @@ def moved_after(check: Check) -> Iterator[Problem]:
 
 def _fresh(check: Check, wrap: ast.Call) -> bool:
     """Whether what is wrapped is made on the spot by a class of torch or of this file, on the CPU as it seems."""
-    made = wrap.args[0] if wrap.args else None
-    if not isinstance(made, ast.Call) or not isinstance(made.func, ast.Name | ast.Attribute):
+    argument = wrap.args[0] if wrap.args else None
+    if not isinstance(argument, ast.Call) or not isinstance(argument.func, ast.Name | ast.Attribute):
         return False
-    if re.search(r"device|cuda", ast.unparse(made)):
+    if re.search(r"device|cuda", ast.unparse(argument)):
         return False
-    classes = [one for one in check.module.each(ast.ClassDef) if one.name == key(made.func)]
+    classes = [definition for definition in check.module.each(ast.ClassDef) if definition.name == key(argument.func)]
     if classes:
         return not re.search(r"\.to\(|\.cuda\(|device", ast.unparse(classes[-1]))
-    return (check.module.name(made.func) or "").startswith("torch.nn.")
+    return (check.module.name(argument.func) or "").startswith("torch.nn.")
 
 
 def _placed(check: Check, wrap: Wrap) -> bool:
@@ -78,9 +78,9 @@ def unused_parameters(check: Check) -> Iterator[Problem]:
     for wrap in wraps(check.module):
         value = keyword(wrap.call, "find_unused_parameters")
         if wrap.kind == "ddp" and constant(value) is True and value is not None:
-            both = constant(keyword(wrap.call, "static_graph")) is True
+            static_graph = constant(keyword(wrap.call, "static_graph")) is True
             message = "find_unused_parameters=True walks the graph of every step to look for unused parameters"
-            if both:
+            if static_graph:
                 message = "find_unused_parameters=True beside static_graph=True: the static graph finds them once"
             yield check.problem("DT010", value, message)
 
@@ -91,18 +91,20 @@ def attribute(check: Check) -> Iterator[Problem]:
     targets = {wrap.target for wrap in wraps(module) if wrap.kind == "ddp" and wrap.target}
     if not targets or any(key(call.args[0]) in targets for call in module.methods.get("setattr", ()) if call.args):
         return
-    given = {(key(node.value), node.attr) for node in module.each(ast.Attribute) if not isinstance(node.ctx, ast.Load)}
-    seen = set()
+    assigned = {
+        (key(node.value), node.attr) for node in module.each(ast.Attribute) if not isinstance(node.ctx, ast.Load)
+    }
+    reported = set()
     for node in module.each(ast.Attribute):
         name = key(node.value)
         if name not in targets or node.attr in DDP_ATTRIBUTES or not isinstance(node.ctx, ast.Load):
             continue
-        if node.attr.startswith("__") or (name, node.attr) in given:
+        if node.attr.startswith("__") or (name, node.attr) in assigned:
             continue
         wrap = wrapped(module, node.value, node)
-        if wrap is None or wrap.kind != "ddp" or (name, node.attr) in seen or _asked_for(check, node):
+        if wrap is None or wrap.kind != "ddp" or (name, node.attr) in reported or _asked_for(check, node):
             continue
-        seen.add((name, node.attr))
+        reported.add((name, node.attr))
         yield check.problem(
             "DT021", node, f"`{name}` is wrapped in DDP, which has no `{node.attr}`", fix=f"`{name}.module.{node.attr}`"
         )
@@ -150,9 +152,11 @@ def optimizer_before(check: Check) -> Iterator[Problem]:
                 and above.lineno < wrap.call.lineno
                 and not _made_again(check, above, wrap)
             ):
-                what = "fully_shard" if wrap.kind == "fully_shard" else "FSDP"
+                wrapper_name = "fully_shard" if wrap.kind == "fully_shard" else "FSDP"
                 yield check.problem(
-                    "DT023", above, f"the optimizer is made before {what}, which puts other parameters in their place"
+                    "DT023",
+                    above,
+                    f"the optimizer is made before {wrapper_name}, which puts other parameters in their place",
                 )
 
 
@@ -161,7 +165,7 @@ def _made_again(check: Check, optimizer: ast.Call, wrap: Wrap) -> bool:
     statement = check.module.statement(optimizer)
     target = key(statement.targets[0]) if isinstance(statement, ast.Assign) else None
     bound = check.module.bindings.get((check.module.scope(optimizer), target or ""), [])
-    return any(one.line > wrap.call.lineno for one in bound)
+    return any(binding.line > wrap.call.lineno for binding in bound)
 
 
 def changed_after(check: Check) -> Iterator[Problem]:
@@ -224,13 +228,13 @@ def unknown_keyword(check: Check) -> Iterator[Problem]:
             yield check.problem(
                 "DT026", call, "torch.cuda.nccl.is_available needs tensors", fix="torch.distributed.is_nccl_available()"
             )
-    for name, known in KEYWORDS.items():
+    for name, allowed in KEYWORDS.items():
         for call in check.module.called(name):
-            for one in call.keywords:
-                if one.arg is not None and one.arg not in known:
+            for argument in call.keywords:
+                if argument.arg is not None and argument.arg not in allowed:
                     short = name.rpartition(".")[2]
-                    hint = "the time-out is an argument of init_process_group" if one.arg == "timeout" else None
-                    yield check.problem("DT026", one, f"{short} has no argument `{one.arg}`", fix=hint)
+                    hint = "the time-out is an argument of init_process_group" if argument.arg == "timeout" else None
+                    yield check.problem("DT026", argument, f"{short} has no argument `{argument.arg}`", fix=hint)
 
 
 CHECKS = (

@@ -263,14 +263,14 @@ def test_of_equally_fast_choices_the_one_with_the_larger_micro_batch_is_taken_an
     assert found.best.layout.micro_batch == max(one.layout.micro_batch for one in same if one.fits) > 1
     assert found.best.memory.total < 0.9 * found.best.budget
     micro = found.best.layout.micro_batch
-    assert f"256 samples a step (micro batch {micro} x {32 // micro} accumulated x 8 replicas)" in found.reasons[1]
+    assert f"256 samples per step (micro batch {micro} x {32 // micro} accumulated x 8 replicas)" in found.reasons[1]
     assert as_json(found.best)["global_batch"] == 256
 
 
 def test_a_batch_that_shuts_data_parallelism_out_is_told_with_the_next_one_that_does_not() -> None:
     found = advise(Task(model=SMALL, hardware=cluster(12, per_node=4), global_batch=7))
     assert found.best.layout.data == 1
-    assert "7 samples a step" in found.reasons[1]
+    assert "7 samples per step" in found.reasons[1]
     assert "no multiple of 12 GPUs" in found.reasons[1]
     assert "--batch 12" in found.reasons[1]
     assert advise(Task(model=SMALL, hardware=cluster(12, per_node=4), global_batch=12)).best.strategy == "ddp"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dtctl.nccl.catalogue import catalogue, near
+from dtctl.nccl.catalogue import catalogue, closest_name
 
 
 def test_every_entry_says_what_it_means_and_dead_ones_what_to_use_instead() -> None:
@@ -25,4 +25,4 @@ def test_every_entry_says_what_it_means_and_dead_ones_what_to_use_instead() -> N
     ],
 )
 def test_a_misspelt_name_is_told_from_an_unknown_one(name: str, meant: str) -> None:
-    assert near(name) == meant
+    assert closest_name(name) == meant
