@@ -271,7 +271,7 @@ def test_a_batch_that_shuts_data_parallelism_out_is_told_with_the_next_one_that_
     found = advise(Task(model=SMALL, hardware=cluster(12, per_node=4), global_batch=7))
     assert found.best.layout.data == 1
     assert "7 samples per step" in found.reasons[1]
-    assert "no multiple of 12 GPUs" in found.reasons[1]
+    assert "12 GPUs" in found.reasons[1]
     assert "--batch 12" in found.reasons[1]
     assert advise(Task(model=SMALL, hardware=cluster(12, per_node=4), global_batch=12)).best.strategy == "ddp"
 
