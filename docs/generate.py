@@ -153,11 +153,11 @@ def rules() -> str:
     ]
     for one in known().values():
         exempt = f"Does not apply: {_cell(one.exempt)}.\n\n" if one.exempt else ""
-        mended = " `--fix` mends the plain cases." if one.fixable else ""
+        fixed = " `--fix` fixes the plain cases." if one.fixable else ""
         parts.append(
             f"## {one.id}: {one.name}\n\n{one.severity}. {_cell(one.why)}\n\n"
             f"Wrong:\n\n```python\n{one.wrong.strip()}\n```\n\nRight:\n\n```python\n{one.right.strip()}\n```\n\n"
-            f"{exempt}**Fix:** {_cell(one.fix)}.{mended} [Source]({one.source})\n"
+            f"{exempt}**Fix:** {_cell(one.fix)}.{fixed} [Source]({one.source})\n"
         )
     return "\n".join(parts)
 
@@ -210,7 +210,7 @@ def doctor_faults() -> str:
         f"and had said nothing when it was ended after "
         f"22 s with {hung}; pinging node1 and calling its port with `nc -z` from the others found nothing wrong in "
         f"{blind}. Seconds include SSH. "
-        "`python benchmarks/doctor_faults.py` makes the table anew.\n",
+        "`python benchmarks/doctor_faults.py` regenerates the table.\n",
         "| fault | `dtctl doctor`: primary | nodes | right | s | torchrun alone | s | ping and nc |",
         "|---|---|---|---|--:|---|--:|---|",
     ]

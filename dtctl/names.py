@@ -64,4 +64,4 @@ DEFAULT_WORKDIR: Final = "~/.dtctl/node"
 """Folder on a node that holds everything dtctl writes there, unless `cluster.workdir` says otherwise."""
 
 REQUEUE_EXIT: Final = 75
-"""Exit code of a worker that was stopped and can go on from its snapshot. Source: EX_TEMPFAIL of BSD's sysexits.h."""
+"""Exit code of a worker that was stopped and can continue from its snapshot (EX_TEMPFAIL of BSD's sysexits.h)."""

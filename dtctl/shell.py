@@ -37,7 +37,7 @@ def split(text: str) -> list[str]:
     """The words of a command line as a POSIX shell would split them, without expansion.
 
     Raises:
-        ValueError: a quotation is not closed.
+        ValueError: a quotation mark is not closed.
     """
     return shlex.split(text)
 

@@ -17,11 +17,11 @@ class Advice:
 
     best: Choice
     """Fits, or is the nearest to it when nothing does."""
-    others: tuple[Choice, ...]
+    alternatives: tuple[Choice, ...]
     """The best of each other kind, the runner-up first, and those that do not fit last."""
     reasons: tuple[str, ...]
-    tried: int
-    """How many ways were looked at."""
+    evaluated: int
+    """How many layouts were evaluated."""
 
 
 def advise(task: Task) -> Advice:
@@ -39,7 +39,10 @@ def advise(task: Task) -> Advice:
     order = families(ranked(choices_found))
     best, alternatives = order[0], tuple(order[1:])
     return Advice(
-        best=best, others=alternatives, reasons=tuple(_reasons(task, best, alternatives)), tried=len(choices_found)
+        best=best,
+        alternatives=alternatives,
+        reasons=tuple(_reasons(task, best, alternatives)),
+        evaluated=len(choices_found),
     )
 
 
@@ -50,7 +53,7 @@ def _reasons(task: Task, best: Choice, alternatives: tuple[Choice, ...]) -> list
     budget_gib = best.budget / GIB
     if not best.fits:
         reasons.append(
-            f"nothing fits: the nearest needs {memory.total / GIB:.1f} GiB of the {budget_gib:.1f} that can be used, "
+            f"nothing fits: the nearest needs {memory.total / GIB:.1f} GiB of the usable {budget_gib:.1f}, "
             f"{best.short / GIB:.1f} too many"
         )
         reasons.append(_what_helps(task, best))
@@ -88,7 +91,7 @@ def _reasons(task: Task, best: Choice, alternatives: tuple[Choice, ...]) -> list
 
 
 def _batch(task: Task, layout: Layout) -> str:
-    """The samples of a step, and what they shut out."""
+    """The samples of a step, and which layouts they exclude."""
     samples = layout.micro_batch * layout.accumulate * layout.data
     arithmetic = f"micro batch {layout.micro_batch} x {layout.accumulate} accumulated x {layout.data} replicas"
     if task.global_batch is None:
@@ -159,7 +162,7 @@ def model_json(model: Model) -> dict[str, Any]:
     return {
         "name": model.name,
         "params": model.params,
-        "params_used": model.used,
+        "params_used": model.active_params,
         "layers": model.layers,
         "hidden": model.hidden,
         "heads": model.heads,

@@ -115,9 +115,9 @@ def read_config(path: Path, *, seq: int | None) -> Model:
     except OSError as exc:
         raise UsageError(f"{path} cannot be read: {exc.strerror}") from exc
     except (ValueError, RecursionError) as exc:
-        raise UsageError(f"{path} is not JSON: {exc}", hint="a config.json as Hugging Face has it") from exc
+        raise UsageError(f"{path} is not JSON: {exc}", hint="a config.json in Hugging Face's format") from exc
     if not isinstance(data, dict):
-        raise UsageError(f"{path} holds no object", hint="a config.json as Hugging Face has it")
+        raise UsageError(f"{path} holds no object", hint="a config.json in Hugging Face's format")
     name = path.absolute().parent.name if path.name == "config.json" else path.stem
     return from_config(data, source=str(path), seq=seq, name=name or path.stem)
 
@@ -140,7 +140,7 @@ def from_config(data: Mapping[str, Any], *, source: str, seq: int | None, name: 
             f"{' and '.join(missing)} cannot be found", where=source,
             hint="the usual names are " + ", ".join(_KEYS[missing[0]]),
         )  # fmt: skip
-    doubts = [f"{part}: what is not for text is not counted"
+    doubts = [f"{part}: only the text part is counted"
               for part in ("vision_config", "audio_config") if outer.get(part)]  # fmt: skip
     doubts += _fill(values, family, family_known=bool(kind))
     gated = family.gated or str(data.get("feed_forward_proj", "")).startswith("gated")
@@ -204,7 +204,7 @@ def _fill(values: dict[str, int], family: Family, *, family_known: bool) -> list
         "vocab": family.vocab or 50257,
     }
     sure = {"heads": bool(family.heads), "ffn": family.wide, "vocab": bool(family.vocab)}
-    notes = [f"{_KEYS[key][0]} is not said: taken as {guess}"
+    notes = [f"{_KEYS[key][0]} is missing: assumed to be {guess}"
             for key, guess in guesses.items() if key not in values and not (sure[key] and family_known)]  # fmt: skip
     values.update({key: guess for key, guess in guesses.items() if key not in values})
     if family.head_dim and "head_dim" not in values:

@@ -32,7 +32,7 @@ MOST_GPUS = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdviseOptions:
-    """What was said on the command line; None for what was not."""
+    """What the command line sets; None for the rest."""
 
     config: Path | None = None
     module: str | None = None

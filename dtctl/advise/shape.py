@@ -74,7 +74,7 @@ class _Part:
     """Of a block: parameters, and elements for each token that are kept, of them results of products."""
 
     params: float
-    kept: float
+    saved: float
     products: float
 
 
@@ -122,13 +122,13 @@ def model_of(shape: Shape, *, params: float | None = None, doubts: tuple[str, ..
         block, total = (params - root) / shape.layers, params
     expert = _mlp(shape, shape.expert_ffn or shape.ffn).params
     idle = expert * (shape.experts - shape.experts_used) * many
-    activations = (2 * shape.norms) * shape.hidden + attention.kept + crossed * (attention.kept + 2 * shape.hidden)
+    activations = (2 * shape.norms) * shape.hidden + attention.saved + crossed * (attention.saved + 2 * shape.hidden)
     products = attention.products * (1 + crossed)
     active = max(total - (0 if shape.tied else looked_up) - idle, 1.0)
     return Model(
         name=shape.name,
         params=total,
-        used=active,
+        active_params=active,
         layers=shape.layers,
         block_params=block,
         seq=shape.seq,
@@ -137,7 +137,7 @@ def model_of(shape: Shape, *, params: float | None = None, doubts: tuple[str, ..
         kv_heads=shape.kv_heads,
         vocab=shape.vocab,
         block_input=2.0 * shape.hidden,
-        block_kept=2.0 * (activations + (few * dense.kept + many * sparse.kept) / shape.layers),
+        block_kept=2.0 * (activations + (few * dense.saved + many * sparse.saved) / shape.layers),
         block_products=2.0 * (products + (few * dense.products + many * sparse.products) / shape.layers),
         expert_params=expert * shape.experts * many,
         ffn=shape.ffn if shape.plain and params is None else 0,
@@ -173,7 +173,7 @@ def _experts(shape: Shape) -> _Part:
     expert_width = shape.expert_ffn or shape.ffn
     work = _mlp(shape, expert_width * shape.experts_used + shape.shared_ffn)
     params = _mlp(shape, float(expert_width * shape.experts + shape.shared_ffn)).params + shape.hidden * shape.experts
-    return _Part(params, work.kept, work.products)
+    return _Part(params, work.saved, work.products)
 
 
 def _description(shape: Shape, params: float, active_params: float) -> str:

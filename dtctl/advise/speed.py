@@ -85,7 +85,7 @@ def _compute(model: Model, layout: Layout, hardware: Hardware, *, compiled: bool
     share = (COMPILED if compiled else PRODUCTS) * (FP8 if fp8 else 1.0)
     thin = THIN ** (layout.tp - 1).bit_length()
     again = {"none": 1.0, "selective": 7 / 6, "full": 4 / 3}[layout.recompute]
-    products = 6 * model.used * again / (peak * share * thin)
+    products = 6 * model.active_params * again / (peak * share * thin)
     attention = 6 * model.layers * model.hidden * model.seq * (again if layout.recompute == "full" else 1.0)
     ring = 1 + RING * (layout.cp - 1).bit_length()
     return (products + ring * attention / (peak * ATTENTION)) / (layout.tp * layout.pp)

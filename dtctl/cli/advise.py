@@ -1,4 +1,4 @@
-"""`dtctl advise`: how to spread a training, from its memory and its speed."""
+"""`dtctl advise`: how to parallelize a training, judged by memory and speed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dtctl.spec.model import Spec
 
 SHOWN = 7
-"""Choices of the table beside the best one."""
+"""Choices in the table besides the best one."""
 PAST = 12
 """Letters of a bar that are shown past the mark."""
 COMPUTED = (
@@ -38,10 +38,11 @@ class PrecisionName(str, Enum):
 
 
 def advise(
-    spec: Annotated[Path | None, typer.Argument(help="The spec. Default: ./dtctl.yaml, if it is there.")] = None,
-    config: Annotated[Path | None, typer.Option("--config", help="A config.json as Hugging Face has it.")] = None,
+    spec: Annotated[Path | None, typer.Argument(help="The spec. Default: ./dtctl.yaml, if it exists.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="A config.json in Hugging Face's format.")] = None,
     model: Annotated[
-        str | None, typer.Option("--model", metavar="MODULE:FACTORY", help="A model of your own, built on meta.")
+        str | None,
+        typer.Option("--model", metavar="MODULE:FACTORY", help="A model of your own, built on the meta device."),
     ] = None,
     params: Annotated[str | None, typer.Option("--params", help="Parameters: 7B.")] = None,
     layers: Annotated[int | None, typer.Option("--layers", help="Blocks.")] = None,
@@ -64,9 +65,9 @@ def advise(
     precision: Annotated[PrecisionName, typer.Option("--precision", help="Number format.")] = PrecisionName.bf16,
     compiled: Annotated[bool, typer.Option("--compile", help="Blocks are compiled.")] = False,
     beyond: Annotated[
-        bool, typer.Option("--beyond", help="Try context and expert parallelism too, which dtctl.runtime has not.")
+        bool, typer.Option("--beyond", help="Try context and expert parallelism too, which `--write` cannot express.")
     ] = False,
-    write: Annotated[bool, typer.Option("--write", help="Put the recommendation into the spec.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Write the recommendation into the spec.")] = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.html", help="A page with the memory of the choices as bars.")
     ] = None,
@@ -78,7 +79,7 @@ def advise(
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
-    """Say how to spread a training over GPUs: memory by part, speed, the best choice and why, and what does not fit."""
+    """Recommend how to parallelize a training: memory by part, speed, the best choice and why, what does not fit."""
     from dtctl.advise.gather import AdviseOptions, task
 
     path = _path(spec, write=write)
@@ -108,8 +109,8 @@ def _recommend(task: Task, path: Path, *, write: bool, plot: Path | None, json_l
             {
                 "model": model_json(task.model),
                 "recommendation": as_json(advice.best, advice.reasons),
-                "alternatives": [as_json(choice) for choice in advice.others],
-                "tried": advice.tried,
+                "alternatives": [as_json(choice) for choice in advice.alternatives],
+                "tried": advice.evaluated,
                 "basis": COMPUTED,
             }
         )
@@ -162,14 +163,14 @@ def _measure(task: Task, module: str | None, *, json_lines: bool) -> int:
         header=["strategy", "workers", "predicted MiB", "measured MiB", "tracked MiB", "off"],
     )
     for reason in dict.fromkeys(trial.untracked for trial in rows if trial.untracked):
-        output.err(f"torch's tracker cannot follow: {reason}", "dim")
+        output.err(f"torch's tracker cannot follow this model: {reason}", "dim")
     return 0
 
 
 def _path(spec: Path | None, *, write: bool) -> Path:
     path = spec or Path(names.SPEC_FILE)
     if write and str(path) == "-":
-        raise UsageError("what is read from standard input cannot be written", hint="name the spec's file")
+        raise UsageError("a spec read from standard input cannot be written back", hint="name the spec's file")
     return path / names.SPEC_FILE if path.is_dir() else path
 
 
@@ -207,7 +208,7 @@ def _plot(path: Path, task: Task, advice: Advice) -> None:
             short=0.0 if choice.fits else choice.short / GIB,
             speed=choice.speed.tokens_per_s_per_gpu,
         )
-        for choice in (advice.best, *advice.others[:SHOWN])
+        for choice in (advice.best, *advice.alternatives[:SHOWN])
     ]
     text = advice_page(
         _title(task), _verdict(advice), advice.reasons, parts=PARTS, rows=rows, budget=advice.best.budget / GIB,
@@ -247,12 +248,12 @@ def _show(task: Task, advice: Advice) -> None:
     for reason in advice.reasons:
         output.out(f"  {reason}")
     output.out("")
-    choices = [advice.best, *advice.others[:SHOWN]]
+    choices = [advice.best, *advice.alternatives[:SHOWN]]
     output.table(
         [_row(choice) for choice in choices],
         header=["", "GiB", "states", "activ.", "logits", "temp.", "over", "tok/s/GPU", "memory"],
     )
-    output.out("memory: S states, A activations, L logits, T temporary, O overhead; | is what can be used", "dim")
+    output.out("memory: S states, A activations, L logits, T temporary, O overhead; | marks the usable memory", "dim")
 
 
 def _row(choice: Choice) -> list[str]:

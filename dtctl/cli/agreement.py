@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dtctl.spec.model import Spec
 
 Yes = Annotated[
-    bool, typer.Option("--yes", help="Agree to what the spec reaches beyond its folder, without being asked.")
+    bool, typer.Option("--yes", help="Allow, without asking, everything the spec accesses outside its folder.")
 ]
 
 

@@ -1,4 +1,4 @@
-"""`dtctl bench`: how fast the nodes talk when torch does the talking, and whether what arrives is right."""
+"""`dtctl bench`: how fast the nodes communicate through torch, and whether the results are correct."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ def bench(
         list[str] | None, typer.Option("--op", metavar="NAME", help=f"Only this one: {', '.join(OPS)}.")
     ] = None,
     sizes: Annotated[
-        str, typer.Option(metavar="A:B", help="From how many bytes to how many, each size four times the last.")
+        str, typer.Option(metavar="A:B", help="Smallest and largest message; each size is four times the previous one.")
     ] = DEFAULT_SIZES,
     backend: Annotated[
         Literal["auto", "gloo", "nccl"], typer.Option(help="auto: nccl with GPUs, gloo without.")
     ] = "auto",
-    repeats: Annotated[int, typer.Option(min=1, help="How often each operation is timed, at most.")] = 20,
+    repeats: Annotated[int, typer.Option(min=1, help="Maximum number of timed calls per operation.")] = 20,
     training: Annotated[
-        bool, typer.Option("--training", help="Also a training step on 1, 2, 4 ... workers, and its efficiency.")
+        bool,
+        typer.Option("--training", help="Also time a training step on 1, 2, 4 ... workers and show its efficiency."),
     ] = False,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the figures into this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Plot the results into this file.")] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a value of the spec.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the spec.")
     ] = None,
     yes: Yes = False,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
@@ -81,13 +82,13 @@ def measure_and_show(spec: Spec, request: Asked, *, plot: Path | None, json_line
     facts = as_json(figures, owners)
     if plot is not None:
         plot.write_text(draw(facts), encoding="utf-8")
-        output.err(f"drawn in {plot}")
+        output.err(f"wrote {plot}")
     if json_lines:
         output.emit_json(facts)
     else:
         show_rest(figures, owners)
     if figures.wrong:
-        output.err(f"{figures.wrong} results are wrong: what arrives is not what was sent", "red", "bold")
+        output.err(f"{figures.wrong} results are wrong: the data received is not the data sent", "red", "bold")
         return WorkerFailed.exit_code
     return 0
 

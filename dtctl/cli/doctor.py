@@ -32,20 +32,20 @@ def doctor(
     log: Log = None,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="Only what takes a moment: fewer ports per pair, nothing measured, no torch."),
+        typer.Option("--quick", help="Quick checks only: fewer ports per pair, no measurements, no torch."),
     ] = False,
     skip: Annotated[
         list[str] | None,
-        typer.Option(metavar="LAYER", help="Leave out links (bandwidth, loss) or collective (sums over all nodes)."),
+        typer.Option(metavar="LAYER", help="Skip links (bandwidth, loss) or collective (sums over all nodes)."),
     ] = None,
     yes: Yes = False,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
-    """Say which node or pair of a cluster is at fault, why, and what to type; or explain the logs of a failed job."""
+    """Find the faulty node or pair of a cluster, the cause and the fix; or explain the logs of a failed job."""
     if log:
         return explain_logs([*log, *(paths or ())], json_lines=json_)
     if paths and len(paths) > 1:
-        raise UsageError("there is more than one spec", hint="logs are named behind --log")
+        raise UsageError("there is more than one spec", hint="name logs after --log")
     path = paths[0] if paths else Path(names.SPEC_FILE)
     return examine_cluster(
         path, skip=("links", "collective") if quick else tuple(skip or ()), yes=yes, json_lines=json_
@@ -62,7 +62,7 @@ def examine_cluster(path: Path, *, skip: Sequence[str], yes: bool, json_lines: b
     from dtctl.spec.load import load_spec
 
     for layer in set(skip) - {*COSTLY}:
-        raise UsageError(f"there is no layer {layer!r} to leave out", where="--skip", hint=" or ".join(COSTLY))
+        raise UsageError(f"there is no layer {layer!r} to skip", where="--skip", hint=" or ".join(COSTLY))
     spec = load_spec(path, ())
     agreed(spec, yes=yes)
     if spec.cluster.transport == "slurm":

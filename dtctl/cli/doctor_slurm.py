@@ -36,7 +36,7 @@ def examine_offer(spec: Spec, *, json_lines: bool) -> int:
         show_findings(findings)
         if estimate:
             output.out(f"Slurm: {estimate}")
-        verdict = "can be submitted" if ok else "can never start as it is"
+        verdict = "can be submitted" if ok else "can never start as specified"
         output.out(f"the job {verdict}; {took_s:.1f} s", "green" if ok else "red", "bold")
         if ok:
             output.out("not examined: the nodes themselves (inside an allocation, `dtctl doctor` examines them)", "dim")
@@ -73,7 +73,7 @@ def _query_slurm(spec: Spec, site: Site) -> tuple[list[Finding], str]:
     answer = login_client.ask(site, python, {"op": "test", "text": text})
     estimate = words(answer["said"])
     if answer["code"]:
-        fix = "Slurm's words name what it does not like; `dtctl sbatch` prints the file"
+        fix = "Slurm's message names the reason; `dtctl sbatch` prints the file"
         findings.append(Finding(check="submit", status="fail", nodes=(site.name,), summary=estimate, fix=fix))
         estimate = ""
     return findings, estimate

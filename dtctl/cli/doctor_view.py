@@ -31,7 +31,7 @@ def show_examination(examination: Examination, took_s: float) -> None:
         output.table(speeds[1], header=speeds[0])
     show_findings(examination.findings)
     nodes = "1 node" if len(examination.seen) == 1 else f"{len(examination.seen)} nodes"
-    verdict = "can train, by what was examined" if examination.ok else "cannot train as they are"
+    verdict = "can train, as far as examined" if examination.ok else "cannot train in their present state"
     output.out(f"\n{nodes} {verdict}; {took_s:.1f} s", "green" if examination.ok else "red", "bold")
     output.out(f"not examined: {'; '.join(examination.not_examined)}", "dim")
 
@@ -64,7 +64,7 @@ def show_diagnoses(diagnoses: Sequence[Diagnosis]) -> None:
         output.out(f"  see {first.source}")
     if len(diagnoses) > 1:
         follow = first.id != "unknown" and not any(other.survived for other in diagnoses[1:])
-        output.out("also found, probably because of that:" if follow else "also found:")
+        output.out("also found, probably as a consequence:" if follow else "also found:")
     for diagnosis in diagnoses[1:]:
         output.out(f"  {diagnosis.id}: {diagnosis.cause}{_ranks_and_nodes(diagnosis)}")
 

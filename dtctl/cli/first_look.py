@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dtctl.spec.model import Spec
 
 FRESH_S = 3600.0
-"""For how long nodes that were well are not looked at again: on 16 of them it takes a second."""
+"""How long healthy nodes are not examined again: examining 16 of them takes a second."""
 SEEN_FILE = "doctor.json"
 LEFT_TO_LAUNCH = (
     "loopback-name", "names",
@@ -46,7 +46,7 @@ def look_first(spec: Spec, requested: bool | None) -> None:
     for finding in failed[1:]:
         output.err(f"doctor: {finding.check}: {finding.summary}", "red")
     if failed:
-        hint = f"{failed[0].fix}; `dtctl doctor` tells all, `--no-doctor` launches all the same"
+        hint = f"{failed[0].fix}; `dtctl doctor` shows everything, `--no-doctor` launches anyway"
         raise DoctorFailed(f"nothing was started: {failed[0].summary}", where=failed[0].check, hint=hint)
     if not _has_problems(examination.findings):
         _remember(spec)
@@ -57,7 +57,7 @@ def _has_problems(findings: tuple[Finding, ...]) -> bool:
 
 
 def _is_due(spec: Spec) -> bool:
-    """Whether they may be sick: not this machine, nor virtual hosts that nobody hurt, nor what was well just now."""
+    """Whether to examine: not this machine, virtual hosts without faults, or nodes found healthy recently."""
     if spec.cluster.transport == "sandbox":
         from dtctl.sandbox import control, faults
 
@@ -73,7 +73,7 @@ def _is_due(spec: Spec) -> bool:
 
 
 def _remember(spec: Spec) -> None:
-    """Write down that these nodes are well; only the newest of several clusters is kept."""
+    """Record that these nodes are healthy; only the most recent cluster is kept."""
     from dtctl.launch.record import state_folder, write_private
 
     folder = state_folder(spec.base_dir, "runs").parent
@@ -81,6 +81,6 @@ def _remember(spec: Spec) -> None:
 
 
 def _key(spec: Spec) -> str:
-    """Stands for the nodes and how they are reached."""
+    """A key for the nodes and how they are reached."""
     text = spec.model_dump_json(include={"cluster", "network"})
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -22,7 +22,7 @@ def init(
         bool, typer.Option("--force", help="Write into a folder that has files, and replace those of the same name.")
     ] = False,
 ) -> None:
-    """Make a new project from a template."""
+    """Create a new project from a template."""
     from dtctl.errors import UsageError
     from dtctl.render import project
 
@@ -32,7 +32,7 @@ def init(
     if folder is None:
         raise UsageError("the new project needs a folder", hint="dtctl init my-project")
     files = project.create(folder, template=template, launcher=launcher, force=force)
-    output.err(f"made {folder} from template {template}: {len(files)} files")
+    output.err(f"created {folder} from template {template}: {len(files)} files")
     for path in files:
         output.err(f"  {path}", "dim")
     run = "dtctl sbatch --submit" if launcher == "slurm" else "dtctl launch"

@@ -22,31 +22,33 @@ def launch(
     ] = None,
     slots: Annotated[int | None, typer.Option(min=1, help="Workers per node, with --nodes.")] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a value of the spec.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the spec.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be sent, and send nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be sent, without sending it.")] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write what would be sent to files, and send nothing.")
+        Path | None, typer.Option(metavar="DIR", help="Write what would be sent to files, without sending it.")
     ] = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Return when the job runs; it goes on without you.")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return once the job runs; it continues in the background.")
+    ] = False,
     doctor: Annotated[
         bool | None,
         typer.Option(
             "--doctor/--no-doctor",
-            help="Examine the nodes first, and start nothing on a sick cluster.  [default: once an hour]",
+            help="Examine the nodes first, and start nothing on a faulty cluster.  [default: once an hour]",
             show_default=False,
         ),
     ] = None,
-    name: Annotated[str | None, typer.Option(metavar="RUN", help="Name of the run.  [default: made up]")] = None,
+    name: Annotated[str | None, typer.Option(metavar="RUN", help="Name of the run.  [default: generated]")] = None,
     resume: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Go on from the newest good snapshot of an earlier run.")
+        str | None, typer.Option(metavar="RUN", help="Continue from the newest good snapshot of an earlier run.")
     ] = None,
     yes: Yes = False,
     json_: Annotated[bool, typer.Option("--json", help="JSON Lines on standard output.")] = False,
 ) -> int:
     """Run a job on all its nodes.
 
-    What stands behind `--` is given to the script, after the arguments of the spec.
+    Everything after `--` is passed to the script, after the arguments of the spec.
     """
     from dtctl.cli.launching import LaunchOptions, dry_launch, real_launch
 

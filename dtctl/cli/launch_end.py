@@ -48,14 +48,16 @@ def finish(result: Result, emit: Any, record: RunRecord) -> int:
 
 
 def _show_continuation(record: RunRecord) -> None:
-    """What goes on where a run was stopped."""
+    """What continues where a run was stopped."""
     from dtctl.launch.continuation import command, shared_folder
 
     folder = shared_folder(record)
     if folder is not None:
-        output.err(f"the next `dtctl launch` goes on from the newest good snapshot in {folder}, if there is one")
+        output.err(f"the next `dtctl launch` continues from the newest good snapshot in {folder}, if there is one")
     else:
-        output.err(f"to go on from its newest good snapshot: {command(record.run)}  (without --resume it begins anew)")
+        output.err(
+            f"to continue from its newest good snapshot: {command(record.run)}  (without --resume it starts over)"
+        )
 
 
 def note_end(result: Result, emit: Any) -> None:
@@ -107,9 +109,11 @@ def show_end(result: Result) -> None:
     goodput = f", {result.goodput:.0%} of it useful steps" if result.goodput is not None else ""
     output.err(f"{result.status} after {result.duration_s:.1f} s{attempts}{goodput}", colour, "bold")
     for node, lost in sorted(result.lost_output.items()):
-        output.err(f"output is lost: {lost:,} bytes of {node}'s could not be stored, there or here", "red", "bold")
+        output.err(
+            f"output lost: {lost:,} bytes from {node} could not be stored, neither there nor here", "red", "bold"
+        )
     if result.left_behind is None:
-        output.err("a node could not be asked whether processes are left; `dtctl stop` asks again", "red")
+        output.err("a node could not be checked for remaining processes; `dtctl stop` checks again", "red")
     else:
         nodes = "1 node" if result.nodes == 1 else f"{result.nodes} nodes"
         output.err(f"{result.left_behind} processes left on {nodes}")

@@ -1,4 +1,4 @@
-"""The steps behind `dtctl launch` and its sisters where Slurm has the job: submit, follow, look again, cancel."""
+"""The steps behind `dtctl launch` and its sisters for a Slurm job: submit, follow, poll, cancel."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from dtctl.spec.model import Spec
 
 POLL_S, POLL_AWAY_S = 0.5, 2.0
-"""Between two looks at a job that runs: here, and on a login node."""
+"""Between two polls of a running job: here, and on a login node."""
 QUEUE_POLL_S = 8.0
-"""Between two looks at one that waits, after a while."""
+"""Between two polls of a waiting job, after a while."""
 FIRST_POLL_S = 0.2
 AGAIN_S = 5.0
-"""Until a login node that was lost is called again."""
+"""Until a lost login node is called again."""
 CANCEL_LIMIT_S = 120.0
 """Slurm gives workers KillWait (30 s unless configured) between SIGTERM and SIGKILL."""
 
@@ -77,7 +77,7 @@ def launch_job(spec: Spec, run: str, *, spec_name: str, detach: bool, json_lines
             if not detach:
                 return _follow(record, site, emit, signals)
     output.out(run)
-    output.err("it goes on without you: `dtctl status`, `dtctl logs -f`, `dtctl stop`")
+    output.err("it continues in the background: `dtctl status`, `dtctl logs -f`, `dtctl stop`")
     return 0
 
 
@@ -92,7 +92,7 @@ def _not_started(run: str, exc: DtctlError) -> dict[str, Any]:
 
 
 def take_up_job(record: RunRecord) -> int:
-    """Follow a job that nobody follows, to its end; the exit code."""
+    """Follow a job that no launcher follows to its end; the exit code."""
     from dataclasses import replace
 
     from dtctl.launch.assemble import spec_of_run
@@ -108,7 +108,7 @@ def take_up_job(record: RunRecord) -> int:
 
 
 def refresh(record: RunRecord) -> None:
-    """Bring the record of a job that nobody follows up to date."""
+    """Update the record of a job that no launcher follows."""
     if not _unfollowed(record):
         return
     with _follower(record) as follower:
@@ -117,7 +117,7 @@ def refresh(record: RunRecord) -> None:
 
 
 def stop_job(record: RunRecord, *, as_json: bool) -> int:
-    """`dtctl stop` for a job of Slurm: cancel it, wait until it is over, and look whether anything of it is left."""
+    """`dtctl stop` for a job of Slurm: cancel it, wait until it is over, and check for remaining processes."""
     from dtctl.launch import stop as stopping
     from dtctl.slurm.follow import nodes_of
     from dtctl.slurm.left import look
@@ -196,7 +196,7 @@ def _catch_up(follower: Follower) -> bool:
 
 
 def _close(follower: Follower, stopped_by: int | None) -> None:
-    """Write the end down, if it has come."""
+    """Record the end, if there is one."""
     if follower.settled:
         note_end(follower.result(None, stopped_by=stopped_by), follower.emit)
 
@@ -230,7 +230,7 @@ def _follow(record: RunRecord, site: Site, emit: Callable[..., None], signals: l
             lost = False
         except ConnectError as exc:
             if not lost:
-                emit("note", node=site.name, text=f"{exc}; the job goes on, and {site.name} is called again")
+                emit("note", node=site.name, text=f"{exc}; the job continues, and {site.name} is called again")
             lost = True
             _wait(AGAIN_S, signals, cancelled=cancelled)
             continue
@@ -249,7 +249,7 @@ def _follow(record: RunRecord, site: Site, emit: Callable[..., None], signals: l
 
 
 def _wait(seconds: float, signals: list[int], *, cancelled: bool) -> None:
-    """Wait, unless a signal is to be acted upon; a handler that returns does not end `time.sleep`."""
+    """Wait unless a signal has to be handled; a handler that returns does not end `time.sleep`."""
     until = time.monotonic() + seconds
     while (remaining_s := until - time.monotonic()) > 0 and len(signals) <= int(cancelled):
         time.sleep(min(remaining_s, 0.1))

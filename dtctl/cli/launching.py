@@ -30,14 +30,14 @@ class LaunchOptions:
     slots: int | None
     overrides: tuple[str, ...]
     rest: list[str] | None
-    """What stood behind `--`; None when there was none."""
+    """What followed `--`; None without one."""
     name: str | None
     detach: bool
     doctor: bool | None
     """Whether to examine the nodes first; None: as `first_look.is_due` finds."""
     json_lines: bool
     resume: str | None = None
-    """The run whose snapshots are gone on from."""
+    """The run whose snapshots training continues from."""
     yes: bool = False
     """Whether what the spec reaches beyond its folder is agreed to."""
 
@@ -58,14 +58,14 @@ def spec_of(options: LaunchOptions) -> Spec:
         from dtctl.spec.quick import spec_from_nodes
 
         if options.spec is not None:
-            raise UsageError("--nodes is for a job without a spec, and a spec is named too", where=str(options.spec))
+            raise UsageError("--nodes is for a job without a spec, but a spec is named too", where=str(options.spec))
         if not options.rest:
             raise UsageError("there is nothing to run", hint="dtctl launch --nodes a,b -- train.py --lr 1e-3")
         return spec_from_nodes(
             options.nodes, slots=options.slots, argv=options.rest, overrides=options.overrides, base_dir=Path.cwd()
         )
     if options.slots is not None:
-        raise UsageError("--slots goes with --nodes", hint="with a spec: --set cluster.slots=N")
+        raise UsageError("--slots requires --nodes", hint="with a spec: --set cluster.slots=N")
     from dtctl.spec.load import load_spec
 
     spec = load_spec(options.spec or Path(names.SPEC_FILE), options.overrides)
@@ -128,7 +128,7 @@ def show_scripts(plan: Plan, scripts: dict[str, str]) -> None:
     output.out(f"run {plan.run}: {plan.job}, {plan.kind} over {plan.transport}, rendezvous {plan.rendezvous.endpoint}")
     rows = [[n.name, n.address, str(n.node_rank), str(n.slots), f"{n.ranks[0]}-{n.ranks[-1]}"] for n in plan.nodes]
     output.table(rows, header=["NODE", "ADDRESS", "NODE RANK", "SLOTS", "RANKS"])
-    output.out("note: no node was asked, and no file was looked for: `dtctl doctor` and `dtctl validate` do")
+    output.out("note: no node was contacted and no file was checked; `dtctl doctor` and `dtctl validate` do that")
     for note in plan.notes:
         output.out(f"note: {note}")
     for node, text in scripts.items():
@@ -230,7 +230,7 @@ def real_launch(options: LaunchOptions) -> int:
 
 
 def _continued(spec: Spec, earlier: str) -> tuple[Spec, Mapping[str, str]]:
-    """The spec and, by node, the folders of snapshots of a run that goes on from an earlier one."""
+    """The spec and, by node, the folders of snapshots of a run that continues from an earlier one."""
     from dtctl.launch import continuation
     from dtctl.launch.record import find_run
 
@@ -244,7 +244,7 @@ def _continued(spec: Spec, earlier: str) -> tuple[Spec, Mapping[str, str]]:
 
 
 def background_launch(options: LaunchOptions, spec: Spec, run: str) -> int:
-    """Leave a launcher of its own behind, and return when it says that the job runs."""
+    """Start a launcher in the background, and return when it reports that the job runs."""
     from dtctl.cli.launch_view import LaunchView
     from dtctl.launch.background import launch_in_background
     from dtctl.spec.nodes import resolve_nodes
@@ -263,5 +263,5 @@ def background_launch(options: LaunchOptions, spec: Spec, run: str) -> int:
         output.err(text.rstrip())
     if exit_code == 0:
         output.out(run)
-        output.err("it goes on without you: `dtctl status`, `dtctl logs -f`, `dtctl stop`")
+        output.err("it continues in the background: `dtctl status`, `dtctl logs -f`, `dtctl stop`")
     return exit_code

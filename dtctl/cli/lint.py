@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Format(str, Enum):
-    """Forms of output."""
+    """Output formats."""
 
     text = "text"
     json = "json"
@@ -39,25 +39,24 @@ def lint(
     paths: Annotated[
         list[Path] | None, typer.Argument(help="Files and folders: Python, shell, sbatch; - is stdin.")
     ] = None,
-    format_: Annotated[Format, typer.Option("--format", help="Form of the output.")] = Format.text,
-    fix: Annotated[bool, typer.Option("--fix", help="Mend what can be mended without a decision.")] = False,
+    format_: Annotated[Format, typer.Option("--format", help="Output format.")] = Format.text,
+    fix: Annotated[bool, typer.Option("--fix", help="Fix what needs no decision.")] = False,
     select: Annotated[str, typer.Option("--select", metavar="RULES", help="Only these rules: DT004,DT011.")] = "",
-    severity: Annotated[Level, typer.Option("--severity", help="Show nothing below this.")] = Level.info,
+    severity: Annotated[Level, typer.Option("--severity", help="Hide problems below this severity.")] = Level.info,
     spec: Annotated[
-        Path | None, typer.Option("--spec", help="The spec; with several nodes more is wrong. Default: ./dtctl.yaml.")
+        Path | None,
+        typer.Option("--spec", help="The spec; some rules apply to several nodes only. Default: ./dtctl.yaml."),
     ] = None,
     explain: Annotated[str | None, typer.Option("--explain", metavar="RULE", help="Explain a rule: DT011.")] = None,
 ) -> int:
     """Find mistakes in distributed training code; exit code 9 if there are any.
 
-    `# dtctl: ignore[DT004]` on a line waves one aside.
+    `# dtctl: ignore[DT004]` on a line suppresses one.
     """
     if explain is not None:
         return _explain(explain)
     if not paths:
-        raise UsageError(
-            "there is nothing to read", hint="`dtctl lint train.py`, or `dtctl lint .` for all of a folder"
-        )
+        raise UsageError("there is nothing to read", hint="`dtctl lint train.py`, or `dtctl lint .` for a whole folder")
     from dtctl.lint.engine import lint as linted
     from dtctl.lint.model import LEVELS
     from dtctl.lint.source import collect
@@ -116,7 +115,7 @@ def _cluster(path: Path | None) -> ClusterFacts:
     except DtctlError as exc:
         if path is not None:
             raise
-        output.err(f"note: {default} is left aside: {exc.message}")
+        output.err(f"note: {default} is ignored: {exc.message}")
         return ClusterFacts()
 
 
@@ -158,5 +157,5 @@ def _show(problems: Sequence[Problem], format_: Format, *, read: int) -> None:
         summary = ", ".join(f"{counts[name]} {name}" for name in ("error", "warning", "info") if counts[name])
         output.err(
             (summary or ("nothing found" if read else "there was no file to read"))
-            + (f"; {fixable} can be mended with --fix" if fixable else "")
+            + (f"; {fixable} can be fixed with --fix" if fixable else "")
         )

@@ -1,4 +1,4 @@
-"""`dtctl logs`: what the workers of a run have printed."""
+"""`dtctl logs`: the output of a run's workers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PIECE_BYTES = 1 << 20
 
 def logs(
     run: Annotated[str | None, typer.Argument(help="The run.  [default: the newest]", show_default=False)] = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on as more is printed, to the end.")] = False,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow the output until the run ends.")] = False,
     node: Annotated[str | None, typer.Option(help="Only this node.")] = None,
     rank: Annotated[int | None, typer.Option(help="Only this rank.")] = None,
 ) -> None:
-    """Print what the workers have printed, each line with its node and rank."""
+    """Print the output of the workers, each line with its node and rank."""
     from dtctl.errors import LaunchError
     from dtctl.launch.record import find_run
     from dtctl.launch.state import state_of

@@ -34,9 +34,7 @@ def explain(
     for name in (name.upper() for name in names_):
         if name not in variables:
             suggestion = closest_name(name)
-            raise UsageError(
-                f"{name} is not known to dtctl", hint=f"did you mean {suggestion}?" if suggestion else None
-            )
+            raise UsageError(f"dtctl does not know {name}", hint=f"did you mean {suggestion}?" if suggestion else None)
     selected = [variables[name.upper()] for name in names_]
     if json_:
         output.emit_json({"variables": [asdict(variable) for variable in selected]})
@@ -81,8 +79,8 @@ def _show(row: dict[str, Any]) -> None:
     for setting in row["set"]:
         output.out(f"  {setting['name']}={setting['value']}  # {setting['reason']}")
     if not row["set"]:
-        output.out("  nothing has to be set")
+        output.out("  no variable is needed")
     if row["unreached"]:
-        output.out(f"  cannot call {', '.join(row['unreached'])} that way; dtctl doctor says why", "red")
+        output.out(f"  cannot reach {', '.join(row['unreached'])} over it; dtctl doctor says why", "red")
     for setting in row["now"]:
         output.out(f"  now: {setting['name']}={setting['value']} (from {setting['origin']})")

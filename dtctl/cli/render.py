@@ -25,7 +25,9 @@ def render(
     name: Annotated[
         str | None, typer.Option(metavar="RUN", help="Name of the run.  [default: a new one]", show_default=False)
     ] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a value.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the spec.")
+    ] = None,
 ) -> None:
     """Write the job as a file for Kubernetes.
 

@@ -97,7 +97,7 @@ def heal(
     node: Annotated[str | None, typer.Argument(help="Only this host.  [default: all]", show_default=False)] = None,
     name: Name = None,
 ) -> None:
-    """Take back all faults; hosts that were killed are switched on again."""
+    """Undo all faults; killed hosts are switched on again."""
     from dtctl.sandbox import faults
 
     sandbox = running(name)
@@ -108,16 +108,16 @@ def heal(
 
 @app.command("down")
 def down(name: Name = None) -> None:
-    """End the sandbox and remove everything of it."""
+    """Stop the sandbox and remove everything it created."""
     from dtctl.sandbox import control
 
     sandbox_name = name or control.default_name()
     output.err(
-        f"sandbox {sandbox_name} is gone" if control.down(sandbox_name) else f"sandbox {sandbox_name} was not up"
+        f"sandbox {sandbox_name} is removed" if control.down(sandbox_name) else f"sandbox {sandbox_name} was not up"
     )
 
 
-fault = typer.Typer(help="Break something, on purpose; `heal` takes it back.", no_args_is_help=True)
+fault = typer.Typer(help="Inject a fault; `heal` undoes it.", no_args_is_help=True)
 app.add_typer(fault, name="fault")
 
 
@@ -157,7 +157,7 @@ From = Annotated[
 
 @fault.command("drop")
 def fault_drop(node: Host, port: Port, from_: From = None, name: Name = None) -> None:
-    """Drop packets to TCP ports of a host, in silence, as a firewall does."""
+    """Silently drop packets to TCP ports of a host, as a firewall does."""
     _block(node, port, from_, name, reject=False)
 
 
@@ -189,7 +189,7 @@ def fault_lose_large(node: Host, other: Other = None, name: Name = None) -> None
 @fault.command("loss")
 def fault_loss(
     node: Host,
-    percent: Annotated[float, typer.Option(help="How many of 100 packets.")],
+    percent: Annotated[float, typer.Option(help="Percentage of packets.")],
     from_: From = None,
     name: Name = None,
 ) -> None:
@@ -228,7 +228,7 @@ def fault_kill(node: Host, name: Name = None) -> None:
 
 @fault.command("freeze")
 def fault_freeze(node: Host, name: Name = None) -> None:
-    """Stop every process of a host; its kernel goes on."""
+    """Stop every process of a host; its kernel continues."""
     from dtctl.sandbox import faults
 
     sandbox = running(name)

@@ -22,8 +22,10 @@ def sbatch(
     out: Annotated[
         Path | None, typer.Option(help="Write the file here.  [default: print it]", show_default=False)
     ] = None,
-    submit: Annotated[bool, typer.Option("--submit", help="Give it to Slurm, with a copy of the code.")] = False,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a value.")] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Submit it to Slurm, with a copy of the code.")] = False,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the spec.")
+    ] = None,
     yes: Yes = False,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> None:

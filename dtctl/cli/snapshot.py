@@ -1,4 +1,4 @@
-"""`dtctl snapshot`: look at a run's snapshots, where they lie."""
+"""`dtctl snapshot`: inspect a run's snapshots where they are stored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dtctl.launch.collect_snapshot import PruneRule
     from dtctl.launch.snapshots import RunSnapshots
 
-app = typer.Typer(help="Look at snapshots: of a folder, or of a run on its nodes.", no_args_is_help=True)
+app = typer.Typer(help="Inspect snapshots in a folder, or those of a run on its nodes.", no_args_is_help=True)
 
 
 def _place(place: str | None) -> str | None:
@@ -127,12 +127,12 @@ def prune(
     keep: Annotated[
         int | None, typer.Option(min=1, help="How many of the newest good ones stay.  [default: as the run was told]")
     ] = None,
-    every_h: Annotated[float | None, typer.Option(help="Of older ones, those so many hours apart stay too.")] = None,
-    no_best: Annotated[bool, typer.Option("--no-best", help="The best ones are like any other.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    every_h: Annotated[float | None, typer.Option(help="Also keep older ones, this many hours apart.")] = None,
+    no_best: Annotated[bool, typer.Option("--no-best", help="Do not keep the best ones specially.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
     json_: Json = False,
 ) -> int:
-    """Remove old and damaged snapshots; while no good one is left, nothing goes."""
+    """Remove old and damaged snapshots; nothing is removed while there is no good one."""
     from dtctl.launch import snapshots
 
     if snapshots.is_folder(place):
@@ -165,7 +165,7 @@ def prune(
 
 
 def _prune_run(run: RunSnapshots, rule: PruneRule, *, dry_run: bool) -> tuple[list[dict[str, Any]], list[DtctlError]]:
-    """By what the nodes have together, since each may have a part of every snapshot; what each keeps and loses."""
+    """Prune by what the nodes hold together, since each may hold a part of a snapshot; what each keeps and loses."""
     from dtctl.launch import collect_snapshot, snapshots
 
     answers, silent = _all("pieces", None, [], run)
@@ -229,7 +229,7 @@ def _fetch(source: RunSnapshots, node: str, options: Sequence[str], out: Path, *
         if "error" in reply.answer:
             raise snapshots.error_of(reply)
         if draft.stat().st_size != reply.answer["size_bytes"]:
-            raise SnapshotError("the export did not arrive whole", where=f"node {node}", hint="try again")
+            raise SnapshotError("the export arrived incomplete", where=f"node {node}", hint="try again")
         draft.replace(out)
         folders.sync_folder(str(out.absolute().parent))
     except OSError as exc:
@@ -290,7 +290,7 @@ def _all(
 
 
 def _newest(verb: str, place: str | None, options: Sequence[str]) -> dict[str, Any]:
-    """The answer with the newest good snapshot; says which newer ones were passed over."""
+    """The answer with the newest good snapshot; says which newer ones were skipped."""
     from dtctl.launch import snapshots
 
     if not snapshots.is_folder(place):
@@ -298,7 +298,7 @@ def _newest(verb: str, place: str | None, options: Sequence[str]) -> dict[str, A
     answers, _ = _all(verb, place, options)
     answer = answers[None]
     for reason in answer["rejected"]:
-        output.err(f"passed over: {reason}", "yellow")
+        output.err(f"skipped: {reason}", "yellow")
     return dict(answer)
 
 
@@ -318,7 +318,7 @@ def _of_nodes(verb: str, run: RunSnapshots, options: Sequence[str], out: Path | 
         reason = f"there is no good snapshot: {'; '.join(reasons)}" if reasons else "there is no snapshot"
         raise SnapshotError(reason, where=", ".join(map(str, answers)))
     for reason in reasons:
-        output.err(f"passed over: {reason}", "yellow")
+        output.err(f"skipped: {reason}", "yellow")
     if not chosen.complete:
         with collect_snapshot.fetched(run, chosen) as folder:
             reply = snapshots.run_here([verb, str(folder), *options, *(["--out", str(out)] if out else [])])

@@ -48,9 +48,9 @@ def status(
         if failure["log"]:
             output.out(f"log: {failure['log']}")
     for node, lost in ((state.done or {}).get("lost_output") or {}).items():
-        output.out(f"output is lost: {lost:,} bytes of {node}'s could not be stored", "red")
+        output.out(f"output lost: {lost:,} bytes from {node} could not be stored", "red")
     if state.done is not None and state.done.get("left_behind", 0) is None:
-        output.out("nobody could look on every node whether processes are left; `dtctl stop` looks again", "yellow")
+        output.out("not every node could be checked for remaining processes; `dtctl stop` checks again", "yellow")
     if state.status == "abandoned":
-        advice = "`dtctl watch` gives it a new one, " if record.info().detached else ""
-        output.out(f"its launcher has ended without a word; {advice}`dtctl stop` ends what is left of it")
+        advice = "`dtctl watch` starts a new one, " if record.info().detached else ""
+        output.out(f"its launcher ended unexpectedly; {advice}`dtctl stop` ends the remaining processes")

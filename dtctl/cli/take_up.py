@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) -> int:
-    """Watch a run that goes on by itself, and restart its workers when they fail, until it is over."""
+    """Watch a run that continues by itself, and restart its workers when they fail, until it is over."""
     from dtctl.cli.launch_end import finish
     from dtctl.cli.process import caught_signals
     from dtctl.launch.assemble import attempt_of_run, job_of_run
@@ -67,11 +67,11 @@ def take_up_if_alone(record: RunRecord) -> None:
     elif state_of(record).status != "abandoned" or not record.info().detached or not record.plan():
         return
     else:
-        output.err(f"the launcher of run {record.run} has ended; it is given a new one", "yellow")
+        output.err(f"the launcher of run {record.run} has ended; starting a new one", "yellow")
     problem = take_up_in_background(record)
     if problem:
         raise LaunchError(
-            f"the run could not be taken up again: {problem.removeprefix('error: ')}",
+            f"the run could not be resumed: {problem.removeprefix('error: ')}",
             where=str(record.folder / OUTPUT_FILE),
-            hint="`dtctl stop` ends what is left of it",
+            hint="`dtctl stop` ends the remaining processes",
         )

@@ -26,7 +26,9 @@ NOT_EXAMINED = (
 
 def validate(
     spec: Annotated[Path, typer.Argument(help="The spec.")] = Path(names.SPEC_FILE),
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a value.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the spec.")
+    ] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of the spec.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""`dtctl watch`: look at a run that somebody, or an earlier you, has launched."""
+"""`dtctl watch`: follow a run that was launched earlier."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def watch(
 ) -> int:
     """Show how a run is doing until it ends; leaving with Ctrl-C does not disturb it.
 
-    A detached run whose launcher has ended, with the machine it ran on for example, is given a new one first.
+    A detached run whose launcher has ended, with the machine it ran on for example, is given a new launcher first.
     """
     from dtctl.cli.take_up import take_up_if_alone
     from dtctl.errors import LaunchError

@@ -207,4 +207,4 @@ def _what_helps(candidate: Candidate, setting: TrainingSetting, fits_with: Calla
             "more workers, if it can be sharded" if candidate.layout.fsdp == 1 else "more workers, or a mesh with tp"
         )
     advice = " or ".join(helps) or "shorter samples, or a smaller model"
-    return f"{advice}; or name a `train.strategy`, which is taken as it is"
+    return f"{advice}; or name a `train.strategy`, which is used without this check"

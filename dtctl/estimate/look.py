@@ -58,7 +58,7 @@ def forward(model: nn.Module, blocks: Sequence[nn.Module], run: Callable[[], Any
         entering = max(entering, *input_bytes[:1], 0)
 
     handles = [model.register_forward_hook(returned), *(block.register_forward_pre_hook(entered) for block in blocks)]
-    tracker = Kept(model)
+    tracker = SavedTensors(model)
     try:
         with torch.autograd.graph.saved_tensors_hooks(tracker.keep, lambda tensor: tensor):
             run()
@@ -77,7 +77,7 @@ def forward(model: nn.Module, blocks: Sequence[nn.Module], run: Callable[[], Any
     return measured | ({"looked_up": 0} if tied else {})
 
 
-class Kept:
+class SavedTensors:
     """What autograd keeps for the backward pass, each storage once, without the model's own.
 
     Attributes:
@@ -85,14 +85,14 @@ class Kept:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
-        self._seen: dict[int, Any] = {}
+        self._model_storages = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
+        self._storages: dict[int, Any] = {}
         self.bytes = 0
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Note a tensor that is saved."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._own and storage._cdata not in self._seen:
-            self._seen[storage._cdata] = storage  # held, so that no other takes its place
+        if storage._cdata not in self._model_storages and storage._cdata not in self._storages:
+            self._storages[storage._cdata] = storage  # held, so that no other takes its place
             self.bytes += storage.nbytes()
         return tensor

@@ -14,7 +14,7 @@ class Model:
     name: str
     params: float
     """All parameters."""
-    used: float
+    active_params: float
     """Parameters that a token is multiplied with: not embeddings that are looked up, nor experts that are not used."""
     layers: int
     block_params: float
@@ -46,7 +46,7 @@ class Model:
     @property
     def tied(self) -> bool:
         """Whether the output shares its weight with the embedding, in a model without experts."""
-        return self.used == self.params
+        return self.active_params == self.params
 
     @property
     def root_params(self) -> float:
@@ -64,7 +64,7 @@ def from_inspection(data: Mapping[str, Any], *, name: str) -> Model:
     return Model(
         name=name,
         params=float(data["params"]),
-        used=max(1.0, float(data["params"]) - float(data["looked_up"])),
+        active_params=max(1.0, float(data["params"]) - float(data["looked_up"])),
         layers=layers,
         block_params=float(data["block_params"]),
         seq=seq,

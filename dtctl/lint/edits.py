@@ -28,7 +28,7 @@ def imported(module: SourceFile, name: str) -> tuple[Edit, ...] | None:
         return None
     plain = [
         statement
-        for statement in module.each(ast.Import)
+        for statement in module.nodes_of(ast.Import)
         if module.parents[statement] is module.tree
         and any(alias.name == name and not alias.asname for alias in statement.names)
     ]
@@ -36,7 +36,7 @@ def imported(module: SourceFile, name: str) -> tuple[Edit, ...] | None:
         return ()
     if module.aliases.get(name, name) != name or name in module.functions:
         return None
-    imports: list[ast.Import | ast.ImportFrom] = [*module.each(ast.Import), *module.each(ast.ImportFrom)]
+    imports: list[ast.Import | ast.ImportFrom] = [*module.nodes_of(ast.Import), *module.nodes_of(ast.ImportFrom)]
     top = [
         statement
         for statement in imports

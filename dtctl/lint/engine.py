@@ -167,13 +167,13 @@ def _guarded(work: Callable[[], Iterable[Problem]], path: Path, name: str) -> li
         raise
     except Exception as exc:  # noqa: BLE001 - whatever it is
         message = f"{type(exc).__name__}: {exc}"
-        return [failed(path, f"the rule {name} failed on this file ({message}); it is dtctl's mistake")]
+        return [failed(path, f"the rule {name} failed on this file ({message}); this is a bug in dtctl")]
 
 
 def _with_a_large_stack(work: Callable[[], list[Problem]], path: Path) -> list[Problem]:
     """What a function returns that needs more stack than usual: it runs in a thread that has it."""
     problems: list[Problem] = []
-    too_deep = unreadable(path, 1, 1, "is nested too deeply to be looked at")
+    too_deep = unreadable(path, 1, 1, "is nested too deeply to be analyzed")
 
     def run() -> None:
         try:
@@ -197,7 +197,7 @@ def _with_a_large_stack(work: Callable[[], list[Problem]], path: Path) -> list[P
 
 def unreadable(path: Path, line: int, column: int, message: str) -> Problem:
     """The problem of a file that no rule can be applied to."""
-    return _dt000(path, line, column, f"the file {message}", "mend this first; no rule was applied to the file")
+    return _dt000(path, line, column, f"the file {message}", "fix this first; no rule was applied to the file")
 
 
 def failed(path: Path, message: str) -> Problem:

@@ -17,15 +17,15 @@ from dtctl.lint.source import NEWLINE, Kind, decoded, kind_of
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """What became of a file."""
+    """The result for one file."""
 
     mended: tuple[Problem, ...] = ()
     refused: str = ""
-    """Why the file was left as it was although there was something to mend; empty if nothing was refused."""
+    """Why the file was left as it was although there was something to fix; empty if nothing was refused."""
 
 
 def fixed_text(text: str, problems: Sequence[Problem]) -> tuple[str, list[Problem]]:
-    """A text with the edits of some problems applied, and the problems that this mends.
+    """A text with the edits of some problems applied, and the problems that this fixes.
 
     A problem whose edits lie in the way of an earlier one's is left for the next run. Edits that several problems share
     are made once. New lines end as the first line of the text does.
@@ -69,9 +69,9 @@ def _clashes(begin: int, end: int, new: str, edited: dict[tuple[int, int], set[s
 
 
 def apply(path: Path, problems: Sequence[Problem]) -> Fixed:
-    """Mend a file in place; it is replaced whole, or not at all.
+    """Fix a file in place; it is replaced whole, or not at all.
 
-    A link stays, and the file that it leads to is mended. Encoding, byte order mark, line ends and mode stay. A result
+    A link stays, and the file that it points to is fixed. Encoding, byte order mark, line ends and mode stay. A result
     that Python or the shell would not read is not written.
     """
     try:
@@ -95,12 +95,12 @@ def apply(path: Path, problems: Sequence[Problem]) -> Fixed:
 
 
 def _wrong(text: str, kind: Kind | None) -> str:
-    """Why a mended text must not be written; empty if it may be."""
+    """Why a fixed text must not be written; empty if it may be."""
     if kind == "python":
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                compile(text, "mended", "exec", dont_inherit=True)  # more than parsing: where __future__ may stand
+                compile(text, "fixed", "exec", dont_inherit=True)  # more than parsing: where __future__ may stand
         except (SyntaxError, ValueError, MemoryError, RecursionError) as exc:
             return f"the result would not be Python: {exc}"
         return ""
@@ -113,7 +113,7 @@ def _wrong(text: str, kind: Kind | None) -> str:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Put other content in the place of a file's, with its mode."""
+    """Put other content in place of a file's, with its mode."""
     temporary = path.with_name(f".{path.name}.dtctl-{os.getpid()}")
     try:
         with temporary.open("wb") as file:

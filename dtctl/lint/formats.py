@@ -104,7 +104,7 @@ def explained(rule: Rule) -> str:
     parts += ["", "Right:", "", _indented(rule.right), ""]
     if rule.exempt:
         parts += [f"Does not apply: {' '.join(rule.exempt.split())}", ""]
-    parts += [f"Fix: {rule.fix}{' (--fix mends the plain cases)' if rule.fixable else ''}", f"Source: {rule.source}"]
+    parts += [f"Fix: {rule.fix}{' (--fix handles the plain cases)' if rule.fixable else ''}", f"Source: {rule.source}"]
     return "\n".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""What the linter says: problems, and the edits that mend some of them."""
+"""What the linter says: problems, and the edits that fix some of them."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class ClusterFacts:
     """Number of nodes; None when no spec says it."""
 
     @property
-    def several(self) -> bool:
+    def multi_node(self) -> bool:
         """Whether it surely runs on several nodes."""
         return self.nodes is not None and self.nodes > 1
 
     @property
-    def one(self) -> bool:
+    def single_node(self) -> bool:
         """Whether it surely runs on one node."""
         return self.nodes == 1

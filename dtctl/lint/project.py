@@ -23,7 +23,7 @@ class Project:
         self._collective: dict[SourceFile, dict[str, str]] = {}
         self._reach: dict[SourceFile, tuple[SourceFile, ...]] = {}
         self._entries: dict[str, frozenset[str]] = {}
-        self._found: dict[tuple[str, str, int], tuple[str, ...]] = {}
+        self._files: dict[tuple[str, str, int], tuple[str, ...]] = {}
 
     def add(self, module: SourceFile) -> None:
         """Remember a module that was read already."""
@@ -134,9 +134,9 @@ class Project:
     def files(self, path: Path, name: str, dots: int) -> tuple[str, ...]:
         """The file of a module imported from `path`: beside it or, as packages are, further up; empty without one."""
         folder = os.path.dirname(path) or "."
-        cached = self._found.get((folder, name, dots))
+        cached = self._files.get((folder, name, dots))
         if cached is None:
-            cached = self._found[(folder, name, dots)] = self._look(folder, name, dots)
+            cached = self._files[(folder, name, dots)] = self._look(folder, name, dots)
         return cached
 
     def _look(self, folder: str, name: str, dots: int) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ class Rule:
     exempt: str = ""
     """Where it does not apply although it might look so."""
     fixable: bool = False
-    """Whether `--fix` mends the plain cases."""
+    """Whether `--fix` fixes the plain cases."""
 
 
 @functools.cache
@@ -48,5 +48,5 @@ def explained_syntax() -> str:
         f"{SYNTAX} unreadable (error)\n\n"
         "The file could not be read: it is not Python, or not text in the encoding that it names, or it may not be\n"
         "opened. No rule was applied to it, and the others were read all the same. Also said of a file on which a\n"
-        "rule broke down; that is a mistake of dtctl, and the message names the rule."
+        "rule broke down; that is a bug in dtctl, and the message names the rule."
     )

@@ -30,7 +30,7 @@ def check_shell(path: str, text: str, cluster: ClusterFacts) -> list[Problem]:
     try:
         script = scanned(text)
     except RecursionError:  # quotations in substitutions in quotations, a thousand deep
-        script = Script(whole=False)
+        script = Script(complete=False)
     read = said_only(text, script)
     return [
         problem
@@ -68,7 +68,7 @@ def logical_lines(text: str) -> Iterator[tuple[int, str]]:
 def _line(path: str, line: int, words: str, read: Read) -> Iterator[Problem]:
     code = _without_comment(words)
     counts = (*_NODES.findall(read.text), *_NNODES.findall(code))
-    several = read.cluster.several or any(int(count) > 1 for count in counts)
+    several = read.cluster.multi_node or any(int(count) > 1 for count in counts)
     launcher = _LAUNCH.search(code)
     if launcher is not None:
         yield _problem(
@@ -85,13 +85,13 @@ def _line(path: str, line: int, words: str, read: Read) -> Iterator[Problem]:
                 yield _problem(path, line, at, "DT029", *judged)
         elif name == "MASTER_ADDR" and value in ("localhost", "127.0.0.1", "::1") and several:
             yield _problem(
-                path, line, at, "DT035", "error", f"MASTER_ADDR={value} on several nodes: every node meets itself only",
+                path, line, at, "DT035", "error", f"MASTER_ADDR={value} on several nodes: each connects to itself",
                 "the address of the first node: $(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1)",
             )  # fmt: skip
     address = re.search(r"--master[_-]addr[= ]\"?(localhost|127\.0\.0\.1)\b", code)
     if address is not None and several and _NNODES.search(code):
         yield _problem(
-            path, line, address.start(), "DT035", "error", f"{address[0]} on several nodes: each meets itself only",
+            path, line, address.start(), "DT035", "error", f"{address[0]} on several nodes: each connects to itself",
             "the address of the first node",
         )  # fmt: skip
 
@@ -102,7 +102,7 @@ def _torchrun(read: Read, line: int, column: int) -> tuple[Edit, ...]:
     Only with --use_env: without it the script is told its local rank by an argument. Only in a simple command: what is
     quoted, or part of an array, is used elsewhere in ways that cannot be seen.
     """
-    if not read.script.whole:
+    if not read.script.complete:
         return ()
     at = sum(len(text_line) + 1 for text_line in read.text.split("\n")[: line - 1]) + column
     for command in read.script.commands:
@@ -152,7 +152,7 @@ def _without_comment(line: str) -> str:
     lexer.whitespace_split, lexer.commenters = True, ""
     try:
         words = list(lexer)
-    except ValueError:  # a quotation that goes on in the next line
+    except ValueError:  # a quotation that continues in the next line
         return line
     at = 0
     for word in words:

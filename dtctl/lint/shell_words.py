@@ -47,7 +47,7 @@ class Script:
     commands: list[Command] = field(default_factory=list)
     documents: list[tuple[int, int, Command]] = field(default_factory=list)
     """Here-documents: from, to, and whose."""
-    whole: bool = True
+    complete: bool = True
     """Whether all of it was understood; a quotation may not end."""
 
 
@@ -88,7 +88,7 @@ def scanned(text: str) -> Script:
                 command = Command()
             at = end
         if at > len(text):
-            script.whole = False
+            script.complete = False
     _ended(script, command)
     return script
 

@@ -1,4 +1,4 @@
-"""Reading files to lint: which ones, as what, and which problems their comments wave aside."""
+"""Reading files to lint: which ones, as what, and which problems their comments suppress."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _walk(folder: Path, unread: list[tuple[Path, str]]) -> Iterator[Path]:
 
 
 class Ignored:
-    """What comments of a file wave aside: `# dtctl: ignore[DT004]` on the line, `ignore-file` for all of it."""
+    """What comments of a file suppress: `# dtctl: ignore[DT004]` on the line, `ignore-file` for all of it."""
 
     def __init__(self, text: str, *, python: bool = False) -> None:
         self._lines: dict[int, frozenset[str]] = {}
@@ -158,7 +158,7 @@ class Ignored:
                 self._lines[number] = rules
 
     def covers(self, rule: str, line: int, end_line: int) -> bool:
-        """Whether a problem is waved aside: on its first or last line, or for the file."""
+        """Whether a problem is suppressed: on its first or last line, or for the file."""
         if self._all or rule in self._file:
             return True
         lines = [self._lines[number] for number in (line, end_line) if number in self._lines]

@@ -63,10 +63,10 @@ class SourceFile:
         calls = self._visit()
         for nodes in self.nodes.values():
             nodes.sort(key=position)
-        statements: list[ast.Import | ast.ImportFrom] = [*self.each(ast.Import), *self.each(ast.ImportFrom)]
+        statements: list[ast.Import | ast.ImportFrom] = [*self.nodes_of(ast.Import), *self.nodes_of(ast.ImportFrom)]
         for statement in statements:
             self._imported(statement)
-        functions: list[Function] = [*self.each(ast.FunctionDef), *self.each(ast.AsyncFunctionDef)]
+        functions: list[Function] = [*self.nodes_of(ast.FunctionDef), *self.nodes_of(ast.AsyncFunctionDef)]
         for function in functions:
             self.functions[function.name].append(function)
             for argument in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs):
@@ -125,16 +125,16 @@ class SourceFile:
                 self.aliases[alias.asname or alias.name] = "." * statement.level + qualified
 
     def _bind(self) -> None:
-        for assign in self.each(ast.Assign):
+        for assign in self.nodes_of(ast.Assign):
             for target in assign.targets:
                 self._target(target, assign.value, assign)
-        typed: list[ast.AnnAssign | ast.NamedExpr] = [*self.each(ast.AnnAssign), *self.each(ast.NamedExpr)]
+        typed: list[ast.AnnAssign | ast.NamedExpr] = [*self.nodes_of(ast.AnnAssign), *self.nodes_of(ast.NamedExpr)]
         for node in typed:
             self._target(node.target, node.value, node)
-        loops: list[ast.For | ast.AsyncFor] = [*self.each(ast.For), *self.each(ast.AsyncFor)]
+        loops: list[ast.For | ast.AsyncFor] = [*self.nodes_of(ast.For), *self.nodes_of(ast.AsyncFor)]
         for loop in loops:
             self._target(loop.target, None, loop)
-        for block in self.each(ast.With):
+        for block in self.nodes_of(ast.With):
             for item in block.items:
                 if item.optional_vars is not None:
                     self._target(item.optional_vars, item.context_expr, block)
@@ -191,11 +191,11 @@ class SourceFile:
             return names.canonical(f"{below}.{node.attr}") if below else None
         return None
 
-    def each(self, kind: type[Kind]) -> list[Kind]:
+    def nodes_of(self, kind: type[Kind]) -> list[Kind]:
         """All nodes of a kind, in the order of the file. Kinds in `_WANTED` only."""
         return cast("list[Kind]", self.nodes.get(kind, []))
 
-    def called(self, *names: str) -> list[ast.Call]:
+    def calls_of(self, *names: str) -> list[ast.Call]:
         """Calls of any of these resolved names, in the order of the file."""
         calls = [call for name in names for call in self.calls.get(name, ())]
         return sorted(calls, key=position) if len(names) > 1 else calls

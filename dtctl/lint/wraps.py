@@ -43,7 +43,7 @@ def wrap_of(module: SourceFile, call: ast.Call) -> Wrap | None:
 
 def wraps(module: SourceFile) -> list[Wrap]:
     """All wraps of a file, in its order."""
-    candidates = [wrap_of(module, call) for call in module.called(*_KINDS)]
+    candidates = [wrap_of(module, call) for call in module.calls_of(*_KINDS)]
     return [wrap for wrap in candidates if wrap is not None]
 
 

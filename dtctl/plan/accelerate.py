@@ -32,7 +32,7 @@ def variables(settings: FrameworkSettings) -> dict[str, str]:
         raise settings.refused("strategy", "Accelerate has no pipelines")
     else:
         env |= _sharded(settings, degrees)
-    settings.done()
+    settings.refuse_remaining()
     return env
 
 

@@ -1,4 +1,4 @@
-"""The one entrance from a checked spec to a plan. Pure: what it needs to know of the world is handed in."""
+"""The entry point from a checked spec to a plan. Pure: what it needs to know of the world is handed in."""
 
 from __future__ import annotations
 
@@ -72,7 +72,14 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
         sizes = {placement.slots for placement in placements}
         training = check_training(spec, workers=total, per_node=sizes.pop() if len(sizes) == 1 else 0)
     shared = _Shared(
-        spec=spec, kind=kind, run=run, attempt=attempt, meeting=meeting, program=program, made=generated, total=total
+        spec=spec,
+        kind=kind,
+        run=run,
+        attempt=attempt,
+        meeting=meeting,
+        program=program,
+        generated=generated,
+        total=total,
     )
     return Plan(
         run=run,
@@ -114,7 +121,7 @@ class _Shared:
     attempt: int
     meeting: Rendezvous
     program: Program
-    made: Generated
+    generated: Generated
     total: int
 
 
@@ -130,7 +137,7 @@ def _node(node: NodeSpec, placement: Placement, shared: _Shared, facts: PlanFact
     )
     variables = env.merge(
         env.defaults(kind=kind, slots=placement.slots, share=facts.share),
-        env.generated(shared.made.env, framework=kind),
+        env.generated(shared.generated.env, framework=kind),
         env.from_environ(spec.job.env_from, facts.environ),
         _interface(spec, node),
         env.from_spec(spec.job.env, origin="job.env"),

@@ -32,7 +32,7 @@ def config(settings: FrameworkSettings) -> dict[str, Any]:
     Raises:
         PlanError: a key of `train:` has no counterpart.
     """
-    generated = _from_settings(settings) if settings.left else {}
+    generated = _from_settings(settings) if settings.remaining else {}
     for key, value in settings.spec.job.deepspeed.items():
         nested = isinstance(value, dict) and isinstance(generated.get(key), dict)
         generated[key] = {**generated[key], **value} if nested else value
@@ -55,7 +55,7 @@ def _from_settings(settings: FrameworkSettings) -> dict[str, Any]:
         generated["optimizer"] = _optimizer(settings, optimizer)
     if log_every := settings.take("log_every"):
         generated["steps_per_print"] = log_every
-    settings.done()
+    settings.refuse_remaining()
     return generated
 
 

@@ -73,7 +73,7 @@ def _threads(slots: int, share: Share | None) -> list[EnvVar]:
     if share is None:
         return [EnvVar(name=name, value="1", origin="dtctl: as torchrun does when several workers share a node")]
     if share.threads is not None:
-        return [EnvVar(name=name, value=share.threads, origin="set in the shell that launches")]
+        return [EnvVar(name=name, value=share.threads, origin="set in the launching shell")]
     workers = f"{slots} workers" if share.nodes == 1 else f"{share.nodes} nodes of {slots} worker{'s' * (slots > 1)}"
     origin = f"dtctl: {workers} share this machine's {share.cores} core{'s' * (share.cores > 1)}"
     return [EnvVar(name=name, value=str(max(1, share.cores // (share.nodes * slots))), origin=origin)]

@@ -29,15 +29,15 @@ class FrameworkSettings:
     workers: int
     per_node: int
     """Workers of every node; 0 when nodes differ."""
-    left: dict[str, Any] = field(default_factory=dict)
+    remaining: dict[str, Any] = field(default_factory=dict)
 
     def take(self, key: str) -> Any:
         """The value of a key, or None if the spec does not set it; the key counts as understood."""
-        return self.left.pop(key, None)
+        return self.remaining.pop(key, None)
 
     def take_part(self, key: str, *allowed: str) -> dict[str, Any]:
         """The keys of a part of the section, `train.fsdp`; those that are not in `known` are refused if set."""
-        part: dict[str, Any] = self.left.pop(key, None) or {}
+        part: dict[str, Any] = self.remaining.pop(key, None) or {}
         for name in part:
             if name not in allowed:
                 raise self.refused(f"{key}.{name}")
@@ -51,13 +51,13 @@ class FrameworkSettings:
             hint="remove it, and give it to the program in its own way: `job.args`, `job.env` or a file",
         )
 
-    def done(self) -> None:
+    def refuse_remaining(self) -> None:
         """Refuse what is left.
 
         Raises:
             PlanError: a key that is set has no counterpart.
         """
-        for key in self.left:
+        for key in self.remaining:
             if key not in OWN:
                 raise self.refused(key)
 
@@ -97,5 +97,5 @@ class FrameworkSettings:
 def settings_for(spec: Spec, framework: str, *, workers: int, per_node: int) -> FrameworkSettings:
     """What a spec sets, for a framework of this name to take."""
     return FrameworkSettings(
-        spec=spec, framework=framework, workers=workers, per_node=per_node, left=dict(spec.settings)
+        spec=spec, framework=framework, workers=workers, per_node=per_node, remaining=dict(spec.settings)
     )

@@ -42,11 +42,11 @@ def generate(spec: Spec, kind: Kind, placements: Sequence[Placement], *, slots_k
     if not slots_known:
         if spec.cluster.transport == "slurm":
             raise PlanError(
-                f"what {framework} is told depends on the number of workers, which `slots: auto` leaves open",
+                f"what {framework} is given depends on the number of workers, which is unknown with `slots: auto`",
                 where=spec.written_at("cluster.slots"),
                 hint="give it as a number: `slots: 8`",
             )
-        note = f"what {framework} is told is made of `train` once the slots are counted"
+        note = f"the settings of {framework} are derived from `train` once the slots are counted"
         return Generated(args=local_rank, notes=(note,))
     slots = {placement.slots for placement in placements}
     per_node = slots.pop() if len(slots) == 1 else 0
@@ -79,20 +79,20 @@ def _check(spec: Spec, kind: Kind, added: Sequence[str]) -> None:
     for word, kinds in (("local_rank", WORKER_KINDS), ("deepspeed_config", {"deepspeed"})):
         if word in added and kind not in kinds:
             raise PlanError(
-                f"add_args: {word} does not go with kind {kind}",
+                f"add_args: {word} does not work with kind {kind}",
                 where=spec.written_at("job.add_args"),
-                hint=f"it goes with kind {', '.join(sorted(kinds))}",
+                hint=f"it works with kind {', '.join(sorted(kinds))}",
             )
     if "megatron" in added and kind not in ("torchrun", "direct"):
         raise PlanError(
-            f"add_args: megatron does not go with kind {kind}",
+            f"add_args: megatron does not work with kind {kind}",
             where=spec.written_at("job.add_args"),
             hint="Megatron-LM's programs are started by torchrun: `kind: torchrun`",
         )
     for word, argument in (("deepspeed_config", spec.job.deepspeed), ("megatron", None)):
         if word in added and spec.train is None and not argument:
             raise PlanError(
-                f"add_args: {word} is made of `train`, and the spec has none", where=spec.written_at("job.add_args")
+                f"add_args: {word} is derived from `train`, which the spec lacks", where=spec.written_at("job.add_args")
             )
     if spec.job.deepspeed and kind != "deepspeed":
         raise PlanError(

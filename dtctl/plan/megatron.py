@@ -49,7 +49,7 @@ def arguments(settings: FrameworkSettings) -> tuple[str, ...]:
     if optimizer := settings.take("optimizer"):
         args += ["--optimizer", OPTIMIZERS[optimizer]]
     args += _memory(settings) + _checkpoints(settings)
-    settings.done()
+    settings.refuse_remaining()
     return tuple(args)
 
 

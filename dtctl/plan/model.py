@@ -50,7 +50,7 @@ class Rendezvous:
     """Where the workers of one attempt find each other; new for every attempt."""
 
     run_id: str
-    """Distinguishes this attempt from all others, so that a straggler of the last one is turned away."""
+    """Distinguishes this attempt from all others, so that a straggler of the previous one is rejected."""
     address: str
     """Numeric address (or, in a dry run without look-ups, the name) of the head node."""
     port: int

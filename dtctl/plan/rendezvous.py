@@ -60,7 +60,7 @@ def check_reachable(address: str, *, node: str, nodes: int) -> None:
     """
     if nodes > 1 and is_numeric(address) and ip_address(address).is_loopback:
         raise PlanError(
-            f"the head node's address is {address}, which every other node takes for itself",
+            f"the head node's address is {address}, which every other node takes to be itself",
             where=f"node {node}",
             hint="give its address on the network between the nodes: `cluster.nodes: [{name: ..., address: ...}]`",
         )

@@ -37,7 +37,7 @@ class _Renderer:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, request: tuple[Any, ...], name: str) -> dict[str, Any]:
+    def call(self, request: tuple[Any, ...], name: str) -> dict[str, Any]:
         with self._lock:
             process = self._process = self._process or self._start()
             clock = threading.Timer(WALL_LIMIT_S, process.kill)
@@ -77,7 +77,7 @@ def _renderer() -> _Renderer:
 
 def render(name: str, values: Mapping[str, object], *, folders: Sequence[Path]) -> str:
     """See `dtctl.render.render`."""
-    answer = _renderer().ask((name, dict(values), [*folders]), name)
+    answer = _renderer().call((name, dict(values), [*folders]), name)
     if "text" in answer:
         return str(answer["text"])
     raise RenderError(answer["message"], where=answer["where"], hint=answer["hint"])

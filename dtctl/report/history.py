@@ -18,7 +18,7 @@ TOLD = {
     "prepare": "connected, receives code",
     "start": "workers start and find each other",
     "run": "workers run",
-    "away": "out of reach, goes on by itself",
+    "away": "unreachable, continues by itself",
 }
 
 
@@ -63,7 +63,7 @@ class History:
         return [mark for mark in self.marks if mark.kind in kinds]
 
 
-def tell(events: Iterable[Mapping[str, Any]], *, began: float, length_s: float) -> History:
+def history_of(events: Iterable[Mapping[str, Any]], *, began: float, length_s: float) -> History:
     """The course of a run.
 
     Args:
@@ -87,7 +87,7 @@ def tell(events: Iterable[Mapping[str, Any]], *, began: float, length_s: float) 
                 history.interfaces[node] = str(event["interface"])
             if state in ("lost", "failed", "away"):
                 reason = f": {event['error']}" if event.get("error") else ""
-                text = f"was {state}{reason}" if state != "away" else "is out of reach; its workers go on"
+                text = f"was {state}{reason}" if state != "away" else "is unreachable; its workers continue"
                 history.marks.append(Mark(time_s=now_s, kind="failure", text=text, node=node))
         else:
             mark = _mark(kind, event, now_s, consequence=ending_all)
@@ -121,7 +121,9 @@ def _mark(kind: str, event: Mapping[str, Any], now_s: float, *, consequence: boo
         return Mark(time_s=now_s, kind="exit" if consequence else "failure", text=text, node=node)
     if kind == "restart":
         wait = f", after a wait of {event['wait_s']:g} s" if event.get("wait_s") else ""
-        text = f"restart {event.get('attempt')} of {event.get('of')}{wait}: {who(event)} {event.get('reason', '')}"
+        text = (
+            f"restart {event.get('attempt')} of {event.get('of')}{wait}: {subject_of(event)} {event.get('reason', '')}"
+        )
         return Mark(time_s=now_s, kind="restart", text=text, node=node)
     if kind == "start" and not event.get("attempt"):
         return None
@@ -136,10 +138,10 @@ _WORDS = {
     "snapshot": ("snapshot", "snapshot of step {step}"),
     "hang": ("hang", "no progress for {silent_s} s"),
     "stopping": ("stop", "all nodes are stopped: {reason}"),
-    "replaced": ("failure", "{by} takes its place: {reason}"),
-    "left-out": ("failure", "is left out, {nodes} nodes go on: {reason}"),
-    "taken-up": ("note", "a new launcher takes up the run"),
-    "time-is-up": ("stop", "the time of the job is up (job.time_s)"),
+    "replaced": ("failure", "replaced by {by}: {reason}"),
+    "left-out": ("failure", "is left out, {nodes} nodes continue: {reason}"),
+    "taken-up": ("note", "a new launcher takes over the run"),
+    "time-is-up": ("stop", "the job's time limit is reached (job.time_s)"),
     "note": ("note", "{text}"),
     "done": ("end", "{status}"),
 }
@@ -158,7 +160,7 @@ def _rank(event: Mapping[str, Any]) -> str:
     return f"rank {rank}" if isinstance(rank, int) and rank >= 0 else "the agent"
 
 
-def who(failure: Mapping[str, Any]) -> str:
+def subject_of(failure: Mapping[str, Any]) -> str:
     """`rank 3 on node2`, `node2`, or `a worker` where it is not known."""
     node, rank = failure.get("node"), failure.get("rank")
     if not node:

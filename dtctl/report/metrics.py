@@ -63,7 +63,7 @@ class MetricsTable:
     rows: int
     damaged: int
     """Lines that are not whole."""
-    every: int = 1
+    stride: int = 1
     """A line in so many was read in full."""
     step_s: tuple[float, ...] = ()
     """Seconds per step of at most 100,000 lines, ascending, for percentiles."""
@@ -163,8 +163,8 @@ class _Form:
     watched: tuple[str, ...]
     usual: re.Pattern[str]
     """Finds the watched values of a line."""
-    more: re.Pattern[str]
-    """Finds lines that go on after the usual last key."""
+    suffix: re.Pattern[str]
+    """Finds lines that continue after the usual last key."""
 
 
 def _form(lines: Sequence[bytes]) -> _Form | None:
@@ -231,7 +231,7 @@ def _long(path: Path) -> MetricsTable:
         curves=curves,
         rows=rows,
         damaged=sum(part.damaged for part in parts),
-        every=round(rows / POINTS),
+        stride=round(rows / POINTS),
         step_s=_sorted([seconds for part in parts for seconds in part.times]),
     )
 
@@ -252,7 +252,7 @@ def _part(path: Path, form: _Form, begin: int, end: int, size: int) -> _Part:
             part.buckets[name].append(_summed(first["step"], numbers))
             if name == "step_s":
                 part.times += numbers[::10]
-        for match in form.more.finditer(block):
+        for match in form.suffix.finditer(block):
             row = _row(block[block.rfind("\n", 0, match.start()) + 1 : block.find("\n", match.end())])
             _add(part.columns, row or {}, without=form.keys)
     return part

@@ -13,7 +13,7 @@ import dtctl
 from dtctl.launch.ledger import PHASES
 from dtctl.render import builtin_templates
 from dtctl.report.charts import charts
-from dtctl.report.history import TOLD, Mark, ending, who
+from dtctl.report.history import TOLD, Mark, ending, subject_of
 from dtctl.report.metrics import MetricsTable, percentile
 from dtctl.report.run import RunFacts
 
@@ -146,9 +146,9 @@ def verdict(run: RunFacts) -> str:
     failure = (state.done or {}).get("first_failure")
     if failure:
         summary = f": {failure['summary']}" if failure.get("summary") else ""
-        first = f"Failed after {took}: {who(failure)} {ending(failure)}{summary}."
+        first = f"Failed after {took}: {subject_of(failure)} {ending(failure)}{summary}."
     elif state.status == "abandoned":
-        first = f"Its launcher ended without a word after {took}."
+        first = f"Its launcher ended unexpectedly after {took}."
     elif state.over:
         first = f"{state.status.capitalize()} after {took}."
     else:
@@ -192,7 +192,7 @@ def tiles(run: RunFacts) -> list[tuple[str, str, str]]:
     best_evaluation = (
         f"{_count(processes_left, 'process')} left"
         if processes_left is not None
-        else "nobody could look what is left"
+        else "remaining processes could not be counted"
         if end
         else ""
     )
@@ -329,10 +329,10 @@ def metrics_note(metrics: MetricsTable | None) -> str:
             "metrics.jsonl."
         )
     parts = [f"{metrics.rows:,} lines of metrics.jsonl"]
-    if metrics.every > 1:
+    if metrics.stride > 1:
         parts.append(
             "loss, norm of the gradient and mean time of a step: mean, least and greatest of every line; the other "
-            f"values: of one line in {metrics.every}, and every evaluation"
+            f"values: of one line in {metrics.stride}, and every evaluation"
         )
     elif any(curve.low for curve in metrics.curves.values()):
         parts.append("curves are the mean of neighbouring lines, the band their least and greatest")

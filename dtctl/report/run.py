@@ -12,7 +12,7 @@ from dtctl import folders, names
 from dtctl.errors import SpecError, UsageError
 from dtctl.launch.record import RunInfo, RunRecord
 from dtctl.launch.state import RunState, state_of
-from dtctl.report.history import History, tell
+from dtctl.report.history import History, history_of
 from dtctl.report.metrics import MetricsTable, read
 from dtctl.spec import positions
 from dtctl.spec.load import MAX_BYTES
@@ -71,7 +71,7 @@ def facts(record: RunRecord) -> RunFacts:
         spec=text,
         settings={key: HIDDEN if key in hidden else value for key, value in settings.items()},
         environment=environment(plan),
-        history=tell(record.events(), began=state.started, length_s=state.duration_s),
+        history=history_of(record.events(), began=state.started, length_s=state.duration_s),
         metrics=read(record.folder / names.METRICS_FILE),
     )
 

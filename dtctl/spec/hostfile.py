@@ -33,7 +33,7 @@ def parse(text: str, *, source: str) -> list[HostfileLine]:
     is checked and then left alone: dtctl never starts more workers than `slots`.
 
     Raises:
-        SpecError: a line is not of this form, a name stands twice, or there is none.
+        SpecError: a line is not of this form, a name is listed twice, or there is none.
     """
     entries: dict[str, HostfileLine] = {}
     for number, line in enumerate(text.split("\n"), 1):
@@ -43,7 +43,7 @@ def parse(text: str, *, source: str) -> list[HostfileLine]:
         node = _line(words, f"{source}:{number}")
         if node.name in entries:
             raise SpecError(
-                f"node {node.name} stands twice in the hostfile: {entries[node.name].where} and {node.where}",
+                f"node {node.name} is listed twice in the hostfile: {entries[node.name].where} and {node.where}",
                 where=node.where,
                 hint="add up its slots in one line",
             )
@@ -60,12 +60,12 @@ def _line(words: list[str], where: str) -> HostfileLine:
         name = mpich["name"]
         counts["slots"] = _count("slots", mpich["slots"], where)
     elif "=" in name:
-        raise SpecError(f"{name!r} stands where the name of a node should", where=where, hint=_USUAL)
+        raise SpecError(f"{name!r} is not the name of a node", where=where, hint=_USUAL)
     for word in words[1:]:
         key, equals, value = word.partition("=")
         key = key.replace("-", "_")
         if not equals or key not in ("slots", "max_slots"):
-            raise SpecError(f"{word!r} means nothing in a hostfile", where=where, hint=_USUAL)
+            raise SpecError(f"{word!r} is not understood in a hostfile", where=where, hint=_USUAL)
         if key in counts:
             raise SpecError(f"{key} of node {name} are given twice", where=where, hint=_USUAL)
         counts[key] = _count(key, value, where)

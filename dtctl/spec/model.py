@@ -68,7 +68,7 @@ class NodeEntry(Section):
 
 
 class Cluster(Section):
-    """The machines and the way to them."""
+    """The machines and how to reach them."""
 
     transport: TransportName = "local"
     """How nodes are reached: `local` is this machine alone, `sandbox` virtual hosts on it."""
@@ -97,14 +97,14 @@ class Cluster(Section):
     connect_timeout_s: Positive = 10.0
     """Seconds a node has to answer."""
     link_timeout_s: Annotated[float, Field(strict=True, ge=2, allow_inf_nan=False)] = 10.0
-    """Seconds without a sign of life from the other end after which the link is taken for lost: the node ends the run
+    """Seconds of silence from the other end after which the link counts as lost: the node ends the run
     (without --detach), the launcher stops the others. At least 2."""
     login: Word | None = None
     """With transport slurm: the node to submit from. Default: this machine."""
     spares: tuple[Text, ...] = ()
-    """Nodes that stand by and replace one that is lost."""
+    """Spare nodes, each of which replaces a lost one."""
     min_nodes: Count | None = None
-    """Go on with as few nodes as this when some are lost. Default: all are needed."""
+    """Continue with no fewer nodes than this when some are lost. Default: all are needed."""
     return_s: PositiveOrZero = 60.0
     """Seconds for which a lost node that the run cannot do without is called again before a restart: it may be booting.
     0: once."""
@@ -116,16 +116,16 @@ class Cluster(Section):
 
 
 class Files(Section):
-    """Which files are brought to the nodes."""
+    """Which files are copied to the nodes."""
 
     push: bool = True
-    """Whether files are brought at all. false: the job's folder is there already, at `root` on every node."""
+    """Whether files are copied at all. false: the job's folder is already there, at `root` on every node."""
     root: Word = "."
-    """Folder to bring, relative to the spec."""
+    """Folder to copy, relative to the spec."""
     include: tuple[Word, ...] = ()
-    """Patterns, as in .gitignore, of files to bring although .gitignore or dtctl's list of secrets leaves them out."""
+    """Patterns, as in .gitignore, of files to copy although .gitignore or dtctl's list of secrets leaves them out."""
     exclude: tuple[Word, ...] = ()
-    """Patterns, as in .gitignore, of files to leave out."""
+    """Patterns, as in .gitignore, of files to exclude."""
 
 
 class Job(Section):
@@ -134,7 +134,7 @@ class Job(Section):
     name: Word = "job"
     """Name of the job; run ids begin with it."""
     script: Word | None = None
-    """Python script, relative to the folder that is brought to the nodes."""
+    """Python script, relative to the folder that is copied to the nodes."""
     module: Word | None = None
     """Python module, instead of a script."""
     command: Annotated[tuple[Text, ...], Field(min_length=1, json_schema_extra=_OR_TEXT)] | None = None
@@ -152,11 +152,11 @@ class Job(Section):
     env_from: tuple[Word, ...] = ()
     """Patterns of variables to take from the environment of `dtctl launch`: `WANDB_*`."""
     secrets: tuple[Word, ...] = ()
-    """Names of variables to take from the environment of `dtctl launch` and never to write down or print."""
+    """Names of variables to take from the environment of `dtctl launch` but never to store or print."""
     files: Files = Field(default_factory=Files.model_construct)
-    """Which files are brought to the nodes."""
+    """Which files are copied to the nodes."""
     max_restarts: CountOrZero = 0
-    """How often the whole gang is started again after a failure."""
+    """How often all workers are restarted after a failure."""
     setup: tuple[str, ...] = ()
     """Shell lines that every node runs before the job: `module load cuda`, `source ~/venv/bin/activate`."""
     kind: KindName | None = None
@@ -167,14 +167,15 @@ class Job(Section):
     """Modules that each node imports once, in a process that its workers are forked from at the start and at restarts
     (kind direct). Default: torch, numpy and dtctl.runtime, if the script imports them. `[]`: workers start afresh."""
     hang_s: Positive | Literal["auto", "off"] = "auto"
-    """Seconds without progress after which a training with dtctl.runtime hangs: stacks are collected, and the gang is
-    started again. auto: ten times the slowest step, at least 30. Programs without dtctl.runtime are left alone."""
+    """Seconds without progress after which a training with dtctl.runtime hangs: stacks are collected, and
+    all workers are restarted. auto: ten times the slowest step, at least 30. Only programs with dtctl.runtime are
+    monitored."""
     hang_start_s: Positive | Literal["auto", "off"] = "auto"
-    """The same while there is no measure yet: from the start over compilation to the first steps of an attempt. auto:
-    1800; never less than `hang_s`."""
+    """The same before the first steps are measured: from the start through compilation to the first steps of an
+    attempt. auto: 1800; never less than `hang_s`."""
     time_s: Positive | None = None
     """Seconds after which the job is stopped as by SIGUSR1: workers with dtctl.runtime end with a snapshot, and `dtctl
-    launch` with exit code 75, for "once more, please". Default: no limit."""
+    launch` with exit code 75, which asks for another launch. Default: no limit."""
     grace_s: PositiveOrZero = 10.0
     """Seconds between SIGTERM and SIGKILL when the job is stopped."""
 
@@ -182,7 +183,9 @@ class Job(Section):
     @classmethod
     def _not_everything(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
         if any(not pattern.strip("*?") for pattern in patterns):
-            raise ValueError("a pattern that every name matches sends all there is, secrets too; begin it with letters")
+            raise ValueError(
+                "a pattern that matches every name sends the whole environment, secrets included; start it with letters"
+            )
         return patterns
 
     @field_validator("hang_s", "hang_start_s", mode="before")
@@ -198,7 +201,7 @@ class Job(Section):
         try:
             return shell.split(value)
         except ValueError:
-            raise ValueError("a quotation is not closed") from None
+            raise ValueError("a quotation mark is not closed") from None
 
     @model_validator(mode="after")
     def _one_program(self) -> Job:
@@ -216,9 +219,9 @@ class Network(Section):
     profile: Literal["auto", "nvlink", "ethernet", "roce", "infiniband", "efa", "gcp-tcpxo", "azure"] = "auto"
     """What the network between the nodes is made of."""
     rendezvous_port: Port | Literal["auto"] = "auto"
-    """Port on the head node. auto: one that is free there, another for every attempt."""
+    """Port on the head node. auto: one that is free there, a different one for every attempt."""
     rendezvous_address: Word | None = None
-    """Address of the head node on the network between the nodes. Default: the one that dtctl reaches it at."""
+    """Address of the head node on the network between the nodes. Default: the address at which dtctl reaches it."""
 
 
 class Slurm(Section):
@@ -279,7 +282,7 @@ class Spec(Section):
 
     # model_construct: a missing section consists of defaults, and needs no validator of its own to be built.
     cluster: Cluster = Field(default_factory=Cluster.model_construct)
-    """The machines and the way to them."""
+    """The machines and how to reach them."""
     job: Job = Field(default_factory=Job.model_construct)
     """What is run."""
     network: Network = Field(default_factory=Network.model_construct)
@@ -291,18 +294,18 @@ class Spec(Section):
     kubernetes: Kubernetes | None = None
     """What a JobSet of Kubernetes asks for."""
     base_dir: Path = Field(default=Path(), exclude=True)
-    """Folder of the spec, which relative paths are relative to. Set by dtctl, no key of the file."""
+    """Folder of the spec, to which relative paths refer. Set by dtctl; not a key of the file."""
     _places: Places = PrivateAttr(default_factory=Places)
 
     @property
     def pushes(self) -> bool:
-        """Whether code is brought to the nodes."""
+        """Whether code is copied to the nodes."""
         return self.job.files.push
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """The keys that `train:` sets; none without the section."""
-        return self.train.given if self.train is not None else {}
+        return self.train.values if self.train is not None else {}
 
     @property
     def snapshot_dir(self) -> str | None:

@@ -45,7 +45,7 @@ def resolve_nodes(spec: Spec) -> tuple[NodeSpec, ...]:
     """The nodes of a spec, in its order. Reads nothing but the hostfile, if one is named.
 
     Raises:
-        SpecError: there is none, a name is unusable, or a name stands twice.
+        SpecError: there is none, a name is unusable, or a name is listed twice.
     """
     by_name: dict[str, tuple[NodeSpec, str, str]] = {}
     for node, key, where in _entries(spec):
@@ -54,7 +54,7 @@ def resolve_nodes(spec: Spec) -> tuple[NodeSpec, ...]:
         earlier = by_name.setdefault(node.name.casefold(), (node, key, where))
         if earlier[0] is not node:
             raise SpecError(
-                f"node {node.name} stands twice: in {_both_places(earlier[1:], (key, where))}",
+                f"node {node.name} is listed twice: in {_both_places(earlier[1:], (key, where))}",
                 where=where,
                 key=key,
                 hint="several workers on one node are `slots`",
@@ -72,7 +72,7 @@ def resolve_nodes(spec: Spec) -> tuple[NodeSpec, ...]:
 
 
 def resolve_spares(spec: Spec) -> tuple[NodeSpec, ...]:
-    """The nodes that stand by, in the order in which they are used.
+    """The spare nodes, in the order in which they are used.
 
     Raises:
         SpecError: a name is unusable.

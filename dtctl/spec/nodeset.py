@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dtctl.errors import SpecError
 
 LIMIT = 65_536
-"""Most names that one expression may stand for; more is a slip of the finger."""
+"""Most names that one expression may stand for; more is a typing error."""
 
 _ITEM = re.compile(r"(?P<first>[0-9]{1,200})(?:-(?P<last>[0-9]{1,200})(?:/(?P<step>[0-9]{1,9}))?)?\Z")
 _TOO_MANY = f"more than {LIMIT:,} names"

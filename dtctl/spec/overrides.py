@@ -14,7 +14,7 @@ def apply(data: dict[str, Any], texts: dict[Path, str], override: str) -> Path:
     """Change `data` in place; the path that was set.
 
     The value is YAML: numbers, true, null (back to the default), `[a, b]`, `{a: 1}`. Nothing after the `=` is an empty
-    text. Sections that are not there are made, and a node that is only a name gets keys.
+    text. Sections that are not there are made, and a node that is only a name becomes a mapping.
 
     Args:
         data: of the spec; no part of it may stand in it twice.

@@ -68,7 +68,7 @@ class Document:
     """A text that was read."""
 
     data: Any
-    """Dictionaries with text as keys, lists, text, numbers, truth values and None; no object stands twice in it."""
+    """Dictionaries with text as keys, lists, text, numbers, truth values and None; no object occurs twice in it."""
     places: Places
     texts: dict[Path, str]
     """Numbers and truth values as they were typed, for keys where text is wanted: `1.10` is not the text `1.1`."""
@@ -82,7 +82,7 @@ def parse(text: str, *, source: str) -> Document:
         source: its name, for messages.
 
     Raises:
-        SpecError: not YAML, several documents, a key that stands twice, a type that specs do not have, a NUL character,
+        SpecError: not YAML, several documents, a key that is set twice, a type that specs do not have, a NUL character,
             or unreasonably many values.
     """
     reader = _Reader(source)
@@ -139,7 +139,7 @@ def _hint(text: str, number: int) -> str | None:
         if "\t" in line[: len(line) - len(line.lstrip())]:
             return "indent with spaces; YAML does not allow tabs"
         if re.search(r"[\w.-]\[[0-9,/-]+\]", line):
-            return 'put ranges of nodes in quotes: ["gpu[01-04]"]'
+            return 'quote ranges of nodes: ["gpu[01-04]"]'
     return None
 
 
@@ -182,7 +182,7 @@ class _Reader:
             if not isinstance(key, yaml.ScalarNode) or "\0" in key.value:
                 raise self._error(key, "a key has to be text")
             if key.value in first_lines:
-                message = f"`{key.value}` stands twice, on lines {first_lines[key.value]} and {line}"
+                message = f"`{key.value}` is set twice, on lines {first_lines[key.value]} and {line}"
                 raise SpecError(message, where=f"{self._source}:{line}", key=dotted((*path, key.value)))
             first_lines[key.value] = line
             if key.tag == _MERGE:
@@ -212,7 +212,7 @@ class _Reader:
     @contextmanager
     def _inside(self, node: yaml.Node) -> Iterator[None]:
         if any(outer is node for outer in self._open):
-            raise self._error(node, "an alias stands inside of what it refers to")
+            raise self._error(node, "an alias is inside the value it refers to")
         if len(self._open) >= MAX_DEPTH:
             raise _too_deep(f"{self._source}:{node.start_mark.line + 1}")
         self._open.append(node)

@@ -74,9 +74,7 @@ def unknown(path: Path) -> str:
             return f"unknown key: {model.absent[str(path[-1])]}"
     legal = sorted({name for model in models for name in model.model_fields} - {"base_dir"})
     matches = difflib.get_close_matches(str(path[-1]), legal, n=1)
-    return (
-        f"unknown key; did you mean `{matches[0]}`?" if matches else f"unknown key; here may stand: {', '.join(legal)}"
-    )
+    return f"unknown key; did you mean `{matches[0]}`?" if matches else f"unknown key; allowed here: {', '.join(legal)}"
 
 
 def _by_path(problems: Sequence[ErrorDetails], data: Any) -> dict[Path, list[ErrorDetails]]:

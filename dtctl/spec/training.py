@@ -25,7 +25,7 @@ from dtctl.train.config import TrainConfig
 class Train:
     """The `train:` section: what the spec sets, and what that means where the job's script sets nothing itself."""
 
-    given: Mapping[str, Any]
+    values: Mapping[str, Any]
     """The keys that are set, plain data."""
     config: TrainConfig
     """The same with dtctl's defaults for all others."""
@@ -34,13 +34,13 @@ class Train:
     """The section as pydantic checks it."""
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Train:
+    def of(cls, values: Mapping[str, Any]) -> Train:
         """The section that sets these keys.
 
         Raises:
             SpecError: a key or a value is wrong, or keys exclude each other.
         """
-        return cls(given, settings.build(TrainConfig, given, at="train", where="the spec"))
+        return cls(values, settings.build(TrainConfig, values, at="train", where="the spec"))
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -48,7 +48,7 @@ class Train:
         return core_schema.no_info_after_validator_function(
             _train_of,
             handler.generate_schema(cls.section),
-            serialization=core_schema.plain_serializer_function_ser_schema(lambda train: dict(train.given)),
+            serialization=core_schema.plain_serializer_function_ser_schema(lambda train: dict(train.values)),
         )
 
 

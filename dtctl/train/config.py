@@ -254,7 +254,7 @@ class TrainConfig:
     """elastic: the same bits on any number of workers (ddp and single only; slower). None: on the same
     number."""
     require_exact: bool = False
-    """Whether to fail rather than to go on from a snapshot with other bits than a run that was never stopped."""
+    """Whether to fail rather than to continue from a snapshot with other bits than a run that was never stopped."""
     deterministic: Literal["auto"] | bool = "auto"
     """Whether GPUs compute with kernels that give the same bits each time. true: algorithms, attention, cuBLAS, cuDNN
     and inductor are set so before CUDA starts, training is slower, and an operation without such a kernel is an error.

@@ -39,7 +39,7 @@ def undivided(check: Check) -> Iterator[Problem]:
     module = check.module
     if not wraps(module) or check.project.framework(module):
         return
-    for call in module.called(names.LOADER):
+    for call in module.calls_of(names.LOADER):
         arguments = _loader(call)
         if _open_ended(call) or "sampler" in arguments or "batch_sampler" in arguments or "dataset" not in arguments:
             continue
@@ -50,9 +50,9 @@ def undivided(check: Check) -> Iterator[Problem]:
         function = getattr(module.scope(call), "name", "")
         if _HELD_OUT.search(description) or _HELD_OUT.search(function) or _STREAM.search(dataset + description):
             continue
-        if any(module.within(value, module.scope(call)) for value in module.called(names.SAMPLER)):
+        if any(module.within(value, module.scope(call)) for value in module.calls_of(names.SAMPLER)):
             continue
-        classes = {getattr(value, "name", ""): value for value in module.each(ast.ClassDef)}
+        classes = {getattr(value, "name", ""): value for value in module.nodes_of(ast.ClassDef)}
         constructors = {
             (key(part.func) or "") for part in module.values(arguments["dataset"]) if isinstance(part, ast.Call)
         }
@@ -75,12 +75,14 @@ def _bases(node: ast.AST) -> list[ast.expr]:
 def same_order(check: Check) -> Iterator[Problem]:
     """DT004."""
     module = check.module
-    if not module.called(names.SAMPLER) or check.project.framework(module):
+    if not module.calls_of(names.SAMPLER) or check.project.framework(module):
         return
     loops = [
-        candidate for candidate in module.each(ast.For) if isinstance(candidate, ast.For) and _over_epochs(candidate)
+        candidate
+        for candidate in module.nodes_of(ast.For)
+        if isinstance(candidate, ast.For) and _over_epochs(candidate)
     ]
-    for call in module.called(names.SAMPLER) if loops else ():
+    for call in module.calls_of(names.SAMPLER) if loops else ():
         arguments = _args(call, "dataset", "num_replicas", "rank", "shuffle")
         statement = module.statement(call)
         target = key(statement.targets[0]) if isinstance(statement, ast.Assign) else None
@@ -174,7 +176,7 @@ def _reachable(check: Check, statement: ast.AST, loop: ast.For) -> bool:
 
 def contradicting(check: Check) -> Iterator[Problem]:
     """DT027."""
-    for call in check.module.called(names.LOADER):
+    for call in check.module.calls_of(names.LOADER):
         arguments = _loader(call)
         if _open_ended(call):
             continue
@@ -216,7 +218,7 @@ def stream_not_split(check: Check) -> Iterator[Problem]:
     module = check.module
     if "IterableDataset" not in module.text or not check.project.trains(module) or check.project.framework(module):
         return
-    for node in module.each(ast.ClassDef):
+    for node in module.nodes_of(ast.ClassDef):
         if not any("IterableDataset" in (module.name(base) or ast.unparse(base)) for base in node.bases):
             continue
         text = ast.unparse(node)

@@ -23,10 +23,10 @@ _MADE_ON_CPU = re.compile(r"torch\.(?:tensor|as_tensor|ones|zeros|full|from_nump
 def weights_elsewhere(check: Check) -> Iterator[Problem]:
     """DT006."""
     module = check.module
-    losses = module.called(*("torch.nn." + name for name in _WEIGHTED))
+    losses = module.calls_of(*("torch.nn." + name for name in _WEIGHTED))
     if not losses or not check.project.trains(module):
         return
-    if module.called("torch.set_default_device", "torch.set_default_tensor_type"):
+    if module.calls_of("torch.set_default_device", "torch.set_default_tensor_type"):
         return
     for call in losses:
         weights = [value for name in ("weight", "pos_weight") if (value := keyword(call, name)) is not None]
@@ -107,7 +107,7 @@ def _wrapped_somewhere(check: Check) -> bool:
 def _fixed_devices(check: Check) -> Iterator[tuple[ast.expr, str]]:
     """Expressions that name one GPU by number."""
     module = check.module
-    for call in module.called("torch.device", "torch.cuda.set_device"):
+    for call in module.calls_of("torch.device", "torch.cuda.set_device"):
         if call.args and _is_fixed(call.args[0], number=(module.name(call.func) or "").endswith("set_device")):
             yield call.args[0], ast.unparse(call)
         elif len(call.args) == 2 and constant(call.args[0]) == "cuda" and type(constant(call.args[1])) is int:
@@ -120,7 +120,7 @@ def _fixed_devices(check: Check) -> Iterator[tuple[ast.expr, str]]:
         ):
             yield call.args[0], ast.unparse(call) if len(ast.unparse(call)) < 50 else f".{call.func.attr}(...)"
     yield from _fixed_arguments(check)
-    for node in module.each(ast.Assign):
+    for node in module.nodes_of(ast.Assign):
         if _is_fixed(node.value, number=False):
             yield node.value, ast.unparse(node)
 
@@ -128,7 +128,7 @@ def _fixed_devices(check: Check) -> Iterator[tuple[ast.expr, str]]:
 def _fixed_arguments(check: Check) -> Iterator[tuple[ast.expr, str]]:
     """Keyword arguments that do."""
     module = check.module
-    for call in module.called(names.DDP, "torch.load"):
+    for call in module.calls_of(names.DDP, "torch.load"):
         for one in call.keywords:
             if one.arg == "device_ids" and isinstance(one.value, ast.List) and len(one.value.elts) == 1:
                 if _is_fixed(one.value.elts[0], number=True):
@@ -162,7 +162,7 @@ def _for_one_process(check: Check, node: ast.AST) -> bool:
 
 
 def _own_gpu(check: Check, node: ast.expr) -> tuple[Edit, ...]:
-    """The edit that puts the local rank in the place of a number."""
+    """The edit that puts the local rank in place of a number."""
     rank = _local_rank_here(check, node)
     if rank is None or node.end_lineno is None or node.end_col_offset is None:
         return ()
@@ -189,7 +189,7 @@ def global_rank_as_device(check: Check) -> Iterator[Problem]:
     """DT016."""
     module = check.module
     chosen = [node for node in _device_numbers(check) if rank_kind(module, node) == "global"]
-    if not chosen or check.cluster.one or not _wrapped_somewhere(check):
+    if not chosen or check.cluster.single_node or not _wrapped_somewhere(check):
         return
     reported = set()
     for node in chosen:
@@ -197,10 +197,10 @@ def global_rank_as_device(check: Check) -> Iterator[Problem]:
             continue
         reported.add(ast.unparse(node))
         sure = any(binding.value is not None for binding in module.lookup(node)) or not isinstance(node, ast.Name)
-        severity: Severity = "error" if check.cluster.several else "warning" if sure else "info"
+        severity: Severity = "error" if check.cluster.multi_node else "warning" if sure else "info"
         if isinstance(node, ast.Attribute):
             sure = False
-        where = "" if check.cluster.several else " on the second node and later ones"
+        where = "" if check.cluster.multi_node else " on the second node and later ones"
         yield check.problem(
             "DT016",
             node,
@@ -212,14 +212,14 @@ def global_rank_as_device(check: Check) -> Iterator[Problem]:
 def _device_numbers(check: Check) -> Iterator[ast.expr]:
     """Expressions that choose a GPU by number."""
     module = check.module
-    for call in module.called("torch.cuda.set_device", "torch.cuda.device", "torch.accelerator.set_device_index"):
+    for call in module.calls_of("torch.cuda.set_device", "torch.cuda.device", "torch.accelerator.set_device_index"):
         yield from call.args[:1]
-    for call in module.called("torch.device"):
+    for call in module.calls_of("torch.device"):
         if len(call.args) == 2 and constant(call.args[0]) == "cuda":
             yield call.args[1]
         elif call.args:
             yield from _formatted(call.args[0])
-    for call in module.called(names.DDP):
+    for call in module.calls_of(names.DDP):
         value = keyword(call, "device_ids")
         if isinstance(value, ast.List):
             yield from value.elts
@@ -241,14 +241,14 @@ def _formatted(node: ast.expr) -> Iterator[ast.expr]:
 def no_device_chosen(check: Check) -> Iterator[Problem]:
     """DT017."""
     module = check.module
-    if not module.called(names.INIT) or any(
+    if not module.calls_of(names.INIT) or any(
         "CUDA_VISIBLE_DEVICES" in source.text for source in check.project.reach(module)
     ):
         return
     for name in ("set_device", "set_device_index", "setup_device", "device_count_per_node", "get_device"):
         if check.project.methods(module, name):
             return
-    for call in module.called(names.INIT):
+    for call in module.calls_of(names.INIT):
         backend = keyword(call, "backend") or (call.args[0] if call.args else None)
         if backend is not None and "nccl" in str(constant(backend)) and keyword(call, "device_id") is None:
             yield check.problem(

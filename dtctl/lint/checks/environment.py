@@ -23,7 +23,7 @@ _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK")
 def _settings(check: Check) -> Iterator[tuple[ast.AST, str, ast.expr | None]]:
     """Variables that the file sets, whatever the launcher has set: (node, name, value)."""
     module = check.module
-    for node in module.each(ast.Assign):
+    for node in module.nodes_of(ast.Assign):
         for target in node.targets:
             if isinstance(target, ast.Subscript) and _is_environ(check, target.value):
                 name = constant(target.slice)
@@ -38,7 +38,7 @@ def _settings(check: Check) -> Iterator[tuple[ast.AST, str, ast.expr | None]]:
             for argument in call.keywords:
                 if argument.arg is not None:
                     yield argument.value, argument.arg, argument.value
-    for call in module.called("os.putenv"):
+    for call in module.calls_of("os.putenv"):
         if len(call.args) == 2 and isinstance(name := constant(call.args[0]), str):
             yield call, name, call.args[1]
 
@@ -52,9 +52,9 @@ def variables(check: Check) -> Iterator[Problem]:
     module = check.module
     if "NCCL_" not in module.text and "GLOO_" not in module.text:
         return
-    starts = [*module.called(names.INIT)]
+    starts = [*module.calls_of(names.INIT)]
     for function in [function_def for group in module.functions.values() for function_def in group]:
-        if any(module.scope(call) is function for call in module.called(names.INIT)):
+        if any(module.scope(call) is function for call in module.calls_of(names.INIT)):
             starts += module.methods.get(function.name, [])
     for node, name, value in _settings(check):
         if not NAME.match(name):
@@ -73,11 +73,11 @@ def variables(check: Check) -> Iterator[Problem]:
 def never_destroyed(check: Check) -> Iterator[Problem]:
     """DT030."""
     module = check.module
-    if not module.called(names.INIT) or check.project.framework(module):
+    if not module.calls_of(names.INIT) or check.project.framework(module):
         return
     if check.project.methods(module, "destroy_process_group"):
         return
-    for call in module.called(names.INIT)[:1]:
+    for call in module.calls_of(names.INIT)[:1]:
         yield check.problem("DT030", call, "the process group is never destroyed")
 
 
@@ -86,10 +86,10 @@ def fixed_meeting_point(check: Check) -> Iterator[Problem]:
     module = check.module
     if _one_process(check):
         return
-    single_node = check.cluster.one or any(
+    single_node = check.cluster.single_node or any(
         check.project.calls(module, starter) for starter in _SPAWNS
     )  # starts its ranks on its node
-    severity: Severity = "error" if check.cluster.several else "info" if single_node else "warning"
+    severity: Severity = "error" if check.cluster.multi_node else "info" if single_node else "warning"
     for node, name, value in _settings(check):
         if (
             name not in _RENDEZVOUS
@@ -100,7 +100,7 @@ def fixed_meeting_point(check: Check) -> Iterator[Problem]:
             continue
         message = f"{name} is fixed to {constant(value)!r}, whatever the launcher says"
         yield check.problem("DT035", node, message, severity=severity)
-    for call in module.called(names.INIT):
+    for call in module.calls_of(names.INIT):
         if _optional(check, call):
             continue
         size, method = keyword(call, "world_size"), keyword(call, "init_method")
@@ -113,7 +113,7 @@ def fixed_meeting_point(check: Check) -> Iterator[Problem]:
 
 def _one_process(check: Check) -> bool:
     """Whether the only process group of a file has one rank, as in tests."""
-    starts = check.module.called(names.INIT)
+    starts = check.module.calls_of(names.INIT)
     return bool(starts) and all(constant(keyword(start, "world_size")) == 1 for start in starts)
 
 

@@ -1,4 +1,4 @@
-"""Rules about ranks that leave the common way: DT013, DT033, DT034."""
+"""Rules about ranks that diverge from the others: DT013, DT033, DT034."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def left_alone(check: Check) -> Iterator[Problem]:
     if not module.trains:
         return
     reported: set[ast.stmt] = set()
-    for node in module.each(ast.If):
+    for node in module.nodes_of(ast.If):
         if not leaves(node.body) or node.orelse:
             continue
         condition = guard(module, node.test)
@@ -62,7 +62,7 @@ def _meets(check: Check, node: ast.If) -> bool:
 def _left_loop(check: Check) -> Iterator[tuple[ast.stmt, Problem]]:
     """`break` and `continue` that the rank decides on, in a loop whose backward pass all ranks have to make."""
     module = check.module
-    leaving: list[ast.Break | ast.Continue] = [*module.each(ast.Break), *module.each(ast.Continue)]
+    leaving: list[ast.Break | ast.Continue] = [*module.nodes_of(ast.Break), *module.nodes_of(ast.Continue)]
     decided = [(leave, condition) for leave in leaving if (condition := _decided_by_rank(check, leave)) is not None]
     for leave, condition in decided:
         loop = module.enclosing(leave, (ast.For, ast.While))
@@ -120,14 +120,14 @@ def _joined(check: Check, node: ast.AST) -> bool:
 
 def _out_of_memory(check: Check) -> Iterator[Problem]:
     module = check.module
-    for handler in module.each(ast.ExceptHandler):
+    for handler in module.nodes_of(ast.ExceptHandler):
         try_statement = module.parents[handler]
         text = ast.unparse(handler).lower()
         if ("out of memory" not in text and "outofmemoryerror" not in text) or not isinstance(try_statement, ast.Try):
             continue
         exits = [
             statement
-            for statement in (*module.each(ast.Continue), *module.each(ast.Break))
+            for statement in (*module.nodes_of(ast.Continue), *module.nodes_of(ast.Break))
             if module.within(statement, handler)
         ]
         body = "\n".join(ast.unparse(statement) for statement in try_statement.body)
@@ -141,7 +141,7 @@ def _out_of_memory(check: Check) -> Iterator[Problem]:
 
 
 def _collective_after(check: Check, node: ast.If) -> str | None:
-    """A collective that the ranks which go on come to: in what follows the `if`, up to its function's or loop's end."""
+    """A collective that the remaining ranks reach: in what follows the `if`, up to the end of its function or loop."""
     module = check.module
     inside = not isinstance(node.body[-1], ast.Return)
     last: ast.AST = node
@@ -195,9 +195,9 @@ def _agreed(check: Check, node: ast.If, text: str) -> bool:
 def swallowed(check: Check) -> Iterator[Problem]:
     """DT033."""
     module = check.module
-    if not module.each(ast.ExceptHandler) or not check.project.trains(module):
+    if not module.nodes_of(ast.ExceptHandler) or not check.project.trains(module):
         return
-    for handler in module.each(ast.ExceptHandler):
+    for handler in module.nodes_of(ast.ExceptHandler):
         kind = ast.unparse(handler.type) if handler.type else "BaseException"
         if not re.search(r"\b(?:BaseException|Exception|RuntimeError)\b", kind):
             continue
@@ -211,7 +211,7 @@ def swallowed(check: Check) -> Iterator[Problem]:
             for call in (*module.methods.get("backward", ()), *_steps(check), *module.methods.get("train_step", ()))
         ):
             yield check.problem(
-                "DT033", handler, f"`except {kind}` goes on after a step that failed on this rank alone"
+                "DT033", handler, f"`except {kind}` continues after a step that failed on this rank alone"
             )
 
 
@@ -233,7 +233,7 @@ def long_before_barrier(check: Check) -> Iterator[Problem]:
     if not barriers or not module.trains:
         return
     for source in check.project.reach(module):
-        if any(keyword(call, "timeout") is not None for call in source.called(names.INIT)):
+        if any(keyword(call, "timeout") is not None for call in source.calls_of(names.INIT)):
             return
     for name in _FETCHES & set(module.methods):
         for call in module.methods[name]:

@@ -20,7 +20,7 @@ class Legacy:
 
     instead: str
     since: str = ""
-    gone: str = ""
+    removed: str = ""
     rename: str = ""
     call: str = ""
     positional: str = ""
@@ -48,7 +48,7 @@ def old_names(check: Check) -> Iterator[Problem]:
     if any(root in _roots() for root in {qualified.partition(".")[0] for qualified in module.aliases.values()}):
         yield from _imported(check)
         yield from _spelt_out(check)
-    for call in module.called(names.DDP):
+    for call in module.calls_of(names.DDP):
         value = keyword(call, "broadcast_buffers")
         if value is not None:
             yield check.problem(
@@ -66,8 +66,8 @@ def old_names(check: Check) -> Iterator[Problem]:
 
 
 def _message(name: str, entry: Legacy) -> tuple[str, str]:
-    if entry.gone:
-        return f"{name} is not in torch {entry.gone} and later", f"use {entry.instead}"
+    if entry.removed:
+        return f"{name} is not in torch {entry.removed} and later", f"use {entry.instead}"
     if name.startswith(("fairscale", "apex")):
         return f"{name} is no longer maintained", f"use {entry.instead}"
     return f"{name} is deprecated since torch {entry.since}", f"use {entry.instead}"
@@ -81,7 +81,7 @@ def _in_try(check: Check, node: ast.AST) -> bool:
 def _imported(check: Check) -> Iterator[Problem]:
     """Imports of such names."""
     module = check.module
-    statements: list[ast.Import | ast.ImportFrom] = [*module.each(ast.Import), *module.each(ast.ImportFrom)]
+    statements: list[ast.Import | ast.ImportFrom] = [*module.nodes_of(ast.Import), *module.nodes_of(ast.ImportFrom)]
     for node in statements:
         if _in_try(check, node) or (isinstance(node, ast.ImportFrom) and node.level):
             continue
@@ -94,7 +94,7 @@ def _imported(check: Check) -> Iterator[Problem]:
             old_name = name if name in legacy() else base.rstrip(".")
             message, fix = _message(old_name, entry)
             yield check.problem(
-                "DT025", alias, message, severity="error" if entry.gone else "warning", fix=fix,
+                "DT025", alias, message, severity="error" if entry.removed else "warning", fix=fix,
                 edits=_renamed_import(check, node),
             )  # fmt: skip
 
@@ -169,7 +169,7 @@ def _call_changed(check: Check, call: ast.Call, entry: Legacy) -> list[Edit] | N
 def _spelt_out(check: Check) -> Iterator[Problem]:
     """`torch.cuda.amp.autocast` and the like in the code."""
     module = check.module
-    for node in module.each(ast.Attribute):
+    for node in module.nodes_of(ast.Attribute):
         if node.attr not in _last_parts() or isinstance(module.parents.get(node), ast.Attribute):
             continue
         name = module.name(node)
@@ -187,7 +187,7 @@ def _spelt_out(check: Check) -> Iterator[Problem]:
                 )
                 edits = edits + changed if changed is not None else []
         yield check.problem(
-            "DT025", node, message, severity="error" if entry.gone else "warning", fix=fix, edits=tuple(edits)
+            "DT025", node, message, severity="error" if entry.removed else "warning", fix=fix, edits=tuple(edits)
         )
 
 

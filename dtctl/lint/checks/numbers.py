@@ -45,7 +45,7 @@ def _is_local(check: Check, node: ast.AST) -> bool:
     bound = [binding.value for binding in module.lookup(node) if binding.value is not None]
     sums = [
         binding
-        for binding in module.each(ast.AugAssign)
+        for binding in module.nodes_of(ast.AugAssign)
         if isinstance(binding, ast.AugAssign) and key(binding.target) == node.id
     ]
     if not bound:
@@ -71,9 +71,9 @@ def _is_local(check: Check, node: ast.AST) -> bool:
 def fixed_divisor(check: Check) -> Iterator[Problem]:
     """DT019."""
     module = check.module
-    if check.cluster.one:
+    if check.cluster.single_node:
         return
-    for call in module.called(ALL_REDUCE):
+    for call in module.calls_of(ALL_REDUCE):
         name = key(call.args[0]) if call.args else None
         op = keyword(call, "op") or (call.args[1] if len(call.args) > 1 else None)
         if name is None or (op is not None and not ast.unparse(op).endswith("SUM")):
@@ -85,7 +85,7 @@ def fixed_divisor(check: Check) -> Iterator[Problem]:
                 number = constant(value)
                 is_device_count = isinstance(value, ast.Call) and (key(value.func) or "").endswith("device_count")
                 if is_device_count or _may_be_ranks(number):
-                    severity: Severity = "error" if check.cluster.several else "warning"
+                    severity: Severity = "error" if check.cluster.multi_node else "warning"
                     subject = "the GPUs of one node" if is_device_count else f"{number}"
                     message = f"`{name}` is a sum over all ranks, and is divided by {subject}"
                     yield check.problem("DT019", node, message, severity=severity)
@@ -100,7 +100,7 @@ def _last_reduced(check: Check, name: str, before: ast.AST) -> ast.Call | None:
     """The last all_reduce of a name in front of a place in the same function: later ones may take the maximum."""
     module = check.module
     latest = None
-    for call in module.called(ALL_REDUCE):
+    for call in module.calls_of(ALL_REDUCE):
         same_scope = module.scope(call) is module.scope(before) and position(call) <= position(before)
         if same_scope and call.args and key(call.args[0]) == name:
             latest = call
@@ -115,11 +115,11 @@ def _divisions(check: Check, name: str, after: ast.Call) -> Iterator[tuple[ast.A
     """Divisions of a name after a call in the same function: (node, divisor)."""
     module = check.module
     scope = module.scope(after)
-    for node in module.each(ast.BinOp):
+    for node in module.nodes_of(ast.BinOp):
         in_scope = node.lineno >= after.lineno and module.scope(node) is scope
         if in_scope and isinstance(node.op, ast.Div | ast.FloorDiv) and key(_bare(node.left)) == name:
             yield node, node.right
-    for changed in module.each(ast.AugAssign):
+    for changed in module.nodes_of(ast.AugAssign):
         in_scope = changed.lineno > after.lineno and module.scope(changed) is scope
         if in_scope and isinstance(changed.op, ast.Div) and key(changed.target) == name:
             yield changed, changed.value
@@ -139,7 +139,7 @@ def _bare(node: ast.expr) -> ast.expr:
 def sum_of_batches(check: Check) -> Iterator[Problem]:
     """DT020."""
     module = check.module
-    for call in module.called(ALL_REDUCE):
+    for call in module.calls_of(ALL_REDUCE):
         name = key(call.args[0]) if call.args else None
         op = keyword(call, "op") or (call.args[1] if len(call.args) > 1 else None)
         if name is None or (op is not None and not ast.unparse(op).endswith("SUM")):
@@ -159,7 +159,7 @@ def _summed_over_batches(check: Check, tensor: ast.expr, name: str) -> str | Non
     module = check.module
     scope = module.scope(tensor)
     sums = {}
-    for node in module.each(ast.AugAssign):
+    for node in module.nodes_of(ast.AugAssign):
         loop = module.enclosing(node, (ast.For,))
         text = ast.unparse(node.value)
         in_loop = module.scope(node) is scope and isinstance(node.op, ast.Add) and loop is not None
@@ -177,8 +177,8 @@ def _divided_elsewhere(check: Check, call: ast.Call, names: set[str]) -> bool:
     module = check.module
     scope = module.scope(call)
     divided: list[tuple[ast.AST, ast.operator, ast.expr, ast.expr]] = [
-        *((node, node.op, node.left, node.right) for node in module.each(ast.BinOp)),
-        *((node, node.op, node.target, node.value) for node in module.each(ast.AugAssign)),
+        *((node, node.op, node.left, node.right) for node in module.nodes_of(ast.BinOp)),
+        *((node, node.op, node.target, node.value) for node in module.nodes_of(ast.AugAssign)),
     ]
     for node, op, left, right in divided:
         if not isinstance(op, ast.Div) or module.scope(node) is not scope:

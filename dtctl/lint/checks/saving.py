@@ -21,11 +21,11 @@ def every_rank_writes(check: Check) -> Iterator[Problem]:
     """DT014."""
     module = check.module
     saves = [name for name in module.methods if _SAVES.search(name)]
-    if not saves and not module.called("torch.save"):
+    if not saves and not module.calls_of("torch.save"):
         return
     if check.project.framework(module) or not _distributed(check):
         return
-    for call in module.called("torch.save"):
+    for call in module.calls_of("torch.save"):
         if len(call.args) < 2 or _guarded(check, call) or not _fixed_path(check, call.args[1]):
             continue
         yield check.problem("DT014", call, f"every rank writes `{ast.unparse(call.args[1])}`")
@@ -71,7 +71,7 @@ def _guarded_inside(check: Check, name: str) -> bool:
     saves = [
         call
         for function in module.functions[name]
-        for call in module.called("torch.save")
+        for call in module.calls_of("torch.save")
         if module.scope(call) is function
     ]
     if any(any(True for _ in guards(module, call)) for call in saves):
@@ -101,9 +101,9 @@ def _fixed_path(check: Check, path: ast.expr) -> bool:
 def local_rank_writes(check: Check) -> Iterator[Problem]:
     """DT015."""
     module = check.module
-    if check.cluster.one:
+    if check.cluster.single_node:
         return
-    for call in module.called("torch.save"):
+    for call in module.calls_of("torch.save"):
         condition = next(guards(module, call), None)
         if (
             condition is None

@@ -36,7 +36,7 @@ def same_seed(check: Check) -> Iterator[Problem]:
     """DT008."""
     module = check.module
     seeds = [
-        *module.called("torch.manual_seed", "torch.cuda.manual_seed_all"),
+        *module.calls_of("torch.manual_seed", "torch.cuda.manual_seed_all"),
         *module.methods.get("seed_everything", ()),
     ]
     wrappers = wraps(module)

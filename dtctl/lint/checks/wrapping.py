@@ -16,7 +16,7 @@ from dtctl.lint.wraps import Wrap, wrapped, wraps
 
 def data_parallel(check: Check) -> Iterator[Problem]:
     """DT001."""
-    for call in check.module.called(names.DP):
+    for call in check.module.calls_of(names.DP):
         yield check.problem("DT001", call, "nn.DataParallel: one process drives all GPUs, and it cannot leave its node")
 
 
@@ -50,7 +50,9 @@ def _fresh(check: Check, wrap: ast.Call) -> bool:
         return False
     if re.search(r"device|cuda", ast.unparse(argument)):
         return False
-    classes = [definition for definition in check.module.each(ast.ClassDef) if definition.name == key(argument.func)]
+    classes = [
+        definition for definition in check.module.nodes_of(ast.ClassDef) if definition.name == key(argument.func)
+    ]
     if classes:
         return not re.search(r"\.to\(|\.cuda\(|device", ast.unparse(classes[-1]))
     return (check.module.name(argument.func) or "").startswith("torch.nn.")
@@ -92,10 +94,10 @@ def attribute(check: Check) -> Iterator[Problem]:
     if not targets or any(key(call.args[0]) in targets for call in module.methods.get("setattr", ()) if call.args):
         return
     assigned = {
-        (key(node.value), node.attr) for node in module.each(ast.Attribute) if not isinstance(node.ctx, ast.Load)
+        (key(node.value), node.attr) for node in module.nodes_of(ast.Attribute) if not isinstance(node.ctx, ast.Load)
     }
     reported = set()
-    for node in module.each(ast.Attribute):
+    for node in module.nodes_of(ast.Attribute):
         name = key(node.value)
         if name not in targets or node.attr in DDP_ATTRIBUTES or not isinstance(node.ctx, ast.Load):
             continue
@@ -122,7 +124,7 @@ def _asked_for(check: Check, node: ast.Attribute) -> bool:
 def prefixed_state(check: Check) -> Iterator[Problem]:
     """DT022."""
     module = check.module
-    for save in module.called("torch.save"):
+    for save in module.calls_of("torch.save"):
         for call in module.below(save, "state_dict"):
             if not isinstance(call.func, ast.Attribute):
                 continue
@@ -171,14 +173,14 @@ def _made_again(check: Check, optimizer: ast.Call, wrap: Wrap) -> bool:
 def changed_after(check: Check) -> Iterator[Problem]:
     """DT024."""
     module = check.module
-    for call in module.called("torch.nn.SyncBatchNorm.convert_sync_batchnorm"):
+    for call in module.calls_of("torch.nn.SyncBatchNorm.convert_sync_batchnorm"):
         if call.args and (wrap := wrapped(module, call.args[0], call)) is not None and wrap.kind == "ddp":
             yield check.problem("DT024", call, "BatchNorm layers are replaced after DDP has taken the parameters")
     for name in ("requires_grad_", "add_module", "register_parameter"):
         for call in module.methods.get(name, ()):
             if isinstance(call.func, ast.Attribute) and _of_ddp(check, call.func.value, call):
                 yield check.problem("DT024", call, f"`{name}` after DDP has taken the parameters")
-    for assign in module.each(ast.Assign):
+    for assign in module.nodes_of(ast.Assign):
         target = assign.targets[0]
         if isinstance(target, ast.Attribute) and target.attr == "requires_grad" and isinstance(target.value, ast.Name):
             loop = _loop_over_parameters(check, target.value)
@@ -223,13 +225,13 @@ def _of_ddp(check: Check, node: ast.expr, at: ast.AST) -> bool:
 
 def unknown_keyword(check: Check) -> Iterator[Problem]:
     """DT026."""
-    for call in check.module.called("torch.cuda.nccl.is_available"):
+    for call in check.module.calls_of("torch.cuda.nccl.is_available"):
         if not call.args:
             yield check.problem(
                 "DT026", call, "torch.cuda.nccl.is_available needs tensors", fix="torch.distributed.is_nccl_available()"
             )
     for name, allowed in KEYWORDS.items():
-        for call in check.module.called(name):
+        for call in check.module.calls_of(name):
             for argument in call.keywords:
                 if argument.arg is not None and argument.arg not in allowed:
                     short = name.rpartition(".")[2]

@@ -112,7 +112,7 @@ def test_the_fastest_that_fits_wins_and_of_those_as_fast_the_simplest() -> None:
     fastest = max(one.speed.tokens_per_s_per_gpu for one in choices(asked) if one.fits)
     assert found.best.fits
     assert found.best.speed.tokens_per_s_per_gpu >= 0.97 * fastest
-    speeds = [one.speed.tokens_per_s_per_gpu for one in found.others if one.fits]
+    speeds = [one.speed.tokens_per_s_per_gpu for one in found.alternatives if one.fits]
     assert speeds == sorted(speeds, reverse=True)
 
 
@@ -323,7 +323,7 @@ def test_the_command(tmp_path: Path) -> None:
     model = json.loads(done.stdout)["model"]
     assert "2 blocks of width 512, 4 heads of 128" in model["assumed"]
     assert len(model["warnings"]) == 3
-    assert "warning: num_attention_heads is not said" in done.stderr
+    assert "warning: num_attention_heads is missing" in done.stderr
 
 
 def test_what_cannot_be_measured_is_told() -> None:

@@ -146,7 +146,7 @@ def test_parameters_are_those_of_the_card(name: str, published: float, keys: dic
 def test_parameters_at_work_for_a_token_are_those_of_the_card(keys: dict[str, Any], published: float) -> None:
     """Cards count the embedding, which is looked up and not multiplied with."""
     model = from_config(keys, source="x", seq=512)
-    assert model.used + keys["vocab_size"] * keys["hidden_size"] == pytest.approx(published, rel=0.025)
+    assert model.active_params + keys["vocab_size"] * keys["hidden_size"] == pytest.approx(published, rel=0.025)
 
 
 def test_experts_may_be_in_some_blocks_only() -> None:

@@ -99,7 +99,7 @@ def test_what_cannot_be_seen_gets_room() -> None:
 
 
 def test_a_small_model_is_not_looked_at() -> None:
-    tiny = replace(MODEL, params=1e8, used=1e8, block_params=3e6)
+    tiny = replace(MODEL, params=1e8, active_params=1e8, block_params=3e6)
     found = small(tiny, setting(80))
     assert isinstance(found, StrategyVerdict)
     assert found.candidate.strategy == "ddp"

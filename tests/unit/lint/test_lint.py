@@ -238,5 +238,5 @@ def test_the_command(tmp_path: Path) -> None:
     (tmp_path / "dtctl.yaml").write_text("nonsense: 1\n")
     done = run("ok.py", cwd=tmp_path)
     assert done.returncode == 0
-    assert "left aside" in done.stderr
+    assert "dtctl.yaml is ignored" in done.stderr
     assert run("ok.py", "--spec", "dtctl.yaml", cwd=tmp_path).returncode == 3

@@ -119,8 +119,8 @@ def test_protocols_other_than_ll128_corrupt_nothing() -> None:
 
 @pytest.mark.parametrize("text", ["x='a", 'x="a', "x=$(a", "cat <<EOF\nx", "x=`a", "((a", "x=(a", "${a"])
 def test_what_does_not_end_is_known_not_to(text: str) -> None:
-    assert not scanned(text).whole
-    assert scanned('a \'b\' "c $(d ")") e" $((1 << 2)) <<X\n\'\nX\nf=(1 2)\n').whole
+    assert not scanned(text).complete
+    assert scanned('a \'b\' "c $(d ")") e" $((1 << 2)) <<X\n\'\nX\nf=(1 2)\n').complete
 
 
 def test_substitutions_a_thousand_deep_are_read_without_their_words() -> None:

@@ -243,7 +243,7 @@ def test_a_worker_that_has_the_machine_to_itself_keeps_what_torch_chooses() -> N
 def test_threads_that_the_user_has_set_win() -> None:
     text = "cluster: {transport: local, slots: 2}\njob: {script: t.py}"
     shell = Share(cores=8, nodes=1, threads="7")
-    assert threads(text, share=shell) == [("7", "set in the shell that launches")]
+    assert threads(text, share=shell) == [("7", "set in the launching shell")]
     spec = text.replace("t.py", "t.py, env: {OMP_NUM_THREADS: 5}")
     assert threads(spec, share=shell) == [("5", "job.env")]
 

@@ -259,10 +259,10 @@ def test_what_megatron_does_not_have(train: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "added", "message"),
     [
-        ("torchrun", "local_rank", "local_rank does not go with kind torchrun"),
-        ("accelerate", "deepspeed_config", "deepspeed_config does not go with kind accelerate"),
-        ("deepspeed", "megatron", "megatron does not go with kind deepspeed"),
-        ("deepspeed", "deepspeed_config", "is made of `train`, and the spec has none"),
+        ("torchrun", "local_rank", "local_rank .* kind torchrun"),
+        ("accelerate", "deepspeed_config", "deepspeed_config .* kind accelerate"),
+        ("deepspeed", "megatron", "megatron .* kind deepspeed"),
+        ("deepspeed", "deepspeed_config", "is derived from `train`, which the spec lacks"),
     ],
 )
 def test_arguments_that_do_not_go_with_the_kind(kind: str, added: str, message: str) -> None:
@@ -275,8 +275,8 @@ def test_as_long_as_slots_are_not_counted_nothing_is_said_about_them() -> None:
     train = "{strategy: {tp: 4, dp: 2}}"
     found = plan("accelerate", train, nodes=open_nodes)
     assert generated(found) == {}
-    assert "what Accelerate is told is made of `train` once the slots are counted" in found.notes
+    assert any("Accelerate" in note and "slots" in note for note in found.notes)
     counted = plan("accelerate", train, nodes=open_nodes, gpus={"a": 4, "b": 4})
     assert generated(counted)["PARALLELISM_CONFIG_TP_SIZE"] == "4"
-    with pytest.raises(PlanError, match="which `slots: auto` leaves open"):
+    with pytest.raises(PlanError, match="`slots: auto`"):
         plan("accelerate", train, nodes="cluster: {transport: slurm, nodes: 2}\n")

@@ -65,7 +65,7 @@ def test_a_file_is_read_whole_however_long(tmp_path: Path, monkeypatch: pytest.M
     found = read(write(tmp_path / "m.jsonl", lines))
     assert found is not None
     assert (found.rows, found.damaged, found.last_step) == (8998, 2, 9000)
-    assert (found.every > 1) is not short
+    assert (found.stride > 1) is not short
     loss = found.curves["loss"]
     assert len(loss.steps) <= metrics.POINTS + 2 * metrics.PROCESSES
     assert max(loss.high) == 99.0

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dtctl.report.charts import charts, goodput
-from dtctl.report.history import tell
+from dtctl.report.history import history_of
 from dtctl.report.metrics import read
 from dtctl.report.page import clock, page
 from dtctl.report.run import facts
@@ -33,7 +33,7 @@ def report(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_course_of_a_run() -> None:
-    history = tell(events(), began=BEGAN, length_s=60.0)
+    history = history_of(events(), began=BEGAN, length_s=60.0)
     spans = [(span.doing, span.begin_s, span.end_s) for span in history.spans if span.node == "b"]
     assert spans == [("prepare", 0, 5), ("start", 5, 10), ("run", 10, 31), ("run", 33, 59)]
     assert [(mark.kind, mark.node) for mark in history.of("failure", "exit")] == [("failure", "b"), ("exit", "a")]

@@ -90,7 +90,7 @@ def test_a_home_folder_that_nobody_has() -> None:
         ("- a\n", "a spec has sections (cluster, job, ...), and this is something else", "dtctl.yaml:1", None),
         ("\nhello", "a spec has sections (cluster, job, ...), and this is something else", "dtctl.yaml:2", None),
         ("job: {}\nbase_dir: /x",
-         "base_dir: unknown key; here may stand: cluster, job, kubernetes, network, slurm, train",
+         "base_dir: unknown key; allowed here: cluster, job, kubernetes, network, slurm, train",
          "dtctl.yaml:2", None),
     ],
 )  # fmt: skip

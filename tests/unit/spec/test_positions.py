@@ -105,14 +105,14 @@ def test_an_alias_is_a_copy() -> None:
 @pytest.mark.parametrize(
     ("text", "message", "where"),
     [
-        ("a: 1\nb: 2\na: 3\n", "`a` stands twice, on lines 1 and 3", "f:3"),
-        ("a: {b: 1, 'b': 2}", "`b` stands twice, on lines 1 and 1", "f:1"),
-        ("<<: {}\n<<: {}", "`<<` stands twice, on lines 1 and 2", "f:2"),
+        ("a: 1\nb: 2\na: 3\n", "`a` is set twice, on lines 1 and 3", "f:3"),
+        ("a: {b: 1, 'b': 2}", "`b` is set twice, on lines 1 and 1", "f:1"),
+        ("<<: {}\n<<: {}", "`<<` is set twice, on lines 1 and 2", "f:2"),
         ("a:\n  <<: 5", "`<<` takes keys with values, or a list of such", "f:2"),
         ("? [a]\n: b", "a key has to be text", "f:1"),
-        ("a: &a\n  b: *a", "an alias stands inside of what it refers to", "f:1"),
-        ("a: &a [*a]", "an alias stands inside of what it refers to", "f:1"),
-        ("a: &a {<<: *a}", "an alias stands inside of what it refers to", "f:1"),
+        ("a: &a\n  b: *a", "an alias is inside the value it refers to", "f:1"),
+        ("a: &a [*a]", "an alias is inside the value it refers to", "f:1"),
+        ("a: &a {<<: *a}", "an alias is inside the value it refers to", "f:1"),
         ("a: *b", "not valid YAML: found undefined alias", "f:1:4"),
         ("a: 1\n---\nb: 2", "not valid YAML: expected a single document in the stream but found another document",
          "f:2:1"),
@@ -143,7 +143,7 @@ def test_what_is_refused(text: str, message: str, where: str) -> None:
     [
         ("job:\n\tscript: a\n", "indent with spaces; YAML does not allow tabs"),
         ("job:\n  script: a\n\tname: b\n", "indent with spaces; YAML does not allow tabs"),
-        ("nodes: [gpu[01-04]]", 'put ranges of nodes in quotes: ["gpu[01-04]"]'),
+        ("nodes: [gpu[01-04]]", 'quote ranges of nodes: ["gpu[01-04]"]'),
         ("nodes:\n  - gpu[1\n  -b: [", None),
     ],
 )

@@ -25,13 +25,13 @@ def test_an_unknown_key_names_file_line_and_near_match() -> None:
     [
         (
             "slurm: {xyzzy: 1}",
-            "slurm.xyzzy: unknown key; here may stand: "
+            "slurm.xyzzy: unknown key; allowed here: "
             "account, array, extra, gres, partition, qos, requeues, srun, time, warn_s",
         ),
-        ("xyzzy: 1", "xyzzy: unknown key; here may stand: cluster, job, kubernetes, network, slurm, train"),
+        ("xyzzy: 1", "xyzzy: unknown key; allowed here: cluster, job, kubernetes, network, slurm, train"),
         ("jobs: {}", "jobs: unknown key; did you mean `job`?"),
-        ("xyzzy:", "xyzzy: unknown key; here may stand: cluster, job, kubernetes, network, slurm, train"),
-        ("1: 2", "1: unknown key; here may stand: cluster, job, kubernetes, network, slurm, train"),
+        ("xyzzy:", "xyzzy: unknown key; allowed here: cluster, job, kubernetes, network, slurm, train"),
+        ("1: 2", "1: unknown key; allowed here: cluster, job, kubernetes, network, slurm, train"),
         ("train: {snapshot: {evry_s: 1}}", "train.snapshot.evry_s: unknown key; did you mean `every_s`?"),
         ("job: {files: {exlude: []}}", "job.files.exlude: unknown key; did you mean `exclude`?"),
         (
@@ -39,7 +39,7 @@ def test_an_unknown_key_names_file_line_and_near_match() -> None:
             "train.strategy.ep: unknown key: torch has no expert parallelism (2.13), nor has dtctl; fsdp shards "
             "experts like everything else",
         ),
-        ("train: {strategy: {x: 1}}", "train.strategy.x: unknown key; here may stand: cp, dp, fsdp, pp, tp"),
+        ("train: {strategy: {x: 1}}", "train.strategy.x: unknown key; allowed here: cp, dp, fsdp, pp, tp"),
         ("cluster: {nodes: [{name: b, slts: 2}]}", "cluster.nodes[0].slts: unknown key; did you mean `slots`?"),
     ],
 )
@@ -88,7 +88,7 @@ def test_unknown_keys_at_all_levels(text: str, message: str) -> None:
         ("job: {script: ''}", "job.script: expected text that is not empty, got ''"),
         ("job: {command: []}", "job.command: expected a list that is not empty, got a list"),
         ("job: {command: ''}", "job.command: expected a list that is not empty, got a list"),
-        ("job: {command: \"echo 'a\"}", "job.command: a quotation is not closed"),
+        ("job: {command: \"echo 'a\"}", "job.command: a quotation mark is not closed"),
         ("job: {files: {push: perhaps}}", "job.files.push: expected true or false, got 'perhaps'"),
         ("job: {max_restarts: -1}", "job.max_restarts: expected at least 0, got -1"),
         ("job: {script: a.py, module: b}",

@@ -36,8 +36,8 @@ def parse(train: str) -> Train:
 )
 def test_what_is_set_is_handed_to_the_workers_and_nothing_else(values: dict[str, Any]) -> None:
     found = parse(str(values).replace("False", "false"))
-    assert found.given == values
-    assert found.config == load(found.given, argv=[], environ={})
+    assert found.values == values
+    assert found.config == load(found.values, argv=[], environ={})
 
 
 @pytest.mark.parametrize(
