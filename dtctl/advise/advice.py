@@ -74,7 +74,7 @@ def _reasons(task: Task, best: Choice, alternatives: tuple[Choice, ...]) -> list
         hidden = 1 - speed.exposed_s / speed.exchange_s
         reasons.append(
             f"exchange takes {speed.exchange_s:.3g} s of a step of {speed.step_s:.3g} s, and {max(0.0, hidden):.0%} of "
-            "it hides behind computation"
+            "it overlaps with computation"
         )
     if layout.recompute != "none":
         reasons.append(f"{layout.recompute} recomputation makes room for a micro batch of {layout.micro_batch}")

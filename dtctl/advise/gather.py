@@ -180,8 +180,8 @@ def inspected(name: str, *, seq: int, python: str) -> dict[str, Any]:
     try:
         figures: dict[str, Any] = json.loads(lines[-1])
     except (IndexError, ValueError):
-        last = (completed.stderr.strip().splitlines() or ["it says nothing"])[-1]
-        raise UsageError(f"{name} cannot be looked at: {last}", hint=f"{python} needs torch") from None
+        last = (completed.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+        raise UsageError(f"{name} cannot be inspected: {last}", hint=f"{python} needs torch") from None
     if "error" in figures:
         raise UsageError(str(figures["error"]))
     return figures

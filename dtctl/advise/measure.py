@@ -1,6 +1,6 @@
-"""Predicted memory beside measured: starts the workers of `trial` on this machine and compares.
+"""Predicted and measured memory: starts the workers of `trial` on this machine and compares.
 
-A third opinion is that of torch's own tracker (`track`), which needs neither workers nor room.
+A third figure comes from torch's own tracker (`track`), which needs neither workers nor room.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def track(settings: dict[str, Any], python: str) -> tuple[float | None, str | No
     except subprocess.TimeoutExpired:
         return None, f"it takes more than {LIMIT_S:.0f} s"
     except ValueError:
-        return None, (completed.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        return None, (completed.stderr.strip().splitlines() or ["it printed nothing"])[-1]
     return (float(result["peak"]), None) if "peak" in result else (None, str(result["error"]))
 
 
@@ -151,7 +151,9 @@ def _run(settings: dict[str, Any], workers: int, python: str, folder: Path) -> N
     try:
         for rank, process in enumerate(running):
             if process.wait(timeout=LIMIT_S):
-                last = (folder / f"{rank}.log").read_text(errors="replace").strip().splitlines() or ["it says nothing"]
+                last = (folder / f"{rank}.log").read_text(errors="replace").strip().splitlines() or [
+                    "it printed nothing"
+                ]
                 raise WorkerFailed(f"the measurement failed: {last[-1]}", where=f"rank {rank}")
     except subprocess.TimeoutExpired as exc:
         raise WorkerFailed(

@@ -1,4 +1,4 @@
-"""The figures of a model from numbers that somebody gives."""
+"""The figures of a model from given numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All ways to spread a training over a cluster that make sense, with their memory and speed."""
+"""All sensible layouts of a training on a cluster, with their memory and speed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One way, with its price."""
+    """One layout, with its cost."""
 
     layout: Layout
     memory: MemoryEstimate
@@ -68,7 +68,7 @@ class Choice:
 
     @property
     def axes(self) -> int:
-        """How many things are to be understood: axes, recomputation, offloading."""
+        """The complexity of a choice: axes, recomputation, offloading."""
         layout = self.layout
         degrees = sum(int(getattr(layout, name) > 1) for name in ("dp", "fsdp", "tp", "pp", "cp", "ep"))
         again = {"none": 0, "selective": 1, "full": 1}[layout.recompute]

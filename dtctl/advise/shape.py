@@ -29,7 +29,7 @@ class Latent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a config says of a transformer."""
+    """A transformer as its config describes it."""
 
     name: str
     layers: int
@@ -79,7 +79,7 @@ class _Part:
 
 
 def check(shape: Shape) -> None:
-    """Refuse numbers that no model has.
+    """Refuse impossible numbers.
 
     Raises:
         UsageError: a number is not above 0, or they do not fit together.
@@ -191,7 +191,7 @@ def _description(shape: Shape, params: float, active_params: float) -> str:
         inner = f"{shape.experts} experts of {shape.expert_ffn or shape.ffn} ({shape.experts_used} used)"
         inner += f" and {shape.shared_ffn} that all use" if shape.shared_ffn else ""
         inner += f" in {shape.layers - shape.dense} blocks" if shape.dense else ""
-    ties = "output tied to the embedding" if shape.tied else "an output of its own"
+    ties = "output tied to the embedding" if shape.tied else "untied output"
     active = f", {active_params / 1e9:.3g}B of them at work for a token" if shape.experts > 1 else ""
     return (
         f"{blocks} of width {shape.hidden}, {heads}, {inner}, vocabulary {shape.vocab}, {ties}: "

@@ -1,4 +1,4 @@
-"""Numbers as people write them: `7B`, `80GiB`."""
+"""Human-readable numbers: `7B`, `80GiB`."""
 
 from __future__ import annotations
 

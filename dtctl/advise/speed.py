@@ -1,4 +1,4 @@
-"""Time of a step, for one way to spread a training. Pure arithmetic; seconds.
+"""Time of a step, for one layout of a training. Pure arithmetic; seconds.
 
 Shares are fitted to the published figures of torchtitan (tests/unit/advise/test_published.py), measured on H100.
 """
@@ -23,7 +23,7 @@ WIRE = 0.80
 RING = 0.25
 """What attention takes longer each time context parallelism halves its pieces."""
 HIDDEN = 0.80
-"""Share of the time of computation behind which exchange can hide."""
+"""Share of the computation time that exchange can overlap with."""
 THIN = 0.98
 """What products keep of their speed each time tensor parallelism halves them."""
 

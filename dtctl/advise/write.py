@@ -33,7 +33,7 @@ def with_settings(text: str, settings: Mapping[str, Any]) -> str:
         )
     if not _SECTION.match(lines[at].rstrip()):
         raise UsageError(
-            "the train section stands in one line", hint="write its keys below each other; these are to be set: "
+            "the train section is written on one line", hint="write one key per line; set these: "
             + ", ".join(new_lines.values()),
         )  # fmt: skip
     end = at + 1
@@ -59,7 +59,7 @@ def with_settings(text: str, settings: Mapping[str, Any]) -> str:
 
 
 def as_yaml(value: object) -> str:
-    """A value as it stands in a spec."""
+    """A value as written in a spec."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {as_yaml(item)}" for key, item in value.items()) + "}"
     return value if isinstance(value, str) else json.dumps(value)
@@ -74,7 +74,7 @@ def write(path: Path, settings: Mapping[str, Any]) -> None:
     """
     file = path.resolve()
     if not file.is_file():
-        raise UsageError(f"{path} is no plain file, so it cannot be changed", hint="name the spec itself")
+        raise UsageError(f"{path} is not a regular file, so it cannot be changed", hint="name the spec itself")
     text = file.read_bytes().decode("utf-8")
     mark = text[: len(text) - len(text.removeprefix(BYTE_ORDER_MARK))]
     changed = with_settings(text.removeprefix(BYTE_ORDER_MARK), settings)

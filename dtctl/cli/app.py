@@ -40,7 +40,7 @@ def _root(
 
 
 def split_rest(arguments: list[str]) -> tuple[list[str], list[str] | None]:
-    """What stands before the first `--` of `dtctl launch`, and what stands behind it (None without one).
+    """The arguments before the first `--` of `dtctl launch`, and those after it (None without one).
 
     A parser cannot tell `launch -- train.py` from `launch train.py` afterwards: it drops the dashes.
     """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def examine_offer(spec: Spec, *, json_lines: bool) -> int:
-    """Print what stands in the way of the job, and when Slurm thinks that it starts; the exit code."""
+    """Print what prevents the job from starting, and Slurm's estimate of its start; the exit code."""
     from dtctl.doctor.findings import ordered
     from dtctl.errors import DoctorFailed
     from dtctl.slurm.partition_checks import CHECKS

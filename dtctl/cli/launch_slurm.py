@@ -1,4 +1,4 @@
-"""The steps behind `dtctl launch` and its sisters for a Slurm job: submit, follow, poll, cancel."""
+"""The steps behind `dtctl launch` and related commands for a Slurm job: submit, follow, poll, cancel."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def _site(record: RunRecord) -> Iterator[tuple[Site, JobRef]]:
 
 
 def _unfollowed(record: RunRecord) -> bool:
-    """Whether the job was submitted, is not known to be over, and nobody looks at it."""
+    """Whether the job was submitted, is not known to be over, and no launcher follows it."""
     from dtctl.launch.state import state_of
 
     return bool(state_of(record).job) and not state_of(record).over and not record.has_launcher()
@@ -256,7 +256,7 @@ def _wait(seconds: float, signals: list[int], *, cancelled: bool) -> None:
 
 
 def _emitter(record: RunRecord, view: LaunchView | None, *, json_lines: bool) -> Callable[..., None]:
-    """What is told everything that happens: the record, whoever reads JSON, and people."""
+    """Passes every event to the record, to JSON output and to the terminal."""
 
     def emit(event: str, **facts: Any) -> None:
         if event != "log":

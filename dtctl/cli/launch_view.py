@@ -37,7 +37,7 @@ STATES = {
 
 
 def show_left_out(tree: Tree) -> None:
-    """Name the files that are not pushed although nobody has excluded them."""
+    """Name the files that are not pushed although they are not excluded."""
     for kind, paths in (("looks like a secret", tree.withheld), ("cannot be pushed", tree.skipped)):
         if paths:
             suffix = f" and {len(paths) - 5} more" if len(paths) > 5 else ""

@@ -1,4 +1,4 @@
-"""The command line's entrance: runs a command and turns its errors into exit codes. Nothing else ends the process."""
+"""The entry point of the command line: runs a command and turns errors into exit codes. Nothing else ends the process."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def run(arguments: list[str]) -> int:
 def _exit_code(exc: DtctlError) -> int:
     from dtctl.errors import NodeFailures
 
-    if isinstance(exc, NodeFailures):  # of several nodes the gravest: a plan's fault before a single node's
+    if isinstance(
+        exc, NodeFailures
+    ):  # of several nodes the most severe: an error of the plan before one of a single node
         return min(failure.exit_code for failure in exc.failures.values())
     return exc.exit_code
 

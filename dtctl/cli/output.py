@@ -76,7 +76,7 @@ def _write(stream: IO[str], text: str) -> None:
 
 
 def _discard(stream: IO[str]) -> None:
-    """Let whatever else is written there vanish."""
+    """Discard whatever else is written there."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)

@@ -11,7 +11,7 @@ import typer
 from dtctl.cli import output
 
 MOST = 6
-"""Runs on one page: more curves are not told apart."""
+"""Runs on one page: more curves cannot be distinguished."""
 
 
 def report(

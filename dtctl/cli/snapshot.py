@@ -30,7 +30,7 @@ def _place(place: str | None) -> str | None:
         record = find_run(Path.cwd(), place)
         slurm = record.info().slurm
     except LaunchError:
-        return place  # told in the words of the command
+        return place  # reworded for the command
     if not slurm:
         return place
     from dtctl.slurm.follow import snapshot_folder

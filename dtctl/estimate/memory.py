@@ -1,4 +1,4 @@
-"""Memory of a GPU by part, for one way to spread a training. Pure arithmetic; all results in bytes.
+"""Memory of a GPU by part, for one layout of a training. Pure arithmetic; all results in bytes.
 
 Sources: ZeRO (https://arxiv.org/abs/1910.02054) for states; Korthikanti et al. (https://arxiv.org/abs/2205.05198) for
 activations; torch's FSDP2, DDP and autocast as dtctl.runtime uses them for what is temporary.
@@ -59,7 +59,7 @@ TORCHTITAN = Recipe(autocast=False, loss_parallel=True, sequence_parallel=True, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout(Degrees):
-    """One way to spread a training over GPUs, a worker on each."""
+    """One layout of a training on GPUs, a worker on each."""
 
     ep: int = 1
     """Workers that divide the experts; it lies within dp and fsdp."""

@@ -201,7 +201,7 @@ def unreadable(path: Path, line: int, column: int, message: str) -> Problem:
 
 
 def failed(path: Path, message: str) -> Problem:
-    """The problem of a file on which a rule broke down."""
+    """The problem of a file on which a rule crashed."""
     return _dt000(path, 1, 1, message, "report it with the file; all other rules were applied")
 
 

@@ -76,7 +76,7 @@ def apply(path: Path, problems: Sequence[Problem]) -> Fixed:
     """
     try:
         if not path.is_file():
-            return Fixed(refused="no regular file")
+            return Fixed(refused="not a regular file")
         raw = path.read_bytes()
         kind = kind_of(path, raw)
         source = decoded(raw, python=kind == "python")

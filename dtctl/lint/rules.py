@@ -10,7 +10,7 @@ from typing import Any
 from dtctl.lint.model import Severity
 
 SYNTAX = "DT000"
-"""What is said of a file that no rule could be applied to."""
+"""The id for a file to which no rule could be applied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +47,6 @@ def explained_syntax() -> str:
     return (
         f"{SYNTAX} unreadable (error)\n\n"
         "The file could not be read: it is not Python, or not text in the encoding that it names, or it may not be\n"
-        "opened. No rule was applied to it, and the others were read all the same. Also said of a file on which a\n"
-        "rule broke down; that is a bug in dtctl, and the message names the rule."
+        "opened. No rule was applied to it; the other files were still read. Also reported for a file on which a\n"
+        "rule crashed; that is a bug in dtctl, and the message names the rule."
     )

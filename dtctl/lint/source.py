@@ -28,7 +28,7 @@ _IGNORE = re.compile(r"#\s*dtctl:\s*ignore(?P<file>-file)?(?:\[(?P<rules>[A-Z0-9
 _SHEBANG = re.compile(rb"#!\s*\S*?(?:/env\s+(?:-S\s+)?)?(?P<name>python|pypy|bash|sh|dash|ksh|zsh)[\d.]*(?:\s|\Z)")
 _BOM = b"\xef\xbb\xbf"
 NEWLINE = re.compile("\r\n|\r|\n")
-"""Where Python ends a line; str.splitlines knows more places."""
+"""Where Python ends a line; str.splitlines splits in more places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def collect(paths: Iterable[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
         elif not path.exists():
             raise UsageError(f"there is no file or folder {path}")
         elif not path.is_file():
-            unread.append((path, "no regular file"))
+            unread.append((path, "not a regular file"))
         elif kind_of(path) is None and os.access(path, os.R_OK):
             unread.append((path, "neither Python nor shell"))
         else:

@@ -1,4 +1,4 @@
-"""One Python file as rules see it: calls by resolved name, what names were set to, what stands around a node."""
+"""One Python file as rules see it: calls by resolved name, values of names, enclosing nodes."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ class SourceFile:
         return node
 
     def block(self, statement: ast.AST) -> list[ast.stmt]:
-        """The list of statements that a statement stands in."""
+        """The list of statements that contains a statement."""
         above = self.parents.get(statement)
         for value in above.__dict__.values() if above is not None else ():
             if isinstance(value, list) and any(item is statement for item in value):

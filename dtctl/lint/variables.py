@@ -34,7 +34,7 @@ def judge(name: str, value: str | None) -> tuple[Severity, str, str] | None:
 def _value(name: str, value: str) -> tuple[Severity, str, str] | None:
     variable = catalogue()[name]
     if variable.values and value.upper() not in variable.values and not value.startswith("$"):
-        return "warning", f"{name} knows no value {value}", f"one of {', '.join(variable.values)}"
+        return "warning", f"{name} has no value {value}", f"one of {', '.join(variable.values)}"
     if name == "NCCL_PROTO" and "LL128" not in value.upper().replace("^LL128", ""):  # that one alone corrupts
         return (
             "info",

@@ -1,4 +1,4 @@
-"""Which curves stand in which plot. Pure: from the metrics of runs to plain data that the page's script draws."""
+"""Which curves belong in which plot. Pure: from the metrics of runs to plain data that the page's script draws."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MARKS = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """One plot that dtctl knows."""
+    """A predefined plot."""
 
     name: str
     title: str

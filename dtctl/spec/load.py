@@ -172,5 +172,7 @@ def _absolute(cluster: Cluster, base_dir: Path, places: Places) -> dict[str, Clu
         except RuntimeError as exc:
             key = f"cluster.{name}"
             where = places.of(("cluster", name))
-            raise SpecError(f"{key}: nobody here has the home folder of {path}", where=where, key=key) from exc
+            raise SpecError(
+                f"{key}: the home folder in {path} is unknown on this machine", where=where, key=key
+            ) from exc
     return {"cluster": cluster.model_copy(update=update)} if update else {}

@@ -1,4 +1,4 @@
-"""What may stand in a spec: every key with its meaning, its default and its unit.
+"""The keys of a spec: every key with its meaning, its default and its unit.
 
 The text under a field is its documentation: `dtctl validate --schema` takes it from here (see schema.py).
 Unknown keys are refused everywhere but in `train.model`, `train.data`, `job.deepspeed` and `slurm.extra`, which belong
@@ -63,7 +63,7 @@ class NodeEntry(Section):
         if not isinstance(data, dict) or "host" not in data:
             return data
         if "name" in data:
-            raise ValueError("`host` is another word for `name`, and both are set")
+            raise ValueError("`host` is an alias of `name`, and both are set")
         return {"name" if key == "host" else key: value for key, value in data.items()}
 
 
@@ -148,7 +148,7 @@ class Job(Section):
     deepspeed: dict[str, Any] = Field(default={})
     """Further keys of DeepSpeed's configuration (kind deepspeed); they win over those made of `train`."""
     env: dict[str, Text] = Field(default={})
-    """Variables for the workers. They stand in scripts and dry runs: no secrets here."""
+    """Variables for the workers. They appear in scripts and dry runs, so do not put secrets here."""
     env_from: tuple[Word, ...] = ()
     """Patterns of variables to take from the environment of `dtctl launch`: `WANDB_*`."""
     secrets: tuple[Word, ...] = ()
@@ -242,7 +242,7 @@ class Slurm(Section):
     requeues: int = Field(default=10, ge=0)
     """How often a job that was stopped before its end is started again, from its snapshot."""
     warn_s: int = Field(default=120, ge=1)
-    """Seconds before the end of the time limit at which the workers are told to save and end."""
+    """Seconds before the end of the time limit at which the workers are asked to save and exit."""
     srun: list[str] = Field(default=[])
     """Further options of srun: `["--container-image=docker://pytorch/pytorch"]`."""
     extra: dict[str, str | int | float | bool] = Field(default={})

@@ -192,7 +192,7 @@ class _Reader:
         return merged | pairs
 
     def _merged(self, node: yaml.Node, path: Path) -> dict[str, tuple[int, yaml.Node]]:
-        """What stands behind `<<`: a mapping or a list of them; of two with one key the first wins."""
+        """The value of `<<`: a mapping or a list of them; of two with one key the first wins."""
         pairs: dict[str, tuple[int, yaml.Node]] = {}
         for part in reversed(node.value) if isinstance(node, yaml.SequenceNode) else [node]:
             if not isinstance(part, yaml.MappingNode):

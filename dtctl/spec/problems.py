@@ -65,7 +65,7 @@ def explain(problems: Sequence[ErrorDetails], data: Any, places: Places) -> Spec
 
 
 def unknown(path: Path) -> str:
-    """What to say of a key that no section has: the near match, or all that may stand there."""
+    """The message for an unknown key: the nearest key, or all that are allowed there."""
     import difflib
 
     models = _models_at(path[:-1])
@@ -147,7 +147,7 @@ def _abbreviated(value: Any) -> str:
 
 
 def _models_at(path: Path) -> list[type[Section]]:
-    """The sections that may stand at `path`."""
+    """The sections allowed at `path`."""
     models: list[type[Section]] = [Spec]
     for step in path:
         if isinstance(step, str):

@@ -40,7 +40,7 @@ def json_schema() -> dict[str, Any]:
             value["description"] = texts[name][key]
     # What the sections take in other words and put right before pydantic sees it.
     entry = schema["$defs"]["NodeEntry"]
-    entry["properties"]["host"] = {"type": "string", "minLength": 1, "description": "Another word for `name`."}
+    entry["properties"]["host"] = {"type": "string", "minLength": 1, "description": "Alias of `name`."}
     entry["oneOf"] = [{"required": entry.pop("required")}, {"required": ["host"]}]
     schema["$defs"]["Cluster"]["properties"]["nodes"]["anyOf"].append({"type": "string", "minLength": 1})
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "dtctl.yaml"}

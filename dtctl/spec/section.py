@@ -17,7 +17,7 @@ def _not_zero(value: int) -> int:
 # Numbers are strict: pydantic would take `true` for 1 and the text "4" for 4. What a number was typed as where text is
 # wanted is settled in load.py; the JSON Schema, which editors use, has to allow for that.
 Text = Annotated[str, Field(json_schema_extra={"type": ["string", "number", "boolean"]})]
-"""Text; a number or a truth value stands for itself as it was typed."""
+"""Text; a number or a truth value is taken as it was typed."""
 Word = Annotated[str, Field(min_length=1)]
 """Text that is not empty."""
 MOST = (1 << 63) - 1
@@ -49,7 +49,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_empty(cls, data: Any) -> Any:
-        """A known key with nothing behind it means its default, as if it were not there."""
+        """A known key without a value means its default, as if it were absent."""
         if not isinstance(data, dict):
             return data
         return {key: value for key, value in data.items() if value is not None or key not in cls.model_fields}

@@ -1,4 +1,4 @@
-"""Settings that do not go together, whatever the model: known from the spec and the number of workers alone."""
+"""Settings that exclude each other for any model: known from the spec and the number of workers alone."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def not_elastic(reason: str) -> PlanError:
     return PlanError(
         f"exact: elastic is not possible: {reason}",
         where="train.exact",
-        hint="leave `exact` out: a resume on the same number of workers is exact all the same",
+        hint="remove `exact`: a resume on the same number of workers is exact anyway",
     )
 
 

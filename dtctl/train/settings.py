@@ -63,7 +63,7 @@ def from_argv(argv: Sequence[str]) -> dict[str, Any]:
         for parent in parents:
             place = place.setdefault(parent, {})
             if not isinstance(place, dict):
-                raise SpecError(f"{word} stands below {parent}, which has a value", where="command line")
+                raise SpecError(f"{word} is nested in {parent}, which has a value", where="command line")
         place[last] = _value(value)
     return values
 

@@ -33,7 +33,7 @@ def weights_elsewhere(check: Check) -> Iterator[Problem]:
         if not weights or _moved(check, call) or _in_a_module(check, call) or _on_a_device(check, call):
             continue
         if any(_made_on_cpu(check, value) for value in weights):
-            yield check.problem("DT006", call, "the loss has weights of its own, and they stay on the CPU")
+            yield check.problem("DT006", call, "the loss has weights, which stay on the CPU")
 
 
 def _made_on_cpu(check: Check, value: ast.expr) -> bool:

@@ -26,9 +26,7 @@ def batch_norm(check: Check) -> Iterator[Problem]:
         if re.match(
             r"torch\.nn\.BatchNorm[123]d\Z|torchvision\.models\.(?:resnet|resnext|mobilenet|densenet)\w*\Z", name
         ):
-            yield check.problem(
-                "DT005", module.calls[name][0], "BatchNorm under DDP: each GPU has statistics of its own"
-            )
+            yield check.problem("DT005", module.calls[name][0], "BatchNorm under DDP: each GPU has its own statistics")
             return
 
 
@@ -46,7 +44,7 @@ def same_seed(check: Check) -> Iterator[Problem]:
             yield check.problem(
                 "DT008",
                 synced,
-                "init_sync=False without a seed: every rank trains a model of its own",
+                "init_sync=False without a seed: every rank trains a different model",
                 severity="error",
             )
     if not wrappers or not seeds or _RANDOM.search(module.text) is None or check.project.framework(module):

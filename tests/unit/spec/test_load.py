@@ -78,7 +78,7 @@ def test_paths_are_relative_to_the_spec(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_a_home_folder_that_nobody_has() -> None:
     found = error("cluster:\n  identity_file: ~no-such-user/key")
-    assert found.message == "cluster.identity_file: nobody here has the home folder of ~no-such-user/key"
+    assert "~no-such-user/key" in found.message
     assert (found.where, found.key) == ("dtctl.yaml:2", "cluster.identity_file")
 
 

@@ -76,7 +76,7 @@ def test_unknown_keys_at_all_levels(text: str, message: str) -> None:
         ("cluster: {nodes: [{name: ''}]}", "cluster.nodes[0].name: expected text that is not empty, got ''"),
         ("cluster: {nodes: [{host: ''}]}", "cluster.nodes[0].host: expected text that is not empty, got ''"),
         ("cluster: {nodes: [{host: a, name: b}]}",
-         "cluster.nodes[0]: `host` is another word for `name`, and both are set"),
+         "cluster.nodes[0]: `host` is an alias of `name`, and both are set"),
         ("cluster: {hostfile: [a]}", "cluster.hostfile: expected a path, got a list"),
         ("job: {env: [A=1]}", "job.env: expected keys with values, got a list"),
         ("job: {env: {A: }}", "job.env.A: expected text, got nothing"),

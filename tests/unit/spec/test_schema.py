@@ -36,4 +36,4 @@ def test_editors_accept_what_dtctl_accepts() -> None:
     assert {"type": "string", "minLength": 1} in properties("Cluster")["nodes"]["anyOf"]
     assert properties("Job")["command"]["anyOf"][0]["type"] == ["array", "string"]
     assert SCHEMA["$defs"]["NodeEntry"]["oneOf"] == [{"required": ["name"]}, {"required": ["host"]}]
-    assert properties("NodeEntry")["host"]["description"] == "Another word for `name`."
+    assert properties("NodeEntry")["host"]["description"] == "Alias of `name`."
