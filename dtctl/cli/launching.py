@@ -217,11 +217,11 @@ def real_launch(options: LaunchOptions) -> int:
             code_of_end = 128 + number if number else exc.exit_code
             counts = list(processes_left.values())
             left_behind = None if None in counts else sum(count or 0 for count in counts)
-            told = end_facts(
+            end_event = end_facts(
                 run, "stopped" if number else "failed", code_of_end, attempts=attempts, left_behind=left_behind,
                 error=str(exc),
             )  # fmt: skip
-            emit("done", **told)
+            emit("done", **end_event)
             when = "while it was to be started again" if attempts else "before the job was started"
             raise Interrupted(f"stopped {when}", signal=number) if number else exc from None
         finally:

@@ -1,4 +1,4 @@
-"""The entry point of the command line: runs a command and turns errors into exit codes. Nothing else ends the process."""
+"""The entry point of the command line: runs a command and turns errors into exit codes. Nothing else ends dtctl."""
 
 from __future__ import annotations
 

@@ -129,19 +129,19 @@ def _fixed_arguments(check: Check) -> Iterator[tuple[ast.expr, str]]:
     """Keyword arguments that do."""
     module = check.module
     for call in module.calls_of(names.DDP, "torch.load"):
-        for one in call.keywords:
-            if one.arg == "device_ids" and isinstance(one.value, ast.List) and len(one.value.elts) == 1:
-                if _is_fixed(one.value.elts[0], number=True):
-                    yield one.value.elts[0], f"device_ids={ast.unparse(one.value)}"
-            elif one.arg in ("output_device", "map_location") and _is_fixed(
-                one.value, number=one.arg == "output_device"
+        for argument in call.keywords:
+            if argument.arg == "device_ids" and isinstance(argument.value, ast.List) and len(argument.value.elts) == 1:
+                if _is_fixed(argument.value.elts[0], number=True):
+                    yield argument.value.elts[0], f"device_ids={ast.unparse(argument.value)}"
+            elif argument.arg in ("output_device", "map_location") and _is_fixed(
+                argument.value, number=argument.arg == "output_device"
             ):
-                yield one.value, f"{one.arg}={ast.unparse(one.value)}"
-    calls = (one for group in module.methods.values() for one in group) if "cuda:" in module.text else ()
-    values = [one.value for call in calls for one in call.keywords if one.arg == "device"]
-    fixed = [one for one in values if _is_fixed(one, number=False)]
-    if len({constant(one) for one in fixed}) == 1:  # a file that names several GPUs means each of them
-        yield from ((one, f"device={ast.unparse(one)}") for one in fixed)
+                yield argument.value, f"{argument.arg}={ast.unparse(argument.value)}"
+    calls = (argument for group in module.methods.values() for argument in group) if "cuda:" in module.text else ()
+    values = [argument.value for call in calls for argument in call.keywords if argument.arg == "device"]
+    fixed = [argument for argument in values if _is_fixed(argument, number=False)]
+    if len({constant(argument) for argument in fixed}) == 1:  # a file that names several GPUs means each of them
+        yield from ((argument, f"device={ast.unparse(argument)}") for argument in fixed)
 
 
 def _is_fixed(node: ast.expr, *, number: bool) -> bool:
