@@ -5,6 +5,8 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 # Torch workers share few cores here; more threads than cores only make them wait for each other.
 export OMP_NUM_THREADS ?= 1
+# Tests on virtual hosts mostly wait for processes, so one more than there are cores; each has a sandbox of its own.
+HOSTS_TESTS := -n $(shell expr $$(nproc) + 1) --dist loadfile --durations=15
 
 .PHONY: help demo test check unit integration test-frameworks soak fuzz bench clean
 .DEFAULT_GOAL := help
@@ -21,13 +23,13 @@ demo: $(BIN)/.ready  ## Train a small GPT on 3 virtual hosts, kill a worker, wat
 
 test: $(BIN)/.ready check  ## Everything that CI runs.
 	$(BIN)/python -m pytest tests/unit tests/golden tests/cli tests/security -q -n auto --dist loadfile
-	$(BIN)/python -m pytest tests/integration tests/fault -q --durations=15
+	$(BIN)/python -m pytest tests/integration tests/fault -q $(HOSTS_TESTS)
 
 unit: $(BIN)/.ready  ## The tests that need no network, in under a minute.
 	$(BIN)/python -m pytest tests/unit tests/golden tests/cli -q -n auto --dist loadfile
 
 integration: $(BIN)/.ready  ## The tests on virtual hosts.
-	$(BIN)/python -m pytest tests/integration tests/fault -q --durations=15
+	$(BIN)/python -m pytest tests/integration tests/fault -q $(HOSTS_TESTS)
 
 test-frameworks: $(BIN)/.ready  ## Accelerate, DeepSpeed, Lightning and Megatron-Core, each in an environment of its own; minutes and gigabytes.
 	$(BIN)/python -m pytest tests/frameworks -q --durations=15
