@@ -200,6 +200,6 @@ def test_who_fetches_a_number_from_a_gpu_waits_for_the_exchange_before_it(file: 
     assert (Path(__file__).parents[3] / "dtctl" / "runtime" / file).is_file(), (
         "it was renamed, and hang.py has to follow"
     )
-    assert fetches.waits
+    assert fetches.is_waiting
     (blamed,) = culprits(gang({}, {}, {}), {0: fetches, 1: SLEEPS, 2: fetches})
     assert blamed.rank == 1
