@@ -82,7 +82,7 @@ def test_a_long_record_keeps_its_end_and_can_be_read_on_the_control_machine(reco
     told = stacks._flight(str(answer))
     assert json.loads(told)["entries"][-1]["collective_seq_id"] == 2000
     for rank in (0, 1):
-        write_stack(tmp_path / "hangs", "a", rank, Stack(state="S", how="none", text="", flight=told))
+        write_stack(tmp_path / "hangs", "a", rank, Stack(state="S", tool="none", text="", flight=told))
     kept = sorted(path for path in (tmp_path / "hangs" / "a").iterdir() if is_dump(path))
     assert len(kept) == 2, "doctor --log reads them"
     dumps = [read_dump(path) for path in kept]
