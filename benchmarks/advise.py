@@ -72,7 +72,7 @@ def eleuther(case: Case, path: Path) -> float | None:
     options = {
         "num-layers": shape["layers"], "hidden-size": shape["hidden"], "num-attention-heads": shape["heads"],
         "kv-size-ratio": shape["kv_heads"] / shape["heads"], "ffn-expansion-factor": shape["ffn"] / shape["hidden"],
-        "num-mlp-linears": 3, "vocab-size": shape["vocab"], "sequence-length": shape["seq"], "num-gpus": layout.gpus,
+        "num-mlp-linears": 3, "vocab-size": shape["vocab"], "sequence-length": shape["seq"], "num-gpus": layout.workers,
         "batch-size-per-gpu": layout.micro_batch, "tensor-parallel-size": layout.tp, "zero-stage": 3,
         "misc-mem-gib": 0,
     }  # fmt: skip
