@@ -491,3 +491,21 @@ def test_samples_that_there_was_no_time_for_are_no_difference() -> None:
     assert circumstances.is_alike(whole, circumstances.checksum({"model (class)": "Net", "data[0]": "a"}))
     assert not circumstances.is_alike(whole, circumstances.checksum({"model (class)": "Net", "data[0]": "c"}))
     assert not circumstances.is_alike(whole, circumstances.checksum({"model (class)": "Other", "data[0]": "a"}))
+
+
+def test_what_only_a_later_look_reaches_is_neither_kept_nor_put_back(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A variable that an idle branch reads, as in `if "STOP" in os.environ: raise`, belongs to the launch."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        if "TOY_STOP" in os.environ:
+            os.write(sys.stderr.fileno(), b"")
+        return squared(model, batch)
+
+    monkeypatch.setenv("TOY_STOP", "1")
+    make({"steps": 4, "snapshot": {"every_steps": 2}}, loss=loss).run()
+    monkeypatch.delenv("TOY_STOP")
+    resumed = make({"steps": 6}, loss=loss)
+    resumed.run()
+    assert "TOY_STOP" not in os.environ
