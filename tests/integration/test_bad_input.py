@@ -162,7 +162,7 @@ def test_a_program_that_is_not_there(project: Project, sandbox: Sandbox) -> None
     [
         ("", 3, "the spec is empty"),
         ("cluster: [1]\n", 3, "expected keys with values"),
-        ("cluster: {transport: ssh, nodes: [a, a]}\n" + JOB, 3, "node a stands twice"),
+        ("cluster: {transport: ssh, nodes: [a, a]}\n" + JOB, 3, "node a is listed twice"),
         ("cluster: {transport: ssh, nodes: [a], slotz: 1}\n" + JOB, 3, "did you mean `slots`?"),
         ("cluster: {transport: slurm, nodes: 2}\n" + JOB, 7, "this machine"),
     ],

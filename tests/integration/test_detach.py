@@ -114,7 +114,7 @@ def test_a_run_whose_launcher_was_killed_is_taken_up_again_and_no_line_is_lost(p
     assert "dtctl watch" in project.run("status").out
     watched = project.run("watch")
     assert watched.code == 0, watched.err
-    assert "given a new one" in watched.err
+    assert "starting a new one" in watched.err
     assert log.read_text().splitlines() == [f"line {n}" for n in range(80)]
     ended = json.loads(project.run("status", "--json").out)
     assert ended["status"] == "succeeded"

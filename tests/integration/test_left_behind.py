@@ -188,7 +188,7 @@ def test_a_host_loses_power(project: Project, sandbox: Sandbox) -> None:
     assert done.code == 8
     assert done.done["first_failure"]["node"] == "node3"  # type: ignore[index]
     assert done.done["left_behind"] is None, "nobody can look at a machine without power"
-    assert "a node could not be asked" in done.err
+    assert "a node could not be checked" in done.err
     assert all(workers(node) == {} for node in sandbox.nodes[:2])
 
 

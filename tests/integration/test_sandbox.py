@@ -147,7 +147,7 @@ def test_what_cannot_be_a_fault(project: Project, sandbox: Sandbox) -> None:
         (("cut", "node9"), 7, "the sandbox has no host node9"),
         (("drop", "node1", "--port", "x"), 2, "'x' is not a port"),
         (("drop", "node1", "--port", "70000"), 2, "is not a port"),
-        (("loss", "node1", "--percent", "0"), 2, "cannot be lost"),
+        (("loss", "node1", "--percent", "0"), 2, "is not a share of packets"),
         (("limit", "node1", "--rate", "fast"), 2, "'fast' is not a rate"),
     ):
         done = project.run("sandbox", "fault", *arguments)

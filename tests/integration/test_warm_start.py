@@ -101,7 +101,7 @@ signal.pause() if os.environ["DTCTL_ATTEMPT"] == "0" else None
         ),
         ("import nonsense", "ModuleNotFoundError"),
         ("raise SystemExit(5)", "SystemExit: 5"),
-        ("import os; os._exit(5)", "has ended"),
+        ("import os; os._exit(5)", "has exited"),
     ],
     ids=["threads", "missing", "exits", "dies"],
 )

@@ -8,6 +8,7 @@ from typing import Any
 from dtctl.doctor.findings import Finding, Status, odd_ones
 from dtctl.doctor.node_report import NodeReport
 from dtctl.errors import AuthError, DtctlError, HostKeyError, NodeError
+from dtctl.supervisor.frames import BrokenFrame
 
 MIB = 1 << 20
 MIN_NOFILE = 1024
@@ -44,7 +45,7 @@ def _reach_check(error: DtctlError) -> str:
     if isinstance(error, AuthError):
         return "login"
     if isinstance(error, NodeError):
-        return "shell-output" if "dtctl did not send" in error.message else "python"
+        return "shell-output" if isinstance(error.__cause__, BrokenFrame) else "python"
     return "reach"
 
 
