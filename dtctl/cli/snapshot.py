@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dtctl import names
 from dtctl.cli import output
 from dtctl.errors import DtctlError, LaunchError, SnapshotError
 
@@ -251,7 +252,7 @@ def _of_run(place: str | None) -> RunSnapshots:
     try:
         return RunSnapshots(find_run(Path.cwd(), place))
     except LaunchError as exc:
-        if place is None or "there is no run" not in exc.message:
+        if place is None or (Path.cwd() / names.STATE_DIR / names.RUNS_DIR / place).is_dir():
             raise
         raise SnapshotError(f"{place} is neither a folder nor a run", where=exc.where, hint=exc.hint) from exc
 

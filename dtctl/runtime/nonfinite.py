@@ -52,7 +52,7 @@ class NonFiniteGuard:
 
     @property
     def always(self) -> bool:
-        """Whether every step is to be judged, for now."""
+        """Whether the next step is to be judged in any case."""
         return self._always or self._step <= self._trail.watched
 
     def note(self, step: int, loss: torch.Tensor) -> None:

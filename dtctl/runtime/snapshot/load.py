@@ -118,7 +118,8 @@ def _newest_into(folder: Place, into: Mapping[str, Any]) -> Loaded | None:
                     bad = [exc.message]
                 else:
                     return Loaded(step=found.step, facts=found.manifest.facts, parts=parts, rejected=tuple(rejected))
-            status = "incomplete" if all(phrase.endswith("is missing") for phrase in bad) else "corrupt"
+            absent = [name for name in found.manifest.files if not (path / name).exists()]  # a phrase each
+            status = "incomplete" if len(absent) == len(bad) else "corrupt"
         rejected.append(f"{path.name} is {status}: {'; '.join(bad)}")
     if rejected:
         raise SnapshotError(
