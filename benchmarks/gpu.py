@@ -132,7 +132,7 @@ class Clock:
 
     def answer(self, model: nn.Module, size: Size) -> dict[str, float]:
         """Figures of the blocks after the first."""
-        from dtctl.runtime.hardware import peak_flops
+        from dtctl.runtime.telemetry.hardware import peak_flops
 
         block_s = statistics.median(b - a for a, b in zip(self.marks, self.marks[1:], strict=False))
         per_s = BLOCK * size.micro_batch * size.accumulate * size.context / block_s

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from machine import keep, wait_for_quiet
 
-from dtctl.launch.record import RunInfo, RunRecord
+from dtctl.launch.records.record import RunInfo, RunRecord
 
 REPEATS = 5
 

@@ -57,8 +57,8 @@ def die_if(step: int, *, doomed: bool) -> None:
 def dtctl(dropout: float, doomed: bool) -> nn.Module:
     """The Trainer; it resumes on its own."""
     from dtctl.runtime import TensorData, TrainConfig, Trainer, build
-    from dtctl.runtime.randomness import seed_all
-    from dtctl.runtime.worker import identify
+    from dtctl.runtime.distributed.worker import identify
+    from dtctl.runtime.exactness.randomness import seed_all
 
     seed_all(0)
     settings = {

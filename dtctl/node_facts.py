@@ -1,15 +1,15 @@
 """Facts about the machine that this runs on: its interfaces and ports, and the processes on it.
 
 Used on the control machine, in the workers and, sent along with the supervisor and the doctor's probe, on nodes. Stdlib
-only, Python 3.8. The C module `_socket` stands in for `socket`, whose import takes longer than everything done here.
+only, Python 3.8.
 """
 
 from __future__ import annotations
 
-import _socket
 import errno
 import fcntl
 import os
+import socket
 import struct
 
 TYPE_CHECKING = False  # typing is slow to import
@@ -43,9 +43,9 @@ def port_candidates(seed: str) -> list[int]:
 def first_free(ports: list[int]) -> int:
     """The first port that nothing listens on; 0 when all are taken or none was given."""
     for port in ports:
-        probe = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
+        probe = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
-            probe.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("0.0.0.0", port))  # noqa: S104 - bound, never listened on
             return port
         except OSError:
@@ -60,7 +60,7 @@ def address_towards(peer: str) -> str:
 
     Asks the kernel's routing table by connecting a UDP socket, which sends nothing.
     """
-    probe = _socket.socket(_socket.AF_INET6 if ":" in peer else _socket.AF_INET, _socket.SOCK_DGRAM)
+    probe = socket.socket(socket.AF_INET6 if ":" in peer else socket.AF_INET, socket.SOCK_DGRAM)
     try:
         probe.connect((peer, 9))
         return str(probe.getsockname()[0])
@@ -73,19 +73,19 @@ def address_towards(peer: str) -> str:
 def interface_of(address: str) -> str:
     """Name of the interface whose primary address this is; empty when there is none."""
     if ":" in address:
-        wanted = _socket.inet_pton(_socket.AF_INET6, address.split("%", 1)[0]).hex()
+        wanted = socket.inet_pton(socket.AF_INET6, address.split("%", 1)[0]).hex()
         rows = [row.split() for row in read("/proc/net/if_inet6").splitlines()]
         return next((row[5] for row in rows if row[0] == wanted), "")
-    names = [str(name) for _, name in _socket.if_nameindex()] if address else []
+    names = [str(name) for _, name in socket.if_nameindex()] if address else []
     return next((name for name in names if ipv4_of(name) == address), "")
 
 
 def ipv4_of(interface: str) -> str:
     """Primary IPv4 address of an interface; empty when it has none."""
-    probe = _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM)
+    probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     try:
         request = struct.pack("256s", interface.encode()[:15])
-        return str(_socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24]))  # SIOCGIFADDR
+        return str(socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24]))  # SIOCGIFADDR
     except OSError:
         return ""
     finally:
@@ -214,3 +214,13 @@ def start_ticks(pid: int) -> int:
     if found is None:
         return 0 if os.path.exists("/proc/self/stat") else -1
     return 0 if found[0] in "ZX" else found[2]
+
+
+def prctl(option: int, value: int) -> bool:
+    """Change an attribute of this process (prctl(2), which Python has no function for); whether the kernel did so."""
+    import ctypes
+
+    try:
+        return bool(ctypes.CDLL(None).prctl(option, value, 0, 0, 0) == 0)
+    except (AttributeError, OSError):  # not Linux
+        return False

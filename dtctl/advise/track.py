@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtctl.advise.trial import build_model, loss_of
 from dtctl.runtime import Worker, load
-from dtctl.runtime.device_mesh import device_mesh
+from dtctl.runtime.distributed.device_mesh import device_mesh
 from dtctl.runtime.optim import optimizer
 from dtctl.runtime.strategies import blocks, sharded
 from dtctl.train.config import TrainConfig

@@ -196,7 +196,7 @@ def _plot(path: Path, task: Task, advice: Advice) -> None:
     import time
 
     from dtctl.advise.advice import described
-    from dtctl.cli.files import write_named
+    from dtctl.cli.common.files import write_named
     from dtctl.estimate.memory import GIB
     from dtctl.report.page import Bar, advice_page
     from dtctl.report.run import check_out

@@ -11,7 +11,7 @@ import typer
 from dtctl import names
 from dtctl.bench.figures import DEFAULT_SIZES, OPS
 from dtctl.cli import output
-from dtctl.cli.agreement import Yes, agreed
+from dtctl.cli.common.agreement import Yes, agreed
 
 if TYPE_CHECKING:
     from dtctl.bench.job import Asked, Figures
@@ -64,9 +64,9 @@ def measure_and_show(spec: Spec, request: Asked, *, plot: Path | None, json_line
     """Run the benchmark and print what came of it; the exit code."""
     from dtctl.bench.job import measure
     from dtctl.bench.picture import draw
-    from dtctl.cli.doctor_view import show_cause
-    from dtctl.cli.launch_end import show_end
-    from dtctl.cli.process import caught_signals
+    from dtctl.cli.common.doctor_view import show_cause
+    from dtctl.cli.common.launch_end import show_end
+    from dtctl.cli.common.process import caught_signals
     from dtctl.errors import WorkerFailed
 
     if not json_lines:

@@ -12,7 +12,7 @@ import typer
 
 from dtctl import names
 from dtctl.cli import output
-from dtctl.cli.agreement import Yes, agreed
+from dtctl.cli.common.agreement import Yes, agreed
 from dtctl.errors import UsageError
 
 Log = Annotated[
@@ -54,7 +54,7 @@ def doctor(
 
 def examine_cluster(path: Path, *, skip: Sequence[str], yes: bool, json_lines: bool) -> int:
     """Examine a cluster and print what was found; the exit code."""
-    from dtctl.cli import doctor_view
+    from dtctl.cli.common import doctor_view
     from dtctl.doctor.examine import COSTLY, examine
     from dtctl.doctor.tables import links_of
     from dtctl.errors import DoctorFailed
@@ -67,7 +67,7 @@ def examine_cluster(path: Path, *, skip: Sequence[str], yes: bool, json_lines: b
     agreed(spec, yes=yes)
     if spec.cluster.transport == "slurm":
         if "SLURM_JOB_ID" not in os.environ:
-            from dtctl.cli.doctor_slurm import examine_offer
+            from dtctl.cli.common.doctor_slurm import examine_offer
 
             return examine_offer(spec, json_lines=json_lines)
         from dtctl.slurm.allocation import cluster_of_allocation
@@ -103,7 +103,7 @@ def examine_cluster(path: Path, *, skip: Sequence[str], yes: bool, json_lines: b
 
 def explain_logs(paths: Sequence[Path], *, json_lines: bool) -> int:
     """Print what the logs say; the exit code."""
-    from dtctl.cli import doctor_view
+    from dtctl.cli.common import doctor_view
     from dtctl.doctor.explain.diagnose import explain_all
     from dtctl.doctor.explain.lines import shown
     from dtctl.errors import DoctorFailed

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dtctl import names
-from dtctl.cli.agreement import Yes
+from dtctl.cli.common.agreement import Yes
 
 
 def launch(
@@ -50,7 +50,7 @@ def launch(
 
     Everything after `--` is passed to the script, after the arguments of the spec.
     """
-    from dtctl.cli.launching import LaunchOptions, dry_launch, real_launch
+    from dtctl.cli.common.launching import LaunchOptions, dry_launch, real_launch
 
     options = LaunchOptions(
         spec=spec,

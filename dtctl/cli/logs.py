@@ -13,8 +13,8 @@ from dtctl import folders, names
 from dtctl.cli import output
 
 if TYPE_CHECKING:
-    from dtctl.launch.logs import Lines
-    from dtctl.launch.record import RunRecord
+    from dtctl.launch.records.logs import Lines
+    from dtctl.launch.records.record import RunRecord
 
 POLL_S = 0.1
 PIECE_BYTES = 1 << 20
@@ -28,8 +28,8 @@ def logs(
 ) -> None:
     """Print the output of the workers, each line with its node and rank."""
     from dtctl.errors import LaunchError
-    from dtctl.launch.record import find_run
-    from dtctl.launch.state import state_of
+    from dtctl.launch.records.record import find_run
+    from dtctl.launch.records.state import state_of
 
     record = find_run(Path.cwd(), run)
     if node is not None and node not in state_of(record).nodes:
@@ -82,7 +82,7 @@ class _Reader:
         return self._rank is None or path.name == f"rank-{self._rank}.log"
 
     def _print(self, path: Path) -> None:
-        from dtctl.launch.logs import Lines
+        from dtctl.launch.records.logs import Lines
 
         try:
             file = os.fdopen(folders.open_regular(str(path)), "rb")

@@ -9,7 +9,7 @@ import typer
 
 from dtctl import names
 from dtctl.cli import output
-from dtctl.cli.agreement import Yes, agreed
+from dtctl.cli.common.agreement import Yes, agreed
 
 app = typer.Typer(
     help="Variables of NCCL, torch and gloo: what they mean, and which ones a cluster needs.",

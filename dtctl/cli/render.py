@@ -11,7 +11,7 @@ import typer
 
 from dtctl import names
 from dtctl.cli import output
-from dtctl.cli.files import write_named
+from dtctl.cli.common.files import write_named
 
 TARGETS = ("kubernetes",)
 
@@ -35,7 +35,7 @@ def render(
     """
     from dtctl.errors import UsageError
     from dtctl.kubernetes import jobset
-    from dtctl.launch.record import check_run_name, new_run_id
+    from dtctl.launch.records.record import check_run_name, new_run_id
     from dtctl.plan.build import PlanFacts, build
     from dtctl.spec.load import load_spec
     from dtctl.spec.nodes import resolve_nodes

@@ -14,8 +14,8 @@ from dtctl.cli import output
 
 def runs(json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False) -> None:
     """List the runs launched from this folder, the newest last."""
-    from dtctl.launch.record import list_runs
-    from dtctl.launch.state import state_of
+    from dtctl.launch.records.record import list_runs
+    from dtctl.launch.records.state import state_of
 
     states = [state_of(record) for record in list_runs(Path.cwd())]
     if json_:

@@ -11,7 +11,7 @@ import typer
 
 from dtctl import names
 from dtctl.cli import output
-from dtctl.cli.agreement import Yes, agreed
+from dtctl.cli.common.agreement import Yes, agreed
 
 if TYPE_CHECKING:
     from dtctl.spec.model import Spec
@@ -33,7 +33,7 @@ def sbatch(
 
     The file needs no dtctl where it runs, and a folder that all nodes see.
     """
-    from dtctl.launch.record import new_run_id
+    from dtctl.launch.records.record import new_run_id
     from dtctl.spec.load import load_spec
 
     checked = load_spec(spec, set_ or ())

@@ -14,16 +14,16 @@ from dtctl.cli import output
 from dtctl.errors import DtctlError, LaunchError, SnapshotError
 
 if TYPE_CHECKING:
-    from dtctl.launch.collect_snapshot import PruneRule
-    from dtctl.launch.snapshots import RunSnapshots
+    from dtctl.launch.records.collect_snapshot import PruneRule
+    from dtctl.launch.records.snapshots import RunSnapshots
 
 app = typer.Typer(help="Inspect snapshots in a folder, or those of a run on its nodes.", no_args_is_help=True)
 
 
 def _place(place: str | None) -> str | None:
     """The folder itself where a run is a job of Slurm: all its nodes see one, and so does whoever has launched it."""
-    from dtctl.launch.record import find_run
-    from dtctl.launch.snapshots import is_folder
+    from dtctl.launch.records.record import find_run
+    from dtctl.launch.records.snapshots import is_folder
 
     if is_folder(place):
         return place
@@ -70,8 +70,8 @@ def ls(place: Place = None, json_: Json = False) -> int:
 @app.command("verify")
 def verify(place: Place = None, json_: Json = False) -> int:
     """Read every byte of every snapshot and compare digests; exit code 10 if one is damaged."""
-    from dtctl.launch import snapshots
-    from dtctl.launch.collect_snapshot import combine
+    from dtctl.launch.records import snapshots
+    from dtctl.launch.records.collect_snapshot import combine
 
     if snapshots.is_folder(place):
         answers, silent = _all("verify", place, [])
@@ -134,7 +134,7 @@ def prune(
     json_: Json = False,
 ) -> int:
     """Remove old and damaged snapshots; nothing is removed while there is no good one."""
-    from dtctl.launch import snapshots
+    from dtctl.launch.records import snapshots
 
     if snapshots.is_folder(place):
         options = ["--keep", str(keep)] if keep is not None else []
@@ -146,7 +146,7 @@ def prune(
             for answer in answers.values()
         ]
     else:
-        from dtctl.launch.collect_snapshot import PruneRule
+        from dtctl.launch.records.collect_snapshot import PruneRule
 
         rule = PruneRule(keep=keep, every_s=None if every_h is None else every_h * 3600, keep_best=not no_best)
         results, silent = _prune_run(_of_run(place), rule, dry_run=dry_run)
@@ -167,7 +167,7 @@ def prune(
 
 def _prune_run(run: RunSnapshots, rule: PruneRule, *, dry_run: bool) -> tuple[list[dict[str, Any]], list[DtctlError]]:
     """Prune by what the nodes hold together, since each may hold a part of a snapshot; what each keeps and loses."""
-    from dtctl.launch import collect_snapshot, snapshots
+    from dtctl.launch.records import collect_snapshot, snapshots
 
     answers, silent = _all("pieces", None, [], run)
     snapshots_found = collect_snapshot.combine(answers)
@@ -197,7 +197,7 @@ def export(
     json_: Json = False,
 ) -> int:
     """Write the weights of the newest good snapshot as a safetensors file."""
-    from dtctl.launch import snapshots
+    from dtctl.launch.records import snapshots
 
     if snapshots.is_folder(place):
         answer = _newest("export", place, ["--part", part, "--out", str(out)])
@@ -212,7 +212,7 @@ def export(
 
 def _fetch(source: RunSnapshots, node: str, options: Sequence[str], out: Path, *, limit_bytes: int) -> dict[str, Any]:
     from dtctl import folders
-    from dtctl.launch import snapshots
+    from dtctl.launch.records import snapshots
 
     draft = out.with_name(f".{out.name}.{os.getpid()}.draft")
     created = False
@@ -246,8 +246,8 @@ Answers = dict[Any, Mapping[str, Any]]
 
 
 def _of_run(place: str | None) -> RunSnapshots:
-    from dtctl.launch.record import find_run
-    from dtctl.launch.snapshots import RunSnapshots
+    from dtctl.launch.records.record import find_run
+    from dtctl.launch.records.snapshots import RunSnapshots
 
     try:
         return RunSnapshots(find_run(Path.cwd(), place))
@@ -265,7 +265,7 @@ def _all(
     Raises:
         DtctlError: nobody has an answer.
     """
-    from dtctl.launch import snapshots
+    from dtctl.launch.records import snapshots
 
     if run is None and snapshots.is_folder(place):
         reply = snapshots.run_here([verb, str(place), *options])
@@ -292,7 +292,7 @@ def _all(
 
 def _newest(verb: str, place: str | None, options: Sequence[str]) -> dict[str, Any]:
     """The answer with the newest good snapshot; says which newer ones were skipped."""
-    from dtctl.launch import snapshots
+    from dtctl.launch.records import snapshots
 
     if not snapshots.is_folder(place):
         return _of_nodes(verb, _of_run(place), options)
@@ -305,7 +305,7 @@ def _newest(verb: str, place: str | None, options: Sequence[str]) -> dict[str, A
 
 def _of_nodes(verb: str, run: RunSnapshots, options: Sequence[str], out: Path | None = None) -> dict[str, Any]:
     """The same for a run: where one node has all of the snapshot, there; else here, with what the nodes send."""
-    from dtctl.launch import collect_snapshot, snapshots
+    from dtctl.launch.records import collect_snapshot, snapshots
 
     answers, _ = _all("pieces", None, [], run)
     candidates = collect_snapshot.combine(answers)

@@ -16,12 +16,12 @@ def status(
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> None:
     """Show the state of a run and of its nodes."""
-    from dtctl.launch.record import find_run
-    from dtctl.launch.state import state_of, where_the_time_went
+    from dtctl.launch.records.record import find_run
+    from dtctl.launch.records.state import state_of, where_the_time_went
 
     record = find_run(Path.cwd(), run)
     if record.info().slurm:
-        from dtctl.cli.launch_slurm import refresh
+        from dtctl.cli.common.launch_slurm import refresh
 
         refresh(record)
     state = state_of(record)
@@ -33,7 +33,7 @@ def status(
         f"run {state.run}: {state.status} after {state.duration_s:.0f} s, attempt {state.attempt}", colour, "bold"
     )
     if state.waits is not None:
-        from dtctl.cli.launch_view import waits
+        from dtctl.cli.common.launch_view import waits
 
         output.out(f"job {state.job} waits: {waits(state.waits)}")
     output.table([[node, condition] for node, condition in state.nodes.items()], header=["NODE", "STATE"])

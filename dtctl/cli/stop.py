@@ -17,11 +17,11 @@ def stop(
     """Stop a run on all its nodes; works when its launcher is gone, too."""
     from dtctl.launch import stop as stopping
     from dtctl.launch.assemble import cluster_of_run
-    from dtctl.launch.record import find_run
+    from dtctl.launch.records.record import find_run
 
     record = find_run(Path.cwd(), run)
     if record.info().slurm:
-        from dtctl.cli.launch_slurm import stop_job
+        from dtctl.cli.common.launch_slurm import stop_job
 
         return stop_job(record, as_json=json_)
     grace_s = float(record.plan().get("grace_s", 10.0))

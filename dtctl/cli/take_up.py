@@ -13,23 +13,23 @@ import typer
 from dtctl.cli import output
 
 if TYPE_CHECKING:
-    from dtctl.launch.record import RunRecord
+    from dtctl.launch.records.record import RunRecord
 
 
 def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) -> int:
     """Watch a run that continues by itself, and restart its workers when they fail, until it is over."""
-    from dtctl.cli.launch_end import finish
-    from dtctl.cli.process import caught_signals
+    from dtctl.cli.common.launch_end import finish
+    from dtctl.cli.common.process import caught_signals
     from dtctl.launch.assemble import attempt_of_run, job_of_run
-    from dtctl.launch.ledger import Ledger
-    from dtctl.launch.record import RunRecord
-    from dtctl.launch.run import launch
-    from dtctl.launch.state import state_of
+    from dtctl.launch.control.run import launch
+    from dtctl.launch.records.ledger import Ledger
+    from dtctl.launch.records.record import RunRecord
+    from dtctl.launch.records.state import state_of
     from dtctl.node_facts import boot_id, start_ticks
 
     record = RunRecord(folder)
     if record.info().slurm:
-        from dtctl.cli.launch_slurm import take_up_job
+        from dtctl.cli.common.launch_slurm import take_up_job
 
         return take_up_job(record)
     with record.launcher_lock():
@@ -59,7 +59,7 @@ def take_up_if_alone(record: RunRecord) -> None:
     """
     from dtctl.errors import LaunchError
     from dtctl.launch.background import OUTPUT_FILE, take_up_in_background
-    from dtctl.launch.state import state_of
+    from dtctl.launch.records.state import state_of
 
     if record.info().slurm:
         if state_of(record).over or record.has_launcher():

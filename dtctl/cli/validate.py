@@ -68,8 +68,8 @@ def _planned(spec: Path, changes: Sequence[str]) -> Plan:
     """The plan that a launch would begin with, had it asked the nodes nothing."""
     from dtctl.launch.assemble import check_program_files
     from dtctl.launch.cluster import cluster_of
+    from dtctl.launch.files.tree import scan
     from dtctl.launch.first_plan import first_plan
-    from dtctl.launch.tree import scan
     from dtctl.spec.load import load_spec
 
     checked = load_spec(spec, changes)

@@ -11,7 +11,7 @@ import typer
 from dtctl.cli import output
 
 if TYPE_CHECKING:
-    from dtctl.launch.record import RunRecord
+    from dtctl.launch.records.record import RunRecord
 
 
 def watch(
@@ -23,13 +23,13 @@ def watch(
     """
     from dtctl.cli.take_up import take_up_if_alone
     from dtctl.errors import LaunchError
-    from dtctl.launch.record import find_run
-    from dtctl.launch.state import state_of
+    from dtctl.launch.records.record import find_run
+    from dtctl.launch.records.state import state_of
 
     record = find_run(Path.cwd(), run)
     take_up_if_alone(record)
     if output.is_terminal(sys.stdout):
-        from dtctl.cli.watch_view import show
+        from dtctl.cli.common.watch_view import show
 
         state = show(record, steps=_steps(record))
     else:

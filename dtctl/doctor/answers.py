@@ -1,4 +1,4 @@
-"""What a probe may answer: a form per question, as `dtctl/launch/messages.py` has one per message of a supervisor."""
+"""What a probe may answer: one schema per question, like dtctl/launch/control/messages.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from dtctl.errors import NodeError
-from dtctl.launch.messages import (
+from dtctl.launch.control.messages import (
     Check,
     InvalidMessage,
     address,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from dtctl.launch.messages import prose
+from dtctl.launch.control.messages import prose
 
 Status = Literal["ok", "warn", "fail", "skip"]
 Value = TypeVar("Value")

@@ -17,14 +17,13 @@ from dtctl.doctor import answers, rounds
 from dtctl.doctor.checks import links
 from dtctl.doctor.node_report import NodeReport, good_ways
 from dtctl.errors import ConnectError, DtctlError, NodeError
-from dtctl.launch.link import NodeLink, error_of, open_program
-from dtctl.launch.messages import before_start
+from dtctl.launch.control.link import NodeLink, error_of, open_program
+from dtctl.launch.control.messages import before_start
 from dtctl.supervisor import bootstrap
 from dtctl.transport.base import Connection, Target, Transport
 
 PROBE = (
     "dtctl.node_facts",
-    "dtctl.supervisor.lean",
     "dtctl.supervisor.frames",
     "dtctl.supervisor.facts",
     "dtctl.doctor.probe.devices",

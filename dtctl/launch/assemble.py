@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from dtctl import folders, names
 from dtctl.errors import PlanError, SpecError
 from dtctl.launch import first_plan as first
-from dtctl.launch import push as pushing
 from dtctl.launch.cluster import ResolvedCluster, cluster_of
+from dtctl.launch.control.link import NodeLink
+from dtctl.launch.files import push as pushing
+from dtctl.launch.files.tree import Tree, scan
 from dtctl.launch.job import LaunchJob
-from dtctl.launch.link import NodeLink
-from dtctl.launch.record import RunRecord
-from dtctl.launch.tree import Tree, scan
+from dtctl.launch.records.record import RunRecord
 from dtctl.plan.build import PlanFacts, build
 from dtctl.plan.environment import check_text
 from dtctl.plan.model import Plan
@@ -191,7 +191,7 @@ def job_of(
     spare_plans = build(spec, cluster.spares, run=run, facts=spare_facts).nodes if cluster.spares else ()
 
     def make_script(plan: Plan, node: NodePlan) -> str:
-        from dtctl.render.scripts import node_script  # loaded while the nodes are being connected
+        from dtctl.render import node_script  # loaded while the nodes are being connected
 
         return node_script(plan, node, base_dir=spec.base_dir)
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from dtctl import children, names
-from dtctl.launch.record import RunRecord, writing
-from dtctl.launch.state import state_of
+from dtctl.launch.records.record import RunRecord, writing
+from dtctl.launch.records.state import state_of
 
 OUTPUT_FILE = "launcher.log"
 POLL_S = 0.05

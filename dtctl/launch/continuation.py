@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 from dtctl.errors import LaunchError
 from dtctl.launch.assemble import spec_of_run
-from dtctl.launch.record import RunRecord
-from dtctl.launch.snapshots import Reply, RunSnapshots
-from dtctl.launch.state import state_of
+from dtctl.launch.records.record import RunRecord
+from dtctl.launch.records.snapshots import Reply, RunSnapshots
+from dtctl.launch.records.state import state_of
 from dtctl.spec.model import Spec, Train
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtctl.launch.failure import Failure
-from dtctl.launch.hang import HangLimit
-from dtctl.launch.link import NodeLink
+from dtctl.launch.control.failure import Failure
+from dtctl.launch.control.hang import HangLimit
+from dtctl.launch.control.link import NodeLink
 from dtctl.plan.model import NodePlan, Plan
 from dtctl.transport.base import Target, Transport
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtctl.errors import DtctlError, LaunchError
-from dtctl.launch.record import RunRecord
-from dtctl.launch.state import alive, state_of
+from dtctl.launch.records.record import RunRecord
+from dtctl.launch.records.state import alive, state_of
 from dtctl.launch.sweep import SweepTarget, sweep
 from dtctl.transport.base import Target, Transport
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtctl.errors import DtctlError
-from dtctl.launch.link import SilenceLimit, open_supervisor
+from dtctl.launch.control.link import SilenceLimit, open_supervisor
 from dtctl.transport.base import Target, Transport
 from dtctl.transport.fanout import fan_out
 

@@ -10,9 +10,20 @@ from dtctl import node_facts
 from dtctl.errors import PlanError
 from dtctl.plan import environment as env
 from dtctl.plan.commands import Program, node_argv
-from dtctl.plan.model import WORKER_KINDS, EnvVar, Generated, Kind, NodePlan, Plan, Rendezvous
+from dtctl.plan.model import (
+    WORKER_KINDS,
+    EnvVar,
+    Generated,
+    Kind,
+    NodePlan,
+    Placement,
+    Plan,
+    Rendezvous,
+    place,
+    require_equal_slots,
+    world_size,
+)
 from dtctl.plan.rendezvous import numeric, port_candidates, rendezvous
-from dtctl.plan.topology import Placement, place, require_equal_slots, world_size
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import NodeSpec
 

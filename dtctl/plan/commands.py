@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dtctl.errors import PlanError
-from dtctl.plan.model import Rendezvous
-from dtctl.plan.topology import Placement
+from dtctl.plan.model import Placement, Rendezvous
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

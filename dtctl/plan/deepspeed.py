@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from dtctl.plan.frameworks import FrameworkSettings
-from dtctl.plan.topology import Placement
+from dtctl.plan.model import Placement
 from dtctl.train.config import TrainConfig
 from dtctl.train.mesh import Degrees
 

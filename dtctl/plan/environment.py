@@ -14,8 +14,7 @@ from typing import Any
 
 from dtctl import names, shell
 from dtctl.errors import PlanError
-from dtctl.plan.model import WORKER_KINDS, EnvVar, Rendezvous
-from dtctl.plan.topology import Placement
+from dtctl.plan.model import WORKER_KINDS, EnvVar, Placement, Rendezvous
 
 RANK_PREFIX = "[dtctl:${rank}] "
 """Prefix that torchrun puts before each line of a worker, for the supervisor to sort lines by rank."""

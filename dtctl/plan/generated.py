@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from dtctl import names, shell
 from dtctl.errors import PlanError
-from dtctl.plan.model import WORKER_KINDS, Generated, Kind
-from dtctl.plan.topology import Placement, world_size
+from dtctl.plan.model import WORKER_KINDS, Generated, Kind, Placement, world_size
 from dtctl.spec.model import Spec
 
 if TYPE_CHECKING:

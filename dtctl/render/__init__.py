@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import dtctl
+from dtctl.plan.model import NodePlan, Plan
+
+NODE_TEMPLATE = "node.sh.j2"
 USER_FOLDER = "templates"
 """Folder beside the spec; a file in it with the name of one of dtctl's templates is used instead."""
 
@@ -41,6 +45,30 @@ def render(name: str, values: Mapping[str, object], *, folders: Sequence[Path]) 
     from dtctl.render import templates
 
     return templates.render(name, values, folders=folders)
+
+
+def node_script(plan: Plan, node: NodePlan, *, base_dir: Path) -> str:
+    """The script that `node` runs.
+
+    Args:
+        plan: the attempt.
+        node: one of its nodes.
+        base_dir: folder of the spec, whose `templates/` may replace dtctl's template.
+
+    Raises:
+        RenderError: the template is missing or wrong.
+    """
+    values = {"version": dtctl.__version__, "plan": plan, "node": node}
+    return render(NODE_TEMPLATE, values, folders=template_folders(base_dir))
+
+
+def node_scripts(plan: Plan, *, base_dir: Path) -> dict[str, str]:
+    """Node name -> its script, in node rank order.
+
+    Raises:
+        RenderError: the template is missing or wrong.
+    """
+    return {node.name: node_script(plan, node, base_dir=base_dir) for node in plan.nodes}
 
 
 def _is_own(folder: Path) -> bool:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from dtctl import folders
 from dtctl.errors import LaunchError
-from dtctl.launch.validate_records import number
+from dtctl.launch.records.validate_records import number
 
 POINTS = 1500
 """Buckets of a curve: more than a screen has pixels for it."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import dtctl
-from dtctl.launch.ledger import PHASES
+from dtctl.launch.records.ledger import PHASES
 from dtctl.render import builtin_templates
 from dtctl.report.charts import charts
 from dtctl.report.history import TOLD, Mark, ending, subject_of

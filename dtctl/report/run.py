@@ -10,8 +10,8 @@ from typing import Any
 
 from dtctl import folders, names
 from dtctl.errors import SpecError, UsageError
-from dtctl.launch.record import RunInfo, RunRecord
-from dtctl.launch.state import RunState, state_of
+from dtctl.launch.records.record import RunInfo, RunRecord
+from dtctl.launch.records.state import RunState, state_of
 from dtctl.report.history import History, history_of
 from dtctl.report.metrics import MetricsTable, read
 from dtctl.spec import positions

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtctl.runtime import diagnose
-    from dtctl.runtime.data import TensorData, TokenFile
+    from dtctl.runtime.data_loading.datasets import TensorData, TokenFile
+    from dtctl.runtime.distributed.process_group import start
+    from dtctl.runtime.distributed.worker import Worker
     from dtctl.runtime.evaluation import evaluate
     from dtctl.runtime.loop import Trainer
     from dtctl.runtime.main import run
-    from dtctl.runtime.process_group import start
     from dtctl.runtime.stop import Outcome
-    from dtctl.runtime.worker import Worker
     from dtctl.train.config import SnapshotConfig, TrainConfig, load
     from dtctl.train.settings import build
 
@@ -39,16 +39,16 @@ __all__ = [
 _HOME = {
     "Outcome": "dtctl.runtime.stop",
     "SnapshotConfig": "dtctl.train.config",
-    "TensorData": "dtctl.runtime.data",
-    "TokenFile": "dtctl.runtime.data",
+    "TensorData": "dtctl.runtime.data_loading.datasets",
+    "TokenFile": "dtctl.runtime.data_loading.datasets",
     "TrainConfig": "dtctl.train.config",
     "Trainer": "dtctl.runtime.loop",
-    "Worker": "dtctl.runtime.worker",
+    "Worker": "dtctl.runtime.distributed.worker",
     "build": "dtctl.train.settings",
     "evaluate": "dtctl.runtime.evaluation",
     "load": "dtctl.train.config",
     "run": "dtctl.runtime.main",
-    "start": "dtctl.runtime.process_group",
+    "start": "dtctl.runtime.distributed.process_group",
 }
 
 

@@ -21,15 +21,17 @@ from dtctl.errors import DtctlError, PlanError, WorkerFailed
 from dtctl.estimate import choice, look
 from dtctl.estimate.memory import BUDGET, GIB, RUNTIME, Recipe, Recompute
 from dtctl.estimate.model import Model, from_inspection
-from dtctl.runtime import capacity, data
 from dtctl.runtime.console import say
-from dtctl.runtime.reading import Reader
-from dtctl.runtime.run_forked import apart
-from dtctl.runtime.snapshot import layout, read
+from dtctl.runtime.data_loading import datasets
+from dtctl.runtime.data_loading.reading import Reader
+from dtctl.runtime.distributed import capacity
+from dtctl.runtime.distributed.run_forked import apart
+from dtctl.runtime.distributed.worker import Worker
+from dtctl.runtime.snapshot import read
+from dtctl.runtime.snapshot.format import layout
 from dtctl.runtime.snapshot.json_collectives import gathered_json, spread_json
-from dtctl.runtime.snapshot.place import Place, Remote
+from dtctl.runtime.snapshot.storage.place import Place, Remote
 from dtctl.runtime.strategies import blocks
-from dtctl.runtime.worker import Worker
 from dtctl.train.batch import Batch, batch
 from dtctl.train.config import TrainConfig
 from dtctl.train.mesh import Degrees, resolve
@@ -65,7 +67,7 @@ class Subject:
 
     model: nn.Module | Callable[[], nn.Module]
     loss: Callable[[nn.Module, Any], Any]
-    samples: data.Samples | data.Batches | data.SampleStream
+    samples: datasets.Samples | datasets.Batches | datasets.SampleStream
 
 
 def settle(config: TrainConfig, worker: Worker, subject: Subject, folder: Place) -> Settled:
@@ -213,7 +215,7 @@ def _seen(subject: Subject, config: TrainConfig, setting: choice.TrainingSetting
         return found
     parts = blocks.find(model, config.blocks)
     try:
-        count = min(setting.micro_batch, data.size(subject.samples), SEEN)
+        count = min(setting.micro_batch, datasets.size(subject.samples), SEEN)
         indices = np.arange(count, dtype=np.int64)
         samples = Reader(subject.samples, config.seed)(indices, indices)
         with FakeTensorMode(allow_non_fake_inputs=True):

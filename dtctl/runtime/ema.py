@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dtctl.errors import SnapshotError
-from dtctl.runtime.snapshot.pieces import like
+from dtctl.runtime.snapshot.format.pieces import like
 from dtctl.train.config import EmaConfig
 
 

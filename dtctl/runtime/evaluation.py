@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from dtctl.errors import PlanError
-from dtctl.runtime import data
-from dtctl.runtime.worker import Worker
+from dtctl.runtime.data_loading import datasets
+from dtctl.runtime.distributed.worker import Worker
 from dtctl.train.mesh import Coordinate
 
 Score = Callable[[nn.Module, Any], Mapping[str, torch.Tensor]]
@@ -21,7 +21,7 @@ Score = Callable[[nn.Module, Any], Mapping[str, torch.Tensor]]
 
 def evaluate(
     model: nn.Module,
-    samples: data.Samples | data.Batches,
+    samples: datasets.Samples | datasets.Batches,
     score: Score,
     worker: Worker,
     *,
@@ -50,7 +50,7 @@ def evaluate(
     """
     if len(samples) == 0:
         raise PlanError("the validation set has no samples")
-    read = data.reader(samples)
+    read = datasets.reader(samples)
     rank, workers, counts = (
         (worker.rank, worker.world_size, True) if place is None else (place.data, place.degrees.data, place.counts)
     )
@@ -67,7 +67,7 @@ def evaluate(
             if idle:
                 indices = np.zeros(1, dtype=np.int64)
             with autocast or nullcontext():
-                scores = score(model, data.to_device(read(indices), worker.device))
+                scores = score(model, datasets.to_device(read(indices), worker.device))
             for name, values in scores.items():
                 total = values.double().sum()
                 if idle or not counts:

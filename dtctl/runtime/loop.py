@@ -23,43 +23,34 @@ import torch
 from torch import nn
 
 from dtctl.errors import PlanError, SnapshotError, WorkerFailed
-from dtctl.runtime import (
-    account,
-    blocks,
-    circumstances,
-    data,
-    determinism,
-    diagnose,
-    optim,
-    randomness,
-    resume,
-    snapshot_saver,
-)
-from dtctl.runtime.agreement import Agreement
+from dtctl.runtime import blocks, diagnose, optim, resume, snapshot_saver
 from dtctl.runtime.automatic import Subject, settle
 from dtctl.runtime.best import Best
-from dtctl.runtime.consistency import fingerprint, require_equal, settings
 from dtctl.runtime.console import say
+from dtctl.runtime.data_loading import datasets
+from dtctl.runtime.data_loading.feed import Feed
+from dtctl.runtime.data_loading.order import InSequence, Order, Schedule
+from dtctl.runtime.data_loading.reading import Reader
+from dtctl.runtime.distributed.agreement import Agreement
+from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.ema import Ema
 from dtctl.runtime.evaluation import Score, evaluate
-from dtctl.runtime.feed import Feed
-from dtctl.runtime.nonfinite import NonFiniteGuard
-from dtctl.runtime.oom import MemoryWatch, smaller
-from dtctl.runtime.order import InSequence, Order, Schedule
-from dtctl.runtime.origin import spoilt
+from dtctl.runtime.exactness import account, circumstances, determinism, randomness
+from dtctl.runtime.exactness.consistency import fingerprint, require_equal, settings
+from dtctl.runtime.guards.nonfinite import NonFiniteGuard
+from dtctl.runtime.guards.oom import MemoryWatch, smaller
+from dtctl.runtime.guards.origin import spoilt
 from dtctl.runtime.precision import LossScale, autocast, multiply
-from dtctl.runtime.profile import Profiler, kept_buffers
-from dtctl.runtime.reading import Reader
-from dtctl.runtime.report import Report
 from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.runtime.snapshot.state import configured
 from dtctl.runtime.step import Loss, Passes, Step
 from dtctl.runtime.stop import Outcome, StopRequest
 from dtctl.runtime.strategies import choose, deferred_init
 from dtctl.runtime.strategies.frozen import Frozen
+from dtctl.runtime.telemetry.profile import Profiler, kept_buffers
+from dtctl.runtime.telemetry.report import Report
 from dtctl.runtime.token_weighting import correction
 from dtctl.runtime.training_state import TrainingState
-from dtctl.runtime.worker import Worker
 from dtctl.train.batch import Batch, batch, length
 from dtctl.train.config import DEFAULT_SNAPSHOT_S, TrainConfig
 from dtctl.train.mesh import Coordinate
@@ -84,9 +75,9 @@ class Trainer:
         worker: Worker,
         model: nn.Module | Callable[[], nn.Module],
         loss: Loss,
-        samples: data.Samples | data.Batches | data.SampleStream,
+        samples: datasets.Samples | datasets.Batches | datasets.SampleStream,
         *,
-        validation: data.Samples | data.Batches | None = None,
+        validation: datasets.Samples | datasets.Batches | None = None,
         score: Score | None = None,
         optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
         rate: Callable[[int], float] | None = None,
@@ -127,7 +118,7 @@ class Trainer:
         self.config, self.worker, self.loss = config, worker, loss
         self.place = Coordinate(degrees=degrees, rank=worker.rank)
         self.batch = self.asked = batch(config, degrees.data, stages=degrees.pp)
-        self.samples, tokens = data.size(samples), getattr(samples, "tokens_per_sample", None)
+        self.samples, tokens = datasets.size(samples), getattr(samples, "tokens_per_sample", None)
         self.steps, self.end = length(config, samples=self.samples, batch=self.batch)
         self.model = deferred_init.build(model, worker, degrees)
         require_equal(fingerprint(self.model, degrees, samples=self.samples, steps=self.steps), worker)
@@ -162,7 +153,7 @@ class Trainer:
             mark=self.report.clock.mark,
             poison=self.memory.poison,
         )
-        self.order = InSequence() if isinstance(samples, data.SampleStream) else Order(self.samples, config.seed)
+        self.order = InSequence() if isinstance(samples, datasets.SampleStream) else Order(self.samples, config.seed)
         self.schedule = Schedule(self.order, self.batch, rank=self.place.data, end=self.end)
         self.validation, self.score = validation, score
         self.best = Best(config.best, keep=config.snapshot.keep_best) if config.best else None
@@ -248,7 +239,7 @@ class Trainer:
     def _probe(self, model: nn.Module) -> torch.Tensor:
         """The loss of the first samples, the same on all workers."""
         indices = np.arange(min(self.batch.micro, self.samples), dtype=np.int64)
-        loss = self.loss(model, data.to_device(self.feed.single(indices), self.worker.device))
+        loss = self.loss(model, datasets.to_device(self.feed.single(indices), self.worker.device))
         return loss[0] if isinstance(loss, tuple) else loss
 
     def backward(self) -> torch.Tensor:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from dtctl.errors import DtctlError
-from dtctl.runtime import determinism
 from dtctl.runtime.console import complain
-from dtctl.runtime.process_group import record_failure, start
+from dtctl.runtime.distributed.process_group import record_failure, start
+from dtctl.runtime.distributed.worker import Worker
+from dtctl.runtime.exactness import determinism
 from dtctl.runtime.stop import Outcome
-from dtctl.runtime.worker import Worker
 from dtctl.train.config import TrainConfig, load
 
 

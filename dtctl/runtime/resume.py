@@ -19,13 +19,13 @@ from torch import nn
 
 from dtctl import names
 from dtctl.errors import PlanError, SnapshotError
-from dtctl.runtime.account import EVERYONE
+from dtctl.runtime.distributed.worker import Worker
+from dtctl.runtime.exactness.account import EVERYONE
 from dtctl.runtime.snapshot.assembly import TreeEntry
 from dtctl.runtime.snapshot.choose import Chosen, choose
 from dtctl.runtime.snapshot.json_collectives import gathered_json
-from dtctl.runtime.snapshot.place import Place
 from dtctl.runtime.snapshot.reshard import Wanted, deliver
-from dtctl.runtime.worker import Worker
+from dtctl.runtime.snapshot.storage.place import Place
 from dtctl.train.batch import Batch
 from dtctl.train.config import TrainConfig
 

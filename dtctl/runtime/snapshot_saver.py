@@ -10,12 +10,12 @@ from dtctl import names
 from dtctl.errors import DtctlError, SnapshotError
 from dtctl.runtime import resume
 from dtctl.runtime.console import complain
+from dtctl.runtime.distributed.worker import Worker
+from dtctl.runtime.snapshot.format.pieces import Key
 from dtctl.runtime.snapshot.json_collectives import gathered_json
-from dtctl.runtime.snapshot.pieces import Key
-from dtctl.runtime.snapshot.place import Place, Remote, place
 from dtctl.runtime.snapshot.saver import Saver
-from dtctl.runtime.snapshot.stores import stores
-from dtctl.runtime.worker import Worker
+from dtctl.runtime.snapshot.storage.place import Place, Remote, place
+from dtctl.runtime.snapshot.storage.stores import stores
 from dtctl.train.config import SnapshotConfig
 
 

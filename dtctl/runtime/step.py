@@ -11,13 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from dtctl.runtime import data
+from dtctl.runtime.data_loading import datasets
+from dtctl.runtime.data_loading.feed import Feed
+from dtctl.runtime.data_loading.order import Indices, Schedule
+from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.explain import explained
-from dtctl.runtime.feed import Feed
-from dtctl.runtime.order import Indices, Schedule
 from dtctl.runtime.precision import LossScale
 from dtctl.runtime.token_weighting import Weighted
-from dtctl.runtime.worker import Worker
 from dtctl.train.batch import Batch
 
 Loss = Callable[[nn.Module, Any], "torch.Tensor | Weighted"]
@@ -91,16 +91,16 @@ class Step:
         indices, feed = self.micro_batches[index], self.passes.feed
         if not len(indices):
             return self.stand_in()
-        return data.to_device(feed.batch(indices, self.schedule, self.position, index), self.passes.worker.device)
+        return datasets.to_device(feed.batch(indices, self.schedule, self.position, index), self.passes.worker.device)
 
     def first_alone(self) -> Any:
         """The first micro batch, read out of turn, on the worker's device."""
         indices = self.micro_batches[0] if len(self.micro_batches[0]) else self.schedule.stand_in
-        return data.to_device(self.passes.feed.single(indices), self.passes.worker.device)
+        return datasets.to_device(self.passes.feed.single(indices), self.passes.worker.device)
 
     def stand_in(self) -> Any:
         """A micro batch for a pass that does not count, on the worker's device."""
-        return data.to_device(self.passes.feed.single(self.schedule.stand_in), self.passes.worker.device)
+        return datasets.to_device(self.passes.feed.single(self.schedule.stand_in), self.passes.worker.device)
 
     def loss(self, model: nn.Module, batch: Any, samples: int) -> torch.Tensor:
         """The mean loss of a micro batch; a loss with weights is divided by the samples, and the weight noted.

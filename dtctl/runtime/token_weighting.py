@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from dtctl.runtime.worker import Worker
+from dtctl.runtime.distributed.worker import Worker
 
 Weighted = tuple[torch.Tensor, torch.Tensor | float]
 """A sum over what counts in a batch, and how much that is: `(losses.sum(), (targets != ignored).sum())`."""

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from dtctl.errors import SnapshotError, WorkerFailed
-from dtctl.runtime import randomness
-from dtctl.runtime.account import EVERYONE, Account, checksum
+from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.ema import Ema
+from dtctl.runtime.exactness import randomness
+from dtctl.runtime.exactness.account import EVERYONE, Account, checksum
 from dtctl.runtime.program.state import some_of
 from dtctl.runtime.snapshot import state
 from dtctl.runtime.snapshot.gather import gathered, gathered_optimizer
 from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.runtime.strategies import Strategy
-from dtctl.runtime.worker import Worker
 
 
 @dataclass(slots=True, kw_only=True)

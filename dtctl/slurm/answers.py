@@ -1,4 +1,4 @@
-"""What login_agent.py may answer from the machine of Slurm's commands: a form per request, as in launch/messages.py."""
+"""What login_agent.py may answer from the machine of Slurm's commands: one schema per request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from dtctl.launch.messages import (
+from dtctl.launch.control.messages import (
     Check,
     InvalidMessage,
     checked,

@@ -19,13 +19,13 @@ from typing import Any, Final
 
 from dtctl import folders, names
 from dtctl.errors import LaunchError
-from dtctl.launch import failure as failures
 from dtctl.launch.assemble import spec_of_run
-from dtctl.launch.failure import AGENT, Failure
+from dtctl.launch.control import failure as failures
+from dtctl.launch.control.failure import AGENT, Failure
 from dtctl.launch.job import Result
-from dtctl.launch.ledger import Ledger
-from dtctl.launch.logs import METRICS, Logs
-from dtctl.launch.record import RUN_BYTES, RunRecord, write_private
+from dtctl.launch.records.ledger import Ledger
+from dtctl.launch.records.logs import METRICS, Logs
+from dtctl.launch.records.record import RUN_BYTES, RunRecord, write_private
 from dtctl.slurm import batchlog, login_client
 from dtctl.slurm.left import Left, look
 from dtctl.slurm.site import Site

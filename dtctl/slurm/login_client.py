@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from dtctl.errors import ConnectError, LaunchError
 from dtctl.launch.assemble import CodePush
-from dtctl.launch.gang import PUSH_SILENCE_S
-from dtctl.launch.link import SilenceLimit, open_supervisor
-from dtctl.launch.messages import InvalidMessage
+from dtctl.launch.control.gang import PUSH_SILENCE_S
+from dtctl.launch.control.link import SilenceLimit, open_supervisor
+from dtctl.launch.control.messages import InvalidMessage
 from dtctl.slurm import answers
 from dtctl.slurm.site import LoginSite, Site
 

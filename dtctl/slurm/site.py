@@ -12,7 +12,7 @@ from typing import Protocol
 from dtctl import shell
 from dtctl.errors import ConnectError, LaunchError
 from dtctl.launch import trust
-from dtctl.launch.messages import STDERR_BYTES
+from dtctl.launch.control.messages import STDERR_BYTES
 from dtctl.slurm.answers import BYTES
 from dtctl.spec.model import Spec
 from dtctl.transport.base import ByteStream, Connection, Target, Transport

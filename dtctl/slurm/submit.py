@@ -15,9 +15,9 @@ from dtctl import names
 from dtctl.errors import LaunchError, PlanError, UsageError
 from dtctl.launch.assemble import CodePush, check_program_files, read_secrets
 from dtctl.launch.cluster import cluster_of
+from dtctl.launch.files.tree import Tree
 from dtctl.launch.first_plan import first_plan
-from dtctl.launch.record import state_folder
-from dtctl.launch.tree import Tree
+from dtctl.launch.records.record import state_folder
 from dtctl.slurm import batch, login_client
 from dtctl.slurm.follow import JOB_LOG, JobRef
 from dtctl.slurm.partition_checks import lacks

@@ -27,7 +27,7 @@ MODULES = (
     *(
         f"dtctl.supervisor.{name}"
         for name in (
-            "exit_cause", "worker_start", "environment", "facts", "frames", "group", "lean", "link", "main", "metrics",
+            "exit_cause", "worker_start", "environment", "facts", "frames", "group", "link", "main", "metrics",
             "fork_server", "processes", "progress", "receive", "stacks", "supervisor", "fork_server_main",
         )
     ),

@@ -1,13 +1,10 @@
-"""What a node says about itself before a job starts on it. Stdlib only, Python 3.8; nothing is installed or changed.
-
-The C module `_socket` is used instead of `socket`, whose import takes longer than everything done here.
-"""
+"""What a node says about itself before a job starts on it. Stdlib only, Python 3.8; nothing is installed or changed."""
 
 from __future__ import annotations
 
-import _socket
 import errno
 import os
+import socket
 import sys
 import time
 
@@ -24,7 +21,7 @@ def hello(workdir: str, ports: list[int]) -> dict:  # type: ignore[type-arg]  # 
     return {
         "op": "hello",
         "python": ".".join(str(part) for part in sys.version_info[:3]),
-        "hostname": _socket.gethostname(),
+        "hostname": socket.gethostname(),
         "workdir": workdir,
         "pid": os.getpid(),
         "cpus": os.cpu_count(),

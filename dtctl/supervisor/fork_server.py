@@ -7,12 +7,13 @@ what would have been started: the second for every later attempt, whose variable
 
 from __future__ import annotations
 
-import _socket
+import json
 import os
+import signal
+import socket
 import struct
 
-from dtctl.supervisor import lean, processes
-from dtctl.supervisor.lean import signal
+from dtctl.supervisor import processes
 
 VIA_FILE = "via.sh"
 WARM_FILE = "fork_server_main.py"
@@ -55,7 +56,7 @@ class ForkServer:
         self.ready = False
         self.argv: list[str] = []
         self.env: dict[str, str] = {}
-        self._link: _socket.socket | None = None
+        self._link: socket.socket | None = None
         self._received = b""
         self._captured = b""
         self._capture_fd: int | None = None
@@ -63,7 +64,7 @@ class ForkServer:
 
     def start(self, script: str, cwd: str, env: dict[str, str], modules: list[str], output_fd: int) -> None:
         """Start the fork server by the node script; what it prints goes to `output_fd`."""
-        parent_end, child_end = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
+        parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         variables = {
             "DTCTL_VIA": self.via,
             "DTCTL_WARM_FILE": self.file,
@@ -106,7 +107,7 @@ class ForkServer:
             self._read_capture(self._capture_fd)
         return self.ready and bool(self.argv)
 
-    def _receive(self, link: _socket.socket) -> None:
+    def _receive(self, link: socket.socket) -> None:
         try:
             data = link.recv(1 << 16)
         except BlockingIOError:
@@ -116,7 +117,7 @@ class ForkServer:
         self._received += data
         if not self._received.endswith(b"\n"):
             return
-        message = lean.loads(self._received)
+        message = json.loads(self._received.decode())
         self._received = b""
         if not message["ready"]:
             raise ForkServerUnavailable(str(message["why"]))
@@ -151,10 +152,10 @@ class ForkServer:
         link = self._link
         if link is None:
             raise ForkServerUnavailable("the fork server has exited")
-        body = lean.dumps({"argv": _program(self.argv), "env": {**self.env, **env}})
+        body = json.dumps({"argv": _program(self.argv), "env": {**self.env, **env}}).encode()
         try:
             link.settimeout(FORK_LIMIT_S)
-            rights = (_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack("i", output_fd))
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", output_fd))
             header = b"%8d" % len(body)
             link.sendmsg([header], [rights])
             link.sendall(body)
@@ -167,7 +168,7 @@ class ForkServer:
             link.setblocking(False)
         except OSError as exc:
             raise ForkServerUnavailable(f"the fork server does not answer: {exc}") from exc
-        return int(lean.loads(reply)["pid"])
+        return int(json.loads(reply.decode())["pid"])
 
     def cancel_capture(self) -> None:
         """Stop capturing a program, and end the node script if it still runs."""

@@ -6,11 +6,10 @@ messages carry control, LOG frames carry a worker's output, BYTES frames carry f
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import struct
-
-from dtctl.supervisor import lean
 
 HEADER = struct.Struct("!cii")
 JSON = b"J"
@@ -31,7 +30,7 @@ def pack(kind: bytes, payload: bytes, rank: int = -1) -> bytes:
 
 def pack_json(message: object) -> bytes:
     """The bytes of one JSON frame."""
-    return pack(JSON, lean.dumps(message))
+    return pack(JSON, json.dumps(message, separators=(",", ":")).encode())
 
 
 def decode(payload: bytes) -> dict:  # type: ignore[type-arg]  # typing is slow to import on a node
@@ -41,7 +40,7 @@ def decode(payload: bytes) -> dict:  # type: ignore[type-arg]  # typing is slow 
         BrokenFrame: the payload is not a JSON object.
     """
     try:
-        message = lean.loads(payload)
+        message = json.loads(payload.decode())
     except (ValueError, RecursionError):
         message = None
     if not isinstance(message, dict):

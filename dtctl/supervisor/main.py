@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import socket
 import time
 
 from dtctl import folders, node_facts
 from dtctl.supervisor import facts, frames, processes
-from dtctl.supervisor.lean import signal
 from dtctl.supervisor.link import ControlLink
 from dtctl.supervisor.supervisor import Supervisor
 
@@ -172,12 +173,10 @@ def guard(supervisor: int, token: str) -> int:
 
 def listen(run_dir: str) -> int:
     """A unix socket in the run's folder on which a kept run takes a new link; its descriptor."""
-    import _socket
-
     path = os.path.join(run_dir, SOCKET)
     if os.path.exists(path):
         os.unlink(path)
-    server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     previous_folder = os.open(".", os.O_RDONLY)
     os.chdir(run_dir)  # the address of a unix socket is at most 107 bytes long, a run folder's path may be longer
     try:
@@ -194,10 +193,9 @@ def listen(run_dir: str) -> int:
 
 def attach(link: frames.FdLink, run_dir: str, message: dict) -> int:  # type: ignore[type-arg]
     """Pass bytes between the link and a kept run's supervisor; tell the end of the run if that is over."""
-    import _socket
     import select
 
-    server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         os.chdir(run_dir)
         server.connect(SOCKET)

@@ -9,11 +9,10 @@ from it, and its parent, the guard, is one too and ends the run if the superviso
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 from dtctl import node_facts
-from dtctl.supervisor import lean
-from dtctl.supervisor.lean import signal
 
 TOKEN = "DTCTL_RUN_TOKEN"
 """Variable whose value, 32 random hexadecimal digits, marks every process of one run."""
@@ -24,12 +23,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 def become_subreaper() -> bool:
     """Let orphaned descendants be re-parented to this process instead of to init; whether that is so now."""
-    return lean.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    return node_facts.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent: int) -> None:
     """End this process when its parent ends; `parent` is the parent's id, in case it has ended already."""
-    lean.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    node_facts.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 

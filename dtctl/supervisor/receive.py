@@ -7,7 +7,8 @@
 
 A tree that matches its seal is taken as it is. When somebody has changed it, another folder (TREE.1, ...) is made
 beside it, from what is still good on this node and what is sent. Nothing the sender says is trusted: neither paths, nor
-sizes, nor links. A file is a row of path, mode, size in bytes, SHA-256 and link, as in `dtctl.launch.tree.FileEntry`.
+sizes, nor links. A file is a row of path, mode, size in bytes, SHA-256 and link (`FileEntry` in
+dtctl/launch/files/tree.py).
 Stdlib only, Python 3.8.
 """
 
@@ -15,11 +16,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import zlib
 
 from dtctl import folders
-from dtctl.supervisor import facts, frames, lean
+from dtctl.supervisor import facts, frames
 
 LINK_MODE = 0o120000
 KEPT_TREES = 3
@@ -266,7 +268,7 @@ class _Push:
             row = (path.decode("latin-1"), mode, size, digest, link.decode("latin-1"))
             rows.append((*row, info.st_mtime_ns, info.st_ctime_ns, info.st_ino))
         with open(seal.fd, "wb", closefd=False) as file:
-            file.write(lean.dumps({"files": rows}))
+            file.write(json.dumps({"files": rows}, separators=(",", ":")).encode())
         with self._lock(fcntl.LOCK_EX):
             path = self._find()
             if not path:
@@ -289,7 +291,7 @@ def _parse_manifest(data: bytes, tree: str) -> list:  # type: ignore[type-arg]
     total = hashlib.sha256()
     files = {}
     try:
-        for name, mode, size, digest, target in lean.loads(data):
+        for name, mode, size, digest, target in json.loads(data.decode()):
             path, link = name.encode("latin-1"), target.encode("latin-1")
             parts = path.split(b"/")
             if b"" in parts or b"." in parts or b".." in parts or b"\0" in path or path in files:
@@ -340,7 +342,7 @@ def _read_seal(path: str) -> list | None:  # type: ignore[type-arg]
     """Rows of the files as they were written, each with mtime, ctime and inode; None when there is no seal."""
     try:
         with open(path + ".json", "rb") as file:
-            return [(row[0].encode("latin-1"), *row[1:]) for row in lean.loads(file.read())["files"]]
+            return [(row[0].encode("latin-1"), *row[1:]) for row in json.loads(file.read().decode())["files"]]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 

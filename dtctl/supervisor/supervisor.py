@@ -22,20 +22,22 @@ One thread, one poll loop; every wait has a deadline. Messages are JSON with the
 
 from __future__ import annotations
 
+import json
 import os
 import select
+import signal
+import socket
 import time
 
 from dtctl import folders, node_facts
-from dtctl.supervisor import environment, exit_cause, facts, frames, lean, processes, progress
+from dtctl.supervisor import environment, exit_cause, facts, frames, processes, progress
 from dtctl.supervisor.fork_server import ForkServer
 from dtctl.supervisor.group import AGENT, Group, Process, exit_facts
-from dtctl.supervisor.lean import signal
 from dtctl.supervisor.link import CHUNK, ControlLink
 from dtctl.supervisor.metrics import MetricsTail
 from dtctl.supervisor.worker_start import WorkerStart
 
-TYPE_CHECKING = False  # as in lean.py
+TYPE_CHECKING = False  # typing is slow to import on a node
 if TYPE_CHECKING:
     from dtctl.supervisor.stacks import StackDump
 
@@ -133,7 +135,7 @@ class Supervisor:
         self._start_workers(message.get("preload", []))
         write_atomically(
             os.path.join(self.run_dir, "supervisor.json"),
-            lean.dumps(
+            json.dumps(
                 {
                     "pid": os.getpid(),
                     "identity": processes.identity(os.getpid()),
@@ -141,7 +143,7 @@ class Supervisor:
                     "keep": self.keep,
                     "token": self.token,
                 }
-            ),
+            ).encode(),
         )
         pids = [process.pid for process in group.processes]
         self.send({"op": "started", "attempt": message["attempt"], "pids": pids, "interface": message["interface"]})
@@ -269,7 +271,7 @@ class Supervisor:
             "log_bytes_lost": lost,
         }
         try:
-            write_atomically(os.path.join(self.attempt_dir, "exit.json"), lean.dumps(self.stopped))
+            write_atomically(os.path.join(self.attempt_dir, "exit.json"), json.dumps(self.stopped).encode())
         except OSError as exc:
             self.stopped["record"] = f"exit record not written: {exc.strerror}"
 
@@ -351,8 +353,6 @@ class Supervisor:
 
     def take_link(self) -> None:
         """Talk to whoever connected to the unix socket last."""
-        import socket  # slow to import, and seldom needed
-
         listener = socket.socket(fileno=self.listener_fd)
         try:
             connection, _ = listener.accept()

@@ -27,8 +27,9 @@ from pathlib import Path
 
 import dtctl
 from dtctl import names
-from dtctl.launch.progress import ReportedPhase
-from dtctl.runtime.snapshot import commands, layout
+from dtctl.launch.control.progress import ReportedPhase
+from dtctl.runtime.snapshot import commands
+from dtctl.runtime.snapshot.format import layout
 from dtctl.sandbox import control, faults
 from dtctl.sandbox.layout import Sandbox, SandboxNode
 from dtctl.supervisor import progress

@@ -27,10 +27,11 @@ from pathlib import Path
 
 import dtctl
 from dtctl import names
-from dtctl.launch.progress import ReportedPhase
-from dtctl.launch.record import RUN_FILE
+from dtctl.launch.control.progress import ReportedPhase
+from dtctl.launch.records.record import RUN_FILE
 from dtctl.names import REQUEUE_EXIT
-from dtctl.runtime.snapshot import commands, layout
+from dtctl.runtime.snapshot import commands
+from dtctl.runtime.snapshot.format import layout
 from dtctl.supervisor import processes, progress
 
 ROOT = Path(dtctl.__file__).parents[1]

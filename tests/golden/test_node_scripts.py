@@ -15,7 +15,7 @@ import pytest
 
 from dtctl.plan.build import PlanFacts, build
 from dtctl.plan.model import Plan
-from dtctl.render.scripts import node_scripts
+from dtctl.render import node_scripts
 from dtctl.spec.load import parse_spec
 from dtctl.spec.nodes import resolve_nodes
 

@@ -24,7 +24,7 @@ from torch import nn
 
 from dtctl import names
 from dtctl.runtime import TensorData, Trainer, Worker, load, start
-from dtctl.runtime.randomness import seed_all
+from dtctl.runtime.exactness.randomness import seed_all
 from dtctl.runtime.snapshot.saver import Saver
 
 SAMPLES = 60  # with a global batch of 16: a short last batch of 12, of which some workers get none

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import dtctl
-from dtctl.launch.record import list_runs
+from dtctl.launch.records.record import list_runs
 from tests.hosts import Project, wait_until
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(150)]

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from dtctl.runtime import TensorData, TrainConfig, Trainer, Worker, build
-from dtctl.runtime.randomness import seed_all
-from dtctl.runtime.snapshot import commands, layout
-from dtctl.runtime.worker import identify
+from dtctl.runtime.distributed.worker import identify
+from dtctl.runtime.exactness.randomness import seed_all
+from dtctl.runtime.snapshot import commands
+from dtctl.runtime.snapshot.format import layout
 from tests.damage import hurt
 from tests.unit.runtime.snapshot.gang import gang
 

@@ -7,8 +7,8 @@ import os
 import signal
 import subprocess
 
-from dtctl.launch.record import RunRecord
-from dtctl.launch.state import alive
+from dtctl.launch.records.record import RunRecord
+from dtctl.launch.records.state import alive
 from dtctl.sandbox.layout import Sandbox
 from tests.hosts import Project, spec_text, wait_until, workers
 

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from dtctl.runtime.snapshot import layout, load, read, state
+from dtctl.runtime.snapshot import load, read, state
+from dtctl.runtime.snapshot.format import layout
 from tests import forked
 from tests.integration.equality_worker import Case, written
 

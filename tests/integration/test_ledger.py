@@ -21,7 +21,7 @@ job:
 """
 SCRIPT = """\
 import os, pathlib, signal, sys, time
-from dtctl.runtime.progress import Progress, WorkerPhase as Phase
+from dtctl.runtime.telemetry.progress import Progress, WorkerPhase as Phase
 
 attempt, rank = int(os.environ["DTCTL_ATTEMPT"]), int(os.environ["RANK"])
 progress = Progress(rank)
@@ -109,7 +109,7 @@ def test_the_time_of_a_job_is_up(project: Project) -> None:
 def test_a_failure_at_the_same_step_every_time_ends_the_run_and_names_the_step(project: Project) -> None:
     script = """\
 import os
-from dtctl.runtime.progress import Progress
+from dtctl.runtime.telemetry.progress import Progress
 
 progress = Progress(int(os.environ["RANK"]))
 progress.begin(0)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from dtctl import names
-from dtctl.runtime.snapshot import layout
+from dtctl.runtime.snapshot.format import layout
 from tests import forked
 
 pytestmark = pytest.mark.torch

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.launch.record import RunRecord, list_runs
-from dtctl.launch.state import alive
+from dtctl.launch.records.record import RunRecord, list_runs
+from dtctl.launch.records.state import alive
 from dtctl.sandbox import control, faults, slurm
 from dtctl.sandbox.layout import Sandbox
 from tests.hosts import Finished, Project, wait_until

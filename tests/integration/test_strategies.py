@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.runtime.snapshot import layout, load, read, state
+from dtctl.runtime.snapshot import load, read, state
+from dtctl.runtime.snapshot.format import layout
 from tests import forked
 from tests.integration.test_runtime_training import rows
 

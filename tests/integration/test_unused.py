@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from dtctl.runtime.snapshot import layout, load, read
+from dtctl.runtime.snapshot import load, read
+from dtctl.runtime.snapshot.format import layout
 from tests import forked
 from tests.integration.unused_worker import Case, written
 

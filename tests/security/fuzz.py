@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from dtctl.errors import DtctlError
-from dtctl.launch import attempt, gang
+from dtctl.launch.control import attempt, gang
 from tests.security.inputs import KINDS
 
 ROOT = Path(__file__).parents[2]

@@ -25,20 +25,22 @@ from dtctl.doctor.findings import ordered
 from dtctl.doctor.node_report import NodeReport
 from dtctl.doctor.probe import facts as probe
 from dtctl.errors import DtctlError
-from dtctl.launch import messages, trust
+from dtctl.launch import trust
 from dtctl.launch.assemble import CodePush, job_of
 from dtctl.launch.cluster import ResolvedCluster, cluster_of
+from dtctl.launch.control import messages
+from dtctl.launch.control.run import launch
 from dtctl.launch.first_plan import first_plan
-from dtctl.launch.ledger import Ledger
-from dtctl.launch.record import RunInfo, RunRecord, find_run, list_runs
-from dtctl.launch.run import launch
-from dtctl.launch.state import state_of
+from dtctl.launch.records.ledger import Ledger
+from dtctl.launch.records.record import RunInfo, RunRecord, find_run, list_runs
+from dtctl.launch.records.state import state_of
 from dtctl.lint import source
 from dtctl.lint.engine import lint_text
 from dtctl.lint.model import ClusterFacts
 from dtctl.lint.project import Project
 from dtctl.report import page, run
-from dtctl.runtime.snapshot import commands, layout, load, read, write
+from dtctl.runtime.snapshot import commands, load, read, write
+from dtctl.runtime.snapshot.format import layout
 from dtctl.spec.load import dump_spec, parse_spec
 from dtctl.supervisor import frames
 from dtctl.transport.base import Target

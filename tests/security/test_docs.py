@@ -6,10 +6,11 @@ import re
 from pathlib import Path
 
 from dtctl.doctor.explain import content
-from dtctl.launch import gang, logs, messages, record, session, snapshots
+from dtctl.launch.control import gang, messages, session
+from dtctl.launch.records import logs, record, snapshots
 from dtctl.lint import source
 from dtctl.render import limited, templates
-from dtctl.runtime.snapshot import layout
+from dtctl.runtime.snapshot.format import layout
 from dtctl.slurm import answers
 from dtctl.spec import load
 from dtctl.supervisor import frames

@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 
 from dtctl.doctor import answers as doctor
 from dtctl.errors import DtctlError, NodeError, SnapshotError
-from dtctl.launch import messages
-from dtctl.launch.collect_snapshot import PruneRule, combine, removable
-from dtctl.launch.logs import Lines
+from dtctl.launch.control import messages
+from dtctl.launch.records.collect_snapshot import PruneRule, combine, removable
+from dtctl.launch.records.logs import Lines
 from dtctl.printable import printable
-from dtctl.runtime.snapshot import assembly, headers, layout
+from dtctl.runtime.snapshot import assembly
+from dtctl.runtime.snapshot.format import headers, layout
 from dtctl.slurm import answers as slurm
 from dtctl.supervisor import frames
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.cli import doctor_view
+from dtctl.cli.common import doctor_view
 from dtctl.doctor import observe
 from dtctl.doctor.examine import Examination, examine
 from dtctl.launch.cluster import ResolvedCluster, cluster_of

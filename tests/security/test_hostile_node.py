@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from dtctl.errors import DtctlError, TransportError
-from dtctl.launch import attempt, gang
 from dtctl.launch.assemble import CodePush, job_of
 from dtctl.launch.cluster import ResolvedCluster, cluster_of
+from dtctl.launch.control import attempt, gang
+from dtctl.launch.control.run import launch
 from dtctl.launch.job import Result
-from dtctl.launch.ledger import Ledger
-from dtctl.launch.record import RunInfo, RunRecord
-from dtctl.launch.run import launch
+from dtctl.launch.records.ledger import Ledger
+from dtctl.launch.records.record import RunInfo, RunRecord
 from dtctl.spec.load import parse_spec
 from dtctl.transport.base import Target
 from dtctl.transport.local import LocalConnection, LocalStream

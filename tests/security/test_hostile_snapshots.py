@@ -17,10 +17,11 @@ import torch
 
 from dtctl.cli import snapshot as cli
 from dtctl.errors import DtctlError, SnapshotError, TransportError
-from dtctl.launch import snapshots
 from dtctl.launch.cluster import ResolvedCluster, cluster_of
-from dtctl.launch.record import RunInfo, RunRecord
-from dtctl.runtime.snapshot import layout, write
+from dtctl.launch.records import snapshots
+from dtctl.launch.records.record import RunInfo, RunRecord
+from dtctl.runtime.snapshot import write
+from dtctl.runtime.snapshot.format import layout
 from dtctl.spec.load import parse_spec
 from tests.security import snapshot_liar
 from tests.security.test_hostile_node import SPEC, HostileTransport

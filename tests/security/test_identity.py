@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from dtctl.errors import SandboxError
-from dtctl.launch.record import RunInfo, RunRecord
-from dtctl.launch.state import alive
+from dtctl.launch.records.record import RunInfo, RunRecord
+from dtctl.launch.records.state import alive
 from dtctl.launch.stop import by_launcher
 from dtctl.node_facts import boot_id, start_ticks
 from dtctl.sandbox import control, faults

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from dtctl.launch.record import find_run, list_runs
+from dtctl.launch.records.record import find_run, list_runs
 from dtctl.runtime.snapshot import load, write
 from tests.security import power
 
@@ -27,7 +27,7 @@ for step, salt in {steps}:
     say(f"{{step}} {{salt}}")
 """
 RECORDS = """
-from dtctl.launch.record import RunInfo, RunRecord, write_private
+from dtctl.launch.records.record import RunInfo, RunRecord, write_private
 for name in ("one", "two"):
     info = RunInfo(run=name, token="x", pid=1, started=1.0, spec="", command=[], detached=False)
     record = RunRecord.create(folder / "project", info)
@@ -90,8 +90,8 @@ def test_a_run_that_was_written_down_is_found_again(tmp_path: Path) -> None:
 
 
 ATOMIC: dict[str, str] = {
-    "private": "from dtctl.launch.record import write_private as put\nput(folder / 'x', {text!r})",
-    "named": "from dtctl.cli.files import write_named\nwrite_named(folder / 'x', {text!r}, option='--out')",
+    "private": "from dtctl.launch.records.record import write_private as put\nput(folder / 'x', {text!r})",
+    "named": "from dtctl.cli.common.files import write_named\nwrite_named(folder / 'x', {text!r}, option='--out')",
     "supervisor": (
         "from dtctl.supervisor.supervisor import write_atomically\n"
         "write_atomically(str(folder / 'x'), {text!r}.encode())"

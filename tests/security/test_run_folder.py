@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.launch.record import RunInfo, RunRecord
+from dtctl.launch.records.record import RunInfo, RunRecord
 
 FILES = ("run.json", "spec.yaml", "plan.json", "events.jsonl", "ledger.json", "metrics.jsonl", "logs/a/rank-0.log")
 COMMANDS = (

@@ -16,7 +16,8 @@ pytest.importorskip("torch")
 
 import torch
 
-from dtctl.runtime.snapshot import commands, headers, layout, load, read, write
+from dtctl.runtime.snapshot import commands, load, read, write
+from dtctl.runtime.snapshot.format import headers, layout
 
 Change = Callable[[dict[str, Any]], Any]
 

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtctl.cli import output
-from dtctl.cli.launch_view import LaunchView
+from dtctl.cli.common.launch_view import LaunchView
 from dtctl.errors import NodeError, NodeFailures
-from dtctl.launch.logs import LONGEST_BYTES, Lines
+from dtctl.launch.records.logs import LONGEST_BYTES, Lines
 from dtctl.printable import printable
 from dtctl.supervisor.group import Group, Process
 

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dtctl.errors import ConnectError
-from dtctl.launch.link import NodeLink
-from dtctl.launch.push import Payloads, PushResult, push
-from dtctl.launch.tree import Tree, scan
+from dtctl.launch.control.link import NodeLink
+from dtctl.launch.files.push import Payloads, PushResult, push
+from dtctl.launch.files.tree import Tree, scan
 from dtctl.supervisor import frames, receive
 
 

@@ -48,7 +48,7 @@ def test_every_row_names_what_it_is_computed_from() -> None:
 
 def test_what_users_read_in_json_is_in_the_table() -> None:
     """The keys of a launch's last event, of `stop` and of `doctor`."""
-    source = (ROOT / "dtctl/cli/launch_end.py").read_text()
+    source = (ROOT / "dtctl/cli/common/launch_end.py").read_text()
     keys = set(re.findall(r'"(left_behind|lost_output|launch_s|duration_s|attempts|first_failure|exit_code)"', source))
     assert keys
     keys |= {"goodput", "not_examined", "newest_good"}

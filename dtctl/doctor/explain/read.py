@@ -13,8 +13,8 @@ from dtctl.doctor.explain.content import COMPRESSED, content
 from dtctl.doctor.explain.dumps import is_dump
 from dtctl.doctor.explain.lines import LogLine, owner_of, parse
 from dtctl.errors import UsageError
-from dtctl.launch import validate_records
-from dtctl.launch.record import PLAN_BYTES
+from dtctl.launch.records import validate_records
+from dtctl.launch.records.record import PLAN_BYTES
 
 SUFFIXES = (".log", ".out", ".err", ".txt")
 

@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 
-from dtctl.supervisor import lean
+from dtctl import node_facts
 
 _PR_SET_PDEATHSIG = 1
 KEPT_BYTES = 4096
@@ -96,4 +96,4 @@ class Child:
 
 
 def _die_with_parent() -> None:
-    lean.prctl(_PR_SET_PDEATHSIG, 9)
+    node_facts.prctl(_PR_SET_PDEATHSIG, 9)

@@ -57,7 +57,7 @@ from dtctl.runtime.program.kinds import (
 from dtctl.runtime.program.marks import SAMPLE_BYTES, Long, Opaque, crc_of, crc_of_bytes, text_of
 from dtctl.runtime.program.members import PYTHONS, has_more_inside, is_of_class, members_of
 from dtctl.runtime.program.stateful import inner_state, is_stateful, state_of
-from dtctl.runtime.snapshot.encoding import (
+from dtctl.runtime.snapshot.format.encoding import (
     is_generator,
 )
 

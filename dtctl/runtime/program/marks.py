@@ -14,7 +14,7 @@ import torch
 
 from dtctl.runtime.program.kinds import CONTAINERS, MAX_ELEMENTS, PLAIN
 from dtctl.runtime.program.stateful import is_stateful
-from dtctl.runtime.snapshot.encoding import (
+from dtctl.runtime.snapshot.format.encoding import (
     decode,
     generator_state,
     is_generator,

@@ -22,7 +22,7 @@ from dtctl.runtime.program.graph import MAX_LEAVES, MISSING, ObjectWalk, StateEn
 from dtctl.runtime.program.kinds import PLAIN, has_storage
 from dtctl.runtime.program.marks import has_grown, is_large, mark_of
 from dtctl.runtime.program.stateful import content, is_tagged, put_into
-from dtctl.runtime.snapshot.encoding import (
+from dtctl.runtime.snapshot.format.encoding import (
     NotEncodable,
     decode,
     encode,

@@ -12,7 +12,7 @@ from torch import nn
 
 from dtctl.runtime.program.code import class_name
 from dtctl.runtime.program.kinds import has_storage
-from dtctl.runtime.snapshot.encoding import (
+from dtctl.runtime.snapshot.format.encoding import (
     decode,
     generator_state,
     is_generator,

@@ -13,7 +13,7 @@ from typing import Any
 
 from dtctl.errors import DtctlError, SnapshotError
 from dtctl.runtime.snapshot import commands
-from dtctl.runtime.snapshot.place import Place, place
+from dtctl.runtime.snapshot.storage.place import Place, place
 
 
 def main(argv: list[str]) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtctl.errors import SnapshotError
-from dtctl.runtime.snapshot import headers
+from dtctl.runtime.snapshot.format import headers
 
 
 class Misfit(SnapshotError):

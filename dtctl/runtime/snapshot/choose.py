@@ -12,10 +12,11 @@ from functools import partial
 from typing import Any
 
 from dtctl.errors import DtctlError, SnapshotError
-from dtctl.runtime.snapshot import layout, read
+from dtctl.runtime.distributed.worker import Worker
+from dtctl.runtime.snapshot import read
+from dtctl.runtime.snapshot.format import layout
 from dtctl.runtime.snapshot.json_collectives import gathered_json, spread_json
-from dtctl.runtime.snapshot.place import Place, Remote
-from dtctl.runtime.worker import Worker
+from dtctl.runtime.snapshot.storage.place import Place, Remote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dtctl.errors import SnapshotError
-from dtctl.runtime.snapshot import assembly, headers, layout, read, retention
-from dtctl.runtime.snapshot.durable import sync_folder
-from dtctl.runtime.snapshot.place import Place
+from dtctl.runtime.snapshot import assembly, read
+from dtctl.runtime.snapshot.format import headers, layout
+from dtctl.runtime.snapshot.storage import retention
+from dtctl.runtime.snapshot.storage.durable import sync_folder
+from dtctl.runtime.snapshot.storage.place import Place
 
 Answer = dict[str, Any]
 

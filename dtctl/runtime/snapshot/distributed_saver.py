@@ -20,15 +20,17 @@ import torch.distributed as dist
 
 from dtctl.errors import DtctlError, SnapshotError
 from dtctl.runtime.console import complain
-from dtctl.runtime.snapshot import copies, layout, retention, write
-from dtctl.runtime.snapshot.durable import make_folder
+from dtctl.runtime.distributed.worker import Worker
+from dtctl.runtime.snapshot import write
+from dtctl.runtime.snapshot.format import layout
+from dtctl.runtime.snapshot.format.pieces import Division, Key, local
 from dtctl.runtime.snapshot.json_collectives import gathered_json
-from dtctl.runtime.snapshot.pieces import Division, Key, local
-from dtctl.runtime.snapshot.place import Place, Remote
 from dtctl.runtime.snapshot.saver import Saver
-from dtctl.runtime.snapshot.staging import Staged
-from dtctl.runtime.snapshot.stores import Stores, stores
-from dtctl.runtime.worker import Worker
+from dtctl.runtime.snapshot.storage import copies, retention
+from dtctl.runtime.snapshot.storage.durable import make_folder
+from dtctl.runtime.snapshot.storage.place import Place, Remote
+from dtctl.runtime.snapshot.storage.staging import Staged
+from dtctl.runtime.snapshot.storage.stores import Stores, stores
 
 PATIENCE: Final = dt.timedelta(hours=1)
 """How long a worker waits for one with a slower disk."""

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.snapshot.assembly import one_group_each
 from dtctl.runtime.snapshot.json_collectives import filled, gathered_json, receive, send, skeleton
 from dtctl.runtime.snapshot.state import raw
-from dtctl.runtime.worker import Worker
 
 Tree = dict[str, Any]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtctl.runtime.worker import Worker
+from dtctl.runtime.distributed.worker import Worker
 
 _TENSOR = "$tensor"
 

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from dtctl.errors import SnapshotError
-from dtctl.runtime.snapshot import assembly, headers, layout, read
-from dtctl.runtime.snapshot.packing import DTYPES
-from dtctl.runtime.snapshot.place import Place, place
+from dtctl.runtime.snapshot import assembly, read
+from dtctl.runtime.snapshot.format import headers, layout
+from dtctl.runtime.snapshot.format.packing import DTYPES
 from dtctl.runtime.snapshot.state import raw, tensors
+from dtctl.runtime.snapshot.storage.place import Place, place
 
 Extent = tuple[str, int, int]
 """File, and where in its data a tensor begins and ends."""

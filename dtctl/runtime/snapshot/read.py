@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from dtctl.errors import SnapshotError
-from dtctl.runtime.snapshot import assembly, headers, layout
-from dtctl.runtime.snapshot.place import Place
+from dtctl.runtime.snapshot import assembly
+from dtctl.runtime.snapshot.format import headers, layout
+from dtctl.runtime.snapshot.storage.place import Place
 
 Contents = MutableMapping[str, memoryview]
 """File name -> its bytes."""

@@ -8,14 +8,15 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from dtctl.runtime.snapshot import assembly, headers
+from dtctl.runtime.distributed.worker import Worker
+from dtctl.runtime.snapshot import assembly
 from dtctl.runtime.snapshot.assembly import Box, TreeEntry
 from dtctl.runtime.snapshot.choose import Chosen
+from dtctl.runtime.snapshot.format import headers
+from dtctl.runtime.snapshot.format.packing import DTYPES
+from dtctl.runtime.snapshot.format.pieces import box_of, sharded_like
 from dtctl.runtime.snapshot.json_collectives import gathered_json
-from dtctl.runtime.snapshot.packing import DTYPES
-from dtctl.runtime.snapshot.pieces import box_of, sharded_like
 from dtctl.runtime.snapshot.state import raw
-from dtctl.runtime.worker import Worker
 
 UNDER_WAY_BYTES: Final = 1 << 28
 """How much may wait to be sent at a time."""

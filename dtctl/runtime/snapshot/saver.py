@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dtctl.errors import DtctlError, SnapshotError
 from dtctl.runtime.console import complain
-from dtctl.runtime.snapshot import retention, write
-from dtctl.runtime.snapshot.lease import Lease
-from dtctl.runtime.snapshot.place import Place, place
-from dtctl.runtime.snapshot.staging import Staged, Staging
+from dtctl.runtime.snapshot import write
+from dtctl.runtime.snapshot.storage import retention
+from dtctl.runtime.snapshot.storage.lease import Lease
+from dtctl.runtime.snapshot.storage.place import Place, place
+from dtctl.runtime.snapshot.storage.staging import Staged, Staging
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from dtctl.errors import SnapshotError
-from dtctl.runtime.snapshot import layout
-from dtctl.runtime.snapshot.encoding import NotEncodable, decode, encode
+from dtctl.runtime.snapshot.format import layout
+from dtctl.runtime.snapshot.format.encoding import NotEncodable, decode, encode
 
 CONFIGURED: Final = "$configured"
 """In a group of an optimizer's tree: what it was told when it was made."""
@@ -296,7 +296,7 @@ def _cut(tensor: torch.Tensor, value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or not hasattr(tensor, "device_mesh"):
         return value
     # Who reads snapshots without training should not wait for this import.
-    from dtctl.runtime.snapshot.pieces import like
+    from dtctl.runtime.snapshot.format.pieces import like
 
     return like(tensor, value)
 

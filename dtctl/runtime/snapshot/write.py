@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dtctl.errors import SnapshotError
-from dtctl.runtime.snapshot import layout, retention
-from dtctl.runtime.snapshot.durable import ByteSink, exchanged, make_folder, sync_folder, written
-from dtctl.runtime.snapshot.place import Place, Remote
-from dtctl.runtime.snapshot.staging import Staged, StagedFile, Staging
+from dtctl.runtime.snapshot.format import layout
+from dtctl.runtime.snapshot.storage import retention
+from dtctl.runtime.snapshot.storage.durable import ByteSink, exchanged, make_folder, sync_folder, written
+from dtctl.runtime.snapshot.storage.place import Place, Remote
+from dtctl.runtime.snapshot.storage.staging import Staged, StagedFile, Staging
 
 
 def save(

@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from dtctl.errors import DtctlError, PlanError
-from dtctl.runtime.device_mesh import device_mesh, limit_groups
+from dtctl.runtime.distributed.device_mesh import device_mesh, limit_groups
+from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.explain import explained
 from dtctl.runtime.step import Step
 from dtctl.runtime.strategies import context, trial
@@ -30,7 +31,6 @@ from dtctl.runtime.strategies.elastic import Elastic, require_for
 from dtctl.runtime.strategies.single import Single
 from dtctl.runtime.strategies.trial import Probe
 from dtctl.runtime.strategies.zero1 import Zero1
-from dtctl.runtime.worker import Worker
 from dtctl.train.batch import Batch
 from dtctl.train.compatibility import require
 from dtctl.train.config import TrainConfig

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dtctl.errors import PlanError
+from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.step import Step
 from dtctl.runtime.strategies import gradients, hooks
 from dtctl.runtime.strategies.accumulation import accumulate
-from dtctl.runtime.worker import Worker
 from dtctl.train.config import DdpConfig
 
 

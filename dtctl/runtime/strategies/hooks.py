@@ -14,7 +14,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from dtctl.errors import PlanError
-from dtctl.runtime.worker import Worker
+from dtctl.runtime.distributed.worker import Worker
 from dtctl.train.config import DdpConfig
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from dtctl.errors import PlanError
+from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.snapshot.json_collectives import filled, skeleton
 from dtctl.runtime.step import Step
 from dtctl.runtime.strategies import blocks, gradients, sharded, stages, tensor, unused
-from dtctl.runtime.worker import Worker
 from dtctl.train.compatibility import ONE_STAGE, stages_per_worker
 from dtctl.train.config import PipelineConfig, TrainConfig
 from dtctl.train.mesh import Degrees

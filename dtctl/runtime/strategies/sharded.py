@@ -22,11 +22,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from dtctl.errors import PlanError
-from dtctl.runtime.device_mesh import context_group
+from dtctl.runtime.distributed.device_mesh import context_group
+from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.step import Step
 from dtctl.runtime.strategies import blocks, context, deferred_init, gradients, tensor, unused
 from dtctl.runtime.strategies.accumulation import accumulate
-from dtctl.runtime.worker import Worker
 from dtctl.train.config import FsdpConfig, TrainConfig
 from dtctl.train.mesh import Degrees
 

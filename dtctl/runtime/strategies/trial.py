@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dtctl.errors import PlanError
-from dtctl.runtime.worker import Worker
+from dtctl.runtime.distributed.worker import Worker
 
 Probe = Callable[[nn.Module], torch.Tensor]
 """The loss of one batch, the same batch on all workers, with a model that is called as the user's is."""

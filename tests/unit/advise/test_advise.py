@@ -127,7 +127,7 @@ def test_the_json_has_the_keys_of_the_contract() -> None:
 
 
 def test_hardware_has_sources_and_the_runtimes_peaks() -> None:
-    from dtctl.runtime.hardware import peak_flops
+    from dtctl.runtime.telemetry.hardware import peak_flops
 
     for one in gpus().values():
         assert one.source.startswith("https://"), one.name

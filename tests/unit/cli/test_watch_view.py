@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from dtctl.cli.watch_view import Screen, clock, sparkline, tail_of_metrics
-from dtctl.launch.record import RunInfo, RunRecord
+from dtctl.cli.common.watch_view import Screen, clock, sparkline, tail_of_metrics
+from dtctl.launch.records.record import RunInfo, RunRecord
 from dtctl.node_facts import boot_id, start_ticks
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dtctl.launch.collect_snapshot import PruneRule, combine, removable
+from dtctl.launch.records.collect_snapshot import PruneRule, combine, removable
 
 FILES = ["model.00000.safetensors", "model.00001.safetensors"]
 

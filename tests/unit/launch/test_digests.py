@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.launch import digests
-from dtctl.launch.digests import Digests
+from dtctl.launch.files import digests
+from dtctl.launch.files.digests import Digests
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from dtctl.launch.failure import (
+from dtctl.launch.control.failure import (
     Failure,
     describe,
     first,

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from dtctl.errors import ConnectError, NodeError, NodeFailures
-from dtctl.launch.attempt import Attempt
-from dtctl.launch.failure import first
-from dtctl.launch.gang import Gang
-from dtctl.launch.hang_monitor import HangMonitor
-from dtctl.launch.logs import Logs
-from dtctl.launch.record import RunRecord
-from dtctl.launch.session import NodeMessage, NodeSetup, Session
+from dtctl.launch.control.attempt import Attempt
+from dtctl.launch.control.failure import first
+from dtctl.launch.control.gang import Gang
+from dtctl.launch.control.hang import HangMonitor
+from dtctl.launch.control.session import NodeMessage, NodeSetup, Session
+from dtctl.launch.records.logs import Logs
+from dtctl.launch.records.record import RunRecord
 from dtctl.plan.build import PlanFacts, build
 from dtctl.plan.model import Plan
 from dtctl.spec.load import parse_spec

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dtctl.launch.ignore import Rules, split
-from dtctl.launch.push_selection import TreeWalk
+from dtctl.launch.files.ignore import Rules, split
+from dtctl.launch.files.push_selection import TreeWalk
 
 GIT = shutil.which("git")
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtctl.launch.ledger import PHASES, Ledger
-from dtctl.launch.progress import ReportedPhase, Standing
+from dtctl.launch.control.progress import ReportedPhase, Standing
+from dtctl.launch.records.ledger import PHASES, Ledger
 
 
 class Clock:

@@ -1,8 +1,8 @@
 from pathlib import Path
 
-from dtctl.launch.failure import AGENT
-from dtctl.launch.logs import METRICS, Logs
-from dtctl.launch.record import RunRecord
+from dtctl.launch.control.failure import AGENT
+from dtctl.launch.records.logs import METRICS, Logs
+from dtctl.launch.records.record import RunRecord
 
 
 def test_lines_are_cut_whole_and_kept_as_they_came(tmp_path: Path) -> None:

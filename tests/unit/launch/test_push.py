@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtctl.errors import ConnectError, NodeError, TransferError
-from dtctl.launch import push as pushing
-from dtctl.launch.link import NodeLink
-from dtctl.launch.push import Payloads, push
-from dtctl.launch.push_selection import ALWAYS_LEFT_OUT
-from dtctl.launch.tree import Tree, scan
+from dtctl.launch.control.link import NodeLink
+from dtctl.launch.files import push as pushing
+from dtctl.launch.files.push import Payloads, push
+from dtctl.launch.files.push_selection import ALWAYS_LEFT_OUT
+from dtctl.launch.files.tree import Tree, scan
 from dtctl.supervisor import frames
 from tests.unit.pushing import SocketStream, bring, bring_tree, left_in, listing, node, release
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.launch.push_selection import TreeWalk
+from dtctl.launch.files.push_selection import TreeWalk
 
 
 def make(root: Path, *paths: str, **texts: str) -> None:
@@ -176,7 +176,7 @@ def test_the_file_that_the_launch_prints_to_is_left_out(tmp_path: Path) -> None:
     """`dtctl launch > launch.log` would find it changed while it is pushed."""
     make(tmp_path, "train.py")
     listing = f"print([f.path for f in TreeWalk({os.fsencode(tmp_path)!r}).run()])"
-    code = f"from dtctl.launch.push_selection import TreeWalk; {listing}"
+    code = f"from dtctl.launch.files.push_selection import TreeWalk; {listing}"
     with (tmp_path / "launch.log").open("w") as output:
         subprocess.run([sys.executable, "-c", code], stdout=output, check=True)
     assert (tmp_path / "launch.log").read_text() == "[b'train.py']\n"

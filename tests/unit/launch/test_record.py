@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtctl.errors import LaunchError, UsageError
-from dtctl.launch.logs import Logs
-from dtctl.launch.record import (
+from dtctl.launch.records.logs import Logs
+from dtctl.launch.records.record import (
     RUN_NAME,
     RunInfo,
     RunRecord,

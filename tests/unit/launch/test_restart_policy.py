@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dtctl.launch.failure import Failure
-from dtctl.launch.restart_policy import SAME_LIMIT, RestartPolicy
+from dtctl.launch.control.failure import Failure
+from dtctl.launch.control.restart_policy import SAME_LIMIT, RestartPolicy
 
 FAILURE = Failure(node="a", rank=3, exit_code=1, signal=None, time=0.0, summary="ValueError: no")
 

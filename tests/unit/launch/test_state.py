@@ -13,8 +13,8 @@ import pytest
 
 from dtctl.errors import LaunchError
 from dtctl.launch import stop
-from dtctl.launch.record import RunInfo, RunRecord
-from dtctl.launch.state import alive, follow, state_of
+from dtctl.launch.records.record import RunInfo, RunRecord
+from dtctl.launch.records.state import alive, follow, state_of
 from dtctl.node_facts import boot_id, start_ticks
 
 ME = RunInfo(

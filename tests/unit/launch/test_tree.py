@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from dtctl.errors import PlanError
-from dtctl.launch import tree as module
-from dtctl.launch.digests import Digests
-from dtctl.launch.push_selection import SelectedFile, TreeWalk
-from dtctl.launch.tree import scan
+from dtctl.launch.files import tree as module
+from dtctl.launch.files.digests import Digests
+from dtctl.launch.files.push_selection import SelectedFile, TreeWalk
+from dtctl.launch.files.tree import scan
 from dtctl.supervisor.receive import LINK_MODE
 
 

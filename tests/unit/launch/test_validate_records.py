@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dtctl.launch.record import list_runs
-from dtctl.launch.state import state_of
+from dtctl.launch.records.record import list_runs
+from dtctl.launch.records.state import state_of
 from tests.unit.report.runs import make_run
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dtctl.launch.record import RunInfo, RunRecord
+from dtctl.launch.records.record import RunInfo, RunRecord
 from dtctl.node_facts import start_ticks
 
 BEGAN = 1_795_000_000.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dtctl.runtime import Worker
-from dtctl.runtime.agreement import NOTHING, Agreement, Decision
+from dtctl.runtime.distributed.agreement import NOTHING, Agreement, Decision
 
 
 def test_alone_a_wish_is_a_decision(worker: Worker) -> None:

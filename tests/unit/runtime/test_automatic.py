@@ -14,10 +14,11 @@ from torch import nn
 
 from dtctl.errors import WorkerFailed
 from dtctl.estimate.choice import TrainingSetting
-from dtctl.runtime import TensorData, Worker, automatic, capacity, load
+from dtctl.runtime import TensorData, Worker, automatic, load
 from dtctl.runtime.automatic import Subject, settle
-from dtctl.runtime.randomness import capture
-from dtctl.runtime.run_forked import apart
+from dtctl.runtime.distributed import capacity
+from dtctl.runtime.distributed.run_forked import apart
+from dtctl.runtime.exactness.randomness import capture
 from dtctl.train.batch import Batch
 from tests.unit.runtime.conftest import Make, points, squared
 

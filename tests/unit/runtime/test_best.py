@@ -13,7 +13,8 @@ from torch import nn
 
 from dtctl.errors import PlanError
 from dtctl.runtime.best import Best
-from dtctl.runtime.snapshot import commands, layout
+from dtctl.runtime.snapshot import commands
+from dtctl.runtime.snapshot.format import layout
 from dtctl.train.config import BestConfig
 from tests.unit.runtime.conftest import Make, points
 

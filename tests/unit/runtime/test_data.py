@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dtctl.errors import SpecError
-from dtctl.runtime.data import TensorData, TokenFile, reader, to_device
+from dtctl.runtime.data_loading.datasets import TensorData, TokenFile, reader, to_device
 
 
 def test_both_kinds_of_data_sets_give_the_same_batches() -> None:

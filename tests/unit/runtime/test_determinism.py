@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from dtctl.errors import PlanError, SnapshotError
-from dtctl.runtime import determinism
-from dtctl.runtime.worker import Worker
+from dtctl.runtime.distributed.worker import Worker
+from dtctl.runtime.exactness import determinism
 from dtctl.train.config import TrainConfig, load
 from tests.unit.runtime.conftest import Make, squared
 from tests.unit.runtime.test_exactness import HALF, WHOLE, said
@@ -55,7 +55,8 @@ def test_auto_is_for_gpus_that_have_promised_the_same_bits(settings: dict[str, A
 
 PROGRAM = """
 import json, os, torch
-from dtctl.runtime import determinism, process_group
+from dtctl.runtime.distributed import process_group
+from dtctl.runtime.exactness import determinism
 from dtctl.runtime.main import run
 from dtctl.runtime.stop import Outcome
 real = process_group.identify

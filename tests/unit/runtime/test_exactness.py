@@ -23,7 +23,8 @@ from torch import nn
 from dtctl import names
 from dtctl.errors import PlanError, SnapshotError
 from dtctl.runtime import TensorData, Trainer
-from dtctl.runtime.snapshot import layout, state
+from dtctl.runtime.snapshot import state
+from dtctl.runtime.snapshot.format import layout
 from tests.unit.runtime.conftest import Make, network, points, squared
 
 HALF, WHOLE = 6, 12
@@ -473,7 +474,7 @@ def test_an_evaluation_leaves_the_random_numbers_of_training_alone(make: Make) -
 
 
 def test_two_trainings_do_not_share_a_folder(make: Make) -> None:
-    script = "import sys; from pathlib import Path; from dtctl.runtime.snapshot.lease import Lease\n"
+    script = "import sys; from pathlib import Path; from dtctl.runtime.snapshot.storage.lease import Lease\n"
     script += "Lease(Path('snapshots')).acquire(); print('held', flush=True); sys.stdin.readline()"
     other = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert other.stdout

@@ -17,9 +17,9 @@ from torch import nn
 
 from dtctl.errors import PlanError, WorkerFailed
 from dtctl.runtime import TensorData
-from dtctl.runtime.feed import Feed
-from dtctl.runtime.order import InSequence, Order, Schedule
-from dtctl.runtime.reading import Reader
+from dtctl.runtime.data_loading.feed import Feed
+from dtctl.runtime.data_loading.order import InSequence, Order, Schedule
+from dtctl.runtime.data_loading.reading import Reader
 from dtctl.train.batch import Batch
 from dtctl.train.config import TrainConfig
 from tests.unit.runtime.conftest import Make, points, squared

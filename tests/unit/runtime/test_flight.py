@@ -12,9 +12,10 @@ from torch._C import _distributed_c10d as c10d
 
 from dtctl import names
 from dtctl.doctor.explain.dumps import is_dump, judge_dumps, read_dump
-from dtctl.launch.hang import Stack, write_stack
-from dtctl.runtime import flight, network
-from dtctl.runtime.worker import Worker
+from dtctl.launch.control.hang import Stack, write_stack
+from dtctl.runtime.distributed import network
+from dtctl.runtime.distributed.worker import Worker
+from dtctl.runtime.telemetry import flight
 from dtctl.supervisor import stacks
 
 

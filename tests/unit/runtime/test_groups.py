@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.tensor import _random
 
-from dtctl.runtime.device_mesh import limit_groups
-from dtctl.runtime.process_group import leave
+from dtctl.runtime.distributed.device_mesh import limit_groups
+from dtctl.runtime.distributed.process_group import leave
 from dtctl.runtime.strategies.tensor import draw_alike
 
 

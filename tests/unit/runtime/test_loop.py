@@ -15,7 +15,8 @@ from torch import nn
 
 from dtctl.errors import PlanError, SnapshotError, SpecError, WorkerFailed
 from dtctl.runtime import Outcome, TensorData, Trainer
-from dtctl.runtime.snapshot import layout, read, state
+from dtctl.runtime.snapshot import read, state
+from dtctl.runtime.snapshot.format import layout
 from tests.unit.runtime.conftest import Make, points, squared
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from dtctl.runtime import Worker, hardware, meter
-from dtctl.runtime.hardware import peak_flops
+from dtctl.runtime import Worker
+from dtctl.runtime.telemetry import hardware, meter
+from dtctl.runtime.telemetry.hardware import peak_flops
 from tests.unit.runtime.conftest import Make
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.runtime.metrics import MetricsWriter, cut
-from dtctl.runtime.sinks import TensorBoard
+from dtctl.runtime.telemetry.metrics import MetricsWriter, cut
+from dtctl.runtime.telemetry.sinks import TensorBoard
 
 KEYS = {"step", "loss", "lr", "grad_norm", "step_s", "samples_per_s", "tokens_per_s", "time"}
 

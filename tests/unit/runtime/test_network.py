@@ -8,8 +8,8 @@ import torch
 
 from dtctl import names
 from dtctl.nccl.profiles import NetworkProfile
-from dtctl.runtime import network
-from dtctl.runtime.worker import Worker
+from dtctl.runtime.distributed import network
+from dtctl.runtime.distributed.worker import Worker
 
 
 @pytest.fixture

@@ -14,9 +14,10 @@ from torch import nn
 
 from dtctl.errors import WorkerFailed
 from dtctl.runtime import Trainer, Worker
-from dtctl.runtime.nonfinite import MAX_ROLLBACKS, MAX_SKIPPED, NonFiniteGuard
+from dtctl.runtime.guards.nonfinite import MAX_ROLLBACKS, MAX_SKIPPED, NonFiniteGuard
 from dtctl.runtime.precision import LossScale
-from dtctl.runtime.snapshot import layout, read
+from dtctl.runtime.snapshot import read
+from dtctl.runtime.snapshot.format import layout
 from tests.unit.runtime.conftest import Make, squared
 
 GOOD, BAD = torch.tensor(1.0), torch.tensor(math.nan)

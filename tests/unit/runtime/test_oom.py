@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from dtctl.errors import PlanError
-from dtctl.runtime import oom
-from dtctl.runtime.oom import MemoryWatch, smaller
-from dtctl.runtime.worker import Worker
+from dtctl.runtime.distributed.worker import Worker
+from dtctl.runtime.guards import oom
+from dtctl.runtime.guards.oom import MemoryWatch, smaller
 from dtctl.train.batch import Batch
 from tests.unit.runtime.conftest import Make, squared
 

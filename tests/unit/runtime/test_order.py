@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtctl.runtime.order import Order, Schedule
+from dtctl.runtime.data_loading.order import Order, Schedule
 from dtctl.train.batch import Batch
 
 

@@ -21,7 +21,7 @@ import torch
 from pydantic import BaseModel, PrivateAttr
 from torch import nn
 
-from dtctl.runtime import circumstances
+from dtctl.runtime.exactness import circumstances
 from tests.unit.runtime.conftest import Make, squared
 from tests.unit.runtime.test_exactness import halves
 

@@ -7,7 +7,8 @@ import random
 import numpy as np
 import torch
 
-from dtctl.runtime import Worker, randomness
+from dtctl.runtime import Worker
+from dtctl.runtime.exactness import randomness
 
 
 def draw() -> list[float]:

@@ -9,7 +9,7 @@ import pytest
 
 from dtctl import names
 from dtctl.errors import PlanError
-from dtctl.runtime.sinks import MlFlow, WandB
+from dtctl.runtime.telemetry.sinks import MlFlow, WandB
 from tests.unit.runtime.conftest import Make
 
 HAS_WANDB = importlib.util.find_spec("wandb") is not None

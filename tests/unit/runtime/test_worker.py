@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from dtctl import names, node_facts
 from dtctl.errors import PlanError
-from dtctl.runtime.process_group import ERROR_FILE, start
-from dtctl.runtime.randomness import seed_all
-from dtctl.runtime.worker import identify
+from dtctl.runtime.distributed.process_group import ERROR_FILE, start
+from dtctl.runtime.distributed.worker import identify
+from dtctl.runtime.exactness.randomness import seed_all
 
 TORCHRUN = {
     names.RANK: "3",

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtctl.errors import SnapshotError
-from dtctl.runtime.snapshot import assembly, headers, packing
-from dtctl.runtime.snapshot.pieces import Piece
+from dtctl.runtime.snapshot import assembly
+from dtctl.runtime.snapshot.format import headers, packing
+from dtctl.runtime.snapshot.format.pieces import Piece
 
 
 def cuts(tensor: torch.Tensor, dim: int, places: list[int]) -> list[Piece]:

@@ -16,7 +16,8 @@ from torch import nn
 
 from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot import __main__ as program
-from dtctl.runtime.snapshot import commands, headers, layout, state, write
+from dtctl.runtime.snapshot import commands, state, write
+from dtctl.runtime.snapshot.format import headers, layout
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:

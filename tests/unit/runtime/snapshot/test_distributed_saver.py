@@ -17,12 +17,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from dtctl.errors import SnapshotError
 from dtctl.runtime import Worker
-from dtctl.runtime.snapshot import commands, layout, load, write
+from dtctl.runtime.snapshot import commands, load, write
 from dtctl.runtime.snapshot.assembly import TreeEntry
 from dtctl.runtime.snapshot.choose import choose
 from dtctl.runtime.snapshot.distributed_saver import DistributedSaver
+from dtctl.runtime.snapshot.format import layout
 from dtctl.runtime.snapshot.reshard import deliver
-from dtctl.runtime.snapshot.stores import stores
+from dtctl.runtime.snapshot.storage.stores import stores
 from tests.unit.runtime.snapshot.gang import gang
 
 COUNT = 3

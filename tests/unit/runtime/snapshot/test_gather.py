@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from dtctl.errors import SnapshotError
 from dtctl.runtime import Worker
 from dtctl.runtime.snapshot import state
+from dtctl.runtime.snapshot.format.pieces import like
 from dtctl.runtime.snapshot.gather import gathered, gathered_optimizer
-from dtctl.runtime.snapshot.pieces import like
 
 
 @pytest.fixture

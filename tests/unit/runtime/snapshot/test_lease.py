@@ -16,14 +16,14 @@ import pytest
 
 from dtctl import names
 from dtctl.errors import SnapshotError
-from dtctl.runtime.snapshot import lease, retention
-from dtctl.runtime.snapshot.lease import Lease
-from dtctl.runtime.snapshot.place import place
+from dtctl.runtime.snapshot.storage import lease, retention
+from dtctl.runtime.snapshot.storage.lease import Lease
+from dtctl.runtime.snapshot.storage.place import place
 
 HOLD = """
 import sys
 from pathlib import Path
-from dtctl.runtime.snapshot.lease import Lease
+from dtctl.runtime.snapshot.storage.lease import Lease
 held = Lease(Path(sys.argv[1]))
 held.acquire()
 print("held", flush=True)

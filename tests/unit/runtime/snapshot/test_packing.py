@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from dtctl.runtime.snapshot import headers, layout, load, packing
-from dtctl.runtime.snapshot.staging import Staging
+from dtctl.runtime.snapshot import load
+from dtctl.runtime.snapshot.format import headers, layout, packing
+from dtctl.runtime.snapshot.storage.staging import Staging
 
 
 def there_and_back(part: Any) -> Any:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from dtctl.errors import DtctlError, SnapshotError, SpecError
-from dtctl.runtime.snapshot import Saver, commands, layout, newest, read, write
-from dtctl.runtime.snapshot.place import Remote, is_url, place
+from dtctl.runtime.snapshot import Saver, commands, newest, read, write
+from dtctl.runtime.snapshot.format import layout
+from dtctl.runtime.snapshot.storage.place import Remote, is_url, place
 
 
 @pytest.fixture
@@ -158,8 +159,8 @@ def test_what_does_not_answer_is_not_missing(url: str, monkeypatch: pytest.Monke
 
 
 def test_a_file_is_read_in_blocks_that_come_side_by_side(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dtctl.runtime.snapshot.place.FIRST_BYTES", 3)
-    monkeypatch.setattr("dtctl.runtime.snapshot.place.FETCH_BYTES", 10)
+    monkeypatch.setattr("dtctl.runtime.snapshot.storage.place.FIRST_BYTES", 3)
+    monkeypatch.setattr("dtctl.runtime.snapshot.storage.place.FETCH_BYTES", 10)
     content, file = bytes(range(100)), place(url) / "file"
     assert isinstance(file, Remote)
     with file.upload() as out:

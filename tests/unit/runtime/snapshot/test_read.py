@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from dtctl.errors import SnapshotError
-from dtctl.runtime.snapshot import layout, load, read, write
+from dtctl.runtime.snapshot import load, read, write
+from dtctl.runtime.snapshot.format import layout
 
 
 def parts(step: int) -> dict[str, object]:

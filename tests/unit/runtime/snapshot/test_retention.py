@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtctl.runtime.snapshot import layout, write
-from dtctl.runtime.snapshot.retention import RetentionRule
+from dtctl.runtime.snapshot import write
+from dtctl.runtime.snapshot.format import layout
+from dtctl.runtime.snapshot.storage.retention import RetentionRule
 
 
 def save(folder: Path, step: int, keep: int) -> None:

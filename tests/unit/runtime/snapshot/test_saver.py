@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from dtctl.errors import DtctlError, SnapshotError
-from dtctl.runtime.snapshot import layout, load, read, saver
+from dtctl.runtime.snapshot import load, read, saver
+from dtctl.runtime.snapshot.format import layout
 
 
 class SlowDisk:

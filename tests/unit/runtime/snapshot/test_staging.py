@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtctl.runtime.snapshot.staging import page_locked
+from dtctl.runtime.snapshot.storage.staging import page_locked
 
 
 class Runtime:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from dtctl.errors import SnapshotError
-from dtctl.runtime.snapshot import layout, load, read, write
+from dtctl.runtime.snapshot import load, read, write
+from dtctl.runtime.snapshot.format import layout
 
 PARTS = {"model": {"weight": torch.zeros(100)}}
 

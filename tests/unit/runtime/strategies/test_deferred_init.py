@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from dtctl.errors import PlanError
+from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.strategies import deferred_init
-from dtctl.runtime.worker import Worker
 from dtctl.train.mesh import Degrees
 
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.strategies.ddp import Ddp
-from dtctl.runtime.worker import Worker
 from dtctl.train.config import DdpConfig
 from tests.unit.runtime.conftest import Make, squared
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.strategies import zero1
 from dtctl.runtime.strategies.zero1 import Zero1, bunched, shares
-from dtctl.runtime.worker import Worker
 from dtctl.train.config import DdpConfig
 
 

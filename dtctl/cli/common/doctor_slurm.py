@@ -1,0 +1,79 @@
+"""`dtctl doctor` for a job that is to be given to Slurm: what the cluster offers beside what the spec asks for."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dtctl.cli import output
+from dtctl.cli.common.doctor_view import show_findings
+
+if TYPE_CHECKING:
+    from dtctl.doctor.findings import Finding
+    from dtctl.slurm.site import Site
+    from dtctl.spec.model import Spec
+
+
+def examine_offer(spec: Spec, *, json_lines: bool) -> int:
+    """Print what prevents the job from starting, and Slurm's estimate of its start; the exit code."""
+    from dtctl.doctor.findings import ordered
+    from dtctl.errors import DoctorFailed
+    from dtctl.slurm.partition_checks import CHECKS
+    from dtctl.slurm.site import site_of
+
+    begun = time.monotonic()
+    with closing(site_of(spec)) as site:
+        problems, estimate = _query_slurm(spec, site)
+    findings = ordered(problems, ran=CHECKS)
+    ok = not any(finding.status == "fail" for finding in findings)
+    took_s = round(time.monotonic() - begun, 2)
+    if json_lines:
+        rows = [finding.as_json() for finding in findings]
+        output.emit_json({"ok": ok, "nodes": [], "took_s": took_s, "findings": rows, "slurm": estimate})
+    else:
+        show_findings(findings)
+        if estimate:
+            output.out(f"Slurm: {estimate}")
+        verdict = "can be submitted" if ok else "can never start as specified"
+        output.out(f"the job {verdict}; {took_s:.1f} s", "green" if ok else "red", "bold")
+        if ok:
+            output.out("not examined: the nodes themselves (inside an allocation, `dtctl doctor` examines them)", "dim")
+    return 0 if ok else DoctorFailed.exit_code
+
+
+def _query_slurm(spec: Spec, site: Site) -> tuple[list[Finding], str]:
+    """What the job lacks, and Slurm's own words about it."""
+    from dtctl.doctor.findings import Finding
+    from dtctl.launch.cluster import cluster_of
+    from dtctl.launch.first_plan import first_plan
+    from dtctl.slurm import batch, login_client
+    from dtctl.slurm.partition_checks import lacks
+    from dtctl.slurm.submit import python_at, words
+    from dtctl.spec.model import Slurm
+
+    plan = first_plan(spec, cluster_of(spec, start=False), run="doctor")
+    python = python_at(spec, site)
+    offer = login_client.ask(site, python, {"op": "offer"})
+    findings = [
+        Finding(
+            check=lack.check,
+            status="fail" if lack.never else "warn",
+            nodes=(site.name,),
+            summary=lack.summary,
+            fix=f"{lack.key}: {lack.fix}",
+            evidence=lack.evidence,
+        )
+        for lack in lacks(spec.slurm or Slurm(), len(plan.nodes), offer)
+    ]
+    if any(finding.status == "fail" for finding in findings):
+        return findings, ""
+    text = batch.text(spec, plan, chdir=Path("/"), output=Path("/dev/null"))
+    answer = login_client.ask(site, python, {"op": "test", "text": text})
+    estimate = words(answer["said"])
+    if answer["code"]:
+        fix = "Slurm's message names the reason; `dtctl sbatch` prints the file"
+        findings.append(Finding(check="submit", status="fail", nodes=(site.name,), summary=estimate, fix=fix))
+        estimate = ""
+    return findings, estimate

@@ -1,0 +1,267 @@
+"""The steps behind `dtctl launch`: from options to a spec, from a spec to a run, from a run to an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtctl import names
+from dtctl.cli import output
+from dtctl.cli.common.agreement import agreed
+from dtctl.cli.common.process import caught_signals, process_start
+from dtctl.errors import DtctlError, Interrupted, LaunchError, UsageError
+
+if TYPE_CHECKING:
+    from dtctl.plan.model import Plan
+    from dtctl.spec.model import Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions:
+    """What the command line of `dtctl launch` says."""
+
+    spec: Path | None
+    nodes: str | None
+    slots: int | None
+    overrides: tuple[str, ...]
+    rest: list[str] | None
+    """What followed `--`; None without one."""
+    name: str | None
+    detach: bool
+    doctor: bool | None
+    """Whether to examine the nodes first; None: as `first_look.is_due` finds."""
+    json_lines: bool
+    resume: str | None = None
+    """The run whose snapshots training continues from."""
+    yes: bool = False
+    """Whether what the spec reaches beyond its folder is agreed to."""
+
+    @property
+    def spec_name(self) -> str:
+        """Path of the spec as it was given; empty for a job without one."""
+        return str(self.spec or names.SPEC_FILE) if self.nodes is None else ""
+
+
+def spec_of(options: LaunchOptions) -> Spec:
+    """The spec that the options name or describe.
+
+    Raises:
+        UsageError: the options contradict each other.
+        SpecError: the spec is wrong.
+    """
+    if options.nodes is not None:
+        from dtctl.spec.quick import spec_from_nodes
+
+        if options.spec is not None:
+            raise UsageError("--nodes is for a job without a spec, but a spec is named too", where=str(options.spec))
+        if not options.rest:
+            raise UsageError("there is nothing to run", hint="dtctl launch --nodes a,b -- train.py --lr 1e-3")
+        return spec_from_nodes(
+            options.nodes, slots=options.slots, argv=options.rest, overrides=options.overrides, base_dir=Path.cwd()
+        )
+    if options.slots is not None:
+        raise UsageError("--slots requires --nodes", hint="with a spec: --set cluster.slots=N")
+    from dtctl.spec.load import load_spec
+
+    spec = load_spec(options.spec or Path(names.SPEC_FILE), options.overrides)
+    if not options.rest:
+        return spec
+    job = spec.job.model_copy(update={"args": [*spec.job.args, *options.rest]})
+    return spec.model_copy(update={"job": job})
+
+
+def dry_launch(options: LaunchOptions, folder: Path | None) -> int:
+    """Print, or write to `folder`, exactly what a launch would send."""
+    import time
+
+    from dtctl.launch import trust
+    from dtctl.launch.cluster import cluster_of
+    from dtctl.launch.first_plan import first_plan
+    from dtctl.launch.records.record import check_run_name, new_run_id
+    from dtctl.render import node_scripts
+
+    spec = spec_of(options)
+    for text in (*trust.reach(spec), *trust.sent_items(spec)):
+        output.err(text, "yellow")
+    run = check_run_name(options.name) if options.name is not None else new_run_id(spec.job.name, now=time.time())
+    plan = first_plan(spec, cluster_of(spec, start=False), run=run)
+    scripts = node_scripts(plan, base_dir=spec.base_dir)
+    if folder is not None:
+        write_scripts(folder, plan, scripts)
+        output.err(f"wrote {len(scripts)} scripts and plan.json to {folder}")
+    if options.json_lines:
+        output.emit_json({"event": "plan", "time": time.time(), **asdict(plan), "scripts": scripts})
+    elif folder is None:
+        show_scripts(plan, scripts)
+    return 0
+
+
+def write_scripts(folder: Path, plan: Plan, scripts: dict[str, str]) -> None:
+    """Write each node's script as `NODE.sh`, and the plan as `plan.json`.
+
+    Raises:
+        UsageError: the folder cannot be written to.
+    """
+    import json
+
+    from dtctl.launch.records.record import write_private
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for node, text in scripts.items():
+            write_private(folder / f"{node}.sh", text)
+            (folder / f"{node}.sh").chmod(0o700)
+        write_private(folder / names.PLAN_FILE, json.dumps(asdict(plan), indent=1) + "\n")
+    except LaunchError as exc:
+        raise UsageError(exc.message, where=exc.where) from exc
+    except OSError as exc:
+        raise UsageError(f"cannot write the scripts: {exc.strerror}", where=str(exc.filename or folder)) from exc
+
+
+def show_scripts(plan: Plan, scripts: dict[str, str]) -> None:
+    """Print the plan and every script."""
+    output.out(f"run {plan.run}: {plan.job}, {plan.kind} over {plan.transport}, rendezvous {plan.rendezvous.endpoint}")
+    rows = [[n.name, n.address, str(n.node_rank), str(n.slots), f"{n.ranks[0]}-{n.ranks[-1]}"] for n in plan.nodes]
+    output.table(rows, header=["NODE", "ADDRESS", "NODE RANK", "SLOTS", "RANKS"])
+    output.out("note: no node was contacted and no file was checked; `dtctl doctor` and `dtctl validate` do that")
+    for note in plan.notes:
+        output.out(f"note: {note}")
+    for node, text in scripts.items():
+        output.out(f"\n--- {node}: node.sh", "bold")
+        output.raw(text)
+
+
+def real_launch(options: LaunchOptions) -> int:
+    """Launch, watch, and report; the exit code."""
+    from dtctl.launch.records.record import RunInfo, RunRecord, check_run_name, new_run_id
+
+    spec = spec_of(options)
+    agreed(spec, yes=options.yes)
+    run = check_run_name(options.name) if options.name is not None else new_run_id(spec.job.name, now=time.time())
+    background = os.environ.pop(names.BACKGROUND, None)
+    snapshots: Mapping[str, str] = {}
+    slurm = spec.cluster.transport == "slurm"
+    if options.resume is not None and (slurm or background is not None or not options.detach):
+        spec, snapshots = _continued(spec, options.resume)
+    if slurm:
+        from dtctl.cli.common.launch_slurm import launch_job
+
+        return launch_job(spec, run, spec_name=options.spec_name, detach=options.detach, json_lines=options.json_lines)
+    if background is None and (options.doctor or spec.cluster.transport != "local"):
+        from dtctl.cli.common.first_look import look_first
+
+        look_first(spec, options.doctor)
+    if options.detach and background is None:
+        return background_launch(options, spec, run)
+    run = background or run
+    from dtctl.cli.common.launch_end import end_facts, finish
+    from dtctl.cli.common.launch_view import LaunchView, show_left_out
+    from dtctl.launch.assemble import CodePush, check_program_files, job_of
+    from dtctl.launch.cluster import cluster_of
+    from dtctl.launch.control.run import launch
+    from dtctl.launch.records.ledger import Ledger
+    from dtctl.node_facts import boot_id, start_ticks
+    from dtctl.spec.load import dump_spec
+
+    code = CodePush(spec) if spec.pushes else None
+    cluster = cluster_of(spec, start=True)
+    job = job_of(spec, cluster, run=run, keep=options.detach, code=code, snapshots=snapshots)
+    if code is not None:
+        check_program_files(spec, code.tree)
+        show_left_out(code.tree)
+    info = RunInfo(
+        run=run,
+        token=job.token,
+        pid=os.getpid(),
+        pid_started=start_ticks(os.getpid()),
+        boot=boot_id(),
+        started=time.time(),
+        spec=options.spec_name,
+        command=sys.argv,
+        detached=options.detach,
+        snapshots=dict(snapshots),
+    )
+    record = RunRecord.create(spec.base_dir, info)
+    record.write_spec(dump_spec(spec))
+    view = LaunchView(json_lines=options.json_lines)
+    attempts, processes_left = 0, dict[str, int | None]()
+
+    def emit(event: str, **facts: Any) -> None:
+        nonlocal attempts
+        if event == "start":
+            attempts = int(facts["attempt"]) + 1
+            processes_left.update(dict.fromkeys(cluster.targets))
+        elif event == "node" and "left" in facts:
+            processes_left[facts["node"]] = facts["left"]
+        if event != "log":
+            entry = {"event": event, "time": round(time.time(), 3), **facts}
+            record.append_event(entry)
+            if options.json_lines:
+                output.emit_json(entry)
+        view.event(event, facts)
+
+    emit("plan", run=run, kind=job.first_plan.kind, world_size=job.first_plan.world_size, nodes=[*cluster.targets])
+    view.begin(job.first_plan)
+    with record.launcher_lock(), caught_signals() as signals:
+        try:
+            ledger = Ledger(time.monotonic, begun=process_start())
+            result = launch(job, record, emit=emit, signals=signals, ledger=ledger)
+        except DtctlError as exc:
+            view.end_table()
+            number = signals[-1] if signals else None
+            code_of_end = 128 + number if number else exc.exit_code
+            counts = list(processes_left.values())
+            left_behind = None if None in counts else sum(count or 0 for count in counts)
+            end_event = end_facts(
+                run, "stopped" if number else "failed", code_of_end, attempts=attempts, left_behind=left_behind,
+                error=str(exc),
+            )  # fmt: skip
+            emit("done", **end_event)
+            when = "while it was to be started again" if attempts else "before the job was started"
+            raise Interrupted(f"stopped {when}", signal=number) if number else exc from None
+        finally:
+            view.end_table()
+    return finish(result, emit, record)
+
+
+def _continued(spec: Spec, earlier: str) -> tuple[Spec, Mapping[str, str]]:
+    """The spec and, by node, the folders of snapshots of a run that continues from an earlier one."""
+    from dtctl.launch import continuation
+    from dtctl.launch.records.record import find_run
+
+    record = find_run(spec.base_dir, earlier)
+    continuation.require_over(record)
+    if record.info().slurm:
+        from dtctl.slurm.follow import snapshot_folder
+
+        return continuation.with_folder(spec, snapshot_folder(record)), {}
+    return continuation.continued(spec, record)
+
+
+def background_launch(options: LaunchOptions, spec: Spec, run: str) -> int:
+    """Start a launcher in the background, and return when it reports that the job runs."""
+    from dtctl.cli.common.launch_view import LaunchView
+    from dtctl.launch.background import launch_in_background
+    from dtctl.spec.nodes import resolve_nodes
+
+    view = LaunchView(json_lines=options.json_lines)
+    view.expect(node.name for node in resolve_nodes(spec))
+
+    def on_event(event: dict[str, Any]) -> None:
+        if options.json_lines:
+            output.emit_json(event)
+        view.event(event["event"], event)
+
+    exit_code, text = launch_in_background(spec.base_dir, run, on_event=on_event)
+    view.end_table()
+    if text:
+        output.err(text.rstrip())
+    if exit_code == 0:
+        output.out(run)
+        output.err("it continues in the background: `dtctl status`, `dtctl logs -f`, `dtctl stop`")
+    return exit_code

@@ -1,0 +1,352 @@
+"""Whether a run hangs, and which worker caused it; and the monitor that asks workers for their stacks.
+
+In synchronous training one worker that is stuck soon holds up all others, which wait for it in a collective. So a
+run hangs when no worker has noted progress for longer than steps can take, and the culprit is the one that is behind;
+where all are at the same place, the one whose stack shows that it does not wait for others.
+
+Between one step and the next, time is measured by the steps before. What has no measure (the start, compilation, the
+first batches and steps) has a generous limit; evaluation and a snapshot on a slow disk are left to the time-outs of the
+collectives. There is no excuse for a process that is stopped (SIGSTOP), nor for a wait for one that has left early: it
+has ended, or takes no more steps, though its training has some left.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from dtctl.errors import LaunchError
+from dtctl.launch.control.failure import Failure
+from dtctl.launch.control.progress import ReportedPhase, Standing, standings, unheard
+from dtctl.launch.records.record import write_private
+
+ANSWER_S = 6.0
+"""How long the nodes may take to tell where their workers stand."""
+FRESH_S = 4.0
+"""Older news of a node is no ground for a verdict; whether the node is lost is somebody else's question."""
+
+Watched = Callable[[Sequence[Standing]], None]
+
+HangLimit = float | Literal["auto", "off"]
+FLOOR_S = 30.0
+"""auto: no shorter silence is a hang, since file servers and switches have hiccups."""
+FACTOR = 10.0
+"""auto: nor one that is shorter than this many of the slowest step so far."""
+START_S = 1800.0
+"""auto: how long a start, a compilation, or one of the first steps may be silent."""
+MEASURED_STEPS = 4
+"""auto: steps of an attempt after which there is a measure."""
+
+_WAITING = (
+    "/torch/distributed/", "/torch/autograd/graph.py", "/torch/nn/parallel/", "/dtctl/runtime/distributed/agreement.py",
+    "/dtctl/runtime/strategies/elastic.py", "/dtctl/runtime/guards/oom.py", "/dtctl/runtime/guards/nonfinite.py",
+    "/dtctl/runtime/telemetry/report.py", "/dtctl/runtime/strategies/gradients.py",
+    "/dtctl/runtime/distributed/worker.py",
+)  # fmt: skip
+"""Files whose code, being the innermost Python code that runs, waits for other workers; with GPUs also by waiting for a
+number that an exchange comes before."""
+_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
+_SPY_FRAME = re.compile(r"^ {4}(?P<name>.+) \((?P<file>[^()]+):(?P<line>\d+)\)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """Where a worker was found to be."""
+
+    state: str
+    tool: str
+    """py-spy, faulthandler or none"""
+    text: str
+    flight: str
+    """The last collectives, JSON of torch's flight recorder; empty when it did not answer."""
+
+    @property
+    def frames(self) -> list[tuple[str, int, str]]:
+        """Frames of the main thread as (file, line, function), the innermost first."""
+        blocks = re.split(r"(?m)^(?=(?:Current thread|Thread) )", self.text)
+        blocks = [block for block in blocks if block.startswith(("Thread ", "Current "))]
+        if not blocks:
+            return []
+        # faulthandler has the main thread last; py-spy names it.
+        main = next((block for block in blocks if '"MainThread"' in block.split("\n", 1)[0]), blocks[-1])
+        matches = _FRAME.findall(main) or [(file, line, name) for name, file, line in _SPY_FRAME.findall(main)]
+        return [(file, int(line), name) for file, line, name in matches]
+
+    @property
+    def is_waiting(self) -> bool | None:
+        """Whether it waits for other workers; None when there is no telling."""
+        frames = self.frames
+        return any(marker in frames[0][0] for marker in _WAITING) if frames else None
+
+
+def silence(
+    workers: Collection[Standing], *, world_size: int, limit: HangLimit, start_limit: HangLimit = "auto"
+) -> float | None:
+    """For how many seconds the run has been hanging; None when it is not, or when that cannot be told.
+
+    Args:
+        workers: those that have told their progress, also if they have ended since.
+        world_size: workers that there should be.
+        limit: `job.hang_s`.
+        start_limit: `job.hang_start_s`.
+    """
+    active = [worker for worker in workers if not worker.finished]
+    if limit == "off" or not active:
+        return None
+    slowest_s = max(worker.slowest_s for worker in active)
+    limit_s = max(FLOOR_S, FACTOR * slowest_s) if limit == "auto" else limit
+    stopped = [worker.stale_s for worker in active if worker.state == "T" and worker.phase != ReportedPhase.STARTING]
+    if stopped and min(stopped) >= limit_s:
+        return min(stopped)
+    if any(worker.phase in (ReportedPhase.EVALUATION, ReportedPhase.SNAPSHOT) for worker in active):
+        return None
+    steps = all(worker.phase == ReportedPhase.STEPPING for worker in active)
+    done = min(worker.step - worker.first for worker in active)
+    measured = len(workers) >= world_size and done >= (MEASURED_STEPS if limit == "auto" else 1)
+    if not (steps and (measured or any(worker.until for worker in left_early(workers)))):
+        if start_limit == "off":
+            return None
+        limit_s = max(limit_s, START_S if start_limit == "auto" else start_limit)
+    silent_s = min(worker.stale_s for worker in active)
+    return silent_s if silent_s >= limit_s else None
+
+
+def left_early(workers: Collection[Standing]) -> list[Standing]:
+    """Workers that take no more steps although their training has some left, by rank.
+
+    One that never began is none if others have taken steps since: they can do without it.
+    """
+    trained = any(worker.step > worker.first for worker in workers if not worker.left_early)
+    leavers = [worker for worker in workers if worker.left_early and (worker.until or not trained)]
+    return sorted(leavers, key=lambda worker: worker.rank)
+
+
+def culprits(workers: Collection[Standing], stacks: Mapping[int, Stack]) -> list[Standing]:
+    """The workers that the others wait for, by rank; none when all are in the same place and all wait."""
+    everyone = sorted(workers, key=lambda worker: worker.rank)
+    stopped = [worker for worker in everyone if worker.state == "T"]
+    if stopped:
+        return stopped
+    leavers = left_early(everyone)
+    if leavers:
+        return leavers
+    everyone = [worker for worker in everyone if not worker.finished]
+    waits = {worker.rank: stacks[worker.rank].is_waiting for worker in everyone if worker.rank in stacks}
+    awake = [worker for worker in everyone if waits.get(worker.rank) is False]
+    lowest = min(worker.position for worker in everyone)
+    behind = [worker for worker in everyone if worker.position == lowest]
+    if len(behind) < len(everyone):
+        # One that is ahead and computes holds up those that are behind and wait: it went past a collective of theirs.
+        all_wait = all(waits.get(worker.rank) for worker in behind)
+        return awake if all_wait and awake else behind
+    return awake if len(awake) < len(everyone) else []
+
+
+def hang_failure(
+    workers: Collection[Standing],
+    stacks: Mapping[int, Stack],
+    *,
+    silent_s: float,
+    now: float,
+    silent: Mapping[int, str] | None = None,
+) -> Failure:
+    """The failure that describes a run that hangs.
+
+    Args:
+        workers: those that have told their progress, also if they have ended since.
+        stacks: what workers have shown.
+        silent_s: for how long nothing had moved.
+        now: the time of day.
+        silent: workers that have told no progress yet, rank -> node.
+    """
+    active = [worker for worker in workers if not worker.finished]
+    begun = [worker for worker in active if worker.phase != ReportedPhase.STARTING]
+    text = f"no progress for {silent_s:.0f} s "
+    text += f"in step {min(worker.step for worker in begun) + 1}" if begun else "before the first step"
+    blamed = culprits(workers, stacks)
+    if silent and not any(worker.state == "T" or worker.left_early for worker in blamed):
+        culprit_names = ", ".join(f"rank {rank} on {node}" for rank, node in sorted(silent.items())[:8])
+        rank, node = min(silent.items())
+        verb = "has" if len(silent) == 1 else "have"
+        text += f": {culprit_names} {verb} not reached the training{_waiting_text(len(active))}"
+        return Failure(node=node, rank=rank, exit_code=None, signal=None, time=now, summary=text, hang=True)
+    if not blamed:
+        first = min(active, key=lambda worker: worker.rank)
+        text += ": all workers wait for each other at the same place; the network between them may be broken"
+        return Failure(node=first.node, rank=None, exit_code=None, signal=None, time=now, summary=text, hang=True)
+    first = blamed[0]
+    culprit_names = ", ".join(f"rank {worker.rank} on {worker.node}" for worker in blamed[:8])
+    stack = stacks.get(first.rank)
+    frames = stack.frames if stack is not None else []
+    location = (
+        f"{', and is now' if first.left_early else ''} at {frames[0][0]}:{frames[0][1]} in {frames[0][2]}"
+        if frames
+        else ""
+    )
+    consequence = _waiting_text(len([worker for worker in active if worker not in blamed]))
+    return Failure(
+        node=first.node,
+        rank=first.rank,
+        exit_code=None,
+        signal=None,
+        time=now,
+        summary=f"{text}: {culprit_names} {_state_text(first)}{location}{consequence}",
+        tail=tuple(f"{file}:{line} in {name}" for file, line, name in frames[:8]),
+        hang=True,
+    )
+
+
+def early_exit(worker: Standing) -> str:
+    """How a worker left its training early: `ended after step 3 of 12`."""
+    verb = "ended" if worker.exited else "left the training"
+    return f"{verb} before its first step" if not worker.until else f"{verb} after step {worker.step} of {worker.until}"
+
+
+def _state_text(worker: Standing) -> str:
+    if worker.state == "T":
+        return "is stopped (SIGSTOP)"
+    return f"{early_exit(worker)}, before the others" if worker.left_early else f"is stuck {worker.place_text}"
+
+
+def _waiting_text(waiting: int) -> str:
+    return {0: "", 1: "; the other one waits for it"}.get(waiting, f"; the {waiting} others wait for it")
+
+
+def write_stack(folder: Path, node: str, rank: int, stack: Stack) -> Path:
+    """Write what a worker has shown below `folder`; where its stack is.
+
+    Raises:
+        LaunchError: it cannot be written.
+    """
+    below = folder / node
+    below.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = below / f"rank-{rank}.txt"
+    head = f"state {stack.state or 'gone'}, stack by {stack.tool}\n\n"
+    write_private(path, head + stack.text)
+    if stack.flight:
+        write_private(below / f"trace_rank_{rank}.json", stack.flight)  # which `dtctl doctor --log` knows
+    return path
+
+
+class HangMonitor:
+    """The last report of each worker of one attempt, and the stacks that are requested if they hang."""
+
+    def __init__(
+        self,
+        *,
+        node_of_rank: Mapping[int, str],
+        limit: HangLimit,
+        start_limit: HangLimit,
+        folder: Path,
+        on_progress: Watched | None,
+    ) -> None:
+        """Nothing is known yet.
+
+        Args:
+            node_of_rank: workers of the attempt, rank -> node.
+            limit: `job.hang_s`.
+            start_limit: `job.hang_start_s`.
+            folder: where stacks are kept, if there will be any.
+            on_progress: told how far the workers are, whenever a node says so.
+        """
+        self.node_of_rank = node_of_rank
+        self.limit: HangLimit = limit
+        self.start_limit: HangLimit = start_limit
+        self.folder = folder
+        self.on_progress = on_progress
+        self.workers: dict[int, Standing] = {}
+        self.silent_s: float | None = None
+        """For how long nothing had moved when the question was asked; None: it was not."""
+        self._ended: set[int] = set()
+        """Ranks that have ended well."""
+        self._before_stop: dict[int, Standing] | None = None
+        self._last_report: dict[str, float] = {}
+        self._stacks: dict[int, Stack] = {}
+        self._awaited: set[str] = set()
+        self._deadline = 0.0
+
+    def update(self, node: str, facts: Sequence[dict[str, Any]], *, before_stop: bool = False) -> None:
+        """A node says how far its workers are; `before_stop`: before it has asked them to end."""
+        if before_stop and self._before_stop is not None:
+            self._before_stop |= {worker.rank: self._as_ended(worker) for worker in standings(node, facts)}
+        if self.silent_s is not None:
+            return  # what is judged is how things stood when the question was asked
+        self._last_report[node] = time.monotonic()
+        reports = standings(node, facts)
+        self.workers |= {worker.rank: self._as_ended(worker) for worker in reports}
+        if reports and self.on_progress is not None:
+            self.on_progress(reports)
+
+    def _as_ended(self, worker: Standing) -> Standing:
+        """Its number may be another process's by now."""
+        return replace(worker, state="") if worker.rank in self._ended else worker
+
+    def worker_ended(self, rank: int) -> None:
+        """A worker has ended well; the others may go on without it, or wait for it."""
+        if rank not in self.node_of_rank:
+            return  # torchrun's agent
+        self._ended.add(rank)
+        worker = self.workers.get(rank) or unheard(self.node_of_rank[rank], rank)
+        self.workers[rank] = self._as_ended(worker)
+
+    def left_early(self) -> list[Standing]:
+        """Workers that had left, when the attempt was ended, though their training had steps left; by rank.
+
+        Their exit codes may be any; torchrun keeps them to itself.
+        """
+        workers = self.workers if self._before_stop is None else self._before_stop
+        return left_early(workers.values())
+
+    def stopping(self) -> None:
+        """The nodes are asked to end the attempt; whoever ends from now on may do so because of that."""
+        if self._before_stop is None:
+            self._before_stop = dict(self.workers)
+
+    def hangs(self, now: float) -> bool:
+        """Whether the attempt hangs, and the workers should be asked where they stand."""
+        if self.silent_s is not None or any(
+            now - self._last_report.get(worker.node, 0.0) > FRESH_S
+            for worker in self.workers.values()
+            if not worker.exited
+        ):
+            return False
+        self.silent_s = silence(
+            self.workers.values(), world_size=len(self.node_of_rank), limit=self.limit, start_limit=self.start_limit
+        )
+        return self.silent_s is not None
+
+    def begin_collecting(self, nodes: Collection[str]) -> None:
+        """Stacks were requested from these nodes."""
+        self._awaited = set(nodes)
+        self._deadline = time.monotonic() + ANSWER_S
+
+    def add_stack(self, fact: dict[str, Any]) -> None:
+        """A worker's stack has arrived."""
+        self._stacks[fact["rank"]] = Stack(
+            state=fact["state"], tool=fact["how"], text=fact["text"], flight=fact["flight"]
+        )
+
+    def node_finished(self, node: str) -> None:
+        """A node has sent all of its stacks."""
+        self._awaited.discard(node)
+
+    def verdict(self, now: float) -> Failure | None:
+        """The culprit, once all nodes have answered or the time limit has passed; the stacks are saved then."""
+        if self.silent_s is None or (self._awaited and now < self._deadline):
+            return None
+        silent = {rank: node for rank, node in self.node_of_rank.items() if rank not in self.workers}
+        failure = hang_failure(
+            self.workers.values(), self._stacks, silent_s=self.silent_s, now=time.time(), silent=silent
+        )
+        for rank, stack in sorted(self._stacks.items()):
+            try:
+                path = write_stack(self.folder, self.workers[rank].node, rank, stack)
+            except (LaunchError, OSError):
+                continue  # a full disk; the verdict is worth more
+            if rank == failure.rank:
+                failure = replace(failure, log=str(path))
+        return failure

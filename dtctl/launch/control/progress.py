@@ -1,0 +1,96 @@
+"""How far the workers are, as their nodes tell it. Plain data.
+
+Workers with dtctl.runtime write these numbers (runtime/telemetry/progress.py); other programs write none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+
+class ReportedPhase(IntEnum):
+    """What a worker is about; the values are those of dtctl.runtime."""
+
+    STARTING = 0
+    STEPPING = 1
+    EVALUATION = 2
+    SNAPSHOT = 3
+    COMPILING = 4
+    ENDING = 5
+
+
+PLACES = {0: "before its first micro batch or waiting for data", 1: "in a forward pass", 2: "in a backward pass"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What one worker has noted last."""
+
+    node: str
+    rank: int
+    pid: int
+    phase: int
+    step: int
+    """Optimizer steps done, of the whole run."""
+    place: int
+    """Where in the next step: 8 x micro batch + 0 data, 1 forward, 2 backward; 7: after all of them."""
+    first: int
+    """Step that this attempt began after."""
+    saved: int
+    """Step of the last snapshot that was begun."""
+    until: int
+    """The training's last step; 0 when it is not known."""
+    begun_s: float
+    """Age of this attempt's first step."""
+    stale_s: float
+    """Since it noted anything."""
+    slowest_s: float
+    """The longest step but for the first ones; 0 when there was none yet."""
+    stall_s: float
+    """Spent on snapshots in this attempt, by the training thread."""
+    evaluation_s: float
+    state: str
+    """The kernel's letter; T: stopped; empty, Z or X: the process has ended."""
+
+    @property
+    def exited(self) -> bool:
+        """Whether its process has ended."""
+        return self.state in ("", "Z", "X")
+
+    @property
+    def finished(self) -> bool:
+        """Whether it takes no more steps."""
+        return self.exited or self.phase == ReportedPhase.ENDING
+
+    @property
+    def left_early(self) -> bool:
+        """Whether it takes no more steps although its training has some left, or had not begun."""
+        return self.finished and (self.step < self.until or self.phase == ReportedPhase.STARTING)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Of two workers, the one with the smaller position is behind."""
+        return self.step, self.place
+
+    @property
+    def place_text(self) -> str:
+        """For people: `in a forward pass`."""
+        return PLACES.get(self.place % 8, "after its passes")
+
+
+def standings(node: str, reports: Iterable[Mapping[str, Any]]) -> list[Standing]:
+    """What a node has said about its workers."""
+    fields = [name for name in Standing.__dataclass_fields__ if name != "node"]
+    return [Standing(node=node, **{name: fact[name] for name in fields}) for fact in reports]
+
+
+def unheard(node: str, rank: int) -> Standing:
+    """A worker that has told no progress."""
+    return Standing(
+        node=node, rank=rank, pid=0, phase=ReportedPhase.STARTING, step=0, place=0,
+        first=0, saved=0, until=0, begun_s=0.0, stale_s=0.0,
+        slowest_s=0.0, stall_s=0.0, evaluation_s=0.0, state="",
+    )  # fmt: skip

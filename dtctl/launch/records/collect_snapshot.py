@@ -1,0 +1,259 @@
+"""A snapshot of which every node of a run has a part: what it is worth as a whole, and bringing it together.
+
+What a node says decides about its own files, and about those that other nodes have only together with it: see
+`removable`. A node that lies can spoil only what could not be read without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from dtctl import folders
+from dtctl.errors import NodeError, SnapshotError
+from dtctl.launch.control import messages
+from dtctl.launch.records.snapshots import RunSnapshots, error_of
+
+RECORDS = ("manifest.json", "COMMIT")
+
+
+@dataclass(slots=True, kw_only=True)
+class DistributedSnapshot:
+    """One snapshot over all nodes that have something of it."""
+
+    step: int
+    path: str
+    """On the first node that has some of it."""
+    record: str | None = None
+    """Its commit record."""
+    manifest: str | None = None
+    """The text that the record is of."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """File -> bytes, of the manifest."""
+    retention: Mapping[str, Any] = field(default_factory=dict)
+    """The rule that its writer followed, of the manifest."""
+    paths: dict[str, str] = field(default_factory=dict)
+    """Node -> where it lies there."""
+    good_files: dict[str, frozenset[str]] = field(default_factory=dict)
+    """Node -> files that are right there."""
+    made_s: dict[str, float] = field(default_factory=dict)
+    """Node -> when it had it, seconds since the epoch by its own clock."""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def nodes(self) -> list[str]:
+        """Those that have something of it."""
+        return list(self.paths)
+
+    @property
+    def files(self) -> list[str]:
+        """Of the manifest."""
+        return list(self.sizes)
+
+    @property
+    def holders(self) -> dict[str, str]:
+        """File -> the first node where it is right."""
+        node_of: dict[str, str] = {}
+        for node, names in self.good_files.items():
+            node_of = {**dict.fromkeys(names, node), **node_of}
+        return {name: node_of[name] for name in self.sizes if name in node_of}
+
+    @property
+    def complete(self) -> list[str]:
+        """Nodes that have all of it."""
+        return [node for node in self.paths if self.is_readable_on({node})]
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether every file is right on some node."""
+        return self.is_readable_on(self.paths.keys())
+
+    def is_readable_on(self, nodes: AbstractSet[str]) -> bool:
+        """Whether every file is right on one of these nodes."""
+        readable_files: set[str] = set().union(*(self.good_files.get(node, frozenset()) for node in nodes))
+        return bool(self.sizes) and readable_files >= self.sizes.keys()
+
+    def row(self) -> dict[str, Any]:
+        """As `dtctl snapshot verify` tells it: it is ok if it can be read, and a bad copy is named all the same."""
+        holders = self.holders
+        missing = [f"{name} is missing" for name in self.sizes if name not in holders]
+        unreported = [name for name in missing if not any(name.split(" ")[0] in phrase for phrase in self.problems)]
+        status = "ok" if self.is_readable else "corrupt" if self.problems and self.sizes else "incomplete"
+        bad = [*self.problems, *unreported]
+        return {"path": self.path, "step": self.step, "status": status, "bad": bad, "node": ", ".join(self.nodes)}
+
+
+def combine(answers: Mapping[str, Mapping[str, Any]]) -> list[DistributedSnapshot]:
+    """What the nodes have together, newest first, by what each says of its `pieces`.
+
+    Snapshots of one step belong together if they have one commit record and one manifest.
+    """
+    snapshots: dict[tuple[Any, ...], DistributedSnapshot] = {}
+    for node, answer in answers.items():
+        for row in answer["rows"]:
+            step, record, manifest = row["step"], row["record"], row["manifest"]
+            key = (step, record, manifest) if record and manifest else (step, node)
+            snapshot = snapshots.get(key)
+            if snapshot is None:
+                snapshot = snapshots[key] = DistributedSnapshot(step=step, path=row["path"])
+                if record and manifest:
+                    try:
+                        _describe(snapshot, record, manifest, node)
+                    except NodeError as exc:  # so it counts as nothing
+                        snapshot.problems.append(f"{node}: {exc.message}")
+            snapshot.paths[node], snapshot.made_s[node] = row["path"], row["made_s"]
+            snapshot.good_files[node] = frozenset(row["good"])
+            snapshot.problems += [f"{node}: {phrase}" for phrase in row["bad"]]
+    return sorted(snapshots.values(), key=lambda snapshot: -snapshot.step)
+
+
+def _describe(snapshot: DistributedSnapshot, record: str, manifest: str, node: str) -> None:
+    document = messages.manifest(manifest, node=node)
+    if document["step"] != snapshot.step or not _agree(record, manifest):
+        raise NodeError(f"manifest and commit record of step {snapshot.step} do not agree", node=node)
+    rule = document["facts"].get("retention")
+    snapshot.record, snapshot.manifest = record, manifest
+    snapshot.sizes = {name: entry["size_bytes"] for name, entry in document["files"].items()}
+    snapshot.retention = rule if isinstance(rule, dict) else {}
+
+
+def _agree(record: str, manifest: str) -> bool:
+    """Whether a commit record is that of a manifest. What this machine has no hash for, two nodes at least agree on."""
+    name, _, digest_line = record.partition(" ")
+    if name == "blake3":
+        try:
+            from blake3 import blake3
+        except ImportError:
+            return True
+        digest = blake3(manifest.encode()).hexdigest()
+    elif name == "sha256":
+        digest = hashlib.sha256(manifest.encode()).hexdigest()
+    else:
+        return False
+    return digest_line == f"{digest} {RECORDS[0]}\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruneRule:
+    """What is kept; each may stay None, which is as the run that made the snapshots was told."""
+
+    keep: int | None = None
+    """How many of the newest; at least one."""
+    every_s: float | None = None
+    """Of older ones, those that are so many seconds apart."""
+    keep_best: bool = True
+    """Whether the best ones stay."""
+
+    def kept_steps(self, readable: Sequence[tuple[DistributedSnapshot, float]]) -> set[int]:
+        """Steps that stay, of snapshots that are whole, with when they were made; the newest always does."""
+        oldest_first = sorted(readable, key=lambda row: row[0].step)
+        recorded_rule = oldest_first[-1][0].retention if oldest_first else {}
+        keep = max(1, self.keep if self.keep is not None else _number(recorded_rule.get("keep"), 1))
+        every_s = self.every_s if self.every_s is not None else _number(recorded_rule.get("every_s"), 0.0) or None
+        kept_steps = {snapshot.step for snapshot, _ in oldest_first[-int(keep) :]}
+        last_s: float | None = None
+        for snapshot, made_s in oldest_first if every_s is not None else ():
+            if last_s is None or made_s - last_s >= (every_s or 0.0):
+                kept_steps.add(snapshot.step)
+                last_s = made_s
+        best = recorded_rule.get("best") if self.keep_best else ()
+        return kept_steps | {
+            snapshot.step for snapshot, _ in oldest_first if snapshot.step in (best if isinstance(best, list) else ())
+        }
+
+
+def _number(value: Any, otherwise: float) -> Any:
+    try:
+        return messages.number(value)
+    except messages.InvalidMessage:
+        return otherwise
+
+
+def removable(
+    snapshots: Sequence[DistributedSnapshot], rule: PruneRule, node: str, *, all_answered: bool
+) -> list[DistributedSnapshot]:
+    """What `dtctl snapshot prune` removes on one node.
+
+    The rule is applied to the whole snapshots that the node has a share in, so that nothing that others tell of their
+    own ones makes it remove anything. Something only goes if one that stays can be read without any node that it did
+    not need itself.
+
+    Args:
+        snapshots: newest first.
+        rule: what is kept.
+        node: where.
+        all_answered: whether every node of the run has answered; a file that seems to be missing may be on one that has
+            not.
+    """
+    on_node = [snapshot for snapshot in snapshots if node in snapshot.paths]
+    readable = [snapshot for snapshot in on_node if snapshot.is_readable and snapshot.good_files.get(node)]
+    if not readable:  # no readable snapshot: nothing may be removed
+        return []
+    steps = rule.kept_steps([(snapshot, snapshot.made_s[node]) for snapshot in readable])
+    kept_snapshots = [snapshot for snapshot in readable if snapshot.step in steps]
+    newest = max(snapshot.step for snapshot in readable)
+
+    def is_removable(snapshot: DistributedSnapshot) -> bool:
+        if snapshot.step in steps:  # also where a node has another one of the same step: it is asked by step
+            return False
+        if snapshot.is_readable:
+            needed = {node} if snapshot.is_readable_on({node}) else set(snapshot.paths)
+            return any(other.is_readable_on(needed) for other in kept_snapshots)
+        # One that lacks something and is newer may be on its way: nodes commit one after another.
+        under_way = snapshot.step > newest and snapshot.row()["status"] == "incomplete"
+        return all_answered and not under_way
+
+    return [snapshot for snapshot in on_node if is_removable(snapshot)]
+
+
+@contextmanager
+def fetched(run: RunSnapshots, snapshot: DistributedSnapshot) -> Iterator[Path]:
+    """A folder here that has all of a snapshot, as long as the context lasts.
+
+    Nothing but the files of its manifest is brought, each as long as that says, into a new folder of this user alone;
+    whoever reads them compares digests first.
+
+    Raises:
+        SnapshotError: something did not arrive.
+        TransportError: a node, or the way to it, fails.
+    """
+    shares: dict[str, list[str]] = {}
+    for name, node in snapshot.holders.items():
+        shares.setdefault(node, []).append(name)
+    with tempfile.TemporaryDirectory(prefix="dtctl-snapshot-") as temporary:
+        target = Path(temporary, f"step-{snapshot.step:08d}")
+        target.mkdir(mode=0o700)
+        folder = folders.open_folder(str(target))
+        try:
+            for name, text in zip(RECORDS, (snapshot.manifest, snapshot.record), strict=True):
+                with os.fdopen(folders.create_in(folder, name), "w", encoding="utf-8", newline="") as out:
+                    out.write(text or "")
+            for node, names in shares.items():
+                _bring(run, node, snapshot, names, folder)
+        finally:
+            os.close(folder)
+        yield Path(temporary)
+
+
+def _bring(run: RunSnapshots, node: str, snapshot: DistributedSnapshot, names: Sequence[str], folder: int) -> None:
+    options = ["--step", str(snapshot.step), *(argument for name in names for argument in ("--name", name))]
+    total_bytes = sum(snapshot.sizes[name] for name in names)
+    with tempfile.TemporaryFile() as received:
+        reply = run.fetch(node, "send", options, cast(BinaryIO, received), limit_bytes=total_bytes)
+        if "error" in reply.answer:
+            raise error_of(reply)
+        if received.tell() != total_bytes:
+            raise SnapshotError("the files did not arrive whole", where=f"node {node}", hint="try again")
+        received.seek(0)
+        for name in names:
+            remaining = snapshot.sizes[name]
+            with os.fdopen(folders.create_in(folder, name), "wb") as out:
+                while chunk := received.read(min(remaining, 1 << 20)):
+                    remaining -= out.write(chunk)

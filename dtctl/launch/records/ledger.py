@@ -1,0 +1,233 @@
+"""How a run's time was spent: each moment belongs to exactly one phase, so the phases add up to the wall time.
+
+The launcher's own phases follow from what it does. While the job runs, its workers tell how far they are (progress.py),
+and time is moved from one phase to another as more is known: what was waited for a snapshot from `useful` to `stall`,
+and the steps that the next attempt has to do again from `useful` to `lost`. Moving changes no sum.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dtctl import folders
+from dtctl.launch.control.progress import ReportedPhase, Standing
+from dtctl.launch.records.record import RUN_BYTES, write_private
+
+PHASES = (
+    "connect",  # until all nodes are ready
+    "push",
+    "start",  # from the start message to the first step: interpreter, imports, rendezvous, loading the snapshot
+    "run",  # the job runs and tells no progress: a program without dtctl.runtime
+    "useful",  # steps that count
+    "stall",  # training stood still for a snapshot
+    "evaluation",
+    "lost",  # steps that had to be done again, or whose result is gone
+    "hang",
+    "restart",  # from a failure to the next start
+    "idle",  # waiting on purpose before a restart
+    "stop",
+)
+WRITE_S = 5.0
+MAX_MARKS = 4096
+
+
+class Ledger:
+    """A stopwatch with one running phase."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        begun: float | None = None,
+        phase: str = "connect",
+        path: Path | None = None,
+    ) -> None:
+        """Begin with a phase.
+
+        Args:
+            clock: monotonic, in seconds.
+            begun: when the run began, on that clock. None: now.
+            phase: what time belongs to from then on.
+            path: file that is kept up to date. None: none is, but by `write`.
+        """
+        self._clock = clock
+        self.begun = clock() if begun is None else begun
+        self.phase = phase
+        self.path = path
+        self.attempts = 1
+        self._phase_start = self.begun
+        self.spent: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self.steps_lost = 0
+        self._newest_progress: Standing | None = None
+        """Of the worker that is gone by, in the attempt that is on or was the last."""
+        self._attempt_runs = False
+        """Whether that attempt is still on."""
+        self._moved_s = {"stall": 0.0, "evaluation": 0.0}
+        """Seconds of this attempt that have been moved to these phases."""
+        self._marks: list[tuple[int, float]] = []
+        """Steps done and seconds of `useful` spent by then, in this attempt."""
+        self._run_begun = self.begun
+        self._last_write = self.begun
+
+    def enter(self, phase: str) -> None:
+        """From now on, time belongs to `phase`."""
+        now = self._clock()
+        self.spent[self.phase] += now - self._phase_start
+        self.phase, self._phase_start = phase, now
+
+    def move(self, source: str, target: str, seconds: float) -> None:
+        """So much of what was counted to `source` belongs to `target`; no more than there is."""
+        self.enter(self.phase)
+        seconds = min(max(0.0, seconds), self.spent[source])
+        self.spent[source] -= seconds
+        self.spent[target] += seconds
+
+    def total_s(self) -> float:
+        """Seconds since the beginning."""
+        return self._clock() - self.begun
+
+    # -- what the workers tell --------------------------------------------------------------------------------------
+
+    def watch(self, workers: Sequence[Standing]) -> None:
+        """Record how far the workers are; the smallest rank stands for all."""
+        worker = min(workers, key=lambda worker: worker.rank)
+        newest = self._newest_progress
+        if worker.phase == ReportedPhase.STARTING or (
+            self._attempt_runs and newest is not None and worker.rank > newest.rank
+        ):
+            return
+        if not self._attempt_runs:
+            self._begin(worker)
+        elif newest is not None and worker.first != newest.first:  # it went back to a snapshot by itself
+            self._lose(worker.first)
+            self._marks = [(worker.first, self.spent["useful"])]
+        self.enter(self.phase)
+        for name, seconds in (("stall", worker.stall_s), ("evaluation", worker.evaluation_s)):
+            self.move("useful", name, seconds - self._moved_s[name])
+            self._moved_s[name] = max(self._moved_s[name], seconds)
+        self._marks.append((worker.step, self.spent["useful"]))
+        if len(self._marks) > MAX_MARKS:
+            del self._marks[1:-1:2]
+        self._newest_progress = worker
+        if self.path is not None and self._clock() - self._last_write >= WRITE_S:
+            self.write(self.path, attempts=self.attempts)
+
+    def _begin(self, worker: Standing) -> None:
+        """The first steps of an attempt are seen: what went before was its start, and what it repeats was lost."""
+        self._lose(worker.first)
+        self._attempt_runs = True
+        self._moved_s = dict.fromkeys(self._moved_s, 0.0)
+        self._newest_progress = worker
+        before_s, phase = self.spent["useful"], self.phase
+        self.enter("useful")
+        if phase == "run":
+            since_s = self._clock() - self._run_begun
+            self.move("run", "useful", min(worker.begun_s, since_s))
+            self.move("run", "start", since_s - worker.begun_s)
+        self._marks = [(worker.first, before_s)]
+
+    def started(self) -> None:
+        """The processes of an attempt are there; they may never tell any progress."""
+        self._attempt_runs = False
+        self.enter("run")
+        self._run_begun = self._phase_start
+
+    def ended(self, *, failed_s: float = 0.0, hung_s: float = 0.0) -> None:
+        """An attempt is over.
+
+        Args:
+            failed_s: how long ago it had failed; since then it was being ended.
+            hung_s: for how long nothing had moved before that, if it was ended because it hung.
+        """
+        phase = self.phase
+        self.enter("stop")
+        if self._attempt_runs and self._newest_progress is not None:
+            self.move("useful", "restart", failed_s)
+            self.move("useful", "hang", hung_s)
+            self._marks.append((self._newest_progress.step, self.spent["useful"]))
+        elif phase == "run" and self._newest_progress is not None:  # it has never come to its first step
+            self.move("run", "start", self._clock() - self._run_begun)
+        self._attempt_runs = False
+
+    def close(self, *, succeeded: bool) -> None:
+        """No attempt follows: what was done since the last snapshot is lost, unless the run has come to its end."""
+        if not succeeded and self._newest_progress is not None:
+            self._lose(self._newest_progress.saved)
+
+    def _lose(self, saved_step: int) -> None:
+        """The steps of the last attempt after step `kept` are done again, or gone."""
+        if self._newest_progress is None or not self._marks:
+            return
+        end_step, end_s = self._marks[-1]
+        if end_step > saved_step:
+            self.steps_lost += end_step - saved_step
+        since_s = _time_at_step(self._marks, saved_step)
+        self.move("useful", "lost", end_s - since_s)
+        self._marks = []
+
+    # -- the file ---------------------------------------------------------------------------------------------------
+
+    def facts(self) -> dict[str, Any]:
+        """What is known so far, as it stands in ledger.json."""
+        self.enter(self.phase)
+        wall_s = self._phase_start - self.begun
+        step = None if self._newest_progress is None else self._newest_progress.step
+        useful_s = self.spent["useful"] if step is not None else None
+        return {
+            "wall_s": round(wall_s, 3),
+            "attempts": self.attempts,
+            "phases_s": {phase: round(spent, 3) for phase, spent in self.spent.items()},
+            "goodput": None if useful_s is None else round(useful_s / max(1e-9, wall_s), 4),
+            "steps": step,
+            "steps_lost": self.steps_lost,
+            "phase": self.phase,
+            "counted_s": {name: round(seconds, 3) for name, seconds in self._moved_s.items()},
+        }
+
+    def write(self, path: Path, *, attempts: int) -> None:
+        """Record what was spent so far; whole or not at all.
+
+        Raises:
+            LaunchError: it cannot be written.
+        """
+        self.attempts = attempts
+        self._last_write = self._clock()
+        write_private(path, json.dumps(self.facts()) + "\n")
+
+    def resume(self, path: Path) -> None:
+        """Go on from what another launcher has written before it was killed.
+
+        The job went on without one, so what has passed since counts as its phase; what its workers have counted since
+        then is moved as soon as they tell.
+        """
+        try:
+            facts = json.loads(folders.read_regular(str(path), RUN_BYTES))
+            spent = {phase: float(facts["phases_s"][phase]) for phase in PHASES}
+            moved_s = {name: float(facts["counted_s"][name]) for name in self._moved_s}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return  # there is none, or an older version has written it: all of it counts as the running phase
+        now = self._clock()
+        since_s = (now - self.begun) - sum(spent.values())
+        if since_s < 0:
+            return
+        useful = spent["useful"] > 0 or facts["phase"] == "useful"
+        self.spent, self._phase_start, self.phase = spent, now, "useful" if useful else "run"
+        self.spent[self.phase] += since_s
+        self._run_begun, self._attempt_runs = now - since_s, useful
+        self._moved_s, self.steps_lost = moved_s, int(facts.get("steps_lost", 0))
+
+
+def _time_at_step(marks: Sequence[tuple[int, float]], step: int) -> float:
+    """The seconds at which a step was done, between the marks around it as if all steps took the same time."""
+    previous = marks[0]
+    for mark in marks:
+        if mark[0] > step:
+            if previous[0] > step:
+                return previous[1]
+            share = (step - previous[0]) / (mark[0] - previous[0])
+            return previous[1] + share * (mark[1] - previous[1])
+        previous = mark
+    return previous[1]

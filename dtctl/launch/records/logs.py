@@ -1,0 +1,205 @@
+"""Workers' output on the control machine: one file per rank, and whole lines for people as they arrive."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+from dtctl import folders, names
+from dtctl.launch.records.record import RunRecord, write_private
+
+METRICS = -2
+"""Pseudo rank under which nodes send what rank 0 writes to metrics.jsonl."""
+BEGUN_FILE = "logs/attempt.json"
+"""Rows of node, rank and the size in bytes that the rank's log had when the newest attempt began."""
+LONGEST_BYTES = 1 << 16
+"""A line that is longer is shown in several; it is kept whole in its file."""
+
+
+class Lines:
+    """What one process has printed, from piece to piece. Takes time and memory by what comes, not by what came."""
+
+    def __init__(self) -> None:
+        self._partial_line = bytearray()
+
+    def feed(self, data: bytes) -> list[str]:
+        """The lines that `data` completes, without their ends.
+
+        A progress bar redraws its line with carriage returns; its last state counts.
+        """
+        lines: list[str] = []
+        *complete, remainder = data.split(b"\n")
+        for chunk in complete:
+            self._add(chunk, lines)
+            lines.append(self._take(len(self._partial_line)))
+        self._add(remainder, lines)
+        return lines
+
+    def flush(self) -> str:
+        """The line that was begun and never ended; it counts as ended now."""
+        return self._take(len(self._partial_line))
+
+    def _add(self, data: bytes, lines: list[str]) -> None:
+        text = data.rstrip(b"\r")
+        if text and self._partial_line.endswith(b"\r"):
+            self._partial_line.clear()
+        redraw_start = text.rfind(b"\r")
+        if redraw_start >= 0:
+            self._partial_line.clear()
+        self._partial_line += text[redraw_start + 1 :]
+        if len(text) < len(data) and not self._partial_line.endswith(b"\r"):
+            self._partial_line += b"\r"
+        while len(self._partial_line) > LONGEST_BYTES:
+            lines.append(self._take(LONGEST_BYTES))
+
+    def _take(self, size: int) -> str:
+        text = bytes(self._partial_line[:size]).rstrip(b"\r").decode(errors="replace")
+        del self._partial_line[:size]
+        return text
+
+
+class Logs:
+    """Writes what arrives and cuts it into lines."""
+
+    def __init__(self, record: RunRecord) -> None:
+        self._record = record
+        self._files: dict[tuple[str, int], BinaryIO] = {}
+        self._partial: dict[tuple[str, int], Lines] = {}
+        self._refused: str | None = None
+        self._refusal_reported = False
+        self._begun: dict[tuple[str, int], int] = {}
+        self.lost: dict[str, int] = {}
+        """Node -> bytes of its output that could not be kept here."""
+        self.offsets: dict[str, dict[int, int]] = {}
+        """Node -> rank -> bytes received in this attempt; what a new link asks the rest of."""
+
+    @property
+    def folder(self) -> Path:
+        """Of the run."""
+        return self._record.folder
+
+    def write(self, node: str, rank: int, data: bytes) -> list[str]:
+        """Keep `data` and return the lines that it completes, without their ends.
+
+        What a full disk refuses is shown and not kept: the workers are worth more than their logs, and a detached
+        node has them too.
+        """
+        key = (node, rank)
+        written = 0
+        try:
+            written = self._file(key).write(data) or 0  # on a disk that is nearly full, a part of it
+        except OSError as exc:
+            self._refused = self._refused or exc.strerror
+        if written < len(data):
+            self._refused = self._refused or "the disk is full"
+            self.lost[node] = self.lost.get(node, 0) + len(data) - written
+        received = self.offsets.setdefault(node, {})
+        received[rank] = received.get(rank, 0) + len(data)
+        if rank == METRICS:
+            return []
+        return self._partial.setdefault(key, Lines()).feed(data)
+
+    def refusal(self) -> str | None:
+        """Why output is no longer kept, told once; None while all is kept, and afterwards."""
+        if self._refused is None or self._refusal_reported:
+            return None
+        self._refusal_reported = True
+        return self._refused
+
+    def flush(self) -> list[tuple[str, int, str]]:
+        """Lines that were begun and never ended, as (node, rank, text); they count as ended now."""
+        unfinished = [(node, rank, lines.flush()) for (node, rank), lines in self._partial.items()]
+        self._partial.clear()
+        return [(node, rank, text) for node, rank, text in unfinished if text]
+
+    def begin_metrics(self, node: str) -> None:
+        """Rank 0 starts its metrics from the top, because a snapshot took it back; so does the copy here."""
+        self._file((node, METRICS)).truncate(0)
+        self.offsets.setdefault(node, {})[METRICS] = 0
+
+    def begin_attempt(self) -> None:
+        """A new attempt writes new files on the nodes; here it is appended to the ones of the last."""
+        self.offsets.clear()
+        for key in self._files:
+            self._end_line(*key)
+        self._begun = {key: self._path(*key).stat().st_size for key in self._files}
+        rows = [(node, rank, size) for (node, rank), size in self._begun.items()]
+        (self._record.folder / names.LOGS_DIR).mkdir(mode=0o700, exist_ok=True)
+        write_private(self._record.folder / BEGUN_FILE, json.dumps(rows) + "\n")
+
+    def _end_line(self, node: str, rank: int) -> None:
+        """End a line in whose middle a worker was ended, so that its successor begins with one of its own."""
+        with contextlib.suppress(OSError):
+            path = self._path(node, rank)
+            with path.open("rb") as file:
+                if not file.seek(0, 2):
+                    return
+                file.seek(-1, 2)
+                ends_with_newline = file.read(1) == b"\n"
+            if not ends_with_newline:
+                self._file((node, rank)).write(b"\n")
+
+    def rejoin(self) -> None:
+        """Go on where another launcher has stopped in mid-attempt: what is on disk here need not be sent again."""
+        rows = json.loads((self._record.folder / BEGUN_FILE).read_text(encoding="utf-8"))
+        self._begun = {(node, rank): size for node, rank, size in rows}
+        for path in sorted((self._record.folder / names.LOGS_DIR).glob("*/*.log")):
+            node, rank = path.parent.name, rank_of(path)
+            have = path.stat().st_size - self._begun.get((node, rank), 0)
+            self.offsets.setdefault(node, {})[rank] = have
+            self._file((node, rank))  # known from now on, also to the next attempt
+
+    def tail(self, node: str, rank: int, limit_bytes: int = 32_768) -> str:
+        """The end of a rank's output in this attempt."""
+        try:
+            with os.fdopen(folders.open_regular(str(self._path(node, rank))), "rb") as file:
+                file.seek(0, 2)
+                file.seek(max(self._begun.get((node, rank), 0), file.tell() - limit_bytes))
+                return file.read().decode(errors="replace")
+        except OSError:
+            return ""
+
+    def last_step(self) -> int | None:
+        """The last step that rank 0 has logged; None when it has logged none."""
+        try:
+            with os.fdopen(folders.open_regular(str(self._record.folder / names.METRICS_FILE)), "rb") as file:
+                file.seek(max(0, file.seek(0, 2) - 65_536))
+                lines = file.read().splitlines()
+        except OSError:
+            return None
+        for line in reversed(lines):
+            try:
+                return int(json.loads(line)["step"])
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+                continue  # half a line, or something else
+        return None
+
+    def ranks(self, node: str) -> list[int]:
+        """Ranks of a node that have printed something, in order; without torchrun's agent."""
+        return sorted(rank for name, rank in self._files if name == node and rank >= 0)
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _path(self, node: str, rank: int) -> Path:
+        return self._record.folder / names.METRICS_FILE if rank == METRICS else self._record.log_path(node, rank)
+
+    def _file(self, key: tuple[str, int]) -> BinaryIO:
+        if key not in self._files:
+            path = self._path(*key)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file = path.open("ab", buffering=0)  # others read along
+            path.chmod(0o600)
+            self._files[key] = file
+        return self._files[key]
+
+
+def rank_of(path: Path) -> int:
+    """The rank whose output a log file holds; -1 for torchrun's agent."""
+    return -1 if path.name == "agent.log" else int(path.stem.removeprefix("rank-"))

@@ -1,0 +1,378 @@
+"""A run's folder on the control machine: what was planned, what happened, what was printed, how it ended.
+
+    .dtctl/runs/RUN/
+        plan.json        the plan of the newest attempt
+        spec.yaml        the spec as it was at launch, `--set` included
+        run.json         what finds the run again: its token, its launcher's process, its spec
+        events.jsonl     what happened, one JSON object a line, appended as it happens
+        logs/NODE/rank-R.log, logs/NODE/agent.log
+        metrics.jsonl    as rank 0 wrote it
+        ledger.json      where the time went
+        hangs/attempt-N/NODE/rank-R.txt   where a worker stood when the attempt made no progress
+
+Folders are 0700, files 0600: environments and logs are nobody else's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dtctl import folders, names, shell
+from dtctl.errors import LaunchError, UsageError
+from dtctl.plan.model import Plan
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
+RUN_FILE = "run.json"
+RUN_BYTES, PLAN_BYTES = 4 << 20, 64 << 20
+EVENTS_BYTES = 64 << 20
+"""Of larger ones the beginning and the end are read."""
+LOCK_FILE = "launcher.lock"
+LOCK_WAIT_S = 0.5
+"""How long one who wants to be the launcher waits for those who look whether there is one."""
+
+
+def new_run_id(job: str, *, now: float, salt: str | None = None) -> str:
+    """A run id that sorts by time: job, month and day, hour minute second, four random digits."""
+    stem = re.sub(r"[^A-Za-z0-9_]+", "-", job).strip("-_") or "job"
+    stamp = time.strftime("%m%d-%H%M%S", time.localtime(now))
+    return f"{stem[:32]}-{stamp}-{salt or secrets.token_hex(2)}"
+
+
+def check_run_name(name: str) -> str:
+    """`name` itself, if it can be the name of a run.
+
+    Raises:
+        UsageError: it cannot be used as the name of a folder everywhere.
+    """
+    if not RUN_NAME.match(name):
+        raise UsageError(
+            f"{name!r} cannot be the name of a run",
+            where="--name",
+            hint="use letters, digits, `.`, `_` and `-`, at most 64, and begin with a letter or a digit",
+        )
+    return name
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the system refuses into an error that names the place.
+
+    Raises:
+        LaunchError: the disk is full, read-only, or the folder is somebody else's.
+    """
+    try:
+        yield
+    except OSError as exc:
+        raise LaunchError(
+            f"the run's records cannot be written on this machine: {exc.strerror}",
+            where=str(exc.filename or path),
+            hint=f"dtctl writes below {names.STATE_DIR} in the folder of the spec; check its free space and owner",
+        ) from exc
+
+
+def state_folder(base_dir: Path, name: str) -> Path:
+    """A folder of dtctl's own beside the spec, for this user alone and out of git's sight.
+
+    Raises:
+        LaunchError: it cannot be made, is a link, or others own it or may write to it.
+    """
+    state = base_dir / names.STATE_DIR
+    folder = state / name
+    for path in (state, folder):
+        if path.is_symlink():
+            raise LaunchError(
+                "records are not written through a link, which may lead anywhere",
+                where=str(path),
+                hint=f"remove it (`rm {shell.quote(str(path))}`); dtctl makes a folder there",
+            )
+    try:
+        with writing(folder):
+            folders.make_durable(str(state), 0o700)
+            folders.check_private(str(state))
+            folders.make_durable(str(folder), 0o700)
+            folders.check_private(str(folder))
+    except LaunchError as exc:
+        if not isinstance(exc.__cause__, folders.Foreign):
+            raise
+        foreign = exc.__cause__
+        raise LaunchError(
+            f"others could change the run's records: {foreign.strerror}", where=foreign.filename, hint=foreign.fix
+        ) from None
+    ignore = state / ".gitignore"
+    if not ignore.exists():
+        write_private(ignore, "*\n")
+    return folder
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replace the file at `path` in one step, mode 0600.
+
+    Raises:
+        LaunchError: it cannot be written.
+    """
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with writing(path):
+        try:
+            partial.unlink(missing_ok=True)  # of a process of the same number that was killed
+            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(fd, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+            folders.sync_folder(str(path.parent))
+        except OSError:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """What finds a run again from another terminal, or tomorrow."""
+
+    run: str
+    token: str
+    """Marks the run's processes on the nodes; not a secret towards those who may log in there."""
+    pid: int
+    """Process id of the launcher."""
+    started: float
+    """Seconds since the epoch."""
+    spec: str
+    """Absolute path of the spec, or an empty string for a run without one."""
+    command: list[str]
+    """The command line that launched it, without values of secrets (they are never on it)."""
+    detached: bool
+    pid_started: int = 0
+    """When the launcher started, in clock ticks since boot, which tells it from a later process of the same id; 0 where
+    the system does not say."""
+    boot: str = ""
+    """Id of the boot since which these are counted; empty where the system does not say."""
+    slurm: bool = False
+    """Whether the run is a job of Slurm, which goes on whoever watches it."""
+    snapshots: dict[str, str] = field(default_factory=dict)
+    """Node -> folder of the snapshots, where the run has gone on from another one's."""
+
+
+class RunRecord:
+    """The folder of one run, written by its launcher and read by everybody else."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run = folder.name
+        self._events: int | None = None
+        self._torn = False
+        self.lost_events = 0
+        """Events that could not be written down."""
+
+    @classmethod
+    def create(cls, base_dir: Path, info: RunInfo) -> RunRecord:
+        """Make the folder of a new run below `base_dir`.
+
+        Raises:
+            LaunchError: a run of this name exists, or the folder cannot be written to.
+        """
+        folder = state_folder(base_dir, names.RUNS_DIR) / info.run
+        try:
+            with writing(folder):
+                folder.mkdir(mode=0o700)
+                folders.sync_folder(str(folder.parent))
+        except LaunchError as exc:
+            if not isinstance(exc.__cause__, FileExistsError):
+                raise
+            raise LaunchError(
+                f"a run named {info.run} already exists",
+                where=str(folder),
+                hint="choose another `--name`, or leave it out and dtctl chooses one",
+            ) from None
+        with writing(folder):
+            (folder / names.LOGS_DIR).mkdir(mode=0o700)
+        record = cls(folder)
+        record.write_info(info)
+        return record
+
+    def write_info(self, info: RunInfo) -> None:
+        """Record who launches the run."""
+        write_private(self.folder / RUN_FILE, json.dumps(asdict(info), indent=1) + "\n")
+
+    def info(self) -> RunInfo:
+        """Who launched the run.
+
+        Raises:
+            LaunchError: the folder is not that of a run.
+        """
+        from dtctl.launch.records import validate_records  # only to read a record, which a launch does not
+
+        try:
+            stored = json.loads(folders.read_regular(str(self.folder / RUN_FILE), RUN_BYTES))
+            if not validate_records.info(stored):
+                raise TypeError("a field has a value of another kind")
+            return RunInfo(**stored)
+        except (OSError, ValueError, TypeError, RecursionError) as exc:
+            raise LaunchError(f"{self.run} is not a run that dtctl can read", where=str(self.folder)) from exc
+
+    @property
+    def base_dir(self) -> Path:
+        """The folder that the run was launched from."""
+        return self.folder.parent.parent.parent
+
+    def write_spec(self, text: str) -> None:
+        """Record the spec, so that the run's nodes are found again when the file has changed since."""
+        write_private(self.folder / names.RUN_SPEC_FILE, text)
+
+    def write_plan(self, plan: Plan) -> None:
+        """Record the plan of the attempt that is about to start."""
+        write_private(self.folder / names.PLAN_FILE, json.dumps(asdict(plan), indent=1) + "\n")
+
+    def plan(self) -> dict[str, Any]:
+        """The plan of the newest attempt as plain data; empty when none was made."""
+        try:
+            stored: dict[str, Any] = json.loads(folders.read_regular(str(self.folder / names.PLAN_FILE), PLAN_BYTES))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        from dtctl.launch.records import validate_records
+
+        return stored if validate_records.plan(stored) else {}
+
+    def whole_plan(self) -> dict[str, Any]:
+        """The plan of the newest attempt, with all that acting on it needs.
+
+        Raises:
+            LaunchError: none was ever made, or it lacks something.
+        """
+        stored = self.plan()
+        if not stored:
+            raise LaunchError(f"run {self.run} was never started", where=str(self.folder))
+        from dtctl.launch.records import validate_records
+
+        if not validate_records.whole_plan(stored):
+            raise LaunchError(f"the plan of run {self.run} is incomplete", where=str(self.folder / names.PLAN_FILE))
+        return stored
+
+    def append_event(self, event: dict[str, Any]) -> None:
+        """Append one event; whole lines, whoever else reads. A full disk costs the event, not the run."""
+        line, written = (json.dumps(event, separators=(",", ":")) + "\n").encode(), 0
+        with contextlib.suppress(OSError):
+            if self._events is None:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+                self._events = os.open(self.folder / names.EVENTS_FILE, flags, 0o600)
+            if self._torn:
+                line = b"\n" + line
+            written = os.write(self._events, line)
+            self._torn = written < len(line)
+        self.lost_events += written < len(line)
+
+    def code_folders(self) -> dict[str, str]:
+        """Node -> folder of the pushed code there; without the nodes that were sent none."""
+        pushes = ((event.get("node"), event.get("push", {}).get("path")) for event in self.events())
+        return {str(node): path for node, path in pushes if path}
+
+    @contextmanager
+    def launcher_lock(self) -> Iterator[None]:
+        """Be the run's launcher while the body runs; there is at most one.
+
+        Raises:
+            LaunchError: there is another one.
+        """
+        # Who only asks holds the lock for an instant, shared: that must not turn a launcher away.
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while (lock_fd := self._lock(fcntl.LOCK_EX)) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if lock_fd is None:
+            raise LaunchError(f"run {self.run} already has a launcher", where=str(self.folder))
+        try:
+            yield
+        finally:
+            os.close(lock_fd)
+
+    def has_launcher(self) -> bool:
+        """Whether a living process is the run's launcher."""
+        if (lock_fd := self._lock(fcntl.LOCK_SH)) is None:
+            return True
+        os.close(lock_fd)
+        return False
+
+    def _lock(self, kind: int) -> int | None:
+        """A descriptor that holds the launcher's lock; None when somebody else does."""
+        fd = os.open(self.folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        return fd
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """All events so far; a half-written last line, and what is none, is left out."""
+        try:
+            with os.fdopen(folders.open_regular(str(self.folder / names.EVENTS_FILE)), "rb") as file:
+                data = file.read(EVENTS_BYTES // 2)
+                # Of more than this the beginning and the end: how it has ended stands there.
+                file.seek(max(len(data), file.seek(0, os.SEEK_END) - EVENTS_BYTES // 2))
+                text = (data + file.read(EVENTS_BYTES // 2)).decode(errors="replace")
+        except OSError:
+            return
+        from dtctl.launch.records import validate_records
+
+        for line in text.splitlines():
+            try:
+                event = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if validate_records.event(event):
+                yield event
+
+    def log_path(self, node: str, rank: int) -> Path:
+        """Where the output of a rank is kept; rank -1 is torchrun's agent."""
+        name = "agent.log" if rank < 0 else f"rank-{rank}.log"
+        return self.folder / names.LOGS_DIR / node / name
+
+
+def list_runs(base_dir: Path) -> list[RunRecord]:
+    """All runs launched from `base_dir`, oldest first; a folder that cannot be read as a run is left out."""
+    try:
+        folders = list((base_dir / names.STATE_DIR / names.RUNS_DIR).iterdir())
+    except OSError:
+        return []
+    started: dict[RunRecord, float] = {}
+    for folder in folders:
+        record = RunRecord(folder)
+        with contextlib.suppress(LaunchError):
+            started[record] = record.info().started
+    return sorted(started, key=lambda record: (started[record], record.run))
+
+
+def find_run(base_dir: Path, run: str | None) -> RunRecord:
+    """The run of this name, or the newest one.
+
+    Raises:
+        LaunchError: there is no such run, or none at all.
+    """
+    runs = list_runs(base_dir)
+    if run is None:
+        if not runs:
+            raise LaunchError(
+                "no run was launched from this folder", where=str(base_dir), hint="start one with `dtctl launch`"
+            )
+        return runs[-1]
+    for record in runs:
+        if record.run == run:
+            return record
+    if RUN_NAME.match(run) and (base_dir / names.STATE_DIR / names.RUNS_DIR / run).is_dir():
+        RunRecord(base_dir / names.STATE_DIR / names.RUNS_DIR / run).info()  # says that it cannot be read
+    import difflib
+
+    matches = difflib.get_close_matches(run, [record.run for record in runs], n=1)
+    hint = f"did you mean {matches[0]}?" if matches else "`dtctl runs` lists the runs of this folder"
+    raise LaunchError(f"there is no run {run}", where=str(base_dir / names.STATE_DIR / names.RUNS_DIR), hint=hint)

@@ -1,0 +1,205 @@
+"""Snapshots looked at where they lie: `python -m dtctl.runtime.snapshot` here, or on the nodes of a run."""
+
+from __future__ import annotations
+
+import posixpath
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from dtctl import children, shell
+from dtctl.errors import DtctlError, NodeError, SnapshotError
+from dtctl.launch.assemble import cluster_of_run, spec_of_run
+from dtctl.launch.control import messages
+from dtctl.launch.control.link import SilenceLimit
+from dtctl.launch.records.record import RunRecord
+from dtctl.transport.base import ByteStream, Connection, Target, Transport
+from dtctl.transport.fanout import fan_out
+
+MODULE = "dtctl.runtime.snapshot"
+END_S = 10.0
+"""How long a command may take to end after its last word."""
+SILENCE_S = 60.0
+"""How long a node may be silent that is asked for what its folders say,"""
+READING_S = 3600.0
+"""and one that has to read all of its snapshots before it can say anything."""
+_QUICK = ("ls", "remove")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What the module answered."""
+
+    code: int
+    answer: Mapping[str, Any]
+
+
+def run_here(arguments: Sequence[str]) -> Reply:
+    """Run it on this machine, in a process of its own.
+
+    Raises:
+        LaunchError: it ended without an answer.
+    """
+    argv = children.module(sys.executable, MODULE, *arguments)
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    return _reply(arguments[0], done.returncode, done.stdout, done.stderr, where="this machine")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    target: Target
+    command: str
+    """Shell text up to the arguments of the module."""
+    folder: str
+    variables: str = ""
+    """Shell text for its standard input, since what is set there is nobody else's business."""
+
+
+class RunSnapshots:
+    """The folders of one run's snapshots, one on each of its nodes; or the URL that all of them use."""
+
+    def __init__(self, record: RunRecord) -> None:
+        """Find the nodes; none is called yet.
+
+        Raises:
+            LaunchError: the run was never started.
+            SpecError: the copy of its spec is gone or broken.
+        """
+        plan = record.whole_plan()
+        cluster, spec = cluster_of_run(record), spec_of_run(record)
+        self._make_transport = cluster.make_transport
+        folder = spec.snapshot_dir
+        code, continued = record.code_folders(), record.info().snapshots
+        self._places = {}
+        # What is at a URL all nodes see: the first one is asked.
+        at_url = folder is not None and is_url(folder)
+        for node in plan["nodes"][: 1 if at_url else None]:
+            name = node["name"]
+            run_dir = posixpath.join(node["workdir"], "runs", record.run)
+            if name in cluster.targets:
+                self._places[name] = _Place(
+                    target=cluster.targets[name],
+                    command=_beginning(node, code.get(name, ""), asks=at_url),
+                    folder=folder or continued.get(name) or posixpath.join(run_dir, "snapshots"),
+                    variables=_job_variables(node) if at_url else "",
+                )
+
+    def ask(
+        self, verb: str, options: Sequence[str], nodes: Sequence[str] | None = None
+    ) -> dict[str, Reply | DtctlError]:
+        """Run it on all nodes at once, or on some: node -> its answer, or why it has none."""
+        transport = self._make_transport()
+        places = {name: place for name, place in self._places.items() if nodes is None or name in nodes}
+        return fan_out(places, partial(_ask, transport=transport, verb=verb, options=options))
+
+    def fetch(self, node: str, verb: str, options: Sequence[str], out: IO[bytes], *, limit_bytes: int) -> Reply:
+        """Bring what an export or a `send` writes, of which there may be as much as was asked for.
+
+        Raises:
+            TransportError: the node, or the way to it, fails, or it sends more.
+            SnapshotError: there is nothing good to export.
+        """
+        place = self._places[node]
+        connection = self._make_transport().connect(place.target)
+        clock = SilenceLimit(connection, READING_S)
+        try:
+            stream = _open(connection, place, verb, options)
+            remaining = limit_bytes
+            while data := stream.read(1 << 18):
+                clock.reset()
+                remaining -= len(data)
+                if remaining < 0:
+                    raise NodeError(f"the node sent more than the expected {limit_bytes} bytes", node=node)
+                out.write(data)
+            clock.check(node)
+            code = stream.exit_status(END_S)
+            return _reply(verb, code, stream.read_stderr().decode(errors="replace"), "", where=node)
+        finally:
+            clock.cancel()
+            connection.close()
+
+
+def _ask(place: _Place, *, transport: Transport, verb: str, options: Sequence[str]) -> Reply:
+    connection = transport.connect(place.target)
+    name = place.target.name
+    clock = SilenceLimit(connection, SILENCE_S if verb in _QUICK else READING_S)
+    try:
+        stream = _open(connection, place, verb, options)
+        output = bytearray()
+        while data := stream.read(1 << 18):
+            output += data
+            if len(output) > messages.ANSWER_BYTES:
+                raise NodeError(f"its answer is longer than {messages.ANSWER_BYTES >> 20} MiB", node=name)
+        clock.check(name)
+        code = stream.exit_status(END_S)
+        errors = stream.read_stderr().decode(errors="replace")
+        return _reply(verb, code, output.decode(errors="replace"), errors, where=name)
+    finally:
+        clock.cancel()
+        connection.close()
+
+
+def _open(connection: Connection, place: _Place, verb: str, options: Sequence[str]) -> ByteStream:
+    stream = connection.open(
+        shell.join(["bash", "-c", f"{place.command} {shell.join([verb, place.folder, *options])}"])
+    )
+    if place.variables:
+        stream.write(place.variables.encode())
+    stream.close_stdin()
+    return stream
+
+
+def _job_variables(node: Mapping[str, Any]) -> str:
+    """What the job was told of the store: `job.env`, `job.env_from` and the node's own. Secrets are kept nowhere."""
+    origins = ("job.env", "cluster.nodes")
+    variables = [variable for variable in node["env"] if variable["origin"].startswith(origins)]
+    return "".join(f"export {variable['name']}={shell.quote(variable['value'])}\n" for variable in variables)
+
+
+def _beginning(node: Mapping[str, Any], code: str, *, asks: bool) -> str:
+    """The job's own way to its Python: its folder, its set-up, whose chatter is kept from the answer.
+
+    Args:
+        node: of the plan.
+        code: folder of the job's code there.
+        asks: whether variables come over standard input.
+    """
+    python = node["python"] or "python3"
+    paths = [variable["value"] for variable in node["env"] if variable["name"] == "PYTHONPATH"]
+    lines = ["exec 3>&1 1>&2", *(['eval "$(cat)"'] if asks else [])]
+    lines += [f"cd {shell.quote(code)} || true"] if code else []
+    lines += [f"export PYTHONPATH={shell.quote(path)}" for path in paths]
+    return "\n".join([*lines, *node["setup"], f"exec {shell.join(children.module(python, MODULE, last=''))} 1>&3"])
+
+
+def _reply(verb: str, code: int | None, text: str, errors: str, *, where: str) -> Reply:
+    try:
+        answer = messages.about_snapshots(verb, text, node=where)
+    except messages.InvalidMessage:
+        reason = (errors.strip().splitlines() or text.strip().splitlines() or [f"status {code}"])[-1]
+        raise NodeError(
+            f"the snapshots cannot be read: {messages.prose(reason)}",
+            node=where,
+            hint="the job's Python needs dtctl and blake3 (`pip install dtctl[train]`)",
+        ) from None
+    return Reply(code=code or 0, answer=answer)
+
+
+def error_of(reply: Reply) -> DtctlError:
+    """The error that an answer stands for."""
+    answer = reply.answer
+    return SnapshotError(answer["error"], where=answer.get("where"), hint=answer.get("hint"))
+
+
+def is_folder(place: str | None) -> bool:
+    """Whether a command's argument is a folder or a URL rather than a run's name."""
+    return place is not None and ("://" in place or Path(place).expanduser().is_dir())
+
+
+def is_url(place: str) -> bool:
+    """Whether snapshots lie where every node, and this machine, can ask for them."""
+    return "://" in place and not place.startswith(("file://", "local://"))

@@ -1,0 +1,160 @@
+"""The state of a run, read from its folder: for `runs`, `status`, `logs` and `watch`."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtctl import folders, names, node_facts
+from dtctl.launch.records import validate_records
+from dtctl.launch.records.record import RUN_BYTES, RunInfo, RunRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """A run as its events tell it."""
+
+    run: str
+    status: str
+    """queued (Slurm has it), starting, running, stopping, succeeded, failed, stopped; abandoned: its launcher exited
+    without recording an end"""
+    started: float
+    """Seconds since the epoch."""
+    duration_s: float
+    attempt: int
+    nodes: dict[str, str] = field(default_factory=dict)
+    """Node -> its last reported state."""
+    restarts: tuple[str, ...] = ()
+    """Why each attempt but the last one has ended: its first failure."""
+    job: str = ""
+    """Id of the Slurm job that the run is."""
+    looked: float = 0.0
+    """When it was last known to be so, in seconds since the epoch: a job of Slurm goes on though nobody looks."""
+    waits: dict[str, Any] | None = None
+    """Why it waits (`reason`) and when Slurm expects to start it (`start`, seconds since the epoch), while it waits."""
+    done: dict[str, Any] | None = None
+    """The last event, when there was one."""
+    ledger: dict[str, Any] | None = None
+    """Where the time went, as the launcher last wrote it: see ledger.py."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will happen."""
+        return self.status in ("succeeded", "failed", "stopped", "abandoned")
+
+
+def why_again(event: Mapping[str, Any]) -> str:
+    """The reason in an event `restart`, with who it is about: `rank 1 on node2 was ended by signal 9 (SIGKILL)`."""
+    node, rank, reason = event.get("node"), event.get("rank"), str(event.get("reason", ""))
+    if not node:
+        return reason
+    return f"rank {rank} on {node} {reason}" if rank is not None else f"node {node} {reason}"
+
+
+def alive(info: RunInfo) -> bool:
+    """Whether the launcher of a run still lives; another process that has its id by now is not it."""
+    if info.pid <= 0:
+        return False
+    ticks = node_facts.start_ticks(info.pid)
+    if ticks == -1:
+        try:
+            os.kill(info.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return True
+    return ticks != 0 and (info.pid_started, info.boot) == (ticks, node_facts.boot_id())
+
+
+def state_of(record: RunRecord) -> RunState:
+    """The state of a run.
+
+    Raises:
+        LaunchError: the folder is not that of a run.
+    """
+    info = record.info()
+    status, attempt, done, last = "starting", 0, None, info.started
+    nodes: dict[str, str] = {}
+    restarts: list[str] = []
+    job, waits = "", None
+    for event in record.events():
+        kind = event.get("event")
+        last = float(event.get("time", last))
+        if kind == "plan":
+            nodes = dict.fromkeys(event.get("nodes", []), "connecting")
+        elif kind == "node":
+            nodes[event["node"]] = event["state"]
+        elif kind == "submitted":
+            status, job = "queued", str(event["job"])
+        elif kind == "queued":
+            status, nodes, waits = "queued", {}, {"reason": event["reason"], "start": event["start"]}
+        elif kind == "allocated":
+            nodes, waits = dict.fromkeys(event["nodes"], "connecting"), None
+        elif kind == "start":
+            attempt = int(event.get("attempt", 0))
+        elif kind == "started":
+            status = "running"
+        elif kind == "stopping":
+            status = "stopping"
+        elif kind == "restart":
+            status = "starting"
+            restarts.append(why_again(event))
+        elif kind == "done":
+            status, done = str(event["status"]), event
+    if done is None and not info.slurm and not alive(info) and not record.has_launcher():
+        status = "abandoned"
+    end = last if done is not None or status == "abandoned" else time.time()
+    duration_s = done.get("duration_s") if done is not None else None
+    unwatched = info.slurm and done is None and not record.has_launcher()
+    return RunState(
+        run=record.run,
+        status=status,
+        started=info.started,
+        duration_s=max(
+            0.0,
+            float(duration_s) if duration_s is not None and validate_records.number(duration_s) else end - info.started,
+        ),
+        looked=last if unwatched or done is not None else time.time(),
+        attempt=attempt,
+        nodes=nodes,
+        restarts=tuple(restarts),
+        job=job,
+        waits=waits,
+        done=done,
+        ledger=_ledger(record),
+    )
+
+
+def _ledger(record: RunRecord) -> dict[str, Any] | None:
+    try:
+        ledger = json.loads(folders.read_regular(str(record.folder / names.LEDGER_FILE), RUN_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return ledger if validate_records.ledger(ledger) else None
+
+
+def where_the_time_went(ledger: dict[str, Any]) -> str:
+    """One line for people: `useful 91% of 1:02:03 (stall 0.4%, lost 3%, start 2%)`, the larger shares."""
+    wall_s = float(ledger.get("wall_s") or 0.0)
+    shares = {name: spent / wall_s for name, spent in ledger.get("phases_s", {}).items() if wall_s > 0}
+    useful = shares.pop("useful", 0.0)
+    largest = sorted(((share, name) for name, share in shares.items() if share >= 0.001), reverse=True)
+    details = ", ".join(f"{name} {share:.1%}" for share, name in largest[:6])
+    return f"useful {useful:.1%}" + (f" ({details})" if details else "")
+
+
+def follow(record: RunRecord, *, interval_s: float = 0.1) -> Iterator[dict[str, Any]]:
+    """Events as they are appended, from the first on, until the run is over."""
+    yielded = 0
+    while True:
+        events = list(record.events())
+        yield from events[yielded:]
+        yielded = len(events)
+        if state_of(record).over and len(list(record.events())) == yielded:
+            return
+        time.sleep(interval_s)

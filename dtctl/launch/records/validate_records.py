@@ -1,0 +1,146 @@
+"""What files of a run may hold, before anybody believes it: a job, a full disk or a person may have written it.
+
+One schema per file and per event. Versions of dtctl differ in what they record, so missing
+keys are allowed, and keys that nobody reads are not looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+from dtctl.launch.control.messages import (
+    COUNT,
+    WORKERS,
+    Check,
+    InvalidMessage,
+    flag,
+    form,
+    integer,
+    list_of,
+    nullable,
+    text,
+)
+from dtctl.launch.control.messages import number as finite
+
+MOMENT_S: Final = 1 << 36
+"""No clock shows a later time."""
+_WORD: Final = text(4096)
+_TEXT: Final = text(1 << 20)
+_NUMBER: Final = nullable(finite)
+_INDEX: Final = nullable(integer(-(1 << 31), 1 << 31))
+
+
+def _moment(value: Any) -> float:
+    if not 0 <= finite(value) < MOMENT_S:
+        raise InvalidMessage("not a time")
+    return float(value)
+
+
+def _texts(value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise InvalidMessage("not an object")
+    return {_WORD(name): _WORD(item) for name, item in value.items()}
+
+
+def _sums(value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise InvalidMessage("not an object")
+    return {_WORD(name): finite(item) for name, item in value.items()}
+
+
+def _partial_form(**optional: Check) -> Check:
+    """An object that has these or lacks them; more may be in it."""
+    return form(optional=optional)
+
+
+_FAILURE: Final = _partial_form(
+    node=nullable(_WORD), rank=_INDEX, exit_code=_INDEX, signal=_INDEX, log=nullable(_WORD), summary=nullable(_TEXT)
+)
+_LEDGER: Final = _partial_form(
+    phases_s=_sums, wall_s=finite, goodput=_NUMBER, steps=_NUMBER, steps_lost=nullable(COUNT), attempts=_NUMBER
+)
+_EVENT: Final = form(
+    event=_WORD,
+    optional={
+        "time": _moment, "node": nullable(_WORD), "attempt": _INDEX, "of": _INDEX, "rank": _INDEX, "wait_s": _NUMBER,
+        "step": _INDEX, "exit_code": _INDEX, "signal": _INDEX, "reason": nullable(_TEXT), "text": nullable(_TEXT),
+        "error": nullable(_TEXT), "interface": nullable(_WORD),
+    },
+)  # fmt: skip
+_NAMES: Final = list_of(_WORD)
+_EVENTS: Final[Mapping[str, Check]] = {
+    "plan": _partial_form(nodes=_NAMES),
+    "allocated": form(nodes=_NAMES),
+    "node": form(node=text(4096), state=_WORD, optional={"push": _partial_form(path=_WORD)}),
+    "submitted": form(job=_WORD),
+    "queued": form(optional={"reason": nullable(_TEXT), "start": _NUMBER, "state": nullable(_WORD)}),
+    "done": form(
+        status=_WORD,
+        optional={
+            "attempts": _INDEX, "first_failure": nullable(_FAILURE), "launch_s": _NUMBER, "duration_s": _NUMBER,
+            "left_behind": nullable(COUNT), "goodput": _NUMBER, "lost_output": _sums, "error": nullable(_TEXT),
+        },
+    ),
+}  # fmt: skip
+_NODE: Final = form(
+    name=_WORD,
+    optional={
+        "address": _WORD, "node_rank": COUNT, "slots": integer(0, WORKERS), "first_rank": COUNT, "workdir": _WORD,
+        "python": nullable(_WORD), "argv": list_of(_TEXT), "setup": list_of(_TEXT), "processes": COUNT,
+        "env": list_of(form(name=_WORD, value=_TEXT, origin=_WORD)),
+    },
+)  # fmt: skip
+_PLAN: Final = _partial_form(
+    nodes=list_of(_NODE), run=_WORD, job=_WORD, kind=_WORD, transport=_WORD, attempt=COUNT, max_restarts=finite,
+    rendezvous=form(address=_WORD, port=integer(0, 65_535)), world_size=COUNT, grace_s=finite, secrets=_NAMES,
+    notes=list_of(_TEXT),
+)  # fmt: skip
+_INFO: Final = form(
+    run=_WORD, token=_WORD, pid=integer(-(1 << 63)), started=_moment, spec=_WORD, command=list_of(_TEXT), detached=flag,
+    optional={"pid_started": COUNT, "boot": _WORD, "slurm": flag, "snapshots": _texts},
+)  # fmt: skip
+
+
+def _is(check: Check, value: Any) -> bool:
+    try:
+        check(value)
+    except InvalidMessage:
+        return False
+    return True
+
+
+def info(value: Any) -> bool:
+    """Whether this says who launched a run."""
+    return _is(_INFO, value)
+
+
+def event(value: Any) -> bool:
+    """Whether this is an event: with a kind and a time, and what all of its kind have."""
+    return _is(_EVENT, value) and _is(_EVENTS.get(value["event"], form()), value)
+
+
+def plan(value: Any) -> bool:
+    """Whether this is a plan: nodes with names, numbers of workers and variables."""
+    return _is(_PLAN, value)
+
+
+def whole_plan(value: dict[str, Any]) -> bool:
+    """Whether a plan that makes sense also lacks nothing."""
+    if not {"nodes", "attempt", "rendezvous"} <= value.keys() or not value["nodes"]:
+        return False
+    return all({"workdir", "slots", "env", "setup", "python"} <= node.keys() for node in value["nodes"])
+
+
+def ledger(value: Any) -> bool:
+    """Whether this is a ledger: seconds of phases, and their sum."""
+    return _is(_LEDGER, value)
+
+
+def number(value: Any) -> bool:
+    """Whether this is a number that a clock or a plot can have."""
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return False

@@ -1,0 +1,1 @@
+"""Which samples a worker reads, in which order, and batches of them in time."""

@@ -1,0 +1,203 @@
+"""Batches in time: read in the loop itself, ahead of it by a thread, or ahead of it by processes.
+
+Which batch comes when is settled before anything is read (see order.py), so where it is read changes neither a bit of
+it nor what a snapshot must know: the position of the loop is enough, whatever has been read ahead.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from typing import Any, Final
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from dtctl.errors import PlanError, WorkerFailed
+from dtctl.runtime.data_loading.datasets import Batches, pinned
+from dtctl.runtime.data_loading.order import Indices, Schedule
+from dtctl.runtime.data_loading.reading import DatasetExamination, Reader
+from dtctl.train.config import TrainConfig
+
+Request = tuple[Indices, Indices]
+"""Indices and positions of one micro batch."""
+IGNORED: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+"""Signals to the whole group that the loop answers with a snapshot, for which it may need further batches."""
+
+
+class Feed:
+    """Gives the loop its batches.
+
+    Reading begins with the first batch that is asked for, and begins anew when the loop asks for another than the next.
+    """
+
+    def __init__(self, reader: Reader, config: TrainConfig, device: torch.device) -> None:
+        """Prepare to read; no thread or process is started yet.
+
+        Raises:
+            PlanError: the data set cannot be read by a thread.
+        """
+        if config.data_workers == "thread" and not isinstance(reader.data, Batches):
+            raise PlanError(
+                "a thread can only read from data sets that make whole batches",
+                where="train.data_workers",
+                hint="give the data set a method `batch(indices)`, or use processes: `data_workers: 2`",
+            )
+        self.reader = reader
+        self._workers, self._ahead = config.data_workers, config.data_prefetch
+        self._pin = device.type == "cuda"
+        self._source: Iterator[Any] | None = None
+        self._next: tuple[int, int] | None = None
+        self._order: Iterator[tuple[int, int]] = iter(())
+        self._processes: list[Any] = []
+
+    def batch(self, indices: Indices, schedule: Schedule, start: int, index: int) -> Any:
+        """A micro batch, on the CPU.
+
+        Args:
+            indices: of its samples; some.
+            schedule: that it is of.
+            start: position that its step begins at.
+            index: its number in the step.
+        """
+        if self._workers == 0:
+            at_once = self.reader.at_once
+            found = self.reader(indices, schedule.positions(start)[index]) if at_once is None else at_once(indices)
+            return (
+                pinned(found) if self._pin else found
+            )  # a copy from other memory waits for all that the GPU has to do
+        if self._source is None or self._next != (start, index):
+            self.close()
+            self._begin(schedule, start, index)
+        assert self._source is not None  # noqa: S101  # for the type checker
+        try:
+            found = next(self._source)
+        except (EOFError, ConnectionError):
+            # The pipe of a process that is dying. torch's handler of SIGCHLD raises when it is dead: here, and not in
+            # the middle of what is done about this error.
+            self._let_die()
+            raise
+        self._next = next(self._order, None)
+        if self.reader.at_once is None:
+            self.reader.settle(schedule.positions(start)[index])
+        return found
+
+    def examine(self, positions: Indices) -> DatasetExamination:
+        """Look at a few samples before training; `positions` of a stream are those that are read."""
+        return self.reader.examine(positions, threaded=self._workers == "thread")
+
+    def single(self, indices: Indices) -> Any:
+        """A batch out of turn."""
+        return self.reader(indices, indices)
+
+    def _begin(self, schedule: Schedule, start: int, index: int) -> None:
+        self._order = schedule.keys(start, index)
+        self._next = next(self._order)
+        requests = schedule.requests(start, index)
+        if self._workers == "thread":
+            self._source = _by_thread(self.reader, requests, ahead=self._ahead, pin=self._pin)
+            return
+        before = set(multiprocessing.active_children())
+        loader: DataLoader[Any] = DataLoader(
+            _Requested(self.reader),
+            sampler=requests,  # drawn from as batches are due
+            batch_size=None,
+            num_workers=int(self._workers),
+            prefetch_factor=self._ahead,
+            pin_memory=self._pin,
+            worker_init_fn=_begin_worker,
+            generator=torch.Generator(),  # else it draws its seed from the loop's own random state
+        )
+        self._source = iter(loader)
+        self._processes = [child for child in multiprocessing.active_children() if child not in before]
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The context of a loop that is fed: names the death of a reading process, and ends all of them after it.
+
+        Raises:
+            WorkerFailed: a process that reads data died.
+        """
+        try:
+            yield
+        except (RuntimeError, EOFError, ConnectionError) as exc:
+            # What is seen first varies: torch's word for it, or the end of the pipe that a batch was to come through.
+            if isinstance(exc, RuntimeError) and "DataLoader worker (pid" not in str(exc):
+                raise
+            died = self._ended()
+            if not died:
+                raise
+            raise WorkerFailed(
+                f"a process that reads data died: {died}",
+                where="train.data_workers",
+                hint="SIGKILL is mostly a lack of memory: use fewer `data_workers`, or a lower `data_prefetch`; SIGBUS "
+                "means that /dev/shm is full",
+            ) from exc
+        finally:
+            self.close()
+
+    def _ended(self) -> str:
+        """Which of the processes ended badly, and how."""
+        self._let_die()
+        codes = {process.pid: process.exitcode for process in self._processes if process.exitcode}
+        ends = {pid: signal.Signals(-code).name if code < 0 else f"exit code {code}" for pid, code in codes.items()}
+        return ", ".join(f"{end} (pid {pid})" for pid, end in ends.items())
+
+    def _let_die(self) -> None:
+        """Wait a moment for a process to end."""
+        ended = wait([process.sentinel for process in self._processes], timeout=1.0)
+        for process in self._processes:
+            if process.sentinel in ended:
+                process.join(1.0)  # it lets go of its end of the pipe a little before its exit code is there
+
+    def close(self) -> None:
+        """Throw away what was read ahead, and end what reads."""
+        if isinstance(self._source, Iterator) and hasattr(self._source, "close"):
+            self._source.close()
+        self._source = self._next = None  # the loader's iterator ends its processes when it goes
+        for process in self._processes:
+            if process.is_alive():  # in the data set's own code: it does not listen to SIGTERM
+                process.kill()
+                process.join()
+        self._processes = []
+
+
+class _Requested(Dataset[Any]):
+    """A data set whose indices are requests."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    def __getitem__(self, request: Request) -> Any:
+        return self._reader(*request)
+
+
+def _begin_worker(_number: int) -> None:
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _by_thread(reader: Reader, requests: Iterator[Request], *, ahead: int, pin: bool) -> Iterator[Any]:
+    """Batches in order, up to `ahead` of them read by a thread before they are asked for."""
+
+    def read(request: Request) -> Any:
+        batch = reader.in_thread(*request)
+        return pinned(batch) if pin else batch
+
+    pending: deque[Future[Any]] = deque()
+    with ThreadPoolExecutor(1, thread_name_prefix="data") as thread:
+        try:
+            for request in requests:
+                pending.append(thread.submit(read, request))
+                if len(pending) > ahead:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()

@@ -1,0 +1,155 @@
+"""Where a gradient that is not finite has come from: the step, the workers, the parameters.
+
+A look at every step would have a GPU waited for in every step, so steps only leave what they have anyway: the loss,
+and the norm if it is wanted for clipping, as tensors that nobody reads until something is found. That tells the step,
+and the workers if it was a loss of theirs; after the exchange all have the same gradients, which tell no worker.
+What it does not tell the next attempt does: it looks at every step up to the one where this one was found.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import nn
+
+from dtctl import names
+from dtctl.runtime.distributed.worker import Worker
+from dtctl.runtime.snapshot.json_collectives import gathered_json
+
+LONGEST: Final = 1024
+"""Steps that leave something."""
+SHOWN: Final = 4
+"""Parameters that are named."""
+LOOK_FILE: Final = "not-finite"
+"""In the run's folder on each node: the step up to which the next attempt looks at every one."""
+
+Spoilt = Callable[[], list[str]]
+"""Names of the parameters whose gradients are not finite on this worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What is known about the first gradient that was not finite."""
+
+    step: int
+    text: str
+    """How it came to be, as far as that is known."""
+
+
+class Trail:
+    """What the steps since the last good one have left."""
+
+    def __init__(self, worker: Worker, spoilt: Spoilt, environ: Mapping[str, str] = os.environ) -> None:
+        """Nothing is left yet; collective over all workers if the run was started again.
+
+        Args:
+            worker: this worker.
+            spoilt: asked once, when a gradient of the last step was found not to be finite.
+            environ: of the process; names the run's folder and the attempt.
+        """
+        self._worker, self._spoilt = worker, spoilt
+        self._losses: deque[tuple[int, torch.Tensor]] = deque(maxlen=LONGEST)
+        self._norms: deque[tuple[int, torch.Tensor]] = deque(maxlen=LONGEST)
+        self._good = -1
+        folder = environ.get(names.RUN_DIR)
+        self._file = Path(folder) / LOOK_FILE if folder else None
+        self.watched = 0
+        """Up to this step, every one is to be looked at."""
+        if environ.get(names.ATTEMPT, "0") != "0":
+            self.watched = max(gathered_json(_number(self._file), worker))
+
+    def step(self, step: int, loss: torch.Tensor) -> None:
+        """A step has computed this worker's share of the loss."""
+        self._losses.append((step, loss))
+
+    def norm(self, step: int, norm: torch.Tensor) -> None:
+        """The length of its gradient."""
+        self._norms.append((step, norm))
+
+    def clear(self, step: int) -> None:
+        """All was finite up to this step."""
+        self._losses.clear()
+        self._norms.clear()
+        self._good = step
+
+    def origin(self, step: int) -> Origin:
+        """Where it began, when the gradient of this step is not finite; collective over all workers."""
+        if self._file is not None and self._worker.local_rank == 0:
+            _remember(self._file, step)
+        mine = {"loss": _first(self._losses), "norm": _first(self._norms), "spoilt": self._spoilt()}
+        everyone = gathered_json(mine, self._worker)
+        bad = {rank: told["loss"] for rank, told in enumerate(everyone) if told["loss"]}
+        began = min([*bad.values(), *(told["norm"] for told in everyone if told["norm"]), step])
+        ranks = [rank for rank, first in bad.items() if first == began]
+        seen = {*(number for number, _ in self._norms), self._good, 0}
+        if ranks and len(ranks) == self._worker.world_size and began - 1 not in seen:
+            text = (
+                f"the loss of step {began} is the first that is not{_of(ranks, everyone)}; the gradient of step "
+                f"{began - 1}, which nobody looked at, may have spoilt the weights before"
+            )
+        elif ranks:
+            text = f"the loss{_of(ranks, everyone)} was not"
+        else:
+            where = ", on which worker is not known: they share their gradients" if self._worker.world_size > 1 else ""
+            text = f"the loss was finite, so it came up in the backward pass{where}"
+        if began == step:
+            found = list(dict.fromkeys(name for told in everyone for name in told["spoilt"]))
+            text += f"; not finite: {_listed(found)}" if found else ""
+        elif self._file is not None:
+            text += "; if the run is started again, the parameters are named"
+        return Origin(began, text)
+
+
+def spoilt(model: nn.Module, groups: Sequence[Mapping[str, Iterable[torch.Tensor]]]) -> list[str]:
+    """Names of the parameters whose gradients are not finite here, with their group if the optimizer has several."""
+    of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
+    found = []
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if gradient is not None and not bool(torch.isfinite(getattr(gradient, "_local_tensor", gradient)).all()):
+            group = f" (group {of[id(parameter)]})" if len(groups) > 1 and id(parameter) in of else ""
+            found.append(name + group)
+    return found
+
+
+def _first(kept: Iterable[tuple[int, torch.Tensor]]) -> int:
+    """The first step of those whose number is not finite; 0 if there is none."""
+    kept = list(kept)
+    if not kept:
+        return 0
+    values = torch.stack([torch.as_tensor(value).detach().reshape(()).double().cpu() for _, value in kept]).tolist()
+    return next((step for (step, _), value in zip(kept, values, strict=True) if not math.isfinite(value)), 0)
+
+
+def _of(ranks: Sequence[int], everyone: Sequence[object]) -> str:
+    if len(everyone) == 1:
+        return ""
+    if len(ranks) == len(everyone):
+        return " on all workers"
+    return f" of rank {', '.join(map(str, ranks))}"
+
+
+def _listed(found: Sequence[str]) -> str:
+    more = f" and {len(found) - SHOWN} more parameters" if len(found) > SHOWN else ""
+    return ", ".join(found[:SHOWN]) + more
+
+
+def _number(file: Path | None) -> int:
+    try:
+        return int(file.read_text(encoding="ascii")) if file is not None else 0
+    except (OSError, ValueError):
+        return 0
+
+
+def _remember(file: Path, step: int) -> None:
+    try:
+        file.write_text(str(step), encoding="ascii")
+    except OSError:
+        return  # a full disk; the next attempt knows no more than this one

@@ -1,0 +1,119 @@
+"""One part of a snapshot as one file in the format of safetensors; headers.py has the format.
+
+The data has the widest numbers first, so that every tensor is aligned without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from dtctl.errors import SnapshotError
+from dtctl.runtime.snapshot.format import headers
+from dtctl.runtime.snapshot.format.headers import OF, TENSOR
+from dtctl.runtime.snapshot.format.pieces import Piece
+
+DTYPES: Final[Mapping[str, torch.dtype]] = {name: getattr(torch, ours) for name, ours in headers.DTYPES.items()}
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a tensor lies in the data of its file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A part without the bytes of its tensors."""
+
+    tree: Any
+    """The part, with `{"$tensor": name}` in the place of tensors."""
+    slots: tuple[Slot, ...]
+    size_bytes: int
+    """Of the data."""
+
+    def header(self) -> bytes:
+        """All that stands before the data.
+
+        Raises:
+            SnapshotError: the part has a value that is not kept.
+        """
+        document: dict[str, Any] = {}
+        for slot in self.slots:
+            document[slot.name] = {
+                "dtype": _NAMES[slot.dtype],
+                "shape": list(slot.shape),
+                "data_offsets": [slot.begin, slot.end],
+            }
+        return headers.to_bytes(document, {headers.TREE: _text(self.tree)})
+
+
+def outline(part: Any) -> tuple[Outline, list[torch.Tensor]]:
+    """How a part will lie in a file, and its tensors in that order.
+
+    Args:
+        part: tensors and JSON's values in dicts, lists and tuples (which come back as lists).
+
+    Raises:
+        SnapshotError: a tensor is of a kind that is not kept.
+    """
+    found: dict[str, torch.Tensor] = {}
+    tree = _skeleton(part, "", found)
+    ordered = sorted(found.items(), key=lambda item: -item[1].element_size())
+    slots, place = [], 0
+    for name, tensor in ordered:
+        if tensor.dtype not in _NAMES or tensor.layout is not torch.strided:
+            raise SnapshotError(
+                f"{name} is a tensor of {tensor.dtype}, {tensor.layout}, which snapshots do not keep",
+                hint="keep it out of the state (persistent=False), or in another form",
+            )
+        size_bytes = tensor.numel() * tensor.element_size()
+        slots.append(Slot(name, tensor.dtype, tensor.shape, place, place + size_bytes))
+        place += size_bytes
+    return Outline(tree, tuple(slots), place), [tensor for _, tensor in ordered]
+
+
+def view(buffer: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """A tensor of a file in a buffer of its data, uint8 and aligned."""
+    return buffer[slot.begin : slot.end].view(slot.dtype).view(slot.shape)
+
+
+def _skeleton(tree: Any, path: str, found: dict[str, torch.Tensor]) -> Any:
+    if isinstance(tree, Piece):
+        of = {"shape": list(tree.shape), "offset": list(tree.offset)}
+        return {**_skeleton(tree.tensor, path, found), OF: of}
+    if isinstance(tree, torch.Tensor):
+        while path in found or path in ("", "__metadata__"):  # {"a.b": x, "a": {"b": y}} is allowed
+            path += "_"
+        found[path] = tree.detach()
+        return {TENSOR: path}
+    if isinstance(tree, Mapping):
+        if not all(isinstance(key, str) for key in tree):
+            raise SnapshotError(
+                f"{path or 'a part'} has a key that is not text, and snapshots are JSON and tensors",
+                hint="name entries by text",
+            )
+        return {key: _skeleton(value, f"{path}.{key}" if path else key, found) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_skeleton(value, f"{path}.{index}" if path else str(index), found) for index, value in enumerate(tree)]
+    return tree
+
+
+def _text(tree: Any) -> str:
+    try:
+        return json.dumps(tree, separators=(",", ":"))
+    except (TypeError, ValueError) as exc:
+        raise SnapshotError(
+            f"the state has a value that snapshots do not keep: {exc}",
+            hint="keep tensors, numbers, text, lists and dicts; nothing is pickled",
+        ) from exc

@@ -1,0 +1,1 @@
+"""Where snapshots lie: folders and object stores, what is durable, what is kept, who may write."""

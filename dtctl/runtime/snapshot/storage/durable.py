@@ -1,0 +1,75 @@
+"""What makes a file and its name last."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from dtctl import folders
+from dtctl.runtime.snapshot.format.layout import DRAFT_SUFFIX
+from dtctl.runtime.snapshot.storage.place import Place, Remote
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+
+
+class ByteSink(Protocol):
+    """What bytes are written to."""
+
+    def write(self, chunk: bytes | memoryview, /) -> int:
+        """Take some, and return how many."""
+
+
+@contextmanager
+def written(path: Place) -> Iterator[ByteSink]:
+    """A new file whose bytes last when the block has ended without an error.
+
+    Raises:
+        OSError: the disk is full, or cannot be written.
+        SnapshotError: a store cannot be written.
+    """
+    if isinstance(path, Remote):
+        with path.upload() as upload:
+            yield upload
+        return
+    with path.open("wb", buffering=0) as out:
+        yield out
+        os.fsync(out.fileno())
+
+
+def make_folder(path: Place) -> None:
+    """A folder, with those above it, whose names last.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    if not isinstance(path, Remote):  # a store has no folders
+        folders.make_durable(str(path))
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def exchanged(draft: Path, target: Path) -> Path:
+    """Give a draft the name of a folder that is there, at once, so that there is never none; where that is now.
+
+    Where the file system cannot, one is renamed after the other.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "renameat2"):
+        here, (old, new) = ctypes.c_int(_AT_FDCWD), (os.fsencode(draft), os.fsencode(target))
+        if libc.renameat2(here, old, here, new, ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
+            return draft
+    aside = draft.with_suffix(".replaced" + DRAFT_SUFFIX)
+    target.rename(aside)
+    draft.rename(target)
+    return aside

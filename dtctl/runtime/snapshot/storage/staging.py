@@ -1,0 +1,109 @@
+"""The one thing that training stops for: a copy of the state into memory that is used again for each snapshot."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dtctl.runtime.snapshot.format import headers, packing
+
+
+@dataclass(frozen=True, slots=True)
+class StagedFile:
+    """One part, ready to be written."""
+
+    name: str
+    """Of the part."""
+    outline: packing.Outline
+    data: torch.Tensor
+    """uint8, a stretch of the staging buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """The state of a step as it was; valid until the staging is used again."""
+
+    files: tuple[StagedFile, ...]
+    arrived: torch.cuda.Event | None
+    """When copies from the GPU are through; None if there are none on the way."""
+
+    def wait(self) -> None:
+        """Return when all bytes are there."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+
+
+def page_locked(size_bytes: int) -> torch.Tensor:
+    """Memory that a GPU can copy to while it computes, as much as was asked for.
+
+    torch's own pinned memory is rounded up to a power of two, 20 GiB to 32, and never given back. Where memory cannot
+    be locked otherwise, it is taken all the same.
+    """
+    buffer = torch.empty(size_bytes, dtype=torch.uint8)
+    runtime, address = torch.cuda.cudart(), buffer.data_ptr()  # type: ignore[no-untyped-call]
+    if int(runtime.cudaHostRegister(address, size_bytes, 0)) != 0:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+    # Before the memory is free: what follows it there would be locked, and could not be locked again.
+    weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False
+    return buffer
+
+
+class Staging:
+    """A buffer as large as the largest state so far; pinned when the state comes from a GPU."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._layout: list[tuple[packing.Slot, ...]] = []
+        self._views: list[torch.Tensor] = []
+
+    def take(self, parts: Mapping[str, Any]) -> Staged:
+        """Copy all tensors. Copies from a GPU are only begun: what is computed there later comes after them.
+
+        Args:
+            parts: name -> tensors and plain values, as `packing.outline` takes them.
+
+        Raises:
+            SnapshotError: a tensor or a key is of a kind that snapshots do not keep.
+        """
+        outlines, sources = [], []
+        for part in parts.values():
+            found, tensors = packing.outline(part)
+            outlines.append(found)
+            sources += tensors
+        begins, size_bytes = [], 0
+        for found in outlines:
+            begins.append(size_bytes)
+            size_bytes += found.size_bytes + -found.size_bytes % headers.ALIGNMENT
+        device = next((tensor.device for tensor in sources if tensor.device.type == "cuda"), None)
+        self._prepare(outlines, begins, size_bytes, pinned=device is not None)
+        if sources:
+            torch._foreach_copy_(self._views, sources, non_blocking=device is not None)
+        arrived = None
+        if device is not None:
+            arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who writes sleeps until then
+            arrived.record(torch.cuda.current_stream(device))
+        files = (
+            StagedFile(name, found, self._buffer[begin : begin + found.size_bytes])
+            for name, found, begin in zip(parts, outlines, begins, strict=True)
+        )
+        return Staged(tuple(files), arrived)
+
+    def _prepare(self, outlines: list[packing.Outline], begins: list[int], size_bytes: int, *, pinned: bool) -> None:
+        """Make sure of the buffer and of the views that tensors are copied to; mostly they are as they were."""
+        layout = [found.slots for found in outlines]
+        large_enough = self._buffer.numel() >= size_bytes
+        if large_enough and layout == self._layout:
+            return
+        if not large_enough:
+            self._views, self._buffer = [], torch.empty(0)  # not both at the same time
+            self._buffer = page_locked(size_bytes) if pinned else torch.empty(size_bytes, dtype=torch.uint8)
+        self._layout = layout
+        self._views = [
+            packing.view(self._buffer[begin : begin + found.size_bytes], slot)
+            for found, begin in zip(outlines, begins, strict=True)
+            for slot in found.slots
+        ]

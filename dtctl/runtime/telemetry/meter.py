@@ -1,0 +1,157 @@
+"""What is measured while training runs: times of steps, memory, use of the hardware, and who is slow.
+
+All of it is cheap enough to be always on: two looks at the clock in a step, and, when a line of metrics is due, one
+exchange that the loss needs anyway.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from dtctl.runtime.distributed.worker import Worker
+from dtctl.runtime.telemetry.hardware import peak_flops
+
+GIB: Final = float(1 << 30)
+
+
+class HostClock:
+    """The time of this process."""
+
+    def mark(self) -> float:
+        """Now."""
+        return time.perf_counter()
+
+    def between(self, begin: float, end: float) -> float:
+        """Seconds from one mark to the next."""
+        return end - begin
+
+
+class GpuClock:
+    """The time of a GPU's stream: a mark is put into the queue, and passed when all before it is done.
+
+    The process itself only asks for kernels. How long that takes says nothing of them, and where the queue is full, it
+    waits for those of earlier steps, and through them for other workers.
+    """
+
+    def mark(self) -> torch.cuda.Event:
+        """A mark here."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def between(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Seconds from one mark to the next; waits for the later one."""
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+def clock(device: torch.device) -> Any:
+    """What times of steps are measured with on a device."""
+    return GpuClock() if device.type == "cuda" else HostClock()
+
+
+class StepTimes:
+    """How long the steps since the last line took, on the device's own clock."""
+
+    def __init__(self, clock: Any = None) -> None:
+        self._clock = clock or HostClock()
+        self._last = self._clock.mark()
+        self._steps: list[tuple[Any, Any]] = []
+        self._own: list[tuple[Any, Any]] = []
+
+    def own(self, begin: Any, end: Any) -> None:
+        """Note marks between which this worker did in a step what does not wait for others: data and forward passes."""
+        self._own.append((begin, end))
+
+    def step(self) -> None:
+        """A step is done."""
+        now = self._clock.mark()
+        self._steps.append((self._last, now))
+        self._last = now
+
+    def pause(self, seconds: float) -> None:
+        """Leave out time that was not spent on steps."""
+        self._last = self._last + seconds if isinstance(self._last, float) else self._clock.mark()
+
+    def take(self) -> tuple[dict[str, float], float]:
+        """The spread of the times since the last call, and this worker's own time per step; begins anew."""
+        steps_s = sorted(self._clock.between(*marks) for marks in self._steps)
+        own_s = sum(self._clock.between(*marks) for marks in self._own)
+        self._steps, self._own = [], []
+        if not steps_s:
+            return {}, 0.0
+        last = len(steps_s) - 1
+        spread = {"p50": steps_s[last // 2], "p95": steps_s[round(0.95 * last)], "max": steps_s[-1]}
+        return {f"step_{name}_s": round(value, 6) for name, value in spread.items()}, own_s / len(steps_s)
+
+
+def stragglers(own_s: torch.Tensor) -> dict[str, float]:
+    """Who is slow, by the time per step that each worker was busy without waiting for others.
+
+    Args:
+        own_s: of each rank.
+
+    Returns:
+        `slowest_rank`, `slowest_own_s` and `median_own_s`; nothing for a single worker.
+    """
+    if len(own_s) < 2:
+        return {}
+    values = own_s.tolist()
+    slowest = max(range(len(values)), key=values.__getitem__)
+    return {
+        "slowest_rank": slowest,
+        "slowest_own_s": round(values[slowest], 6),
+        "median_own_s": round(statistics.median(values), 6),
+    }
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """Memory of this worker in GiB: on a GPU the peaks since the last call, else what the process has, and its peak."""
+    if device.type == "cuda":
+        found = {
+            "memory_gib": torch.cuda.max_memory_allocated(device) / GIB,
+            "memory_reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
+        }
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        found = {"rss_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
+        status = Path("/proc/self/statm")
+        if status.exists():  # Linux alone tells what a process has now
+            found["rss_gib"] = int(status.read_text().split()[1]) * resource.getpagesize() / GIB
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+class Use:
+    """The share of what the hardware can compute that goes into the model (MFU, Chowdhery et al. 2022, appendix B)."""
+
+    def __init__(self, worker: Worker, precision: str, flops_per_sample: float | None) -> None:
+        """Find the peak of this worker's device.
+
+        Args:
+            worker: this worker; the others are taken to have the same device.
+            precision: of the computation.
+            flops_per_sample: floating point operations for a sample, forward and backward; None if not known.
+        """
+        name = torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else ""
+        peak = peak_flops(name, precision)
+        self._share = flops_per_sample / (peak * worker.world_size) if peak and flops_per_sample else None
+
+    def of(self, samples_per_s: float) -> dict[str, float]:
+        """`mfu` at a speed; nothing if the peak or the model's work is not known."""
+        return {} if self._share is None else {"mfu": round(self._share * samples_per_s, 4)}
+
+
+def flops_per_sample(model: torch.nn.Module, tokens_per_sample: int | None) -> float | None:
+    """What the model says (`flops_per_sample`), else 6 operations per parameter and token (Kaplan et al. 2020, 2.1)."""
+    told = getattr(model, "flops_per_sample", None)
+    if told is not None:
+        return float(told)
+    if tokens_per_sample is None:
+        return None
+    return 6.0 * tokens_per_sample * sum(parameter.numel() for parameter in model.parameters())

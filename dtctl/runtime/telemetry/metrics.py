@@ -1,0 +1,141 @@
+"""What rank 0 tells about the training: metrics.jsonl, a line on stdout, and the sinks that are asked for."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from dtctl import folders
+from dtctl.runtime.console import say
+from dtctl.runtime.telemetry.sinks import MetricsSink
+
+
+def cut(path: Path, step: int) -> None:
+    """Remove the lines of later steps, so that each step stands once after a resume; whole or not at all."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if _step(line) <= step]
+    if kept == lines:
+        return
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with draft.open("w", encoding="utf-8") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    folders.sync_folder(str(path.parent))
+
+
+def _step(line: str) -> float:
+    """The step of a line; infinity for one that a kill cut short."""
+    try:
+        return int(json.loads(line)["step"]) if line.endswith("\n") else float("inf")
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+class MetricsWriter:
+    """The log of one attempt. Opened on rank 0 only."""
+
+    def __init__(self, path: Path, *, step: int, steps: int, sinks: Sequence[MetricsSink] = ()) -> None:
+        """Open the log.
+
+        Args:
+            path: of metrics.jsonl; lines after `step` are removed from it.
+            step: steps done before this attempt.
+            steps: length of the training.
+            sinks: where numbers go beside.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cut(path, step)
+        self._path = path
+        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._steps = steps
+        self._sinks = sinks
+        self._since_s = time.perf_counter()
+        self._since_step = step
+
+    def log(
+        self,
+        step: int,
+        *,
+        loss: float,
+        lr: float,
+        grad_norm: float,
+        samples: int,
+        tokens: int | None,
+        extra: Mapping[str, float],
+        measured: Callable[[float], Mapping[str, float]] = lambda _: {},
+    ) -> None:
+        """Write one logged step.
+
+        Args:
+            step: steps done.
+            loss: mean over the step's global batch.
+            lr: learning rate of the step.
+            grad_norm: 2-norm of the whole gradient before clipping.
+            samples: of a global batch.
+            tokens: of a global batch; None if samples have none.
+            extra: further values, such as those of an evaluation.
+            measured: values that are not for the line on stdout, for a number of samples per second.
+        """
+        now_s = time.perf_counter()
+        step_s = (now_s - self._since_s) / max(1, step - self._since_step)
+        self._since_s, self._since_step = now_s, step
+        row: dict[str, Any] = {
+            "step": step,
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "step_s": round(step_s, 6),
+            "samples_per_s": round(samples / step_s, 3),
+            "tokens_per_s": None if tokens is None else round(tokens / step_s, 1),
+            "time": round(time.time(), 3),
+            **measured(samples / step_s),
+            **extra,
+        }
+        # JSON knows no NaN and no infinity; a diverged loss is null there, and spelt out on stdout.
+        known = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in row.items()
+        }
+        self._file.write(json.dumps(known) + "\n")
+        self._file.flush()
+        say(self._line(row, extra))
+        numbers = {name: value for name, value in row.items() if isinstance(value, float) and name != "time"}
+        for sink in self._sinks:
+            sink.log(step, numbers)
+
+    def _line(self, row: Mapping[str, Any], extra: Mapping[str, float]) -> str:
+        speed = (
+            f"{row['tokens_per_s']:,.0f} tokens/s" if row["tokens_per_s"] else f"{row['samples_per_s']:,.0f} samples/s"
+        )
+        width = len(str(self._steps))
+        line = (
+            f"step {row['step']:>{width}}/{self._steps}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  "
+            f"grad {row['grad_norm']:.2f}  {row['step_s'] * 1e3:.1f} ms/step  {speed}"
+        )
+        return line + "".join(f"  {name} {value:.4f}" for name, value in extra.items())
+
+    def rewind(self, step: int) -> None:
+        """Take back the lines after a step that training went back to."""
+        self._file.close()
+        cut(self._path, step)
+        self._file = self._path.open("a", encoding="utf-8")
+        self._since_s, self._since_step = time.perf_counter(), step
+
+    def pause(self, seconds: float) -> None:
+        """Leave time that was not spent on steps (evaluation, a snapshot) out of the next `step_s`."""
+        self._since_s += seconds
+
+    def close(self) -> None:
+        """Close the files."""
+        self._file.close()
+        for sink in self._sinks:
+            sink.close()

@@ -1,0 +1,106 @@
+"""A look inside a few steps: torch's profiler and its memory records, asked for by configuration or by SIGUSR2.
+
+    kill -USR2 PID        records the next steps of that worker, while it trains
+
+Files go to `profile/` in the run's folder: `trace-rank0-step120.json` opens in https://ui.perfetto.dev, and
+`memory-rank0-step120.pickle` in https://pytorch.org/memory_viz.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from dtctl import names
+from dtctl.runtime.console import say
+from dtctl.runtime.distributed.worker import Worker
+from dtctl.train.config import ProfileConfig
+
+
+class Profiler:
+    """Records windows of steps of this worker."""
+
+    def __init__(self, config: ProfileConfig, worker: Worker, *, folder: Path | None = None) -> None:
+        """Prepare; nothing is recorded yet, and torch's profiler is not even loaded.
+
+        Args:
+            config: what to record.
+            worker: this worker.
+            folder: for the records. None: `profile` in the run's folder, or in the working folder without dtctl.
+        """
+        self._config, self._worker = config, worker
+        self._folder = folder or Path(os.environ.get(names.RUN_DIR) or ".") / "profile"
+        self._asked = False
+        self._active: Any = None
+        self._first = 0
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take SIGUSR2 while the body runs, and write down what is being recorded when it ends."""
+        main = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGUSR2, self._note) if main else None
+        try:
+            yield
+        finally:
+            if main:
+                signal.signal(signal.SIGUSR2, before)
+            if self._active is not None:
+                self._end()
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        self._asked = True
+
+    def before(self, step: int) -> None:
+        """A step begins."""
+        if self._active is None and (self._asked or step == self._config.start):
+            self._asked = False
+            self._begin(step)
+
+    def after(self, step: int) -> None:
+        """A step is done."""
+        if self._active is not None and step - self._first + 1 >= self._config.steps:
+            self._end()
+
+    def _begin(self, step: int) -> None:
+        from torch.profiler import ProfilerActivity, profile
+
+        cuda = self._worker.device.type == "cuda"
+        if cuda and self._config.memory:
+            torch.cuda.memory._record_memory_history()
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+        self._first = step
+        self._active = profile(activities=activities, profile_memory=self._config.memory, record_shapes=True)
+        self._active.start()
+
+    def _end(self) -> None:
+        active, self._active = self._active, None
+        if self._worker.device.type == "cuda":
+            torch.cuda.synchronize(self._worker.device)  # what was started in the window belongs to it
+        active.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        name = f"rank{self._worker.rank}-step{self._first}"
+        path = self._folder / f"trace-{name}.json"
+        active.export_chrome_trace(str(path))
+        if self._worker.device.type == "cuda" and self._config.memory:
+            torch.cuda.memory._dump_snapshot(str(self._folder / f"memory-{name}.pickle"))  # type: ignore[no-untyped-call]
+            torch.cuda.memory._record_memory_history(enabled=None)
+        say(f"recorded from step {self._first} on: {path}")
+
+
+@contextmanager
+def kept_buffers(model: torch.nn.Module) -> Iterator[None]:
+    """Leave a model's buffers as they were before the body."""
+    before = [buffer.clone() for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, kept in zip(model.buffers(), before, strict=True):
+            buffer.copy_(kept)
