@@ -5,6 +5,8 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 # Torch workers share few cores here; more threads than cores only make them wait for each other.
 export OMP_NUM_THREADS ?= 1
+# Without compiled files each of the thousand processes that tests start would compile dtctl again.
+unexport PYTHONDONTWRITEBYTECODE
 # Tests on virtual hosts mostly wait for processes, so one more than there are cores; each has a sandbox of its own.
 HOSTS_TESTS := -n $(shell expr $$(nproc) + 1) --dist loadfile --durations=15
 

@@ -207,7 +207,9 @@ def _check(value: Any, rules: Mapping[str, Any], *, key: str, where: str) -> Non
 
 
 def _check_range(value: float, limits: Mapping[str, Any], *, key: str, where: str) -> None:
-    if not math.isfinite(value) or abs(value) > MOST:
+    if isinstance(value, int) and abs(value) > MOST:
+        raise SpecError(f"`{key}` is {value}, and no number beyond {MOST} can be used", where=where, key=key)
+    if not math.isfinite(value):
         raise SpecError(f"`{key}` is {value}, and a finite number is expected", where=where, key=key)
     for limit, words, keeps in (
         ("at_least", "at least", operator.ge),

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-DTCTL = [sys.executable, "-m", "dtctl"]
-
-
-def dtctl(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*DTCTL, *arguments], cwd=cwd, capture_output=True, text=True, check=False, timeout=60)
+from tests.command_line import dtctl
 
 
 def test_json_says_cause_culprit_and_evidence(tmp_path: Path) -> None:

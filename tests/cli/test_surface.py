@@ -11,11 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-DTCTL = [sys.executable, "-m", "dtctl"]
-
-
-def dtctl(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*DTCTL, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
+from tests.command_line import dtctl
 
 
 def test_help_loads_nothing_heavy(tmp_path: Path) -> None:

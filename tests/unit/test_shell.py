@@ -14,10 +14,9 @@ WORDS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categori
 @given(WORDS)
 @example(["$(id)", "`id`", "a'b", 'a"b', "a\nb", "", "-n", "*", "~", "a,b", "é", "!x", "\\"])
 def test_any_words_arrive_in_a_real_shell(words: list[str]) -> None:
-    program = "import os,sys;sys.stdout.buffer.write(b'\\0'.join(map(os.fsencode,sys.argv[1:])))"
-    command = shell.join(["python3", "-I", "-S", "-c", program, *words])
+    command = shell.join(["printf", r"%s\0", *words])
     done = subprocess.run(["sh", "-c", command], capture_output=True, check=True)
-    assert done.stdout.split(b"\0") == [word.encode() for word in words]
+    assert done.stdout.split(b"\0")[:-1] == [word.encode() for word in words]
 
 
 VALUE = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))

@@ -8,7 +8,6 @@ import os
 import re
 import stat
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from dtctl.report.history import history_of
 from dtctl.report.metrics import read
 from dtctl.report.page import clock, page
 from dtctl.report.run import facts
+from tests.command_line import dtctl
 from tests.unit.report.runs import BEGAN, events, make_run, row
 
 
@@ -27,9 +27,7 @@ def text_of(html: str) -> str:
 
 
 def report(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "dtctl", "report", *arguments], cwd=cwd, capture_output=True, text=True, check=False
-    )
+    return dtctl("report", *arguments, cwd=cwd)
 
 
 def test_the_course_of_a_run() -> None:

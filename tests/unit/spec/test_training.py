@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dtctl.errors import SpecError
@@ -83,6 +83,7 @@ SCALARS = st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.samp
 KEYS = st.sampled_from(["strategy", "lr", "steps", "clip_norm", "compile", "checkpointing", "data_workers", "wandb"])
 
 
+@example({"lr": float(2**63)})
 @given(st.dictionaries(KEYS, SCALARS | st.dictionaries(st.sampled_from(["dp", "tp", "x"]), SCALARS, max_size=2)))
 def test_what_the_spec_takes_the_workers_take(values: dict[str, Any]) -> None:
     try:

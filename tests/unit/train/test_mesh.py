@@ -81,9 +81,5 @@ def test_every_worker_has_a_place_of_its_own(sizes: dict[str, int]) -> None:
     )
     counting = [place.data for place in places if place.counts]
     assert sorted(counting) == list(range(degrees.data))
-    assert all(
-        one.stream == two.stream
-        for one in places
-        for two in places
-        if (one.stage, one.data, one.cp) == (two.stage, two.data, two.cp)
-    )
+    streams = {(place.stage, place.data, place.cp): place.stream for place in places}
+    assert all(streams[place.stage, place.data, place.cp] == place.stream for place in places)
