@@ -25,7 +25,9 @@ class NodeReport:
     answers: list[dict[str, Any]] = field(default_factory=list)
     """Of its calls to the others: node, port, kind, result, ..."""
     measured: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """other node -> what was measured on the way to it, once, or twice where the first looked bad."""
+    """other node -> what was measured on the way to it, once, or several times where the first looked bad."""
+    own: list[dict[str, Any]] = field(default_factory=list)
+    """What was measured on its way to itself beside each repetition: what its own load leaves over."""
 
 
 def good_ways(seen: Sequence[NodeReport]) -> set[tuple[str, str]]:

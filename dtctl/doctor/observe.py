@@ -9,7 +9,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,28 +234,27 @@ def _measure(nodes: Sequence[_Node], seconds: float, *, token: str, progress: Pr
     """Measure every way on which calls went well, in rounds of disjoint pairs; those that look bad once more."""
     of = {node.seen.name: node for node in nodes}
 
+    def measured(node: _Node, called: NodeReport) -> dict[str, Any]:
+        port = called.ports["data-0"]
+        return node.ask({"op": "measure", "address": called.address, "port": port, "token": token, "seconds": seconds})
+
+    def at_once(names: Iterable[str], ask: Callable[[_Node], None]) -> None:
+        # A node that has answered until now and falls silent has gone down; the others are not to wait long for it.
+        there = [of[name] for name in names if of[name].seen.error is None]
+        silent_s = max((node.wanted.target.connect_timeout_s for node in there), default=0.0)
+        _all(there, ask, limit_s=seconds + MEASURE_LIMIT_S + silent_s, doing="measuring the bandwidth")
+
     def one_round(ways: Sequence[tuple[str, str]]) -> None:
-        there = {
-            caller: called for caller, called in ways if of[caller].seen.error is None and of[called].seen.error is None
-        }
+        there = {caller: of[called].seen for caller, called in ways if of[called].seen.error is None}
 
         def ask(node: _Node) -> None:
-            called = of[there[node.seen.name]].seen
-            answer = node.ask(
-                {
-                    "op": "measure",
-                    "address": called.address,
-                    "port": called.ports["data-0"],
-                    "token": token,
-                    "seconds": seconds,
-                }
-            )
-            node.seen.measured.setdefault(called.name, []).append(answer)
+            called = there[node.seen.name]
+            node.seen.measured.setdefault(called.name, []).append(measured(node, called))
 
-        # A node that has answered until now and falls silent has gone down; the others are not to wait long for it.
-        silent_s = max((of[name].wanted.target.connect_timeout_s for name in there), default=0.0)
-        limit_s = seconds + MEASURE_LIMIT_S + silent_s
-        _all([of[name] for name in there], ask, limit_s=limit_s, doing="measuring the bandwidth")
+        at_once(there, ask)
+
+    def to_itself(node: _Node) -> None:
+        node.seen.own.append(measured(node, node.seen))
 
     good = good_ways([node.seen for node in nodes])
     every = rounds.all_pairs([node.seen.name for node in nodes if node.seen.error is None])
@@ -263,10 +262,12 @@ def _measure(nodes: Sequence[_Node], seconds: float, *, token: str, progress: Pr
         progress(f"measuring bandwidth and loss, round {number} of {len(every)}")
         for ways in (pairs, [(called, caller) for caller, called in pairs]):
             one_round([way for way in ways if way in good])
-    for _ in range(links.TRIES - 1):
+    for repetition in range(1, links.TRIES):
         doubtful = links.doubtful([node.seen for node in nodes if node.seen.error is None])
         if not doubtful:
             return
         progress(f"measuring again, to be sure: {', '.join(f'{caller} to {called}' for caller, called in doubtful)}")
-        for ways in rounds.disjoint(doubtful):
+        # The first time in few rounds; then each way alone, since nodes may share a switch, or be of one machine.
+        for ways in rounds.disjoint(doubtful) if repetition == 1 else [[way] for way in doubtful]:
+            at_once(dict.fromkeys(name for way in ways for name in way), to_itself)
             one_round(ways)

@@ -1,7 +1,8 @@
 """Links that are slower, later or lossier than those of the other nodes. Pure.
 
 A node's best way is the measure of it: one slow node spoils a way of each of the others, and of three nodes most ways.
-What looks bad is measured again while the rest is quiet, and only what is bad every time is told.
+What looks bad is measured again while the rest is quiet, and only what is bad every time is told. Beside each
+repetition both ends measure the way to themselves, which has no cable in it: what is slow there is slow for their load.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ COMPARABLE_MBIT_S = 10_000.0
 """What a link has beyond this is not compared: one stream then measures the processors, not the link."""
 AGAIN_PER_NODE = 2
 AGAIN_AT_MOST = 12
-TRIES = 3
+TRIES = 4
 """How often a way is measured that never looks good."""
 
 
@@ -60,9 +61,18 @@ def links(seen: Sequence[NodeReport]) -> Iterator[Finding]:
     if not said:
         return
     usual, usual_trip = _usual(_rates(said)), _usual_trip(said)
-    lossy = {way: tries for way, tries in said.items() if _always_lossy(tries) and _loss(tries) >= LOSS}
-    slow = {way: rate for way, tries in said.items() if (rate := _rate(tries)) is not None and _is_slow(rate, usual)}
-    late = {way: tries for way, tries in said.items() if _late(tries, usual_trip)}
+    own = {node.name: node.own for node in seen}
+    ends = {way: [[one] for name in way for one in own[name]] for way in said}
+    lost = {way: max(map(_loss, ends[way]), default=0.0) for way in said}
+    trips = {way: max(usual_trip, *map(_trip, ends[way])) if ends[way] else usual_trip for way in said}
+    able = {way: min([usual, *(rate for one in ends[way] if (rate := _rate(one)) is not None)]) for way in said}
+    lossy = {
+        way: tries for way, tries in said.items() if _always_lossy(tries) and _loss(tries) >= max(LOSS, 2 * lost[way])
+    }
+    slow = {
+        way: rate for way, tries in said.items() if (rate := _rate(tries)) is not None and _is_slow(rate, able[way])
+    }
+    late = {way: tries for way, tries in said.items() if _late(tries, trips[way])}
     for bad in (lossy, slow, late):
         _only_confirmed(bad, said)
     if lossy:

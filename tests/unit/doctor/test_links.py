@@ -69,6 +69,18 @@ def test_a_slow_way_is_named_once_it_was_slow_twice() -> None:
     assert found(cluster("abcd", ac=[{"mbit_s": 900.0}, {"mbit_s": 950.0}])) == [("bandwidth", "fail", ("c",))]
 
 
+def test_a_way_that_is_no_slower_than_its_ends_are_to_themselves_is_not_slow() -> None:
+    """A loaded machine carries less on every way, also on the one that has no cable in it."""
+    seen = cluster("abc", ac=[{"mbit_s": 3500.0}] * 4, ab=[{"rtt_ms": [3.0, 9.0]}] * 4, bc=[{"lost": 5}] * 4)
+    assert {one.check for one in links.links(seen)} == {"bandwidth", "latency", "packet-loss"}
+    for node in seen:
+        node.own = [{"mbit_s": 12_000.0, "rtt_ms": [0.1, 0.2], "sent": 500, "lost": 0}]
+    assert {one.check for one in links.links(seen)} == {"bandwidth", "latency", "packet-loss"}
+    for node in seen:
+        node.own.append({"mbit_s": 4000.0, "rtt_ms": [2.0, 5.0], "sent": 500, "lost": 4})
+    assert found(seen) == []
+
+
 def test_two_nodes_whose_only_link_is_slow_have_no_others_to_compare_with() -> None:
     slow = [{"mbit_s": 50.0}] * 2
     (one,) = links.links(cluster("ab", ab=slow, ba=slow))
