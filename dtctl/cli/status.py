@@ -26,7 +26,7 @@ def status(
         refresh(record)
     state = state_of(record)
     if json_:
-        output.emit_json(asdict(state))
+        output.emit_json({**asdict(state), "done": state.done and state.done.to_json()})
         return
     colour = {"succeeded": "green", "running": "green", "failed": "red"}.get(state.status, "yellow")
     output.out(
@@ -41,15 +41,15 @@ def status(
         output.out(f"time: {where_the_time_went(state.ledger)}")
     for number, reason in enumerate(state.restarts, 1):
         output.out(f"restart {number}: {reason}", "yellow")
-    failure = (state.done or {}).get("first_failure")
+    failure = state.done and state.done.first_failure
     if failure:
-        subject = f"rank {failure['rank']} on {failure['node']}" if failure["rank"] is not None else failure["node"]
-        output.out(f"first failure: {subject}: {failure['summary']}")
-        if failure["log"]:
-            output.out(f"log: {failure['log']}")
-    for node, lost in ((state.done or {}).get("lost_output") or {}).items():
+        subject = f"rank {failure.rank} on {failure.node}" if failure.rank is not None else failure.node
+        output.out(f"first failure: {subject}: {failure.summary}")
+        if failure.log:
+            output.out(f"log: {failure.log}")
+    for node, lost in state.done.lost_output.items() if state.done is not None else ():
         output.out(f"output lost: {lost:,} bytes from {node} could not be stored", "red")
-    if state.done is not None and state.done.get("left_behind", 0) is None:
+    if state.done is not None and state.done.left_behind is None:
         output.out("not every node could be checked for remaining processes; `dtctl stop` checks again", "yellow")
     if state.status == "abandoned":
         advice = "`dtctl watch` starts a new one, " if record.info().detached else ""

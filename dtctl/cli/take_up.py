@@ -6,7 +6,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) -> int:
     """Watch a run that continues by itself, and restart its workers when they fail, until it is over."""
-    from dtctl.cli.common.launch_end import finish
-    from dtctl.cli.common.process import caught_signals
+    from dtctl.cli.common.launcher import caught_signals, emitter, finish
     from dtctl.launch.assemble import attempt_of_run, job_of_run
     from dtctl.launch.control.run import launch
+    from dtctl.launch.records.events import TakenUp
     from dtctl.launch.records.ledger import Ledger
     from dtctl.launch.records.record import RunRecord
     from dtctl.launch.records.state import state_of
@@ -39,12 +39,9 @@ def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) 
         job = job_of_run(record)
         under_way = attempt_of_run(record, job)
 
-        def emit(event: str, **facts: Any) -> None:
-            if event != "log":
-                record.append_event({"event": event, "time": round(time.time(), 3), **facts})
-
+        emit = emitter(record)
         record.write_info(replace(info, pid=os.getpid(), pid_started=start_ticks(os.getpid()), boot=boot_id()))
-        emit("taken-up", attempt=under_way.attempt, pid=os.getpid())
+        emit(TakenUp(attempt=under_way.attempt, pid=os.getpid()))
         ledger = Ledger(time.monotonic, begun=time.monotonic() - (time.time() - info.started), phase="run")
         with caught_signals() as signals:
             result = launch(job, record, emit=emit, signals=signals, ledger=ledger, under_way=under_way)

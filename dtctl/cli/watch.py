@@ -39,7 +39,7 @@ def watch(
         logs.logs(run=record.run, follow=True, node=None, rank=None)
         state = state_of(record)
     output.err(f"{state.status} after {state.duration_s:.1f} s", "bold")
-    return int(state.done["exit_code"]) if state.done else LaunchError.exit_code
+    return state.done.exit_code if state.done else LaunchError.exit_code
 
 
 def _steps(record: RunRecord) -> int | None:

@@ -10,11 +10,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from dtctl import children, names
+from dtctl.launch.records.events import AttemptRunning, Emit
 from dtctl.launch.records.record import RunRecord, writing
 from dtctl.launch.records.state import state_of
 
@@ -42,7 +41,7 @@ def take_up_in_background(record: RunRecord) -> str:
         return "" if has_taken_over else log.read().decode(errors="replace").strip()
 
 
-def launch_in_background(base_dir: Path, run: str, *, on_event: Callable[[dict[str, Any]], None]) -> tuple[int, str]:
+def launch_in_background(base_dir: Path, run: str, *, on_event: Emit) -> tuple[int, str]:
     """Start the launcher and wait until the job runs on all nodes, or cannot; its exit code and what it has said.
 
     Args:
@@ -71,7 +70,7 @@ def launch_in_background(base_dir: Path, run: str, *, on_event: Callable[[dict[s
         events = list(record.events())
         for event in events[handled:]:
             on_event(event)
-            if event["event"] == "started":
+            if isinstance(event, AttemptRunning):
                 partial.replace(record.folder / OUTPUT_FILE)
                 return 0, ""
         handled = len(events)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtctl.errors import DtctlError, LaunchError
+from dtctl.launch.records.events import RunEnded
 from dtctl.launch.records.record import RunRecord
 from dtctl.launch.records.state import alive, state_of
 from dtctl.launch.sweep import SweepTarget, sweep
@@ -69,20 +70,12 @@ def on_nodes(record: RunRecord, targets: Mapping[str, Target], transport: Transp
     ]
     left_behind = sweep(nodes, transport, run=record.run, token=record.info().token, grace_s=float(plan["grace_s"]))
     if note and not state_of(record).done:
-        record.append_event({"event": "done", **_done(record.run, int(plan["attempt"]) + 1, left_behind)})
+        counts = [answer for answer in left_behind.values() if isinstance(answer, int)]
+        left = sum(counts) if len(counts) == len(left_behind) else None
+        record.append_event(
+            RunEnded(
+                run=record.run, status="stopped", exit_code=128 + signal.SIGTERM, attempts=int(plan["attempt"]) + 1,
+                left_behind=left,
+            )
+        )  # fmt: skip
     return Stopped(left=left_behind)
-
-
-def _done(run: str, attempts: int, left_behind: Mapping[str, int | DtctlError]) -> dict[str, Any]:
-    counts = [answer for answer in left_behind.values() if isinstance(answer, int)]
-    return {
-        "time": round(time.time(), 3),
-        "run": run,
-        "status": "stopped",
-        "exit_code": 128 + signal.SIGTERM,
-        "attempts": attempts,
-        "first_failure": None,
-        "launch_s": None,
-        "duration_s": None,
-        "left_behind": sum(counts) if len(counts) == len(left_behind) else None,
-    }

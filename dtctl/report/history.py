@@ -5,9 +5,28 @@ Times are seconds since the run began, by the control machine's clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import signal
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+
+from dtctl.launch.records.events import (
+    AttemptStarting,
+    Event,
+    FirstFailure,
+    Hung,
+    NodeChanged,
+    NodeLeftOut,
+    NodeReplaced,
+    Note,
+    Restarting,
+    RunEnded,
+    RunPlanned,
+    SnapshotBegun,
+    Stopping,
+    TakenUp,
+    TimeIsUp,
+    WorkerExited,
+)  # fmt: skip
 
 DOING = {
     "connecting": "prepare", "connected": "prepare", "hello": "prepare", "pushing": "prepare", "pushed": "prepare",
@@ -63,7 +82,7 @@ class History:
         return [mark for mark in self.marks if mark.kind in kinds]
 
 
-def history_of(events: Iterable[Mapping[str, Any]], *, began: float, length_s: float) -> History:
+def history_of(events: Iterable[Event], *, began: float, length_s: float) -> History:
     """The course of a run.
 
     Args:
@@ -75,27 +94,25 @@ def history_of(events: Iterable[Mapping[str, Any]], *, began: float, length_s: f
     doing: dict[str, tuple[str, float]] = {}
     ending_all = False
     for event in events:
-        now_s = min(max(0.0, float(event.get("time", began)) - began), length_s)
-        kind = str(event.get("event", ""))
-        if kind == "plan":
-            for node in event.get("nodes", []):
-                _enter(history, doing, str(node), "connecting", now_s)
-        elif kind == "node" and "node" in event:
-            node, state = str(event["node"]), str(event.get("state", ""))
-            _enter(history, doing, node, state, now_s)
-            if event.get("interface"):
-                history.interfaces[node] = str(event["interface"])
-            if state in ("lost", "failed", "away"):
-                reason = f": {event['error']}" if event.get("error") else ""
-                text = f"was {state}{reason}" if state != "away" else "is unreachable; its workers continue"
-                history.marks.append(Mark(time_s=now_s, kind="failure", text=text, node=node))
+        now_s = min(max(0.0, event.time - began), length_s)
+        if isinstance(event, RunPlanned):
+            for node in event.nodes:
+                _enter(history, doing, node, "connecting", now_s)
+        elif isinstance(event, NodeChanged):
+            _enter(history, doing, event.node, event.state, now_s)
+            if event.interface:
+                history.interfaces[event.node] = event.interface
+            if event.state in ("lost", "failed", "away"):
+                reason = f": {event.error}" if event.error else ""
+                text = f"was {event.state}{reason}" if event.state != "away" else "is unreachable; its workers continue"
+                history.marks.append(Mark(time_s=now_s, kind="failure", text=text, node=event.node))
         else:
-            mark = _mark(kind, event, now_s, consequence=ending_all)
-            ending_all = kind == "stopping" or (ending_all and kind != "start")
-            if mark is not None:
-                history.marks.append(mark)
-            if kind == "restart" and event.get("node"):
-                history.failures[str(event["node"])] = history.failures.get(str(event["node"]), 0) + 1
+            kind, text = _description(event, consequence=ending_all)
+            ending_all = isinstance(event, Stopping) or (ending_all and not isinstance(event, AttemptStarting))
+            if kind:
+                history.marks.append(Mark(time_s=now_s, kind=kind, text=text, node=getattr(event, "node", "") or ""))
+            if isinstance(event, Restarting) and event.node:
+                history.failures[event.node] = history.failures.get(event.node, 0) + 1
     for node in list(doing):
         _enter(history, doing, node, "over", length_s)
     return history
@@ -113,67 +130,54 @@ def _enter(history: History, doing: dict[str, tuple[str, float]], node: str, sta
         history.nodes[node] = state
 
 
-def _mark(kind: str, event: Mapping[str, Any], now_s: float, *, consequence: bool) -> Mark | None:
-    """What an event means to a reader; None when it says nothing new."""
-    node = str(event.get("node") or "")
-    if kind == "exit" and event.get("exit_code"):
-        text = f"{_rank(event)} {ending(event)}"
-        return Mark(time_s=now_s, kind="exit" if consequence else "failure", text=text, node=node)
-    if kind == "restart":
-        wait = f", after a wait of {event['wait_s']:g} s" if event.get("wait_s") else ""
-        text = (
-            f"restart {event.get('attempt')} of {event.get('of')}{wait}: {subject_of(event)} {event.get('reason', '')}"
-        )
-        return Mark(time_s=now_s, kind="restart", text=text, node=node)
-    if kind == "start" and not event.get("attempt"):
-        return None
-    template = _WORDS.get(kind)
-    if template is None:
-        return None
-    return Mark(time_s=now_s, kind=template[0], text=template[1].format_map(_Told(event)), node=node)
+def _description(event: Event, *, consequence: bool) -> tuple[str, str]:
+    """Kind and text of the mark of an event; nothing where it tells a reader nothing new.
+
+    Args:
+        event: any but those of nodes.
+        consequence: the attempt is being ended, so a worker that exits now is not the cause.
+    """
+    match event:
+        case WorkerExited() if event.exit_code:
+            process = f"rank {event.rank}" if event.rank is not None and event.rank >= 0 else "the agent"
+            return "exit" if consequence else "failure", f"{process} {ending(event)}"
+        case Restarting():
+            wait = f", after a wait of {event.wait_s:g} s" if event.wait_s else ""
+            return "restart", f"restart {event.attempt} of {event.of}{wait}: {subject_of(event)} {event.reason or ''}"
+        case AttemptStarting() if event.attempt:
+            workers = f" on {event.world_size} workers" if event.world_size else ""
+            return "note", f"attempt {event.attempt} starts{workers}"
+        case SnapshotBegun():
+            return "snapshot", f"snapshot of step {event.step}"
+        case Hung():
+            return "hang", f"no progress for {event.silent_s:g} s"
+        case Stopping():
+            return "stop", f"all nodes are stopped: {event.reason}"
+        case NodeReplaced():
+            return "failure", f"replaced by {event.by}: {event.reason}"
+        case NodeLeftOut():
+            return "failure", f"is left out, {event.nodes} nodes continue: {event.reason}"
+        case TakenUp():
+            return "note", "a new launcher takes over the run"
+        case TimeIsUp():
+            return "stop", "the job's time limit is reached (job.time_s)"
+        case Note():
+            return "note", event.text
+        case RunEnded():
+            return "end", event.status
+    return "", ""
 
 
-_WORDS = {
-    "start": ("note", "attempt {attempt} starts on {world_size} workers"),
-    "snapshot": ("snapshot", "snapshot of step {step}"),
-    "hang": ("hang", "no progress for {silent_s} s"),
-    "stopping": ("stop", "all nodes are stopped: {reason}"),
-    "replaced": ("failure", "replaced by {by}: {reason}"),
-    "left-out": ("failure", "is left out, {nodes} nodes continue: {reason}"),
-    "taken-up": ("note", "a new launcher takes over the run"),
-    "time-is-up": ("stop", "the job's time limit is reached (job.time_s)"),
-    "note": ("note", "{text}"),
-    "done": ("end", "{status}"),
-}
-"""Event -> kind of the mark, and what it says."""
-
-
-class _Told(dict[str, Any]):
-    """The facts of an event; an older version of dtctl may have told fewer."""
-
-    def __missing__(self, key: str) -> str:
-        return "?"
-
-
-def _rank(event: Mapping[str, Any]) -> str:
-    rank = event.get("rank")
-    return f"rank {rank}" if isinstance(rank, int) and rank >= 0 else "the agent"
-
-
-def subject_of(failure: Mapping[str, Any]) -> str:
+def subject_of(failure: Restarting | FirstFailure) -> str:
     """`rank 3 on node2`, `node2`, or `a worker` where it is not known."""
-    node, rank = failure.get("node"), failure.get("rank")
-    if not node:
+    if not failure.node:
         return "a worker"
-    return f"rank {rank} on {node}" if isinstance(rank, int) and rank >= 0 else str(node)
+    return f"rank {failure.rank} on {failure.node}" if failure.rank is not None and failure.rank >= 0 else failure.node
 
 
-def ending(failure: Mapping[str, Any]) -> str:
+def ending(failure: WorkerExited | FirstFailure) -> str:
     """`was ended by signal 9 (SIGKILL)`, `ended with exit code 1`, `was lost`."""
-    import signal
-
-    number, code = failure.get("signal"), failure.get("exit_code")
-    if number:
-        name = next((f" ({candidate.name})" for candidate in signal.Signals if candidate == number), "")
-        return f"was ended by signal {number}{name}"
-    return "was lost" if code is None else f"ended with exit code {code}"
+    if failure.signal:
+        name = next((f" ({known.name})" for known in signal.Signals if known == failure.signal), "")
+        return f"was ended by signal {failure.signal}{name}"
+    return "was lost" if failure.exit_code is None else f"ended with exit code {failure.exit_code}"

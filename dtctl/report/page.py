@@ -117,7 +117,7 @@ def card(run: RunFacts, number: int) -> dict[str, Any]:
         "name": state.run,
         "status": state.status,
         "verdict": verdict(run),
-        "log": ((state.done or {}).get("first_failure") or {}).get("log", ""),
+        "log": (failure.log or "") if (failure := state.done and state.done.first_failure) else "",
         "tiles": tiles(run),
         "phases": phases(ledger),
         "lanes": lanes(run),
@@ -143,9 +143,9 @@ def verdict(run: RunFacts) -> str:
     """What became of the run and why, in a sentence or two."""
     state = run.state
     took = clock(state.duration_s)
-    failure = (state.done or {}).get("first_failure")
+    failure = state.done and state.done.first_failure
     if failure:
-        summary = f": {failure['summary']}" if failure.get("summary") else ""
+        summary = f": {failure.summary}" if failure.summary else ""
         first = f"Failed after {took}: {subject_of(failure)} {ending(failure)}{summary}."
     elif state.status == "abandoned":
         first = f"Its launcher ended unexpectedly after {took}."
@@ -187,8 +187,8 @@ def tiles(run: RunFacts) -> list[tuple[str, str, str]]:
         memory = max(((_greatest(metrics, key), key) for key in ("memory_gib", "rss_peak_gib")), default=(0.0, ""))
         if memory[0] > 0:
             items.append(("memory", f"{memory[0]:.3g} GiB", "peak of rank 0"))
-    end = state.done or {}
-    processes_left = end.get("left_behind")
+    end = state.done
+    processes_left = end.left_behind if end is not None else None
     best_evaluation = (
         f"{_count(processes_left, 'process')} left"
         if processes_left is not None
@@ -196,7 +196,7 @@ def tiles(run: RunFacts) -> list[tuple[str, str, str]]:
         if end
         else ""
     )
-    items.append(("exit code", str(end.get("exit_code", "–")), best_evaluation))
+    items.append(("exit code", str(end.exit_code) if end else "–", best_evaluation))
     return items
 
 

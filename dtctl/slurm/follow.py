@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -23,9 +23,23 @@ from dtctl.launch.assemble import spec_of_run
 from dtctl.launch.control import failure as failures
 from dtctl.launch.control.failure import AGENT, Failure
 from dtctl.launch.job import Result
+from dtctl.launch.records.events import (
+    AttemptRunning,
+    AttemptStarting,
+    Emit,
+    JobQueued,
+    LogLine,
+    NodeChanged,
+    NodesAllocated,
+    Note,
+    Progress,
+    Restarting,
+    WorkerExited,
+)  # fmt: skip
 from dtctl.launch.records.ledger import Ledger
 from dtctl.launch.records.logs import METRICS, Logs
 from dtctl.launch.records.record import RUN_BYTES, RunRecord, write_private
+from dtctl.launch.records.state import progress_of
 from dtctl.slurm import batchlog, login_client
 from dtctl.slurm.left import Left, look
 from dtctl.slurm.site import Site
@@ -62,7 +76,7 @@ class JobRef:
 class Follower:
     """Follows one job; each `look` emits what is new since the last."""
 
-    def __init__(self, record: RunRecord, ref: JobRef, site: Site, emit: Callable[..., None]) -> None:
+    def __init__(self, record: RunRecord, ref: JobRef, site: Site, emit: Emit) -> None:
         """Go on where the last follower of this run has stopped."""
         self.record = record
         self.ref = ref
@@ -139,7 +153,7 @@ class Follower:
             _, node, file = Path(name).parts
             for rank, chunk in self._by_rank(file, data):
                 for line in self.logs.write(node, rank, chunk):
-                    self.emit("log", node=node, rank=rank, text=line)
+                    self.emit(LogLine(node=node, rank=rank, text=line))
 
     def _by_rank(self, file: str, data: bytes) -> list[tuple[int, bytes]]:
         """The lines of a log, sorted by the rank that has printed them."""
@@ -170,24 +184,24 @@ class Follower:
         if self.attempt >= 0:
             first = self._first_failure()
             if first is not None and not self.taken_back:
-                cause = {"reason": failures.describe(first), "node": first.node, "rank": first.rank}
+                cause = Restarting(reason=failures.describe(first), node=first.node, rank=first.rank)
             else:
-                cause = {"reason": self.taken_back or "Slurm requeued it", "node": None, "rank": None}
-            self.emit("restart", attempt=attempt, of=self.ref.max_attempts, **cause)
+                cause = Restarting(reason=self.taken_back or "Slurm requeued it")
+            self.emit(replace(cause, attempt=attempt, of=self.ref.max_attempts))
         self.attempt, self.failures, self.taken_back, self._script_code = attempt, [], "", None
         self.logs.begin_attempt()
-        self.emit("start", attempt=attempt)
-        self.emit("allocated", nodes=self.nodes)
+        self.emit(AttemptStarting(attempt=attempt))
+        self.emit(NodesAllocated(nodes=tuple(self.nodes)))
         for node in self.nodes:
-            self.emit("node", node=node, state="running")
+            self.emit(NodeChanged(node=node, state="running"))
         launch_s = round(time.time() - self.record.info().started, 3)
         self.launch_s = self.launch_s or launch_s
-        self.emit("started", attempt=attempt, launch_s=launch_s)
+        self.emit(AttemptRunning(attempt=attempt, launch_s=launch_s))
 
     def _on_task_ended(self, event: batchlog.Ended) -> None:
         rank = event.task if self.ref.workers_apart or event.task is None else AGENT
         if event.exit_code is not None:
-            self.emit("exit", node=event.node, rank=rank, exit_code=event.exit_code, signal=event.signal)
+            self.emit(WorkerExited(node=event.node, rank=rank, exit_code=event.exit_code, signal=event.signal))
         self.failures.append(
             Failure(
                 node=event.node,
@@ -207,7 +221,7 @@ class Follower:
         self._shown_state = shown_state
         if state in WAITING:
             self.nodes = []
-            self.emit("queued", job=self.ref.job, state=state, reason=reason, start=self.state.get("start"))
+            self.emit(JobQueued(job=self.ref.job, state=state, reason=reason, start=self.state.get("start")))
 
     # -- what is kept -----------------------------------------------------------------------------------------------
 
@@ -242,23 +256,22 @@ class Follower:
         # What was copied and not noted before the last follower died is copied again.
         for name in self._copies():
             os.truncate(self.record.folder / name, position["copies"].get(name, 0))
+        progress = Progress()
         for event in self.record.events():
-            if event["event"] == "start":
-                self.attempt, self.failures = int(event["attempt"]), []
-            elif event["event"] == "started":
-                self.launch_s = self.launch_s or event["launch_s"]
-            elif event["event"] == "allocated":
-                self.nodes = event["nodes"]
-                self._all_nodes.update(self.nodes)
-            elif event["event"] == "exit":
+            progress.apply(event)
+            if isinstance(event, AttemptStarting):
+                self.failures = []
+            elif isinstance(event, WorkerExited):
                 failure = Failure(
-                    node=event["node"],
-                    rank=event["rank"],
-                    exit_code=event["exit_code"],
-                    signal=event["signal"],
+                    node=event.node,
+                    rank=event.rank,
+                    exit_code=event.exit_code,
+                    signal=event.signal,
                     time=float(len(self.failures)),
                 )
                 self.failures.append(failure)
+        self.attempt, self.launch_s = progress.attempt, progress.launch_s
+        self.nodes, self._all_nodes = list(progress.nodes), progress.all_nodes
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -300,9 +313,9 @@ class Follower:
             ledger.write(self.record.folder / names.LEDGER_FILE, attempts=max(0, self.attempt) + 1)
         left_behind = self.left_behind()
         for node in self.nodes:
-            self.emit("node", node=node, state="stopped", left=left_behind.counts.get(node))
+            self.emit(NodeChanged(node=node, state="stopped", left=left_behind.counts.get(node)))
         if left_behind.total is None:
-            self.emit("note", node=self.site.name, text=left_behind.describe())
+            self.emit(Note(node=self.site.name, text=left_behind.describe()))
         return Result(
             run=self.record.run,
             status=status,
@@ -357,7 +370,7 @@ def is_on(state: Mapping[str, Any]) -> bool:
 
 def nodes_of(record: RunRecord) -> list[str]:
     """All nodes that the job was ever given, as far as it was followed."""
-    return sorted({node for event in record.events() if event["event"] == "allocated" for node in event["nodes"]})
+    return sorted(progress_of(record).all_nodes)
 
 
 def cancel(site: Site, job: str) -> None:
@@ -377,9 +390,9 @@ def reference(record: RunRecord) -> JobRef:
     Raises:
         LaunchError: it was never submitted.
     """
-    for event in record.events():
-        if event["event"] == "submitted":
-            return JobRef(**{field.name: event[field.name] for field in fields(JobRef)})
+    submitted = progress_of(record).job
+    if submitted is not None:
+        return JobRef(**{field.name: getattr(submitted, field.name) for field in fields(JobRef)})
     raise LaunchError(f"run {record.run} was never submitted", where=str(record.folder))
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 
+from dtctl.launch.records.events import TakenUp
 from dtctl.launch.records.record import RunRecord
 from dtctl.launch.records.state import alive
 from dtctl.sandbox.layout import Sandbox
@@ -170,5 +171,5 @@ def test_two_who_take_up_a_run_at_once_make_one_launcher(project: Project) -> No
         ended = project.finish(process)
         assert ended.code == 0, ended.err
         assert ended.out.count(" line 59\n") == 3
-    events = [event for event in record(project).events() if event["event"] == "taken-up"]
+    events = [event for event in record(project).events() if isinstance(event, TakenUp)]
     assert len(events) == 1

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from dtctl.launch.records.events import JobSubmitted, Note
 from dtctl.launch.records.record import RunRecord, list_runs
 from dtctl.launch.records.state import alive
 from dtctl.sandbox import control, faults, slurm
@@ -47,11 +48,11 @@ def record(project: Project) -> RunRecord:
 
 
 def events(project: Project) -> list[object]:
-    return [event["event"] for event in record(project).events()]
+    return [event.event for event in record(project).events()]
 
 
 def job_of(project: Project) -> str:
-    return next(str(event["job"]) for event in record(project).events() if event["event"] == "submitted")
+    return next(event.job for event in record(project).events() if isinstance(event, JobSubmitted))
 
 
 def processes(cluster: Sandbox) -> str:
@@ -203,7 +204,7 @@ def test_where_nobody_can_look_nothing_is_said(shared: Project) -> None:
     assert stopped["nodes"] == dict.fromkeys(("node1", "node2"), "nobody could look")
     done = json.loads(shared.run("status", first.run, "--json").out)["done"]
     assert (done["status"], done["left_behind"]) == ("stopped", None)
-    (note,) = [event["text"] for event in first.events() if event["event"] == "note"]
+    (note,) = [event.text for event in first.events() if isinstance(event, Note)]
     assert note.startswith("the processes left on node1, node2 could not be counted: no job to count them could be")
     assert shared.run("stop").code == 0
 

@@ -31,6 +31,7 @@ from dtctl.launch.cluster import ResolvedCluster, cluster_of
 from dtctl.launch.control import messages
 from dtctl.launch.control.run import launch
 from dtctl.launch.first_plan import first_plan
+from dtctl.launch.records.events import Event
 from dtctl.launch.records.ledger import Ledger
 from dtctl.launch.records.record import RunInfo, RunRecord, find_run, list_runs
 from dtctl.launch.records.state import state_of
@@ -421,9 +422,9 @@ def launched(project: Path, way: Way) -> RunRecord:
     record = RunRecord.create(project, info)
     record.write_spec(dump_spec(spec))
 
-    def emit(event: str, **facts: Any) -> None:
-        if event != "log":
-            record.append_event({"event": event, "time": 1.0, **facts})
+    def emit(event: Event) -> None:
+        if event.recorded:
+            record.append_event(replace(event, time=1.0))
 
     launch(job, record, emit=emit, signals=[], ledger=Ledger(lambda: 0.0, begun=0.0))
     return record

@@ -9,7 +9,6 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,6 +18,7 @@ from dtctl.launch.cluster import ResolvedCluster, cluster_of
 from dtctl.launch.control import attempt, gang
 from dtctl.launch.control.run import launch
 from dtctl.launch.job import Result
+from dtctl.launch.records.events import Event, NodeChanged
 from dtctl.launch.records.ledger import Ledger
 from dtctl.launch.records.record import RunInfo, RunRecord
 from dtctl.spec.load import parse_spec
@@ -71,7 +71,7 @@ class Run:
     """One launch, and all that it left behind."""
 
     def __init__(self, folder: Path, lie: str, *, script: str = LONG) -> None:
-        project, self.events = folder / "project", list[tuple[str, dict[str, Any]]]()
+        project, self.events = folder / "project", list[Event]()
         project.mkdir(mode=0o700)
         (folder / "homes").mkdir(mode=0o700)
         (project / "t.py").write_text(script)
@@ -95,11 +95,11 @@ class Run:
         finally:
             transport.bury()
 
-    def emit(self, event: str, **facts: Any) -> None:
-        if event != "log":
-            self.events.append((event, facts))
+    def emit(self, event: Event) -> None:
+        if event.recorded:
+            self.events.append(event)
         # A node that talks for ever is one whose job goes on, as far as anybody knows: somebody has to stop it.
-        if self.stops and (facts.get("node"), facts.get("state")) == ("a", "stopped"):
+        if self.stops and isinstance(event, NodeChanged) and (event.node, event.state) == ("a", "stopped"):
             self.signals.append(signal.SIGTERM)
 
 
@@ -132,7 +132,7 @@ def test_a_lie_is_the_fault_of_the_node_that_tells_it(tmp_path: Path, lie: str) 
         assert failure is None or failure.node == "b", failure
         ends = "stopped" if run.stops and failure is None else "succeeded"
         assert (failure is None) == (run.result.status == ends)
-        assert not any("bug" in str(facts) for _, facts in run.events)
+        assert not any("bug" in str(event) for event in run.events)
     assert outside(tmp_path) == set()
     logs = list((run.record.folder / "logs").rglob("*.log"))
     assert {path.name for path in logs} <= {"rank-0.log", "rank-1.log", "agent.log"}

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from dtctl.cli import output
-from dtctl.cli.common.launch_end import finish, note_end
 from dtctl.cli.common.launch_view import LaunchView, show_left_out
-from dtctl.cli.common.process import caught_signals, process_start
+from dtctl.cli.common.launcher import caught_signals, emitter, finish, note_end, process_start
 from dtctl.errors import ConnectError, DtctlError, Interrupted, LaunchError
+from dtctl.launch.records.events import Emit, JobSubmitted, Note, RunEnded, RunPlanned, Stopping, TakenUp
 
 if TYPE_CHECKING:
     from dtctl.launch.records.record import RunRecord
@@ -64,31 +64,23 @@ def launch_job(spec: Spec, run: str, *, spec_name: str, detach: bool, json_lines
         record = RunRecord.create(spec.base_dir, info)
         record.write_spec(dump_spec(spec))
         record.write_plan(plan)
-        emit = _emitter(record, LaunchView(json_lines=json_lines), json_lines=json_lines)
-        emit("plan", run=run, kind=plan.kind, world_size=plan.world_size, nodes=[])
+        emit = emitter(record, LaunchView(json_lines=json_lines), json_lines=json_lines)
+        emit(RunPlanned(run=run, kind=plan.kind, world_size=plan.world_size))
         output.err(f"run {run}: {len(plan.nodes)} nodes, {plan.world_size} workers ({plan.kind} over slurm)", "bold")
         with record.launcher_lock(), caught_signals() as signals:
             try:
                 ref = submit(spec, site, run, code, followed=True)
             except DtctlError as exc:
-                emit("done", **_not_started(run, exc))
+                # Where the link was lost, Slurm may have the job all the same.
+                left = None if isinstance(exc, ConnectError) else 0
+                emit(RunEnded(run=run, status="failed", exit_code=exc.exit_code, left_behind=left, error=str(exc)))
                 raise
-            emit("submitted", site=site.name, **asdict(ref))
+            emit(JobSubmitted(site=site.name, **asdict(ref)))
             if not detach:
                 return _follow(record, site, emit, signals)
     output.out(run)
     output.err("it continues in the background: `dtctl status`, `dtctl logs -f`, `dtctl stop`")
     return 0
-
-
-def _not_started(run: str, exc: DtctlError) -> dict[str, Any]:
-    nothing = dict.fromkeys(("first_failure", "launch_s", "duration_s"))
-    # Where the link was lost, Slurm may have the job all the same.
-    processes_left = None if isinstance(exc, ConnectError) else 0
-    return {
-        "run": run, "status": "failed", "exit_code": exc.exit_code, "attempts": 0, "left_behind": processes_left,
-        "error": str(exc), **nothing,
-    }  # fmt: skip
 
 
 def take_up_job(record: RunRecord) -> int:
@@ -100,9 +92,9 @@ def take_up_job(record: RunRecord) -> int:
     from dtctl.slurm.site import site_of
 
     with closing(site_of(spec_of_run(record))) as site, record.launcher_lock():
-        emit = _emitter(record, None, json_lines=False)
+        emit = emitter(record)
         record.write_info(replace(record.info(), pid=os.getpid(), pid_started=start_ticks(os.getpid())))
-        emit("taken-up", pid=os.getpid())
+        emit(TakenUp(pid=os.getpid()))
         with caught_signals() as signals:
             return _follow(record, site, emit, signals)
 
@@ -185,7 +177,7 @@ def _follower(record: RunRecord) -> Iterator[Follower]:
     from dtctl.slurm.follow import Follower
 
     with _site(record) as (site, ref), record.launcher_lock():
-        yield Follower(record, ref, site, _emitter(record, None, json_lines=False))
+        yield Follower(record, ref, site, emitter(record))
 
 
 def _catch_up(follower: Follower) -> bool:
@@ -207,7 +199,7 @@ def _ledger(record: RunRecord) -> Any:
     return Ledger(time.monotonic, begun=time.monotonic() - (time.time() - record.info().started))
 
 
-def _follow(record: RunRecord, site: Site, emit: Callable[..., None], signals: list[int]) -> int:
+def _follow(record: RunRecord, site: Site, emit: Emit, signals: list[int]) -> int:
     """Follow a job until it is over; a signal cancels it, a second one leaves it to Slurm."""
     from dtctl.slurm.follow import WAITING, Follower, cancel, reference
     from dtctl.slurm.site import LocalSite
@@ -220,7 +212,7 @@ def _follow(record: RunRecord, site: Site, emit: Callable[..., None], signals: l
     delay_s = FIRST_POLL_S
     while True:
         if signals and not cancelled:
-            emit("stopping", reason=f"signal {signals[-1]}")
+            emit(Stopping(reason=f"signal {signals[-1]}"))
             cancel(site, ref.job)
             cancelled = True
         elif len(signals) > 1:
@@ -230,7 +222,7 @@ def _follow(record: RunRecord, site: Site, emit: Callable[..., None], signals: l
             lost = False
         except ConnectError as exc:
             if not lost:
-                emit("note", node=site.name, text=f"{exc}; the job continues, and {site.name} is called again")
+                emit(Note(node=site.name, text=f"{exc}; the job continues, and {site.name} is called again"))
             lost = True
             _wait(AGAIN_S, signals, cancelled=cancelled)
             continue
@@ -253,18 +245,3 @@ def _wait(seconds: float, signals: list[int], *, cancelled: bool) -> None:
     until = time.monotonic() + seconds
     while (remaining_s := until - time.monotonic()) > 0 and len(signals) <= int(cancelled):
         time.sleep(min(remaining_s, 0.1))
-
-
-def _emitter(record: RunRecord, view: LaunchView | None, *, json_lines: bool) -> Callable[..., None]:
-    """Passes every event to the record, to JSON output and to the terminal."""
-
-    def emit(event: str, **facts: Any) -> None:
-        if event != "log":
-            entry = {"event": event, "time": round(time.time(), 3), **facts}
-            record.append_event(entry)
-            if json_lines:
-                output.emit_json(entry)
-        if view is not None:
-            view.event(event, facts)
-
-    return emit

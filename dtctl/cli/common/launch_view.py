@@ -8,10 +8,29 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from dtctl.cli import output
+from dtctl.launch.records.events import (
+    AttemptRunning,
+    Event,
+    Hung,
+    JobQueued,
+    JobSubmitted,
+    LogLine,
+    NodeChanged,
+    NodeLeftOut,
+    NodeReplaced,
+    NodesAllocated,
+    Note,
+    Progress,
+    PushProgress,
+    Restarting,
+    Stopping,
+    TimeIsUp,
+    WorkerExited,
+)  # fmt: skip
 from dtctl.printable import printable
 
 if TYPE_CHECKING:
@@ -44,49 +63,46 @@ def show_left_out(tree: Tree) -> None:
             output.err(f"not pushed, {kind}: {', '.join(paths[:5])}{suffix}", "yellow")
 
 
-def waits(facts: dict[str, Any]) -> str:
+def waits(event: JobQueued) -> str:
     """Why a job of Slurm waits, and until when Slurm thinks that it does."""
-    start = facts["start"]
-    when = f", expected to start at {time.strftime('%H:%M:%S', time.localtime(start))}" if start else ""
-    reason = facts["reason"] if facts["reason"] not in ("", "None") else "for Slurm"
+    when = f", expected to start at {time.strftime('%H:%M:%S', time.localtime(event.start))}" if event.start else ""
+    reason = event.reason if event.reason not in (None, "", "None") else "for Slurm"
     return f"{reason}{when}"
 
 
-def _exit(facts: dict[str, Any]) -> str:
-    process = f"rank {facts['rank']}" if facts["rank"] is not None and facts["rank"] >= 0 else "agent"
-    ending = f"signal {facts['signal']}" if facts["signal"] else f"exit code {facts['exit_code']}"
-    return f"{facts['node']}: {process} ended with {ending}"
+def _line(event: Event) -> tuple[str, str]:
+    """Colour and text of the line of an event; no text where it has none."""
+    match event:
+        case JobSubmitted():
+            return "", f"job {event.job} of Slurm on {event.site}"
+        case JobQueued():
+            return "dim", f"  waits: {waits(event)}"
+        case NodesAllocated():
+            return "dim", f"  on {', '.join(event.nodes)}"
+        case WorkerExited() if event.exit_code:
+            process = f"rank {event.rank}" if event.rank is not None and event.rank >= 0 else "agent"
+            cause = f"signal {event.signal}" if event.signal else f"exit code {event.exit_code}"
+            return "yellow", f"{event.node}: {process} ended with {cause}"
+        case Stopping():
+            return "yellow", f"stopping all nodes: {event.reason}"
+        case Note():
+            return "dim", f"{event.node}: {event.text}"
+        case Hung():
+            return "yellow", f"no progress for {event.silent_s:.0f} s: collecting the stacks of all workers"
+        case TimeIsUp():
+            return "yellow", "the job's time limit is reached (job.time_s)"
+        case Restarting():
+            wait = f", in {event.wait_s:g} s" if event.wait_s else ""
+            return "yellow", f"restart {event.attempt} of {event.of}{wait}: {event.cause}"
+        case NodeReplaced():
+            return "yellow", f"{event.node} is replaced by {event.by}: {event.reason}"
+        case NodeLeftOut():
+            return "yellow", f"on with {_count(event.nodes, 'node')}, without {event.node}: {event.reason}"
+    return "", ""
 
 
-def _restart(facts: dict[str, Any]) -> str:
-    wait = f", in {facts['wait_s']:g} s" if facts.get("wait_s") else ""
-    from dtctl.launch.records.state import why_again
-
-    return f"restart {facts['attempt']} of {facts['of']}{wait}: {why_again(facts)}"
-
-
-def _left_out(facts: dict[str, Any]) -> str:
-    return f"on with {_count(facts['nodes'], 'node')}, without {facts['node']}: {facts['reason']}"
-
-
-_LINES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "submitted": ("", lambda facts: f"job {facts['job']} of Slurm on {facts['site']}"),
-    "queued": ("dim", lambda facts: f"  waits: {waits(facts)}"),
-    "allocated": ("dim", lambda facts: f"  on {', '.join(facts['nodes'])}"),
-    "exit": ("yellow", _exit),
-    "stopping": ("yellow", lambda facts: f"stopping all nodes: {facts['reason']}"),
-    "note": ("dim", lambda facts: f"{facts['node']}: {facts['text']}"),
-    "hang": (
-        "yellow",
-        lambda facts: f"no progress for {facts['silent_s']:.0f} s: collecting the stacks of all workers",
-    ),
-    "time-is-up": ("yellow", lambda _: "the job's time limit is reached (job.time_s)"),
-    "restart": ("yellow", _restart),
-    "replaced": ("yellow", lambda facts: f"{facts['node']} is replaced by {facts['by']}: {facts['reason']}"),
-    "left-out": ("yellow", _left_out),
-}
-"""Event -> colour and text of its line."""
-_ENDS_TABLE = frozenset({"exit", "stopping", "note", "hang", "time-is-up"})
+_IN_TABLE = (JobSubmitted, JobQueued, NodesAllocated, Restarting, NodeReplaced, NodeLeftOut)
+"""Events whose line stands above a table that goes on."""
 
 
 class LaunchView:
@@ -94,7 +110,7 @@ class LaunchView:
 
     def __init__(self, *, json_lines: bool) -> None:
         self._json = json_lines
-        self._states: dict[str, str] = {}
+        self._progress = Progress()
         self._details: dict[str, str] = {}
         self._live: Live | None = None
         self._begun = time.monotonic()
@@ -106,7 +122,7 @@ class LaunchView:
             f"run {plan.run}: {_count(nodes, 'node')}, {_count(workers, 'worker')} ({plan.kind} over {plan.transport})",
             "bold",
         )
-        self._states = {node.name: "connecting" for node in plan.nodes}
+        self._progress.nodes = {node.name: "connecting" for node in plan.nodes}
         if output.is_terminal(sys.stderr) and not self._json:
             from rich.console import Console
             from rich.live import Live
@@ -118,30 +134,30 @@ class LaunchView:
 
     def expect(self, nodes: Iterable[str]) -> None:
         """Show these nodes, of a run that another process has begun."""
-        self._states = dict.fromkeys(nodes, "connecting")
+        self._progress.nodes = dict.fromkeys(nodes, "connecting")
 
-    def event(self, event: str, facts: dict[str, Any]) -> None:
+    def event(self, event: Event) -> None:
         """Show one event."""
-        if event == "log":
-            self._log(facts)
-        elif event == "node":
-            self._node(facts)
-        elif event == "started":
-            self.end_table()
-            nodes = _count(len(self._states), "node")
-            when = f"after {facts['launch_s']:.2f} s" if not facts["attempt"] else f"again, attempt {facts['attempt']}"
-            output.err(f"started on {nodes} {when}", "green")
-        elif event in _LINES and (event != "exit" or facts["exit_code"]):
-            if event in _ENDS_TABLE:
+        before = self._progress.nodes.get(event.node) if isinstance(event, NodeChanged) else None
+        if not isinstance(event, NodeChanged) or before is not None:  # a node that was replaced may have a last word
+            self._progress.apply(event)
+        match event:
+            case LogLine():
+                self._log(event)
+            case NodeChanged() if before is not None and (before != event.state or event.state == "pushing"):
+                self._node(event)
+            case AttemptRunning():
                 self.end_table()
-            colour, text = _LINES[event]
-            output.err(text(facts), *([colour] if colour else []))
-        if event == "replaced":
-            self._states[facts["by"]] = self._states.pop(facts["node"], "ready")
-        elif event == "left-out":
-            self._states.pop(facts["node"], None)
-        elif event == "allocated":
-            self._states = dict.fromkeys(facts["nodes"], "started")
+                nodes = _count(len(self._progress.nodes), "node")
+                first = not event.attempt and event.launch_s is not None
+                when = f"after {event.launch_s:.2f} s" if first else f"again, attempt {event.attempt}"
+                output.err(f"started on {nodes} {when}", "green")
+            case _:
+                colour, text = _line(event)
+                if text and not isinstance(event, _IN_TABLE):
+                    self.end_table()
+                if text:
+                    output.err(text, *([colour] if colour else []))
 
     def end_table(self) -> None:
         """From now on, lines."""
@@ -149,39 +165,34 @@ class LaunchView:
             live, self._live = self._live, None
             live.stop()
 
-    def _log(self, facts: dict[str, Any]) -> None:
+    def _log(self, event: LogLine) -> None:
         self.end_table()
-        rank = facts["rank"] if facts["rank"] >= 0 else "agent"
-        line = f"[{facts['node']}:{rank}] {facts['text']}"
+        line = f"[{event.node}:{event.rank if event.rank >= 0 else 'agent'}] {event.text}"
         if self._json:
             output.err(line)
         else:
             output.out(line)
 
-    def _node(self, facts: dict[str, Any]) -> None:
-        node, state = facts["node"], facts["state"]
-        if node not in self._states or (self._states[node] == state and state != "pushing"):
-            return
-        self._states[node] = state
-        push = facts.get("push", {})
-        if state == "pushing":
-            self._details[node] = _size(push.get("sent", 0))
-        elif state == "pushed":
-            self._details[node] = _pushed(push)
-        elif state == "failed":
-            self._details[node] = facts.get("error", "")
+    def _node(self, event: NodeChanged) -> None:
+        push = event.push or PushProgress()
+        if event.state == "pushing":
+            self._details[event.node] = _size(push.sent or 0)
+        elif event.state == "pushed":
+            self._details[event.node] = _pushed(push)
+        elif event.state == "failed":
+            self._details[event.node] = event.error or ""
         if self._live is not None:
             self._live.refresh()
-        elif state in ("pushed", "ready", "lost", "away") and not self._json:
-            detail = self._details.get(node, "") if state == "pushed" else ""
-            output.err(f"  {node}: {STATES[state]}{f' ({detail})' if detail else ''}", "dim")
+        elif event.state in ("pushed", "ready", "lost", "away") and not self._json:
+            detail = self._details.get(event.node, "") if event.state == "pushed" else ""
+            output.err(f"  {event.node}: {STATES[event.state]}{f' ({detail})' if detail else ''}", "dim")
 
     def _table(self) -> Any:
         from rich.table import Table
         from rich.text import Text
 
         table = Table(box=None, pad_edge=False, show_header=False)
-        for node, state in self._states.items():
+        for node, state in self._progress.nodes.items():
             colour = {"ready": "green", "running": "green", "failed": "red", "lost": "red"}.get(state, "yellow")
             # Text, and no markup: an error that a node tells of may have brackets in it.
             detail = Text(printable(self._details.get(node, "")), style="dim")
@@ -190,10 +201,10 @@ class LaunchView:
         return table
 
 
-def _pushed(push: dict[str, Any]) -> str:
-    if push.get("state") == "have":
+def _pushed(push: PushProgress) -> str:
+    if push.state == "have":
         return "unchanged"
-    return f"{_count(push.get('files', 0), 'file')}, {_size(push.get('bytes', 0))} sent"
+    return f"{_count(push.files or 0, 'file')}, {_size(push.bytes or 0)} sent"
 
 
 def _count(number: int, noun: str) -> str:

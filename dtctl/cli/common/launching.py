@@ -8,15 +8,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dtctl import names
 from dtctl.cli import output
 from dtctl.cli.common.agreement import agreed
-from dtctl.cli.common.process import caught_signals, process_start
+from dtctl.cli.common.launcher import caught_signals, process_start
 from dtctl.errors import DtctlError, Interrupted, LaunchError, UsageError
 
 if TYPE_CHECKING:
+    from dtctl.launch.records.events import Event
     from dtctl.plan.model import Plan
     from dtctl.spec.model import Spec
 
@@ -159,11 +160,12 @@ def real_launch(options: LaunchOptions) -> int:
     if options.detach and background is None:
         return background_launch(options, spec, run)
     run = background or run
-    from dtctl.cli.common.launch_end import end_facts, finish
     from dtctl.cli.common.launch_view import LaunchView, show_left_out
+    from dtctl.cli.common.launcher import emitter, finish
     from dtctl.launch.assemble import CodePush, check_program_files, job_of
     from dtctl.launch.cluster import cluster_of
     from dtctl.launch.control.run import launch
+    from dtctl.launch.records.events import Progress, RunEnded, RunPlanned
     from dtctl.launch.records.ledger import Ledger
     from dtctl.node_facts import boot_id, start_ticks
     from dtctl.spec.load import dump_spec
@@ -189,23 +191,15 @@ def real_launch(options: LaunchOptions) -> int:
     record = RunRecord.create(spec.base_dir, info)
     record.write_spec(dump_spec(spec))
     view = LaunchView(json_lines=options.json_lines)
-    attempts, processes_left = 0, dict[str, int | None]()
+    progress = Progress()
+    pass_on = emitter(record, view, json_lines=options.json_lines)
 
-    def emit(event: str, **facts: Any) -> None:
-        nonlocal attempts
-        if event == "start":
-            attempts = int(facts["attempt"]) + 1
-            processes_left.update(dict.fromkeys(cluster.targets))
-        elif event == "node" and "left" in facts:
-            processes_left[facts["node"]] = facts["left"]
-        if event != "log":
-            entry = {"event": event, "time": round(time.time(), 3), **facts}
-            record.append_event(entry)
-            if options.json_lines:
-                output.emit_json(entry)
-        view.event(event, facts)
+    def emit(event: Event) -> None:
+        progress.apply(event)
+        pass_on(event)
 
-    emit("plan", run=run, kind=job.first_plan.kind, world_size=job.first_plan.world_size, nodes=[*cluster.targets])
+    plan = job.first_plan
+    emit(RunPlanned(run=run, kind=plan.kind, world_size=plan.world_size, nodes=tuple(cluster.targets)))
     view.begin(job.first_plan)
     with record.launcher_lock(), caught_signals() as signals:
         try:
@@ -215,14 +209,13 @@ def real_launch(options: LaunchOptions) -> int:
             view.end_table()
             number = signals[-1] if signals else None
             code_of_end = 128 + number if number else exc.exit_code
-            counts = list(processes_left.values())
-            left_behind = None if None in counts else sum(count or 0 for count in counts)
-            end_event = end_facts(
-                run, "stopped" if number else "failed", code_of_end, attempts=attempts, left_behind=left_behind,
-                error=str(exc),
+            emit(
+                RunEnded(
+                    run=run, status="stopped" if number else "failed", exit_code=code_of_end,
+                    attempts=progress.attempt + 1, left_behind=progress.left_behind, error=str(exc),
+                )
             )  # fmt: skip
-            emit("done", **end_event)
-            when = "while it was to be started again" if attempts else "before the job was started"
+            when = "before the job was started" if progress.attempt < 0 else "while it was to be started again"
             raise Interrupted(f"stopped {when}", signal=number) if number else exc from None
         finally:
             view.end_table()
@@ -252,10 +245,10 @@ def background_launch(options: LaunchOptions, spec: Spec, run: str) -> int:
     view = LaunchView(json_lines=options.json_lines)
     view.expect(node.name for node in resolve_nodes(spec))
 
-    def on_event(event: dict[str, Any]) -> None:
+    def on_event(event: Event) -> None:
         if options.json_lines:
-            output.emit_json(event)
-        view.event(event["event"], event)
+            output.emit_json(event.to_json())
+        view.event(event)
 
     exit_code, text = launch_in_background(spec.base_dir, run, on_event=on_event)
     view.end_table()

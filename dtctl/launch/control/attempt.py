@@ -17,6 +17,7 @@ from dtctl.launch.control.hang import HangLimit, HangMonitor, Watched
 from dtctl.launch.control.link import error_of
 from dtctl.launch.control.progress import Standing
 from dtctl.launch.control.session import NodeMessage
+from dtctl.launch.records.events import Hung, LogLine, NodeChanged, Note, SnapshotBegun, Stopping, WorkerExited
 from dtctl.launch.records.logs import METRICS
 from dtctl.plan.model import Plan
 
@@ -107,12 +108,12 @@ class Attempt:
             self._on_exit(name, message.data)
         elif message.kind == "ready":  # a kept run's link stands again
             self.retries.pop(name, None)
-            self.gang.emit("node", node=name, state="running")
+            self.gang.emit(NodeChanged(node=name, state="running"))
         elif message.kind == "stopped":
             self._on_stopped(name, message.data)
         elif message.kind == "cold" and name not in self.cold_nodes:
             self.cold_nodes.add(name)
-            self.gang.emit("note", node=name, text=f"workers start without preloaded modules: {message.data['why']}")
+            self.gang.emit(Note(node=name, text=f"workers start without preloaded modules: {message.data['why']}"))
         elif message.kind == "metrics-begin" and self._has_metrics(name):
             self.gang.logs.begin_metrics(name)
         elif message.kind == "error":
@@ -139,23 +140,21 @@ class Attempt:
         if rank != METRICS and rank not in self.ranks.get(name, ()):  # a line can begin like one of another worker
             rank = AGENT
         for text in self.gang.logs.write(name, rank, payload):
-            self.gang.emit("log", node=name, rank=rank, text=text)
+            self.gang.emit(LogLine(node=name, rank=rank, text=text))
         refusal = self.gang.logs.refusal()
         if refusal is not None:
-            self.gang.emit(
-                "note", node=name, text=f"output is displayed but no longer saved on this machine: {refusal}"
-            )
+            self.gang.emit(Note(node=name, text=f"output is displayed but no longer saved on this machine: {refusal}"))
         # Metrics come from a step that all workers have taken part in, the silent ones too; those that come before the
         # workers are those of the attempt before.
         for node in sorted((self.silent_nodes if rank == METRICS else self.silent_nodes & {name}) - self.starting):
             self.silent_nodes.discard(node)
-            self.gang.emit("node", node=node, state="running")
+            self.gang.emit(NodeChanged(node=node, state="running"))
 
     def _on_started(self, name: str, data: dict[str, Any]) -> None:
         if name not in self.starting:
             return
         self.starting.discard(name)
-        self.gang.emit("node", node=name, state="started", interface=data.get("interface") or None)
+        self.gang.emit(NodeChanged(node=name, state="started", interface=data.get("interface") or None))
         self.all_started = not self.starting
 
     def _on_stopped(self, name: str, data: dict[str, Any]) -> None:
@@ -167,15 +166,15 @@ class Attempt:
             self.outcome.lost_output[name] = data["log_bytes_lost"]
         if data.get("gone"):
             self.outcome.already_ended.append(name)
-        self.gang.emit("node", node=name, state="stopped", left=data["left"])
+        self.gang.emit(NodeChanged(node=name, state="stopped", left=data["left"]))
         if data.get("record"):
-            self.gang.emit("note", node=name, text=data["record"])
+            self.gang.emit(Note(node=name, text=data["record"]))
 
     def _on_exit(self, name: str, data: dict[str, Any]) -> None:
         if (name, data["rank"]) in self.ended_workers:
             return  # repeated in the summary at the end, in case the first message was lost
         self.ended_workers.add((name, data["rank"]))
-        self.gang.emit("exit", node=name, rank=data["rank"], exit_code=data["code"], signal=data["signal"])
+        self.gang.emit(WorkerExited(node=name, rank=data["rank"], exit_code=data["code"], signal=data["signal"]))
         if not data["code"]:
             self.hang_monitor.worker_ended(data["rank"])
             return
@@ -214,11 +213,11 @@ class Attempt:
         for worker in self.hang_monitor.workers.values():
             if worker.saved > max(worker.first, self.newest_snapshot_step):
                 self.newest_snapshot_step = worker.saved
-                self.gang.emit("snapshot", step=worker.saved)
+                self.gang.emit(SnapshotBegun(step=worker.saved))
 
     def _check_progress(self, now: float) -> None:
         if self.hang_monitor.hangs(now):
-            self.gang.emit("hang", silent_s=round(self.hang_monitor.silent_s or 0.0, 1))
+            self.gang.emit(Hung(silent_s=round(self.hang_monitor.silent_s or 0.0, 1)))
             nodes = {name for name in self.open if self.gang.sessions[name].send({"op": "stacks"})}
             self.hang_monitor.begin_collecting(nodes)
         failure = self.hang_monitor.verdict(now)
@@ -243,7 +242,7 @@ class Attempt:
         now = time.monotonic()
         if name not in self.retries:
             self.retries[name] = _Retry(since=now, next=now + FIRST_RETRY_S)
-            self.gang.emit("node", node=name, state="away")
+            self.gang.emit(NodeChanged(node=name, state="away"))
             return True
         retry = self.retries[name]
         retry.tries += 1
@@ -260,12 +259,12 @@ class Attempt:
         self.open.discard(name)
         self.starting.discard(name)
         self.outcome.left_behind[name] = None
-        self.gang.emit("node", node=name, state=state, left=None)
+        self.gang.emit(NodeChanged(node=name, state=state))
 
     def _stop_others(self, reason: str, *, at_once: bool = False) -> None:
         if self.stop_deadline is not None:
             return
-        self.gang.emit("stopping", reason=reason)
+        self.gang.emit(Stopping(reason=reason))
         self.hang_monitor.stopping()
         # A node needs the grace, a second for strays, and the way there and back.
         self.stop_deadline = time.monotonic() + self.plan.grace_s + 5
@@ -357,5 +356,5 @@ def watch(
             attempt.all_started = False
         attempt.check_deadlines()
     for node, rank, text in gang.logs.flush():
-        gang.emit("log", node=node, rank=rank, text=text)
+        gang.emit(LogLine(node=node, rank=rank, text=text))
     return attempt.close()

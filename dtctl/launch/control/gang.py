@@ -14,17 +14,15 @@ from typing import Any
 
 from dtctl.errors import ConnectError, DtctlError
 from dtctl.launch.control.session import NodeMessage, Session
+from dtctl.launch.records.events import Emit, NodeChanged, PushProgress, TimeIsUp
 from dtctl.launch.records.logs import Logs
 
-PUSH_FACTS = ("sent", "files", "bytes", "state", "path")
 PING_S = 1.0
 START_SILENCE_S = 120.0
 """How long a connected node may take for one step of its preparation, usually for starting Python."""
 PUSH_SILENCE_S = 600.0
 """The same while it checks or copies code, which it does silently."""
 QUIT_LIMIT_S = 2.0
-
-Emit = Callable[..., None]
 
 
 class Gang:
@@ -76,7 +74,7 @@ class Gang:
                     hint="check its load and whether its disk responds",
                 )
                 waiting.discard(name)
-                self.emit("node", node=name, state="failed", error=str(failures[name]))
+                self.emit(NodeChanged(node=name, state="failed", error=str(failures[name])))
             if (
                 message is None
                 or message.session.name in failures
@@ -89,12 +87,12 @@ class Gang:
             elif message.kind == "failed":
                 failures[name] = _as_dtctl_error(message.data["error"])
                 waiting.discard(name)
-                self.emit("node", node=name, state="failed", error=str(failures[name]))
+                self.emit(NodeChanged(node=name, state="failed", error=str(failures[name])))
                 continue
             elif message.kind == "ready":
                 waiting.discard(name)
-            facts = {key: value for key, value in message.data.items() if key in PUSH_FACTS}
-            self.emit("node", node=name, state=message.kind, **({"push": facts} if facts else {}))
+            push = PushProgress(**message.data) if message.kind in ("pushing", "pushed") else None
+            self.emit(NodeChanged(node=name, state=message.kind, push=push))
         return hellos, {name: failures[name] for name in self.sessions if name in failures}
 
     def _is_stuck(self, name: str) -> bool:
@@ -150,7 +148,7 @@ class Gang:
                 session.send({"op": "ping", "time": time.time()})
             if self.time_s is not None and now - self._begun > self.time_s:
                 self.time_s = None
-                self.emit("time-is-up")
+                self.emit(TimeIsUp())
                 self.signals.append(signal.SIGUSR1)
         try:
             message = self.inbox.get(timeout=timeout_s)

@@ -9,6 +9,7 @@ from typing import Any
 
 from dtctl.launch.control.gang import Gang
 from dtctl.launch.control.session import Session
+from dtctl.launch.records.events import NodeLeftOut, NodeReplaced, Note
 from dtctl.transport.fanout import raise_failures
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 10.0
@@ -55,9 +56,8 @@ def choose_nodes(
     deadline, wait_s = time.monotonic() + return_s, FIRST_WAIT_S
     while len(failures) > len(spares) + len(names) - min_nodes and time.monotonic() < deadline and not gang.signals:
         for name, error in failures.items():
-            gang.emit(
-                "note", node=name, text=f"retrying in {wait_s:g} s, since the run needs this node: {error.message}"
-            )
+            text = f"retrying in {wait_s:g} s, since the run needs this node: {error.message}"
+            gang.emit(Note(node=name, text=text))
         gang.idle(wait_s)
         wait_s = min(LONGEST_WAIT_S, 2 * wait_s)
         for name in failures:
@@ -71,10 +71,10 @@ def choose_nodes(
         spare = _spare(gang, spares, call, hellos)
         if spare is not None:
             names[names.index(lost)] = spare
-            gang.emit("replaced", node=lost, by=spare, reason=str(failures[lost]))
+            gang.emit(NodeReplaced(node=lost, by=spare, reason=str(failures[lost])))
         elif len(names) > min_nodes:
             names.remove(lost)
-            gang.emit("left-out", node=lost, nodes=len(names), reason=str(failures[lost]))
+            gang.emit(NodeLeftOut(node=lost, nodes=len(names), reason=str(failures[lost])))
         else:
             raise_failures(failures)
         gang.sessions[lost].close()

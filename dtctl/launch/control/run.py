@@ -21,9 +21,10 @@ from dtctl.launch.control import failure as failures
 from dtctl.launch.control import hang
 from dtctl.launch.control.attempt import AttemptOutcome, watch
 from dtctl.launch.control.failure import AGENT, Failure
-from dtctl.launch.control.gang import Emit, Gang
+from dtctl.launch.control.gang import Gang
 from dtctl.launch.control.session import NodeMessage, NodeSetup, Session
 from dtctl.launch.job import LaunchJob, Result
+from dtctl.launch.records.events import AttemptRunning, AttemptStarting, Emit, Note, Restarting
 from dtctl.launch.records.ledger import Ledger
 from dtctl.launch.records.logs import Logs
 from dtctl.launch.records.record import RunRecord
@@ -99,20 +100,22 @@ class _Launcher:
                 break
             if self._is_stop(failure):
                 subject = "the agent" if failure.rank is None else f"rank {failure.rank}"
-                self.emit("note", node=failure.node, text=f"{subject} {failures.describe(failure)}")
+                self.emit(Note(node=failure.node, text=f"{subject} {failures.describe(failure)}"))
                 break
             if attempt >= plan.max_restarts:
                 break
             decision = self._judge(outcome, failure)
             if decision.give_up_reason:
-                self.emit("note", node=failure.node, text=f"not restarted: {decision.give_up_reason}")
+                self.emit(Note(node=failure.node, text=f"not restarted: {decision.give_up_reason}"))
                 break
             attempt += 1
             self.ledger.enter("idle" if decision.wait_s else "restart")
             reason = failures.describe(failure)
             self.emit(
-                "restart", attempt=attempt, of=plan.max_restarts, reason=reason, wait_s=decision.wait_s,
-                node=failure.node, rank=failure.rank,
+                Restarting(
+                    attempt=attempt, of=plan.max_restarts, reason=reason, wait_s=decision.wait_s,
+                    node=failure.node, rank=failure.rank,
+                )
             )  # fmt: skip
             self.gang.idle(decision.wait_s)
             self.ledger.enter("restart")
@@ -218,7 +221,7 @@ class _Launcher:
     def _attempt(self, plan: Plan) -> AttemptOutcome:
         meeting = plan.rendezvous
         self._attempt_number, self._attempt_begun = plan.attempt, time.monotonic()
-        self.emit("start", attempt=plan.attempt, rendezvous=meeting.endpoint, world_size=plan.world_size)
+        self.emit(AttemptStarting(attempt=plan.attempt, rendezvous=meeting.endpoint, world_size=plan.world_size))
         self.ledger.enter("start")
         self.ledger.attempts = plan.attempt + 1
         try:
@@ -260,7 +263,7 @@ class _Launcher:
         if self.launch_s is None:
             self.launch_s = self.ledger.total_s()
         self.ledger.started()
-        self.emit("started", attempt=self._attempt_number, launch_s=round(self.launch_s, 3))
+        self.emit(AttemptRunning(attempt=self._attempt_number, launch_s=round(self.launch_s, 3)))
 
     def _start_message(self, plan: Plan, node: NodePlan) -> dict[str, Any]:
         workers = [

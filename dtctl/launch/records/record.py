@@ -26,11 +26,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtctl import folders, names, shell
 from dtctl.errors import LaunchError, UsageError
-from dtctl.plan.model import Plan
+
+if TYPE_CHECKING:
+    from dtctl.launch.records.events import Event
+    from dtctl.plan.model import Plan
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 RUN_FILE = "run.json"
@@ -260,9 +263,9 @@ class RunRecord:
             raise LaunchError(f"the plan of run {self.run} is incomplete", where=str(self.folder / names.PLAN_FILE))
         return stored
 
-    def append_event(self, event: dict[str, Any]) -> None:
+    def append_event(self, event: Event) -> None:
         """Append one event; whole lines, whoever else reads. A full disk costs the event, not the run."""
-        line, written = (json.dumps(event, separators=(",", ":")) + "\n").encode(), 0
+        line, written = (json.dumps(event.to_json(), separators=(",", ":")) + "\n").encode(), 0
         with contextlib.suppress(OSError):
             if self._events is None:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
@@ -275,8 +278,10 @@ class RunRecord:
 
     def code_folders(self) -> dict[str, str]:
         """Node -> folder of the pushed code there; without the nodes that were sent none."""
-        pushes = ((event.get("node"), event.get("push", {}).get("path")) for event in self.events())
-        return {str(node): path for node, path in pushes if path}
+        from dtctl.launch.records.events import NodeChanged
+
+        changes = (event for event in self.events() if isinstance(event, NodeChanged))
+        return {event.node: event.push.path for event in changes if event.push is not None and event.push.path}
 
     @contextmanager
     def launcher_lock(self) -> Iterator[None]:
@@ -313,7 +318,7 @@ class RunRecord:
             return None
         return fd
 
-    def events(self) -> Iterator[dict[str, Any]]:
+    def events(self) -> Iterator[Event]:
         """All events so far; a half-written last line, and what is none, is left out."""
         try:
             with os.fdopen(folders.open_regular(str(self.folder / names.EVENTS_FILE)), "rb") as file:
@@ -323,15 +328,9 @@ class RunRecord:
                 text = (data + file.read(EVENTS_BYTES // 2)).decode(errors="replace")
         except OSError:
             return
-        from dtctl.launch.records import validate_records
+        from dtctl.launch.records.events import parse
 
-        for line in text.splitlines():
-            try:
-                event = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if validate_records.event(event):
-                yield event
+        yield from filter(None, map(parse, text.splitlines()))
 
     def log_path(self, node: str, rank: int) -> Path:
         """Where the output of a rank is kept; rank -1 is torchrun's agent."""

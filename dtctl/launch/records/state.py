@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from dtctl import folders, names, node_facts
 from dtctl.launch.records import validate_records
+from dtctl.launch.records.events import Event, JobQueued, Progress, RunEnded
 from dtctl.launch.records.record import RUN_BYTES, RunInfo, RunRecord
 
 
@@ -34,9 +35,9 @@ class RunState:
     """Id of the Slurm job that the run is."""
     looked: float = 0.0
     """When it was last known to be so, in seconds since the epoch: a job of Slurm goes on though nobody looks."""
-    waits: dict[str, Any] | None = None
-    """Why it waits (`reason`) and when Slurm expects to start it (`start`, seconds since the epoch), while it waits."""
-    done: dict[str, Any] | None = None
+    waits: JobQueued | None = None
+    """Why it waits, and when Slurm expects to start it, while it waits."""
+    done: RunEnded | None = None
     """The last event, when there was one."""
     ledger: dict[str, Any] | None = None
     """Where the time went, as the launcher last wrote it: see ledger.py."""
@@ -45,14 +46,6 @@ class RunState:
     def over(self) -> bool:
         """Whether nothing more will happen."""
         return self.status in ("succeeded", "failed", "stopped", "abandoned")
-
-
-def why_again(event: Mapping[str, Any]) -> str:
-    """The reason in an event `restart`, with who it is about: `rank 1 on node2 was ended by signal 9 (SIGKILL)`."""
-    node, rank, reason = event.get("node"), event.get("rank"), str(event.get("reason", ""))
-    if not node:
-        return reason
-    return f"rank {rank} on {node} {reason}" if rank is not None else f"node {node} {reason}"
 
 
 def alive(info: RunInfo) -> bool:
@@ -71,6 +64,14 @@ def alive(info: RunInfo) -> bool:
     return ticks != 0 and (info.pid_started, info.boot) == (ticks, node_facts.boot_id())
 
 
+def progress_of(record: RunRecord) -> Progress:
+    """What the run's events say so far."""
+    progress = Progress()
+    for event in record.events():
+        progress.apply(event)
+    return progress
+
+
 def state_of(record: RunRecord) -> RunState:
     """The state of a run.
 
@@ -78,53 +79,25 @@ def state_of(record: RunRecord) -> RunState:
         LaunchError: the folder is not that of a run.
     """
     info = record.info()
-    status, attempt, done, last = "starting", 0, None, info.started
-    nodes: dict[str, str] = {}
-    restarts: list[str] = []
-    job, waits = "", None
-    for event in record.events():
-        kind = event.get("event")
-        last = float(event.get("time", last))
-        if kind == "plan":
-            nodes = dict.fromkeys(event.get("nodes", []), "connecting")
-        elif kind == "node":
-            nodes[event["node"]] = event["state"]
-        elif kind == "submitted":
-            status, job = "queued", str(event["job"])
-        elif kind == "queued":
-            status, nodes, waits = "queued", {}, {"reason": event["reason"], "start": event["start"]}
-        elif kind == "allocated":
-            nodes, waits = dict.fromkeys(event["nodes"], "connecting"), None
-        elif kind == "start":
-            attempt = int(event.get("attempt", 0))
-        elif kind == "started":
-            status = "running"
-        elif kind == "stopping":
-            status = "stopping"
-        elif kind == "restart":
-            status = "starting"
-            restarts.append(why_again(event))
-        elif kind == "done":
-            status, done = str(event["status"]), event
+    progress = progress_of(record)
+    status, done = progress.status, progress.end
+    last = info.started if progress.last is None else progress.last
     if done is None and not info.slurm and not alive(info) and not record.has_launcher():
         status = "abandoned"
     end = last if done is not None or status == "abandoned" else time.time()
-    duration_s = done.get("duration_s") if done is not None else None
     unwatched = info.slurm and done is None and not record.has_launcher()
+    duration_s = end - info.started if done is None or done.duration_s is None else done.duration_s
     return RunState(
         run=record.run,
         status=status,
         started=info.started,
-        duration_s=max(
-            0.0,
-            float(duration_s) if duration_s is not None and validate_records.number(duration_s) else end - info.started,
-        ),
+        duration_s=max(0.0, duration_s),
         looked=last if unwatched or done is not None else time.time(),
-        attempt=attempt,
-        nodes=nodes,
-        restarts=tuple(restarts),
-        job=job,
-        waits=waits,
+        attempt=max(0, progress.attempt),
+        nodes=progress.nodes,
+        restarts=tuple(restart.cause for restart in progress.restarts),
+        job=progress.job.job if progress.job is not None else "",
+        waits=progress.waits,
         done=done,
         ledger=_ledger(record),
     )
@@ -148,7 +121,7 @@ def where_the_time_went(ledger: dict[str, Any]) -> str:
     return f"useful {useful:.1%}" + (f" ({details})" if details else "")
 
 
-def follow(record: RunRecord, *, interval_s: float = 0.1) -> Iterator[dict[str, Any]]:
+def follow(record: RunRecord, *, interval_s: float = 0.1) -> Iterator[Event]:
     """Events as they are appended, from the first on, until the run is over."""
     yielded = 0
     while True:

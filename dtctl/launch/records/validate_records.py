@@ -1,13 +1,12 @@
 """What files of a run may hold, before anybody believes it: a job, a full disk or a person may have written it.
 
-One schema per file and per event. Versions of dtctl differ in what they record, so missing
-keys are allowed, and keys that nobody reads are not looked at.
+One schema per file; for events see events.py. Versions of dtctl differ in what they record, so missing keys are
+allowed, and keys that nobody reads are not looked at.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, Final
 
 from dtctl.launch.control.messages import (
@@ -55,35 +54,10 @@ def _partial_form(**optional: Check) -> Check:
     return form(optional=optional)
 
 
-_FAILURE: Final = _partial_form(
-    node=nullable(_WORD), rank=_INDEX, exit_code=_INDEX, signal=_INDEX, log=nullable(_WORD), summary=nullable(_TEXT)
-)
 _LEDGER: Final = _partial_form(
     phases_s=_sums, wall_s=finite, goodput=_NUMBER, steps=_NUMBER, steps_lost=nullable(COUNT), attempts=_NUMBER
 )
-_EVENT: Final = form(
-    event=_WORD,
-    optional={
-        "time": _moment, "node": nullable(_WORD), "attempt": _INDEX, "of": _INDEX, "rank": _INDEX, "wait_s": _NUMBER,
-        "step": _INDEX, "exit_code": _INDEX, "signal": _INDEX, "reason": nullable(_TEXT), "text": nullable(_TEXT),
-        "error": nullable(_TEXT), "interface": nullable(_WORD),
-    },
-)  # fmt: skip
 _NAMES: Final = list_of(_WORD)
-_EVENTS: Final[Mapping[str, Check]] = {
-    "plan": _partial_form(nodes=_NAMES),
-    "allocated": form(nodes=_NAMES),
-    "node": form(node=text(4096), state=_WORD, optional={"push": _partial_form(path=_WORD)}),
-    "submitted": form(job=_WORD),
-    "queued": form(optional={"reason": nullable(_TEXT), "start": _NUMBER, "state": nullable(_WORD)}),
-    "done": form(
-        status=_WORD,
-        optional={
-            "attempts": _INDEX, "first_failure": nullable(_FAILURE), "launch_s": _NUMBER, "duration_s": _NUMBER,
-            "left_behind": nullable(COUNT), "goodput": _NUMBER, "lost_output": _sums, "error": nullable(_TEXT),
-        },
-    ),
-}  # fmt: skip
 _NODE: Final = form(
     name=_WORD,
     optional={
@@ -114,11 +88,6 @@ def _is(check: Check, value: Any) -> bool:
 def info(value: Any) -> bool:
     """Whether this says who launched a run."""
     return _is(_INFO, value)
-
-
-def event(value: Any) -> bool:
-    """Whether this is an event: with a kind and a time, and what all of its kind have."""
-    return _is(_EVENT, value) and _is(_EVENTS.get(value["event"], form()), value)
 
 
 def plan(value: Any) -> bool:

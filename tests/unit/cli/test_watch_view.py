@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from dtctl.cli.common.watch_view import Screen, clock, sparkline, tail_of_metrics
+from dtctl.launch.records.events import AttemptRunning, NodeChanged, RunPlanned
 from dtctl.launch.records.record import RunInfo, RunRecord
 from dtctl.node_facts import boot_id, start_ticks
 
@@ -30,10 +31,10 @@ def record(tmp_path: Path) -> RunRecord:
         boot=boot_id(),
     )
     made = RunRecord.create(tmp_path, info)
-    made.append_event({"event": "plan", "time": time.time(), "nodes": ["node1", "node2"]})
+    made.append_event(RunPlanned(nodes=("node1", "node2")))
     for node in ("node1", "node2"):
-        made.append_event({"event": "node", "time": time.time(), "node": node, "state": "running"})
-    made.append_event({"event": "started", "time": time.time()})
+        made.append_event(NodeChanged(node=node, state="running"))
+    made.append_event(AttemptRunning())
     return made
 
 

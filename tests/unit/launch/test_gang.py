@@ -15,6 +15,7 @@ from dtctl.launch.control.failure import first
 from dtctl.launch.control.gang import Gang
 from dtctl.launch.control.hang import HangMonitor
 from dtctl.launch.control.session import NodeMessage, NodeSetup, Session
+from dtctl.launch.records.events import Event, Stopping
 from dtctl.launch.records.logs import Logs
 from dtctl.launch.records.record import RunRecord
 from dtctl.plan.build import PlanFacts, build
@@ -51,11 +52,11 @@ class Rig:
     def __init__(self, folder: Path) -> None:
         spec = parse_spec(SPEC, source="dtctl.yaml", base_dir=folder)
         self.plan: Plan = build(spec, resolve_nodes(spec), run="r", facts=PlanFacts())
-        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.events: list[Event] = []
         self.inbox: queue.Queue[NodeMessage] = queue.Queue()
         self.nodes = {name: Deaf(name, self.inbox) for name in "abc"}
         logs = Logs(RunRecord(folder))
-        self.gang = Gang([*self.nodes.values()], self.inbox, logs=logs, emit=lambda e, **f: self.events.append((e, f)))
+        self.gang = Gang([*self.nodes.values()], self.inbox, logs=logs, emit=self.events.append)
         self.standings: list[Any] = []
         hang_monitor = HangMonitor(
             node_of_rank=dict(enumerate("abc")),
@@ -107,7 +108,7 @@ def test_the_first_failure_ends_the_others_once(rig: Rig) -> None:
         ("b", 1, 3, None),
         ("c", 2, 143, 15),
     ]
-    assert [event for event, _ in rig.events].count("stopping") == 1
+    assert [type(event) for event in rig.events].count(Stopping) == 1
 
 
 def test_a_worker_that_ends_well_does_not_stop_the_others(rig: Rig) -> None:

@@ -8,12 +8,14 @@ import resource
 import threading
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dtctl.errors import LaunchError, UsageError
+from dtctl.launch.records.events import Note, RunPlanned
 from dtctl.launch.records.logs import Logs
 from dtctl.launch.records.record import (
     RUN_NAME,
@@ -61,7 +63,7 @@ def test_everything_is_private_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         record = made(tmp_path, "one")
-        record.append_event({"event": "plan"})
+        record.append_event(RunPlanned())
         record.write_spec("cluster: {}\n")
         write_private(record.folder / "x", "text")
     finally:
@@ -140,11 +142,11 @@ def test_an_unknown_run_is_answered_with_the_nearest(tmp_path: Path) -> None:
 
 def test_events_are_whole_lines_for_whoever_reads_along(tmp_path: Path) -> None:
     record = made(tmp_path, "one")
-    record.append_event({"event": "a", "text": "line\nend \u2028 é"})
+    record.append_event(Note(text="line\nend \u2028 é"))
     with (record.folder / "events.jsonl").open("ab") as file:
-        file.write(b'12\n[]\n\xff\xfe\n\n{"event": "b"}\n{"event": "half')
-    assert [event["event"] for event in RunRecord(record.folder).events()] == ["a", "b"]
-    assert next(iter(record.events()))["text"] == "line\nend \u2028 é"
+        file.write(b'12\n[]\n\xff\xfe\n\n{"event": "start"}\n{"event": "half')
+    assert [event.event for event in RunRecord(record.folder).events()] == ["note", "start"]
+    assert next(iter(record.events())) == Note(text="line\nend \u2028 é", time=ANY)
 
 
 def test_logs_lie_by_node_and_rank(tmp_path: Path) -> None:
@@ -166,7 +168,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, blocked: str) -
 def test_a_full_disk_costs_records_and_not_the_run(tmp_path: Path) -> None:
     record = made(tmp_path, "one")
     (record.folder / "events.jsonl").symlink_to("/dev/full")
-    record.append_event({"event": "plan"})
+    record.append_event(RunPlanned())
     logs = Logs(record)
     logs._files[("a", 0)] = open("/dev/full", "ab", buffering=0)  # noqa: SIM115 - closed with the logs
     assert logs.write("a", 0, b"shown\n") == ["shown"], "people still see it"

@@ -16,6 +16,7 @@ from dtctl.launch import stop
 from dtctl.launch.records.record import RunInfo, RunRecord
 from dtctl.launch.records.state import alive, follow, state_of
 from dtctl.node_facts import boot_id, start_ticks
+from tests.unit.report.runs import append
 
 ME = RunInfo(
     run="r", token="t", pid=os.getpid(), started=100.0, spec="", command=[], detached=False,
@@ -42,7 +43,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 def record_of(folder: Path, *events: dict[str, object], info: RunInfo = ME) -> RunRecord:
     record = RunRecord.create(folder, info)
     for event in events:
-        record.append_event(event)
+        append(record, event)
     return record
 
 
@@ -129,11 +130,11 @@ def test_events_are_followed_to_the_end(tmp_path: Path) -> None:
     record = record_of(tmp_path, PLAN)
     found = []
     for event in follow(record, interval_s=0.001):
-        found.append(event["event"])
-        if event["event"] == "plan":
-            record.append_event(STARTED)
-        if event["event"] == "started":
-            record.append_event(DONE)
+        found.append(event.event)
+        if event.event == "plan":
+            append(record, STARTED)
+        if event.event == "started":
+            append(record, DONE)
     assert found == ["plan", "started", "done"]
 
 

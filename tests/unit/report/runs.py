@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dtctl.launch.records.events import Event, parse
 from dtctl.launch.records.record import RunInfo, RunRecord
 from dtctl.node_facts import start_ticks
 
@@ -32,6 +33,17 @@ def row(step: int, **more: Any) -> dict[str, Any]:
         "tokens_per_s": None, "time": BEGAN + 10 + step, "step_p50_s": 0.9, "step_p95_s": 1.2, "step_max_s": 1.5,
         "rss_gib": 0.5, **more,
     }  # fmt: skip
+
+
+def append(record: RunRecord, event: Mapping[str, Any]) -> None:
+    """Write an event as any version of dtctl, or a broken disk, may have written it."""
+    with (record.folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
+
+
+def parsed(told: Iterable[Mapping[str, Any]]) -> list[Event]:
+    """The same, as they are read."""
+    return [event for one in told if (event := parse(json.dumps(one))) is not None]
 
 
 def events() -> list[dict[str, Any]]:
@@ -82,7 +94,7 @@ def make_run(
     (record.folder / "plan.json").write_text(json.dumps(plan))
     (record.folder / "ledger.json").write_text(json.dumps(LEDGER))
     for event in events() if happened is None else happened:
-        record.append_event(dict(event))
+        append(record, event)
     lines = [json.dumps(one) for one in ([row(n) for n in range(1, 41)] if rows is None else rows)]
     if lines:
         (record.folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")

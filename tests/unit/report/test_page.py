@@ -19,7 +19,7 @@ from dtctl.report.metrics import read
 from dtctl.report.page import clock, page
 from dtctl.report.run import facts
 from tests.command_line import dtctl
-from tests.unit.report.runs import BEGAN, events, make_run, row
+from tests.unit.report.runs import BEGAN, events, make_run, parsed, row
 
 
 def text_of(html: str) -> str:
@@ -31,7 +31,7 @@ def report(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_course_of_a_run() -> None:
-    history = history_of(events(), began=BEGAN, length_s=60.0)
+    history = history_of(parsed(events()), began=BEGAN, length_s=60.0)
     spans = [(span.doing, span.begin_s, span.end_s) for span in history.spans if span.node == "b"]
     assert spans == [("prepare", 0, 5), ("start", 5, 10), ("run", 10, 31), ("run", 33, 59)]
     assert [(mark.kind, mark.node) for mark in history.of("failure", "exit")] == [("failure", "b"), ("exit", "a")]

@@ -1,33 +1,64 @@
-"""The end of a run: its last event, what people are told of it, and the exit code."""
+"""What all commands share that launch or follow a run: its signals, where its events go, and its last lines."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from dtctl import names
+from dtctl import names, node_facts
 from dtctl.cli import output
 
 if TYPE_CHECKING:
+    from dtctl.cli.common.launch_view import LaunchView
     from dtctl.launch.job import Result
+    from dtctl.launch.records.events import Emit, Event
     from dtctl.launch.records.record import RunRecord
 
 
-def end_facts(run: str, status: str, exit_code: int, **extra: Any) -> dict[str, Any]:
-    """The fields of a run's last event, `more` among them; what is not given is nothing."""
-    fields = {
-        "run": run,
-        "status": status,
-        "exit_code": exit_code,
-        "attempts": 0,
-        "first_failure": None,
-        "launch_s": None,
-        "duration_s": None,
-        "left_behind": 0,
+def process_start() -> float:
+    """When this process began, on the monotonic clock; needed to count the time of the imports."""
+    ticks = node_facts.start_ticks(os.getpid())
+    if ticks <= 0:  # the system does not say; until now we have computed rather than waited
+        return time.monotonic() - time.process_time()
+    # The kernel counts from boot, sleep included; the monotonic clock leaves sleep out.
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - age
+
+
+@contextmanager
+def caught_signals() -> Iterator[list[int]]:
+    """Signals that ask to stop are written down, for the launcher to act upon between two messages."""
+    received: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _frame: received.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     }
-    return {**fields, **extra}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def finish(result: Result, emit: Any, record: RunRecord) -> int:
+def emitter(record: RunRecord, view: LaunchView | None = None, *, json_lines: bool = False) -> Emit:
+    """Passes every event to the record, to JSON output and to the terminal."""
+
+    def emit(event: Event) -> None:
+        if event.recorded:
+            record.append_event(event)
+            if json_lines:
+                output.emit_json(event.to_json())
+        if view is not None:
+            view.event(event)
+
+    return emit
+
+
+def finish(result: Result, emit: Emit, record: RunRecord) -> int:
     """Tell how the run ended, and why if its logs say so; the exit code."""
     note_end(result, emit)
     show_end(result)
@@ -60,33 +91,34 @@ def _show_continuation(record: RunRecord) -> None:
         )
 
 
-def note_end(result: Result, emit: Any) -> None:
+def note_end(result: Result, emit: Emit) -> None:
     """The last event of a run."""
+    from dtctl.launch.records.events import FirstFailure, RunEnded
+
     failure = result.first_failure
     first_failure = None
     if failure is not None:
-        first_failure = {
-            "node": failure.node,
-            "rank": failure.rank,
-            "exit_code": failure.exit_code,
-            "signal": failure.signal,
-            "log": failure.log,
-            "summary": failure.summary,
-        }
+        first_failure = FirstFailure(
+            node=failure.node,
+            rank=failure.rank,
+            exit_code=failure.exit_code,
+            signal=failure.signal,
+            log=failure.log,
+            summary=failure.summary,
+        )
     emit(
-        "done",
-        **end_facts(
-            result.run,
-            result.status,
-            result.exit_code,
+        RunEnded(
+            run=result.run,
+            status=result.status,
+            exit_code=result.exit_code,
             attempts=result.attempts,
             first_failure=first_failure,
             launch_s=round(result.launch_s, 3) if result.launch_s is not None else None,
             duration_s=round(result.duration_s, 3),
             left_behind=result.left_behind,
             goodput=result.goodput,
-            **({"lost_output": dict(result.lost_output)} if result.lost_output else {}),
-        ),
+            lost_output=dict(result.lost_output),
+        )
     )
 
 

@@ -1,0 +1,403 @@
+"""What happens to a run: a type per event, its line in events.jsonl, and the one fold from events to a run's state.
+
+A launcher creates events; the terminal, `--json` and the run's record receive the same ones. Who reads a record gets
+them back from `parse`, which leaves out what is none: a job, a full disk or a person may have written it. Versions of
+dtctl differ in what they record, so most fields have a default, and fields that are not known are not read.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
+
+from annotated_types import Ge, Gt, Le, Lt
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+Moment = Annotated[float, Ge(0), Lt(1 << 36)]
+"""Seconds since the epoch."""
+Seconds = Annotated[float, Gt(-1e300), Lt(1e300)]
+"""A duration; neither infinite nor NaN."""
+Index = Annotated[int, Ge(-(1 << 31)), Le(1 << 31)]
+Count = Annotated[int, Ge(0), Le(1 << 63)]
+
+_OPTIONAL: Final = {"optional": True}
+"""Of fields that are left out of the JSON object while they are None or empty."""
+
+
+def _now() -> float:
+    return round(time.time(), 3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened to a run."""
+
+    event: ClassVar[str]
+    """What the key `event` says in JSON."""
+    recorded: ClassVar[bool] = True
+    """Whether it is written into events.jsonl."""
+    time: Moment = field(default_factory=_now)
+
+    def to_json(self) -> dict[str, Any]:
+        """The event as a JSON object: `event`, `time`, and its facts."""
+        facts = _object(self)
+        return {"event": self.event, "time": facts.pop("time"), **facts}
+
+
+def _object(value: Any) -> dict[str, Any]:
+    items = {}
+    for each in fields(value):
+        item = getattr(value, each.name)
+        if each.metadata.get("optional") and (item is None or item == {}):
+            continue
+        items[each.name] = _object(item) if is_dataclass(item) else item
+    return items
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlanned(Event):
+    """The first event of a run."""
+
+    event = "plan"
+    run: str = ""
+    kind: str = ""
+    """torchrun, direct, ...: how workers are started."""
+    world_size: Count = 0
+    nodes: tuple[str, ...] = ()
+    """Empty for a job of Slurm, which has none yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushProgress:
+    """How far the code is on its way to a node."""
+
+    sent: Count | None = field(default=None, metadata=_OPTIONAL)
+    """Bytes so far."""
+    files: Count | None = field(default=None, metadata=_OPTIONAL)
+    bytes: Count | None = field(default=None, metadata=_OPTIONAL)
+    state: str | None = field(default=None, metadata=_OPTIONAL)
+    """`have`: the node had it already."""
+    path: str | None = field(default=None, metadata=_OPTIONAL)
+    """Its folder there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeChanged(Event):
+    """A node is in another state."""
+
+    event = "node"
+    node: str
+    state: str
+    """connected, hello, pushing, pushed, ready, started, running, away, stopped, lost or failed"""
+    push: PushProgress | None = field(default=None, metadata=_OPTIONAL)
+    error: str | None = field(default=None, metadata=_OPTIONAL)
+    interface: str | None = field(default=None, metadata=_OPTIONAL)
+    """The network interface between the nodes, as the node has found it."""
+    left: Count | None = field(default=None, metadata=_OPTIONAL)
+    """Processes left there after a stop; None: not asked, or it could not be."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The event as a JSON object; `left` is null for a node that is over and could not be asked."""
+        facts = super(NodeChanged, self).to_json()  # slots make another class of this one
+        return {**facts, "left": self.left} if self.state in ("stopped", "lost") else facts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptStarting(Event):
+    """All nodes are told to start their workers."""
+
+    event = "start"
+    attempt: Index = 0
+    rendezvous: str | None = field(default=None, metadata=_OPTIONAL)
+    world_size: Count | None = field(default=None, metadata=_OPTIONAL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptRunning(Event):
+    """Every node has started its workers."""
+
+    event = "started"
+    attempt: Index = 0
+    launch_s: Seconds | None = None
+    """From the start of the launcher to the first of these."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerExited(Event):
+    """A worker's process has ended."""
+
+    event = "exit"
+    node: str = ""
+    rank: Index | None = None
+    """-1: torchrun's agent."""
+    exit_code: Index | None = None
+    signal: Index | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note(Event):
+    """Something that is no failure and may explain one."""
+
+    event = "note"
+    node: str | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopping(Event):
+    """All nodes are told to stop their workers."""
+
+    event = "stopping"
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotBegun(Event):
+    """Workers have begun to write a snapshot."""
+
+    event = "snapshot"
+    step: Count = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hung(Event):
+    """The run makes no progress; the stacks of all workers are requested."""
+
+    event = "hang"
+    silent_s: Seconds = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeIsUp(Event):
+    """`job.time_s` has passed."""
+
+    event = "time-is-up"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restarting(Event):
+    """Another attempt follows one that has failed."""
+
+    event = "restart"
+    attempt: Index = 0
+    of: Index = 0
+    """Most restarts."""
+    reason: str | None = None
+    node: str | None = None
+    rank: Index | None = None
+    """Of the first failure; None: the node as a whole."""
+    wait_s: Seconds | None = field(default=None, metadata=_OPTIONAL)
+
+    @property
+    def cause(self) -> str:
+        """The reason with who it is about: `rank 1 on node2 was ended by signal 9 (SIGKILL)`."""
+        if not self.node:
+            return self.reason or ""
+        subject = f"rank {self.rank} on {self.node}" if self.rank is not None else f"node {self.node}"
+        return f"{subject} {self.reason or ''}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReplaced(Event):
+    """A spare takes the place of a node."""
+
+    event = "replaced"
+    node: str = ""
+    by: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLeftOut(Event):
+    """The run continues without a node."""
+
+    event = "left-out"
+    node: str = ""
+    nodes: Count = 0
+    """How many it continues with."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenUp(Event):
+    """A new launcher controls the run."""
+
+    event = "taken-up"
+    pid: Count = 0
+    attempt: Index | None = field(default=None, metadata=_OPTIONAL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSubmitted(Event):
+    """Slurm has accepted the run as a job."""
+
+    event = "submitted"
+    job: str
+    site: str = ""
+    """Host on which Slurm's commands run."""
+    folder: str = ""
+    """Of the job's files, on that host."""
+    python: str = ""
+    """Interpreter there."""
+    workers_apart: bool = False
+    """Whether each worker is a task of its own (kind direct)."""
+    slots: Count = 1
+    max_attempts: Index = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobQueued(Event):
+    """The job waits for Slurm."""
+
+    event = "queued"
+    job: str = ""
+    state: str | None = None
+    """Slurm's word for it."""
+    reason: str | None = None
+    start: Seconds | None = None
+    """When Slurm expects to start it, in seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodesAllocated(Event):
+    """Slurm has given the job these nodes."""
+
+    event = "allocated"
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstFailure:
+    """Who failed first, and how."""
+
+    node: str | None = None
+    rank: Index | None = None
+    exit_code: Index | None = None
+    signal: Index | None = None
+    log: str | None = None
+    """File on the control machine."""
+    summary: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnded(Event):
+    """The last event of a run."""
+
+    event = "done"
+    run: str = ""
+    status: str
+    """succeeded, failed or stopped"""
+    exit_code: Index = 0
+    attempts: Index = 0
+    first_failure: FirstFailure | None = None
+    launch_s: Seconds | None = None
+    duration_s: Seconds | None = None
+    left_behind: Count | None = None
+    """Processes left on all nodes; None when one of them could not be asked."""
+    goodput: Seconds | None = field(default=None, metadata=_OPTIONAL)
+    lost_output: Mapping[str, int] = field(default_factory=dict, metadata=_OPTIONAL)
+    """Node -> bytes that could not be stored."""
+    error: str | None = field(default=None, metadata=_OPTIONAL)
+    """Why it was never started, or could not be started again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogLine(Event):
+    """A line that a worker has printed."""
+
+    event = "log"
+    recorded = False
+    node: str
+    rank: int
+    text: str
+
+
+Emit = Callable[[Event], None]
+TYPES: Final[Mapping[str, type[Event]]] = {each.event: each for each in Event.__subclasses__() if each.recorded}
+
+
+@functools.cache
+def _adapter(kind: str) -> TypeAdapter[Event]:
+    from pydantic import TypeAdapter  # only to read a record, which a launch does not
+
+    return TypeAdapter(TYPES[kind])
+
+
+def parse(line: str) -> Event | None:
+    """The event in a line of events.jsonl; None when the line holds none."""
+    from pydantic import ValidationError
+
+    try:
+        kind = json.loads(line)["event"]
+        return _adapter(kind).validate_json(line, strict=True) if kind in TYPES else None
+    except (ValueError, TypeError, KeyError, RecursionError, ValidationError):
+        return None
+
+
+@dataclass(slots=True)
+class Progress:
+    """A run as its events tell it: `apply` each of them, in their order."""
+
+    status: str = "starting"
+    """queued (Slurm has it), starting, running, stopping, succeeded, failed or stopped"""
+    last: float | None = None
+    """When the last event happened, in seconds since the epoch."""
+    attempt: int = -1
+    """The newest that was started; -1: none was."""
+    launch_s: float | None = None
+    nodes: dict[str, str] = field(default_factory=dict)
+    """Node -> its last state."""
+    all_nodes: set[str] = field(default_factory=set)
+    """Every node that ever took part."""
+    left: dict[str, int | None] = field(default_factory=dict)
+    """Node -> processes left there; None while they may run, and when the node could not be asked."""
+    restarts: list[Restarting] = field(default_factory=list)
+    job: JobSubmitted | None = None
+    waits: JobQueued | None = None
+    """While the job waits."""
+    end: RunEnded | None = None
+
+    def apply(self, event: Event) -> None:
+        """Take an event into account."""
+        self.last = event.time
+        match event:
+            case NodeChanged():
+                self.nodes[event.node] = event.state
+                self.all_nodes.add(event.node)
+                if event.left is not None:
+                    self.left[event.node] = event.left
+            case RunPlanned() | NodesAllocated():
+                self.nodes, self.waits = dict.fromkeys(event.nodes, "connecting"), None
+                self.all_nodes.update(event.nodes)
+            case NodeReplaced():
+                self.nodes[event.by] = self.nodes.pop(event.node, "ready")
+            case NodeLeftOut():
+                self.nodes.pop(event.node, None)
+            case JobSubmitted():
+                self.status, self.job = "queued", event
+            case JobQueued():
+                self.status, self.nodes, self.waits = "queued", {}, event
+            case AttemptStarting():
+                self.attempt = event.attempt
+                self.left = dict.fromkeys(self.nodes)
+            case AttemptRunning():
+                self.status, self.launch_s = "running", self.launch_s if self.launch_s is not None else event.launch_s
+            case Stopping():
+                self.status = "stopping"
+            case Restarting():
+                self.status = "starting"
+                self.restarts.append(event)
+            case RunEnded():
+                self.status, self.end = event.status, event
+
+    @property
+    def left_behind(self) -> int | None:
+        """Processes left on all nodes; None when that is not known."""
+        counts = list(self.left.values())
+        return None if None in counts else sum(count or 0 for count in counts)
