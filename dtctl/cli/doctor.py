@@ -108,16 +108,17 @@ def explain_logs(paths: Sequence[Path], *, json_lines: bool) -> int:
     from dtctl.doctor.explain.lines import shown
     from dtctl.errors import DoctorFailed
 
-    diagnoses, unread = explain_all(paths)
-    for path in unread:
+    explained = explain_all(paths)
+    for path in explained.unread:
         output.err(f"warning: {shown(path.file)}: {path.why}", "yellow")
     if json_lines:
         output.emit_json(
             {
-                "diagnoses": [diagnosis.as_json() for diagnosis in diagnoses],
-                "unread": [{"file": path.file, "why": path.why} for path in unread],
+                "verdict": explained.verdict,
+                "diagnoses": [diagnosis.as_json() for diagnosis in explained.diagnoses],
+                "unread": [{"file": path.file, "why": path.why} for path in explained.unread],
             }
         )
     else:
-        doctor_view.show_diagnoses(diagnoses)
-    return 0 if diagnoses[0].id == "unknown" else DoctorFailed.exit_code
+        doctor_view.show_explanation(explained)
+    return 0 if explained.verdict == "no-failure" else DoctorFailed.exit_code

@@ -11,7 +11,7 @@ from dtctl.errors import UsageError
 
 if TYPE_CHECKING:
     from dtctl.doctor.examine import Examination
-    from dtctl.doctor.explain.diagnose import Diagnosis
+    from dtctl.doctor.explain.diagnose import Diagnosis, Explanation
     from dtctl.doctor.findings import Finding
 
 
@@ -49,12 +49,17 @@ def show_findings(findings: Sequence[Finding]) -> None:
             output.out(f"  | {line}")
 
 
-def show_diagnoses(diagnoses: Sequence[Diagnosis]) -> None:
-    """The primary cause with its evidence, then what follows from it, a line each."""
+def show_explanation(explained: Explanation) -> None:
+    """The primary cause with its evidence, then what follows from it, then what else was found, a line each."""
     from dtctl.doctor.explain.lines import shown
 
-    first = diagnoses[0]
-    output.out(f"cause: {first.cause}{_ranks_and_nodes(first)}", "bold")
+    if explained.verdict == "no-failure":
+        output.out("no failure in these logs", "bold")
+        _show_rest("also seen:", explained.diagnoses)
+        return
+    first, *rest = explained.diagnoses
+    label = "cause" if explained.verdict == "explained" else "failed, not understood"
+    output.out(f"{label}: {first.cause}{_ranks_and_nodes(first)}", "bold")
     if first.confidence in ("low", "medium", "ambiguous"):
         output.out(f"  confidence: {first.confidence}")
     output.out(f"  fix: {first.fix}")
@@ -62,10 +67,14 @@ def show_diagnoses(diagnoses: Sequence[Diagnosis]) -> None:
         output.out(f"  | {shown(evidence.file)}:{evidence.line}: {evidence.text}")
     if first.source:
         output.out(f"  see {first.source}")
-    if len(diagnoses) > 1:
-        follow = first.id != "unknown" and not any(other.survived for other in diagnoses[1:])
-        output.out("also found, probably as a consequence:" if follow else "also found:")
-    for diagnosis in diagnoses[1:]:
+    _show_rest("consequences:", [one for one in rest if one.follows])
+    _show_rest("also found:", [one for one in rest if not one.follows])
+
+
+def _show_rest(heading: str, diagnoses: Sequence[Diagnosis]) -> None:
+    if diagnoses:
+        output.out(heading)
+    for diagnosis in diagnoses:
         output.out(f"  {diagnosis.id}: {diagnosis.cause}{_ranks_and_nodes(diagnosis)}")
 
 
@@ -74,11 +83,11 @@ def show_cause(logs: Path) -> None:
     from dtctl.doctor.explain.diagnose import explain
 
     try:
-        first = explain([logs])[0]
+        first = next(iter(explain([logs])), None)
     except UsageError:  # nothing was printed, so nothing can be said
         return
     # A plain exception was shown already, and a mere consequence would only distract from what was.
-    if first.id in ("unknown", "exception") or first.confidence == "low":
+    if first is None or not first.primary or first.id in ("unknown", "exception") or first.confidence == "low":
         return
     output.err(f"cause: {first.cause}{_ranks_and_nodes(first)}", "bold")
     output.err(f"  fix: {first.fix}")

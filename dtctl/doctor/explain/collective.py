@@ -1,8 +1,9 @@
 """Which rank kept the others waiting in a collective, from what the watchdogs of all ranks have printed. Pure.
 
-Every rank counts its collectives. If the counts of the ranks that gave up differ, the one with the lowest is late; if
-one has not given up at all, it is the one that they waited for; if they gave up on different operations of the same
-number, the program calls them in different order.
+Every rank counts its collectives. One table of all that was said about them (rank, process group, number, operation,
+sizes) tells who differs: if the counts of the ranks that gave up differ, the one with the lowest is late; if one has not
+given up at all, it is the one that they waited for; if they gave up on different operations of the same number, the
+program calls them in different order. Nobody is accused by the logs of a few ranks for not being in them.
 """
 
 from __future__ import annotations
@@ -14,13 +15,18 @@ from dataclasses import dataclass
 
 from dtctl.doctor.explain.lines import LogLine
 
-_TIMEOUT = re.compile(r"WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+)(?:, NumelIn=(?P<numel>\d+))?")
+_TIMEOUT = re.compile(
+    r"WorkNCCL\((?:SeqNum=(?P<seq>\d+), )?OpType=(?P<op>\w+)(?:, (?:NumelIn=(?P<numel>\d+)|TensorShape=\[(?P<shape>[\d, ]*)\]))?"
+)
+_SPOKEN_RANK = re.compile(r"[Rr]ank (?P<rank>\d+)\] (?:Watchdog|Timeout|Exception|Process group|Found|Some|To avoid|Received)|\bRank (?P<named>\d+)\]")
 _LAST = re.compile(
     r"last enqueued (?:NCCL )?work: (?P<enqueued>\d+), last completed (?:NCCL )?work: (?P<completed>\d+)"
 )
 _GROUP = re.compile(r"\[PG (?:ID )?(?P<group>\d+)")
-_FIXED_SIZE = ("ALLREDUCE", "BROADCAST", "REDUCE", "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE")
+_LAGGING = re.compile(r"ranks? \[(?P<ranks>[\d, ]+)\] (?:are|is) the lagging|lagging(?:/dead/mismatched)? ranks? .*?\[(?P<more>[\d, ]+)\]")
+_FIXED_SIZE = ("ALLREDUCE", "BROADCAST", "REDUCE", "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE", "ALLGATHER_BASE")
 """Operations in which every rank brings as many numbers as the others."""
+_WORLD = re.compile(r"\b(?:world[_ ]?size|nranks|nRanks|WORLD_SIZE)['\"]?\s*[=: ]\s*(?P<world>\d{1,6})\b|\d+/(?P<clients>\d+) clients joined")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,45 +39,118 @@ class CollectiveVerdict:
     said: str
 
 
-def judge(lines: Iterable[LogLine], ranks: set[int]) -> CollectiveVerdict | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """The collective that a rank gave up on."""
+
+    group: str
+    number: int
+    op: str
+    size: str
+
+    @property
+    def said(self) -> str:
+        """`ALLREDUCE of 112 elements`."""
+        return f"{self.op} of {self.size} elements" if self.size and self.op in _FIXED_SIZE else self.op
+
+
+@dataclass(slots=True)
+class CollectiveTable:
+    """All that the watchdogs have said."""
+
+    calls: dict[int, Call]
+    enqueued: dict[str, dict[int, int]]
+    lagging: tuple[int, ...] = ()
+
+    @property
+    def told(self) -> str:
+        """What was waited for, when all say the same; empty otherwise."""
+        said = {(call.number, call.said) for call in self.calls.values()}
+        if len(said) != 1:
+            return ""
+        number, what = next(iter(said))
+        return f"collective {number}, {what}" if number >= 0 else what
+
+
+    @property
+    def apart(self) -> tuple[tuple[int, ...], str] | None:
+        """The ranks of the smaller side and what both sides wait in, where they wait in different collectives."""
+        sides: dict[tuple[int, str], list[int]] = {}
+        if len({call.group for call in self.calls.values()}) > 1:
+            return None
+        for rank, call in self.calls.items():
+            sides.setdefault((call.number, call.said), []).append(rank)
+        if len(sides) < 2:
+            return None
+        told = "; ".join(
+            f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))} in collective {number}, {what}"
+            for (number, what), ranks in sorted(sides.items(), key=lambda side: len(side[1]))[:4]
+        )
+        fewest = min(sides.values(), key=len)
+        return (tuple(sorted(fewest)) if len(fewest) < len(self.calls) / 2 else ()), told
+
+
+def rank_in(line: LogLine) -> int | None:
+    """The rank that a watchdog's line is of."""
+    if line.rank is not None:
+        return line.rank
+    found = _SPOKEN_RANK.search(line.raw)
+    return int(found["rank"] or found["named"]) if found else None
+
+
+def world_in(text: str) -> int:
+    """The number of ranks that a line tells, 0 without."""
+    found = _WORLD.search(text)
+    return int(found["world"] or found["clients"]) if found else 0
+
+
+def table_of(lines: Iterable[LogLine]) -> CollectiveTable:
+    """What the lines in which watchdogs speak say."""
+    table = CollectiveTable(calls={}, enqueued={})
+    for line in lines:
+        if found := _LAGGING.search(line.text):
+            table.lagging = tuple(int(word) for word in re.findall(r"\d+", found["ranks"] or found["more"]))
+        rank = rank_in(line)
+        if rank is None:
+            continue
+        group = _GROUP.search(line.raw)
+        name = group["group"] if group else ""
+        if found := _TIMEOUT.search(line.text):
+            size = found["numel"] or (found["shape"] or "").replace(" ", "")
+            table.calls.setdefault(rank, Call(group=name, number=int(found["seq"] or -1), op=found["op"], size=size))
+        if found := _LAST.search(line.text):
+            table.enqueued.setdefault(name, {}).setdefault(rank, int(found["enqueued"]))
+    return table
+
+
+def judge(table: CollectiveTable, ranks: set[int], world: int = 0) -> CollectiveVerdict | None:
     """Who is to blame for a collective that timed out; None when the texts do not tell.
 
     Args:
-        lines: the lines of all ranks in which a watchdog speaks.
-        ranks: all ranks of the job that are known.
+        table: what the watchdogs of all ranks said.
+        ranks: all ranks of the job that have printed anything, or that its plan has.
+        world: how many ranks there should be; 0 when the logs do not tell.
     """
-    timeouts: dict[int, tuple[int, str, int]] = {}
-    enqueued: dict[str, dict[int, int]] = {}
-    for line in lines:
-        if line.rank is None:
+    if table.lagging:
+        return CollectiveVerdict(kind="behind", ranks=table.lagging, said="torch itself calls it the one that lags")
+    if len(table.calls) < 2:
+        return None
+    return _mismatch(table.calls) or _behind(table) or _silent(table.calls, ranks, world)
+
+
+def _mismatch(calls: dict[int, Call]) -> CollectiveVerdict | None:
+    for number in sorted({call.number for call in calls.values() if call.number >= 0}):
+        said = {rank: call.said for rank, call in calls.items() if call.number == number}
+        if len({call.group for call in calls.values() if call.number == number}) > 1:
             continue
-        if found := _TIMEOUT.search(line.text):
-            timeouts.setdefault(line.rank, (int(found["seq"]), found["op"], int(found["numel"] or -1)))
-        if found := _LAST.search(line.text):
-            group = _GROUP.search(line.raw)
-            enqueued.setdefault(group["group"] if group else "", {}).setdefault(line.rank, int(found["enqueued"]))
-    if len(timeouts) < 2:
-        return _silent(timeouts, ranks)
-    return _mismatch(timeouts) or _behind(timeouts, enqueued) or _silent(timeouts, ranks)
-
-
-def _mismatch(timeouts: dict[int, tuple[int, str, int]]) -> CollectiveVerdict | None:
-    for number in sorted({seq for seq, _, _ in timeouts.values()}):
-        calls = {
-            rank: f"{op} of {numel} elements" if op in _FIXED_SIZE and numel >= 0 else op
-            for rank, (seq, op, numel) in timeouts.items()
-            if seq == number
-        }
-        counted = Counter(calls.values()).most_common()
+        counted = Counter(said.values()).most_common()
         if len(counted) < 2:
             continue
         most = counted[0]
         tied = most[1] == counted[1][1]
-        odd = sorted(rank for rank, call in calls.items() if tied or call != most[0])
-        said = "; ".join(
-            f"rank {rank} called {calls[rank]}" for rank in (odd if tied else [*odd, *_one(calls, most[0])])
-        )
-        return CollectiveVerdict(kind="mismatch", ranks=tuple(odd), said=f"at collective {number}, {said}")
+        odd = sorted(rank for rank, call in said.items() if tied or call != most[0])
+        told = "; ".join(f"rank {rank} called {said[rank]}" for rank in (odd if tied else [*odd, *_one(said, most[0])]))
+        return CollectiveVerdict(kind="mismatch", ranks=tuple(odd), said=f"at collective {number}, {told}")
     return None
 
 
@@ -79,9 +158,13 @@ def _one(calls: dict[int, str], call: str) -> list[int]:
     return [min(rank for rank, called in calls.items() if called == call)]
 
 
-def _behind(timeouts: dict[int, tuple[int, str, int]], enqueued: dict[str, dict[int, int]]) -> CollectiveVerdict | None:
-    counts = [counted for counted in enqueued.values() if len(counted) > 1]
-    counts.append({rank: seq for rank, (seq, _, _) in timeouts.items()})
+def _behind(table: CollectiveTable) -> CollectiveVerdict | None:
+    counts = [counted for counted in table.enqueued.values() if len(counted) > 1]
+    by_group: dict[str, dict[int, int]] = {}
+    for rank, call in table.calls.items():
+        if call.number >= 0:
+            by_group.setdefault(call.group, {})[rank] = call.number
+    counts += [counted for counted in by_group.values() if len(counted) > 1]
     for counted in counts:
         low, high = min(counted.values()), max(counted.values())
         late = sorted(rank for rank, number in counted.items() if number == low)
@@ -92,9 +175,11 @@ def _behind(timeouts: dict[int, tuple[int, str, int]], enqueued: dict[str, dict[
     return None
 
 
-def _silent(timeouts: dict[int, tuple[int, str, int]], ranks: set[int]) -> CollectiveVerdict | None:
-    silent = sorted(ranks - set(timeouts))
-    if timeouts and silent and len(silent) <= len(ranks) / 2:
+def _silent(calls: dict[int, Call], ranks: set[int], world: int) -> CollectiveVerdict | None:
+    if world and len(ranks) < world:  # the logs of some ranks are not here: absence says nothing
+        return None
+    silent = sorted(ranks - set(calls))
+    if silent and len(silent) <= len(ranks) / 2:
         return CollectiveVerdict(
             kind="silent", ranks=tuple(silent), said="all others waited for it, and it never gave up itself"
         )

@@ -1,29 +1,46 @@
 """From what was found in the logs to one cause, its consequences, and whom to look at. Pure.
 
-A cause beats a text that cannot tell between several, and that beats what training has survived, and that a
-consequence; among equals the earliest wins, torchrun's own "first observed failure" before the rest. Where no text is
-known, or all that is known was survived, the answer is `unknown`.
+There are three answers: what failed and why; that it failed, and why is not understood; no failure in these logs. A
+definite cause beats one that a library only reports, that beats the end of a process and a text that has several causes,
+that what a line itself calls a warning or what training has survived, and that a consequence. Among equals a launcher's own
+"first observed failure" wins, then the earliest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from dtctl.doctor.explain import collective
+from dtctl.doctor.explain import collective, interfaces
 from dtctl.doctor.explain.dumps import Dump, judge_dumps, read_dump
-from dtctl.doctor.explain.hits import Hit, collect
+from dtctl.doctor.explain.hits import Found, Hit, Source, collect
 from dtctl.doctor.explain.lines import LogLine, shown
 from dtctl.doctor.explain.read import LogLayout, Unread, dump_files, layout_of, log_files, read
 
 Confidence = Literal["high", "medium", "low", "ambiguous", "unknown"]
+Verdict = Literal["explained", "failed-unknown", "no-failure"]
 MAX_EVIDENCE = 4
 DUMPS_SOURCE = "https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html"
 _BY_WATCHDOG = ("watchdog-timeout", "rank-behind", "rank-silent", "collective-mismatch")
+_WAITING = ("watchdog-timeout", "gloo-timeout", "heartbeat-timeout", "watchdog-stuck", "monitored-barrier", "rank-silent", "rank-behind",
+            "clients-missing", "store-unreachable", "nccl-id-missing")  # fmt: skip
+"""Diagnoses of somebody who was waited for: what the program did before is a part of the cause."""
+_SCHEDULER = ("time-limit", "cancelled", "preempted", "requeued", "node-failed", "oom-killer", "job-memory-limit")
+_CONNECTING = ("no-route", "connect-timeout", "connect-refused", "gloo-connect", "loopback-advertised", "data-ports-dropped", "nccl-error", "remote-error",
+               "peer-closed", "no-common-subnet", "connect-aborted", "ib-connect-timeout", "store-unreachable")  # fmt: skip
+_PEER = re.compile(r"closed by peer \[(?P<peer>[^\]]+)\]")
+XIDS = {
+    48: "an error of its memory that ECC could not correct", 61: "an error of its internal micro-controller", 62: "an error of its internal micro-controller",
+    63: "a row of its memory was remapped or retired", 64: "a row of its memory could not be remapped", 69: "an error of its graphics engine",
+    74: "an NVLink error", 79: "it has fallen off the bus", 92: "many corrected ECC errors", 94: "a contained ECC error", 95: "an uncontained ECC error",
+    109: "a context switch timed out", 119: "its firmware (GSP) does not answer", 120: "an error of its firmware (GSP)", 140: "an unrecovered ECC error",
+    145: "an NVLink error", 149: "an NVLink error", 154: "it has to be reset",
+}  # fmt: skip
 _NEVER = float("inf")
-_ROLES = {"cause": 0, "vague cause": 1, "bare": 2, "ambiguous": 3, "survived": 4, "effect": 5, "note": 6}
+DEFINITE, LIKELY, OPEN, WARNED, SURVIVED_PLACE, EFFECT, NOTE = range(7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,15 +67,27 @@ class Diagnosis:
     evidence: tuple[Evidence, ...]
     survived: bool = False
     """Whether training went on after it."""
+    follows: bool = False
+    """Whether it is a consequence of the primary cause, going by its text or its time."""
 
     def as_json(self) -> dict[str, Any]:
         """As `dtctl doctor --log --json` prints it."""
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What the logs say."""
+
+    verdict: Verdict
+    diagnoses: list[Diagnosis]
+    """The primary one first; where nothing failed none is primary, and there may be none."""
+    unread: list[Unread]
+
+
 UNKNOWN = Diagnosis(
     id="unknown",
-    cause="nothing in these logs is known to dtctl",
+    cause="the job failed, and nothing in these logs tells why",
     nodes=(),
     ranks=(),
     primary=True,
@@ -69,76 +98,184 @@ UNKNOWN = Diagnosis(
 )
 
 
-SURVIVED = replace(UNKNOWN, cause="training went on after every error in these logs")
-
-
 def explain(paths: Sequence[Path]) -> list[Diagnosis]:
-    """Why the job whose logs these are has failed, the primary cause first.
+    """Why the job whose logs these are has failed, the primary cause first; nothing primary where nothing failed.
 
     Raises:
         UsageError: a path cannot be read.
     """
-    return explain_all(paths)[0]
+    return explain_all(paths).diagnoses
 
 
-def explain_all(paths: Sequence[Path]) -> tuple[list[Diagnosis], list[Unread]]:
-    """As `explain`, and which files could not be read, or not to their end, and why.
+def explain_all(paths: Sequence[Path]) -> Explanation:
+    """Which of the three answers, the diagnoses, and which files could not be read, or not to their end, and why.
 
     Raises:
         UsageError: a path does not exist, or the system does not let it be read.
     """
     unread: list[Unread] = []
-    lines = read(log_files(paths), unread)
     layout = layout_of(paths)
     dumps = [dump for file in dump_files(paths) if (dump := read_dump(file)) is not None]
-    return _with_dumps(diagnose(lines, layout), dumps, layout), unread
+    verdict, found = _with_dumps(*diagnose(read(log_files(paths), unread), layout), dumps, layout)
+    return Explanation(verdict=verdict, diagnoses=found, unread=unread)
 
 
-def _with_dumps(found: list[Diagnosis], dumps: Sequence[Dump], layout: LogLayout) -> list[Diagnosis]:
+def _with_dumps(
+    verdict: Verdict, found: list[Diagnosis], dumps: Sequence[Dump], layout: LogLayout
+) -> tuple[Verdict, list[Diagnosis]]:
     """Add what flight recorders say: they know who was late better than watchdogs do, and not why a program ended."""
-    verdict = judge_dumps(dumps)
-    if verdict is None:
-        return found
+    blame = judge_dumps(dumps)
+    if blame is None:
+        return verdict, found
     told = tuple(
         Evidence(file=dump.file, line=0, text=f"rank {dump.rank}: {dump.last}")
-        for dump in sorted(dumps, key=lambda dump: dump.rank not in verdict.ranks)[:MAX_EVIDENCE]
+        for dump in sorted(dumps, key=lambda dump: dump.rank not in blame.ranks)[:MAX_EVIDENCE]
     )
-    blamed = _blame(replace(UNKNOWN, primary=False, source=DUMPS_SOURCE, evidence=told), verdict, layout.node_of)
-    first, *rest = found
-    if first.confidence == "high" and first.id not in _BY_WATCHDOG:
-        return [first, blamed, *rest]
-    return [replace(blamed, primary=True), *(replace(one, primary=False) for one in found if one.id != "unknown")]
+    blamed = _blame(replace(UNKNOWN, primary=False, source=DUMPS_SOURCE, evidence=told), blame, layout.node_of)
+    first = found[0] if found and found[0].primary else None
+    if first is not None and first.confidence == "high" and first.id not in _BY_WATCHDOG:
+        return verdict, [first, blamed, *found[1:]]
+    rest = [replace(one, primary=False) for one in found if one.id != "unknown"]
+    return "explained", [replace(blamed, primary=True), *rest]
 
 
-def diagnose(lines: Iterable[LogLine], layout: LogLayout) -> list[Diagnosis]:
-    """As `explain`, of lines."""
-    watching: list[LogLine] = []
-    hits, ranks, node_of = collect(_noting(lines, watching))
-    ranks |= set(layout.node_of)
-    node_of = {**node_of, **layout.node_of}
+def diagnose(sources: Iterable[Source], layout: LogLayout) -> tuple[Verdict, list[Diagnosis]]:
+    """As `explain_all`, of files that were read."""
+    found = collect(sources)
+    found.ranks |= set(layout.node_of)
+    found.node_of = {**found.node_of, **layout.node_of}
+    _settle_ranks(found.hits)
     groups: dict[tuple[str, str], list[Hit]] = {}
-    for hit in sorted(hits, key=lambda hit: hit.time if hit.time is not None else _NEVER):
+    many = len({hit.line.file for hit in found.hits}) > 1
+    for hit in sorted(found.hits, key=lambda hit: _when(hit, many)):
         groups.setdefault((hit.signature.id, _fill(hit.signature.cause, hit.groups)), []).append(hit)
-    if not groups:
-        return [UNKNOWN]
-    roots = {hit.rank for hit in hits if hit.root}
-    known = {hit.signature.id for hit in hits if not hit.survived}
-    ordered = sorted(groups.values(), key=lambda group: _order(group, roots, known))
-    found = [_diagnosis(group, node_of, layout) for group in ordered]
-    if all(_role(hit) == "note" for hit in hits):
-        return [UNKNOWN, *found]
-    if all(hit.survived or _role(hit) == "note" for hit in hits):
-        return [SURVIVED, *found]
-    found[0] = _sharpen(found[0], hits, watching, ranks, node_of)
-    return [replace(found[0], primary=True), *found[1:]]
+    roots = {hit.rank for hit in found.hits if hit.root}
+    known = {hit.signature.id for hit in found.hits if not hit.survived}
+    ordered = sorted(_merged(groups), key=lambda group: _order(group, roots, known, many=many))
+    diagnoses = [_diagnosis(group, found, layout, known) for group in ordered]
+    if not _failed(found, ordered, known):
+        return "no-failure", diagnoses
+    if not ordered:
+        return "failed-unknown", [_not_understood(found)]
+    place = _place(ordered[0], known)
+    ended = any(_place(group, known) == EFFECT and not all(hit.survived for hit in group) for group in ordered)
+    if place == NOTE or (place in (SURVIVED_PLACE, WARNED) and not ended and not _insists(ordered[0], found)):
+        return "failed-unknown", [_not_understood(found), *diagnoses]
+    ordered, diagnoses = _named_first(ordered, diagnoses)
+    first = _sharpen(diagnoses[0], ordered[0], found)
+    rivals = [group for group in ordered[1:] if _place(group, known) == DEFINITE and group[0].signature.id != ordered[0][0].signature.id]
+    if place == DEFINITE and rivals and not roots and first.confidence == "high" and not _earlier(ordered[0], rivals, many):
+        first = replace(first, confidence="medium")
+    first = replace(first, primary=True)
+    rest = [replace(one, follows=_follows(group, ordered[0], known)) for group, one in zip(ordered[1:], diagnoses[1:], strict=True)]
+    verdict: Verdict = "failed-unknown" if first.confidence in ("low", "unknown") else "explained"
+    if verdict == "failed-unknown":
+        first = _with_last_words(first, found)
+    return verdict, [first, *rest]
 
 
-def _noting(lines: Iterable[LogLine], watching: list[LogLine]) -> Iterator[LogLine]:
-    """The lines, of which those that a watchdog may have printed are kept: a log may be long."""
-    for line in lines:
-        if "work" in line.text or "WorkNCCL" in line.text:
-            watching.append(line)
-        yield line
+def _named_first(ordered: list[list[Hit]], diagnoses: list[Diagnosis]) -> tuple[list[list[Hit]], list[Diagnosis]]:
+    """A store that nobody reached since its name means nothing: the name is the cause, although torch only warns of it."""
+    if diagnoses[0].id in ("store-unreachable", "rendezvous-host", "rendezvous-timeout"):
+        heads = {hit.groups.get("head") for hit in ordered[0]}
+        for number, group in enumerate(ordered):
+            if group[0].signature.id == "name-resolution" and (heads & {hit.groups.get("node") for hit in group} or heads == {None}):
+                order = [number, *(other for other in range(len(ordered)) if other != number)]
+                return [ordered[i] for i in order], [diagnoses[i] for i in order]
+    return ordered, diagnoses
+
+
+def _settle_ranks(hits: list[Hit]) -> None:
+    """Keep the better of two ways in which launchers tell ranks: torchrun's table before local ranks, and both before
+    Slurm's tasks, which under torchrun are nodes."""
+    torchrun = any(hit.end is not None and hit.end.local for hit in hits)
+    table = any(hit.root for hit in hits)
+    for hit in hits:
+        if hit.end is None:
+            continue
+        srun = hit.line.text.startswith("srun:")
+        if (srun and (torchrun or table)) or (hit.end.local and table):
+            hit.rank, hit.ranks = None, ()
+
+
+def _merged(groups: dict[tuple[str, str], list[Hit]]) -> list[list[Hit]]:
+    """One group for each id, but for exceptions, of which several may be told apart."""
+    found: dict[object, list[Hit]] = {}
+    for (id_, cause), hits in groups.items():
+        generic = hits[0].raised is not None and hits[0].weight < 3
+        found.setdefault((id_, cause) if generic else id_, []).extend(hits)
+    return list(found.values())
+
+
+def _failed(found: Found, groups: list[list[Hit]], known: set[str]) -> bool:
+    """Whether anything says that the job failed, and is not only a warning, or a complaint that was survived."""
+    if any(_insists(group, found) for group in groups):
+        return True
+    if any(_place(group, known) in (DEFINITE, LIKELY, OPEN, EFFECT) and not all(hit.survived for hit in group) for group in groups):
+        return True
+    return bool(_complaints(found))
+
+
+def _insists(group: list[Hit], found: Found) -> bool:
+    """Whether a warning is repeated until the log ends: it is waited for, and nothing else happens."""
+    last = group[-1]
+    return (
+        len(group) >= 3 and last.warned and not last.survived and group[0].signature.role == "cause"
+        and last.line.number >= found.length.get(last.line.file, 0) - 3
+    )  # fmt: skip
+
+
+def _complaints(found: Found) -> list[Hit]:
+    return [hit for hit in found.complaints if not hit.survived]
+
+
+def _when(hit: Hit, many: bool) -> tuple[float, int]:
+    """By time where several files are compared, by place within one."""
+    return (hit.time if many and hit.time is not None else _NEVER if many else 0.0, hit.order)
+
+
+def _order(group: list[Hit], roots: set[int | None], known: set[str], *, many: bool) -> tuple[int, bool, tuple[float, int]]:
+    not_root = bool(roots) and not any(hit.rank in roots or roots & set(hit.ranks) for hit in group)
+    return (_place(group, known), not_root, _when(group[0], many))
+
+
+def _place(group: list[Hit], known: set[str]) -> int:
+    """What a group is worth beside the others; `known` are the ids of what was found and not survived."""
+    signature = group[0].signature
+    if signature.role in ("effect", "note"):
+        return EFFECT if signature.role == "effect" else NOTE
+    if all(hit.survived for hit in group):
+        return SURVIVED_PLACE
+    if all(hit.warned for hit in group):
+        return WARNED
+    if signature.role == "symptom" or signature.ambiguous:
+        return OPEN
+    if known & set(signature.yields) - {signature.id} or max(hit.weight for hit in group) < 1:
+        return LIKELY
+    return DEFINITE
+
+
+def _earlier(group: list[Hit], rivals: list[list[Hit]], many: bool) -> bool:
+    """Whether a group is certainly earlier than all of the others: by times, or in one file."""
+    first = group[0]
+    for rival in rivals:
+        other = rival[0]
+        if other.line.file != first.line.file and (first.time is None or other.time is None or first.time >= other.time):
+            return False
+        if other.line.file == first.line.file and _when(first, many) >= _when(other, many):
+            return False
+    return True
+
+
+def _follows(group: list[Hit], first: list[Hit], known: set[str]) -> bool:
+    """Whether a group is a consequence of the first: its text says so, and it does not stand before it."""
+    place = _place(group, known)
+    if place not in (EFFECT, OPEN) or any(hit.survived for hit in first):
+        return False
+    one, other = first[0], group[0]
+    if one.line.file == other.line.file:
+        return other.order >= one.order
+    return one.time is None or other.time is None or other.time >= one.time
 
 
 def hits_of(id_: str, hits: Iterable[Hit]) -> list[Hit]:
@@ -146,24 +283,8 @@ def hits_of(id_: str, hits: Iterable[Hit]) -> list[Hit]:
     return [hit for hit in hits if hit.signature.id == id_]
 
 
-def _role(hit: Hit) -> str:
-    return "ambiguous" if hit.signature.ambiguous else hit.signature.role
-
-
-def _order(group: list[Hit], roots: set[int | None], known: set[str]) -> tuple[int, bool, float]:
-    first = group[0]
-    not_root = bool(roots) and not any(hit.rank in roots for hit in group)
-    return (_ROLES[_place(group, known)], not_root, first.time if first.time is not None else _NEVER)
-
-
-def _place(group: list[Hit], known: set[str]) -> str:
-    """What a group is worth beside the others; `known` are the ids of what was found and not survived."""
-    role = _role(group[0])
-    if role in ("cause", "ambiguous") and all(hit.survived for hit in group):
-        return "survived"
-    if role == "cause" and all(hit.bare for hit in group):
-        return "bare"
-    return "vague cause" if role == "cause" and known & set(group[0].signature.yields) else role
+def _is_address(text: str) -> bool:
+    return text.count(".") == 3 and text.replace(".", "").isdigit() or ":" in text
 
 
 def _fill(text: str, groups: dict[str, str]) -> str:
@@ -172,78 +293,209 @@ def _fill(text: str, groups: dict[str, str]) -> str:
     return " ".join(text.split())
 
 
-def _diagnosis(group: list[Hit], node_of: dict[int, str], layout: LogLayout) -> Diagnosis:
+def _diagnosis(group: list[Hit], found: Found, layout: LogLayout, known: set[str]) -> Diagnosis:
     signature = group[0].signature
     ranks: set[int] = set()
     nodes: set[str] = set()
+    counted = group
+    if any(hit.root for hit in group):  # the launcher itself says whose was the first
+        counted = [hit for hit in group if hit.root]
     if signature.blames == "self":
-        ranks = {hit.rank for hit in group if hit.rank is not None}
-        nodes = {hit.node for hit in group if hit.node is not None}
+        ranks = {hit.rank for hit in counted if hit.rank is not None} | {rank for hit in counted for rank in hit.ranks}
+        nodes = {hit.node for hit in counted if hit.node is not None}
     elif signature.blames == "group":
         for hit in group:
             words = (hit.groups.get("rank", "") + " " + hit.groups.get("ranks", "")).replace(",", " ").split()
             ranks |= {int(word) for word in words}
-            nodes |= {hit.groups["node"]} if "node" in hit.groups else set()
-    nodes |= {node_of[rank] for rank in ranks if rank in node_of}
+            nodes |= {hit.groups[key] for key in ("node", "head") if key in hit.groups and not _is_address(hit.groups[key])}
+    if signature.blames == "all" and len({(hit.node, hit.rank) for hit in group}) == 1:  # where it was seen
+        ranks |= {hit.rank for hit in group if hit.rank is not None}
+        nodes |= {hit.node for hit in group if hit.node is not None}
+    if signature.id in _SCHEDULER:
+        nodes |= {hit.node for hit in group if hit.node is not None}
+    nodes |= {found.node_of[rank] for rank in ranks if rank in found.node_of}
     nodes |= {layout.address_of[hit.groups[key]] for hit in group for key in ("address", "head", "peer")
               if hit.groups.get(key) in layout.address_of}  # fmt: skip
-    confidence: dict[str, Confidence] = {
-        "cause": "high", "bare": "medium", "ambiguous": "ambiguous", "survived": "medium", "effect": "low",
-        "note": "low",
-    }  # fmt: skip
-    place = _place(group, set())
-    cause = _fill(signature.cause, group[0].groups)
-    fix = _fill(signature.fix, group[0].groups)
+    place = _place(group, known)
+    best = max(group, key=lambda hit: (not hit.survived, not hit.bare, len(hit.groups)))
+    cause = _fill(signature.cause, best.groups)
+    fix = _fill(signature.fix, best.groups)
+    if best.raised is not None and best.weight >= 2 and "{text}" not in signature.cause and signature.role == "cause":
+        said = best.groups.get("text", "")
+        cause = f"{cause}: {said}" if said and len(said) < 240 else cause
     if signature.ambiguous and signature.ambiguous not in fix:
         fix = f"ambiguous; rerun with {signature.ambiguous}; {fix}"
     return Diagnosis(
         id=signature.id,
-        cause=f"{cause}; training went on after it" if place == "survived" else cause,
+        cause=f"{cause}; training went on after it" if place == SURVIVED_PLACE else cause,
         nodes=tuple(sorted(nodes)),
         ranks=tuple(sorted(ranks)),
         primary=False,
-        confidence=confidence[place],
-        survived=place == "survived",
+        confidence=_confidence(group, place),
+        survived=place == SURVIVED_PLACE,
         fix=fix,
         source=signature.source,
-        evidence=tuple(_evidence(hit.line) for hit in group[:MAX_EVIDENCE]),
+        evidence=_evidences(group),
     )
+
+
+def _confidence(group: list[Hit], place: int) -> Confidence:
+    if place == OPEN and group[0].signature.ambiguous:
+        return "ambiguous"
+    if place in (EFFECT, NOTE):
+        return "low"
+    if place != DEFINITE:
+        return "medium"
+    generic = all(hit.raised is not None and (hit.bare or not hit.raised.frames) and hit.weight < 3 for hit in group)
+    return "medium" if generic else "high"
+
+
+def _evidences(group: list[Hit]) -> tuple[Evidence, ...]:
+    lines: dict[tuple[str, int], LogLine] = {}
+    for hit in group:
+        lines.setdefault((hit.line.file, hit.line.number), hit.line)
+    return tuple(_evidence(line) for line in list(lines.values())[:MAX_EVIDENCE])
 
 
 def _evidence(line: LogLine) -> Evidence:
     return Evidence(file=line.file, line=line.number, text=shown(line.raw).strip()[:400])
 
 
-def _sharpen(
-    found: Diagnosis, hits: list[Hit], watching: Sequence[LogLine], ranks: set[int], node_of: dict[int, str]
-) -> Diagnosis:
-    """Say more about a primary cause that cannot be told from one line alone, by comparing the ranks."""
-    if found.id == "watchdog-timeout":
-        verdict = collective.judge(watching, ranks)
+def _not_understood(found: Found) -> Diagnosis:
+    """That it failed: with the first lines that complain, who wrote them, and the last line before the silence."""
+    first = _complaints(found)[:MAX_EVIDENCE] or [hit for hit in found.hits if not hit.survived][:MAX_EVIDENCE]
+    said = first[0].line.text.strip()[:200] if first else ""
+    diagnosis = replace(
+        UNKNOWN,
+        cause=f"the job failed, and why is not understood; the first complaint is: {said}" if said else UNKNOWN.cause,
+        ranks=tuple(sorted({hit.rank for hit in first[:1] if hit.rank is not None})),
+        nodes=tuple(sorted({hit.node for hit in first[:1] if hit.node is not None})),
+        evidence=_evidences(first),
+    )
+    return _with_last_words(diagnosis, found)
+
+
+def _with_last_words(diagnosis: Diagnosis, found: Found) -> Diagnosis:
+    said = next((hit.before for hit in found.hits if hit.before is not None), None) or found.last_said
+    if said is None:
+        return diagnosis
+    return replace(diagnosis, cause=f"{diagnosis.cause}; the last line of the program before it: {said.line!r}")
+
+
+def _sharpen(found: Diagnosis, group: list[Hit], all_: Found) -> Diagnosis:
+    """Say more about a primary cause that cannot be told from one line alone, by comparing the ranks and the addresses."""
+    if found.id in ("watchdog-timeout", "heartbeat-timeout", "watchdog-stuck", "watchdog-follow-up"):
+        table = collective.table_of(all_.watching)
+        verdict = collective.judge(table, all_.ranks, all_.world)
         if verdict is not None:
-            return _blame(found, verdict, node_of)
-    if found.id == "gloo-timeout" and {hit.groups.get("way") for hit in hits_of("gloo-timeout", hits)} >= {
-        "send",
-        "recv",
-    }:
+            found = _blame(found, verdict, all_.node_of)
+        elif (apart := table.apart) is not None:
+            who, said_apart = apart
+            found = replace(found, id="collective-mismatch", ranks=who, nodes=_nodes(who, all_.node_of), confidence="medium", cause=f"the ranks are out of step: {said_apart}")
+        elif table.told:
+            if len(table.calls) == 1:
+                found = replace(found, ranks=tuple(table.calls), nodes=_nodes(table.calls, all_.node_of))
+            who = sorted(table.calls)
+            found = replace(found, cause=f"{found.cause}; {_ranks(who)} waited for {table.told}")
+    elif found.id == "gloo-timeout" and {hit.groups.get("way") for hit in hits_of("gloo-timeout", all_.hits)} >= {"send", "recv"}:
         # Ranks that call different collectives look the same (kept as own-wrong-order.log), so this stays ambiguous.
-        return replace(
+        found = replace(
             found,
             cause="one rank cannot send and another waits for it: large packets are lost between them (MTU), or the "
             "ranks called different collectives",
             fix="`dtctl doctor` tests large packets on every pair; else rerun with TORCH_DISTRIBUTED_DEBUG=DETAIL",
         )
+    if found.id == "store-barrier":
+        found = _at_the_barrier(found, group)
+    if found.id == "gpu-fell-off":
+        found = _gpu(found, group)
+    if found.id == "peer-closed":
+        peers = {match["peer"] for hit in group if (match := _PEER.search(hit.raised.text if hit.raised else hit.line.text))}
+        if len(peers) == 1 and not found.nodes and not peers & {"127.0.0.1"}:
+            found = replace(found, nodes=tuple(peers))
+    if found.id in _CONNECTING:
+        found = _addresses(found, group, all_)
+    if found.id in _WAITING:
+        doing = next((hit.before for hit in group if hit.before is not None and hit.before.doing), None)
+        said = doing or next((hit.before for hit in group if hit.before is not None), None)
+        if doing is not None:
+            found = replace(
+                found,
+                cause=f"{found.cause}; just before, the program was {doing.doing}: {doing.line!r}",
+                fix=f"{doing.fix}; {found.fix}",
+            )
+        elif said is not None:
+            found = replace(found, cause=f"{found.cause}; its last line before that: {said.line!r}")
     if found.confidence == "low":
-        complained = {hit.rank for hit in hits if hit.rank is not None}
-        silent = sorted(ranks - complained)
-        if complained and silent and len(silent) <= len(ranks) / 2:
+        complained = {rank for hit in all_.hits for rank in (hit.rank, *hit.ranks) if rank is not None}
+        silent = sorted(all_.ranks - complained)
+        complete = not all_.world or len(all_.ranks) >= all_.world
+        if len(complained) >= 2 and silent and complete and len(silent) <= len(all_.ranks) / 2:
             return replace(
                 found,
                 ranks=tuple(silent),
-                nodes=_nodes(silent, node_of),
+                nodes=_nodes(silent, all_.node_of),
                 confidence="medium",
                 cause=f"{_ranks(silent)} ended without a word and the others lost the connection to it",
             )
+    return found
+
+
+def _at_the_barrier(found: Diagnosis, group: list[Hit]) -> Diagnosis:
+    groups = next((hit.groups for hit in group if "joined" in hit.groups), None)
+    if groups is None:
+        return replace(found, cause="not all processes came to the first barrier of the process group in time")
+    joined, world = int(groups["joined"]), int(groups["world"])
+    why = (
+        "more processes were started than it knows of, or the store still has the entries of an earlier run or attempt"
+        if joined > world
+        else "the others did not start, have ended, or cannot reach the store"
+    )
+    return replace(found, cause=f"{joined} processes came to the first barrier, and the world size is {world}: {why}")
+
+
+def _gpu(found: Diagnosis, group: list[Hit]) -> Diagnosis:
+    """Name the GPU and what the Xid that was read means."""
+    groups: dict[str, str] = {}
+    for hit in group:
+        groups = {**hit.groups, **groups}
+    pci = f" {groups['pci'].rstrip('.')}" if "pci" in groups else ""
+    said = " ".join(hit.line.text for hit in group)
+    number = int(groups.get("xid", 0))
+    meaning = XIDS.get(number) or (
+        "it has fallen off the bus" if "fallen off the bus" in said or "NVRM: The NVIDIA" in said
+        else "its memory has an error that could not be corrected (ECC)" if "ECC" in said or "remap" in said
+        else "its firmware (GSP) does not answer" if "GSP" in said
+        else "an NVLink has failed" if "NVLink" in said or "SXid" in said else ""
+    )  # fmt: skip
+    xid = f"Xid {number}" if number else ""
+    return replace(found, cause=f"GPU{pci} has failed: " + (f"{xid}, {meaning}" if xid and meaning else meaning or xid or "its driver reports it"))
+
+
+def _addresses(found: Diagnosis, group: list[Hit], all_: Found) -> Diagnosis:
+    """Say which interface an address that failed belongs to, and which one to use."""
+    known = all_.interfaces
+    texts = [text for hit in group for text in (hit.line.text, hit.raised.text if hit.raised else "")]
+    for address in interfaces.addresses_in(texts):
+        odd, name = interfaces.what_is(address, known)
+        if found.id == "store-unreachable" and not address.startswith("0."):  # a store on this node is no mistake
+            continue
+        if odd:
+            return replace(
+                found, cause=f"{found.cause}; {address} is {odd}", fix=f"{interfaces.advice(known)}; {found.fix}",
+                confidence="high" if found.confidence in ("medium", "ambiguous", "low") and found.id != "peer-closed" else found.confidence,
+            )  # fmt: skip
+        if name:
+            found = replace(found, cause=f"{found.cause}; {address} is on {name}")
+    if found.id in ("nccl-error", "remote-error") and known.virtual and known.usable:
+        virtual = ", ".join(known.virtual[:4])
+        return replace(
+            found,
+            id="virtual-interfaces",
+            cause=f"NCCL uses interfaces of containers or tunnels ({virtual}) beside {known.usable[0]}; their addresses cannot be reached from other nodes",
+            fix=interfaces.advice(known),
+            confidence="medium",
+        )
     return found
 
 

@@ -1,52 +1,74 @@
-"""What stands in the lines of a log: known texts, unknown exceptions, and torchrun's own verdict. Pure."""
+"""What stands in the lines of logs: known texts, exceptions with their chains, ends of processes; and by whom. Pure."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
-from dtctl.doctor.explain import signatures
-from dtctl.doctor.explain.lines import LogLine
+from dtctl.doctor.explain import activity, collective, kinds, launchers, signatures
+from dtctl.doctor.explain.activity import Activity
+from dtctl.doctor.explain.interfaces import Interfaces
+from dtctl.doctor.explain.launchers import Exit
+from dtctl.doctor.explain.lines import LogLine, parse
 from dtctl.doctor.explain.signatures import Signature
+from dtctl.doctor.explain.tracebacks import Raised, Reader
 
-EXCEPTION = Signature(
-    id="exception",
-    patterns=(),
-    cause="the program raised {text}",
-    fix="correct the program at {where}",
-    source="https://docs.python.org/3/tutorial/errors.html",
-    example="ValueError: sample 17 has no label",
-)
-"""An exception that no signature knows: that it was raised is a fact, and the line says where."""
-
-_FINAL = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failed|Failure|Empty|Full)(?::|$)")
-_RAISED = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt): ?\S")
-"""The same without a traceback above it: with a message, or it may be any word."""
-_FRAME = re.compile(r'^\s+File "(?P<path>[^"]+)", line (?P<line>\d+)')
-_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib/python3|^<|^/pytorch/")
-_TORCHRUN_HOST = re.compile(r"^\s+host\s*: (?P<host>\S+)")
-_TORCHRUN_RANK = re.compile(r"^\s+rank\s*: (?P<rank>\d+) \(local_rank: \d+\)")
-_TORCHRUN_CODE = re.compile(r"^\s+exitcode\s*: ")
+UNLABELLED = 5
+"""Lines of progress after a traceback whose rank is not said, until it counts as survived: ranks die one after
+another, and a line of another rank may come in between."""
+CALM = 8
+"""Ordinary lines after one that only looks like an error, until it counts as survived."""
+LASTING = frozenset("time-limit cancelled preempted requeued node-failed agent-signalled hangup".split())
+"""What no line of progress that was still under way shows to be survived."""
+ATTENTION = 400
+"""Lines after a finding that are all looked at."""
+OFTEN = 64
+"""Times that a line of one form is looked at in full; of more, every `SAMPLE`th is."""
+SAMPLE = 7
+FORMS = 200_000
+_DIGITS = dict.fromkeys(map(ord, "0123456789"))
 _PROGRESS = re.compile(
     r"^\W*(?:global_?)?(?:step|iter(?:ation)?|epoch)\b\W{0,3}\d|\b(?:loss|lr|grad_norm|tokens_per_s|samples_per_s)"
     r"['\"]?\s*[=: ]\s*[-+]?\.?\d|\d(?:it/s|s/it)\b",
     re.IGNORECASE,
 )
 """What a training prints while it goes on."""
+_NOT_A_NUMBER = re.compile(r"\bnan\b", re.IGNORECASE)
 _ENDED_WELL = re.compile(
     r"\btraining (?:is |has )?(?:finished|completed?|done|ended)\b(?!.*(?:error|fail))"
-    r"|\b(?:finished|completed|exited) successfully\b",
+    r"|\b(?:finished|completed|exited|succeeded) successfully\b|^(?:all )?done[.!]?$|\bJob completed\b(?!.*(?:error|fail))",
     re.IGNORECASE,
 )
-UNLABELLED = 5
-"""Lines of progress after a traceback whose rank is not said, until it counts as survived: ranks die one after
-another, and a line of another rank may come in between."""
+_WARNING = re.compile(r"(?<!NCCL )\bWARN(?:ING)?\b|(?<!NCCL )\b(?:INFO|DEBUG)\b|\[W\d{3,4} |\[W |^W\d{4} |\w+Warning\b|\b[Ww]arnings?:|\bretry|\bRetry|\bfall(?:ing|s)? ?back\b|\bignor(?:ed|ing)\b|\bskipp(?:ed|ing)\b")
+"""A line that says of itself that it is no failure."""
+_WEAK = re.compile(
+    r"(?:^|[\s\]|:-])(?:ERROR|CRITICAL|FATAL|Fatal error|FAILED|panic)\b(?!\s*(?:rate|bars?|=|s\b))|^(?:\S+: )?(?:fatal |internal )?error: |^Error\b[: ]|\bgiving up\b|\b[Aa]borting\b|panicked at|^\w+(?:\.\w+)*: FATAL|[Ff]ailed to (?:start|launch|initiali[sz]e|connect|allocate|create|load|open)|Check failed: |^Assertion `|: Assertion `"
+)
+_WEAK_WORDS = ("rror", "ERROR", "CRITICAL", "FATAL", "FAILED", "anic", "giving up", "borting", "ailed to", "Check failed", "Assertion")
+"""A line that complains, in words that nobody here knows."""
+_CONTENT_MATTERS = re.compile(r"(?i)exit|code\b|signal|errno|xid|status|timed|joined|completion|http|watchdog|lagging|work:|local_rank|\bhost\s*:|Root Cause|={5}|RUNNING AT|Process name")
+_ON_NODE = re.compile(
+    r"\bON (?P<on>[\w.-]+) CANCELLED|\bon node (?P<node>[\w.-]+\w)|\b(?:host|hostname|node(?:name)?)\s*[=:]\s*['\"]?(?P<host>[A-Za-z][\w.-]*\d[\w.-]*)"
+    r"|Worker IP address: (?P<worker>[\w.:]+)|^srun: error: (?P<srun>[\w.-]+): tasks?|\bip=(?P<ip>\d+\.\d+\.\d+\.\d+)|^slurmstepd-(?P<stepd>[\w.-]+):"
+)
+_BY_RANK = re.compile(r"(?i)(?:\(|\[|\b)(?:global[_ ]?)?rank\s*[=:]\s*(?P<rank>\d{1,5})\b|^\W*rank (?P<at>\d{1,5})\b|\[rank (?P<in>\d{1,5})\]|\(rank (?P<par>\d{1,5})\)|worker rank (?P<w>\d{1,5})\b|\bon rank (?P<on>\d{1,5})\b")
+_NCCL_RANK = re.compile(r"NCCL INFO .*\brank (?P<rank>\d+) (?:nranks|nRanks) \d+|NCCL INFO .*\brank (?P<also>\d+) .*\bcudaDev \d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A file of lines, as it was read."""
+
+    file: str
+    rank: int | None
+    node: str | None
+    lines: Sequence[str]
+
+
+@dataclass(slots=True, kw_only=True)
 class Hit:
-    """A text that was found."""
+    """Something that was found."""
 
     signature: Signature
     line: LogLine
@@ -54,109 +76,273 @@ class Hit:
     rank: int | None
     node: str | None
     time: float | None
-    """Of the line, or of the last line before it in the same stream that had one."""
+    """Of the line, or of the last line before it in the same file that had one."""
+    order: int = 0
+    """Where it stands among all that was found."""
+    ranks: tuple[int, ...] = ()
+    """More ranks of which it tells."""
     root: bool = False
-    """Whether torchrun calls this the first failure of its node."""
+    """Whether a launcher calls this the first failure of its node."""
     bare: bool = False
     """Whether an exception stands there without its traceback."""
+    warned: bool = False
+    """Whether the line says of itself that it is no failure."""
     survived: bool = False
     """Whether the same rank has trained on afterwards, or ended well."""
+    raised: Raised | None = None
+    """The exception that it is."""
+    weight: int = 3
+    """How much it says; see kinds.Explained."""
+    end: Exit | None = None
+    """The end of a process that it is."""
+    before: Activity | None = None
+    """What the program had said just before."""
+
+
+@dataclass(slots=True)
+class Found:
+    """All that the logs say."""
+
+    hits: list[Hit] = field(default_factory=list)
+    ranks: set[int] = field(default_factory=set)
+    """Ranks that have printed anything."""
+    node_of: dict[int, str] = field(default_factory=dict)
+    watching: list[LogLine] = field(default_factory=list)
+    """Lines in which a watchdog speaks."""
+    interfaces: Interfaces = field(default_factory=Interfaces)
+    world: int = 0
+    complaints: list[Hit] = field(default_factory=list)
+    """Lines that complain in words that nobody here knows, and nothing shows to be survived."""
+    length: dict[str, int] = field(default_factory=dict)
+    """Lines of each file."""
+    last_said: Activity | None = None
+    """The last line of the program's own."""
+
+
+COMPLAINT = Signature(
+    id="complaint", patterns=(), cause="", fix="", source="", example="", role="note",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
 class _Stream:
-    """What the lines of one rank in one file have said so far."""
+    """What the lines of one process in one file have said so far."""
 
-    time: float | None = None
-    in_traceback: bool = False
-    where: str = ""
-    host: str | None = None
-    rank: int | None = None
-    root: bool = False
-    open: list[tuple[int, int]] = field(default_factory=list)
-    """Hits that nothing shows to be survived: which, and how many lines of progress would show it."""
+    reader: Reader = field(default_factory=Reader)
+    open: list[tuple[Hit, int]] = field(default_factory=list)
+    """Hits that nothing shows to be survived, and how many lines of progress would show it."""
 
 
-def collect(lines: Iterable[LogLine]) -> tuple[list[Hit], set[int], dict[int, str]]:
-    """Everything known that stands in the lines; all ranks that have printed; the node of each, where it is said."""
-    hits: list[Hit] = []
-    ranks: set[int] = set()
-    node_of: dict[int, str] = {}
-    streams: dict[tuple[str, int | None], _Stream] = {}
-    for line in lines:
+class _Scan:
+    """Reads file after file."""
+
+    def __init__(self) -> None:
+        self.found = Found()
+        self.forms: dict[str, int] = {}
+        self.rank_of: dict[tuple[str, str], int] = {}
+        self.raised: list[Hit] = []
+
+    def file(self, source: Source) -> None:
+        streams: dict[tuple[int | None, str | None, str | None], _Stream] = {}
+        table = launchers.Table()
+        lines, forms = _unfolded(source.lines), self.forms
+        time: float | None = None
+        attend = 0
+        open_: list[_Stream] = []
+        end = len(lines) - 300
+        for index, raw in enumerate(lines):
+            form = raw[:1000].translate(_DIGITS)
+            seen = forms.get(form, 0)
+            if seen:
+                forms[form] = seen + 1
+                if seen > OFTEN and index > attend and index < end and index % SAMPLE:
+                    continue
+            line = parse(raw.rstrip("\r"), file=source.file, number=index + 1, rank=source.rank, node=source.node)
+            self._note(line)
+            if line.time is not None:
+                time = line.time if time is None else max(line.time, time) if line.time - time < 1e6 else line.time
+            key = (line.rank, line.node, line.pid)
+            stream = streams.get(key)
+            if stream is None:
+                stream = streams[key] = _Stream()
+            if seen and not stream.reader.inside:
+                if stream.open:
+                    _survive(line.text, stream)
+                continue
+            hits = self._look(line, stream, table)
+            for hit in hits:
+                hit.time, hit.order = time, len(self.found.hits) + len(self.found.complaints)
+                if hit.signature is COMPLAINT:
+                    self.found.complaints.append(hit)
+                else:
+                    self.found.hits.append(hit)
+                    if len(self.found.hits) < 200:
+                        hit.before = activity.before(lines, index - len(hit.raised.frames) * 2 - 1 if hit.raised else index)
+                if hit.signature.id in LASTING:
+                    continue
+                stream.open.append((hit, UNLABELLED if hit.raised is not None and not hit.bare and line.rank is None else CALM if hit.signature is COMPLAINT else 1))
+                attend = index + ATTENTION
+            if stream.reader.inside:
+                attend = max(attend, index + 100)
+            if not hits:
+                if stream.open:
+                    _survive(line.text, stream)
+                if not stream.reader.inside and len(forms) < FORMS and not _CONTENT_MATTERS.search(line.text):
+                    forms[form] = 1
+        for stream in streams.values():
+            if (cut := stream.reader.cut_off()) is not None:
+                hit = _hit(signatures.kind("traceback-cut"), cut.line, {})
+                hit.raised, hit.time, hit.order = cut, time, len(self.found.hits) + len(self.found.complaints)
+                self.raised.append(hit)
+                self.found.hits.append(hit)
+        self.found.length[source.file] = len(lines)
+        self.found.last_said = activity.before(lines, len(lines)) or self.found.last_said
+
+    def _note(self, line: LogLine) -> None:
+        """What any line may say besides failures."""
+        found, text = self.found, line.text
         if line.rank is not None:
-            ranks.add(line.rank)
+            found.ranks.add(line.rank)
             if line.node is not None:
-                node_of.setdefault(line.rank, line.node)
-        stream = streams.get((line.file, line.rank))
-        if stream is None:
-            stream = streams[line.file, line.rank] = _Stream()
-        stream.time = line.time if line.time is not None else stream.time
-        raised = stream.in_traceback
-        hit = _look(line, stream)
-        if hit is not None:
-            stream.open.append((len(hits), UNLABELLED if raised and line.rank is None else 1))
-            hits.append(hit)
-        elif stream.open:
-            _survive(line.text, stream, hits)
-    return hits, ranks, node_of
+                found.node_of.setdefault(line.rank, line.node)
+        if "NCCL INFO" in text and line.node is not None and line.pid is not None:
+            if (known := _NCCL_RANK.search(text)) is not None:
+                self.rank_of[line.node, line.pid] = int(known["rank"] or known["also"])
+        if "Using" in text or "IFNAME" in text:
+            found.interfaces.note(text)
+        if "orld" in text or "anks" in text or "WORLD" in text or "clients joined" in text:
+            found.world = max(found.world, collective.world_in(text))
+        if "work" in text or "WorkNCCL" in text or "lagging" in text:
+            found.watching.append(line)
+            rank = collective.rank_in(line) if "atchdog" in text else None
+            if rank is not None:
+                found.ranks.add(rank)
+
+    def _look(self, line: LogLine, stream: _Stream, table: launchers.Table) -> list[Hit]:
+        silent, raised = stream.reader.feed(line)
+        if silent:
+            return []
+        if raised is not None:
+            if line.text.startswith("  ") and table.rank is not None:  # in torchrun's table
+                raised.rank, raised.node = table.rank, table.host
+            hit = _hit(kinds.signatures.kind("exception"), line, {})
+            hit.raised, hit.bare = raised, raised.bare
+            hit.rank = raised.rank if raised.rank is not None else hit.rank
+            hit.node = raised.node or hit.node
+            hit.warned = _WARNING.search(line.raw[: max(0, line.raw.find(raised.name))]) is not None
+            self.raised.append(hit)
+            return [hit]
+        text = line.text
+        end = launchers.exit_of(line, table)
+        if end is not None:
+            return [_of_exit(end, line)]
+        if text.startswith("    ") and stream.reader.opened:  # the source lines of a traceback quote what they compare with
+            return []
+        known = signatures.find_best(text)
+        if known is not None:
+            hit = _hit(known[0], line, {"text": text.strip()[:300], "where": "the line that its traceback names", **known[1]})
+            hit.warned = _WARNING.search(line.raw) is not None and "NCCL WARN" not in line.raw
+            return [hit]
+        if any(word in text for word in _WEAK_WORDS) and _WEAK.search(text) and not _WARNING.search(text):
+            return [_hit(COMPLAINT, line, {})]
+        return []
+
+    def finish(self) -> Found:
+        """Say what the exceptions mean, whose they are, and leave out what is only a part of another."""
+        chained = {id(one) for hit in self.raised if hit.raised is not None and not hit.raised.passed_on for one in hit.raised.chain()}
+        kept: list[Hit] = []
+        for hit in self.found.hits:
+            if hit.raised is not None:
+                if hit.raised.passed_on and id(hit.raised) in chained:
+                    continue
+                if hit.raised.ignored or any(one.ignored for one in hit.raised.chain()):
+                    continue
+                _explain(hit)
+            if hit.rank is None and hit.line.pid is not None and hit.node is not None:
+                hit.rank = self.rank_of.get((hit.node, hit.line.pid))
+            kept.append(hit)
+        self.found.hits = kept
+        self.found.complaints = [hit for hit in self.found.complaints if not hit.survived]
+        for (node, _), rank in self.rank_of.items():
+            self.found.node_of.setdefault(rank, node)
+        for hit in kept:
+            if hit.rank is not None and hit.node is not None and hit.signature.blames == "self":
+                self.found.node_of.setdefault(hit.rank, hit.node)
+        return self.found
 
 
-def _survive(text: str, stream: _Stream, hits: list[Hit]) -> None:
+def _unfolded(lines: Sequence[str]) -> Sequence[str]:
+    """The lines, with those taken apart that hold a whole traceback in one, as JSON writes it."""
+    if not any("\\n  File " in line for line in lines):
+        return lines
+    found: list[str] = []
+    for line in lines:
+        found += line.replace('\\"', '"').split("\\n") if "\\n  File " in line else [line]
+    return found
+
+
+def collect(sources: Iterable[Source]) -> Found:
+    """Everything that stands in the files."""
+    scan = _Scan()
+    for source in sources:
+        scan.file(source)
+    return scan.finish()
+
+
+def _explain(hit: Hit) -> None:
+    raised = hit.raised
+    if raised is None:
+        return
+    explained = kinds.explain(raised)
+    hit.signature, hit.groups, hit.weight = explained.signature, dict(explained.groups), explained.weight
+    hit.line = explained.raised.line
+    chain = raised.chain()
+    hit.bare = all(one.bare for one in chain)
+    ranks = [one.rank for one in chain if one.rank is not None]
+    if ranks:
+        hit.rank = ranks[0]
+    for one in chain:
+        hit.node = hit.node or one.node
+    if hit.bare and explained.weight == 1:
+        hit.weight = 0
+
+
+def _survive(text: str, stream: _Stream) -> None:
     """Mark what a rank has found and trained on after."""
     if _ENDED_WELL.search(text):
-        stream.open = [(which, 0) for which, _ in stream.open]
-    elif _PROGRESS.search(text):
-        stream.open = [(which, needed - 1) for which, needed in stream.open]
+        stream.open = [(hit, 0) for hit, _ in stream.open]
+    elif _PROGRESS.search(text) and not _NOT_A_NUMBER.search(text):
+        stream.open = [(hit, needed - 1) for hit, needed in stream.open]
+    elif any(hit.signature is COMPLAINT for hit, _ in stream.open) and text.strip():
+        stream.open = [(hit, needed - (hit.signature is COMPLAINT)) for hit, needed in stream.open]
     else:
         return
-    for which, needed in stream.open:
+    for hit, needed in stream.open:
         if needed <= 0:
-            hits[which] = replace(hits[which], survived=True)
-    stream.open = [(which, needed) for which, needed in stream.open if needed > 0]
+            hit.survived = True
+    stream.open = [(hit, needed) for hit, needed in stream.open if needed > 0]
 
 
-def _look(line: LogLine, stream: _Stream) -> Hit | None:
-    text = line.text
-    if text.startswith("Traceback (most recent call last)"):
-        stream.in_traceback, stream.where = True, ""
-    elif stream.in_traceback and (frame := _FRAME.match(text)):
-        if not _LIBRARY.search(frame["path"]):
-            stream.where = f"{frame['path']}:{frame['line']}"
-        return None
-    _follow_torchrun(text, stream)
-    found = signatures.find(text)
-    # The source lines of a traceback quote what they compare with.
-    if found is not None and not text.startswith("    "):
-        stream.in_traceback = False
-        hit = _hit(found[0], line, stream, found[1])
-        if _TORCHRUN_CODE.match(text):
-            return replace(hit, rank=stream.rank, node=stream.host, root=stream.root)
-        return hit
-    raised = stream.in_traceback and _FINAL.match(text) is not None
-    if raised or _RAISED.match(text):
-        name = text if len(text) <= 200 else text[:200] + "…"
-        where = stream.where if raised else ""
-        stream.in_traceback = False
-        hit = _hit(
-            EXCEPTION, line, stream, {"text": name.rstrip(": "), "where": where or "the line that its traceback names"}
-        )
-        return hit if raised else replace(hit, bare=True)
-    return None
+def _of_exit(end: Exit, line: LogLine) -> Hit:
+    by_signal = {9: "killed", 11: "segfault", 7: "bus-error", 6: "aborted", 15: "stopped", 2: "stopped", 1: "hangup"}
+    if end.out_of_memory:
+        id_ = "oom-killer"
+    elif end.signal:
+        id_ = by_signal.get(end.signal, "crashed")
+    else:
+        id_ = "worker-failed"
+    hit = _hit(signatures.by_id(id_), line, {"code": str(end.code), "signal": launchers.name_of(end.signal) if end.signal else ""})
+    hit.end, hit.root, hit.ranks = end, end.root, end.ranks
+    hit.node = end.node or hit.node
+    if len(end.ranks) == 1:
+        hit.rank = end.ranks[0]
+    return hit
 
 
-def _follow_torchrun(text: str, stream: _Stream) -> None:
-    if text[:1] not in (" ", "R", "="):
-        return
-    if text.startswith("Root Cause (first observed failure)"):
-        stream.root = True
-    elif text.startswith("====="):
-        stream.root = False
-    elif host := _TORCHRUN_HOST.match(text):
-        stream.host = host["host"]
-    elif rank := _TORCHRUN_RANK.match(text):
-        stream.rank = int(rank["rank"])
-
-
-def _hit(signature: Signature, line: LogLine, stream: _Stream, groups: dict[str, str]) -> Hit:
-    return Hit(signature=signature, line=line, groups=groups, rank=line.rank, node=line.node, time=stream.time)
+def _hit(signature: Signature, line: LogLine, groups: dict[str, str]) -> Hit:
+    rank, node = line.rank, line.node
+    if node is None and (where := _ON_NODE.search(line.raw)) is not None:
+        node = next(value for value in where.groupdict().values() if value is not None)
+    if rank is None and (who := _BY_RANK.search(line.raw)) is not None:
+        rank = int(next(value for value in who.groupdict().values() if value is not None))
+    return Hit(signature=signature, line=line, groups=groups, rank=rank, node=node, time=None)

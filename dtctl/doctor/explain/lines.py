@@ -15,29 +15,47 @@ _DECORATION = re.compile(
 _UNSHOWN = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
 """Characters that a terminal would obey instead of showing them; a tab is none."""
 _CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d+)?"
-_ISO = r"\[?(?P<iso>\d{4}-\d\d-\d\d[T_ ]" + _CLOCK + r")(?:Z|[+-]\d\d:?\d\d)?\]?[ |:-]*"
+_ISO = r"\[?(?P<iso>\d{4}[-/]\d\d[-/]\d\d[T_ ]" + _CLOCK + r")(?:Z|[+-]\d\d:?\d\d)?\]?[ |:-]*"
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+_STARTS = r"(?=\[|Traceback|  |[A-Z]\w*Error|During handling|The above|20\d\d-|[IWEF]\d{4} |File |NCCL |RuntimeError|\w+\.\w+\.?\w*Error)"
+"""What the output of a program begins with, behind a name that some launcher put before it."""
 _BRACKETS = (
     r"\[rank(?P<rank>\d+)\]:(?: |$)?",  # torch
-    r"\[(?P<node>[A-Za-z][\w.-]*):(?:(?P<rank>\d+)|agent)\] ?",  # dtctl: [node1:3]
+    r"\[(?P<node>[A-Za-z][\w.-]*):(?P<pid>\d{5,})\] ",  # Open MPI: [node1:01234]
+    r"\[(?P<node>[A-Za-z][\w.-]*):(?:(?P<rank>\d{1,4})|agent)\] ?",  # dtctl: [node1:3]
     r"\[(?:trainer|default|[a-z_]+)(?P<local>\d+)(?:\|\d+)?\]:(?: |$)?",  # torchrun --tee: [default3]:
-    r"\[\d+,(?P<rank>\d+)\]<std(?:out|err|diag)>: ?",  # mpirun --tag-output
+    r"\[(?:[\w.@-]+@)?\d+,(?P<rank>\d+)\]<std(?:out|err|diag)>: ?",  # mpirun --tag-output
+    r"\[pod/(?P<node>[\w.-]+)/[\w.-]+\] ",  # kubectl logs --prefix
     _ISO,
     r"\[[IWEF](?P<date>\d{3,4}) (?P<clock>" + _CLOCK + r") [^\]]*\] ?",  # glog, as torch writes it
     r"\[[IWEF] [\w.]+:\d+\] ?",  # torch before 2.2
-    r"\[(?:PG [^\]]*?)?Rank (?P<rank>\d+)\] ?",
-    r"\[\d+\] (?=\[|NCCL)",  # a line number, or a GPU alone
+    r"\[c10d\] ",
+    r"\[(?:PG [^\]]*?)?(?i:rank)[ :=]*(?P<rank>\d+)\]:? ?",
+    r"\[(?:INFO|WARNING|ERROR|CRITICAL|DEBUG)\] (?=\[)",  # DeepSpeed, before the file
+    r"\[[\w.]+\.py:\d+:\w+\] ",
+    r"\[\d+\] (?=\[|NCCL|misc/|include/|transport/|\w+\.cc:)",  # a line number, or a GPU alone
+    r"\[(?P<rank>\d{1,4})\] (?=Traceback|  File|(?:\w+\.)*\w+Error: )",  # hydra -l, mpirun -l
 )
 _NUMBERS = (
-    r" *(?P<rank>\d{1,5}): ?(?=\S|  )",  # srun --label
     _ISO,
+    r" *(?P<rank>\d{1,5}): ?(?=\S|  )",  # srun --label
+    r"(?P<node>(?:\d{1,3}\.){3}\d{1,3}): " + _STARTS,  # pdsh
 )
 _LETTERS = (
-    r"(?P<node>[a-z][\w.-]*\d[\w.-]*): (?=\[|Traceback|  |(?P=node):|\w+Error)",  # pdsh
+    r"(?P<month>Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) +(?P<day>\d{1,2}) (?P<clock>" + _CLOCK + r") "
+    r"(?P<node>[\w.-]+) (?=kernel|[\w./-]+(?:\[\d+\])?: )",  # syslog
+    r"(?P<node>[A-Za-z][\w.-]*\d[\w.-]*): (?:(?=(?P=node):)|" + _STARTS + ")",  # pdsh
+    r"(?P<node>[a-z][\w.-]*\d) +\| ?" + _STARTS,  # docker compose
     r"[IWEF](?P<date>\d{4}) (?P<clock>" + _CLOCK + r") +[^\]]*\] ?",  # torchrun's own messages
-    r"(?P<node>[A-Za-z][\w.-]*):\d+:\d+ \[\d+\] ",  # NCCL: node:pid:thread [gpu]
+    r"(?P<node>[A-Za-z][\w.-]*):(?P<pid>\d+):\d+ \[(?:\d+|\w+)\] ",  # NCCL: node:pid:thread [gpu]
     r"std(?:out|err) [FP] ",  # containerd, behind the time
+    r"rank(?P<rank>\d+)\[\d+\](?:\[\w+\])*: ",  # Composer
+    r"(?:Rank|RANK|rank)[ =]?(?P<rank>\d+)(?:: | \| )" + _STARTS,
 )
-_PARENTHESES = (r"\((?:[\w.]+ )?pid=\d+(?:, ip=(?P<node>[\d.]+))?\) ",)  # Ray
+_PARENTHESES = (
+    r"\([\w.-]+, rank=\d+, pid=\d+, ip=(?P<node>[\w.:]+)\) ?",  # SkyPilot, whose ranks are of nodes
+    r"\((?:[\w.<>:/ -]+ )?(?:(?:rank|TP)=?(?P<rank>\d+) )?pid=(?P<pid>\d+)(?:, ip=(?P<node>[\w.:]+))?\) (?:\[repeated \d+x[^\]]*\] )?",
+)  # Ray, vLLM
 _PREFIXES = {
     start: tuple(re.compile(text) for text in texts)
     for starts, texts in (
@@ -69,6 +87,8 @@ class LogLine:
     node: str | None
     time: float | None
     """Seconds since the year began, months counted as 31 days: enough to order lines. None where none was printed."""
+    pid: str | None = None
+    """The process, where a prefix names it."""
 
 
 def parse(raw: str, *, file: str, number: int, rank: int | None, node: str | None) -> LogLine:
@@ -84,6 +104,7 @@ def parse(raw: str, *, file: str, number: int, rank: int | None, node: str | Non
     text = shown(raw)
     time: float | None = None
     local: str | None = None
+    pid: str | None = None
     while text:
         for pattern in _PREFIXES.get(text[0], ()):
             found = pattern.match(text)
@@ -96,12 +117,13 @@ def parse(raw: str, *, file: str, number: int, rank: int | None, node: str | Non
             rank = int(groups["rank"])
         local = local or groups.get("local")
         node = node or groups.get("node")
+        pid = pid or groups.get("pid")
         if time is None:
             time = _time(groups)
         text = text[found.end() :]
     if rank is None and local is not None:  # right on one node, and all that there is
         rank = int(local)
-    return LogLine(file=file, number=number, raw=raw, text=text, rank=rank, node=node, time=time)
+    return LogLine(file=file, number=number, raw=raw, text=text, rank=rank, node=node, time=time, pid=pid)
 
 
 def shown(text: str) -> str:
@@ -119,6 +141,8 @@ def _time(groups: dict[str, str | None]) -> float | None:
         month, day, clock = int(iso[5:7]), int(iso[8:10]), iso[11:]
     elif date is not None:  # E1206 and E321 alike: the day has two digits, the month what is left
         month, day = int(date[:-2]), int(date[-2:])
+    elif groups.get("month") is not None:
+        month, day = _MONTHS.index(groups["month"] or "") + 1, int(groups["day"] or 0)
     else:
         return None
     hours, minutes, seconds = (clock or "0:0:0").replace(",", ".").split(":")

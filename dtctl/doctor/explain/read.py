@@ -11,7 +11,8 @@ from typing import Any
 from dtctl import folders, names
 from dtctl.doctor.explain.content import COMPRESSED, content
 from dtctl.doctor.explain.dumps import is_dump
-from dtctl.doctor.explain.lines import LogLine, owner_of, parse
+from dtctl.doctor.explain.hits import Source
+from dtctl.doctor.explain.lines import owner_of
 from dtctl.errors import UsageError
 from dtctl.launch.records import validate_records
 from dtctl.launch.records.record import PLAN_BYTES
@@ -91,15 +92,7 @@ def _layout(plan: Path) -> LogLayout:
         return LogLayout()
 
 
-def lines_of(file: Path, text: str) -> Iterator[LogLine]:
-    """The lines of a file that holds this text."""
-    rank, node = owner_of(file.absolute())
-    name = str(file)
-    for number, raw in enumerate(text.split("\n"), 1):
-        yield parse(raw.rstrip("\r"), file=name, number=number, rank=rank, node=node)
-
-
-def read(files: Iterable[Path], unread: list[Unread]) -> Iterator[LogLine]:
+def read(files: Iterable[Path], unread: list[Unread]) -> Iterator[Source]:
     """The lines of all files; those that could not be read, or not to their end, are added to `unread`.
 
     Raises:
@@ -109,4 +102,5 @@ def read(files: Iterable[Path], unread: list[Unread]) -> Iterator[LogLine]:
         found = content(file)
         if found.trouble:
             unread.append(Unread(file=str(file), why=found.trouble))
-        yield from lines_of(file, found.text)
+        rank, node = owner_of(file.absolute())
+        yield Source(file=str(file), rank=rank, node=node, lines=found.text.split("\n"))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
+import re._parser as _parser  # type: ignore[import-not-found]
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any, Literal
 
-Role = Literal["cause", "effect", "note"]
+Role = Literal["cause", "symptom", "effect", "note"]
 Blames = Literal["self", "group", "all"]
 
 
@@ -28,70 +30,142 @@ class Signature:
     versions: str = ""
     yields: tuple[str, ...] = ()
 
-    def search(self, text: str) -> dict[str, str] | None:
-        """The named groups of the first pattern found in `text`, None without one."""
-        for pattern in self.patterns:
-            found = pattern.search(text)
-            if found is not None:
-                return {name: value for name, value in found.groupdict().items() if value is not None}
-        return None
-
 
 @functools.cache
 def signatures() -> tuple[Signature, ...]:
-    """All of them, in the order of the file: of two that fit one line, the first wins."""
-    import yaml
-
-    text = resources.files("dtctl.doctor.explain").joinpath("signatures.yaml").read_text(encoding="utf-8")
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    entries: list[dict[str, Any]] = yaml.load(text, Loader=loader)  # noqa: S506 - a safe loader, either of them
+    """All of them, in the order of the file: of two that fit one line alike, the first wins."""
     return tuple(
         Signature(
             patterns=tuple(re.compile(pattern) for pattern in entry.pop("match")),
             yields=tuple(entry.pop("yields", ())),
             **entry,
         )
-        for entry in entries
+        for entry in _entries("signatures.yaml")
     )
 
 
 @functools.cache
-def _any() -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """What begins, and what is found in, every line that has a signature: most lines of a log need no second look.
+def kinds() -> dict[str, Signature]:
+    """What an exception can be that no text is known of, by id."""
+    return {entry["id"]: Signature(patterns=(), **entry) for entry in _entries("kinds.yaml")}
 
-    Two patterns, since one that begins with `^` among others takes re's quick way to the next possible start away.
+
+def kind(id_: str) -> Signature:
+    """One of them; an exception without its traceback is one of the program's as far as anybody can tell."""
+    return replace(kinds()[id_], id="exception") if id_ == "not-in-traceback" else kinds()[id_]
+
+
+def by_id(id_: str) -> Signature:
+    """The signature of an id."""
+    return next(signature for signature in signatures() if signature.id == id_)
+
+
+def _entries(name: str) -> list[dict[str, Any]]:
+    import yaml
+
+    text = resources.files("dtctl.doctor.explain").joinpath(name).read_text(encoding="utf-8")
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    entries: list[dict[str, Any]] = yaml.load(text, Loader=loader)  # noqa: S506 - a safe loader, either of them
+    return entries
+
+
+_WORD = re.compile(r"[a-z]+")
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """Which patterns may fit a text, going by the words that they need: most lines of a log need no second look."""
+
+    by_word: dict[str, list[tuple[int, re.Pattern[str]]]]
+    by_part: list[tuple[str, list[tuple[int, re.Pattern[str]]]]]
+    """Parts of words, where a pattern has no whole word."""
+    always: list[tuple[int, re.Pattern[str]]]
+
+
+@functools.cache
+def _index() -> _Index:
+    by_word: dict[str, list[tuple[int, re.Pattern[str]]]] = {}
+    by_part: dict[str, list[tuple[int, re.Pattern[str]]]] = {}
+    always: list[tuple[int, re.Pattern[str]]] = []
+    for number, signature in enumerate(signatures()):
+        for pattern in signature.patterns:
+            needed = _needed(_parser.parse(pattern.pattern))
+            if needed is None:
+                always.append((number, pattern))
+            for word, whole in needed or ():
+                (by_word if whole else by_part).setdefault(word, []).append((number, pattern))
+    return _Index(by_word, list(by_part.items()), always)
+
+
+def _needed(parsed: Iterable[Any]) -> list[tuple[str, bool]] | None:
+    """Words of which a text needs one at least to fit a pattern, each with whether it stands there as a whole word.
+
+    None where the pattern tells none.
     """
-    texts = [re.sub(r"\?P<\w+>", "?:", pattern.pattern) for signature in signatures() for pattern in signature.patterns]
-    return (
-        re.compile("|".join(text for text in texts if text.startswith("^"))),
-        re.compile(_by_letter([text for text in texts if not text.startswith("^")])),
-    )
+    runs: list[str] = [""]
+    choices: list[list[tuple[str, bool]]] = []
+    for op, argument in parsed:
+        name = str(op)
+        if name == "LITERAL":
+            runs[-1] += chr(argument).lower()
+            continue
+        if name == "AT":
+            runs[-1] += "\0"  # a boundary, or the beginning: what stands beside it is whole
+            continue
+        inside: list[tuple[str, bool]] | None = None
+        if name == "SUBPATTERN":
+            inside = _needed(argument[-1])
+        elif name == "BRANCH":
+            every = [_needed(branch) for branch in argument[1]]
+            inside = None if None in every else [one for some in every for one in some or ()]
+        elif name in ("MAX_REPEAT", "MIN_REPEAT") and argument[0] >= 1:
+            inside = _needed(argument[2])
+        if inside:
+            choices.append(inside)
+        runs.append("")
+    found = [(word, whole) for run in runs for word, whole in _words(run)]
+    if found:
+        choices.append([max(found, key=lambda one: (one[1] and len(one[0]) > 3, len(one[0])))])
+    good = [choice for choice in choices if all(len(word) > 2 for word, _ in choice)]
+    return min(good, key=lambda choice: (not all(whole for _, whole in choice), len(choice), -min(len(word) for word, _ in choice)), default=None)
 
 
-def _by_letter(texts: list[str]) -> str:
-    """Alternatives gathered by the letter that they begin with: re tries alternatives one by one at every place."""
-    gathered: dict[str, list[str]] = {}
-    for text in texts:
-        plain = text[0].isalpha() and text[1] not in "?*+{" and "|" not in _outside_groups(text)
-        gathered.setdefault(text[0] if plain else "", []).append(text[1:] if plain else text)
-    return "|".join(f"{letter}(?:{'|'.join(rest)})" if letter else "|".join(rest) for letter, rest in gathered.items())
+def _words(run: str) -> Iterator[tuple[str, bool]]:
+    for found in _WORD.finditer(run):
+        yield found[0], found.start() > 0 and found.end() < len(run)
 
 
-def _outside_groups(text: str) -> str:
-    """A pattern without its groups and without what is escaped."""
-    text = re.sub(r"\\.", "", text)
-    while (shorter := re.sub(r"\([^()]*\)", "", text)) != text:
-        text = shorter
-    return text
-
-
-def find(text: str) -> tuple[Signature, dict[str, str]] | None:
-    """The signature of a line and its named groups."""
-    beginning, anywhere = _any()
-    if beginning.match(text) is None and anywhere.search(text) is None:
+def find_best(text: str) -> tuple[Signature, dict[str, str]] | None:
+    """The signature that says most about a text, and its named groups: a cause before a consequence."""
+    index, lower = _index(), text.lower()
+    candidates = list(index.always)
+    for word in set(_WORD.findall(lower)):
+        if word in index.by_word:
+            candidates += index.by_word[word]
+    for part, patterns in index.by_part:
+        if part in lower:
+            candidates += patterns
+    if not candidates:
         return None
-    for signature in signatures():
-        groups = signature.search(text)
-        if groups is not None:
-            return signature, groups
-    return None
+    best: tuple[Signature, re.Match[str]] | None = None
+    known = signatures()
+    for number, pattern in sorted(candidates, key=lambda candidate: candidate[0]):
+        signature = known[number]
+        if best is not None and worth(signature) >= worth(best[0]):
+            continue
+        found = pattern.search(text)
+        if found is not None:
+            best = signature, found
+    if best is None:
+        return None
+    return best[0], {name: value for name, value in best[1].groupdict().items() if value is not None}
+
+
+_ROLES = {"cause": 0, "symptom": 3, "effect": 4, "note": 5}
+
+
+def worth(signature: Signature) -> int:
+    """How well a signature explains a failure; less is more."""
+    if signature.role != "cause":
+        return _ROLES[signature.role]
+    return 2 if signature.ambiguous else 1 if signature.yields else 0

@@ -29,15 +29,16 @@ def test_compressed_logs_are_read_also_in_a_folder(
     tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]
 ) -> None:
     (tmp_path / f"rank.log{suffix}").write_bytes(compress(OOM.encode()))
-    found, unread = explain_all([tmp_path])
-    assert ((found[0].id, found[0].ranks), unread) == (("cuda-oom", (2,)), [])
+    found = explain_all([tmp_path])
+    assert ((found.diagnoses[0].id, found.diagnoses[0].ranks), found.unread) == (("cuda-oom", (2,)), [])
 
 
 def test_of_cut_off_data_what_is_left_is_read_and_the_damage_told(tmp_path: Path) -> None:
     text = OOM + os.urandom(100_000).hex()
     (tmp_path / "a.log.gz").write_bytes(gzip.compress(text.encode())[:-20_000])
-    found, (unread,) = explain_all([tmp_path / "a.log.gz"])
-    assert found[0].id == "cuda-oom"
+    found = explain_all([tmp_path / "a.log.gz"])
+    (unread,) = found.unread
+    assert found.diagnoses[0].id == "cuda-oom"
     assert "cut off" in unread.why
     assert "what comes before was read" in unread.why
 
@@ -62,8 +63,9 @@ def test_the_byte_order_mark_says_how_a_log_is_written(tmp_path: Path, coding: s
 def test_what_cannot_be_read_is_said_with_the_reason(tmp_path: Path, data: bytes, why: str) -> None:
     (tmp_path / "a.log").write_bytes(data)
     (tmp_path / "b.log").write_text(OOM)
-    found, (unread,) = explain_all([tmp_path])
-    assert found[0].id == "cuda-oom"
+    found = explain_all([tmp_path])
+    (unread,) = found.unread
+    assert found.diagnoses[0].id == "cuda-oom"
     assert unread.file.endswith("a.log")
     assert why in unread.why
 

@@ -55,7 +55,7 @@ def test_a_pickle_that_would_run_a_program_is_passed_over_and_nothing_runs(tmp_p
         path.write_bytes(pickle.dumps({"entries": [], "pg_config": {}, "x": Harm()}, protocol))
         assert read_dump(path) is None
     assert not (tmp_path / "was-run").exists()
-    assert explain([tmp_path])[0].id == "unknown"
+    assert explain([tmp_path]) == []
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80", b"{", b"{}", b"[]", b"\x80\x02N.", b"hello\n", b'{"entries": [7]}'])
@@ -93,7 +93,7 @@ def test_an_all_reduce_of_another_size_is_a_mismatch_and_the_line_is_told(tmp_pa
 def test_parts_of_different_size_are_no_mismatch(tmp_path: Path) -> None:
     for rank in range(4):
         write(tmp_path, rank, entry(1, "nccl:all_to_all", size=rank + 1, done=False))
-    assert explain([tmp_path])[0].id == "unknown", "all are in the same collective: nobody is to blame by these"
+    assert explain([tmp_path]) == [], "all are in the same collective: nobody is to blame by these"
 
 
 def test_the_lowest_count_is_the_culprit_and_a_cause_from_the_logs_comes_first(tmp_path: Path) -> None:

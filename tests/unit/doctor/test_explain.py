@@ -19,6 +19,9 @@ OWN: dict[str, dict[str, Any]] = yaml.safe_load((LOGS / "expected.yaml").read_te
 
 
 def check(found: list[Diagnosis], expected: dict[str, Any]) -> None:
+    if expected["id"] is None:
+        assert not any(diagnosis.primary for diagnosis in found)
+        return
     first = found[0]
     said = f"{first.id} {first.cause}\nalso: {[other.id for other in found[1:]]}"
     assert first.id == expected["id"], said
@@ -52,7 +55,7 @@ def test_every_kept_run_has_an_expectation() -> None:
 def test_every_signature_is_found_in_its_own_example() -> None:
     for signature in signatures.signatures():
         line = parse(signature.example, file="", number=1, rank=None, node=None)
-        found = signatures.find(line.text)
+        found = signatures.find_best(line.text)
         assert found is not None, signature.id
         assert found[0].id == signature.id
 

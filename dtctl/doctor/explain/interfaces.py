@@ -1,0 +1,105 @@
+"""The network interfaces that NCCL and gloo say they use, and to which of them a failing address belongs. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+_USED = re.compile(r"(?:\[\d+\])?(?P<name>[A-Za-z][\w.@-]*):(?P<address>(?:\d{1,3}\.){3}\d{1,3}|[0-9a-fA-F:]*::[0-9a-fA-F:]*)(?:%\w+)?<\d+>")
+_ANNOUNCES = ("Bootstrap : Using", "NET/Socket : Using", "Bootstrap: Using", "NET/Socket: Using", "NET : Using interface", "Using interface")
+_SET = re.compile(r"(?P<variable>(?:NCCL|GLOO|TP|UCX)_(?:SOCKET_IFNAME|NET_DEVICES))(?: set (?:by environment )?to |=| ?: ?)(?P<value>[\w.^,=:-]+)")
+_ADDRESS = re.compile(r"(?<![\d.])(?P<address>(?:\d{1,3}\.){3}\d{1,3}|fe80::[0-9a-fA-F:]+)(?![\w.]*\.\w)")
+VIRTUAL = re.compile(r"^(?:lo|docker|br-|veth|virbr|cni|flannel|cali|tunl|vmnet|kube|podman|lxc|lxd|dummy|ovs|tailscale|zt|wg|tun|tap|usb|incusbr|nerdctl)")
+"""Names of interfaces that lead to no other node, or to containers only."""
+
+
+@dataclass(slots=True)
+class Interfaces:
+    """What the lines have told so far."""
+
+    address_of: dict[str, set[str]] = field(default_factory=dict)
+    """interface -> its addresses on all nodes"""
+    settings: dict[str, str] = field(default_factory=dict)
+    """variable -> value"""
+
+    def note(self, text: str) -> None:
+        """Take what a line says of interfaces."""
+        if any(word in text for word in _ANNOUNCES):
+            for found in _USED.finditer(text):
+                self.address_of.setdefault(found["name"], set()).add(found["address"])
+        if "IFNAME" in text and (setting := _SET.search(text)) is not None:
+            self.settings.setdefault(setting["variable"], setting["value"])
+
+    def of(self, address: str) -> str:
+        """The interface that has this address or one of its network, empty where none is known."""
+        for name, addresses in self.address_of.items():
+            if address in addresses:
+                return name
+        for name, addresses in self.address_of.items():
+            if any(_near(address, own) for own in addresses):
+                return name
+        return ""
+
+    @property
+    def usable(self) -> list[str]:
+        """Interfaces that may lead to other nodes."""
+        return [name for name, addresses in self.address_of.items() if not VIRTUAL.match(name) and not all(map(_unroutable, addresses))]
+
+    @property
+    def virtual(self) -> list[str]:
+        """Those that do not."""
+        return [name for name in self.address_of if VIRTUAL.match(name)]
+
+
+def _near(one: str, other: str) -> bool:
+    return one.count(".") == 3 and one.rsplit(".", 1)[0] == other.rsplit(".", 1)[0]
+
+
+def _unroutable(address: str) -> bool:
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return parsed.is_loopback or parsed.is_link_local
+
+
+def what_is(address: str, interfaces: Interfaces) -> tuple[str, str]:
+    """What is odd about an address that could not be reached, and the interface that it belongs to; empty when nothing is."""
+    name = interfaces.of(address)
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return "", name
+    if address.startswith("0."):
+        return "no address that a node can have: a name or a number was read as one", name
+    if parsed.is_loopback:
+        return "a loopback address, which every node has for itself", name or "lo"
+    if name and VIRTUAL.match(name):
+        return f"of {name}, an interface of containers or tunnels, which other nodes cannot reach", name
+    if parsed.is_link_local:
+        return "a link-local address, which is valid on one cable only", name
+    if parsed.version == 4 and address.startswith(("172.17.", "172.18.")) and not name:
+        return "of the network that Docker gives to containers", "docker0"
+    if parsed.version == 4 and address.startswith("192.168.122.") and not name:
+        return "of the network that libvirt gives to virtual machines", "virbr0"
+    return "", name
+
+
+def addresses_in(texts: Iterable[str]) -> list[str]:
+    """IPv4 and link-local addresses in texts, each once, in order."""
+    found: dict[str, None] = {}
+    for text in texts:
+        for match in _ADDRESS.finditer(text):
+            if not match["address"].startswith(("0.0.0.0", "255.")):
+                found[match["address"]] = None
+    return list(found)
+
+
+def advice(interfaces: Interfaces) -> str:
+    """The variables to set, with the name of an interface where one is known."""
+    usable = interfaces.usable
+    if usable:
+        return f"export NCCL_SOCKET_IFNAME={usable[0]} GLOO_SOCKET_IFNAME={usable[0]} on every node"
+    return "export NCCL_SOCKET_IFNAME=NAME GLOO_SOCKET_IFNAME=NAME, the interface that leads to the other nodes (ip -br addr)"

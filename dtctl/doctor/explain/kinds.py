@@ -1,0 +1,215 @@
+"""What an exception means that no signature knows, by its class, its error number and where it was raised. Pure.
+
+Whoever raised it decides what there is to correct: an exception of the user's own file is one of the program; one that
+comes out of a library, a file, the network, a download or an import says something about those first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dtctl.doctor.explain import signatures
+from dtctl.doctor.explain.signatures import Signature
+from dtctl.doctor.explain.tracebacks import Frame, Raised
+
+_INSTALLED = re.compile(r"/(?:site|dist)-packages/(?P<name>[^/]+)")
+_STANDARD = re.compile(r"/lib(?:64)?/python\d[\d.]*/(?P<name>[^/]+)|^<frozen (?P<frozen>[\w.]+)")
+_ELSEWHERE = re.compile(r"^/(?:pytorch|opt/pytorch|__w/pytorch)/|^<(?!stdin|string|ipython)|/torch/(?:_C|csrc)/")
+_CLONED = re.compile(
+    r"/(?P<name>transformers|accelerate|peft|trl|datasets|tokenizers|deepspeed|vllm|lightning|pytorch_lightning|xformers|"
+    r"flash_attn|apex|bitsandbytes|timm|diffusers|torchvision|torchaudio|ray|horovod|fairscale|triton|torch)/(?=.*\.py$)"
+)
+"""Libraries that are often run from a clone."""
+_LAUNCHER = re.compile(r"/bin/[\w.-]+$|/torch/distributed/(?:run|launch|launcher|elastic)|/accelerate/commands/|/deepspeed/launcher/|runpy")
+_DOWNLOADS = frozenset("requests urllib3 urllib httpx httpcore aiohttp huggingface_hub wandb botocore boto3 s3transfer fsspec s3fs gcsfs google "
+                       "azure modelscope http ssl mlflow comet_ml hf_transfer hf_xet".split())  # fmt: skip
+_NETWORK = frozenset("socket ssl asyncio grpc paramiko redis zmq".split())
+_CONFIGURATION = frozenset("omegaconf hydra pydantic pydantic_core yaml jsonschema yacs argparse configparser tomllib absl click typer fire".split())
+_CONTENT = frozenset("JSONDecodeError UnicodeDecodeError UnpicklingError BadZipFile BadGzipFile LZMAError UnidentifiedImageError ArrowInvalid "
+                     "ParserError SafetensorError EOFError DatasetGenerationError DataFilesNotFoundError CastError LibsndfileError OSErrorTruncated "
+                     "DecompressionBombError ReadError TokenizerError".split())  # fmt: skip
+_COMPILING = ("torch._dynamo", "torch._inductor", "triton.", "torch.fx.experimental", "torch._functorch")
+_READERS = frozenset("PIL cv2 soundfile pyarrow h5py webdataset json zipfile gzip bz2 lzma pickle csv tarfile pandas numpy decord av torchaudio torchcodec safetensors "
+                     "lmdb tensorflow_datasets".split())  # fmt: skip
+"""What reads files of the user's: what it raises is about their content."""
+_CAUGHT = re.compile(r"^(?:Caught \w+ in|process \d+ terminated|-- Process)")
+_ERRNO = re.compile(r"\[Errno (-?\d+)\]")
+_PASSING_ON = frozenset("ChildFailedError CalledProcessError SystemExit SubprocessError TimeoutExpired ProcessRaisedException".split())
+_PROBING = frozenset("KeyError AttributeError StopIteration IndexError TypeError FileNotFoundError ImportError ModuleNotFoundError "
+                     "ValueError NameError RuntimeError".split())  # fmt: skip
+_OTHER_VERSION = re.compile(
+    r"cannot import name|module '?[\w.]+'? has no attribute|type object '\w+' has no attribute|got an unexpected keyword argument|"
+    r"takes (?:from )?\d+ (?:to \d+ )?positional arguments? but|requires? \S+\s*[<>=!~]=|is required for a normal functioning|"
+    r"version.*(?:is )?(?:required|incompatible|not compatible|too old|mismatch)|does not recognize this architecture|"
+    r"(?:incompatible|unsupported) (?:\w+ )?version|has been (?:removed|deprecated)|upgrade (?:your )?\w+|missing \d+ required (?:positional|keyword-only) argument",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explained:
+    """An exception with its meaning."""
+
+    signature: Signature
+    groups: Mapping[str, str]
+    raised: Raised
+    """The one of its chain that says most."""
+    weight: int
+    """How much it says: 3 a known text, 2 a kind, 1 an exception of the program, 0 of a library, -1 a consequence."""
+
+
+def library_of(frame: Frame) -> str:
+    """The package that a file belongs to; empty for a file of the user's."""
+    path = frame.path.replace("\\", "/")
+    if found := _INSTALLED.search(path):
+        return found["name"].removesuffix(".py").partition("-")[0]
+    if found := _STANDARD.search(path):
+        return (found["name"] or found["frozen"] or "python").removesuffix(".py")
+    if _ELSEWHERE.search(path):
+        return "torch"
+    if found := _CLONED.search(path):
+        return found["name"]
+    return ""
+
+
+def explain(last: Raised) -> Explained:
+    """What the chain that ends with this exception means."""
+    chain = last.chain()
+    judged = [_judge(raised, later) for raised, later in zip(chain, [*chain[1:], None], strict=True)]
+    for judge, raised in zip(judged, chain, strict=True):
+        if last.link == "inner" and raised is last:
+            judged[judged.index(judge)] = Explained(signature=judge.signature, groups=judge.groups, raised=raised, weight=-1)
+    best = max(judge.weight for judge in judged)
+    of_weight = [judge for judge in judged if judge.weight == best]
+    if best >= 2:
+        definite = [one for one in of_weight if one.signature.role == "cause" and not one.signature.ambiguous]
+        return (definite or of_weight)[0]
+    chosen = of_weight[0]
+    if len(of_weight) > 1 and last.link == "context" and chosen.raised.short in _PROBING and of_weight[-1].raised is last:
+        # An attempt that was expected to fail; what the program said in the end is what it meant.
+        return of_weight[-1]
+    return chosen
+
+
+def _judge(raised: Raised, later: Raised | None) -> Explained:
+    groups = _groups(raised, later)
+    if raised.name == "an exception":
+        asked = re.search(r"os\.environ\[[\"'](\w+)[\"']\]", raised.frames[-1].source + raised.frames[0].source)
+        if asked is not None:
+            return Explained(signature=signatures.by_id("rendezvous-variables"), groups={**groups, "name": asked[1]}, raised=raised, weight=3)
+        return Explained(signature=signatures.kind("traceback-cut"), groups=groups, raised=raised, weight=0)
+    known = signatures.find_best(raised.text)
+    if known is not None and not (known[0].id == "missing-module" and _own_module(raised)):
+        signature, found = known
+        if signature.id == "disk-full" and any(re.search(r"/multiprocessing/(?:synchronize|heap|shared_memory|context|queues)", frame.path) for frame in raised.frames[-4:]):
+            signature = signatures.by_id("shm-full")  # locks and shared blocks lie in /dev/shm
+        weight = -1 if signature.role in ("effect", "note") else 3
+        if raised.short in ("OSError", "EnvironmentError", "IOError") and signature.role == "effect" and not _NETWORK & {library_of(f) for f in raised.frames}:
+            weight = -1
+        return Explained(signature=signature, groups={**groups, **found}, raised=raised, weight=weight)
+    id_, weight = kind_of(raised)
+    return Explained(signature=signatures.kind(id_), groups=groups, raised=raised, weight=weight)
+
+
+def _own_module(raised: Raised) -> bool:
+    """Whether what is missing is a part of a package that is there: another version of it is meant."""
+    found = re.search(r"No module named '?([\w.]+)", raised.text)
+    return found is not None and "." in found[1] and any(library_of(frame) == found[1].split(".")[0] for frame in raised.frames)
+
+
+def _groups(raised: Raised, later: Raised | None) -> dict[str, str]:
+    text = raised.text if len(raised.text) <= 300 else raised.text[:300] + "…"
+    frames = raised.frames or (later.frames if later is not None else ())
+    users = [frame for frame in frames if not library_of(frame) and not _LAUNCHER.search(frame.path)]
+    if not users and later is not None:
+        users = [frame for frame in later.frames if not library_of(frame) and not _LAUNCHER.search(frame.path)]
+    library = _blamed_library(raised) or raised.name.partition(".")[0] if "." in raised.name else _blamed_library(raised)
+    if raised.short == "AssertionError" and not raised.message and frames and frames[-1].source:
+        text = f"{frames[-1].source}"
+    elif not raised.message and frames and frames[-1].source.startswith(("raise", "assert")):
+        text = f"{text} ({frames[-1].source})"
+    return {
+        "text": text.rstrip(": "),
+        "where": users[-1].where if users else (frames[-1].where if frames else "the line that its traceback names"),
+        "inner": frames[-1].where if frames else "the line that its traceback names",
+        "library": library or "a library",
+    }
+
+
+def _blamed_library(raised: Raised) -> str:
+    for frame in reversed(raised.frames):
+        library = library_of(frame)
+        if library and not _STANDARD.search(frame.path):
+            return library
+        if not library:
+            return ""
+    return library_of(raised.frames[-1]) if raised.frames else ""
+
+
+def kind_of(raised: Raised) -> tuple[str, int]:  # noqa: PLR0911, PLR0912 - a table in the form of questions, the more exact first
+    """The id of the kind of an exception that no signature knows, and how much it says."""
+    name, text = raised.short, raised.text
+    root = raised.name.partition(".")[0] if "." in raised.name else ""
+    libraries = [library_of(frame) for frame in raised.frames]
+    inner = libraries[-3:]
+    own = bool(raised.frames) and not libraries[-1]
+    if name in _PASSING_ON or _CAUGHT.match(raised.message):
+        return "worker-exit", -1
+    if raised.frames and _LAUNCHER.search(raised.frames[-1].path) and name in ("RuntimeError", "Exception"):
+        return "worker-exit", -1
+    if name in ("ImportError", "ModuleNotFoundError"):
+        return ("version-conflict", 2) if _OTHER_VERSION.search(text) or "." in text.partition("No module named")[2] else ("import-failed", 2)
+    if name == "MemoryError":
+        return "host-memory", 2
+    if "CUDA error" in text or "cudaError" in text or "CUDA driver" in text:
+        return "gpu-error", 2
+    if raised.name.startswith(_COMPILING) or name in ("InductorError", "BackendCompilerFailed", "CompilationError"):
+        return "compile-failed", 2
+    if name == "KeyError" and raised.frames and raised.frames[-1].path.endswith("/os.py"):
+        return "environment-variable", 2
+    if "is not set" in text and re.search(r"environment|\b[A-Z]{3,}(?:_[A-Z]+)+\b", text):
+        return "environment-variable", 2
+    if root in _DOWNLOADS or name in ("HTTPError", "CommError", "HfHubHTTPError") or (not own and _DOWNLOADS & set(inner) and _is_os(name)):
+        return "download-failed", 2
+    if root in _NETWORK or name in ("gaierror", "ConnectionError", "TimeoutError", "herror") and _NETWORK & set(inner):
+        return "network-error", 2
+    if not own and set(libraries[-2:]) & _READERS and name in ("OSError", "ValueError", "RuntimeError", "KeyError", "error", "SyntaxError", "UnidentifiedImageError"):
+        return "bad-data", 2
+    if name in _CONTENT or root in ("zlib", "struct", "zipfile", "pyarrow", "PIL", "h5py", "lzma", "gzip"):
+        return "bad-data", 2
+    if root in _CONFIGURATION or (libraries and libraries[-1] in _CONFIGURATION and not own):
+        return "bad-configuration", 2
+    if _is_os(name) and _ERRNO.search(text):
+        return "storage-failed", 2
+    if _OTHER_VERSION.search(text) and name in ("AttributeError", "TypeError", "ValueError", "RuntimeError", "ImportError", "KeyError", "VersionConflict") and _foreign(raised, libraries):
+        return "version-conflict", 2
+    if not raised.frames:
+        return "not-in-traceback", 0
+    if own:
+        return "exception", 1
+    if name == "AssertionError":
+        return "assertion", 0
+    if name == "NotImplementedError":
+        return "not-supported", 0
+    if _blamed_library(raised) in ("", *_STANDARD_ONLY) and any(not library for library in libraries):
+        return "exception", 1
+    return "library-error", 0
+
+
+_STANDARD_ONLY = ("runpy", "python", "threading", "contextlib", "functools", "json", "re", "random", "collections", "enum", "dataclasses")
+
+
+def _is_os(name: str) -> bool:
+    return name in ("OSError", "IOError", "EnvironmentError", "TimeoutError", "ConnectionError", "InterruptedError") or name.endswith(
+        ("ConnectionError", "Timeout", "TimeoutError")
+    )
+
+
+def _foreign(raised: Raised, libraries: list[str]) -> bool:
+    """Whether what does not fit is a library's: it was raised in one, or it names one."""
+    if libraries and libraries[-1]:
+        return True
+    named = re.search(r"module '([\w.]+)' has no attribute|cannot import name .* from '([\w.]+)'", raised.text)
+    return named is not None

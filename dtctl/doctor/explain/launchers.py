@@ -1,0 +1,172 @@
+"""Ends of processes, as launchers, schedulers, shells and Python's fault handler tell them: who, by which signal or code.
+
+torchrun's table, srun, mpirun, DeepSpeed, Lightning, spawn, Ray, Kubernetes and shells say the same in many forms; here
+they become one: rank, node, exit code, signal, and whether the launcher calls it the first. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+
+from dtctl.doctor.explain.lines import LogLine
+
+SIGNALS = {
+    "Killed": 9, "Terminated": 15, "Segmentation fault": 11, "Aborted": 6, "Abort": 6, "Bus error": 7, "Hangup": 1,
+    "Interrupt": 2, "Illegal instruction": 4, "Floating point exception": 8, "Floating-point exception": 8,
+    "Quit": 3, "Trace/breakpoint trap": 5, "User defined signal 1": 10, "User defined signal 2": 12,
+}  # fmt: skip
+_NAMED = "|".join(SIGNALS)
+_FATAL = (2, 3, 4, 6, 7, 8, 9, 11, 15)
+"""Signals that a shell's 128+N stands for."""
+_SRUN = re.compile(
+    r"srun: error: (?P<nodes>[\w.,\[\]-]+): tasks? (?P<tasks>[\d,-]+): (?P<how>Exited with exit code (?P<code>\d+)|Out Of Memory|"
+    + _NAMED + r")"
+)  # fmt: skip
+_FORMS = tuple(
+    re.compile(form)
+    for form in (
+        r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+)",
+        r"Signal (?P<signal>\d+) \(SIG\w+\) received by PID",
+        r"process rank (?P<rank>\d+) with PID \d+ on node (?P<node>\S+) exited on signal (?P<signal>\d+)",
+        r"MPI_ABORT was invoked on rank (?P<rank>\d+)",
+        r"\[rank: (?P<rank>\d+)\] Child process with PID \d+ terminated with code (?P<code>-?\d+)",
+        r"ProcessExitedException: process (?P<rank>\d+) terminated with (?:signal (?P<name>SIG\w+)|exit code (?P<code>\d+))",
+        r"= +KILLED BY SIGNAL: (?P<signal>\d+)",
+        r"= +EXIT CODE: (?P<code>\d+)",
+        r"^\s*Exit code: +(?P<code>\d+)$",
+        r"\*\*\* (?P<name>SIG(?:SEGV|BUS|ABRT|FPE|ILL)) \(?@?received|\*\*\* Aborted at \d+ \(unix time\)",
+        r"^Fatal Python error: (?P<what>" + _NAMED + r")",
+        r"Caught signal (?P<signal>\d+) \(",
+        r"^\s*Signal: [\w ]+ \((?P<signal>\d+)\)",
+        r"(?i:exit(?:s|ed|ing)?|return(?:s|ed)?|terminated|finished|fail(?:s|ed)|died) (?:with |by |due to )(?i:(?:a )?(?:non-zero )?(?:exit |return )?(?:code|status)):? ?[ =]? ?(?P<code>-?\d+)",
+        r"(?i:exit|return) ?(?i:code|status) ?[=:] ?(?P<code>-?[1-9]\d*)\b",
+        r"(?i:killed|terminated|exited|died|ended) (?:by|with|on|from|due to) (?:signal:? )?(?:(?P<signal>\d+)\b|(?P<name>SIG[A-Z]{3,5})\b)",
+        r"^(?:\S+: line \d+: +\d+ |\[\d+\]\s+\d+ +|\S+: line \d+: +)?(?P<what>" + _NAMED + r")(?: {4,}.*| \(core dumped\).*)?$",
+        r"reason: ?(?P<what>OOMKilled)|Reason:\s+(?P<what2>OOMKilled)",
+    )
+)
+_TABLE = re.compile(r"^\s+(?P<key>host|rank|exitcode|time|traceback|error_file)\s*: (?P<value>.*)$")
+_TABLE_RANK = re.compile(r"(?P<rank>\d+) \(local_rank: (?P<local>\d+)\)")
+_MPICH = re.compile(r"= +(?:RANK (?P<rank>\d+) )?PID \d+ RUNNING AT (?P<node>\S+)")
+_PROCESS_NAME = re.compile(r"Process name: \[\[(?:\d+|[^\],]*),\d+\],(?P<rank>\d+)\]")
+_GATE = ("xit", "ignal", "SIG", "illed", "return", "code", "RUNNING AT", "Process name", " host", " rank", "Root Cause", "====", "fault",
+         "Aborted", "Terminated", "Bus error", "MPI_ABORT", "Fatal Python", "tasks", "task ", "Hangup")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """How a process ended."""
+
+    code: int
+    """As a shell would say it; 0 where only a signal is known."""
+    signal: int
+    """0 without one."""
+    ranks: tuple[int, ...] = ()
+    node: str | None = None
+    root: bool = False
+    """Whether its launcher calls it the first failure."""
+    out_of_memory: bool = False
+    local: bool = False
+    """Whether the rank is only the rank within its node."""
+
+
+@dataclass(slots=True)
+class Table:
+    """What the lines of a launcher's summary have said so far."""
+
+    host: str | None = None
+    rank: int | None = None
+    root: bool = False
+
+    def follow(self, text: str) -> Exit | None:
+        """The exit that a line of torchrun's or an mpirun's summary completes."""
+        if text.startswith("Root Cause (first observed failure)"):
+            self.root = True
+        elif text.startswith("====="):
+            self.root = False
+        elif (mpich := _MPICH.search(text)) is not None:
+            self.rank, self.host = int(mpich["rank"]) if mpich["rank"] else None, mpich["node"]
+        elif (process := _PROCESS_NAME.search(text)) is not None:
+            self.rank = int(process["rank"])
+        elif text[:1].isspace() and (row := _TABLE.match(text)) is not None:
+            if row["key"] == "host":
+                self.host = row["value"].split()[0] if row["value"].split() else None
+            elif row["key"] == "rank" and (who := _TABLE_RANK.match(row["value"])) is not None:
+                self.rank = int(who["rank"])
+            elif row["key"] == "exitcode" and (code := re.match(r"-?\d+", row["value"])) is not None:
+                return _exit(int(code[0]), 0, ranks=self._ranks, node=self.host, root=self.root)
+        return None
+
+    @property
+    def _ranks(self) -> tuple[int, ...]:
+        return () if self.rank is None else (self.rank,)
+
+
+def exit_of(line: LogLine, table: Table) -> Exit | None:
+    """The end of a process that this line tells, None where it tells none or a good one."""
+    text = line.text
+    if not any(word in text for word in _GATE):
+        return None
+    if (row := table.follow(text)) is not None:
+        return row
+    if text.startswith("srun") and (srun := _SRUN.search(text)) is not None:
+        return _srun(srun)
+    for form in _FORMS:
+        found = form.search(text)
+        if found is not None:
+            return _of_form({key: value for key, value in found.groupdict().items() if value is not None}, table)
+    return None
+
+
+def _srun(found: re.Match[str]) -> Exit | None:
+    tasks = expand(found["tasks"])
+    number = SIGNALS.get(found["how"], 0)
+    nodes = found["nodes"]
+    node = nodes if "[" not in nodes and "," not in nodes else None
+    if found["how"] == "Out Of Memory":
+        return Exit(code=0, signal=9, ranks=tasks, node=node, out_of_memory=True)
+    return _exit(int(found["code"] or 0), number, ranks=tasks, node=node, root=False)
+
+
+def _of_form(groups: dict[str, str], table: Table) -> Exit | None:
+    if "OOMKilled" in groups.values():
+        return Exit(code=137, signal=9, out_of_memory=True)
+    number = int(groups.get("signal", 0))
+    if name := groups.get("name"):
+        number = getattr(signal, name, signal.Signals(9)).value
+    number = number or SIGNALS.get(groups.get("what", ""), 0)
+    ranks = [int(groups[key]) for key in ("rank", "local") if key in groups][:1]
+    known = tuple(ranks) if ranks else table._ranks
+    return _exit(int(groups.get("code", 0)), number, ranks=known, node=groups.get("node"), root=False, local="local" in groups)
+
+
+def _exit(
+    code: int, number: int, *, ranks: tuple[int, ...], node: str | None, root: bool, local: bool = False
+) -> Exit | None:
+    if code < 0:
+        number, code = -code, 0
+    elif not number and code - 128 in _FATAL:
+        number = code - 128
+    if not code and not number:
+        return None
+    return Exit(code=code, signal=number, ranks=ranks, node=node, root=root, local=local)
+
+
+def expand(tasks: str) -> tuple[int, ...]:
+    """`0-2,5` as Slurm writes it; at most a thousand."""
+    found: list[int] = []
+    for part in tasks.split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit() and (not last or last.isdigit()):
+            found += range(int(first), min(int(last or first), int(first) + 1000) + 1)
+    return tuple(found)
+
+
+def name_of(number: int) -> str:
+    """`SIGKILL` of 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,310 @@
+"""Exceptions as Python prints them: tracebacks, also those of several processes mixed line by line, and their chains.
+
+A traceback is known by its structure and not by the name of its exception: a header or a frame, further frames, and
+the first line that is not indented. What stands before the header (a log's prefix) is taken off the lines that follow.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dtctl.doctor.explain.lines import LogLine
+
+Link = Literal["", "cause", "context", "inner"]
+HEADER = "Traceback (most recent call last)"
+LONGEST_GAP = 120
+"""Lines of others that may come between a frame and the exception that it belongs to."""
+MAX_DETAIL = 16
+"""Lines of a message that are kept, beyond its first."""
+_FRAME = re.compile(r'^\s*[>|+ ]*File "(?P<path>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?\s*$')
+_CELL_FRAME = re.compile(r"^(?:File )?(?P<path>[~/][^\s:]+\.py)(?::(?P<line>\d+),)? in (?P<function>[\w<>.]+)\(")
+_RICH_FRAME = re.compile(r"^[│|]\s+(?P<path>/?[\w~./<>@+ -]+\.py):(?P<line>\d+) in (?P<function>[\w<>.]+)")
+_NAME = re.compile(r"^(?P<name>[A-Za-z_]\w*(?:\.[A-Za-z_<][\w<>]*)*)(?:\((?P<of>\w+)\))?(?:: ?(?P<message>.*)|\s*)$")
+"""What may be an exception where one has to come."""
+_BUILTIN = frozenset(
+    "ArithmeticError AssertionError AttributeError BaseException BlockingIOError BrokenPipeError BufferError "
+    "EOFError Exception ExceptionGroup GeneratorExit IOError ImportError IndexError InterruptedError KeyError "
+    "KeyboardInterrupt LookupError MemoryError OSError RuntimeError StopAsyncIteration StopIteration SystemExit "
+    "TypeError ValueError".split()
+)
+_ENDS = r"(?:Error|Exception|Interrupt|Exit|Failed|Failure|Exceeded|NotFound|Expired|Timeout|Refused|Denied|Invalid|Corrupt|Unavailable)"
+_SURE = re.compile(
+    r"^(?P<name>(?:[A-Za-z_]\w*\.)*(?:[A-Z_]\w*" + _ENDS + r"|" + "|".join(_BUILTIN) + r"))"
+    r"(?:\((?P<of>\w+)\))?(?:: ?(?P<message>.*)|:?\s*)$"
+)
+"""What is an exception wherever it stands in a traceback: by the custom of its name."""
+_BARE = re.compile(
+    r"^(?:(?:[|> E]\s+)|(?:\s*\"message\": \")|(?:(?:\S+ )?(?:ERROR|CRITICAL|FATAL|Error|error|Exception)\b[\]:\s|-]+))?"
+    r"(?P<name>(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt)))(?:\((?P<of>\w+)\))?: ?(?P<message>\S.*)$"
+)
+"""Without a traceback: with a message, or it may be any word."""
+_LEVELS = frozenset(
+    "INFO WARNING WARN DEBUG ERROR CRITICAL FATAL NOTE Note note TRACE Warning warning Error error info debug Epoch epoch "
+    "Step step Iteration iteration loss Loss wandb srun slurmstepd mpirun".split()
+)
+_LINKS: tuple[tuple[str, Link], ...] = (
+    ("During handling of the above exception, another exception occurred", "context"),
+    ("The above exception was the direct cause of the following exception", "cause"),
+)
+_INNER = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error|^Original Traceback|^Original error")
+_IGNORED = re.compile(
+    r"^(?:Exception ignored (?:in|on|while)|Error in atexit\._run_exitfuncs|--- Logging error ---"
+    r"|Error in sys\.excepthook|Task exception was never retrieved|Future exception was never retrieved)"
+)
+_THREAD = re.compile(r"^Exception in thread ")
+_REMOTE = re.compile(r"(?P<name>\S*RayTaskError(?:\((?P<of>\w+)\))?): ray::\S+ \(pid=\d+(?:, ip=(?P<node>[\w.:]+))?")
+_STACK = re.compile(r"^(?:Fatal Python error: (?P<what>.+)|Current thread 0x|Thread 0x)")
+_NEW_THOUGHT = re.compile(
+    r"^(?:\d{4}[-/]\d\d|\[\d{4}-|\[?[IWEF]\d{3,4} |(?:INFO|WARNING|DEBUG|ERROR|CRITICAL)\b|={5,}|\*{5,}|[\w./-]+:\d+:\d+ \[|srun:|slurmstepd:"
+    r"|wandb:|\S*%\||Traceback |Process finished|Killing |Sending |Terminating |\[pip3\]|\S*ChildFailedError|\w+:\w+(?:\.\w+)+:|frame #|\w+Warning:|Killed|Exception raised from|terminate called|\[(?:rank|c10d|default|trainer|E |W ))"
+)
+_NUMBERS = re.compile(r"\d+(?:[:.,/-]\d+)+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """One call of a traceback."""
+
+    path: str
+    line: int
+    function: str
+    source: str = ""
+
+    @property
+    def where(self) -> str:
+        """`/job/train.py:17`."""
+        return f"{self.path}:{self.line}"
+
+
+@dataclass(slots=True, kw_only=True)
+class Raised:
+    """An exception that was printed."""
+
+    name: str
+    """With its modules, as it was printed."""
+    message: str
+    line: LogLine
+    frames: tuple[Frame, ...] = ()
+    """The innermost last."""
+    detail: list[str] = field(default_factory=list)
+    """Further lines of its message."""
+    bare: bool = False
+    """Whether it stands there without a traceback."""
+    ignored: bool = False
+    """Whether Python itself, or a logger, says that nothing came of it."""
+    rank: int | None = None
+    """The process that it comes from, where a parent passes it on."""
+    node: str | None = None
+    before: Raised | None = None
+    """The exception that this one was raised from, or while handling which it was raised."""
+    link: Link = ""
+    """How this one follows from the one before."""
+    passed_on: bool = False
+    """Whether a later exception of the chain has taken its place."""
+
+    @property
+    def short(self) -> str:
+        """Its name without the modules."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def text(self) -> str:
+        """As its last line says it, with the rest of the message in the same line."""
+        said = f"{self.name}: {self.message}" if self.message else self.name
+        return " ".join([said, *(line.strip() for line in self.detail)]).strip()
+
+    def chain(self) -> list[Raised]:
+        """From the first exception to this one."""
+        found: list[Raised] = [self]
+        while found[-1].before is not None and len(found) < 20:
+            found.append(found[-1].before)
+        return found[::-1]
+
+
+@dataclass(slots=True)
+class Reader:
+    """Finds the exceptions in the lines of one process, or of several that write into one stream."""
+
+    opened: int = 0
+    """Tracebacks that have begun, and whose exception has not come yet."""
+    frames: list[Frame] = field(default_factory=list)
+    gap: int = 0
+    """Lines since the last one that belongs to a traceback."""
+    adjacent: bool = False
+    rich: bool = False
+    link: Link = ""
+    last: Raised | None = None
+    saying: Raised | None = None
+    """The exception whose message may go on."""
+    ignored: int = 0
+    """Lines within which a traceback is one that Python ignores."""
+    rank: int | None = None
+    node: str | None = None
+    prefix: re.Pattern[str] | None = None
+    """What stands before each line of the traceback, where the line's own prefixes did not explain it."""
+    indent: int = 0
+    at: LogLine | None = None
+    """The last frame."""
+
+    @property
+    def inside(self) -> bool:
+        """Whether an exception, or the rest of a message, may come next."""
+        return self.opened > 0 or self.saying is not None or self.ignored > 0
+
+    def feed(self, line: LogLine) -> tuple[bool, Raised | None]:
+        """Whether the line belongs to a traceback and says nothing itself; and the exception that it ends with."""
+        text = self._without_prefix(line.text)
+        self.ignored = max(0, self.ignored - 1)
+        if HEADER in text:
+            self._begin(text)
+            return True, None
+        if self._is_frame(text):
+            self.at = line
+            return True, None
+        if self._is_link(text):
+            return True, None
+        if self.opened:
+            found, taken = self._in_traceback(text, line)
+            if found is not None or taken:
+                return found is None, found
+        elif self.saying is not None and self._goes_on(text, line):
+            return False, None
+        if text[:1] in "│╭╰┃┏┗" and len(text) > 1:  # a box of rich, whose beginning was cut off
+            return True, None
+        if (remote := _REMOTE.search(text)) is not None:
+            self.opened, self.adjacent, self.gap, self.frames, self.node = 1, True, 0, [], remote["node"]
+            return True, None
+        bare = _BARE.match(text)
+        if bare is not None:
+            return False, self._end(bare, line, bare_=True)
+        return False, None
+
+    def cut_off(self) -> Raised | None:
+        """The traceback whose exception never came, None without one."""
+        if not self.opened or not self.frames or self.at is None or self.ignored or _at_the_end(self.frames):
+            return None
+        return Raised(name="an exception", message="", line=self.at, frames=tuple(self.frames))
+
+    def _without_prefix(self, text: str) -> str:
+        if self.prefix is not None and (found := self.prefix.match(text)):
+            return text[found.end() :]
+        if self.indent and text[: self.indent].isspace():
+            return text[self.indent :]
+        return text
+
+    def _begin(self, text: str) -> None:
+        head = text[: text.index(HEADER)]
+        self.saying = None
+        if _INNER.match(text) or head.strip() == "Original":
+            self.link = "inner"
+        elif head.strip() in ("traceback :", "traceback:"):
+            self.indent = len(head) - len(head.lstrip())
+        elif head.startswith(("╭", "┌", "+-")) or "─" in head:
+            self.rich = True
+        elif head.strip() and len(head) <= 160 and not re.fullmatch(r"\w+\s+|[\s|+]*(?:Exception Group )?", head):
+            self.prefix = re.compile(_NUMBERS.sub(r"[\\d:.,/-]+", re.escape(head).replace(r"\-", "-").replace(r"\ ", " ")))
+        if not self.opened or self.gap > LONGEST_GAP:
+            self.opened, self.frames = 0, []
+        self.opened = min(self.opened + 1, 64)
+        self.adjacent, self.gap = True, 0
+
+    def _is_frame(self, text: str) -> bool:
+        found = _FRAME.match(text)
+        if found is None and self.rich:
+            found = _RICH_FRAME.match(text)
+        if found is None and self.opened:
+            found = _CELL_FRAME.match(text)
+        if found is None:
+            return False
+        if not self.opened:  # what was copied begins in the middle
+            self.opened, self.frames = 1, []
+        groups = found.groupdict()
+        self.frames.append(
+            Frame(path=groups["path"], line=int(groups["line"] or 0), function=(groups["function"] or "").strip())
+        )
+        if len(self.frames) > 400:
+            del self.frames[100:200]
+        self.adjacent, self.gap, self.saying = True, 0, None
+        return True
+
+    def _is_link(self, text: str) -> bool:
+        if text.startswith(("During", "The above")):
+            for said, link in _LINKS:
+                if text.startswith(said):
+                    self.link, self.saying = link, None
+                    return True
+        if (inner := _INNER.search(text)) is not None:
+            self.link, self.saying = "inner", None
+            self.rank = int(inner["rank"]) if inner["rank"] else self.rank
+            return True
+        if _IGNORED.match(text):
+            self.ignored, self.saying = LONGEST_GAP, None
+            return True
+        if _THREAD.match(text):
+            return True
+        return False
+
+    def _in_traceback(self, text: str, line: LogLine) -> tuple[Raised | None, bool]:
+        if self.rich and text[:1] in "│|╰└":
+            self.adjacent = True
+            return None, True
+        if text[:1] in (" ", "\t", "|", "+") or (not text.strip() and self.adjacent):
+            if self.adjacent and self.frames and text.strip() and not self.frames[-1].source:
+                last = self.frames[-1]
+                self.frames[-1] = Frame(path=last.path, line=last.line, function=last.function, source=text.strip()[:200])
+            indented = re.match(r"^[\s|+]+(?=\S)", text)
+            if indented is None or (sure := _SURE.match(text[indented.end() :])) is None or "|" not in indented[0]:
+                return None, self.adjacent
+            return self._end(sure, line), False
+        found = _SURE.match(text)
+        if found is None and self.adjacent and self.frames:
+            found = _NAME.match(text)
+            if found is not None and (found["name"] in _LEVELS or (found["message"] is None and "." not in found["name"] and not found["name"][0].isupper())):
+                found = None
+        if found is not None:
+            return self._end(found, line), False
+        self.adjacent = False
+        self.gap += 1
+        if self.gap > LONGEST_GAP:
+            self.opened, self.frames, self.rich = 0, [], False
+        return None, False
+
+    def _end(self, found: re.Match[str], line: LogLine, *, bare_: bool = False) -> Raised:
+        raised = Raised(
+            name=found["name"], message=(found["message"] or "").strip().removesuffix('",'), line=line, frames=tuple(self.frames),
+            bare=bare_, ignored=self.ignored > 0 or _at_the_end(self.frames), rank=self.rank, node=self.node,
+        )  # fmt: skip
+        if not bare_ or self.link:
+            if self.link == "inner" and self.last is not None:
+                self.last.before, self.last.link, raised.passed_on = raised, "inner", True
+            elif self.link and self.last is not None:
+                raised.before, raised.link, self.last.passed_on = self.last, self.link, True
+        self.link = ""
+        self.ignored = 0
+        self.opened = max(0, self.opened - 1)
+        if not self.opened:
+            self.frames, self.rich, self.prefix, self.indent = [], False, None, 0
+            self.rank = self.node = None
+        self.last = self.saying = raised
+        self.adjacent = False
+        return raised
+
+    def _goes_on(self, text: str, line: LogLine) -> bool:
+        said = self.saying
+        if said is None:
+            return False
+        if len(said.detail) >= MAX_DETAIL or _NEW_THOUGHT.match(text) or _BARE.match(text) is not None:
+            self.saying = None
+            return False
+        if not text.strip() and said.detail and not said.detail[-1]:
+            self.saying = None
+            return False
+        said.detail.append(text[:500])
+        return True
+
+
+def _at_the_end(frames: list[Frame]) -> bool:
+    """Whether an exception came out of what Python calls when an object or the process ends: it ignores those."""
+    return bool(frames) and frames[0].function in ("__del__", "_run_exitfuncs", "_exit_function", "_cleanup")
