@@ -23,7 +23,7 @@ from dtctl.doctor.explain.diagnose import explain_all
 RESULTS = Path(__file__).parent / "results"
 CLASSES: dict[str, str] = {
     "gpu-oom": "cuda-oom cublas-memory",
-    "host-oom": "oom-killer killed job-memory-limit host-memory ray-memory loader-killed",
+    "host-oom": "oom-killer killed job-memory-limit host-memory ray-memory loader-killed worker-lost",
     "shm": "shm-full shm-attach bus-error",
     "disk-or-quota": "disk-full write-failed read-only evicted",
     "permission": "permission not-executable read-only port-invalid",
@@ -40,7 +40,7 @@ CLASSES: dict[str, str] = {
     "scheduler": "slurm-refused slurm-communication requeued preempted cancelled time-limit node-failed mpi-pmi mpi-slots pod-unscheduled evicted",
     "preemption-or-time-limit": "time-limit preempted requeued",
     "node-failure": "node-failed mpi-daemon-lost slurm-communication",
-    "cancelled-or-signalled": "cancelled agent-signalled hangup interrupted stopped preempted",
+    "cancelled-or-signalled": "cancelled agent-signalled hangup interrupted stopped preempted killed peer-closed",
     "command-missing": "command-missing not-executable",
     "collective-mismatch": "collective-mismatch nccl-settings-differ store-barrier ddp-models-differ sizes-differ watchdog-timeout rank-behind gloo-timeout",
     "collective-timeout-straggler": "watchdog-timeout rank-silent rank-behind gloo-timeout heartbeat-timeout watchdog-stuck monitored-barrier "
@@ -55,8 +55,8 @@ CLASSES: dict[str, str] = {
     "compile": "compile-failed build-failed missing-header cuda-toolkit-missing cuda-toolkit-differs",
     "checkpoint": "checkpoint-damaged shapes-differ world-size-changed checkpoint-missing lfs-pointer weights-only bad-data write-failed",
     "download": "offline hub-forbidden hub-missing rate-limited server-error tls download-failed name-resolution",
-    "dataset-or-file": "missing-file no-data bad-data checkpoint-missing missing-script storage-failed permission hub-missing",
-    "dataloader": "loader-killed loader-timeout open-files shm-full bad-data segfault",
+    "dataset-or-file": "bad-sample missing-file no-data bad-data checkpoint-missing missing-script storage-failed permission hub-missing",
+    "dataloader": "bad-sample loader-killed loader-timeout open-files shm-full bad-data segfault",
     "configuration": "not-divisible bad-arguments bad-configuration local-rank-argument command-missing world-too-large mpi-slots mpi-root exception "
     "library-error assertion not-supported version-conflict rendezvous-variables missing-script port-invalid store-barrier device-map",
     "nan-or-loss-scale": "loss-scale loss-nan",
@@ -92,7 +92,8 @@ def right(label: dict[str, Any], said: dict[str, Any]) -> bool:
     if label["kind"] == "healthy":
         return said["verdict"] == "no-failure"
     if label["kind"] == "unknown":
-        return said["verdict"] == "failed-unknown" or said["confidence"] in ("ambiguous", "low", "unknown")
+        same = said["id"] in CLASSES.get(label["class"], "").split()
+        return said["verdict"] == "failed-unknown" or said["confidence"] in ("ambiguous", "low", "unknown") or (same and said["confidence"] == "medium")
     return said["id"] in CLASSES.get(label["class"], "").split() + [label["class"]]
 
 

@@ -162,7 +162,7 @@ def diagnose(sources: Iterable[Source], layout: LogLayout) -> tuple[Verdict, lis
     if place == NOTE or (place in (SURVIVED_PLACE, WARNED) and not ended and not _insists(ordered[0], found)):
         return "failed-unknown", [_not_understood(found), *diagnoses]
     ordered, diagnoses = _named_first(ordered, diagnoses)
-    first = _sharpen(diagnoses[0], ordered[0], found)
+    first = _sharpen(_with_exit(diagnoses[0], ordered[0], found), ordered[0], found)
     rivals = [group for group in ordered[1:] if _place(group, known) == DEFINITE and group[0].signature.id != ordered[0][0].signature.id]
     if place == DEFINITE and rivals and not roots and first.confidence == "high" and not _earlier(ordered[0], rivals, many):
         first = replace(first, confidence="medium")
@@ -172,6 +172,19 @@ def diagnose(sources: Iterable[Source], layout: LogLayout) -> tuple[Verdict, lis
     if verdict == "failed-unknown":
         first = _with_last_words(first, found)
     return verdict, [first, *rest]
+
+
+def _with_exit(first: Diagnosis, group: list[Hit], found: Found) -> Diagnosis:
+    """Add the rank and the node that a launcher names, where the error itself does not tell whose it is."""
+    if first.ranks or group[0].signature.blames != "self" or group[0].signature.role != "cause":
+        return first
+    ends = [hit for hit in found.hits if hit.end is not None and hit.end.signal not in (15, 2, 9) and (hit.rank is not None or hit.ranks)]
+    ends = [hit for hit in ends if hit.root] or ends
+    ranks = {rank for hit in ends for rank in (*hit.ranks, *(() if hit.rank is None else (hit.rank,)))}
+    if len(ranks) != 1:
+        return first
+    nodes = {hit.node for hit in ends if hit.node is not None}
+    return replace(first, ranks=tuple(ranks), nodes=tuple(sorted(nodes)) if not first.nodes else first.nodes)
 
 
 def _named_first(ordered: list[list[Hit]], diagnoses: list[Diagnosis]) -> tuple[list[list[Hit]], list[Diagnosis]]:
@@ -307,7 +320,8 @@ def _diagnosis(group: list[Hit], found: Found, layout: LogLayout, known: set[str
         for hit in group:
             words = (hit.groups.get("rank", "") + " " + hit.groups.get("ranks", "")).replace(",", " ").split()
             ranks |= {int(word) for word in words}
-            nodes |= {hit.groups[key] for key in ("node", "head") if key in hit.groups and not _is_address(hit.groups[key])}
+            nodes |= {hit.groups["node"]} if "node" in hit.groups else set()
+            nodes |= {hit.groups["head"]} if "head" in hit.groups and not _is_address(hit.groups["head"]) else set()
     if signature.blames == "all" and len({(hit.node, hit.rank) for hit in group}) == 1:  # where it was seen
         ranks |= {hit.rank for hit in group if hit.rank is not None}
         nodes |= {hit.node for hit in group if hit.node is not None}

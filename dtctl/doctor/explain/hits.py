@@ -243,7 +243,7 @@ class _Scan:
             hit = _hit(known[0], line, {"text": text.strip()[:300], "where": "the line that its traceback names", **known[1]})
             hit.warned = _WARNING.search(line.raw) is not None and "NCCL WARN" not in line.raw
             return [hit]
-        if any(word in text for word in _WEAK_WORDS) and _WEAK.search(text) and not _WARNING.search(text):
+        if any(word in text for word in _WEAK_WORDS) and _WEAK.search(text) and not _WARNING.search(text) and "NCCL WARN" not in line.raw:
             return [_hit(COMPLAINT, line, {})]
         return []
 

@@ -175,6 +175,8 @@ def kind_of(raised: Raised) -> tuple[str, int]:  # noqa: PLR0911, PLR0912 - a ta
         return "download-failed", 2
     if root in _NETWORK or name in ("gaierror", "ConnectionError", "TimeoutError", "herror") and _NETWORK & set(inner):
         return "network-error", 2
+    if not own and raised.frames and "/torch/utils/data/" in raised.frames[-1].path and not known_as(name):
+        return "bad-sample", 2
     if not own and set(libraries[-2:]) & _READERS and name in ("OSError", "ValueError", "RuntimeError", "KeyError", "error", "SyntaxError", "UnidentifiedImageError"):
         return "bad-data", 2
     if name in _CONTENT or root in ("zlib", "struct", "zipfile", "pyarrow", "PIL", "h5py", "lzma", "gzip"):
@@ -196,6 +198,11 @@ def kind_of(raised: Raised) -> tuple[str, int]:  # noqa: PLR0911, PLR0912 - a ta
     if _blamed_library(raised) in ("", *_STANDARD_ONLY) and any(not library for library in libraries):
         return "exception", 1
     return "library-error", 0
+
+
+def known_as(name: str) -> bool:
+    """Whether an exception is about a process of the data loader, and not about its data."""
+    return name in ("KeyboardInterrupt", "MemoryError", "ConnectionResetError", "BrokenPipeError", "EOFError")
 
 
 _STANDARD_ONLY = ("runpy", "python", "threading", "contextlib", "functools", "json", "re", "random", "collections", "enum", "dataclasses")

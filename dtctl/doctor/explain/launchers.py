@@ -113,6 +113,8 @@ def exit_of(line: LogLine, table: Table) -> Exit | None:
         return row
     if text.startswith("srun") and (srun := _SRUN.search(text)) is not None:
         return _srun(srun)
+    if "potential root causes" in text:  # Ray lists what it does not know
+        return None
     for form in _FORMS:
         found = form.search(text)
         if found is not None:

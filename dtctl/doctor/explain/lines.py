@@ -21,7 +21,7 @@ _STARTS = r"(?=\[|Traceback|  |[A-Z]\w*Error|During handling|The above|20\d\d-|[
 """What the output of a program begins with, behind a name that some launcher put before it."""
 _BRACKETS = (
     r"\[rank(?P<rank>\d+)\]:(?: |$)?",  # torch
-    r"\[(?P<node>[A-Za-z][\w.-]*):(?P<pid>\d{5,})\] ",  # Open MPI: [node1:01234]
+    r"\[(?P<node>\w[\w.-]*):(?P<pid>\d{5,})\] ",  # Open MPI: [node1:01234]
     r"\[(?P<node>[A-Za-z][\w.-]*):(?:(?P<rank>\d{1,4})|agent)\] ?",  # dtctl: [node1:3]
     r"\[(?:trainer|default|[a-z_]+)(?P<local>\d+)(?:\|\d+)?\]:(?: |$)?",  # torchrun --tee: [default3]:
     r"\[(?:[\w.@-]+@)?\d+,(?P<rank>\d+)\]<std(?:out|err|diag)>: ?",  # mpirun --tag-output
@@ -37,6 +37,7 @@ _BRACKETS = (
     r"\[(?P<rank>\d{1,4})\] (?=Traceback|  File|(?:\w+\.)*\w+Error: )",  # hydra -l, mpirun -l
 )
 _NUMBERS = (
+    r"(?P<node>\w[\w.-]*):(?P<pid>\d+):\d+ \[(?:\d+|\w+)\] ",  # NCCL, where a node is called by a number
     _ISO,
     r" *(?P<rank>\d{1,5}): ?(?=\S|  )",  # srun --label
     r"(?P<node>(?:\d{1,3}\.){3}\d{1,3}): " + _STARTS,  # pdsh

@@ -60,6 +60,8 @@ _NEW_THOUGHT = re.compile(
     r"^(?:\d{4}[-/]\d\d|\[\d{4}-|\[?[IWEF]\d{3,4} |(?:INFO|WARNING|DEBUG|ERROR|CRITICAL)\b|={5,}|\*{5,}|[\w./-]+:\d+:\d+ \[|srun:|slurmstepd:"
     r"|wandb:|\S*%\||Traceback |Process finished|Killing |Sending |Terminating |\[pip3\]|\S*ChildFailedError|\w+:\w+(?:\.\w+)+:|frame #|\w+Warning:|Killed|Exception raised from|terminate called|\[(?:rank|c10d|default|trainer|E |W ))"
 )
+_SOURCE = re.compile(r"^\s{4,}(?:raise|return|with|for|if|self\.|await|yield|\w[\w.]*\()")
+"""A line of a program, which no message is."""
 _NUMBERS = re.compile(r"\d+(?:[:.,/-]\d+)+")
 
 
@@ -183,7 +185,8 @@ class Reader:
 
     def cut_off(self) -> Raised | None:
         """The traceback whose exception never came, None without one."""
-        if not self.opened or not self.frames or self.at is None or self.ignored or _at_the_end(self.frames):
+        launcher = self.frames and any(part in self.frames[-1].path for part in ("/torch/distributed/run", "/torch/distributed/launch", "runpy"))
+        if not self.opened or not self.frames or launcher or self.at is None or self.ignored or _at_the_end(self.frames):
             return None
         return Raised(name="an exception", message="", line=self.at, frames=tuple(self.frames))
 
@@ -298,7 +301,7 @@ class Reader:
         if len(said.detail) >= MAX_DETAIL or _NEW_THOUGHT.match(text) or _BARE.match(text) is not None:
             self.saying = None
             return False
-        if not text.strip() and said.detail and not said.detail[-1]:
+        if (not text.strip() and said.detail and not said.detail[-1]) or _SOURCE.match(text):
             self.saying = None
             return False
         said.detail.append(text[:500])
