@@ -82,7 +82,7 @@ def _rules(text: str) -> frozenset[str]:
     only = frozenset(rule.strip().upper() for rule in text.split(",") if rule.strip())
     unknown = sorted(only - set(rules()) - {"DT000"})
     if unknown:
-        raise UsageError(f"there is no rule {unknown[0]}", hint="the rules are DT001 to DT036")
+        raise UsageError(f"there is no rule {unknown[0]}", hint="`dtctl lint --list` names all")
     return only
 
 
@@ -95,7 +95,7 @@ def _explain(name: str) -> int:
         return 0
     rule = rules().get(name.upper())
     if rule is None:
-        raise UsageError(f"there is no rule {name}", hint="the rules are DT001 to DT036")
+        raise UsageError(f"there is no rule {name}", hint="`dtctl lint --list` names all")
     output.out(explained(rule))
     return 0
 

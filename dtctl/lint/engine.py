@@ -18,16 +18,24 @@ from dtctl.lint.checks import (
     accumulating,
     data,
     devices,
+    diverging,
     environment,
     exits,
+    launching,
     legacy,
+    loading,
     numbers,
+    precision,
+    repeated,
     saving,
+    sharded,
+    sharding,
     steps,
+    tensors,
     together,
     wrapping,
 )
-from dtctl.lint.model import ClusterFacts, Problem
+from dtctl.lint.model import LEVELS, ClusterFacts, Problem
 from dtctl.lint.project import Project
 from dtctl.lint.rules import SYNTAX
 from dtctl.lint.shell_files import check_shell
@@ -35,7 +43,10 @@ from dtctl.lint.source_file import SourceFile
 
 PARALLEL_FROM = 100
 """Files from which several processes are worth starting."""
-FAMILIES = (wrapping, data, devices, steps, accumulating, together, exits, saving, numbers, legacy, environment)
+FAMILIES = (
+    wrapping, data, sharding, loading, devices, steps, repeated, precision, accumulating, together, tensors, diverging,
+    exits, saving, numbers, sharded, launching, legacy, environment,
+)  # fmt: skip
 """The modules of checkers."""
 PYTHON_CHECKS: tuple[Checker, ...] = tuple(checker for family in FAMILIES for checker in family.CHECKS)
 """The checkers of all rules for Python."""
@@ -69,7 +80,7 @@ def lint(
     size = -(-len(files) // (workers * 4))
     parts = [files[at : at + size] for at in range(0, len(files), size)]
     with ProcessPoolExecutor(workers) as pool:
-        results = pool.map(_files, parts, [cluster] * len(parts), [only] * len(parts))
+        results = pool.map(_files, parts, [cluster] * len(parts), [only] * len(parts), [files] * len(parts))
         return [problem for part in results for problem in part]
 
 
@@ -95,15 +106,52 @@ def lint_text(
     else:
         problems = _guarded(lambda: check_shell(str(path), text, cluster), path, "check_shell")
     remaining = [problem for problem in problems if not ignored.covers(problem.rule, problem.line, problem.end_line)]
-    return sorted(remaining, key=lambda problem: (problem.line, problem.column, problem.rule))
+    return _once(sorted(remaining, key=lambda problem: (problem.line, problem.column, problem.rule)))
 
 
-def _files(files: Sequence[Path], cluster: ClusterFacts, only: frozenset[str]) -> list[Problem]:
-    """Problems of some files; the worker of a process."""
+_CAUSES = (
+    frozenset(["DT011", "DT012", "DT013", "DT036", "DT045", "DT046", "DT060"]),
+    frozenset(["DT014", "DT015", "DT055"]),
+    frozenset(["DT007", "DT016", "DT052"]),
+    frozenset(["DT018", "DT053", "DT054"]),
+    frozenset(["DT035", "DT042"]),
+    frozenset(["DT031", "DT061"]),
+    frozenset(["DT003", "DT057"]),
+    frozenset(["DT013", "DT033"]),
+)
+"""Rules that see one cause from different sides; on one line only the gravest of them is reported."""
+
+
+def _once(problems: list[Problem]) -> list[Problem]:
+    """One finding for each cause and line, and for each obsolete name of a file."""
+    kept: list[Problem] = []
+    obsolete: set[str] = set()
+    for problem in problems:
+        if problem.rule == "DT025" and not problem.edits:
+            if problem.message in obsolete:
+                continue
+            obsolete.add(problem.message)
+        if any(_one_cause(problem, other) and LEVELS.index(other.severity) >= LEVELS.index(problem.severity)
+               for other in problems if other is not problem and (other in kept or other.severity != problem.severity)):  # fmt: skip
+            continue
+        kept.append(problem)
+    return kept
+
+
+def _one_cause(first: Problem, second: Problem) -> bool:
+    if first.line != second.line:
+        return False
+    return first.rule == second.rule or any(first.rule in cause and second.rule in cause for cause in _CAUSES)
+
+
+def _files(
+    files: Sequence[Path], cluster: ClusterFacts, only: frozenset[str], every: Sequence[Path] = ()
+) -> list[Problem]:
+    """Problems of some files, of all that there are; the worker of a process."""
     collecting = gc.isenabled()
     gc.disable()  # syntax trees have no cycles worth looking for, and a million nodes take seconds to look through
     try:
-        project = Project()
+        project = Project(every or files)
         problems = []
         for path in files:
             problems += _file(path, cluster, project)
@@ -150,8 +198,10 @@ def _checked(path: Path, text: str, cluster: ClusterFacts, project: Project) -> 
         return [unreadable(path, 1, 1, f"is not Python: {exc}")]
     if not any(word in text for word in names.RELEVANT):
         return []
-    module = SourceFile(path, text, tree)
-    project.add(module)
+    module = project.parsed(path, text)
+    if module is None:
+        module = SourceFile(path, text, tree)
+        project.add(module)
     check = Check(module, project, cluster)
     problems: list[Problem] = []
     for checker in PYTHON_CHECKS:

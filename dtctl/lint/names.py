@@ -11,6 +11,12 @@ FULLY_SHARD: Final = "torch.distributed.fsdp.fully_shard"
 SAMPLER: Final = "torch.utils.data.DistributedSampler"
 LOADER: Final = "torch.utils.data.DataLoader"
 INIT: Final = "torch.distributed.init_process_group"
+SPAWNS: Final = frozenset(
+    ["torch.multiprocessing.spawn", "torch.multiprocessing.start_processes", "torch.multiprocessing.spawn.spawn"]
+)
+"""Calls `spawn(function, args=...)`; the function gets the number of its process first."""
+STARTS: Final = SPAWNS | {"torch.multiprocessing.Process", "multiprocessing.Process"}
+"""Those, and calls `Process(target=function, args=...)`."""
 WRAPPERS: Final = frozenset({DDP, FSDP, FULLY_SHARD})
 
 _SAME: Final = {

@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from dtctl.lint import names
+from dtctl.lint.flow import Frame, Value, origins
 from dtctl.lint.source_file import Function, SourceFile, constant, key
 
-RankKind = Literal["global", "local"]
+RankKind = Literal["global", "local", "spawned"]
+"""Of the world, of the node, or the number of a process that mp.spawn started: both where there is one node."""
 
 _GLOBAL = re.compile(r"(?:global_|world_|ddp_|dist_|my_|distributed_)?rank\Z|RANK\Z|process_(?:index|rank)\Z")
 _LOCAL = re.compile(r"(?:ddp_|args_)?local_?rank\Z|LOCAL_RANK\Z|local_process_index\Z|gpu(?:_id)?\Z")
@@ -41,30 +44,70 @@ class RankGuard:
         return RankGuard(self.rank, not self.at_zero, self.test, early, sure=self.sure_not, sure_not=self.sure)
 
 
-def rank_kind(module: SourceFile, node: ast.expr, depth: int = 4) -> RankKind | None:
-    """Whether an expression is the rank in the world or in the node; None for ranks in groups and anything else."""
-    if isinstance(node, ast.NamedExpr):
-        return rank_kind(module, node.value, depth) or rank_kind(module, node.target, depth)
-    if isinstance(node, ast.Call):
-        return _rank_of_call(module, node, depth)
-    if isinstance(node, ast.Subscript):
-        return _of_variable(constant(node.slice)) if _is_environ(module, node.value) else None
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
-        return "local" if rank_kind(module, node.left, depth) == "global" else None
-    if not isinstance(node, ast.Name | ast.Attribute):
+def rank_kind(module: SourceFile, node: ast.expr, frame: Frame | None = None) -> RankKind | None:
+    """Whether an expression is the rank in the world or in the node; None for ranks in groups and anything else.
+
+    It is followed through assignments, helper functions and their arguments.
+    """
+    fact = ("rank", node, frame)
+    if fact not in module.facts:
+        module.facts[fact] = None  # for one that is needed to find itself
+        module.facts[fact] = _rank_kind(module, node, frame)
+    return module.facts[fact]  # type: ignore[return-value]  # facts of this kind are such
+
+
+def _rank_kind(module: SourceFile, node: ast.expr, frame: Frame | None) -> RankKind | None:
+    if not isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Subscript | ast.BinOp | ast.IfExp | ast.NamedExpr):
         return None
-    last = node.id if isinstance(node, ast.Name) else node.attr
-    kind_by_name: RankKind | None = "local" if _LOCAL.match(last) else "global" if _GLOBAL.match(last) else None
-    if depth:
-        if isinstance(node, ast.Name) and _counts(module, node):
-            return None
-        values = [binding.value for binding in module.lookup(node) if binding.value is not None]
-        kinds = {rank_kind(module, value, depth - 1) for value in values if not isinstance(value, ast.Constant)}
-        if kinds - {None}:
-            return next(iter(kinds - {None})) if len(kinds - {None}) == 1 else "global"
-        if kind_by_name and any(_is_group_rank(value) for value in values):
-            return None
-    return kind_by_name
+    if isinstance(node, ast.Name) and _counts(module, node):
+        return None
+    by_name = _kind_by_name(node)
+    if isinstance(node, ast.Name | ast.Attribute) and by_name is None and not _may_be_rank(module, node):
+        return None
+    values = origins(module, node, frame)
+    if any(_is_group_rank(value.node) for value in values):
+        return None
+    kinds: set[RankKind] = {kind for value in values if (kind := _kind_of_origin(value, node)) is not None}
+    if kinds:
+        return next(iter(kinds)) if len(kinds) == 1 else "local" if by_name == "local" else "global"
+    constants = [constant(value.node) for value in values if isinstance(value.node, ast.Constant)]
+    if len(constants) == len(values) and any(type(one) is int and one > 1 for one in constants):
+        return None  # a rank of something else: of a matrix
+    return by_name
+
+
+def _may_be_rank(module: SourceFile, node: ast.expr) -> bool:
+    """Whether it is worth following a name that does not sound like a rank: it is set to a call or to a name."""
+    return any(
+        binding.value is None or isinstance(binding.value, ast.Call | ast.Name | ast.Attribute | ast.Subscript | ast.BinOp)
+        for binding in module.lookup(node)
+    )
+
+
+def _kind_by_name(node: ast.expr) -> RankKind | None:
+    last = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return "local" if _LOCAL.match(last) else "global" if _GLOBAL.match(last) else None
+
+
+def _kind_of_origin(value: Value, node: ast.expr) -> RankKind | None:
+    """What a place that a value comes from says about it."""
+    origin, module = value.node, value.module
+    if isinstance(origin, ast.Call):
+        if (module.name(origin.func) or "") in names.STARTS:
+            return "spawned"
+        return _rank_of_call(module, origin, value.frame) if value.item is None else None
+    if isinstance(origin, ast.Subscript):
+        return _of_variable(constant(origin.slice)) if _is_environ(module, origin.value) else None
+    if isinstance(origin, ast.BinOp):
+        if isinstance(origin.op, ast.Mod) and rank_kind(module, origin.left, value.frame) == "global":
+            return "local"
+        if isinstance(origin.op, ast.Add) and "node" in ast.unparse(origin).lower():
+            kinds = {rank_kind(module, side, value.frame) for side in (origin.left, origin.right)}
+            return "global" if kinds & {"local", "spawned"} else None
+        return None
+    if isinstance(origin, ast.Name | ast.Attribute) and origin is not node:
+        return None if isinstance(origin, ast.Name) and _counts(module, origin) else _kind_by_name(origin)
+    return None
 
 
 def _counts(module: SourceFile, node: ast.Name) -> bool:
@@ -77,21 +120,23 @@ def _counts(module: SourceFile, node: ast.Name) -> bool:
     )
 
 
-def _rank_of_call(module: SourceFile, call: ast.Call, depth: int) -> RankKind | None:
-    name = module.name(call.func) or ""
-    last = (key(call.func) or "").rpartition(".")[2]
-    if name == "int" or last == "int":
-        return rank_kind(module, call.args[0], depth) if call.args else None
+def _rank_of_call(module: SourceFile, call: ast.Call, frame: Frame | None) -> RankKind | None:
+    name = key(call.func) or ""
+    last = name.rpartition(".")[2]
+    if last == "int":
+        return rank_kind(module, call.args[0], frame) if call.args else None
     if last == "get" and isinstance(call.func, ast.Attribute) and _is_environ(module, call.func.value):
         return _of_variable(constant(call.args[0])) if call.args else None
     if last == "getenv":
         return _of_variable(constant(call.args[0])) if call.args else None
     if call.args or call.keywords:  # the rank in a group
         return None
-    if last in ("get_rank", "get_world_rank", "get_global_rank"):
-        return None if "mesh" in (key(call.func) or "") else "global"
-    if last == "get_local_rank" and isinstance(call.func, ast.Name):
-        return "local"
+    if last in ("get_rank", "get_world_rank", "get_global_rank", "Get_rank", "get_ordinal"):
+        return None if "mesh" in name else "global"
+    if name in ("hvd.rank", "horovod.rank", "idist.get_rank"):
+        return "global"
+    if last in ("get_local_rank", "get_node_local_rank", "get_local_ordinal") or name in ("hvd.local_rank",):
+        return None if "mesh" in name else "local"
     return None
 
 
@@ -115,60 +160,82 @@ def _of_variable(name: object) -> RankKind | None:
     return None
 
 
-def guard(module: SourceFile, test: ast.AST, depth: int = 4) -> RankGuard | None:
+def guard(module: SourceFile, test: ast.AST, frame: Frame | None = None, depth: int = 4) -> RankGuard | None:
     """What a condition says about the rank; None when it does not depend on it."""
+    fact = ("guard", test, frame)
+    if fact not in module.facts:
+        module.facts[fact] = None  # for a condition that is needed to find itself
+        module.facts[fact] = _guard(module, test, frame, depth)
+    return module.facts[fact]  # type: ignore[return-value]  # facts of this kind are such
+
+
+def _guard(module: SourceFile, test: ast.AST, frame: Frame | None, depth: int) -> RankGuard | None:
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        below = guard(module, test.operand, depth)
+        below = guard(module, test.operand, frame, depth)
         return replace(below.negated(), test=test) if below else None
     if isinstance(test, ast.BoolOp):
-        parts = [operand_guard for operand in test.values if (operand_guard := guard(module, operand, depth))]
+        parts = [operand_guard for operand in test.values if (operand_guard := guard(module, operand, frame, depth))]
         if not parts:
             return None
         neutral = isinstance(test.op, ast.Or)
         outcomes = [part.at_zero for part in parts]
         at_zero = any(outcomes) if neutral else all(outcomes)
-        rank: RankKind = "global" if any(part.rank == "global" for part in parts) else "local"
+        rank: RankKind = "local" if all(part.rank == "local" for part in parts) else "global"
         partial = len(parts) < len(test.values)
         sure = all(part.sure for part in parts) and not (partial and neutral)
         sure_not = all(part.sure_not for part in parts) and not (partial and not neutral)
         return RankGuard(rank, at_zero, test, sure=sure, sure_not=sure_not)
     if isinstance(test, ast.Compare) and len(test.ops) == 1:
-        return _compared(module, test, depth)
+        return _compared(module, test, frame)
     if not isinstance(test, ast.Name | ast.Attribute | ast.Call):
         return None
-    return _guard_of_name(module, test, depth)
+    return _guard_of_name(module, test, frame, depth)
 
 
-def _guard_of_name(module: SourceFile, test: ast.Name | ast.Attribute | ast.Call, depth: int) -> RankGuard | None:
+def _guard_of_name(
+    module: SourceFile, test: ast.Name | ast.Attribute | ast.Call, frame: Frame | None, depth: int
+) -> RankGuard | None:
     name = key(test.func if isinstance(test, ast.Call) else test) or ""
     last = name.rpartition(".")[2]
-    for value in (binding.value for binding in module.lookup(test)) if depth and not isinstance(test, ast.Call) else ():
-        if value is not None and isinstance(value, ast.Compare | ast.BoolOp | ast.UnaryOp):
-            value_guard = guard(module, value, depth - 1)
-            if value_guard:
-                return RankGuard(
-                    value_guard.rank, value_guard.at_zero, test, sure=value_guard.sure, sure_not=value_guard.sure_not
-                )
-    kind = None if _MAIN.match(last) else rank_kind(module, test)
+    found: list[RankGuard] = []
+    values = [value for value in origins(module, test, frame) if value.node is not test] if depth else []
+    for value in values:
+        if isinstance(value.node, ast.Compare | ast.BoolOp | ast.UnaryOp):
+            condition = guard(value.module, value.node, value.frame, depth - 1)
+            if condition is not None:
+                found.append(condition)
+    constants = [value for value in values if isinstance(value.node, ast.Constant)]
+    if found and len({(one.rank, one.at_zero) for one in found}) == 1:
+        known = len(found) + len(constants) == len(values)
+        # What a helper answers where nothing is distributed (`return True`) does not make it another condition.
+        return RankGuard(
+            found[0].rank, found[0].at_zero, test,
+            sure=known and all(one.sure for one in found), sure_not=known and all(one.sure_not for one in found),
+        )  # fmt: skip
+    if _MAIN.match(last):
+        if constants and len(constants) == len(values):
+            return None
+        return RankGuard("local" if "local" in last else "global", at_zero=True, test=test)
+    kind = rank_kind(module, test, frame)
     if kind:  # `if rank:`, `if dist.get_rank():`
         return RankGuard(kind, at_zero=False, test=test)
-    if _MAIN.match(last):
-        return RankGuard("local" if "local" in last else "global", at_zero=True, test=test)
     return None
 
 
-def _compared(module: SourceFile, test: ast.Compare, depth: int) -> RankGuard | None:
+def _compared(module: SourceFile, test: ast.Compare, frame: Frame | None) -> RankGuard | None:
     left, op, right = test.left, test.ops[0], test.comparators[0]
-    kind = rank_kind(module, left, depth)
+    kind = rank_kind(module, left, frame)
     if kind is None:
         left, right = right, left
-        kind = rank_kind(module, left, depth)
+        kind = rank_kind(module, left, frame)
         if kind is None or not isinstance(op, ast.Eq | ast.NotEq):
             return None
     if isinstance(op, ast.In | ast.NotIn):
         values = [constant(item) for item in getattr(right, "elts", [])]
         return RankGuard(kind, (0 in values) == isinstance(op, ast.In), test)
     value = constant(right)
+    if value is None and isinstance(right, ast.Constant):  # `rank is None` and the like
+        return None
     if value == -1 and isinstance(op, ast.Eq | ast.NotEq):  # -1 says that the job is not distributed
         return None
     if not isinstance(value, int):
@@ -211,6 +278,59 @@ def guards(module: SourceFile, node: ast.AST) -> Iterator[RankGuard]:
             _DECORATORS.search(ast.unparse(decorator)) for decorator in parent.decorator_list
         ):
             yield RankGuard("global", at_zero=True, test=parent)
+
+
+def for_some(module: SourceFile, node: ast.AST, depth: int = 3) -> RankGuard | None:
+    """The condition on the rank under which a node runs: around it, or around every call of its function."""
+    own = next(guards(module, node), None)
+    if own is not None:
+        return own
+    function = module.scope(node)
+    if not isinstance(function, Function) or not depth or module.neighbours is None:
+        return None
+    calls = module.neighbours.callers(module, function)
+    above = [for_some(caller, call, depth - 1) for caller, call in calls[:20]]
+    return above[0] if above and all(above) else None
+
+
+_ONE = re.compile(
+    r"\bnot \(?\s*[\w.]*(?:is_initialized\(\)|is_available\(\)|distributed|use_ddp|ddp|is_dist\w*|use_dist\w*)"
+    r"|(?:world_size|n_gpus?|num_gpus|nprocs|ngpus\w*)(?:\(\))? *(?:==|<=) *1\b|(?:world_size|n_gpus?)(?:\(\))? *< *2\b"
+    r"|(?:is_initialized\(\)|distributed) (?:is|==) False"
+)
+_MANY = re.compile(
+    r"(?<!not )\b(?:[\w.]*is_initialized\(\)|[\w.]*distributed|use_ddp|ddp|is_dist\w*|use_dist\w*)\Z"
+    r"|(?:world_size|n_gpus?|num_gpus|nprocs|ngpus\w*)(?:\(\))? *(?:> *1|>= *2|!= *1)\b"
+)
+
+
+def for_one_process(module: SourceFile, node: ast.AST) -> bool:
+    """Whether a node stands in a branch that is taken where nothing is distributed."""
+    for parent, child in module.chain(node):
+        if not isinstance(parent, ast.If | ast.IfExp) or child is parent.test:
+            continue
+        text = ast.unparse(parent.test)
+        body = child is parent.body if isinstance(parent, ast.IfExp) else child in parent.body
+        if (body and _ONE.search(text)) or (not body and _MANY.search(text)):
+            return True
+    return False
+
+
+def by_launcher(module: SourceFile, node: ast.AST) -> bool:
+    """Whether a node runs in the process that starts the ranks, and not in them."""
+    scope = module.scope(node)
+    starts = [
+        call
+        for calls in (module.calls_of(*names.STARTS), module.calls_of("subprocess.Popen", "subprocess.run", "subprocess.call"))
+        for call in calls
+        if module.scope(call) is scope
+    ]
+    starts += [call for call in module.methods.get("notebook_launcher", ()) if module.scope(call) is scope]
+    if not starts and isinstance(scope, ast.Module):
+        return bool(module.calls_of(*names.SPAWNS))  # below `if __name__ == "__main__"`
+    if any(module.scope(call) is scope for call in module.calls_of(names.INIT)):
+        return False
+    return bool(starts)
 
 
 def _exits_before(module: SourceFile, statement: ast.stmt) -> Iterator[RankGuard]:

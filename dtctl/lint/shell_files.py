@@ -1,4 +1,4 @@
-"""Rules for shell and sbatch files: DT025, DT029, DT035. What the shell computes is unknown."""
+"""Rules for shell and sbatch files: DT025, DT029, DT035, DT041, DT042, DT062, DT063. What the shell computes is unknown."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from dtctl.lint import batch_files
 from dtctl.lint.model import ClusterFacts, Edit, Problem, Severity
 from dtctl.lint.rules import rules
 from dtctl.lint.shell_words import Script, said_only, scanned
-from dtctl.lint.variables import NAME, judge
+from dtctl.lint.variables import MAX_PORT, NAME, judge
 
 _ASSIGNED = re.compile(
     r"(?:^|[\s;&|(])(?:export\s+|-x\s+|--env[ =]|-e\s+)?(?P<name>[A-Z][A-Z0-9_]*)="
     r"(?P<value>\"[^\"]*\"|'[^']*'|[^\s;&|)]*)"
 )
-_RELEVANT = re.compile(r"NCCL_|GLOO_|TORCH_FR_|MASTER_ADDR|master[_-]addr|torch\.distributed\.launch")
+_RELEVANT = re.compile(r"NCCL_|GLOO_|TORCH_FR_|MASTER_|master[_-]|torch\.distributed\.launch|#SBATCH ")
 _PYTHON = re.compile(r"(?:\S*/)?python[\d.]*")
 _LAUNCH = re.compile(r"\S*python[\d.]*\s+(?:-\S+\s+)*?-m\s+torch\.distributed\.launch\b")
+_PORT = re.compile(
+    r"(?:\bMASTER_PORT=|--(?:master|main_process)[_-]port[= ])(?P<value>\"[^\"]*\"|\$\(\([^)]*\)\)|\d+\b)"
+)
+_SUM = re.compile(r"\$\(\(\s*(?P<base>\d+)\s*\+(?P<rest>.*)\)\)")
 _NODES = re.compile(r"#SBATCH\s+(?:--nodes[= ]|-N\s*)(\d+)")
 _NNODES = re.compile(r"--nnodes[= ](\d+)")
 
@@ -32,11 +37,16 @@ def check_shell(path: str, text: str, cluster: ClusterFacts) -> list[Problem]:
     except RecursionError:  # quotations in substitutions in quotations, a thousand deep
         script = Script(complete=False)
     read = said_only(text, script)
-    return [
+    problems = [
         problem
         for line, words in logical_lines(read)
         for problem in _line(path, line, words, Read(text, script, cluster))
     ]
+    for offset, rule, message in batch_files.findings(path, text, script):
+        before = text[:offset]
+        line, column = before.count("\n") + 1, len(before.rpartition("\n")[2])
+        problems.append(_problem(path, line, column, rule, rules()[rule].severity, message, ""))
+    return problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +82,7 @@ def _line(path: str, line: int, words: str, read: Read) -> Iterator[Problem]:
     launcher = _LAUNCH.search(code)
     if launcher is not None:
         yield _problem(
-            path, line, launcher.start(), "DT025", "warning",
+            path, line, launcher.start(), "DT025", "info",
             "torch.distributed.launch is deprecated, and passes --local-rank, which scripts may not know",
             "use torchrun, and read LOCAL_RANK in the script", _torchrun(read, line, launcher.start()),
         )  # fmt: skip
@@ -88,12 +98,31 @@ def _line(path: str, line: int, words: str, read: Read) -> Iterator[Problem]:
                 path, line, at, "DT035", "error", f"MASTER_ADDR={value} on several nodes: each connects to itself",
                 "the address of the first node: $(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1)",
             )  # fmt: skip
+    yield from _ports(path, line, code, read)
     address = re.search(r"--master[_-]addr[= ]\"?(localhost|127\.0\.0\.1)\b", code)
     if address is not None and several and _NNODES.search(code):
         yield _problem(
             path, line, address.start(), "DT035", "error", f"{address[0]} on several nodes: each connects to itself",
             "the address of the first node",
         )  # fmt: skip
+
+
+def _ports(path: str, line: int, code: str, read: Read) -> Iterator[Problem]:
+    """Ports that do not exist, and one for all jobs of a batch script."""
+    for match in _PORT.finditer(code):
+        value, at = match["value"].strip("\"'"), match.start("value")
+        if value.isdigit():
+            if int(value) > MAX_PORT:
+                yield _problem(path, line, at, "DT042", "error", f"there is no port {value}: the last is {MAX_PORT}", "")
+            elif "#SBATCH" in read.text:
+                yield _problem(
+                    path, line, at, "DT035", "info", f"port {value} for all jobs: two of them on one node collide",
+                    "MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))",
+                )  # fmt: skip
+        elif (sum_of := _SUM.match(value)) and re.search(r"JOB_?ID", sum_of["rest"]) and "%" not in sum_of["rest"]:
+            if "tail" not in sum_of["rest"] and "${" not in sum_of["rest"].replace("${SLURM_JOB", ""):
+                message = f"the port is {sum_of['base']} + the job's number, which grows beyond {MAX_PORT}"
+                yield _problem(path, line, at, "DT042", "warning", message, "take the number modulo 10000: % 10000")
 
 
 def _torchrun(read: Read, line: int, column: int) -> tuple[Edit, ...]:

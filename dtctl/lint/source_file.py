@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 from dtctl.lint import names
 
@@ -31,6 +31,31 @@ class Binding:
     value: ast.expr | None
     """None when it is not known: parameters, loops."""
     statement: ast.AST
+    whole: ast.expr | None = None
+    """What was unpacked, if it was: `model, loader = build()`."""
+    item: int = 0
+    """Which of its items this is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """A function, a class, or a value given to a name of a module, and the file that it stands in."""
+
+    module: SourceFile
+    node: Function | ast.ClassDef | ast.expr
+
+
+class Neighbours(Protocol):
+    """The other files of the project that a file belongs to."""
+
+    def definition(self, module: SourceFile, name: str) -> Definition | None:
+        """What a dotted name that a file imports is, in the local file that defines it."""
+
+    def callers(self, module: SourceFile, function: Function) -> list[tuple[SourceFile, ast.Call]]:
+        """The calls of a function, in its file and in those that import it."""
+
+    def reach(self, module: SourceFile) -> tuple[SourceFile, ...]:
+        """A module and the local ones that it imports, directly or over others."""
 
 
 class SourceFile:
@@ -54,6 +79,10 @@ class SourceFile:
         self.bindings: dict[tuple[ast.AST, str], list[Binding]] = defaultdict(list)
         self.nodes: dict[type[ast.AST], list[ast.AST]] = defaultdict(list)
         self.functions: dict[str, list[Function]] = defaultdict(list)
+        self.neighbours: Neighbours | None = None
+        """Set when the file is added to a project."""
+        self.facts: dict[tuple[object, ...], object] = {}
+        """What was found out about nodes of this file, by kind of fact and node."""
         self._index()
 
     # -- building ---------------------------------------------------------------------------------------------------
@@ -80,6 +109,8 @@ class SourceFile:
                 self.methods[call.func.attr].append(call)
             elif isinstance(call.func, ast.Name):
                 self.methods[call.func.id].append(call)
+            elif isinstance(call.func, ast.Subscript):
+                self.methods["[]"].append(call)  # a function out of a table
 
     def _visit(self) -> list[ast.Call]:
         """Fill `parents` and `nodes`; all calls. Most of the linter's time is spent here."""
@@ -143,11 +174,17 @@ class SourceFile:
 
     def _target(self, target: ast.expr, value: ast.expr | None, statement: ast.AST) -> None:
         if isinstance(target, ast.Tuple | ast.List):
-            values: list[ast.expr | None] = [None] * len(target.elts)
             if isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(target.elts):
-                values = list(value.elts)
-            for part, part_value in zip(target.elts, values, strict=True):
-                self._target(part, part_value, statement)
+                for part, part_value in zip(target.elts, value.elts, strict=True):
+                    self._target(part, part_value, statement)
+                return
+            for item, part in enumerate(target.elts):
+                name = key(part)
+                if value is not None and name is not None:
+                    home = (self._home(part, name), name)
+                    self.bindings[home].append(Binding(part.lineno, None, statement, value, item))
+                else:
+                    self._target(part, None, statement)
             return
         name = key(target)
         if name is not None:
@@ -166,6 +203,41 @@ class SourceFile:
     def lines(self) -> list[str]:
         """The lines of the text, without their ends."""
         return self.text.split("\n")
+
+    @functools.cached_property
+    def started(self) -> dict[str, list[ast.Call]]:
+        """Name of a function -> calls that start processes with it: mp.spawn(main), Process(target=main)."""
+        found: dict[str, list[ast.Call]] = defaultdict(list)
+        for call in self.calls_of(*names.STARTS):
+            target = call.args[0] if call.args else keyword(call, "fn") or keyword(call, "target")
+            name = key(target) if target is not None else None
+            if name is not None:
+                found[name].append(call)
+        return found
+
+    @functools.cached_property
+    def returned(self) -> dict[ast.AST, list[ast.expr]]:
+        """Function -> what it returns."""
+        found: dict[ast.AST, list[ast.expr]] = defaultdict(list)
+        for statement in self.nodes_of(ast.Return):
+            if statement.value is not None:
+                found[self.scope(statement)].append(statement.value)
+        return found
+
+    @functools.cached_property
+    def attributes(self) -> dict[str, list[Binding]]:
+        """Last part of `args.rank` -> what such attributes are set to, whatever they belong to but `self`."""
+        found: dict[str, list[Binding]] = defaultdict(list)
+        for (_, name), bindings in self.bindings.items():
+            root, dot, last = name.rpartition(".")
+            if dot and root != "self":
+                found[last] += bindings
+        return found
+
+    @functools.cached_property
+    def classes(self) -> dict[str, ast.ClassDef]:
+        """The classes of the module by name."""
+        return {node.name: node for node in self.nodes_of(ast.ClassDef)}
 
     # -- asking -----------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ from dtctl.nccl.catalogue import catalogue, closest_name
 
 NAME = re.compile(r"(?:NCCL|TORCH_NCCL|TORCH_FR|GLOO)_[A-Z0-9_]+\Z")
 
+MAX_PORT = 65535
+
 
 def judge(name: str, value: str | None) -> tuple[Severity, str, str] | None:
     """Severity, message and fix for setting a variable; None if nothing is wrong with it.

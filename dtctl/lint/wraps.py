@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtctl.lint import names
+from dtctl.lint.flow import origins
 from dtctl.lint.source_file import SourceFile, key
 
 Kind = Literal["ddp", "fsdp", "fully_shard"]
@@ -64,3 +65,48 @@ def wrapped(module: SourceFile, node: ast.expr, at: ast.AST) -> Wrap | None:
     first = module.scope(wrap.call)
     later = module.scope(at) is not first or getattr(at, "lineno", 0) > wrap.call.lineno
     return wrap if later and getattr(first, "name", "") == "__init__" else None
+
+
+def model_kinds(module: SourceFile, node: ast.expr) -> set[Kind | None]:
+    """As what a model may be wrapped: one for every place that it may come from, None for an unwrapped one.
+
+    Followed through helper functions, arguments and attributes. `fully_shard(model)` wraps what it is given.
+    """
+    fact = ("model", node)
+    cached = module.facts.get(fact)
+    if cached is None:
+        module.facts[fact] = set()
+        cached = module.facts[fact] = _model_kinds(module, node)
+    return cached  # type: ignore[return-value]  # facts of this kind are such sets
+
+
+def _model_kinds(module: SourceFile, node: ast.expr) -> set[Kind | None]:
+    kinds: set[Kind | None] = set()
+    for value in origins(module, node):
+        if isinstance(value.node, ast.Constant):
+            continue
+        wrap = wrap_of(value.module, value.node) if isinstance(value.node, ast.Call) and value.item is None else None
+        kinds.add(wrap.kind if wrap is not None else None)
+    if None in kinds and _sharded_in_place(module, node):
+        kinds.add("fully_shard")
+    return kinds
+
+
+def _sharded_in_place(module: SourceFile, node: ast.expr) -> bool:
+    """Whether fully_shard, or a function of the project that calls it on its parameter, gets a name in its function."""
+    name = key(node)
+    return name is not None and any(
+        wrap.kind == "fully_shard" and wrap.source == name and module.scope(wrap.call) is module.scope(node)
+        for wrap in wraps(module)
+    )
+
+
+def surely(module: SourceFile, node: ast.expr, *kinds: Kind) -> bool:
+    """Whether a model is wrapped as one of these wherever it comes from."""
+    found = model_kinds(module, node)
+    return bool(found) and found <= set(kinds)
+
+
+def maybe(module: SourceFile, node: ast.expr, *kinds: Kind) -> bool:
+    """Whether a model is wrapped as one of these in some way that leads here."""
+    return bool(model_kinds(module, node) & set(kinds))

@@ -35,7 +35,7 @@ def accumulation(check: Check) -> Iterator[Problem]:
         loop = module.enclosing(call, (ast.For, ast.While))
         if not isinstance(loop, ast.For | ast.While) or module.scope(loop) is not module.scope(call):
             continue
-        choice = _every_few(check, loop, call)
+        choice = every_few(check, loop, call)
         if (choice is None and not _micro_batches(check, loop)) or _deferred_already(check, call):
             continue
         edits = _deferred(check, loop, call, choice) if choice is not None else ()
@@ -60,7 +60,7 @@ def _of_torch(check: Check, step: ast.Call) -> bool:
     )
 
 
-def _every_few(check: Check, loop: ast.For | ast.While, backward: ast.Call) -> ast.If | None:
+def every_few(check: Check, loop: ast.For | ast.While, backward: ast.Call) -> ast.If | None:
     """The `if (i + 1) % n == 0` under which the optimizer of a loop steps; None if it steps every time."""
     module = check.module
     for call in _steps(check):

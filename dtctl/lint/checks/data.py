@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dtctl.lint import names
 from dtctl.lint.check import Check
 from dtctl.lint.edits import indent
+from dtctl.lint.flow import function_of, origins
 from dtctl.lint.model import Edit, Problem
-from dtctl.lint.source_file import constant, key
+from dtctl.lint.source_file import SourceFile, constant, key
 from dtctl.lint.wraps import wraps
 
 _HELD_OUT = re.compile(r"val|test|eval|dev_|infer|predict", re.IGNORECASE)
@@ -75,27 +76,72 @@ def _bases(node: ast.AST) -> list[ast.expr]:
 def same_order(check: Check) -> Iterator[Problem]:
     """DT004."""
     module = check.module
-    if not module.calls_of(names.SAMPLER) or check.project.framework(module):
+    if check.project.framework(module):
         return
-    loops = [
-        candidate
-        for candidate in module.nodes_of(ast.For)
-        if isinstance(candidate, ast.For) and _over_epochs(candidate)
-    ]
-    for call in module.calls_of(names.SAMPLER) if loops else ():
-        arguments = _args(call, "dataset", "num_replicas", "rank", "shuffle")
+    importers = check.project.importers(module) if module.calls_of(names.SAMPLER) else ()
+    if any(source.methods.get("set_epoch") for importer in importers[:8] for source in check.project.reach(importer)
+           if source is not module):  # fmt: skip
+        return
+    loops = [candidate for candidate in module.nodes_of(ast.For) if _over_epochs(candidate)]
+    repeated = bool(loops) or _repeats(check, importers)
+    for call in module.calls_of(names.SAMPLER) if repeated else ():
+        if not _shuffles(check, call) or _epoch_set(check, call):
+            continue
         statement = module.statement(call)
-        target = key(statement.targets[0]) if isinstance(statement, ast.Assign) else None
-        description = f"{target or ''} {key(arguments['dataset']) or '' if 'dataset' in arguments else ''}"
-        if constant(arguments.get("shuffle")) is False or _HELD_OUT.search(description) or _open_ended(call):
-            continue
-        if _epoch_set(check, call):
-            continue
         loop = next((candidate for candidate in loops if _reachable(check, statement, candidate)), None)
         edits = _set_epoch(check, call, loop) if loop is not None else ()
+        function = module.scope(call)
+        user = next((one for one in module.methods.get(getattr(function, "name", ""), ()) if module.scope(one) is not function), None)
+        where = f" (of line {user.lineno})" if user is not None else ""
         yield check.problem(
-            "DT004", call, "no set_epoch(): the sampler gives every epoch the same order", edits=edits
+            "DT004", call, f"no set_epoch(): the sampler{where} gives every epoch the same order", edits=edits
         )  # fmt: skip
+    if loops and module.trains:
+        yield from _same_order_elsewhere(check)
+
+
+def _shuffles(check: Check, call: ast.Call) -> bool:
+    """Whether a sampler shuffles what is trained on, as far as can be told."""
+    arguments = _args(call, "dataset", "num_replicas", "rank", "shuffle")
+    statement = check.module.statement(call)
+    target = key(statement.targets[0]) if isinstance(statement, ast.Assign) else None
+    description = f"{target or ''} {key(arguments['dataset']) or '' if 'dataset' in arguments else ''}"
+    shuffle = arguments.get("shuffle")
+    values = origins(check.module, shuffle) if shuffle is not None else []
+    if values and all(constant(value.node) is False for value in values):
+        return False
+    return not _HELD_OUT.search(description) and not _open_ended(call)
+
+
+def _repeats(check: Check, importers: tuple[SourceFile, ...]) -> bool:
+    """Whether the program goes through its data several times in another place: epochs of another file, or for ever."""
+    module = check.module
+    for source in (*check.project.reach(module), *importers[:8]):
+        if any(_over_epochs(loop) for loop in source.nodes_of(ast.For)):
+            return True
+    return any(
+        constant(loop.test) is True and any(isinstance(part, ast.For) and "loader" in ast.unparse(part.iter) for part in loop.body)
+        for loop in module.nodes_of(ast.While)
+    )
+
+
+def _same_order_elsewhere(check: Check) -> Iterator[Problem]:
+    """Samplers that a function of another file makes for this one, which has the epochs."""
+    module = check.module
+    if any(source.methods.get("set_epoch") for source in check.project.reach(module)):
+        return
+    for name in sorted(module.methods):
+        if not re.search(r"load|data|sampler", name, re.IGNORECASE):
+            continue
+        for call in module.methods[name]:
+            target = function_of(module, call)
+            if target is None or target.module is module:
+                continue
+            other = target.module
+            inside = [one for one in other.calls_of(names.SAMPLER) if other.scope(one) is target.node]
+            if any(_shuffles(Check(other, check.project, check.cluster), one) for one in inside):
+                yield check.problem("DT004", call, f"no set_epoch(): the sampler of `{name}` gives every epoch the same order")
+                return
 
 
 def _epoch_set(check: Check, sampler: ast.Call) -> bool:
@@ -159,7 +205,7 @@ def _counter(loop: ast.For) -> str | None:
 
 def _over_epochs(loop: ast.For) -> bool:
     """Whether a loop counts epochs, more than one."""
-    if "epoch" not in ast.unparse(loop.target).lower():
+    if "epoch" not in (ast.unparse(loop.target) + ast.unparse(loop.iter)).lower():
         return False
     text = ast.unparse(loop.iter)
     return text not in ("range(1)", "range(0, 1)")

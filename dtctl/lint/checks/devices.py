@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dtctl.lint import names
 from dtctl.lint.check import Check
 from dtctl.lint.model import Edit, Problem, Severity
-from dtctl.lint.ranks import guards, rank_kind
+from dtctl.lint.ranks import by_launcher, for_some, rank_kind
 from dtctl.lint.source_file import constant, key, keyword, position
 
 _WEIGHTED = ("CrossEntropyLoss", "NLLLoss", "BCELoss", "BCEWithLogitsLoss", "MultiLabelSoftMarginLoss")
@@ -93,7 +93,7 @@ def one_gpu_for_all(check: Check) -> Iterator[Problem]:
     if not fixed or not module.trains or "CUDA_VISIBLE_DEVICES" in module.text or not _wrapped_somewhere(check):
         return
     for node, text in fixed:
-        if any(condition.at_zero for condition in guards(module, node)) or _for_one_process(check, node):
+        if for_some(module, node) is not None or by_launcher(module, node) or _for_one_process(check, node):
             continue
         yield check.problem(
             "DT007", node, f"`{text}`: every rank of a node uses the same GPU", edits=_own_gpu(check, node)
@@ -251,9 +251,12 @@ def no_device_chosen(check: Check) -> Iterator[Problem]:
     for call in module.calls_of(names.INIT):
         backend = keyword(call, "backend") or (call.args[0] if call.args else None)
         if backend is not None and "nccl" in str(constant(backend)) and keyword(call, "device_id") is None:
+            first = next(iter(module.calls.get("torch.distributed.barrier", ())), None)
+            at = f" (line {first.lineno})" if first is not None else ""
             yield check.problem(
-                "DT017", call, "NCCL, and no rank says which GPU is its own before the first collective"
+                "DT017", call, f"NCCL, and no rank says which GPU is its own before the first collective{at}"
             )
+            return
 
 
 CHECKS = (weights_elsewhere, one_gpu_for_all, global_rank_as_device, no_device_chosen)

@@ -1,15 +1,17 @@
-"""Rules about what surrounds the job: DT029, DT030, DT035."""
+"""Rules about what surrounds the job: DT029, DT030, DT035, DT042."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from dtctl.lint import names
 from dtctl.lint.check import Check
+from dtctl.lint.flow import function_of
 from dtctl.lint.model import Problem, Severity
-from dtctl.lint.source_file import constant, key, keyword
-from dtctl.lint.variables import NAME, judge
+from dtctl.lint.source_file import SourceFile, constant, key, keyword
+from dtctl.lint.variables import MAX_PORT, NAME, judge
 
 _SPAWNS = (
     "torch.multiprocessing.spawn",
@@ -73,12 +75,32 @@ def variables(check: Check) -> Iterator[Problem]:
 def never_destroyed(check: Check) -> Iterator[Problem]:
     """DT030."""
     module = check.module
-    if not module.calls_of(names.INIT) or check.project.framework(module):
+    if not module.trains and not module.calls_of(names.INIT):
         return
-    if check.project.methods(module, "destroy_process_group"):
+    if check.project.framework(module) or check.project.methods(module, "destroy_process_group"):
+        return
+    importers = check.project.importers(module)
+    if any(check.project.methods(source, "destroy_process_group") for source in importers[:8]):
         return
     for call in module.calls_of(names.INIT)[:1]:
         yield check.problem("DT030", call, "the process group is never destroyed")
+        return
+    # It is started by a function of another file: reported where the main program calls that.
+    for call in [] if importers else _starting(module):
+        yield check.problem("DT030", call, f"`{key(call.func)}` starts the process group, which is never destroyed")
+        return
+
+
+def _starting(module: SourceFile) -> Iterator[ast.Call]:
+    """Calls of functions of other files that start the process group."""
+    for name in sorted(module.methods):
+        if re.search(r"init|setup|dist|launch|ddp|prepare|slurm", name, re.IGNORECASE):
+            for call in module.methods[name]:
+                target = function_of(module, call)
+                if target is not None and target.module is not module and any(
+                    target.module.scope(start) is target.node for start in target.module.calls_of(names.INIT)
+                ):  # fmt: skip
+                    yield call
 
 
 def fixed_meeting_point(check: Check) -> Iterator[Problem]:
@@ -111,6 +133,28 @@ def fixed_meeting_point(check: Check) -> Iterator[Problem]:
             yield check.problem("DT035", method, f"the address is fixed to {text}", severity=severity)
 
 
+def port_beyond_the_last(check: Check) -> Iterator[Problem]:
+    """DT042."""
+    module = check.module
+    ports = [(node, value) for node, name, value in _settings(check) if name == "MASTER_PORT" and value is not None]
+    for call in module.methods.get("setdefault", ()):
+        if len(call.args) == 2 and constant(call.args[0]) == "MASTER_PORT":
+            ports.append((call, call.args[1]))
+    for call in module.methods.get("add_argument", ()):
+        default = keyword(call, "default")
+        if default is not None and any("port" in str(constant(one)) for one in call.args):
+            ports.append((default, default))
+    for node, value in ports:
+        text = str(constant(value))
+        if text.isdigit() and int(text) > MAX_PORT:
+            yield check.problem("DT042", node, f"there is no port {text}: the last is {MAX_PORT}")
+    for call in module.calls_of(names.INIT):
+        method = constant(keyword(call, "init_method"))
+        port = re.search(r"^tcp://.*:(\d+)$", method) if isinstance(method, str) else None
+        if port is not None and int(port[1]) > MAX_PORT:
+            yield check.problem("DT042", call, f"there is no port {port[1]}: the last is {MAX_PORT}")
+
+
 def _one_process(check: Check) -> bool:
     """Whether the only process group of a file has one rank, as in tests."""
     starts = check.module.calls_of(names.INIT)
@@ -128,4 +172,4 @@ def _optional(check: Check, node: ast.AST) -> bool:
     )
 
 
-CHECKS = (variables, never_destroyed, fixed_meeting_point)
+CHECKS = (variables, never_destroyed, fixed_meeting_point, port_beyond_the_last)

@@ -8,11 +8,14 @@ from collections.abc import Iterator
 
 from dtctl.lint import names
 from dtctl.lint.check import Check
+from dtctl.lint.flow import function_of
 from dtctl.lint.model import Problem
-from dtctl.lint.ranks import RankGuard, guard, guards, leaves
-from dtctl.lint.source_file import keyword
+from dtctl.lint.ranks import RankGuard, for_one_process, guard, guards, leaves
+from dtctl.lint.source_file import SourceFile, keyword
 
 _NOT_FINITE = re.compile(r"\b(?:isnan|isinf|isfinite)\b")
+_TRAIN_NAMES = re.compile(r"train|fit|epoch|step|run|update|optimi|learn", re.IGNORECASE)
+_PATIENCE = re.compile(r"patien|early_?stop|not_improved|no_improve|stop_count|should_stop|stopper|bad_epochs", re.IGNORECASE)
 _TRAINS = re.compile(r"train|backward|optimizer\.step|fit\b")
 _AGREED = re.compile(r"all_reduce|all_gather|reduce_dict|broadcast|reduce_tensor|reduce_loss|gather_for_metrics")
 _FETCHES = frozenset(
@@ -32,7 +35,7 @@ def left_alone(check: Check) -> Iterator[Problem]:
             continue
         condition = guard(module, node.test)
         if condition is not None:
-            alone = condition.sure and condition.sure_not and not _meets(check, node)
+            alone = condition.sure and condition.sure_not and not _meets(check, node) and not for_one_process(module, node)
             collective = _collective_after(check, node) if alone else None
             if collective is not None:
                 message = f"some ranks leave here, and {collective} further down waits for them"
@@ -49,6 +52,7 @@ def left_alone(check: Check) -> Iterator[Problem]:
                 severity="warning",
             )
     yield from _out_of_memory(check)
+    yield from _stopped_early(check)
     yield from (problem for statement, problem in _left_loop(check) if statement not in reported)
 
 
@@ -77,13 +81,53 @@ def _left_loop(check: Check) -> Iterator[tuple[ast.stmt, Problem]]:
             continue
         passes = [
             call
-            for call in module.below(loop, "backward")
+            for call in _backward_passes(module, loop)
             if all(condition_before.early for condition_before in guards(module, call))
         ]
         if isinstance(leave, ast.Continue):
             passes = [call for call in passes if _comes_after(check, leave, call, loop)]
         if passes:
             yield leave, check.problem("DT013", leave, "some ranks leave here, and the others wait for their gradients")
+
+
+def _backward_passes(module: SourceFile, loop: ast.AST) -> list[ast.Call]:
+    """The calls below a loop that make a backward pass, themselves or in a function of the project."""
+    fact = ("backward", loop)
+    cached = module.facts.get(fact)
+    if cached is None:
+        found = list(module.below(loop, "backward"))
+        for name in module.methods:
+            if not _TRAIN_NAMES.search(name):
+                continue
+            for call in module.below(loop, name):
+                target = function_of(module, call)
+                if target is not None and target.module.below(target.node, "backward"):
+                    found.append(call)
+        cached = module.facts[fact] = found
+    return cached  # type: ignore[return-value]  # facts of this kind are such lists
+
+
+def _stopped_early(check: Check) -> Iterator[Problem]:
+    """Loops over epochs that each rank leaves by its own figures: early stopping without an agreement."""
+    module = check.module
+    if not any(check.project.calls(module, name) for name in (*names.WRAPPERS, names.SAMPLER)) or check.project.framework(module):
+        return
+    for leave in [*module.nodes_of(ast.Break), *module.nodes_of(ast.Return)]:
+        loop = module.enclosing(leave, (ast.For, ast.While))
+        if loop is None or module.scope(loop) is not module.scope(leave) or not _backward_passes(module, loop):
+            continue
+        test = next((parent.test for parent, child in module.chain(leave)
+                     if isinstance(parent, ast.If) and child is not parent.test and module.within(parent, loop)
+                     and _PATIENCE.search(ast.unparse(parent.test))), None)  # fmt: skip
+        if test is None or _AGREED.search(ast.unparse(loop)) or any(True for _ in guards(module, leave)):
+            continue
+        called = [function_of(module, call) for call in ast.walk(loop) if isinstance(call, ast.Call)]
+        if any(target is not None and _AGREED.search(ast.unparse(target.node)) for target in called):
+            continue
+        yield check.problem(
+            "DT013", leave, f"each rank decides on `{ast.unparse(test)}` by its own figures, and the others wait for its gradients",
+            severity="warning",
+        )  # fmt: skip
 
 
 def _decided_by_rank(check: Check, leave: ast.stmt) -> RankGuard | None:
@@ -127,14 +171,18 @@ def _out_of_memory(check: Check) -> Iterator[Problem]:
             continue
         exits = [
             statement
-            for statement in (*module.nodes_of(ast.Continue), *module.nodes_of(ast.Break))
+            for statement in (
+                *module.nodes_of(ast.Continue),
+                *module.nodes_of(ast.Break),
+                *(one for one in module.nodes_of(ast.Return) if not module.enclosing(handler, (ast.For, ast.While))),
+            )
             if module.within(statement, handler)
         ]
         body = "\n".join(ast.unparse(statement) for statement in try_statement.body)
         if exits and _TRAINS.search(body) and not _AGREED.search(text):
             yield check.problem(
                 "DT013",
-                exits[0],
+                handler,
                 "a rank that runs out of memory leaves here alone, and the others wait for its gradients",
                 severity="warning",
             )
@@ -178,7 +226,7 @@ def _follows(check: Check, node: ast.If, call: ast.Call) -> bool:
 def _waited_for(check: Check, node: ast.stmt) -> bool:
     """Whether a loop around it trains a model that is wrapped somewhere."""
     loop = check.module.enclosing(node, (ast.For, ast.While))
-    if loop is None or not check.module.below(loop, "backward"):
+    if loop is None or not _backward_passes(check.module, loop):
         return False
     return any(check.project.calls(check.module, name) for name in names.WRAPPERS)
 

@@ -55,13 +55,30 @@ def old_names(check: Check) -> Iterator[Problem]:
                 "DT025", value, "DDP(broadcast_buffers=) is deprecated since torch 2.13",
                 severity="info", fix="forward_sync_buffers= from torch 2.13 on",
             )  # fmt: skip
+    yield from _pretrained(check)
     if "LOCAL_RANK" in module.text:
         return
     for call in module.methods.get("add_argument", ()):
         if any(constant(argument) in ("--local_rank", "--local-rank") for argument in call.args) and module.trains:
             yield check.problem(
                 "DT025", call, "torchrun passes no --local_rank, torch.distributed.launch --local-rank since 2.0",
-                fix='read int(os.environ["LOCAL_RANK"])',
+                severity="info", fix='read int(os.environ["LOCAL_RANK"])',
+            )  # fmt: skip
+
+
+def _pretrained(check: Check) -> Iterator[Problem]:
+    """`pretrained=` of torchvision's models."""
+    module = check.module
+    for call in (one for calls in module.methods.values() for one in calls) if "torchvision" in module.text else ():
+        value = keyword(call, "pretrained")
+        callee = call.func
+        while isinstance(callee, ast.Subscript | ast.Attribute) and module.name(callee) is None:
+            callee = callee.value
+        name = module.name(callee) or ""
+        if value is not None and name.startswith("torchvision.models"):
+            yield check.problem(
+                "DT025", value, "`pretrained=` of torchvision's models is deprecated since torchvision 0.13",
+                severity="info", fix='weights="DEFAULT"',
             )  # fmt: skip
 
 
@@ -74,8 +91,14 @@ def _message(name: str, entry: Legacy) -> tuple[str, str]:
 
 
 def _in_try(check: Check, node: ast.AST) -> bool:
-    """Whether an import may fail without harm."""
-    return check.module.enclosing(node, (ast.Try,)) is not None
+    """Whether an import may fail without harm: something else is done then, which is no end of the program."""
+    above = check.module.enclosing(node, (ast.Try,))
+    while isinstance(above, ast.Try):
+        ends = all(isinstance(handler.body[-1], ast.Raise) for handler in above.handlers)
+        if above.handlers and not ends:
+            return True
+        above = check.module.enclosing(above, (ast.Try,))
+    return False
 
 
 def _imported(check: Check) -> Iterator[Problem]:
@@ -94,7 +117,7 @@ def _imported(check: Check) -> Iterator[Problem]:
             old_name = name if name in legacy() else base.rstrip(".")
             message, fix = _message(old_name, entry)
             yield check.problem(
-                "DT025", alias, message, severity="error" if entry.removed else "warning", fix=fix,
+                "DT025", alias, message, severity="warning" if entry.removed else "info", fix=fix,
                 edits=_renamed_import(check, node),
             )  # fmt: skip
 
@@ -187,7 +210,7 @@ def _spelt_out(check: Check) -> Iterator[Problem]:
                 )
                 edits = edits + changed if changed is not None else []
         yield check.problem(
-            "DT025", node, message, severity="error" if entry.removed else "warning", fix=fix, edits=tuple(edits)
+            "DT025", node, message, severity="warning" if entry.removed else "info", fix=fix, edits=tuple(edits)
         )
 
 

@@ -6,29 +6,42 @@ import ast
 import re
 from collections.abc import Iterator
 
-from dtctl.lint import names
 from dtctl.lint.check import Check
+from dtctl.lint.flow import argument, function_of, is_bound, origins
 from dtctl.lint.model import Problem
-from dtctl.lint.ranks import guards, mentions_rank
-from dtctl.lint.source_file import Function, key
+from dtctl.lint.ranks import by_launcher, for_one_process, for_some, guards, mentions_rank
+from dtctl.lint.source_file import Function, SourceFile, constant, key, keyword
 
 _NODE_LOCAL = re.compile(r"/tmp|/dev/shm|scratch|local|tempfile")  # noqa: S108 - looked for, not used
 _OWN_PATH = re.compile(r"tempfile|mk[ds]temp|Temporary(?:File|Directory)|tmp_?(?:path|dir)|uuid|getpid|hostname")
+_WRITERS = {
+    "torch.save": 1, "numpy.save": 0, "numpy.savez": 0, "numpy.savez_compressed": 0, "numpy.savetxt": 0,
+    "pickle.dump": 1, "json.dump": 1, "yaml.dump": 1, "yaml.safe_dump": 1, "joblib.dump": 1,
+    "safetensors.torch.save_file": 1, "torchvision.utils.save_image": 1, "torchaudio.save": 0, "soundfile.write": 0,
+    "cv2.imwrite": 0, "matplotlib.pyplot.savefig": 0, "imageio.imwrite": 0, "scipy.io.savemat": 0,
+    "scipy.io.wavfile.write": 0, "shutil.copy": 1, "shutil.copyfile": 1, "shutil.copy2": 1,
+}  # fmt: skip
+"""Calls that write a file -> which argument is its path."""
+_METHODS = ("to_csv", "to_json", "to_parquet", "to_pickle", "savefig", "save_pretrained", "write_text", "write_bytes", "tofile")
+_HELPER = re.compile(r"save|write|dump|store|export|checkpoint|ckpt|snapshot|log_to", re.IGNORECASE)
 _SAVES = re.compile(r"(?:^|_)save_?(?:checkpoint|model|state|ckpt|snapshot|weights)")
 
 
 def every_rank_writes(check: Check) -> Iterator[Problem]:
     """DT014."""
     module = check.module
+    writes = list(_writes(module))
     saves = [name for name in module.methods if _SAVES.search(name)]
-    if not saves and not module.calls_of("torch.save"):
+    if (not writes and not saves) or check.project.framework(module) or not check.project.distributed(module):
         return
-    if check.project.framework(module) or not _distributed(check):
-        return
-    for call in module.calls_of("torch.save"):
-        if len(call.args) < 2 or _guarded(check, call) or not _fixed_path(check, call.args[1]):
+    elsewhere = not module.trains and bool(check.project.importers(module))  # reported where the training calls it
+    for call, path in writes if not elsewhere else ():
+        if for_some(module, call) is not None or by_launcher(module, call) or not _fixed_path(check, path):
             continue
-        yield check.problem("DT014", call, f"every rank writes `{ast.unparse(call.args[1])}`")
+        if not _in_training(check, call) or for_one_process(module, call):
+            continue
+        yield check.problem("DT014", call, f"every rank writes `{ast.unparse(path)}`{_from(module, call)}")
+    yield from _through_helpers(check)
     for name in sorted(module.methods):
         if not _SAVES.search(name) or (name in module.functions and _guarded_inside(check, name)):
             continue
@@ -36,7 +49,7 @@ def every_rank_writes(check: Check) -> Iterator[Problem]:
             handler = module.enclosing(call, (ast.ExceptHandler,))
             if (
                 handler is None
-                or _guarded(check, call)
+                or for_some(module, call) is not None
                 or any(mentions_rank(module, argument) for argument in call.args)
             ):
                 continue
@@ -47,22 +60,79 @@ def every_rank_writes(check: Check) -> Iterator[Problem]:
                 )
 
 
-def _distributed(check: Check) -> bool:
-    return any(check.project.calls(check.module, name) for name in (names.INIT, *names.WRAPPERS))
-
-
-def _guarded(check: Check, call: ast.AST, depth: int = 2) -> bool:
-    """Whether a condition on the rank stands around a call, or around all calls of its function."""
-    module = check.module
-    if any(True for _ in guards(module, call)):
-        return True
+def _from(module: SourceFile, call: ast.Call) -> str:
+    """Where the function that writes is called."""
     function = module.scope(call)
-    if not isinstance(function, Function) or not depth:
-        return False
-    calls = [
-        other_call for other_call in module.methods.get(function.name, []) if module.scope(other_call) is not function
-    ]
-    return bool(calls) and all(_guarded(check, other_call, depth - 1) for other_call in calls)
+    calls = [one.lineno for one in module.methods.get(getattr(function, "name", ""), ()) if module.scope(one) is not function]
+    return f" (called from {', '.join(f'line {number}' for number in calls[:3])})" if calls else ""
+
+
+def _in_training(check: Check, call: ast.Call) -> bool:
+    """Whether a write is part of a training: in a file that knows of ranks, or the save of a model."""
+    return check.module.trains or (check.module.name(call.func) or "") == "torch.save"
+
+
+def _writes(module: SourceFile) -> Iterator[tuple[ast.Call, ast.expr]]:
+    """Calls that write a file, each with its path."""
+    for name, at in _WRITERS.items():
+        for call in module.calls.get(name, ()):
+            path = call.args[at] if len(call.args) > at else next(
+                (one.value for one in call.keywords if one.arg in ("f", "path", "file", "filename", "fp", "fname")), None
+            )  # fmt: skip
+            if path is not None and not _is_open(module, path):
+                yield call, path
+    for call in module.methods.get("open", ()):
+        mode = call.args[1] if len(call.args) > 1 else keyword(call, "mode")
+        text = constant(mode)
+        if key(call.func) in ("open", "io.open") and call.args and isinstance(text, str) and text[:1] in ("w", "x", "a"):
+            yield call, call.args[0]
+    for name in _METHODS:
+        for call in module.methods.get(name, ()):
+            if not isinstance(call.func, ast.Attribute) or (module.name(call.func) or "") in _WRITERS:
+                continue
+            if name in ("write_text", "write_bytes"):
+                yield call, call.func.value
+            elif call.args:
+                yield call, call.args[0]
+
+
+def _is_open(module: SourceFile, node: ast.expr) -> bool:
+    """Whether what is written to is a file that was opened: opening it is the write."""
+    bound = [binding.value for binding in module.lookup(node)]
+    return any(isinstance(value, ast.Call) and (key(value.func) or "").rpartition(".")[2] == "open" for value in (node, *bound))
+
+
+def _through_helpers(check: Check) -> Iterator[Problem]:
+    """Calls of a function of the project that writes to its parameter, or to a fixed path, whoever calls it."""
+    module = check.module
+    for name in sorted(module.methods):
+        if not _HELPER.search(name):
+            continue
+        for call in module.methods[name]:
+            target = function_of(module, call)
+            if target is None or not isinstance(target.node, Function) or for_some(module, call) is not None:
+                continue
+            if by_launcher(module, call) or target.module is module or target.module.trains or for_one_process(module, call):
+                continue
+            path = _written_by(target.module, target.node, call)
+            if path is None or _OWN_PATH.search(ast.unparse(path)):
+                continue
+            if any(mentions_rank(module, given) for given in (*call.args, *(one.value for one in call.keywords))):
+                continue
+            yield check.problem("DT014", call, f"every rank writes `{ast.unparse(path)}` through `{name}`")
+
+
+def _written_by(module: SourceFile, function: Function, call: ast.Call) -> ast.expr | None:
+    """The path that a function of another file writes whatever the rank; None if it does not, or looks at the rank."""
+    for write, path in _writes(module):
+        if module.scope(write) is not function or next(guards(module, write), None) is not None:
+            continue
+        if mentions_rank(module, path):
+            return None
+        root = next((part for part in ast.walk(path) if isinstance(part, ast.Name)), None)
+        given = argument(call, function, root.id, bound=is_bound(module, function)) if root is not None else None
+        return given if given is not None else path
+    return None
 
 
 def _guarded_inside(check: Check, name: str) -> bool:
@@ -85,17 +155,31 @@ def _fixed_path(check: Check, path: ast.expr) -> bool:
     module = check.module
     if mentions_rank(module, path):
         return False
+    function = module.scope(path)
+    parameters: set[str] = set()
+    if isinstance(function, Function):
+        parameters = {parameter.arg for parameter in (*function.args.args, *function.args.kwonlyargs)} - {"self"}
     for value in module.values(path):
         if _OWN_PATH.search(ast.unparse(value)):
             return False
         if isinstance(value, ast.Call) and (key(value.func) or "").rpartition(".")[2] in ("BytesIO", "StringIO"):
             return False
-        function = module.scope(path)
-        if isinstance(function, Function):
-            parameters = {parameter.arg for parameter in (*function.args.args, *function.args.kwonlyargs)} - {"self"}
-            if any(isinstance(part, ast.Name) and part.id in parameters for part in ast.walk(value)):
+        for part in ast.walk(value):
+            if isinstance(part, ast.Name) and part.id in parameters and not _same_for_all(module, part):
                 return False  # a path that the caller chooses
     return True
+
+
+def _same_for_all(module: SourceFile, parameter: ast.Name) -> bool:
+    """Whether a parameter is the settings, or a path that all callers write out."""
+    if re.fullmatch(r"args|cfg|config|opts?|hparams|params|hps|conf|flags|settings|epoch|step|i|iteration|it", parameter.id):
+        return True
+    values = origins(module, parameter)
+    return all(
+        (isinstance(value.node, ast.Constant | ast.JoinedStr) or (key(value.node) or "").split(".")[0] in ("args", "cfg", "opt"))
+        and "rank" not in ast.unparse(value.node)
+        for value in values
+    )
 
 
 def local_rank_writes(check: Check) -> Iterator[Problem]:

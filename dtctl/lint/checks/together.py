@@ -7,19 +7,22 @@ from collections.abc import Iterator
 
 from dtctl.lint import names
 from dtctl.lint.check import Check
+from dtctl.lint.collectives import collective_called, forward_of, takes_a_group
+from dtctl.lint.flow import function_of
 from dtctl.lint.model import Problem
-from dtctl.lint.ranks import RankGuard, guards
+from dtctl.lint.ranks import RankGuard, for_one_process, guards
 from dtctl.lint.source_file import key, keyword
-from dtctl.lint.wraps import wrapped, wraps
+from dtctl.lint.wraps import maybe, wrapped, wraps
 
 NEW_GROUP = "torch.distributed.new_group"
+_OF_TORCH = frozenset("to cuda cpu item append get items keys values format join print len range int float str".split())
 
 
 def _alone(check: Check, call: ast.Call, others_of_kind: list[ast.Call]) -> RankGuard | None:
     """The condition under which only some ranks make a call; None if all make it, here or in another place."""
     module = check.module
     condition = next((candidate for candidate in guards(module, call) if candidate.sure), None)
-    if condition is None:
+    if condition is None or for_one_process(module, call):
         return None
     scope = module.scope(call)
     for other in others_of_kind:
@@ -42,7 +45,7 @@ def collective_by_some(check: Check) -> Iterator[Problem]:
     for name in names.COLLECTIVES:
         calls = module.calls.get(name, [])
         for call in calls:
-            if keyword(call, "group") is not None or _takes_a_group(name, call):
+            if takes_a_group(name, call):
                 continue
             condition = _alone(check, call, calls)
             if condition is not None and not condition.early:
@@ -50,6 +53,30 @@ def collective_by_some(check: Check) -> Iterator[Problem]:
                 yield check.problem("DT011", call, f"{short} is called by {_ranks_of(condition)}, and waits for all")
     yield from _of_accelerate(check)
     yield from _indirectly(check)
+    yield from _forward_passes(check)
+
+
+def _forward_passes(check: Check) -> Iterator[Problem]:
+    """Forward passes of wrapped models that some ranks make."""
+    module = check.module
+    if check.project.framework(module) or not any(check.project.calls(module, name) for name in names.WRAPPERS):
+        return
+    for name in sorted(module.methods):
+        for call in module.methods[name]:
+            condition = next((one for one in guards(module, call) if one.sure), None)
+            if condition is None or condition.early or not isinstance(call.func, ast.Name | ast.Attribute):
+                continue
+            found = forward_of(module, call)
+            if found is None or _alone(check, call, module.methods[name]) is None:
+                continue
+            kind, sure = found
+            what = "DDP" if kind == "ddp" else "sharded"
+            waits = "waits for all if the model has buffers" if kind == "ddp" else "waits for all"
+            yield check.problem(
+                "DT011", call, f"the forward pass of a {what} model is made by {_ranks_of(condition)}, and {waits}",
+                severity="warning" if kind == "ddp" or not sure else None,
+                fix="call the model's .module, or evaluate on all ranks" if kind == "ddp" else None,
+            )  # fmt: skip
 
 
 def _of_accelerate(check: Check) -> Iterator[Problem]:
@@ -73,29 +100,20 @@ def _is_accelerator(check: Check, call: ast.Call) -> bool:
     )
 
 
-def _takes_a_group(name: str, call: ast.Call) -> bool:
-    """Whether the group is given by position."""
-    most = {"barrier": 0, "all_reduce": 2, "broadcast": 2, "all_gather": 2, "reduce": 3, "gather": 3, "scatter": 3}
-    return len(call.args) > most.get(name.rpartition(".")[2], 3)
-
-
 def _indirectly(check: Check) -> Iterator[Problem]:
     """Functions that make a collective, called by some ranks."""
     module = check.module
     if not module.trains:
         return
-    local = {
-        name
-        for name, qualified in module.aliases.items()
-        if qualified.startswith(".") or not qualified.startswith("torch")
-    }
-    for name in (local | set(module.functions)) & set(module.methods):
+    for name in sorted(module.methods):
         calls = module.methods[name]
         for call in calls:
+            if name in _OF_TORCH or function_of(module, call) is None:
+                continue
             condition = _alone(check, call, calls)
             if condition is None or condition.early:
                 continue
-            collective = check.project.collective_called(module, call)
+            collective = collective_called(module, call)
             if collective:
                 message = f"`{key(call.func)}` calls {collective}, and is called by {_ranks_of(condition)}"
                 yield check.problem("DT011", call, message, severity="warning")
@@ -119,13 +137,15 @@ def wrapped_by_some(check: Check) -> Iterator[Problem]:
             if isinstance(call_of_name.func, ast.Attribute)
         ]
         for call in calls:
-            if name != "full_tensor" and not (sharded and _sharded(check, call)):
+            sure = name == "full_tensor" or (sharded and _sharded(check, call))
+            if not sure and not _maybe_sharded(check, call):
                 continue
             condition = _alone(check, call, calls)
             if condition is not None:
                 yield check.problem(
-                    "DT012", call, f"{name} gathers from all ranks, and is called by {_ranks_of(condition)}"
-                )
+                    "DT012", call, f"{name} gathers from all ranks, and is called by {_ranks_of(condition)}",
+                    severity=None if sure else "warning",
+                )  # fmt: skip
 
 
 def _sharded(check: Check, call: ast.Call) -> bool:
@@ -145,6 +165,11 @@ def _sharded(check: Check, call: ast.Call) -> bool:
             None,
         )
     return wrap is not None and wrap.kind == "fsdp"
+
+
+def _maybe_sharded(check: Check, call: ast.Call) -> bool:
+    """Whether a method is that of a model that is in shards in some way that leads here."""
+    return isinstance(call.func, ast.Attribute) and maybe(check.module, call.func.value, "fsdp")
 
 
 def group_of_some(check: Check) -> Iterator[Problem]:

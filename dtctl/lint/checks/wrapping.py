@@ -16,8 +16,12 @@ from dtctl.lint.wraps import Wrap, wrapped, wraps
 
 def data_parallel(check: Check) -> Iterator[Problem]:
     """DT001."""
-    for call in check.module.calls_of(names.DP):
-        yield check.problem("DT001", call, "nn.DataParallel: one process drives all GPUs, and it cannot leave its node")
+    both = any(check.project.calls(check.module, name) for name in names.WRAPPERS)
+    for call in check.module.calls_of(names.DP)[:1]:
+        yield check.problem(
+            "DT001", call, "nn.DataParallel: one process drives all GPUs, and it cannot leave its node",
+            severity="info" if both else None,
+        )  # fmt: skip
 
 
 def moved_after(check: Check) -> Iterator[Problem]:
@@ -184,7 +188,7 @@ def changed_after(check: Check) -> Iterator[Problem]:
         target = assign.targets[0]
         if isinstance(target, ast.Attribute) and target.attr == "requires_grad" and isinstance(target.value, ast.Name):
             loop = _loop_over_parameters(check, target.value)
-            if loop is not None and _of_ddp(check, loop, assign):
+            if loop is not None and _of_ddp(check, loop, assign) and not _in_a_step(check, assign):
                 yield check.problem("DT024", assign, "parameters are frozen or thawed after DDP has taken them")
         elif (
             isinstance(target, ast.Attribute)
@@ -197,6 +201,16 @@ def changed_after(check: Check) -> Iterator[Problem]:
             yield check.problem(
                 "DT024", assign, f"`{ast.unparse(target)}` is replaced after DDP has taken the parameters"
             )
+
+
+def _in_a_step(check: Check, node: ast.AST) -> bool:
+    """Whether a loop around a node trains: what is frozen there is thawed again, as a GAN does in every step."""
+    module = check.module
+    loops = [parent for parent, _ in module.chain(node) if isinstance(parent, ast.For | ast.While)]
+    return any(module.below(loop, "backward") for loop in loops) or len(
+        {ast.unparse(one.value) for one in module.nodes_of(ast.Assign)
+         if isinstance(one.targets[0], ast.Attribute) and one.targets[0].attr == "requires_grad"}
+    ) > 1  # fmt: skip
 
 
 def _loop_over_parameters(check: Check, name: ast.Name) -> ast.expr | None:

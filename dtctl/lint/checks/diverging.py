@@ -1,0 +1,185 @@
+"""Rules about state that ends up different on each rank, or is decided on by each alone: DT045, DT047, DT059, DT060."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from dtctl.lint import names
+from dtctl.lint.check import Check
+from dtctl.lint.collectives import collective_called, takes_a_group
+from dtctl.lint.flow import callee, origins
+from dtctl.lint.model import Problem
+from dtctl.lint.ranks import guards
+from dtctl.lint.source_file import Function, SourceFile, key
+from dtctl.lint.wraps import maybe, wrapped, wraps
+
+_CLOCK = frozenset(["time.time", "time.monotonic", "time.perf_counter", "datetime.datetime.now"])
+_SCHEDULER = re.compile(r"sched", re.IGNORECASE)
+_OPTIMIZER = re.compile(r"(?:^|[._])opt(?:im|imizer)?(?:$|[._\d])", re.IGNORECASE)
+
+
+def decided_alone(check: Check) -> Iterator[Problem]:
+    """DT045."""
+    module = check.module
+    if not check.project.trains(module):
+        return
+    for node in module.nodes_of(ast.If):
+        if not _own_clock(module, node.test) or any(True for _ in guards(module, node)):
+            continue
+        for statement in node.body:
+            collective = _collective_in(module, statement)
+            if collective is not None:
+                yield check.problem(
+                    "DT045", node.test, f"each rank reads its own clock here, and {collective} waits for all ranks"
+                )
+                break
+
+
+def ended_alone(check: Check) -> Iterator[Problem]:
+    """DT045 of loops: `while time.time() < end`."""
+    module = check.module
+    if not any(check.project.calls(module, name) for name in names.WRAPPERS):
+        return
+    for loop in module.nodes_of(ast.While):
+        if _own_clock(module, loop.test) and module.below(loop, "backward"):
+            if re.search("all_reduce|broadcast|join", ast.unparse(loop)):
+                continue
+            yield check.problem("DT045", loop.test, "each rank ends by its own clock, and the last one waits for gradients")
+
+
+def _own_clock(module: SourceFile, test: ast.expr) -> bool:
+    """Whether a condition compares the time of this process."""
+    return any(
+        isinstance(part, ast.Compare)
+        and any(
+            isinstance(call, ast.Call) and module.name(call.func) in _CLOCK
+            for side in (part.left, *part.comparators)
+            for value in _parts(module, side)
+            for call in ast.walk(value)
+        )
+        for part in ast.walk(test)
+    )
+
+
+def _parts(module: SourceFile, node: ast.expr) -> Iterator[ast.expr]:
+    yield node
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name):
+            yield from (value.node for value in origins(module, part) if value.module is module)
+
+
+def _collective_in(module: SourceFile, statement: ast.stmt) -> str | None:
+    for call in ast.walk(statement):
+        if not isinstance(call, ast.Call) or any(True for _ in guards(module, call)):
+            continue
+        name = module.name(call.func) or ""
+        if name in names.COLLECTIVES and not takes_a_group(name, call):
+            return name.rpartition(".")[2]
+        if name in names.STATE_COLLECTIVES:
+            return name.rpartition(".")[2]
+        below = collective_called(module, call)
+        if below is not None:
+            return below
+    return None
+
+
+def stepped_in_a_hook(check: Check) -> Iterator[Problem]:
+    """DT047."""
+    module = check.module
+    if not check.project.calls(module, names.DDP):
+        return
+    for name in ("register_post_accumulate_grad_hook", "register_hook"):
+        for call in module.methods.get(name, ()):
+            hook = call.args[0] if call.args else None
+            body: ast.AST | None = hook if isinstance(hook, ast.Lambda) else None
+            if isinstance(hook, ast.Name):
+                functions = module.functions.get(hook.id, [])
+                body = functions[-1] if functions else None
+            if body is None or not _on_ddp(check, call):
+                continue
+            if any(
+                isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr == "step"
+                for part in ast.walk(body)
+            ):
+                yield check.problem("DT047", call, "the optimizer steps before DDP has averaged the gradient")
+
+
+def _on_ddp(check: Check, call: ast.Call) -> bool:
+    """Whether a hook is put on parameters of a model that is wrapped in DDP, here or later in the function."""
+    module = check.module
+    loop = module.enclosing(call, (ast.For,))
+    if not isinstance(loop, ast.For):
+        return False
+    for part in ast.walk(loop.iter):
+        if isinstance(part, ast.Attribute) and part.attr in ("parameters", "named_parameters"):
+            name = key(part.value)
+            if maybe(module, part.value, "ddp"):
+                return True
+            return any(wrap.kind == "ddp" and wrap.source == (name or "").removesuffix(".module") for wrap in wraps(module))
+    return False
+
+
+def past_the_wrapper(check: Check) -> Iterator[Problem]:
+    """DT059."""
+    module = check.module
+    if not module.methods.get("backward") or "GradScaler" in module.text and "all_reduce" in module.text:
+        return
+    for call in module.methods.get("module", ()):
+        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+        if owner is None:
+            continue
+        wrap = wrapped(module, owner, call)
+        if wrap is None or wrap.kind != "ddp" or _without_gradients(module, call):
+            continue
+        function = module.scope(call)
+        if any(module.scope(one) is function and one.lineno >= call.lineno for one in module.methods["backward"]):
+            yield check.problem(
+                "DT059", call, f"`{key(call.func)}` goes past DDP: its gradients are not exchanged", fix=f"`{key(owner)}(...)`"
+            )
+
+
+def _without_gradients(module: SourceFile, node: ast.AST) -> bool:
+    return any(
+        isinstance(parent, ast.With)
+        and any(re.search(r"no_grad|inference_mode|no_sync", ast.unparse(item.context_expr)) for item in parent.items)
+        for parent, _ in module.chain(node)
+    ) or any(
+        re.search("no_grad|inference_mode", ast.unparse(decorator))
+        for decorator in getattr(module.scope(node), "decorator_list", ())
+    )
+
+
+def stepped_by_some(check: Check) -> Iterator[Problem]:
+    """DT060."""
+    module = check.module
+    if not any(check.project.calls(module, name) for name in names.WRAPPERS) or "rpc" in module.text:
+        return
+    for call in module.methods.get("step", ()):
+        text = key(call.func.value) if isinstance(call.func, ast.Attribute) else None
+        if text is None:
+            continue
+        kind = "scheduler" if _SCHEDULER.search(text) else "optimizer" if _OPTIMIZER.search(text) else None
+        if kind is None:
+            continue
+        condition = next((one for one in guards(module, call) if one.sure), None)
+        if condition is None or condition.early or _elsewhere_too(module, call):
+            continue
+        yield check.problem(
+            "DT060", call, f"the {kind} steps on some ranks only: they train with different "
+            + ("learning rates" if kind == "scheduler" else "parameters"),
+        )  # fmt: skip
+
+
+def _elsewhere_too(module: SourceFile, call: ast.Call) -> bool:
+    """Whether the same is called in another branch of the function, too."""
+    function = module.scope(call)
+    name = key(call.func)
+    return any(
+        other is not call and key(other.func) == name and module.scope(other) is function
+        for other in module.methods.get("step", ())
+    ) or (isinstance(function, Function) and callee(module, call) is not None)
+
+
+CHECKS = (decided_alone, ended_alone, stepped_in_a_hook, past_the_wrapper, stepped_by_some)

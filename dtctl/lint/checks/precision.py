@@ -1,0 +1,112 @@
+"""Rules about reduced precision and gradients in shards: DT039, DT049, DT061."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from dtctl.lint import names
+from dtctl.lint.check import Check
+from dtctl.lint.flow import origins
+from dtctl.lint.model import Problem
+from dtctl.lint.source_file import SourceFile, constant, key, keyword
+from dtctl.lint.wraps import model_kinds, wraps
+
+_SCALERS = ("torch.cuda.amp.GradScaler", "torch.amp.GradScaler", "torch.cuda.amp.grad_scaler.GradScaler",
+            "torch.amp.grad_scaler.GradScaler")  # fmt: skip
+_AUTOCAST = ("torch.cuda.amp.autocast", "torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast")
+_HALF = ("torch.float16", "torch.half")
+
+
+def scaler_of_one_rank(check: Check) -> Iterator[Problem]:
+    """DT039."""
+    module = check.module
+    scalers = module.calls_of(*_SCALERS)
+    if not scalers or not any(wrap.kind == "fsdp" for source in check.project.reach(module) for wrap in wraps(source)):
+        return
+    sharded = any("ShardedGradScaler" in source.text for source in check.project.reach(module))
+    ddp = any(source.calls_of(names.DDP) for source in check.project.reach(module))
+    for call in scalers if not sharded else ():
+        enabled = keyword(call, "enabled")
+        if constant(enabled) is False and enabled is not None:
+            continue
+        yield check.problem(
+            "DT039", call, "GradScaler looks for infinities in the gradients of its own shard, and ranks skip different steps",
+            severity="info" if ddp or enabled is not None else None,
+        )  # fmt: skip
+
+
+def half_without_scaler(check: Check) -> Iterator[Problem]:
+    """DT049."""
+    module = check.module
+    if not check.project.trains(module) or check.project.framework(module) or not _backward(check):
+        return
+    if any("GradScaler" in source.text or "loss_scale" in source.text for source in check.project.reach(module)):
+        return
+    for call in module.calls_of(*_AUTOCAST):
+        if _is_half(module, call) and _around_training(module, call):
+            yield check.problem("DT049", call, "float16 without a GradScaler: small gradients become 0")
+    for call in module.calls_of("torch.distributed.fsdp.MixedPrecision", "torch.distributed.fsdp.MixedPrecisionPolicy"):
+        dtype = keyword(call, "param_dtype")
+        if dtype is not None and module.name(dtype) in _HALF:
+            yield check.problem("DT049", call, "float16 parameters without a gradient scaler: small gradients become 0")
+
+
+def _backward(check: Check) -> bool:
+    return bool(check.module.methods.get("backward"))
+
+
+def _is_half(module: SourceFile, call: ast.Call) -> bool:
+    """Whether an autocast surely computes in float16: it says so, or is CUDA's default."""
+    given = {argument.arg for argument in call.keywords}
+    if None in given:
+        return False
+    enabled = keyword(call, "enabled")
+    if enabled is not None and constant(enabled) is not True:
+        return False
+    dtype = keyword(call, "dtype")
+    name = (module.name(call.func) or "").removeprefix("torch.")
+    if dtype is None and name in ("autocast", "amp.autocast") and len(call.args) > 1:
+        dtype = call.args[1]
+    if dtype is not None:
+        values = origins(module, dtype)
+        return bool(values) and all(value.module.name(value.node) in _HALF for value in values)
+    if name.startswith("cuda"):
+        return not call.args or constant(call.args[0]) is True
+    device = call.args[0] if call.args else keyword(call, "device_type")
+    return constant(device) == "cuda"
+
+
+def _around_training(module: SourceFile, call: ast.Call) -> bool:
+    """Whether a backward pass follows in the function, and nothing says that no gradients are wanted."""
+    function = module.scope(call)
+    quiet = any(
+        isinstance(parent, ast.With) and any("no_grad" in ast.unparse(item.context_expr) or "inference_mode" in
+                                            ast.unparse(item.context_expr) for item in parent.items)
+        for parent, _ in module.chain(call)
+    )  # fmt: skip
+    return not quiet and any(module.scope(one) is function and one.lineno >= call.lineno for one in module.methods["backward"])
+
+
+def clipped_by_shard(check: Check) -> Iterator[Problem]:
+    """DT061."""
+    module = check.module
+    for call in module.calls_of("torch.nn.utils.clip_grad_norm_"):
+        parameters = call.args[0] if call.args else keyword(call, "parameters")
+        if not isinstance(parameters, ast.Call) or not isinstance(parameters.func, ast.Attribute):
+            continue
+        kinds = model_kinds(module, parameters.func.value) if parameters.func.attr == "parameters" else set()
+        if "fsdp" in kinds and not _one_shard(check):
+            name = key(parameters.func.value)
+            yield check.problem(
+                "DT061", call, f"each rank clips by the norm of its own shard of `{name}`",
+                fix=f"`{name}.clip_grad_norm_(...)`", severity=None if kinds == {"fsdp"} else "warning",
+            )  # fmt: skip
+
+
+def _one_shard(check: Check) -> bool:
+    """Whether some wrap of the program keeps whole parameters, so that the norm may be right."""
+    return any("NO_SHARD" in source.text for source in check.project.reach(check.module))
+
+
+CHECKS = (scaler_of_one_rank, half_without_scaler, clipped_by_shard)

@@ -1,0 +1,165 @@
+"""Rules about what is done in every step, or by every rank: DT046, DT054, DT055."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from dtctl.lint import names
+from dtctl.lint.check import Check
+from dtctl.lint.collectives import collective_called, takes_a_group
+from dtctl.lint.model import Problem
+from dtctl.lint.ranks import by_launcher, for_some, guards, mentions_rank
+from dtctl.lint.source_file import SourceFile, constant, key, keyword
+
+_FIGURE = re.compile(r"loss|acc|epoch|metric|score|step|iter|time|lr|psnr|iou|map\b|bleu|ppl", re.IGNORECASE)
+_QUIET = re.compile(
+    r"builtins?\.print\s*=|__builtin__|setup_for_distributed|rank_zero_print|def print\b|__builtins__\[|"
+    r"sys\.stdout\s*=|suppress_print"
+)
+
+
+def waiting_each_step(check: Check) -> Iterator[Problem]:
+    """DT046."""
+    module = check.module
+    for call in module.calls.get("torch.distributed.barrier", ()):
+        if takes_a_group("torch.distributed.barrier", call):
+            continue
+        if _joins(module, call):
+            yield check.problem(
+                "DT046", call, "a barrier inside join(): ranks that have run out of data do not come to it", severity="error"
+            )
+        elif (loop := _batch_loop(module, call)) is not None and not _now_and_then(module, call, loop):
+            yield check.problem("DT046", call, "a barrier in every step: all ranks wait for the slowest, each time")
+    if check.project.framework(module):
+        return
+    for call, figure in _reductions(module):
+        loop = _batch_loop(module, call)
+        if loop is not None and not _now_and_then(module, call, loop):
+            yield check.problem("DT046", call, f"`{figure}` is reduced in every step, only to be reported", severity="info")
+            return
+
+
+def _reductions(module: SourceFile) -> list[tuple[ast.Call, str]]:
+    """Calls that reduce a figure: all_reduce itself, or a function of the project that makes it; in the file's order."""
+    direct = module.calls.get("torch.distributed.all_reduce", [])
+    helpers = [
+        call
+        for name in module.methods
+        if re.search("reduce|gather|sync|average", name)
+        for call in module.methods[name]
+        if call not in direct and collective_called(module, call)
+    ]
+    texts = [(call, ast.unparse(call.args[0]) if call.args else "") for call in (*direct, *helpers)]
+    found = [(call, text) for call, text in texts if re.search("loss|acc|correct|metric|total|prec|top", text.lower())]
+    return sorted(found, key=lambda one: one[0].lineno)
+
+
+def _batch_loop(module: SourceFile, call: ast.Call) -> ast.AST | None:
+    """The loop over batches that a call stands in: one with a backward pass, or over a loader."""
+    loop = module.enclosing(call, (ast.For,))
+    if not isinstance(loop, ast.For) or module.scope(loop) is not module.scope(call):
+        return _step_loop(module, call)
+    return loop if re.search(r"loader|dataloader|batches", ast.unparse(loop.iter).lower()) else _step_loop(module, call)
+
+
+def _joins(module: SourceFile, node: ast.AST) -> bool:
+    return any(
+        isinstance(parent, ast.With)
+        and any(
+            isinstance(item.context_expr, ast.Call)
+            and (
+                module.name(item.context_expr.func) == "torch.distributed.algorithms.join.Join"
+                or ((key(item.context_expr.func) or "").endswith(".join") and not item.context_expr.args
+                    and "backward" in ast.unparse(parent))
+            )
+            for item in parent.items
+        )
+        for parent, _ in module.chain(node)
+    )  # fmt: skip
+
+
+def _step_loop(module: SourceFile, call: ast.Call) -> ast.AST | None:
+    """The loop over batches around a call: the innermost one around a backward pass of the same function."""
+    loop = module.enclosing(call, (ast.For, ast.While))
+    if loop is None or module.scope(loop) is not module.scope(call):
+        return None
+    for backward in module.methods.get("backward", ()):
+        if module.enclosing(backward, (ast.For, ast.While)) is loop and module.scope(backward) is module.scope(call):
+            return loop
+    return None
+
+
+def _now_and_then(module: SourceFile, call: ast.AST, loop: ast.AST) -> bool:
+    for parent, _ in module.chain(call):
+        if parent is loop:
+            return False
+        if isinstance(parent, ast.If | ast.ExceptHandler):
+            return True
+    return True
+
+
+def said_by_all(check: Check) -> Iterator[Problem]:
+    """DT054."""
+    module = check.module
+    if not module.trains or check.project.framework(module):
+        return
+    if not any(check.project.calls(module, name) for name in (names.INIT, *names.WRAPPERS)):
+        return
+    if any(_QUIET.search(source.text) for source in check.project.reach(module)):
+        return
+    for call in [*module.methods.get("SummaryWriter", ()), *module.calls_of("wandb.init")]:
+        given = ast.unparse(call).lower()
+        if for_some(module, call) is None and not by_launcher(module, call) and "rank" not in given and "group" not in given:
+            yield check.problem("DT054", call, f"every rank opens a log: `{key(call.func)}`")
+    reported: set[ast.AST] = set()
+    for call in module.methods.get("print", ()):
+        function = module.scope(call)
+        if function in reported or key(call.func) != "print" or not call.args or keyword(call, "file") is not None:
+            continue
+        if not _FIGURE.search(ast.unparse(call)) or all(isinstance(argument, ast.Constant) for argument in call.args):
+            continue
+        if for_some(module, call) is not None or "rank" in ast.unparse(call).lower():
+            continue
+        if module.enclosing(call, (ast.ExceptHandler,)) is not None or by_launcher(module, call):
+            continue
+        reported.add(function)
+        yield check.problem("DT054", call, "every rank prints this line")
+
+
+def folder_made_by_all(check: Check) -> Iterator[Problem]:
+    """DT055."""
+    module = check.module
+    if not module.trains or not check.project.distributed(module) or check.project.framework(module):
+        return
+    for name in ("os.makedirs", "os.mkdir", "shutil.rmtree"):
+        for call in module.calls_of(name):
+            exist = keyword(call, "exist_ok") or (call.args[2] if len(call.args) > 2 else None)
+            ignore = keyword(call, "ignore_errors") or (call.args[1] if name == "shutil.rmtree" and len(call.args) > 1 else None)
+            if constant(exist) is True or ignore is not None or not call.args or mentions_rank(module, call.args[0]):
+                continue
+            if for_some(module, call) is not None or module.enclosing(call, (ast.Try,)) is not None:
+                continue
+            if by_launcher(module, call):
+                continue
+            verb = "removes" if name == "shutil.rmtree" else "makes"
+            yield check.problem(
+                "DT055", call, f"every rank {verb} `{ast.unparse(call.args[0])}`: all but the first fail",
+                fix="on one rank, followed by a barrier" if verb == "removes" else None,
+            )  # fmt: skip
+    for call in module.methods.get("mkdir", ()):
+        if not isinstance(call.func, ast.Attribute) or call.args[2:] or module.name(call.func) == "os.mkdir":
+            continue
+        if key(call.func.value) in ("os", "sftp", "fs", "hdfs") or constant(keyword(call, "exist_ok")) is True:
+            continue
+        if any(argument.arg is None for argument in call.keywords) or next(guards(module, call), None) is not None:
+            continue
+        if for_some(module, call) is not None or module.enclosing(call, (ast.Try,)) is not None:
+            continue
+        if mentions_rank(module, call.func.value) or by_launcher(module, call):
+            continue
+        yield check.problem("DT055", call, f"every rank makes `{ast.unparse(call.func.value)}`: all but the first fail")
+
+
+CHECKS = (waiting_each_step, said_by_all, folder_made_by_all)

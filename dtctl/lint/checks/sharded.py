@@ -1,0 +1,57 @@
+"""Rules about FSDP's own arguments and recomputation: DT048, DT050, DT051."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from dtctl.lint import names
+from dtctl.lint.check import Check
+from dtctl.lint.model import Problem
+from dtctl.lint.source_file import key
+
+_POLICIES = {
+    "size_based_auto_wrap_policy": "min_num_params",
+    "transformer_auto_wrap_policy": "transformer_layer_cls",
+    "lambda_auto_wrap_policy": "lambda_fn",
+}
+_CALLED = frozenset("module recurse nonwrapped_numel".split())
+_CHECKPOINTS = ("torch.utils.checkpoint.checkpoint", "torch.utils.checkpoint.checkpoint_sequential")
+
+
+def policy_called_at_once(check: Check) -> Iterator[Problem]:
+    """DT048."""
+    module = check.module
+    for name in _POLICIES:
+        for call in module.calls_of(f"torch.distributed.fsdp.wrap.{name}"):
+            given = {argument.arg for argument in call.keywords}
+            if call.args or None in given or given & _CALLED:
+                continue
+            yield check.problem(
+                "DT048", call, f"{name} is called here, without the module that it decides on: TypeError",
+                fix=f"functools.partial({name}, {_POLICIES[name]}=...)",
+            )  # fmt: skip
+
+
+def to_fully_shard(check: Check) -> Iterator[Problem]:
+    """DT050."""
+    module = check.module
+    calls = module.calls_of(names.FSDP)
+    if calls and not module.calls_of(names.FULLY_SHARD):
+        yield check.problem("DT050", calls[0], "FullyShardedDataParallel is the older FSDP; fully_shard is its successor")
+
+
+def reentrant_by_default(check: Check) -> Iterator[Problem]:
+    """DT051."""
+    module = check.module
+    for call in module.calls_of(*_CHECKPOINTS)[:1] if _all_silent(check) else ():
+        yield check.problem("DT051", call, f"`{key(call.func)}` without use_reentrant: torch warns, and will refuse it")
+
+
+def _all_silent(check: Check) -> bool:
+    """Whether no call of a file says which variant it wants: one that does knows of it."""
+    calls = check.module.calls_of(*_CHECKPOINTS)
+    return not any(argument.arg in (None, "use_reentrant") for call in calls for argument in call.keywords)
+
+
+CHECKS = (policy_called_at_once, to_fully_shard, reentrant_by_default)

@@ -1,0 +1,169 @@
+"""Rules about which rank gets which share of the data: DT037, DT053, DT056, DT057, DT058."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from dtctl.lint import names
+from dtctl.lint.check import Check
+from dtctl.lint.flow import origins
+from dtctl.lint.model import Problem, Severity
+from dtctl.lint.ranks import for_some, is_world_size, mentions_rank, rank_kind
+from dtctl.lint.source_file import constant, key, keyword
+
+_HELD_OUT = re.compile(r"(?:^|_|\b)(?:val|valid|validation|test|eval|evaluation|dev)(?=$|_|\b|set|data|sampler|loader|ds)",
+                       re.IGNORECASE)  # fmt: skip
+_RANDOM_ORDER = frozenset(["random.shuffle", "numpy.random.shuffle", "numpy.random.permutation", "random.sample"])
+_SEEDS = ("manual_seed", "seed", "seed_everything", "set_seed", "fix_seed", "setup_seed", "seed_all", "set_random_seed",
+          "init_seeds", "fix_random_seed", "set_seeds", "seed_torch", "init_seed", "same_seeds")  # fmt: skip
+
+
+def local_rank_as_rank(check: Check) -> Iterator[Problem]:
+    """DT037."""
+    module = check.module
+    if check.cluster.single_node or not module.trains:
+        return
+    severity: Severity | None = "error" if check.cluster.multi_node else None
+    for call in module.calls_of(names.INIT, names.SAMPLER):
+        short = (module.name(call.func) or "").rpartition(".")[2]
+        rank = keyword(call, "rank") or (call.args[2] if short == "DistributedSampler" and len(call.args) > 2 else None)
+        if rank is not None and rank_kind(module, rank) == "local":
+            values = origins(module, rank)
+            parameter = all(isinstance(value.node, ast.Name) for value in values)
+            where = next((value.node.lineno for value in values if value.module is module
+                          and value.node.lineno != rank.lineno and not parameter), None)  # fmt: skip
+            at = f" (from line {where})" if where else ""
+            yield check.problem(
+                "DT037", rank,
+                f"{short} gets the local rank `{ast.unparse(rank)}`{at}: on every node it begins at 0 again",
+                severity=severity or ("info" if parameter or _spawns(check) else None),
+            )  # fmt: skip
+            continue
+        for name in ("world_size", "num_replicas"):
+            size = keyword(call, name)
+            if size is not None and _counts_gpus(check, size):
+                yield check.problem(
+                    "DT037", size, f"{short} gets the number of this node's GPUs as the number of ranks",
+                    severity=severity or ("info" if _spawns(check) else None),
+                )  # fmt: skip
+    for node in module.nodes_of(ast.Subscript):
+        part = node.slice
+        if isinstance(part, ast.Slice) and part.lower is not None and part.step is not None:
+            if rank_kind(module, part.lower) == "local" and is_world_size(module, part.step):
+                yield check.problem(
+                    "DT037", node, "data is divided by the local rank: ranks of several nodes get the same share",
+                    severity=severity,
+                )  # fmt: skip
+
+
+def _counts_gpus(check: Check, node: ast.expr) -> bool:
+    """Whether a value is torch.cuda.device_count(), wherever it comes from."""
+    values = origins(check.module, node)
+    return bool(values) and all(
+        isinstance(value.node, ast.Call) and value.module.name(value.node.func) == "torch.cuda.device_count"
+        for value in values
+    )
+
+
+def _spawns(check: Check) -> bool:
+    """Whether the program starts its ranks itself, on its node."""
+    sources = check.project.reach(check.module)
+    return any(source.calls.get(starter) for source in sources for starter in names.STARTS) or any(
+        source.methods.get("notebook_launcher") for source in sources
+    )
+
+
+def padded_evaluation(check: Check) -> Iterator[Problem]:
+    """DT056."""
+    module = check.module
+    if check.project.framework(module):
+        return
+    for call in module.calls_of(names.SAMPLER):
+        dropped = keyword(call, "drop_last")
+        if constant(dropped) is True or not _held_out(check, call):
+            continue
+        yield check.problem("DT056", call, "DistributedSampler repeats samples until all ranks have the same number")
+
+
+def _held_out(check: Check, call: ast.Call) -> bool:
+    """Whether what a sampler or loader is about is not trained on, as its names say."""
+    module = check.module
+    statement = module.statement(call)
+    target = key(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
+    data = call.args[0] if call.args else keyword(call, "dataset")
+    name = key(data) if data is not None else ""
+    return _HELD_OUT.search(target or "") is not None or _HELD_OUT.search(name or "") is not None
+
+
+def evaluated_by_all(check: Check) -> Iterator[Problem]:
+    """DT057."""
+    module = check.module
+    if check.project.framework(module) or not module.calls_of(names.SAMPLER):
+        return
+    for call in module.calls_of(names.LOADER):
+        given = {argument.arg for argument in call.keywords}
+        if None in given or given & {"sampler", "batch_sampler"} or len(call.args) > 3 or not _held_out(check, call):
+            continue
+        if for_some(module, call) is not None or _used_by_some(check, call):
+            continue
+        yield check.problem("DT057", call, "every rank evaluates the whole set")
+
+
+def _used_by_some(check: Check, loader: ast.Call) -> bool:
+    """Whether the only uses of a loader are under a condition on the rank."""
+    module = check.module
+    statement = module.statement(loader)
+    name = key(statement.targets[0]) if isinstance(statement, ast.Assign) else None
+    if name is None:
+        return True
+    uses = [
+        use
+        for calls in module.methods.values()
+        for use in calls
+        if any(key(argument) == name for argument in (*use.args, *(given.value for given in use.keywords)))
+        and key(use.func) != "len"
+    ]
+    return any(for_some(module, use) is not None for use in uses)
+
+
+def own_random_order(check: Check) -> Iterator[Problem]:
+    """DT058."""
+    module = check.module
+    splits = module.calls_of("torch.utils.data.random_split")
+    if not splits or not check.project.distributed(module) or check.project.framework(module):
+        return
+    if any(source.methods.get(name) for source in check.project.reach(module) for name in _SEEDS):
+        return
+    for call in splits:
+        if keyword(call, "generator") is None and len(call.args) < 3 and for_some(module, call) is None:
+            yield check.problem("DT058", call, "random_split without a seed: every rank splits the set differently")
+
+
+def share_of_the_whole(check: Check) -> Iterator[Problem]:
+    """DT053."""
+    module = check.module
+    samplers = [call for call in module.calls_of(names.SAMPLER) if _held_out(check, call)]
+    if not samplers or check.project.framework(module):
+        return
+    for node in module.nodes_of(ast.BinOp):
+        if not isinstance(node.op, ast.Div):
+            continue
+        divisor = node.right
+        if isinstance(divisor, ast.Call) and key(divisor.func) == "len" and divisor.args:
+            text = ast.unparse(divisor.args[0])
+        else:
+            continue
+        left = " ".join(ast.unparse(part) for part in ast.walk(node.left) if isinstance(part, ast.Name))
+        function = module.scope(node)
+        if not re.search(r"\bdataset\b|_dataset|_set\b|data$", text) or not re.search("correct|acc|right|hit", left):
+            continue
+        if any(module.scope(call) is function for name in names.COLLECTIVES for call in module.calls.get(name, ())):
+            continue
+        if re.search(r"reduce|gather|sync", ast.unparse(function)) or mentions_rank(module, divisor):
+            continue
+        yield check.problem("DT053", node, f"what one rank has counted is divided by `len({text})`, the whole set")
+
+
+CHECKS = (local_rank_as_rank, padded_evaluation, evaluated_by_all, own_random_order, share_of_the_whole)

@@ -1,0 +1,182 @@
+"""Rules about what collectives get and give: DT043, DT044."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from dtctl.lint import names
+from dtctl.lint.check import Check
+from dtctl.lint.flow import callee, origins
+from dtctl.lint.model import Problem
+from dtctl.lint.source_file import Function, SourceFile, constant, key, keyword
+
+_TENSORS = frozenset(
+    "torch." + name for name in "tensor zeros ones full empty arange rand randn as_tensor Tensor FloatTensor LongTensor".split()
+)
+_FIRST = frozenset(
+    "torch.distributed." + name for name in "all_reduce broadcast reduce all_gather_into_tensor send recv".split()
+)
+_FUNCTIONAL = frozenset(
+    [f"torch.distributed.nn.{name}" for name in ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")]
+    + [f"torch.distributed.nn.functional.{name}" for name in ("all_reduce", "broadcast", "reduce", "all_gather")]
+    + [f"torch.distributed._functional_collectives.{name}" for name in ("all_reduce", "broadcast", "all_gather_tensor")]
+)
+_NOTHING = frozenset(
+    "torch.distributed." + name
+    for name in "all_reduce broadcast all_gather reduce gather scatter reduce_scatter all_to_all barrier "
+    "all_gather_into_tensor reduce_scatter_tensor all_gather_object broadcast_object_list gather_object".split()
+)
+
+
+def on_the_cpu(check: Check) -> Iterator[Problem]:
+    """DT043."""
+    module = check.module
+    calls = [call for name in _FIRST for call in module.calls.get(name, ()) if call.args and keyword(call, "group") is None]
+    if not calls or not _only_nccl(check):
+        return
+    if any(source.calls_of("torch.set_default_device", "torch.set_default_tensor_type")
+           for source in check.project.reach(module)):  # fmt: skip
+        return
+    for call in sorted(calls, key=lambda one: one.lineno):
+        if len(call.args) > 2:
+            continue
+        values = origins(module, call.args[0])
+        if values and all(_made_on_cpu(value.module, value.node) for value in values) and not _moved(module, call):
+            yield check.problem("DT043", call, f"`{ast.unparse(call.args[0])}` is on the CPU, and NCCL has no such tensors")
+
+
+def _only_nccl(check: Check) -> bool:
+    """Whether every process group of the program is surely one of NCCL alone."""
+    starts = [
+        (source, call)
+        for origin in (check.module, *check.project.importers(check.module)[:4])
+        for source in check.project.reach(origin)
+        for call in source.calls_of(names.INIT)
+    ]
+    for source, call in starts:
+        backend = keyword(call, "backend") or (call.args[0] if call.args else None)
+        values = origins(source, backend) if backend is not None else []
+        if not values or not all(constant(value.node) == "nccl" for value in values):
+            return False
+    return bool(starts) and not any(
+        source.calls_of("torch.distributed.new_group") for source in check.project.reach(check.module)
+    )
+
+
+def _made_on_cpu(module: SourceFile, node: ast.expr) -> bool:
+    if not isinstance(node, ast.Call) or module.name(node.func) not in _TENSORS or keyword(node, "device") is not None:
+        return False
+    above = module.enclosing(node, (ast.With,))
+    while isinstance(above, ast.With):
+        if any("device" in ast.unparse(item.context_expr) for item in above.items):
+            return False
+        above = module.enclosing(above, (ast.With,))
+    # as_tensor of something that may be on the GPU already
+    source = node.args[0] if node.args else None
+    return not (module.name(node.func) == "torch.as_tensor" and isinstance(source, ast.Name | ast.Attribute))
+
+
+def _moved(module: SourceFile, call: ast.Call) -> bool:
+    """Whether a method that moves it is called on the tensor somewhere in the function."""
+    name = key(call.args[0])
+    scope = module.scope(call)
+    return any(
+        isinstance(move.func, ast.Attribute) and key(move.func.value) == name and module.scope(move) is scope
+        for method in ("to", "cuda")
+        for move in module.methods.get(method, ())
+    )
+
+
+def thrown_away(check: Check) -> Iterator[Problem]:
+    """DT044."""
+    module = check.module
+    for name in _FUNCTIONAL:
+        for call in module.calls.get(name, ()):
+            if isinstance(module.parents.get(call), ast.Expr):
+                yield check.problem(
+                    "DT044", call, f"{name.rpartition('.')[2]} of torch.distributed.nn returns its result, which is thrown away"
+                )
+    for name in _NOTHING:
+        for call in module.calls.get(name, ()):
+            above = module.parents.get(call)
+            asynchronous = keyword(call, "async_op") is not None or len(call.args) > 3
+            if isinstance(above, ast.Assign) and not asynchronous and _used_as_tensor(module, above):
+                yield check.problem(
+                    "DT044", call, f"{name.rpartition('.')[2]} returns None: it changes its argument, and the name is lost"
+                )
+            elif isinstance(above, ast.Expr) and constant(keyword(call, "async_op")) is True and not _waited(module, call):
+                yield check.problem(
+                    "DT044", call, f"{name.rpartition('.')[2]}(async_op=True) is never waited for", severity="warning"
+                )
+    yield from _of_a_helper(check)
+
+
+def _used_as_tensor(module: SourceFile, assign: ast.Assign) -> bool:
+    """Whether a name that is surely None is used afterwards where None makes no sense."""
+    name = key(assign.targets[0])
+    if name is None or len(assign.targets) != 1:
+        return False
+    scope = module.scope(assign)
+    uses: list[tuple[ast.expr, ast.expr]] = [
+        *((use, use.value) for use in module.nodes_of(ast.Attribute)),
+        *((use, use.left) for use in module.nodes_of(ast.BinOp)),
+        *((use, use.value) for use in module.nodes_of(ast.Subscript)),
+    ]
+    for use, part in uses:
+        if key(part) != name or module.scope(use) is not scope or use.lineno <= assign.lineno:
+            continue
+        current = module.current(part, use)
+        if current is not None and current.statement is assign and getattr(use, "attr", "") != "wait":
+            return True
+    return False
+
+
+def _waited(module: SourceFile, call: ast.Call) -> bool:
+    """Whether something in the function waits for the device or for all."""
+    function = module.scope(call)
+    return any(
+        module.scope(wait) is function and wait.lineno > call.lineno
+        for name in ("wait", "synchronize", "barrier")
+        for wait in module.methods.get(name, ())
+    )
+
+
+def _of_a_helper(check: Check) -> Iterator[Problem]:
+    """Calls of a function of the project that returns a reduced copy of its argument, as statements."""
+    module = check.module
+    for name in sorted(module.methods):
+        if "reduce" not in name and "gather" not in name:
+            continue
+        for call in module.methods[name]:
+            if not isinstance(module.parents.get(call), ast.Expr) or not call.args:
+                continue
+            target = callee(module, call)
+            if target is not None and isinstance(target.node, Function) and _gives_a_copy(target.module, target.node):
+                yield check.problem(
+                    "DT044", call, f"`{name}` returns what it has reduced, and leaves its argument as it was: the result "
+                    "is thrown away",
+                )  # fmt: skip
+
+
+def _gives_a_copy(module: SourceFile, function: Function) -> bool:
+    """Whether a function reduces a clone of its parameter and returns that, and nothing else."""
+    results = module.returned.get(function, [])
+    if not results:
+        return False
+    parameters = {one.arg for one in function.args.args}
+    reduced = {
+        key(call.args[0])
+        for call in module.calls_of("torch.distributed.all_reduce", "torch.distributed.reduce")
+        if call.args and module.scope(call) is function
+    }
+    if not reduced or reduced & parameters:
+        return False
+    for name in reduced:
+        bound = [binding.value for binding in module.bindings.get((function, name or ""), ()) if binding.value is not None]
+        if not bound or not isinstance(bound[0], ast.Call) or (key(bound[0].func) or "").rpartition(".")[2] != "clone":
+            return False
+    return all(isinstance(part, ast.Name) and part.id in reduced for part in results)
+
+
+CHECKS = (on_the_cpu, thrown_away)

@@ -1,0 +1,149 @@
+"""In which calls every rank has to take part, over the functions of a project."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+
+from dtctl.lint import names
+from dtctl.lint.flow import argument, function_of, is_bound
+from dtctl.lint.ranks import guards
+from dtctl.lint.source_file import Definition, Function, SourceFile, key, keyword
+from dtctl.lint.wraps import Kind, model_kinds
+
+_DEPTH = 5
+_MOST = {"barrier": 0, "all_reduce": 2, "broadcast": 2, "all_gather": 2, "reduce": 3, "gather": 3, "scatter": 3}
+
+
+def takes_a_group(name: str, call: ast.Call) -> bool:
+    """Whether a collective is one of a group: of less than all ranks."""
+    if any(argument.arg in ("group", "process_group") for argument in call.keywords):
+        group = keyword(call, "group") or keyword(call, "process_group")
+        return not (isinstance(group, ast.Constant) and group.value is None)
+    return len(call.args) > _MOST.get(name.rpartition(".")[2], 3)
+
+
+def collective(module: SourceFile, function: ast.AST, depth: int = _DEPTH) -> str | None:
+    """The collective that a function always calls, whatever its rank; None if there is none."""
+    fact = ("collective", function)
+    if fact not in module.facts:
+        module.facts[fact] = None  # for functions that call each other
+        module.facts[fact] = _collective(module, function, depth)
+    return module.facts[fact]  # type: ignore[return-value]  # facts of this kind are such
+
+
+def collective_called(module: SourceFile, call: ast.Call, depth: int = _DEPTH) -> str | None:
+    """The collective that a call of a function of the project makes; None if it makes none, or is not known."""
+    target = _target(module, call)
+    return collective(target.module, target.node, depth) if target is not None else None
+
+
+def _target(module: SourceFile, call: ast.Call) -> Definition | None:
+    target = function_of(module, call)
+    if target is None or not isinstance(target.node, Function):
+        return None
+    generator = any(isinstance(part, ast.Yield | ast.YieldFrom) for part in _own_nodes(target.node))
+    return None if generator else target
+
+
+def _own_nodes(function: ast.AST) -> list[ast.AST]:
+    found: list[ast.AST] = []
+    stack = list(ast.iter_child_nodes(function))
+    while stack:
+        node = stack.pop()
+        found.append(node)
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            stack += ast.iter_child_nodes(node)
+    return found
+
+
+def _collective(module: SourceFile, function: ast.AST, depth: int) -> str | None:
+    calls = [node for node in _own_nodes(function) if isinstance(node, ast.Call)]
+    for call in calls:
+        name = module.name(call.func) or ""
+        if name in names.COLLECTIVES and not takes_a_group(name, call) and not _for_some(module, call, calls):
+            return name.rpartition(".")[2]
+        if _of_mpi(module, call) and not _for_some(module, call, calls):
+            return f"MPI's {ast.unparse(call.func).rpartition('.')[2]}"
+    for call in calls if depth else ():
+        if not _for_some(module, call):
+            below = collective_called(module, call, depth - 1)
+            if below is not None:
+                return below
+    return None
+
+
+def _of_mpi(module: SourceFile, call: ast.Call) -> bool:
+    """Whether a call is a collective of mpi4py's world."""
+    name = module.name(call.func) or ""
+    return name.startswith("mpi4py.MPI.COMM_WORLD.") and name.rpartition(".")[2].lower() in (
+        "bcast", "barrier", "allreduce", "allgather", "gather", "scatter", "reduce", "alltoall",
+    )  # fmt: skip
+
+
+def forward_of(module: SourceFile, call: ast.Call, depth: int = 3) -> tuple[Kind, bool] | None:
+    """The wrapped model whose forward pass a call makes, itself or in a function of the project that gets it.
+
+    Returns:
+        (how it is wrapped, whether it surely is); None if it makes none.
+    """
+    if isinstance(call.func, ast.Name | ast.Attribute):
+        kinds = model_kinds(module, call.func) if function_of(module, call) is None else set()
+        for kind in ("fsdp", "fully_shard", "ddp"):
+            if kind in kinds:
+                return kind, kinds == {kind}
+    target = _target(module, call)
+    if target is None or not depth:
+        return None
+    for model in _models_run(target.module, target.node, depth - 1):
+        root = model.id if isinstance(model, ast.Name) else ""
+        given = argument(call, target.node, root, bound=is_bound(target.module, target.node)) if root else None
+        parameters = [one.arg for one in target.node.args.args] if isinstance(target.node, Function) else []
+        if root in parameters and given is None:
+            continue
+        kinds = model_kinds(module, given) if given is not None else model_kinds(target.module, model)
+        for kind in ("fsdp", "fully_shard", "ddp"):
+            if kind in kinds:
+                return kind, kinds == {kind}
+    return None
+
+
+def _models_run(module: SourceFile, function: ast.AST, depth: int) -> list[ast.expr]:
+    """What a function calls that may be a model: its parameters, and names that are wrapped somewhere."""
+    fact = ("models", function)
+    cached = module.facts.get(fact)
+    if cached is None:
+        module.facts[fact] = []
+        found: list[ast.expr] = []
+        parameters = {one.arg for one in function.args.args} if isinstance(function, Function) else set()
+        for node in _own_nodes(function):
+            if not isinstance(node, ast.Call) or _for_some(module, node):
+                continue
+            if isinstance(node.func, ast.Name) and node.func.id in parameters:
+                found.append(node.func)
+            elif isinstance(node.func, ast.Name | ast.Attribute) and function_of(module, node) is None:
+                if key(node.func) and model_kinds(module, node.func) - {None}:
+                    found.append(node.func)
+            elif depth and (below := _target(module, node)) is not None:
+                for model in _models_run(below.module, below.node, depth - 1):
+                    if isinstance(model, ast.Name):
+                        given = argument(node, below.node, model.id, bound=is_bound(below.module, below.node))
+                        if isinstance(given, ast.Name | ast.Attribute):
+                            found.append(given)
+        cached = module.facts[fact] = found
+    return cached  # type: ignore[return-value]  # facts of this kind are such lists
+
+
+def _for_some(module: SourceFile, call: ast.Call, others: Sequence[ast.Call] = ()) -> bool:
+    """Whether a call stands under a condition on the rank, and the other ranks do not make it among the others."""
+    condition = next(guards(module, call), None)
+    if condition is None:
+        return False
+    name = key(call.func)
+    return not any(
+        other is not call
+        and key(other.func) == name
+        and (opposite := next(guards(module, other), None)) is not None
+        and opposite.at_zero != condition.at_zero
+        for other in others
+    )
