@@ -126,7 +126,7 @@ def described(choice: Choice) -> str:
         for name in ("dp", "fsdp", "tp", "pp", "cp", "ep")
         if getattr(layout, name) > 1
     )
-    axes = axes.replace("dp", "zero1", 1) if layout.zero1 else axes
+    axes = axes.replace("dp", "zero1", 1) if layout.zero else axes
     parts = [axes or "one GPU"]
     if layout.recompute != "none":
         parts.append(f"{layout.recompute} recomputation")

@@ -18,8 +18,14 @@ class Gpu:
     memory: float
     half: float
     single: float
+    hbm: float
+    products: float
+    """Share of `half` that large matrix products reach."""
+    attention: float
+    """Share of `half` that fused attention reaches."""
     link: float
     host: float
+    bf16: bool = True
     source: str = ""
 
 

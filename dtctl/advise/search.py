@@ -62,7 +62,7 @@ class Choice:
         if not axes:
             return "single"
         if axes == ["dp"]:
-            return "zero1" if layout.zero1 else "ddp"
+            return "zero1" if layout.zero else "ddp"
         names = {("fsdp",): "fsdp", ("tp",): "tp", ("pp",): "pipeline", ("dp", "fsdp"): "hsdp"}
         return names.get(tuple(axes), "mesh")
 
@@ -72,7 +72,7 @@ class Choice:
         layout = self.layout
         degrees = sum(int(getattr(layout, name) > 1) for name in ("dp", "fsdp", "tp", "pp", "cp", "ep"))
         again = {"none": 0, "selective": 1, "full": 1}[layout.recompute]
-        return degrees + again + 2 * layout.offload + (layout.fsdp > 1) + layout.zero1 + 2 * (layout.pp > 1)
+        return degrees + again + 2 * layout.offload + (layout.fsdp > 1) + layout.zero + 2 * (layout.pp > 1)
 
 
 def choices(task: Task) -> list[Choice]:
@@ -127,7 +127,7 @@ def _meshes(task: Task) -> Iterator[Layout]:
                     layout = Layout(dp=rest // fsdp, fsdp=fsdp, tp=tp, pp=pp, cp=cp)
                     yield layout
                     if layout.dp > 1 and layout.workers == layout.dp:
-                        yield replace(layout, zero1=True)
+                        yield replace(layout, zero=1)
                     if task.beyond and model.expert_params and fsdp > 1:
                         yield replace(layout, ep=min(fsdp, hardware.per_node))
 
@@ -170,5 +170,5 @@ def families(options: list[Choice]) -> list[Choice]:
     for choice in options:
         layout = choice.layout
         shape = tuple(getattr(layout, name) > 1 for name in ("dp", "fsdp", "tp", "pp", "cp", "ep"))
-        first_by_family.setdefault((shape, layout.zero1), choice)
+        first_by_family.setdefault((shape, layout.zero), choice)
     return list(first_by_family.values())

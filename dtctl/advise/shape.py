@@ -14,6 +14,10 @@ from dtctl.errors import UsageError
 from dtctl.estimate.model import Model
 
 
+UPCAST = 13.0
+"""Bytes for each unit of width: fitted to what eager blocks are published to need more than compiled ones."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
     """Attention over compressed keys and values (MLA of DeepSeek, https://arxiv.org/abs/2405.04434)."""
@@ -139,11 +143,20 @@ def model_of(shape: Shape, *, params: float | None = None, doubts: tuple[str, ..
         block_input=2.0 * shape.hidden,
         block_kept=2.0 * (activations + (few * dense.saved + many * sparse.saved) / shape.layers),
         block_products=2.0 * (products + (few * dense.products + many * sparse.products) / shape.layers),
+        block_upcast=_upcast(shape),
         expert_params=expert * shape.experts * many,
         ffn=shape.ffn if shape.plain and params is None else 0,
         assumed=_description(shape, total, active),
         doubts=doubts,
     )
+
+
+def _upcast(shape: Shape) -> float:
+    """Bytes that an RMSNorm and rotary embeddings keep of a token beyond what a LayerNorm does, where torch runs them
+    step by step: the norm's input and quotient in fp32, queries and keys in fp32. Models with a gate have both."""
+    if not shape.gated:
+        return 0.0
+    return UPCAST * shape.hidden
 
 
 def _attention(shape: Shape) -> _Part:

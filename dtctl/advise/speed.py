@@ -1,31 +1,49 @@
 """Time of a step, for one layout of a training. Pure arithmetic; seconds.
 
-Shares are fitted to the published figures of torchtitan (tests/unit/advise/test_published.py), measured on H100.
+A block's time is that of its matrix products, of its attention, and of what is between them, which reads and writes
+memory. Constants are fitted to one half of the published trainings of benchmarks/data, and scored on the other half
+(docs/guides/advise.md); what a kind of GPU reaches is in hardware.yaml.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from dtctl.advise.hardware import Hardware
 from dtctl.estimate.memory import RUNTIME, Layout, Recipe
 from dtctl.estimate.model import Model
 
-PRODUCTS = 0.38
-"""Share of a GPU's peak that matrix products get, with all that is between them, in eager mode."""
-COMPILED = 0.44
-FP8 = 1.28
-"""How much faster products in fp8 are, of whole trainings."""
-ATTENTION = 0.30
-"""Share of the peak that attention gets."""
-WIRE = 0.80
+SMALL = 320
+"""Width of a matrix at which products reach half of what they reach with wide ones."""
+PASSES = 7.8
+"""How often the activations of a block go to or from memory in a step, in eager mode."""
+FUSED = 4
+"""The same, compiled or with fused kernels."""
+FP8 = 1.7
+"""How much faster products in fp8 are."""
+FIRST = 0.56
+"""Speed of FlashAttention's first version, by that of the second (https://arxiv.org/abs/2307.08691)."""
+ODD = 0.71
+"""What products keep of their speed where a matrix's width is no multiple of 64: kernels compute whole tiles."""
+SQUARE = 39
+"""Bytes to or from memory for each score of an attention that keeps them all."""
+WIRE = 0.9
 """Share of a link's bandwidth that a collective gets."""
-RING = 0.25
+LATENCY = 20e-6
+"""Seconds that a collective takes to begin."""
+HOP = 5e-6
+"""Seconds that it takes longer for each member."""
+RING = 0.09
 """What attention takes longer each time context parallelism halves its pieces."""
-HIDDEN = 0.80
-"""Share of the computation time that exchange can overlap with."""
-THIN = 0.98
-"""What products keep of their speed each time tensor parallelism halves them."""
+TP_HIDDEN = 0.59
+"""Share of tensor parallel exchange that overlaps with products, where the framework does that."""
+UNEVEN = 0.53
+"""Share of the output's time by which the last stage of a pipeline holds up the others."""
+STRAGGLER = 0.0096
+"""What a step takes longer each time the number of nodes doubles: all wait for the slowest."""
+LAUNCH = 0.0004
+"""Seconds in which a processor starts the kernels of a block's forward and backward pass, in eager mode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,91 +71,147 @@ def speed(
     fp8: bool = False,
 ) -> Speed:
     """Time of a step and its parts."""
+    block, output = _block(model, layout, hardware, recipe, compiled=compiled, fp8=fp8)
+    blocks = -(-model.layers // layout.pp)
+    even = (model.layers * block + output) / layout.pp
+    # The slowest stage sets the pace: the last one has the output beside its blocks.
+    stage = max(even, blocks * block + UNEVEN * output) if layout.pp > 1 else even
+    compute = stage * layout.accumulate
+    bubble = even * (layout.pp - 1) / layout.chunks
+    inside = _inside(model, layout, hardware, recipe) * layout.accumulate
+    each, last = _exchange(model, layout, hardware, recipe)
+    exposed = layout.accumulate * max(0.0, each - recipe.overlap * (stage + inside / layout.accumulate))
+    exposed += max(0.0, last - recipe.overlap * stage * 2 / 3)
+    update = _update(model, layout, hardware, recipe)
+    spread = 1 + STRAGGLER * math.log2(max(1, hardware.nodes))
+    pace = recipe.stage_pace if layout.pp > 1 else 1.0
+    step = ((compute + bubble + inside) * pace + exposed) * spread + update
     samples = layout.micro_batch * layout.accumulate
-    tokens = samples * model.seq / layout.cp
-    compute = _compute(model, layout, hardware, compiled=compiled, fp8=fp8) * tokens
-    bubble = compute * (layout.pp - 1) / max(1, layout.accumulate) if layout.pp > 1 else 0.0
-    exchange = _exchange(model, layout, hardware, recipe)
-    exposed_bytes = _tensor_parallel(model, layout, hardware) * tokens + _context(model, layout, hardware) * tokens
-    exposed = max(0.0, exchange - HIDDEN * compute) + exposed_bytes
-    offload = 0.0
-    if layout.offload:  # gradients out, the optimizer on the host, weights in: 4 + 4 bytes over the bus, 28 in memory
-        shard_params = model.params / (layout.fsdp * layout.tp * layout.pp * layout.cp)
-        offload = (
-            shard_params * 8 / (hardware.gpu.host * 1e9)
-            + shard_params * 28 * min(hardware.per_node, layout.workers) / 200e9
-        )
-    step = compute + bubble + exposed + offload
-    tokens_per_step = samples * model.seq * layout.data
     return Speed(
         step_s=step,
         compute_s=compute,
-        exchange_s=exchange + exposed_bytes,
-        exposed_s=exposed + offload,
+        exchange_s=each * layout.accumulate + last + inside,
+        exposed_s=exposed + inside,
         bubble_s=bubble,
-        tokens_per_s_per_gpu=tokens_per_step / step / layout.workers,
+        tokens_per_s_per_gpu=samples * model.seq * layout.data / step / layout.workers,
     )
 
 
-def _compute(model: Model, layout: Layout, hardware: Hardware, *, compiled: bool, fp8: bool) -> float:
-    """Seconds of computation for a token on a GPU."""
-    peak = (hardware.gpu.single if layout.precision == "fp32" else hardware.gpu.half) * 1e12
-    share = (COMPILED if compiled else PRODUCTS) * (FP8 if fp8 else 1.0)
-    thin = THIN ** (layout.tp - 1).bit_length()
-    again = {"none": 1.0, "selective": 7 / 6, "full": 4 / 3}[layout.recompute]
-    products = 6 * model.active_params * again / (peak * share * thin)
-    attention = 6 * model.layers * model.hidden * model.seq * (again if layout.recompute == "full" else 1.0)
-    ring = 1 + RING * (layout.cp - 1).bit_length()
-    return (products + ring * attention / (peak * ATTENTION)) / (layout.tp * layout.pp)
+def _block(
+    model: Model, layout: Layout, hardware: Hardware, recipe: Recipe, *, compiled: bool, fp8: bool
+) -> tuple[float, float]:
+    """Seconds of a block, forward and backward, and of the output, for a micro batch on a GPU."""
+    gpu, half = hardware.gpu, layout.precision != "fp32"
+    tokens = layout.micro_batch * model.seq / layout.cp
+    peak = (gpu.half * gpu.products if half else gpu.single * max(gpu.products, 0.7)) * 1e12
+    faster = FP8 if fp8 and half else 1.0
+    width = model.hidden / layout.tp**0.5
+    peak *= width / (width + SMALL)
+    if model.hidden % (64 * layout.tp):
+        peak *= ODD
+    logits = float(model.vocab * model.hidden)
+    inner = max(0.0, model.active_params - logits) / model.layers
+    again = {"none": 1.0, "selective": 1.0 + 0.5 / 3, "full": 4 / 3}[layout.recompute]
+    products = 6 * inner * again * tokens / layout.tp / (peak * faster)
+    # Causal attention has half of the scores; fused kernels compute them again in the backward pass.
+    again_attention = {"none": 1.0, "selective": 1.0, "full": 9 / 7}[layout.recompute]
+    scores = model.seq * tokens / layout.tp
+    if recipe.attention == "square":
+        rescore = 4 / 3 if layout.recompute != "none" else 1.0
+        attention = 12 * model.hidden * scores * rescore / peak
+        attention += SQUARE * model.heads * scores * rescore / (gpu.hbm * 1e9)
+    else:
+        ring = 1 + RING * math.log2(layout.cp)
+        share = gpu.attention * (FIRST if recipe.attention == "first" else 1.0)
+        attention = 7 * model.hidden * scores * again_attention * ring / (gpu.half * share * 1e12)
+    split = layout.tp if recipe.sequence_parallel else 1
+    stream = min(4 * model.block_input, model.block_kept)
+    eager = not (compiled or recipe.fused)
+    kept = (stream + (model.block_upcast if eager and half else 0.0)) / split + (model.block_kept - stream) / layout.tp
+    passes = PASSES if eager else FUSED
+    between = passes * again * (1.0 if half else 2.0) * kept * tokens / (gpu.hbm * 1e9)
+    total = products + attention + between
+    if eager:
+        total = max(total, LAUNCH * again)
+    split_logits = layout.tp if recipe.loss_parallel else 1
+    output = 6 * logits * tokens / layout.tp / (peak * faster) + 24 * model.vocab * tokens / split_logits / (
+        gpu.hbm * 1e9
+    )
+    return total, output
 
 
-def _exchange(model: Model, layout: Layout, hardware: Hardware, recipe: Recipe) -> float:
-    """Seconds in which gradients and weights are exchanged over dp and fsdp in a step."""
-    replica_params = model.params / (layout.tp * layout.pp)
+def _exchange(model: Model, layout: Layout, hardware: Hardware, recipe: Recipe) -> tuple[float, float]:
+    """Seconds in which weights and gradients are exchanged over dp and fsdp: in each micro batch, and in the last."""
+    replica = model.params / (layout.tp * layout.pp)
+    blocks = -(-model.layers // layout.pp)
     inner = layout.tp * layout.cp
-    seconds = 0.0
+    each = last = 0.0
     shards = layout.shards
     if shards > 1:
-        weight = 4 if recipe.autocast or layout.precision == "fp32" else 2
-        bandwidth = _bandwidth(hardware, shards, inner)
-        passes = 1 if layout.pp > 1 else 2 * layout.accumulate
-        moved = (passes * weight + recipe.gradient_bytes) * replica_params * (shards - 1) / shards
-        seconds += moved / bandwidth
+        half = layout.precision != "fp32"
+        weight = 2 if half and not recipe.autocast else 4
+        bandwidth, wait = _link(hardware, shards, layout.tp)
+        moved = replica * (shards - 1) / shards / bandwidth
+        wait *= blocks * recipe.collectives
+        gathers = 1 if not recipe.reshard else 2
+        reduce = recipe.gradient_bytes * moved + wait
+        if layout.pp > 1:
+            last += weight * moved + wait + reduce
+        else:
+            each += gathers * (weight * moved + wait)
+            if recipe.whole_gradients:
+                last += reduce
+            else:
+                each += reduce
     if layout.dp > 1:
-        shard_size = replica_params / shards
-        # Replicas of shards: each GPU of a replica has one in every other, and all of them use the network at once.
-        bandwidth = _bandwidth(hardware, layout.dp, inner * layout.fsdp)
-        seconds += 2 * (layout.dp - 1) / layout.dp * recipe.gradient_bytes * shard_size / bandwidth
-    return seconds
+        bandwidth, wait = _link(hardware, layout.dp, inner * layout.fsdp)
+        # All-reduce, or reduce-scatter of gradients and all-gather of the weights that were updated.
+        gathered = recipe.weight_bytes if layout.zero else recipe.gradient_bytes
+        moved = (layout.dp - 1) / layout.dp * replica / shards / bandwidth
+        last += (recipe.gradient_bytes + gathered) * moved + wait * blocks
+    return each, last
 
 
-def _bandwidth(hardware: Hardware, members: int, stride: int) -> float:
-    """Bytes in a second that each GPU of a ring gets, whose members lie `stride` GPUs apart."""
+def _link(hardware: Hardware, members: int, stride: int) -> tuple[float, float]:
+    """Bytes in a second that each GPU of a ring gets, whose members lie `stride` GPUs apart; seconds to begin."""
+    wait = LATENCY + HOP * members
     if members * stride <= hardware.per_node:
-        return hardware.gpu.link * WIRE * 1e9
+        return hardware.gpu.link * WIRE * 1e9, wait
     # A ring that has several members on a node crosses the network once for all of them.
     sharing_link = max(1, hardware.per_node // stride)
     across = hardware.network_per_gpu * min(sharing_link, members)
-    return min(hardware.gpu.link, across) * WIRE * 1e9
+    return min(hardware.gpu.link, across) * WIRE * 1e9, wait
 
 
-def _tensor_parallel(model: Model, layout: Layout, hardware: Hardware) -> float:
-    """Seconds for a token in which the parts of matrices are put together: nothing hides them."""
-    if layout.tp == 1:
-        return 0.0
-    blocks = model.layers / layout.pp
-    # Forward and backward pass 4 gathers or scatters of a token's width each; once more when all is computed again.
-    times = 12 if layout.recompute == "full" else 8
-    moved = times * model.block_input * blocks * (layout.tp - 1) / layout.tp
-    fast = layout.tp <= hardware.per_node
-    bandwidth = (hardware.gpu.link if fast else hardware.network_per_gpu) * WIRE * 1e9
-    return moved / bandwidth
+def _inside(model: Model, layout: Layout, hardware: Hardware, recipe: Recipe) -> float:
+    """Seconds of a micro batch in which parts of matrices and of sequences are put together, and stages talk."""
+    tokens = layout.micro_batch * model.seq / layout.cp
+    blocks = -(-model.layers // layout.pp)
+    seconds = 0.0
+    if layout.tp > 1:
+        # Forward and backward pass 4 gathers or scatters of a token's width each; once more when all is computed again.
+        times = 12 if layout.recompute == "full" else 8
+        link = hardware.gpu.link if layout.tp <= hardware.per_node else hardware.network_per_gpu
+        moved = model.block_input * tokens * (layout.tp - 1) / layout.tp / (link * WIRE * 1e9)
+        shown = 1 - TP_HIDDEN if recipe.tp_overlap else 1.0
+        seconds += times * blocks * (moved + LATENCY / 2) * shown
+    if layout.cp > 1:
+        near = layout.cp * layout.tp <= hardware.per_node
+        link = (hardware.gpu.link if near else hardware.network_per_gpu) * WIRE * 1e9
+        keys = 3 * 2 * model.block_input * model.kv_heads / model.heads / layout.tp
+        seconds += 0.3 * keys * tokens * (layout.cp - 1) * blocks / link
+    if layout.pp > 1:
+        link = min(hardware.network_per_gpu, hardware.gpu.link) * WIRE * 1e9
+        seconds += 2 * layout.chunks * model.block_input * tokens / layout.tp / link
+    return seconds
 
 
-def _context(model: Model, layout: Layout, hardware: Hardware) -> float:
-    """Seconds for a token in which keys and values go round."""
-    if layout.cp == 1:
-        return 0.0
-    moved = 3 * 2 * model.block_input * model.kv_heads / model.heads * model.layers / layout.pp * (layout.cp - 1)
-    fast = layout.cp * layout.tp <= hardware.per_node
-    return moved / ((hardware.gpu.link if fast else hardware.network_per_gpu) * WIRE * 1e9) * 0.3
+def _update(model: Model, layout: Layout, hardware: Hardware, recipe: Recipe) -> float:
+    """Seconds of the optimizer's step: states go through memory once, on the GPU or on the host."""
+    params = model.params / (layout.shards * layout.tp * layout.pp)
+    if layout.offload:  # gradients out, the optimizer on the host, weights in: 4 + 4 bytes over the bus, 28 in memory
+        per_node = min(hardware.per_node, layout.workers)
+        return params * 8 / (hardware.gpu.host * 1e9) + params * 28 * per_node / 200e9
+    params /= layout.dp if layout.zero else 1
+    moved = 2 * (recipe.weight_bytes + recipe.master_bytes + recipe.optimizer_bytes) + recipe.gradient_bytes
+    return params * moved / (0.7 * hardware.gpu.hbm * 1e9)

@@ -119,7 +119,7 @@ def candidates(model: Model, setting: TrainingSetting) -> list[Candidate]:
     )
     layouts = {"ddp" if workers > 1 else "single": replace(base, dp=workers)}
     if workers > 1:
-        layouts["zero1"] = replace(base, dp=workers, zero1=True)
+        layouts["zero1"] = replace(base, dp=workers, zero=1)
     if workers > 1 and setting.divisible:
         sharded = replace(base, offload=setting.offload)
         if 1 < per_node < workers and workers % per_node == 0:

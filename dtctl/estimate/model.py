@@ -32,6 +32,9 @@ class Model:
     """Bytes for each token and block kept for the backward pass."""
     block_products: float
     """Bytes for each token and block of matrix products and attention: what selective recomputation keeps."""
+    block_upcast: float = 0.0
+    """Bytes for each token and block that are kept besides in half precision, where norms and rotary embeddings
+    compute in fp32 in steps of their own."""
     expert_params: float = 0.0
     """Part of `params` that is in experts."""
     frozen: float = 0.0

@@ -1,0 +1,101 @@
+"""Published trainings (data/advise_published.json) in the terms of the advisor, and what it says about them.
+
+An entry has its source, a name, the model's numbers, the GPUs, the mesh, how it was trained, and the figures that were
+published: `memory_gib` with what it counts (`allocated` or `reserved` by torch, `device` as nvidia-smi shows it), and
+`tokens_per_s_per_gpu`. `half` is decided by the first hex digit of sha1(source + name): even ones are learned from, odd
+ones are scored. `seen` marks those that earlier versions of the formulas were fitted to; they are always learned from.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dtctl.advise.hardware import Hardware, gpu
+from dtctl.advise.model import transformer
+from dtctl.advise.speed import speed
+from dtctl.estimate.frameworks import FRAMEWORKS, held
+from dtctl.estimate.memory import GIB, Layout, Recipe, memory
+from dtctl.estimate.model import Model
+
+FILE = Path(__file__).parent / "data" / "advise_published.json"
+NETWORK = 400.0
+"""GB/s of a node where the training has one node only, or the source is silent."""
+# Frameworks that dtctl has no word for -> the one that holds a model in the same way.
+NEAR = {"litgpt": "pure", "torchtune": "pure"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """An entry, ready to be computed."""
+
+    entry: dict[str, Any]
+    model: Model
+    layout: Layout
+    hardware: Hardware
+    recipe: Recipe
+
+    @property
+    def name(self) -> str:
+        """Source and name."""
+        return f"{self.entry['source']}: {self.entry['name']}"
+
+    def memory_gib(self) -> float:
+        """What is computed for what the source counts."""
+        options = {key: self.entry.get(key, False) for key in ("compiled", "fp8")}
+        found = memory(self.model, self.layout, self.recipe, **options)
+        outside = self.recipe.context + (self.recipe.exchange if self.layout.workers > 1 else 0.0)
+        counted = {"allocated": found.tensors, "reserved": found.total - outside, "device": found.total}
+        return counted[self.entry["counts"]] / GIB
+
+    def tokens(self) -> float:
+        """Tokens per second and GPU."""
+        options = {key: self.entry.get(key, False) for key in ("compiled", "fp8")}
+        return speed(self.model, self.layout, self.hardware, self.recipe, **options).tokens_per_s_per_gpu
+
+
+def cases(half: str) -> list[Case]:
+    """All of one half."""
+    return [_case(entry) for entry in json.loads(FILE.read_text(encoding="utf-8")) if entry["half"] == half]
+
+
+def _case(entry: dict[str, Any]) -> Case:
+    model = transformer(**entry["model"])
+    recompute = entry["recompute"]
+    if recompute == "half":  # every other block
+        model = replace(model, block_kept=(model.block_kept + model.block_input) / 2)
+    framework = entry["framework"]
+    recipe = held(FRAMEWORKS[NEAR.get(framework, framework)], entry["precision"])
+    changes: dict[str, Any] = {key: entry[key] for key in ("reshard", "sequence_parallel", "loss_parallel") if key in entry}
+    if "attention" in entry:
+        changes["attention"] = entry["attention"]
+    if entry.get("compiled_loss"):
+        changes["fused_loss"] = True
+    if entry.get("chunked_loss"):
+        changes["loss_parts"] = 8
+    if entry.get("reduce") == "bf16":
+        changes["gradient_bytes"] = 2
+    if entry.get("async_tp") or (framework == "megatron" and entry.get("sequence_parallel")):
+        changes["tp_overlap"] = True
+    zero = entry.get("zero", 0)
+    return Case(
+        entry=entry,
+        model=model,
+        layout=Layout(
+            **entry["mesh"],
+            zero=zero if zero < 3 else 0,
+            recompute={"attention": "none", "half": "none"}.get(recompute, recompute),
+            offload=entry.get("offload", False),
+            micro_batch=entry["micro_batch"],
+            accumulate=entry["accumulate"],
+            chunks=entry.get("chunks", 1),
+            precision=entry["precision"],
+        ),
+        hardware=Hardware(
+            gpu=gpu(entry["gpu"]), gpus=entry["gpus"], per_node=entry["per_node"],
+            network=entry["network"] or NETWORK,
+        ),
+        recipe=replace(recipe, **changes),
+    )
