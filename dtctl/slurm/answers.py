@@ -31,6 +31,8 @@ BYTES: Final = 256 << 20
 _FIELD: Final = text(4096)
 _JOB: Final = re.compile(r"\d{1,18}\Z")
 _LOG: Final = re.compile(r"(?:agent|rank-\d{1,9})\.log\Z")
+_STACK: Final = re.compile(r"rank-\d{1,9}\.txt\Z|trace_rank_\d{1,9}\.json\Z")
+_ATTEMPT: Final = re.compile(r"attempt-\d{1,9}\Z")
 
 
 def _job(value: Any) -> str:
@@ -41,12 +43,13 @@ def _job(value: Any) -> str:
 
 def _kept_file(value: Any) -> str:
     """One of the files that a job's folder has for whoever follows it."""
-    if value in ("job.log", "metrics.jsonl"):
+    if value in ("job.log", "metrics.jsonl", "progress.jsonl"):
         return str(value)
     parts = value.split("/") if isinstance(value, str) else []
-    if len(parts) != 3 or parts[0] != "logs" or not _LOG.match(parts[2]):
+    kinds = {"logs": _LOG, "hangs": _STACK}
+    if len(parts) != 4 or parts[0] not in kinds or not (_ATTEMPT.match(parts[1]) and kinds[parts[0]].match(parts[3])):
         raise InvalidMessage(f"{quoted(value)} is not a file of the job")
-    file_name(parts[1])
+    file_name(parts[2])
     return str(value)
 
 

@@ -25,6 +25,8 @@ from dtctl.spec.model import Slurm, Spec
 
 TEMPLATE: Final = "job.sbatch.j2"
 PLACE: Final = "dtctl: place in the job"
+MONITOR: Final = "import sys; sys.path.append(sys.path.pop(0)); from dtctl.slurm.monitor import main; main()"
+"""Modules of the job's own code, which is the working folder, come last."""
 _TIME: Final = re.compile(r"\d+(:\d\d){0,2}\Z|\d+-\d\d?(:\d\d){0,2}\Z|(?i:infinite|unlimited)\Z")
 _KEY: Final = re.compile(r"[a-z][a-z0-9-]*\Z")
 LATE_OPTIONS: Final = {
@@ -78,6 +80,10 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path | No
         "mark": f"TASK_{hashlib.blake2b(repr(node).encode(), digest_size=6).hexdigest()}",
         "folder": str(folder) if folder else "",
         "log": shell.Late("rank-$SLURM_PROCID.log") if direct else "agent.log",
+        "monitor": MONITOR,
+        "hang_s": str(spec.job.hang_s),
+        "hang_start_s": str(spec.job.hang_start_s),
+        "placement": placement_text([node.slots for node in plan.nodes]),
         "restarts": plan.max_restarts,
         "requeues": slurm.requeues,
         "requeue_exit": names.REQUEUE_EXIT,
@@ -153,6 +159,11 @@ def _quoted(key: str, value: str) -> str:
     if re.fullmatch(r"[\w@%+=:,./\[\]&|*!-]+", value):
         return value
     return '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
+
+
+def placement_text(slots: Sequence[int]) -> str:
+    """Workers per node, in the order of the nodes: `4x8,1x2` for four nodes with eight and one with two."""
+    return ",".join(f"{len(list(nodes))}x{count}" for count, nodes in groupby(slots))
 
 
 def literal(path: Path) -> str:

@@ -6,7 +6,8 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from datetime import datetime, timezone
+from typing import Final, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +15,18 @@ class Start:
     """The workers are started."""
 
     attempt: int
+    time: float
+    """Seconds since the epoch, by the first node's clock."""
+    nodes: str
+    """As Slurm writes them: `node[1-2]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnded:
+    """All tasks of a start have ended."""
+
+    attempt: int
+    time: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +56,8 @@ class ScriptEnded:
     exit_code: int
 
 
-_START: Final = re.compile(r"dtctl: run \S+, start (\d+) on ")
+_START: Final = re.compile(r"dtctl: run \S+, start (\d+) on (\S+), rendezvous \S+, (\S+)$")
+_STEP_OVER: Final = re.compile(r"dtctl: start (\d+) is over, (\S+)$")
 _OVER: Final = re.compile(r"dtctl: ended with exit code (\d+)$")
 _TASK: Final = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
 _NODE: Final = re.compile(r"srun: error: Node failure on (\S+)")
@@ -53,13 +67,18 @@ _WARNED: Final = "dtctl: the time is nearly over"
 _SIGNALS: Final = {signal.strsignal(number): number for number in signal.valid_signals()}
 
 
-def read(line: str) -> Sequence[Start | Ended | TakenBack | ScriptEnded]:
+Event: TypeAlias = Start | StepEnded | Ended | TakenBack | ScriptEnded
+
+
+def read(line: str) -> Sequence[Event]:
     """What one line means; nothing for most.
 
     Source of srun's texts: src/srun/libsrun/launch.c and task_state.c of Slurm 22.05.
     """
-    if match := _START.match(line):
-        return [Start(int(match[1]))]
+    if (match := _START.match(line)) and (moment := _moment(match[3])) is not None:
+        return [Start(int(match[1]), moment, match[2])]
+    if (match := _STEP_OVER.match(line)) and (moment := _moment(match[2])) is not None:
+        return [StepEnded(int(match[1]), moment)]
     if match := _OVER.match(line):
         return [ScriptEnded(int(match[1]))]
     if match := _TASK.match(line):
@@ -75,6 +94,14 @@ def read(line: str) -> Sequence[Start | Ended | TakenBack | ScriptEnded]:
         }
         return [TakenBack(reasons.get(match[1], match[1].lower()))]
     return [TakenBack("its time limit was near")] if line.startswith(_WARNED) else []
+
+
+def _moment(text: str) -> float | None:
+    """Seconds since the epoch of `2026-11-22T11:40:03.250Z`, as `date -u` of the batch file writes it."""
+    try:
+        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=timezone.utc).timestamp()
+    except ValueError:
+        return None
 
 
 def _exit_of(text: str) -> tuple[int | None, int | None, str]:

@@ -8,6 +8,7 @@ the local copies.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import signal
@@ -18,31 +19,38 @@ from pathlib import Path
 from typing import Any, Final
 
 from dtctl import folders, names
-from dtctl.errors import LaunchError
+from dtctl.errors import LaunchError, SpecError
 from dtctl.launch.assemble import spec_of_run
 from dtctl.launch.control import failure as failures
+from dtctl.launch.control.culprit import first_failure
 from dtctl.launch.control.failure import AGENT, Failure
+from dtctl.launch.control.progress import Standing
 from dtctl.launch.job import Result
 from dtctl.launch.records.events import (
     AttemptRunning,
     AttemptStarting,
     Emit,
+    Event,
+    Hung,
     JobQueued,
     LogLine,
     NodeChanged,
     NodesAllocated,
     Note,
-    Progress,
     Restarting,
+    SnapshotBegun,
+    Stopping,
     WorkerExited,
 )  # fmt: skip
-from dtctl.launch.records.ledger import Ledger
-from dtctl.launch.records.logs import METRICS, Logs
+from dtctl.launch.records.ledger import WRITE_S
+from dtctl.launch.records.logs import BEGUN_FILE, METRICS, Logs
 from dtctl.launch.records.record import RUN_BYTES, RunRecord, write_private
 from dtctl.launch.records.state import progress_of
-from dtctl.slurm import batchlog, login_client
+from dtctl.slurm import batchlog, job_record, login_client
+from dtctl.slurm.job_ledger import JobLedger
 from dtctl.slurm.left import Left, look
 from dtctl.slurm.site import Site
+from dtctl.spec import nodeset
 
 STATE_FILE: Final = "slurm.json"
 JOB_LOG: Final = "job.log"
@@ -87,9 +95,20 @@ class Follower:
         self._all_nodes: set[str] = set()
         """All nodes that the job was ever given."""
         self.attempt = -1
+        self._last_attempt = ref.max_attempts
+        """Number that the last attempt has at most, unless Slurm starts the job again."""
         self.failures: list[Failure] = []
+        self._left_early: tuple[Standing, ...] = ()
+        self._saved_step = 0
+        """Of the newest snapshot that was told of."""
+        self._early: list[tuple[float, job_record.Recorded]] = []
+        """What was recorded of an attempt whose start was not read yet."""
         self.taken_back = ""
         self.launch_s: float | None = None
+        self.ledger = JobLedger(record.info().started)
+        self._ledger_written = 0.0
+        self._silent = False
+        """Whether events are those of an earlier follower."""
         self.state: dict[str, Any] = {}
         self._script_code: int | None = None
         self._over_since: float | None = None
@@ -117,14 +136,26 @@ class Follower:
             self._over_since = None
         elif self._over_since is None:
             self._over_since = time.monotonic()
-        for name in sorted(files, key=lambda name: name != JOB_LOG):  # first which start the rest belongs to
+        arrived: dict[str, tuple[int, bytes]] = {}
+        for name in files:
             offset, data = files[name][0], base64.b64decode(files[name][1])
             complete = data if over else data[: max(data.rfind(b"\n"), data.rfind(b"\r")) + 1]
-            self._read(name, offset, complete)
+            arrived[name] = offset, complete
             self._offsets[name] = offset + len(complete)
+        texts = []
+        for name in (JOB_LOG, names.PROGRESS_FILE):
+            _, data = arrived.pop(name, (0, b""))
+            texts.append(data.decode(errors="replace"))
+            self._append(self.record.folder / name, data)
+        for at, event in job_record.in_order(*(text.splitlines() for text in texts), now=round(time.time(), 3)):
+            if isinstance(event, batchlog.Start):
+                self._read_logs(arrived, before=event.attempt)
+            self._on_event(at, event)
+        self._read_logs(arrived)
         self._tell_state()
         if files:
             self._save_position()
+            self._write_ledger()
         return bool(files)
 
     @property
@@ -142,18 +173,30 @@ class Follower:
         patience_s = TAKEN_S if self.taken_back and self.state["JobState"] != "TIMEOUT" else SETTLE_S
         return by_itself or time.monotonic() - self._over_since >= patience_s
 
-    def _read(self, name: str, offset: int, data: bytes) -> None:
-        if name == JOB_LOG:
-            self._read_job_log(data)
-        elif name == names.METRICS_FILE:
-            if offset == 0:
-                self.logs.begin_metrics(self._node(0))
-            self.logs.write(self._node(0), METRICS, data)
-        else:
-            _, node, file = Path(name).parts
+    def _read_logs(self, arrived: dict[str, tuple[int, bytes]], *, before: int | None = None) -> None:
+        """Take in what has arrived of the workers' files; `before`: only of attempts before this one."""
+        for name in sorted(arrived, key=_attempt_of):
+            if before is not None and _attempt_of(name) >= before:
+                continue
+            offset, data = arrived.pop(name)
+            if name == names.METRICS_FILE:
+                if offset == 0:
+                    self.logs.begin_metrics(self._node(0))
+                self.logs.write(self._node(0), METRICS, data)
+                continue
+            kind, _, node, file = Path(name).parts
+            if kind == names.HANGS_DIR:
+                self._append(self.record.folder / name, data)
+                continue
             for rank, chunk in self._by_rank(file, data):
                 for line in self.logs.write(node, rank, chunk):
                     self.emit(LogLine(node=node, rank=rank, text=line))
+
+    def _append(self, path: Path, data: bytes) -> None:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
+            file.write(data)
 
     def _by_rank(self, file: str, data: bytes) -> list[tuple[int, bytes]]:
         """The lines of a log, sorted by the rank that has printed them."""
@@ -166,52 +209,100 @@ class Follower:
             chunks.append((int(mark[len(RANK_MARK) :]), text) if marked else (AGENT, line))
         return chunks
 
-    def _read_job_log(self, data: bytes) -> None:
-        with os.fdopen(os.open(self._job_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as file:
-            file.write(data)
-        for line in data.decode(errors="replace").splitlines():
-            for event in batchlog.read(line):
-                if isinstance(event, batchlog.Start):
-                    self._start(event.attempt)
-                elif isinstance(event, batchlog.ScriptEnded):
-                    self._script_code = event.exit_code
-                elif isinstance(event, batchlog.TakenBack):
-                    self.taken_back = self.taken_back or event.reason  # a requeue by the script says so too
-                else:
-                    self._on_task_ended(event)
+    # -- events -----------------------------------------------------------------------------------------------------
 
-    def _start(self, attempt: int) -> None:
+    def _on_event(self, at: float, event: job_record.Event) -> None:
+        """Act on what the job's log or its record says; `at`: when it was, in seconds since the epoch."""
+        if isinstance(event, batchlog.Start):
+            self._on_start(event)
+            early, self._early = self._early, []
+            for moment, recorded in early:
+                self._on_event(moment, recorded)
+        elif isinstance(event, batchlog.StepEnded):
+            self.ledger.end(at)
+        elif isinstance(event, batchlog.ScriptEnded):
+            self._script_code = event.exit_code
+        elif isinstance(event, batchlog.TakenBack):
+            self.taken_back = self.taken_back or event.reason  # a requeue by the script says so too
+        elif isinstance(event, batchlog.Ended):
+            self._on_task_ended(at, event)
+        elif event.attempt > self.attempt:
+            self._early.append((at, event))
+        elif event.attempt == self.attempt:
+            self._on_record(at, event)
+
+    def _on_record(self, at: float, event: job_record.Recorded) -> None:
+        if isinstance(event, job_record.Progress):
+            self.ledger.progress(at, event.worker)
+            if event.worker.saved > max(event.worker.first, self._saved_step):
+                self._saved_step = event.worker.saved
+                self._tell(SnapshotBegun(time=at, step=event.worker.saved))
+        elif isinstance(event, job_record.LeftEarly):
+            self._left_early = event.workers
+        elif isinstance(event, job_record.Hang):
+            self._tell(Hung(time=at, silent_s=event.silent_s))
+        else:
+            self._tell(Stopping(time=at, reason=event.failure.summary))
+            self.ledger.fail(hung_s=event.silent_s)
+            self.failures.append(self._with_stack(event.failure))
+
+    def _with_stack(self, failure: Failure) -> Failure:
+        if failure.rank is None:
+            return failure
+        attempt = f"attempt-{self.attempt}"
+        return replace(
+            failure,
+            log=str(self.record.folder / names.HANGS_DIR / attempt / failure.node / f"rank-{failure.rank}.txt"),
+        )
+
+    def _on_start(self, event: batchlog.Start) -> None:
         if self.attempt >= 0:
             first = self._first_failure()
             if first is not None and not self.taken_back:
                 cause = Restarting(reason=failures.describe(first), node=first.node, rank=first.rank)
             else:
                 cause = Restarting(reason=self.taken_back or "Slurm requeued it")
-            self.emit(replace(cause, attempt=attempt, of=self.ref.max_attempts))
-        self.attempt, self.failures, self.taken_back, self._script_code = attempt, [], "", None
+                self._last_attempt = event.attempt + self.ref.max_attempts
+            self._tell(replace(cause, time=event.time, attempt=event.attempt, of=self._last_attempt))
+        self.attempt, self.failures, self.taken_back, self._script_code = event.attempt, [], "", None
+        self._left_early = ()
+        self.ledger.start(event.time, event.attempt)
+        self.launch_s = self.launch_s or max(0.0, event.time - self.record.info().started)
+        with contextlib.suppress(SpecError):  # as Slurm would write no list of nodes
+            self.nodes = nodeset.expand(event.nodes)
+            self._all_nodes.update(self.nodes)
+        if self._silent:
+            return
         self.logs.begin_attempt()
-        self.emit(AttemptStarting(attempt=attempt))
-        self.emit(NodesAllocated(nodes=tuple(self.nodes)))
+        self._tell(AttemptStarting(time=event.time, attempt=event.attempt))
+        self._tell(NodesAllocated(time=event.time, nodes=tuple(self.nodes)))
         for node in self.nodes:
-            self.emit(NodeChanged(node=node, state="running"))
-        launch_s = round(time.time() - self.record.info().started, 3)
-        self.launch_s = self.launch_s or launch_s
-        self.emit(AttemptRunning(attempt=attempt, launch_s=launch_s))
+            self._tell(NodeChanged(time=event.time, node=node, state="running"))
+        self._tell(AttemptRunning(time=event.time, attempt=event.attempt, launch_s=round(self.launch_s, 3)))
 
-    def _on_task_ended(self, event: batchlog.Ended) -> None:
-        rank = event.task if self.ref.workers_apart or event.task is None else AGENT
+    def _on_task_ended(self, at: float, event: batchlog.Ended) -> None:
+        apart = self.ref.workers_apart
         if event.exit_code is not None:
-            self.emit(WorkerExited(node=event.node, rank=rank, exit_code=event.exit_code, signal=event.signal))
+            rank = event.task if apart and event.task is not None else AGENT
+            self._tell(
+                WorkerExited(time=at, node=event.node, rank=rank, exit_code=event.exit_code, signal=event.signal)
+            )
+        self.ledger.fail()
         self.failures.append(
             Failure(
                 node=event.node,
-                rank=rank,
+                rank=event.task if apart else None,
                 exit_code=event.exit_code,
                 signal=event.signal,
-                time=float(len(self.failures)),
+                time=at,
                 node_reason=event.reason,
             )
         )
+
+    def _tell(self, event: Event) -> None:
+        """Emit an event at the time that it has; not one that an earlier follower has emitted."""
+        if not self._silent:
+            self.emit(event)
 
     def _tell_state(self) -> None:
         state, reason = self.state["JobState"], self.state.get("Reason", "")
@@ -234,68 +325,53 @@ class Follower:
 
     def _copies(self) -> dict[str, int]:
         """Size of each copy here."""
-        logs = self.record.folder / names.LOGS_DIR
-        paths = [*logs.glob("*/*.log"), self._job_log, self.record.folder / names.METRICS_FILE]
-        return {str(path.relative_to(self.record.folder)): path.stat().st_size for path in paths if path.exists()}
+        folder = self.record.folder
+        paths = [*(folder / names.LOGS_DIR).glob("*/*.log"), *(folder / names.HANGS_DIR).glob("*/*/*")]
+        paths += [folder / name for name in (JOB_LOG, names.METRICS_FILE, names.PROGRESS_FILE)]
+        return {str(path.relative_to(folder)): path.stat().st_size for path in paths if path.exists()}
 
     def _save_position(self) -> None:
-        position = {
-            "have": self._offsets,
-            "copies": self._copies(),
-            "taken": self.taken_back,
-            "code": self._script_code,
-        }
+        position = {"have": self._offsets, "copies": self._copies()}
         write_private(self.record.folder / STATE_FILE, json.dumps(position, indent=1) + "\n")
 
     def _restore_position(self) -> None:
+        """Be where the last follower was: by what it has copied, whose events it has emitted."""
         try:
             position = json.loads(folders.read_regular(str(self.record.folder / STATE_FILE), RUN_BYTES))
         except (OSError, ValueError, RecursionError):
-            position = {"have": {}, "copies": {}, "taken": ""}
-        self._offsets, self.taken_back, self._script_code = position["have"], position["taken"], position.get("code")
+            position = {"have": {}, "copies": {}}
+        self._offsets = position["have"]
         # What was copied and not noted before the last follower died is copied again.
         for name in self._copies():
             os.truncate(self.record.folder / name, position["copies"].get(name, 0))
-        progress = Progress()
-        for event in self.record.events():
-            progress.apply(event)
-            if isinstance(event, AttemptStarting):
-                self.failures = []
-            elif isinstance(event, WorkerExited):
-                failure = Failure(
-                    node=event.node,
-                    rank=event.rank,
-                    exit_code=event.exit_code,
-                    signal=event.signal,
-                    time=float(len(self.failures)),
-                )
-                self.failures.append(failure)
-        self.attempt, self.launch_s = progress.attempt, progress.launch_s
-        self.nodes, self._all_nodes = list(progress.nodes), progress.all_nodes
+        texts = [_text_of(self.record.folder / name) for name in (JOB_LOG, names.PROGRESS_FILE)]
+        self._silent = True
+        for at, event in job_record.in_order(*(text.splitlines() for text in texts), now=round(time.time(), 3)):
+            self._on_event(at, event)
+        self._silent = False
+        if (self.record.folder / BEGUN_FILE).exists():
+            self.logs.rejoin()
+
+    def _write_ledger(self, *, at_once: bool = False) -> None:
+        now = time.monotonic()
+        if at_once or now - self._ledger_written >= WRITE_S:
+            self.ledger.ledger.write(self.record.folder / names.LEDGER_FILE, attempts=max(0, self.attempt) + 1)
+            self._ledger_written = now
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def _first_failure(self) -> Failure | None:
-        details = []
-        for failure in self.failures:
-            rank = AGENT if failure.rank is None else failure.rank
-            text = self.logs.tail(failure.node, rank)
-            full = failures.from_torchrun(failure, text) if failure.rank == AGENT else failure
-            rank = AGENT if full.rank is None else full.rank
-            tail = failures.last_lines(self.logs.tail(failure.node, rank) or text)
-            path = self.record.log_path(failure.node, rank)
-            log = str(path) if path.exists() else str(self._job_log)
-            summary = full.node_reason or failures.summary(tail)
-            details.append(
-                replace(full, log=log, tail=tail, summary=summary, rank=None if full.rank == AGENT else full.rank)
-            )
-        return failures.first(details)
+        failed = {failure.rank for failure in self.failures}
+        left_early = [worker for worker in self._left_early if worker.rank not in failed]
+        failure = first_failure(self.failures, left_early, self.logs, self.record)
+        if failure is None or Path(failure.log).is_file():
+            return failure
+        return replace(failure, log=str(self._job_log))
 
-    def result(self, ledger: Ledger | None, *, stopped_by: int | None) -> Result:
+    def result(self, *, stopped_by: int | None) -> Result:
         """How it ended; call it when it is over.
 
         Args:
-            ledger: of somebody who has followed it all the time; None: nobody has, so where the time went is not known.
             stopped_by: signal that has ended it, if it was one to the launcher.
         """
         state, code = self.state["JobState"], self._exit_code()
@@ -309,8 +385,10 @@ class Follower:
             status, exit_code = "stopped", names.REQUEUE_EXIT
         elif failure is None:
             failure = self._without_a_word(state)
-        if ledger is not None:
-            ledger.write(self.record.folder / names.LEDGER_FILE, attempts=max(0, self.attempt) + 1)
+        duration_s = self._duration_s()
+        self.ledger.close(self.record.info().started + duration_s, succeeded=status == "succeeded")
+        with contextlib.suppress(LaunchError):  # a full disk changes nothing about how the run ended
+            self._write_ledger(at_once=True)
         left_behind = self.left_behind()
         for node in self.nodes:
             self.emit(NodeChanged(node=node, state="stopped", left=left_behind.counts.get(node)))
@@ -323,11 +401,11 @@ class Follower:
             attempts=max(0, self.attempt) + 1,
             first_failure=failure if status == "failed" else None,
             launch_s=self.launch_s,
-            duration_s=self._duration_s(),
+            duration_s=duration_s,
             left_behind=left_behind.total,
             lost_output=dict(self.logs.lost),
             nodes=len(self.nodes),
-            goodput=None,
+            goodput=self.ledger.ledger.facts()["goodput"],
         )
 
     def left_behind(self) -> Left:
@@ -361,6 +439,19 @@ class Follower:
             node=self.nodes[0] if self.nodes else self.site.name, rank=None, exit_code=None, signal=None, time=0.0,
             log=log, summary=summary, tail=tail,
         )  # fmt: skip
+
+
+def _attempt_of(name: str) -> int:
+    """The attempt that a file of the job belongs to; -1 of one that all share."""
+    parts = Path(name).parts
+    return int(parts[1].partition("-")[2]) if len(parts) > 1 else -1
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def is_on(state: Mapping[str, Any]) -> bool:

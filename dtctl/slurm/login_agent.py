@@ -22,6 +22,8 @@ FIELDS = (
 Json = dict[str, Any]
 PART_BYTES = 1 << 20
 """Bytes of a file that one answer brings at most."""
+PROGRESS_BYTES = 1 << 26
+"""The same of the record of the workers' progress, which is put in order with the job's log: of some weeks."""
 
 
 def run(*argv: str, env: dict[str, str] | None = None, text: str = "") -> subprocess.CompletedProcess[str]:
@@ -130,24 +132,60 @@ def moment(text: str) -> float | None:
 
 
 def news(folder: str, have: dict[str, int]) -> Json:
-    """Relative path -> [offset, what follows in base64] of the files that have grown, or begun anew."""
+    """Relative path -> [offset, what follows in base64] of the files that have grown, or begun anew.
+
+    The job's log comes only with all that was written before what it tells: the start of another attempt, for one.
+    """
     grown: Json = {}
-    paths = [os.path.join(folder, name) for name in ("job.log", "metrics.jsonl")]
-    for base, _, names in os.walk(os.path.join(folder, "logs")):
-        paths += [os.path.join(base, name) for name in sorted(names) if name.endswith(".log")]
-    for path in paths:
-        name = os.path.relpath(path, folder)
-        try:
-            size, known_size = os.path.getsize(path), have.get(name, 0)
-            if size == known_size:
-                continue
-            with open(path, "rb") as file:
-                file.seek(known_size if size > known_size else 0)
-                data = file.read(PART_BYTES)
-        except OSError:
-            continue
-        grown[name] = [known_size if size > known_size else 0, base64.b64encode(data).decode()]
+    add(grown, folder, "job.log", have)
+    add(grown, folder, "progress.jsonl", have, PROGRESS_BYTES)
+    add(grown, folder, "metrics.jsonl", have)
+    for name in files(os.path.join(folder, "hangs"), (".txt", ".json")):
+        add(grown, folder, os.path.join("hangs", name), have)
+    logs = os.path.join(folder, "logs")
+    attempts = sorted(listed(logs), key=lambda name: int(name.partition("-")[2] or 0))
+    for attempt in attempts:
+        cut = False
+        for name in files(os.path.join(logs, attempt), (".log",)):
+            cut = add(grown, folder, os.path.join("logs", attempt, name), have) or cut
+        if cut and attempt != attempts[-1]:
+            grown.pop("job.log", None)
+            break
     return grown
+
+
+def add(grown: Json, folder: str, name: str, have: dict[str, int], limit: int = PART_BYTES) -> bool:
+    """Add what a file has beyond what is known of it; whether there is more."""
+    path = os.path.join(folder, name)
+    try:
+        size, known_size = os.path.getsize(path), have.get(name, 0)
+        if size == known_size:
+            return False
+        with open(path, "rb") as file:
+            file.seek(known_size if size > known_size else 0)
+            data = file.read(limit)
+    except OSError:
+        return False
+    grown[name] = [known_size if size > known_size else 0, base64.b64encode(data).decode()]
+    return len(data) == limit
+
+
+def files(folder: str, ends: tuple[str, ...]) -> list[str]:
+    """Relative paths of the files below a folder with such names."""
+    return [
+        os.path.relpath(os.path.join(base, name), folder)
+        for base, _, names in os.walk(folder)
+        for name in sorted(names)
+        if name.endswith(ends)
+    ]
+
+
+def listed(folder: str) -> list[str]:
+    """The names in a folder; none where there is none."""
+    try:
+        return [name for name in os.listdir(folder) if name.partition("-")[2].isdigit()]
+    except OSError:
+        return []
 
 
 LEFT = r"""

@@ -1,7 +1,7 @@
-"""Print the address that this node has on the way to another one, and a port that is free here.
+"""Print the address that this node has on the way to another one, and two ports that are free here.
 
-Sent as text into a batch script, see `dtctl.render.standalone`; Python 3.8 is enough. The ports depend on the job and
-its start.
+One is for the workers, one for the monitors beside them. Sent as text into a batch script, see
+`dtctl.render.standalone`; Python 3.8 is enough. The ports depend on the job and its start.
 """
 
 import socket
@@ -17,7 +17,8 @@ except OSError:
 address = address_towards(str(found[0][4][0]))
 if not address:
     raise SystemExit(f"dtctl: there is no route to {peer}")
-port = first_free([fixed] if fixed else port_candidates(seed))
+ports = port_candidates(seed)
+port = first_free([fixed] if fixed else ports)
 if not port:
     raise SystemExit("dtctl: no port is free on the first node")
-print(address, port)  # noqa: T201
+print(address, port, first_free([other for other in ports if other != port]))  # noqa: T201

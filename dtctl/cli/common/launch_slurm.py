@@ -190,13 +190,7 @@ def _catch_up(follower: Follower) -> bool:
 def _close(follower: Follower, stopped_by: int | None) -> None:
     """Record the end, if there is one."""
     if follower.settled:
-        note_end(follower.result(None, stopped_by=stopped_by), follower.emit)
-
-
-def _ledger(record: RunRecord) -> Any:
-    from dtctl.launch.records.ledger import Ledger
-
-    return Ledger(time.monotonic, begun=time.monotonic() - (time.time() - record.info().started))
+        note_end(follower.result(stopped_by=stopped_by), follower.emit)
 
 
 def _follow(record: RunRecord, site: Site, emit: Emit, signals: list[int]) -> int:
@@ -206,9 +200,8 @@ def _follow(record: RunRecord, site: Site, emit: Emit, signals: list[int]) -> in
 
     ref = reference(record)
     follower = Follower(record, ref, site, emit)
-    ledger = _ledger(record)
     poll_s = POLL_S if isinstance(site, LocalSite) else POLL_AWAY_S
-    cancelled = lost = False
+    cancelled = lost = waited = False
     delay_s = FIRST_POLL_S
     while True:
         if signals and not cancelled:
@@ -227,16 +220,14 @@ def _follow(record: RunRecord, site: Site, emit: Emit, signals: list[int]) -> in
             _wait(AGAIN_S, signals, cancelled=cancelled)
             continue
         waiting = follower.state["JobState"] in WAITING
-        phase = "run" if not waiting else "connect" if follower.attempt < 0 else "restart"
-        if phase != ledger.phase:
-            ledger.enter(phase)
-            delay_s = FIRST_POLL_S
+        if waiting is not waited:
+            waited, delay_s = waiting, FIRST_POLL_S
         if follower.settled and not news:
             break
         if not news:
             delay_s = min(delay_s * 1.2, QUEUE_POLL_S if waiting else poll_s)
             _wait(max(delay_s, poll_s / 2), signals, cancelled=cancelled)
-    result = follower.result(ledger, stopped_by=signals[-1] if cancelled else None)
+    result = follower.result(stopped_by=signals[-1] if cancelled else None)
     return finish(result, emit, record)
 
 

@@ -196,12 +196,12 @@ _EXIT: Final = form(
     signal=nullable(integer(1, 64)),
     optional={"why": prose, "asked": flag, "told": flag, "time": number},
 )
-_WORKER: Final = form(
+WORKER: Final = form(
     rank=integer(0, 1 << 24), pid=COUNT, phase=integer(0, 255), step=COUNT, place=COUNT, first=COUNT, saved=COUNT,
     until=COUNT,
     begun_s=number, stale_s=number, slowest_s=number, stall_s=number, evaluation_s=number, state=text(1),
 )  # fmt: skip
-_WORKERS: Final = valid_items(_WORKER, WORKERS)
+_WORKERS: Final = valid_items(WORKER, WORKERS)
 
 _BEFORE: Final[dict[str, Check]] = {
     "hello": form(gpus=integer(0, WORKERS), address=address, port=PORT, optional={"python": text(40)}),

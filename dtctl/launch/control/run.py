@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from dtctl import names
 from dtctl.errors import ConnectError, LaunchError, PlanError
 from dtctl.launch.control import failure as failures
-from dtctl.launch.control import hang
 from dtctl.launch.control.attempt import AttemptOutcome, watch
+from dtctl.launch.control.culprit import first_failure
 from dtctl.launch.control.failure import AGENT, Failure
 from dtctl.launch.control.gang import Gang
 from dtctl.launch.control.session import NodeMessage, NodeSetup, Session
@@ -94,7 +94,7 @@ class _Launcher:
         while not self.gang.signals:
             self.record.write_plan(plan)
             outcome = self._take_up(plan) if plan is under_way else self._attempt(plan)
-            failure = self._first_failure(outcome)
+            failure = first_failure(outcome.failures, outcome.left_early, self.logs, self.record)
             self._count(outcome)
             if failure is None or outcome.stopped_by is not None:
                 break
@@ -291,40 +291,8 @@ class _Launcher:
             "link_timeout_s": self.job.link_timeout_s,
         }
 
-    def _first_failure(self, outcome: AttemptOutcome) -> Failure | None:
-        failure = failures.first(self._explained(failure) for failure in outcome.failures)
-        if failure is None or not failures.is_consequence(failure):
-            return failure
-        for worker in outcome.left_early:
-            tail = failures.last_lines(self.logs.tail(worker.node, worker.rank))
-            cause = failures.from_early_exit(
-                failure, node=worker.node, rank=worker.rank, early_exit=hang.early_exit(worker), tail=tail
-            )
-            if cause is not None:
-                return replace(cause, log=str(self.record.log_path(worker.node, worker.rank)))
-        return failure
-
     def _is_stop(self, failure: Failure) -> bool:
         return failures.is_stop(failure, trains=self.job.trains)
-
-    def _explained(self, failure: Failure) -> Failure:
-        """The failure with what the logs say about it."""
-        if failure.exit_code is None:
-            return failure
-        if failure.rank is None:
-            failure = failures.from_torchrun(failure, self.logs.tail(failure.node, AGENT))
-        rank = AGENT if failure.rank is None else failure.rank
-        tail = failures.last_lines(self.logs.tail(failure.node, rank))
-        if not tail:  # a worker that said nothing; torchrun's agent may have
-            tail = failures.last_lines(self.logs.tail(failure.node, AGENT))
-        path = self.record.log_path(failure.node, rank)
-        log_summary = failures.summary(tail)
-        summary = (
-            f"{log_summary} ({failure.node_reason})"
-            if log_summary and failure.node_reason
-            else log_summary or failure.node_reason
-        )
-        return replace(failure, tail=tail, summary=summary, log=str(path))
 
     def _reattach(self, name: str) -> None:
         node = next(node for node in self.job.first_plan.nodes if node.name == name)

@@ -42,7 +42,8 @@ def test_a_way_that_is_not_there_is_an_error() -> None:
 
 
 def test_the_meeting_point_is_a_port_of_those_that_a_launch_takes() -> None:
-    address, port = run("slurm/pick_endpoint.py", "localhost", "17.0", "0").stdout.split()
+    address, port, other = run("slurm/pick_endpoint.py", "localhost", "17.0", "0").stdout.split()
     assert address in ("127.0.0.1", "::1")
     assert int(port) in node_facts.port_candidates("17.0")
+    assert int(other) in set(node_facts.port_candidates("17.0")) - {int(port)}
     assert run("slurm/pick_endpoint.py", "localhost", "17.0", port).stdout.split()[1] == port

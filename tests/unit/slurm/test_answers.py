@@ -26,7 +26,18 @@ ODD: list[tuple[str, Any]] = [
     ("look", {"job": {**STATE, "nodes": ["../x"]}, "files": {}}),
     *(
         ("look", {"job": STATE, "files": {name: [0, ""]}})
-        for name in ("logs/../rank-0.log", "logs/a/../../x", "/etc/x", "x", "logs/a/rank-x.log", "logs//rank-0.log", "")
+        for name in (
+            "logs/attempt-0/../rank-0.log",
+            "logs/a/../../x",
+            "/etc/x",
+            "x",
+            "logs/attempt-0/a/rank-x.log",
+            "",
+            "logs/attempt-0//rank-0.log",
+            "logs/attempt-x/a/rank-0.log",
+            "hangs/attempt-0/../rank-0.txt",
+            "hangs/attempt-0/a/rank-0.sh",
+        )
     ),
     ("look", {"job": STATE, "files": {"job.log": [-1, ""]}}),
     ("look", {"job": STATE, "files": {"job.log": [0, "%%%"]}}),

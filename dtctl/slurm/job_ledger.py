@@ -1,0 +1,69 @@
+"""Where the time of a job went, by what its log and its record say: the same for whoever looks, and whenever."""
+
+from __future__ import annotations
+
+from dtctl.launch.control.progress import Standing
+from dtctl.launch.records.ledger import Ledger
+
+
+class JobLedger:
+    """A ledger whose clock is the time of the newest event."""
+
+    def __init__(self, begun: float) -> None:
+        """The job is being submitted.
+
+        Args:
+            begun: when the run began, in seconds since the epoch.
+        """
+        self._now = begun
+        self.ledger = Ledger(lambda: self._now, begun=begun)
+        self._runs = False
+        """Whether an attempt is on."""
+        self._failed = False
+        self._hung_s = 0.0
+        self._noted_at = begun
+        """When the workers last noted anything."""
+        self._ended_at = begun
+
+    def _advance(self, at: float) -> None:
+        self._now = max(self._now, at)  # the clocks of two nodes may differ
+
+    def start(self, at: float, attempt: int) -> None:
+        """An attempt begins; also one after a job that was lost without a word."""
+        if self._runs:
+            self._advance(self._noted_at)
+            self.end(self._now)
+        self._advance(at)
+        self.ledger.attempts = attempt + 1
+        if attempt:
+            self.ledger.move("stop", "restart", self._now - self._ended_at)
+        self.ledger.enter("start")
+        self.ledger.started()
+        self._runs, self._failed, self._hung_s = True, False, 0.0
+
+    def progress(self, at: float, worker: Standing) -> None:
+        """How far the worker that stands for all is."""
+        self._advance(at)
+        self._noted_at = at - worker.stale_s
+        self.ledger.watch([worker])
+
+    def fail(self, *, hung_s: float = 0.0) -> None:
+        """The attempt has failed; `hung_s`: after it had made no progress for so long."""
+        self._failed = True
+        self._hung_s = max(self._hung_s, hung_s)
+
+    def end(self, at: float) -> None:
+        """The attempt is over."""
+        if not self._runs:
+            return
+        self._advance(at)
+        since_noted_s = self._now - self._noted_at
+        failed_s = max(0.0, since_noted_s - self._hung_s) if self._failed else 0.0
+        self.ledger.ended(failed_s=failed_s, hung_s=self._hung_s)
+        self._runs, self._ended_at = False, self._now
+
+    def close(self, at: float, *, succeeded: bool) -> None:
+        """The job is over."""
+        self.end(at)
+        self._advance(at)
+        self.ledger.close(succeeded=succeeded)

@@ -1,0 +1,257 @@
+"""Whether a Slurm job hangs, decided on the job's first node, and the record of how far its workers were.
+
+The rules are those of a launch over SSH (dtctl/launch/control/hang.py). What is decided is written into the run's
+folder, which whoever follows the job, now or later, reads: progress.jsonl, and the workers' stacks below hangs/.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from dtctl import folders, names
+from dtctl.errors import NodeError
+from dtctl.launch.control.hang import HangLimit, HangMonitor
+from dtctl.launch.control.messages import while_running
+from dtctl.launch.control.progress import ReportedPhase, Standing
+from dtctl.slurm.monitor import LINE_BYTES
+
+TICK_S: Final = 0.2
+SUSPENDED_S: Final = 5.0
+"""Who has not run for so long was suspended, and the workers with it: their silence begins anew."""
+RECORD_S: Final = 5.0
+"""Between two records of the workers' progress, once the attempt is old enough: before, a twentieth of its age."""
+
+
+def judge_attempt(hang_s: str, hang_start_s: str, placement: str) -> None:
+    """Judge one attempt until all nodes have left; the batch file's arguments of monitor.py.
+
+    Args:
+        hang_s: `job.hang_s`.
+        hang_start_s: `job.hang_start_s`.
+        placement: workers per node, see `batch.placement_text`.
+    """
+    run_dir = Path(os.environ[names.RUN_DIR])
+    hosts = (run_dir / "nodes").read_text(encoding="utf-8").split()
+    record = AttemptRecord(run_dir / names.PROGRESS_FILE, int(os.environ[names.ATTEMPT]))
+    hang_monitor = HangMonitor(
+        node_of_rank=dict(enumerate(_node_of_worker(hosts, placement))),
+        limit=_limit(hang_s),
+        start_limit=_limit(hang_start_s),
+        folder=run_dir / names.HANGS_DIR / f"attempt-{record.attempt}",
+        on_progress=None,
+    )
+    endpoint = (os.environ[names.MASTER_ADDR], int(os.environ[names.MONITOR_PORT]))
+    with closing(Judge(hang_monitor, record, endpoint, os.environ[names.RUN_TOKEN])) as judge:
+        judge.run()
+
+
+_WORDS: Final[dict[str, HangLimit]] = {"auto": "auto", "off": "off"}
+
+
+def _limit(text: str) -> HangLimit:
+    return _WORDS.get(text) or float(text)
+
+
+def _node_of_worker(hosts: Sequence[str], placement: str) -> list[str]:
+    """The node of each rank."""
+    slots = [
+        int(slots) for part in placement.split(",") for count, slots in [part.split("x")] for _ in range(int(count))
+    ]
+    return [host for host, count in zip(hosts, slots, strict=True) for _ in range(count)]
+
+
+class AttemptRecord:
+    """Appends to progress.jsonl, at most as often as a ledger needs."""
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        """Nothing is written yet.
+
+        Args:
+            path: the file, which all attempts of the job share.
+            attempt: which one this is.
+        """
+        self.path = path
+        self.attempt = attempt
+        self._begun = self._written = time.monotonic()
+        self._newest: Standing | None = None
+
+    def append(self, op: str, **facts: Any) -> None:
+        """Append one line; a disk that is full costs the line, and not the job."""
+        line = json.dumps({"op": op, "attempt": self.attempt, "time": round(time.time(), 3), **facts}) + "\n"
+        try:
+            fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(fd, "w", encoding="utf-8") as file:
+                file.write(line)
+        except OSError:
+            return
+
+    def progress(self, worker: Standing, *, last: bool = False) -> None:
+        """How far the worker that stands for all is."""
+        now, newest = time.monotonic(), self._newest
+        changed = newest is None or (worker.phase, worker.first, worker.saved) != (
+            newest.phase,
+            newest.first,
+            newest.saved,
+        )
+        due = now - self._written >= min(RECORD_S, (now - self._begun) / 20)
+        if worker != newest and (changed or due or last):
+            self.append("progress", worker=asdict(worker))
+            self._newest, self._written = worker, now
+
+
+class _Peer:
+    """The link to one node."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self.link = link
+        self.node = ""
+        """Empty until it has said the token."""
+        self.received = b""
+
+    def send(self, op: str) -> bool:
+        """Whether the message has left."""
+        try:
+            self.link.sendall(json.dumps({"op": op}).encode() + b"\n")
+        except OSError:
+            return False
+        return True
+
+
+class Judge:
+    """The links to the nodes' monitors, and what follows from what they report."""
+
+    def __init__(self, hang_monitor: HangMonitor, record: AttemptRecord, endpoint: tuple[str, int], token: str) -> None:
+        """Listen.
+
+        Args:
+            hang_monitor: decides.
+            record: where it is written down.
+            endpoint: address and port to listen at.
+            token: what a monitor has to say first.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        self.hang_monitor = hang_monitor
+        self.record = record
+        self.token = token
+        self.peers: dict[socket.socket, _Peer] = {}
+        self._selector = selectors.DefaultSelector()
+        family = socket.AF_INET6 if ":" in endpoint[0] else socket.AF_INET
+        self._listener = socket.create_server(endpoint, family=family, backlog=4096)
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._parent = os.getppid()
+        self._looked = self._resumed = time.monotonic()
+        self._leavers: list[int] = []
+        self._decided = False
+
+    def close(self) -> None:
+        """Drop all links."""
+        for link in [*self.peers, self._listener]:
+            link.close()
+        self._selector.close()
+
+    def run(self) -> None:
+        """Judge until the monitor that started this process has ended, and all others have left."""
+        while self.peers or os.getppid() == self._parent:
+            now = time.monotonic()
+            if now - self._looked > SUSPENDED_S:
+                self._resumed = now
+            self._looked = now
+            for key, _ in self._selector.select(TICK_S):
+                if key.fileobj is self._listener:
+                    self._welcome()
+                else:
+                    self._receive(self.peers[key.fileobj])  # type: ignore[index]
+            if not self._decided:
+                self._judge(now)
+        self._note_progress(last=True)
+
+    def _welcome(self) -> None:
+        try:
+            link, _ = self._listener.accept()
+        except OSError:
+            return
+        link.settimeout(5.0)
+        self.peers[link] = _Peer(link)
+        self._selector.register(link, selectors.EVENT_READ)
+
+    def _drop(self, peer: _Peer) -> None:
+        self._selector.unregister(peer.link)
+        del self.peers[peer.link]
+        peer.link.close()
+
+    def _receive(self, peer: _Peer) -> None:
+        try:
+            data = peer.link.recv(1 << 18)
+        except OSError:
+            data = b""
+        *lines, peer.received = (peer.received + data).split(b"\n")
+        try:
+            for line in lines:
+                self._on_message(peer, json.loads(line))
+        except (ValueError, RecursionError, NodeError):
+            data = b""
+        if not data or len(peer.received) > LINE_BYTES:
+            self._drop(peer)
+
+    def _on_message(self, peer: _Peer, message: Any) -> None:
+        """Act on one message.
+
+        Raises:
+            ValueError: it is from somebody who does not belong to the job.
+            NodeError: it has not the form that it should have.
+        """
+        if not isinstance(message, dict):
+            raise ValueError("not a message")
+        if not peer.node:
+            token, node = message.get("token"), message.get("node")
+            if not (isinstance(token, str) and hmac.compare_digest(token.encode(), self.token.encode())):
+                raise ValueError("not of this job")
+            if not folders.is_name(node):
+                raise ValueError("not a node")
+            peer.node = str(node)
+            return
+        checked = while_running(message, node=peer.node)
+        if checked["op"] == "progress":
+            silent_s = time.monotonic() - self._resumed
+            workers = [{**worker, "stale_s": min(worker["stale_s"], silent_s)} for worker in checked["workers"]]
+            self.hang_monitor.update(peer.node, workers)
+            self._note_progress()
+        elif checked["op"] == "stack":
+            if checked["rank"] in self.hang_monitor.workers:
+                self.hang_monitor.add_stack(checked)
+        elif checked["op"] == "stacks-end":
+            self.hang_monitor.node_finished(peer.node)
+
+    def _note_progress(self, *, last: bool = False) -> None:
+        workers = self.hang_monitor.workers
+        if workers and workers[min(workers)].phase != ReportedPhase.STARTING:
+            self.record.progress(workers[min(workers)], last=last)
+        leavers = self.hang_monitor.left_early()
+        if [worker.rank for worker in leavers] != self._leavers:
+            self._leavers = [worker.rank for worker in leavers]
+            self.record.append("left-early", workers=[asdict(worker) for worker in leavers])
+
+    def _judge(self, now: float) -> None:
+        if self.hang_monitor.hangs(now):
+            self.record.append("hang", silent_s=round(self.hang_monitor.silent_s or 0.0, 1))
+            self.hang_monitor.begin_collecting({peer.node for peer in self.peers.values() if peer.send("stacks")})
+        failure = self.hang_monitor.verdict(now)
+        if failure is not None:
+            self._note_progress(last=True)
+            self.record.append("verdict", failure=asdict(failure), silent_s=self.hang_monitor.silent_s)
+            for peer in list(self.peers.values()):
+                peer.send("kill")
+            self._decided = True

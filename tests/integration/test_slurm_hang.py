@@ -1,0 +1,112 @@
+"""A Slurm job that makes no progress: noticed on its own nodes, whoever follows it; and where the time of a job went.
+
+The workers note their progress as a training does, but without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from dtctl.launch.records.record import RunRecord, list_runs
+from dtctl.slurm.follow import reference
+from tests.hosts import Project, wait_until
+from tests.integration.slurm_hosts import cluster, shared, state
+
+__all__ = ["cluster", "shared"]
+pytestmark = pytest.mark.timeout(150)
+
+SPEC = """\
+cluster: {{transport: slurm, nodes: 2, slots: 2, python: {python}}}
+job: {{name: test, script: train.py, kind: direct, max_restarts: 1, hang_s: {hang_s}}}
+"""
+SCRIPT = """\
+import os, pathlib, signal, time
+from dtctl.runtime.telemetry.progress import Progress, WorkerPhase as Phase
+
+attempt, rank = int(os.environ["DTCTL_ATTEMPT"]), int(os.environ["RANK"])
+progress = Progress(rank)
+there = pathlib.Path(os.environ["DTCTL_RUN_DIR"])
+time.sleep(0.3)
+first = 20 if attempt else 0
+progress.begin(first, until=40)
+for step in range(first, 40):
+    progress.forward()
+    progress.backward()
+    time.sleep(0.05)
+    progress.step(step + 1)
+    if (step + 1) % 10 == 0:
+        with progress.apart(Phase.SNAPSHOT):
+            time.sleep(0.1)
+    if step + 1 == 30 and attempt == 0:
+        (there / f"{rank}-at-30").touch()
+        if rank == 3:
+            while len(list(there.glob("*-at-30"))) < 4:
+                time.sleep(0.01)
+            ACT
+        while True:
+            time.sleep(0.01)
+progress.end()
+"""
+
+
+def write(project: Project, act: str, *, hang_s: str = "2") -> None:
+    project.write("dtctl.yaml", SPEC.format(python=json.dumps(sys.executable), hang_s=hang_s))
+    project.write("train.py", SCRIPT.replace("ACT", act))
+
+
+def record(project: Project) -> RunRecord:
+    return list_runs(project.folder)[-1]
+
+
+def ledger(project: Project) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((record(project).folder / "ledger.json").read_text())
+    return facts
+
+
+def check_hang(project: Project, done: dict[str, Any], events: list[dict[str, Any]]) -> None:
+    """What a launch over SSH tells of the same hang."""
+    assert (done["status"], done["exit_code"], done["attempts"], done["left_behind"]) == ("succeeded", 0, 2, 0)
+    (hang,) = [event for event in events if event["event"] == "hang"]
+    assert hang["silent_s"] >= 2
+    (restart,) = [event for event in events if event["event"] == "restart"]
+    told = {key: restart[key] for key in ("attempt", "of", "node", "rank", "reason")}
+    assert told == {"attempt": 1, "of": 1, "node": "node2", "rank": 3, "reason": "made no progress"}
+    folder = record(project).folder / "hangs" / "attempt-0"
+    assert (folder / "node2" / "rank-3.txt").read_text().startswith("state T")
+    assert "train.py" in (folder / "node1" / "rank-0.txt").read_text()
+    facts = ledger(project)
+    spent = facts["phases_s"]
+    assert (facts["steps"], facts["steps_lost"]) == (40, 10)
+    assert spent["hang"] >= 2
+    assert min(spent[phase] for phase in ("connect", "start", "useful", "lost", "stall", "restart")) > 0
+    assert spent["run"] == 0
+    assert sum(spent.values()) == pytest.approx(facts["wall_s"], abs=0.01)
+    assert done["goodput"] == facts["goodput"] > 0
+
+
+STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
+
+
+def test_a_job_that_hangs_is_started_again_and_its_culprit_named(shared: Project) -> None:
+    write(shared, STOP)
+    done = shared.run("launch", "--json", timeout_s=120)
+    assert done.code == 0, done.err
+    check_hang(shared, done.done, done.events)
+    assert "restart 1 of 1: rank 3 on node2 made no progress" in done.err
+
+
+def test_a_job_that_nobody_follows_is_judged_all_the_same(shared: Project) -> None:
+    write(shared, STOP)
+    assert shared.run("launch", "--detach").code == 0
+    wait_until(lambda: state(shared, reference(record(shared)).job) == "COMPLETED", 90, "the job is over")
+    said = json.loads(shared.run("status", "--json").out)
+    events = [event.to_json() for event in record(shared).events()]
+    check_hang(shared, said["done"], events)
+    assert said["ledger"] == ledger(shared)
+    times = [event["time"] for event in events if event["event"] in ("start", "hang", "restart")]
+    assert times == sorted(times)
+    assert times[-1] < said["done"]["time"] - 1, "when it happened, not when somebody looked"
