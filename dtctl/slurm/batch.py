@@ -22,6 +22,7 @@ from dtctl.plan.model import Plan
 from dtctl.render import render, template_folders
 from dtctl.render.standalone import standalone
 from dtctl.spec.model import Slurm, Spec
+from dtctl.supervisor import processes
 
 TEMPLATE: Final = "job.sbatch.j2"
 PLACE: Final = "dtctl: place in the job"
@@ -81,6 +82,7 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path | No
         "folder": str(folder) if folder else "",
         "log": shell.Late("rank-$SLURM_PROCID.log") if direct else "agent.log",
         "monitor": MONITOR,
+        "run_token": processes.TOKEN,
         "hang_s": str(spec.job.hang_s),
         "hang_start_s": str(spec.job.hang_start_s),
         "placement": placement_text([node.slots for node in plan.nodes]),

@@ -24,6 +24,7 @@ from dtctl.launch.control.hang import HangLimit, HangMonitor
 from dtctl.launch.control.messages import while_running
 from dtctl.launch.control.progress import ReportedPhase, Standing
 from dtctl.slurm.monitor import LINE_BYTES
+from dtctl.supervisor import processes
 
 TICK_S: Final = 0.2
 SUSPENDED_S: Final = 5.0
@@ -51,7 +52,7 @@ def judge_attempt(hang_s: str, hang_start_s: str, placement: str) -> None:
         on_progress=None,
     )
     endpoint = (os.environ[names.MASTER_ADDR], int(os.environ[names.MONITOR_PORT]))
-    with closing(Judge(hang_monitor, record, endpoint, os.environ[names.RUN_TOKEN])) as judge:
+    with closing(Judge(hang_monitor, record, endpoint, os.environ[processes.TOKEN])) as judge:
         judge.run()
 
 

@@ -88,7 +88,7 @@ class NodeMonitor:
         self.folder = folder
         self.task = task
         self.helpers = helpers
-        self.token = os.environ[names.RUN_TOKEN]
+        self.token = os.environ[processes.TOKEN]
         self.judge = (os.environ[names.MASTER_ADDR], int(os.environ[names.MONITOR_PORT]))
         self.link: socket.socket | None = None
         self.stack_dump: StackDump | None = None
