@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from dtctl.errors import UsageError
 from dtctl.estimate.model import Model
 
-
 UPCAST = 13.0
 """Bytes for each unit of width: fitted to what eager blocks are published to need more than compiled ones."""
 
@@ -153,7 +152,8 @@ def model_of(shape: Shape, *, params: float | None = None, doubts: tuple[str, ..
 
 def _upcast(shape: Shape) -> float:
     """Bytes that an RMSNorm and rotary embeddings keep of a token beyond what a LayerNorm does, where torch runs them
-    step by step: the norm's input and quotient in fp32, queries and keys in fp32. Models with a gate have both."""
+    step by step: the norm's input and quotient in fp32, queries and keys in fp32. Models with a gate have both.
+    """
     if not shape.gated:
         return 0.0
     return UPCAST * shape.hidden

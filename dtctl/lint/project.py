@@ -89,7 +89,8 @@ class Project:
 
     def distributed(self, module: SourceFile) -> bool:
         """Whether a module is part of a program that starts a process group or wraps a model: over its imports, too,
-        and over the files that import it."""
+        and over the files that import it.
+        """
         cached = self._distributed.get(module)
         if cached is None:
             cached = self._distributed[module] = any(

@@ -159,8 +159,9 @@ class Trainer:
         self.best = Best(config.best, keep=config.snapshot.keep_best) if config.best else None
         self.profiler = Profiler(config.profile, worker)
         self.saver = snapshot_saver.saver(
-            config.snapshot, self.folder, worker, self.model, sharded_state=self.strategy.sharded_state
-        )
+            config.snapshot, self.folder, worker, self.model, progress=self.report.progress,
+            sharded_state=self.strategy.sharded_state,
+        )  # fmt: skip
         self.every_s = config.snapshot.every_s
         if self.every_s is None and config.snapshot.every_steps is None:
             self.every_s = DEFAULT_SNAPSHOT_S

@@ -26,6 +26,7 @@ from dtctl.runtime.snapshot.choose import Chosen, choose
 from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.runtime.snapshot.reshard import Wanted, deliver
 from dtctl.runtime.snapshot.storage.place import Place
+from dtctl.runtime.telemetry.progress import Progress
 from dtctl.train.batch import Batch
 from dtctl.train.config import TrainConfig
 
@@ -76,11 +77,15 @@ def find(folder: Place, worker: Worker) -> ResumePoint:
     return ResumePoint(path=chosen.path, step=step, facts=facts, rejected=chosen.rejected, chosen=chosen)
 
 
-def marker(folder: Place) -> Callable[[int], None]:
-    """What notes, in the run's own folder on this node, that a snapshot of a step was committed; for dtctl's runs."""
+def marker(folder: Place, progress: Progress) -> Callable[[int], None]:
+    """What notes that a snapshot of a step was committed: in the run's own folder on this node, and for the launcher.
+
+    The launcher tells the next attempt, in case this node and its folder are lost.
+    """
     run_dir = os.environ.get(names.RUN_DIR)
 
     def note(step: int) -> None:
+        progress.committed(step)
         if run_dir:
             draft = Path(run_dir) / f"{MARKER}.part"
             with contextlib.suppress(OSError):  # the snapshot is there; this is only what is known of it
@@ -96,16 +101,17 @@ def _require_beginning(folder: Place, worker: Worker) -> None:
     Raises:
         SnapshotError: an earlier attempt of this run has committed one.
     """
-    mine = None
+    mine = int(os.environ.get(names.COMMITTED_STEP, "0")) or None
     with contextlib.suppress(OSError, ValueError, KeyError):
         kept = json.loads((Path(os.environ[names.RUN_DIR]) / MARKER).read_text())
-        mine = int(kept["step"]) if kept["dir"] == str(folder) else None
+        mine = int(kept["step"]) if kept["dir"] == str(folder) else mine
     steps = [step for step in gathered_json(mine, worker) if step is not None]
     if steps:
         raise SnapshotError(
             f"this run has written a snapshot of step {max(steps)}, and there is none now",
             where=str(folder),
-            hint="bring it back (a disk that is not mounted?), or launch a new run to begin anew",
+            hint="bring it back (a disk that is not mounted, a node that is gone?), or launch a new run to begin anew; "
+            "`train.snapshot.replicas: 1` keeps a copy on another node",
         )
 
 

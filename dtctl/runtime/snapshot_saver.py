@@ -16,6 +16,7 @@ from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.runtime.snapshot.saver import Saver
 from dtctl.runtime.snapshot.storage.place import Place, Remote, place
 from dtctl.runtime.snapshot.storage.stores import stores
+from dtctl.runtime.telemetry.progress import Progress
 from dtctl.train.config import SnapshotConfig
 
 
@@ -29,7 +30,9 @@ def folder(config: SnapshotConfig, environ: Mapping[str, str]) -> Place:
     return place(config.dir or environ.get(names.SNAPSHOT_DIR) or "snapshots")
 
 
-def saver(config: SnapshotConfig, folder: Place, worker: Worker, model: nn.Module, *, sharded_state: bool) -> Saver:
+def saver(
+    config: SnapshotConfig, folder: Place, worker: Worker, model: nn.Module, *, progress: Progress, sharded_state: bool
+) -> Saver:
     """What writes the snapshots of a training; collective over all workers.
 
     Args:
@@ -37,6 +40,7 @@ def saver(config: SnapshotConfig, folder: Place, worker: Worker, model: nn.Modul
         folder: of the snapshots.
         worker: this worker.
         model: as this worker has it.
+        progress: what the launcher reads of this worker.
         sharded_state: whether workers have state that rank 0 lacks.
 
     Raises:
@@ -55,7 +59,7 @@ def saver(config: SnapshotConfig, folder: Place, worker: Worker, model: nn.Modul
             when_busy=config.when_busy,
             max_failed=config.max_failed_saves,
             complain=complain,
-            committed=resume.marker(folder),
+            committed=resume.marker(folder, progress),
         )
     # Its process group costs a few milliseconds, which others should not pay.
     from dtctl.runtime.snapshot.distributed_saver import DistributedSaver
@@ -76,7 +80,7 @@ def saver(config: SnapshotConfig, folder: Place, worker: Worker, model: nn.Modul
         firsts=firsts,
         when_busy=config.when_busy,
         max_failed=config.max_failed_saves,
-        committed=resume.marker(folder) if worker.local_rank == 0 else lambda _: None,
+        committed=resume.marker(folder, progress) if worker.local_rank == 0 else lambda _: None,
     )
 
 

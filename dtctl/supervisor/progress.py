@@ -14,10 +14,10 @@ from dtctl import node_facts
 
 FIELDS = (
     "pid", "signal", "phase", "step", "place", "noted_ns", "first", "begun_ns", "slowest_ns", "stall_ns",
-    "evaluation_ns", "saved", "until",
+    "evaluation_ns", "saved", "until", "committed",
 )  # fmt: skip
 RECORD = struct.Struct(f"@8s{len(FIELDS)}Q")
-MAGIC = b"dtctl-p2"
+MAGIC = b"dtctl-p3"
 
 
 def read(folder: str) -> list:  # type: ignore[type-arg]
@@ -52,6 +52,7 @@ def facts(rank: int, numbers: tuple, now_ns: int) -> dict:  # type: ignore[type-
         "first": record["first"],
         "saved": record["saved"],
         "until": record["until"],
+        "committed": record["committed"],
         "begun_s": max(0, now_ns - record["begun_ns"]) / 1e9,
         "stale_s": max(0, now_ns - record["noted_ns"]) / 1e9,
         "slowest_s": record["slowest_ns"] / 1e9,

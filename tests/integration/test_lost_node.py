@@ -97,6 +97,26 @@ def test_a_spare_goes_on_from_copies_of_what_the_lost_node_had(
     assert expected["step"] == 14
 
 
+def test_a_node_that_was_lost_with_the_only_copy_is_missed(project: Project, sandbox: Sandbox) -> None:
+    """The others have nothing that tells of it: only the launcher knows that the run has trained before."""
+    project.write("train.py", TRAIN)
+    project.write("dtctl.yaml", SPEC.format(halt=1, strategy="ddp", replicas=0, here=HERE))
+    process = project.start("launch", "--json", "--name", project.unique)
+    wait_until(lambda: logs(project, project.unique).count("HALTED") == 2, 60, "both wait after a snapshot")
+    ledger = project.folder / ".dtctl" / "runs" / project.unique / "ledger.json"
+    for _ in range(2):  # it is written of what nodes tell each second, so that all have told by the second time
+        before = ledger.stat().st_mtime_ns if ledger.exists() else 0
+        wait_until(lambda before=before: ledger.exists() and ledger.stat().st_mtime_ns > before, 60, "the ledger grows")
+    faults.kill(sandbox, sandbox.nodes[0])
+    faults.record(sandbox, [f"kill {sandbox.nodes[0].name}"])
+    done = project.finish(process)
+    assert done.code == 8, done.err
+    assert "this run has written a snapshot of step 8, and there is none now" in done.err + logs(
+        project, project.unique
+    )
+    assert "train.snapshot.replicas" in done.err + logs(project, project.unique)
+
+
 def look_at_halves(project: Project, run: str) -> None:
     """Commands on a run without copies, whose two nodes have half of every snapshot each."""
     done = project.run("snapshot", "verify", run, "--json")

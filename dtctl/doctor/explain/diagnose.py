@@ -200,7 +200,8 @@ def _named_first(ordered: list[list[Hit]], diagnoses: list[Diagnosis]) -> tuple[
 
 def _settle_ranks(hits: list[Hit]) -> None:
     """Keep the better of two ways in which launchers tell ranks: torchrun's table before local ranks, and both before
-    Slurm's tasks, which under torchrun are nodes."""
+    Slurm's tasks, which under torchrun are nodes.
+    """
     torchrun = any(hit.end is not None and hit.end.local for hit in hits)
     table = any(hit.root for hit in hits)
     for hit in hits:
@@ -297,7 +298,7 @@ def hits_of(id_: str, hits: Iterable[Hit]) -> list[Hit]:
 
 
 def _is_address(text: str) -> bool:
-    return text.count(".") == 3 and text.replace(".", "").isdigit() or ":" in text
+    return (text.count(".") == 3 and text.replace(".", "").isdigit()) or ":" in text
 
 
 def _fill(text: str, groups: dict[str, str]) -> str:

@@ -19,7 +19,7 @@ UNLABELLED = 5
 another, and a line of another rank may come in between."""
 CALM = 8
 """Ordinary lines after one that only looks like an error, until it counts as survived."""
-LASTING = frozenset("time-limit cancelled preempted requeued node-failed agent-signalled hangup".split())
+LASTING = frozenset(["time-limit", "cancelled", "preempted", "requeued", "node-failed", "agent-signalled", "hangup"])
 """What no line of progress that was still under way shows to be survived."""
 ATTENTION = 400
 """Lines after a finding that are all looked at."""

@@ -23,22 +23,17 @@ _CLONED = re.compile(
 )
 """Libraries that are often run from a clone."""
 _LAUNCHER = re.compile(r"/bin/[\w.-]+$|/torch/distributed/(?:run|launch|launcher|elastic)|/accelerate/commands/|/deepspeed/launcher/|runpy")
-_DOWNLOADS = frozenset("requests urllib3 urllib httpx httpcore aiohttp huggingface_hub wandb botocore boto3 s3transfer fsspec s3fs gcsfs google "
-                       "azure modelscope http ssl mlflow comet_ml hf_transfer hf_xet".split())  # fmt: skip
-_NETWORK = frozenset("socket ssl asyncio grpc paramiko redis zmq".split())
-_CONFIGURATION = frozenset("omegaconf hydra pydantic pydantic_core yaml jsonschema yacs argparse configparser tomllib absl click typer fire".split())
-_CONTENT = frozenset("JSONDecodeError UnicodeDecodeError UnpicklingError BadZipFile BadGzipFile LZMAError UnidentifiedImageError ArrowInvalid "
-                     "ParserError SafetensorError EOFError DatasetGenerationError DataFilesNotFoundError CastError LibsndfileError OSErrorTruncated "
-                     "DecompressionBombError ReadError TokenizerError".split())  # fmt: skip
+_DOWNLOADS = frozenset(["requests", "urllib3", "urllib", "httpx", "httpcore", "aiohttp", "huggingface_hub", "wandb", "botocore", "boto3", "s3transfer", "fsspec", "s3fs", "gcsfs", "google", "azure", "modelscope", "http", "ssl", "mlflow", "comet_ml", "hf_transfer", "hf_xet"])  # fmt: skip
+_NETWORK = frozenset(["socket", "ssl", "asyncio", "grpc", "paramiko", "redis", "zmq"])
+_CONFIGURATION = frozenset(["omegaconf", "hydra", "pydantic", "pydantic_core", "yaml", "jsonschema", "yacs", "argparse", "configparser", "tomllib", "absl", "click", "typer", "fire"])
+_CONTENT = frozenset(["JSONDecodeError", "UnicodeDecodeError", "UnpicklingError", "BadZipFile", "BadGzipFile", "LZMAError", "UnidentifiedImageError", "ArrowInvalid", "ParserError", "SafetensorError", "EOFError", "DatasetGenerationError", "DataFilesNotFoundError", "CastError", "LibsndfileError", "OSErrorTruncated", "DecompressionBombError", "ReadError", "TokenizerError"])  # fmt: skip
 _COMPILING = ("torch._dynamo", "torch._inductor", "triton.", "torch.fx.experimental", "torch._functorch")
-_READERS = frozenset("PIL cv2 soundfile pyarrow h5py webdataset json zipfile gzip bz2 lzma pickle csv tarfile pandas numpy decord av torchaudio torchcodec safetensors "
-                     "lmdb tensorflow_datasets".split())  # fmt: skip
+_READERS = frozenset(["PIL", "cv2", "soundfile", "pyarrow", "h5py", "webdataset", "json", "zipfile", "gzip", "bz2", "lzma", "pickle", "csv", "tarfile", "pandas", "numpy", "decord", "av", "torchaudio", "torchcodec", "safetensors", "lmdb", "tensorflow_datasets"])  # fmt: skip
 """What reads files of the user's: what it raises is about their content."""
 _CAUGHT = re.compile(r"^(?:Caught \w+ in|process \d+ terminated|-- Process)")
 _ERRNO = re.compile(r"\[Errno (-?\d+)\]")
-_PASSING_ON = frozenset("ChildFailedError CalledProcessError SystemExit SubprocessError TimeoutExpired ProcessRaisedException".split())
-_PROBING = frozenset("KeyError AttributeError StopIteration IndexError TypeError FileNotFoundError ImportError ModuleNotFoundError "
-                     "ValueError NameError RuntimeError".split())  # fmt: skip
+_PASSING_ON = frozenset(["ChildFailedError", "CalledProcessError", "SystemExit", "SubprocessError", "TimeoutExpired", "ProcessRaisedException"])
+_PROBING = frozenset(["KeyError", "AttributeError", "StopIteration", "IndexError", "TypeError", "FileNotFoundError", "ImportError", "ModuleNotFoundError", "ValueError", "NameError", "RuntimeError"])  # fmt: skip
 _OTHER_VERSION = re.compile(
     r"cannot import name|module '?[\w.]+'? has no attribute|type object '\w+' has no attribute|got an unexpected keyword argument|"
     r"takes (?:from )?\d+ (?:to \d+ )?positional arguments? but|requires? \S+\s*[<>=!~]=|is required for a normal functioning|"
@@ -148,7 +143,7 @@ def _blamed_library(raised: Raised) -> str:
     return library_of(raised.frames[-1]) if raised.frames else ""
 
 
-def kind_of(raised: Raised) -> tuple[str, int]:  # noqa: PLR0911, PLR0912 - a table in the form of questions, the more exact first
+def kind_of(raised: Raised) -> tuple[str, int]:
     """The id of the kind of an exception that no signature knows, and how much it says."""
     name, text = raised.short, raised.text
     root = raised.name.partition(".")[0] if "." in raised.name else ""
@@ -173,7 +168,7 @@ def kind_of(raised: Raised) -> tuple[str, int]:  # noqa: PLR0911, PLR0912 - a ta
         return "environment-variable", 2
     if root in _DOWNLOADS or name in ("HTTPError", "CommError", "HfHubHTTPError") or (not own and _DOWNLOADS & set(inner) and _is_os(name)):
         return "download-failed", 2
-    if root in _NETWORK or name in ("gaierror", "ConnectionError", "TimeoutError", "herror") and _NETWORK & set(inner):
+    if root in _NETWORK or (name in ("gaierror", "ConnectionError", "TimeoutError", "herror") and _NETWORK & set(inner)):
         return "network-error", 2
     if not own and raised.frames and "/torch/utils/data/" in raised.frames[-1].path and not known_as(name):
         return "bad-sample", 2

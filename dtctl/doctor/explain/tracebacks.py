@@ -24,10 +24,7 @@ _RICH_FRAME = re.compile(r"^[│|]\s+(?P<path>/?[\w~./<>@+ -]+\.py):(?P<line>\d+
 _NAME = re.compile(r"^(?P<name>[A-Za-z_]\w*(?:\.[A-Za-z_<][\w<>]*)*)(?:\((?P<of>\w+)\))?(?:: ?(?P<message>.*)|\s*)$")
 """What may be an exception where one has to come."""
 _BUILTIN = frozenset(
-    "ArithmeticError AssertionError AttributeError BaseException BlockingIOError BrokenPipeError BufferError "
-    "EOFError Exception ExceptionGroup GeneratorExit IOError ImportError IndexError InterruptedError KeyError "
-    "KeyboardInterrupt LookupError MemoryError OSError RuntimeError StopAsyncIteration StopIteration SystemExit "
-    "TypeError ValueError".split()
+    ["ArithmeticError", "AssertionError", "AttributeError", "BaseException", "BlockingIOError", "BrokenPipeError", "BufferError", "EOFError", "Exception", "ExceptionGroup", "GeneratorExit", "IOError", "ImportError", "IndexError", "InterruptedError", "KeyError", "KeyboardInterrupt", "LookupError", "MemoryError", "OSError", "RuntimeError", "StopAsyncIteration", "StopIteration", "SystemExit", "TypeError", "ValueError"]
 )
 _ENDS = r"(?:Error|Exception|Interrupt|Exit|Failed|Failure|Exceeded|NotFound|Expired|Timeout|Refused|Denied|Invalid|Corrupt|Unavailable)"
 _SURE = re.compile(
@@ -41,8 +38,7 @@ _BARE = re.compile(
 )
 """Without a traceback: with a message, or it may be any word."""
 _LEVELS = frozenset(
-    "INFO WARNING WARN DEBUG ERROR CRITICAL FATAL NOTE Note note TRACE Warning warning Error error info debug Epoch epoch "
-    "Step step Iteration iteration loss Loss wandb srun slurmstepd mpirun".split()
+    ["INFO", "WARNING", "WARN", "DEBUG", "ERROR", "CRITICAL", "FATAL", "NOTE", "Note", "note", "TRACE", "Warning", "warning", "Error", "error", "info", "debug", "Epoch", "epoch", "Step", "step", "Iteration", "iteration", "loss", "Loss", "wandb", "srun", "slurmstepd", "mpirun"]
 )
 _LINKS: tuple[tuple[str, Link], ...] = (
     ("During handling of the above exception, another exception occurred", "context"),

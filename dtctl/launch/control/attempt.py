@@ -50,6 +50,8 @@ class AttemptOutcome:
     exit code says that they failed are not among them."""
     first_step: int | None = None
     """The step that it began after; None when the job tells none."""
+    committed_step: int = 0
+    """Step of the newest snapshot that workers have told of as committed; 0: none."""
     last_step: int | None = None
     """The last step that is known to have been done, of the whole run; None when the job tells none."""
 
@@ -200,6 +202,8 @@ class Attempt:
             self.hang_monitor.update(name, reports, before_stop=message.data.get("before_stop", False))
             workers = self.hang_monitor.workers.values()
             steps = [worker.step for worker in workers]
+            committed = [worker.committed for worker in workers]
+            self.outcome.committed_step = max([self.outcome.committed_step, *committed])
             self.outcome.first_step = max((worker.first for worker in workers), default=None)
             self.outcome.last_step = max([*steps, self.outcome.last_step or 0]) if steps else self.outcome.last_step
             self._emit_snapshots()

@@ -198,7 +198,7 @@ _EXIT: Final = form(
 )
 WORKER: Final = form(
     rank=integer(0, 1 << 24), pid=COUNT, phase=integer(0, 255), step=COUNT, place=COUNT, first=COUNT, saved=COUNT,
-    until=COUNT,
+    until=COUNT, optional={"committed": COUNT},
     begun_s=number, stale_s=number, slowest_s=number, stall_s=number, evaluation_s=number, state=text(1),
 )  # fmt: skip
 _WORKERS: Final = valid_items(WORKER, WORKERS)

@@ -55,6 +55,9 @@ class Standing:
     state: str
     """The kernel's letter; T: stopped; empty, Z or X: the process has ended."""
 
+    committed: int = 0
+    """Step of the newest snapshot that it has committed in this attempt; 0: none, or others commit."""
+
     @property
     def exited(self) -> bool:
         """Whether its process has ended."""
@@ -84,7 +87,7 @@ class Standing:
 def standings(node: str, reports: Iterable[Mapping[str, Any]]) -> list[Standing]:
     """What a node has said about its workers."""
     fields = [name for name in Standing.__dataclass_fields__ if name != "node"]
-    return [Standing(node=node, **{name: fact[name] for name in fields}) for fact in reports]
+    return [Standing(node=node, **{name: fact[name] for name in fields if name in fact}) for fact in reports]
 
 
 def unheard(node: str, rank: int) -> Standing:

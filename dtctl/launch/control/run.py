@@ -83,6 +83,7 @@ class _Launcher:
         self.spares = list(job.spares)
         self.replaced_nodes: dict[str, NodePlan] = {}
         """Nodes that took part and do no longer."""
+        self._committed_step = 0
         self._lost_output = Counter[str]()
         self._attempt_number = 0
         self._attempt_begun = time.monotonic()
@@ -139,6 +140,7 @@ class _Launcher:
         failed_s = 0.0 if failed is None else max(0.0, time.time() - failed)
         self.ledger.ended(failed_s=failed_s, hung_s=outcome.hung_s)
         self._lost_output.update(outcome.lost_output)
+        self._committed_step = max(self._committed_step, outcome.committed_step)
 
     def _last_step(self, outcome: AttemptOutcome) -> int | None:
         logged = self.logs.last_step()
@@ -282,7 +284,7 @@ class _Launcher:
             "workers": workers,
             "preload": list(node.preload),
             "split_ranks": plan.kind == "torchrun",
-            "env": dict(self.job.secrets),
+            "env": {**self.job.secrets, **self._history_env()},
             "cwd": code,
             "peer": plan.rendezvous.address,
             "grace_s": plan.grace_s,
@@ -290,6 +292,10 @@ class _Launcher:
             "keep": self.job.keep,
             "link_timeout_s": self.job.link_timeout_s,
         }
+
+    def _history_env(self) -> dict[str, str]:
+        """What workers cannot know of earlier attempts if the node that knew is gone."""
+        return {names.COMMITTED_STEP: str(self._committed_step)} if self._committed_step else {}
 
     def _is_stop(self, failure: Failure) -> bool:
         return failures.is_stop(failure, trains=self.job.trains)

@@ -124,7 +124,7 @@ def _on_ddp(check: Check, call: ast.Call) -> bool:
 def past_the_wrapper(check: Check) -> Iterator[Problem]:
     """DT059."""
     module = check.module
-    if not module.methods.get("backward") or "GradScaler" in module.text and "all_reduce" in module.text:
+    if not module.methods.get("backward") or ("GradScaler" in module.text and "all_reduce" in module.text):
         return
     for call in module.methods.get("module", ()):
         owner = call.func.value if isinstance(call.func, ast.Attribute) else None

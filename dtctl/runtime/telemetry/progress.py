@@ -25,10 +25,10 @@ from typing import Any, Final
 
 from dtctl import names
 
-MAGIC: Final = b"dtctl-p2"
+MAGIC: Final = b"dtctl-p3"
 FIELDS: Final = (
     "pid", "signal", "phase", "step", "place", "noted_ns", "first", "begun_ns", "slowest_ns", "stall_ns",
-    "evaluation_ns", "saved", "until",
+    "evaluation_ns", "saved", "until", "committed",
 )  # fmt: skip
 """After the magic, 8 bytes each in the machine's order; the supervisor, which is sent to nodes alone, repeats them."""
 SIZE: Final = 8 + 8 * len(FIELDS)
@@ -103,6 +103,10 @@ class Progress:
         self._set("saved", step)
         self._began_ns = self._note(Place.DATA)
         self._set("begun_ns", self._began_ns)
+
+    def committed(self, step: int) -> None:
+        """A snapshot of this step is there; told by the worker that has committed it, from any thread."""
+        self._set("committed", step)
 
     def forward(self) -> None:
         """A micro batch is there, and its forward pass begins."""
