@@ -16,7 +16,7 @@ from dtctl.launch.assemble import CodePush, job_of
 from dtctl.launch.cluster import cluster_of
 from dtctl.launch.control.run import launch
 from dtctl.launch.job import Result
-from dtctl.launch.records.events import Event, LogLine
+from dtctl.launch.records.events import Event, OutputLine
 from dtctl.launch.records.ledger import Ledger
 from dtctl.launch.records.record import RunInfo, RunRecord, new_run_id
 from dtctl.spec.model import Files, Spec
@@ -162,7 +162,7 @@ def measure(
     figures = Figures()
 
     def emit(event: Event) -> None:
-        if isinstance(event, LogLine) and (at := event.text.find(MARK)) >= 0:
+        if isinstance(event, OutputLine) and (at := event.text.find(MARK)) >= 0:
             for row in figures.take(json.loads(event.text[at + len(MARK) :])):
                 on_row(row)
 

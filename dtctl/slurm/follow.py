@@ -33,10 +33,10 @@ from dtctl.launch.records.events import (
     Event,
     Hung,
     JobQueued,
-    LogLine,
     NodeChanged,
     NodesAllocated,
     Note,
+    OutputLine,
     Restarting,
     SnapshotBegun,
     Stopping,
@@ -190,7 +190,7 @@ class Follower:
                 continue
             for rank, chunk in self._by_rank(file, data):
                 for line in self.logs.write(node, rank, chunk):
-                    self.emit(LogLine(node=node, rank=rank, text=line))
+                    self.emit(OutputLine(node=node, rank=rank, text=line))
 
     def _append(self, path: Path, data: bytes) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

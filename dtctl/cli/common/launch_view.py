@@ -18,15 +18,15 @@ from dtctl.launch.records.events import (
     Hung,
     JobQueued,
     JobSubmitted,
-    LogLine,
     NodeChanged,
     NodeLeftOut,
     NodeReplaced,
     NodesAllocated,
     Note,
-    Progress,
+    OutputLine,
     PushProgress,
     Restarting,
+    RunProgress,
     Stopping,
     TimeIsUp,
     WorkerExited,
@@ -110,7 +110,7 @@ class LaunchView:
 
     def __init__(self, *, json_lines: bool) -> None:
         self._json = json_lines
-        self._progress = Progress()
+        self._progress = RunProgress()
         self._details: dict[str, str] = {}
         self._live: Live | None = None
         self._begun = time.monotonic()
@@ -142,7 +142,7 @@ class LaunchView:
         if not isinstance(event, NodeChanged) or before is not None:  # a node that was replaced may have a last word
             self._progress.apply(event)
         match event:
-            case LogLine():
+            case OutputLine():
                 self._log(event)
             case NodeChanged() if before is not None and (before != event.state or event.state == "pushing"):
                 self._node(event)
@@ -165,7 +165,7 @@ class LaunchView:
             live, self._live = self._live, None
             live.stop()
 
-    def _log(self, event: LogLine) -> None:
+    def _log(self, event: OutputLine) -> None:
         self.end_table()
         line = f"[{event.node}:{event.rank if event.rank >= 0 else 'agent'}] {event.text}"
         if self._json:

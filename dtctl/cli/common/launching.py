@@ -165,7 +165,7 @@ def real_launch(options: LaunchOptions) -> int:
     from dtctl.launch.assemble import CodePush, check_program_files, job_of
     from dtctl.launch.cluster import cluster_of
     from dtctl.launch.control.run import launch
-    from dtctl.launch.records.events import Progress, RunEnded, RunPlanned
+    from dtctl.launch.records.events import RunEnded, RunPlanned, RunProgress
     from dtctl.launch.records.ledger import Ledger
     from dtctl.node_facts import boot_id, start_ticks
     from dtctl.spec.load import dump_spec
@@ -191,7 +191,7 @@ def real_launch(options: LaunchOptions) -> int:
     record = RunRecord.create(spec.base_dir, info)
     record.write_spec(dump_spec(spec))
     view = LaunchView(json_lines=options.json_lines)
-    progress = Progress()
+    progress = RunProgress()
     pass_on = emitter(record, view, json_lines=options.json_lines)
 
     def emit(event: Event) -> None:

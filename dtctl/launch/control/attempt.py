@@ -17,7 +17,7 @@ from dtctl.launch.control.hang import HangLimit, HangMonitor, Watched
 from dtctl.launch.control.link import error_of
 from dtctl.launch.control.progress import Standing
 from dtctl.launch.control.session import NodeMessage
-from dtctl.launch.records.events import Hung, LogLine, NodeChanged, Note, SnapshotBegun, Stopping, WorkerExited
+from dtctl.launch.records.events import Hung, NodeChanged, Note, OutputLine, SnapshotBegun, Stopping, WorkerExited
 from dtctl.launch.records.logs import METRICS
 from dtctl.plan.model import Plan
 
@@ -142,7 +142,7 @@ class Attempt:
         if rank != METRICS and rank not in self.ranks.get(name, ()):  # a line can begin like one of another worker
             rank = AGENT
         for text in self.gang.logs.write(name, rank, payload):
-            self.gang.emit(LogLine(node=name, rank=rank, text=text))
+            self.gang.emit(OutputLine(node=name, rank=rank, text=text))
         refusal = self.gang.logs.refusal()
         if refusal is not None:
             self.gang.emit(Note(node=name, text=f"output is displayed but no longer saved on this machine: {refusal}"))
@@ -360,5 +360,5 @@ def watch(
             attempt.all_started = False
         attempt.check_deadlines()
     for node, rank, text in gang.logs.flush():
-        gang.emit(LogLine(node=node, rank=rank, text=text))
+        gang.emit(OutputLine(node=node, rank=rank, text=text))
     return attempt.close()

@@ -308,7 +308,7 @@ class RunEnded(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogLine(Event):
+class OutputLine(Event):
     """A line that a worker has printed."""
 
     event = "log"
@@ -341,7 +341,7 @@ def parse(line: str) -> Event | None:
 
 
 @dataclass(slots=True)
-class Progress:
+class RunProgress:
     """A run as its events tell it: `apply` each of them, in their order."""
 
     status: str = "starting"

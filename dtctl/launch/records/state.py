@@ -11,7 +11,7 @@ from typing import Any
 
 from dtctl import folders, names, node_facts
 from dtctl.launch.records import validate_records
-from dtctl.launch.records.events import Event, JobQueued, Progress, RunEnded
+from dtctl.launch.records.events import Event, JobQueued, RunEnded, RunProgress
 from dtctl.launch.records.record import RUN_BYTES, RunInfo, RunRecord
 
 
@@ -64,9 +64,9 @@ def alive(info: RunInfo) -> bool:
     return ticks != 0 and (info.pid_started, info.boot) == (ticks, node_facts.boot_id())
 
 
-def progress_of(record: RunRecord) -> Progress:
+def progress_of(record: RunRecord) -> RunProgress:
     """What the run's events say so far."""
-    progress = Progress()
+    progress = RunProgress()
     for event in record.events():
         progress.apply(event)
     return progress

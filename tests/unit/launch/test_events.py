@@ -19,11 +19,11 @@ from dtctl.launch.records.events import (
     NodeChanged,
     NodeReplaced,
     NodesAllocated,
-    Progress,
     PushProgress,
     Restarting,
     RunEnded,
     RunPlanned,
+    RunProgress,
     Stopping,
     parse,
 )  # fmt: skip
@@ -75,8 +75,8 @@ def test_the_docs_name_every_event() -> None:
     assert {kind for kind in TYPES if f"| `{kind}` |" not in table} == set()
 
 
-def after(*events: Event) -> Progress:
-    progress = Progress()
+def after(*events: Event) -> RunProgress:
+    progress = RunProgress()
     for event in events:
         progress.apply(event)
     return progress
