@@ -31,6 +31,8 @@ IMPORTED: Final = (
     *("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "torch.distributed.elastic.multiprocessing.errors"),
     *("dtctl.runtime.loop", "dtctl.runtime.main", "dtctl.runtime.strategies.pipeline"),
 )
+LIMIT_S: Final = 1100.0
+"""Ends what would wait for ever, on however busy a machine."""
 LAST_WORDS_S: Final = 3.0
 """How long the peers of a worker that failed may take to end by themselves."""
 
@@ -70,7 +72,7 @@ def launch(
     *,
     cwd: Path,
     environ: Mapping[str, str] | None = None,
-    limit_s: float,
+    limit_s: float = LIMIT_S,
     kill: Kill | None = None,
 ) -> Ended:
     """Run a script in some workers of one node, and wait for their end.
@@ -99,9 +101,15 @@ def launch(
             "limit_s": limit_s,
             "kill": asdict(kill) if kill else None,
         }
-        server.stdin.write(json.dumps(asked) + "\n")
-        server.stdin.flush()
-        answer = server.stdout.readline()
+        try:
+            server.stdin.write(json.dumps(asked) + "\n")
+            server.stdin.flush()
+            answer = server.stdout.readline()
+        except BaseException:  # a time limit of pytest: what it answers later would be taken for the next answer
+            _served.clear()
+            server.kill()
+            server.wait()
+            raise
         text = Path(output.name).read_text(errors="replace")
     assert answer, f"the process that is forked has ended\n{text}"
     return Ended(code=int(answer), output=text)

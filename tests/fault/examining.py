@@ -34,7 +34,7 @@ def examine(
         place[last] = value
     project.write("dtctl.yaml", json.dumps(spec))
     project.write("train.py", "print(1)\n")
-    done = project.run("doctor", "--json", *options, *(() if full else ("--skip", "collective")), timeout_s=120)
+    done = project.run("doctor", "--json", *options, *(() if full else ("--skip", "collective")))
     assert done.out, done.err
     return done.code, json.loads(done.out)
 

@@ -71,7 +71,7 @@ def launch(
 ):
     project.write("train.py", SCRIPT.format(act=act, slow=slow, at=at))
     project.write("dtctl.yaml", SPEC.format(root=ROOT, kind=kind, restarts=restarts, hang_s=hang_s))
-    return project.run("launch", "--json", "--name", project.unique, timeout_s=45)
+    return project.run("launch", "--json", "--name", project.unique)
 
 
 def stacks(project: Project) -> dict[str, str]:
@@ -119,7 +119,7 @@ def test_the_culprit_is_named_and_the_gang_is_started_again(project: Project, ac
 def test_a_hang_at_the_same_step_every_time_is_told_as_one(project: Project) -> None:
     project.write("train.py", SCRIPT.format(act="time.sleep(1000)", slow=0, at=6).replace("first and ", ""))
     project.write("dtctl.yaml", SPEC.format(root=ROOT, kind="direct", restarts=9, hang_s="2"))
-    done = project.run("launch", "--json", timeout_s=120)
+    done = project.run("launch", "--json")
     assert done.code == 8, done.err
     assert done.done["attempts"] == 3
     assert "not restarted: 3 attempts have failed in the same way at step 6" in [

@@ -60,7 +60,7 @@ WHOLE_MB = 25 * 2400 * 2400 * 4 / 2**20
 
 def launch(folder: Path, *argv: str, **environ: str) -> forked.Ended:
     (folder / "train.py").write_text(SCRIPT)
-    return forked.launch(["train.py", *argv], 2, cwd=folder, environ=environ, limit_s=100)
+    return forked.launch(["train.py", *argv], 2, cwd=folder, environ=environ)
 
 
 def test_a_worker_that_does_not_make_the_model_never_has_it_whole(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ TIGHT = "--train.memory_gib=0.54"
 def launch(folder: Path, *argv: str, **environ: str) -> forked.Ended:
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT)
-    return forked.launch(["train.py", *argv], 2, cwd=folder, environ=environ, limit_s=100)
+    return forked.launch(["train.py", *argv], 2, cwd=folder, environ=environ)
 
 
 def digest(folder: Path) -> str:

@@ -19,7 +19,7 @@ job: {{name: t, script: train.py, kind: {kind}}}
 def test_all_operations_over_the_nodes_of_a_spec(sandbox: Sandbox, project: Any) -> None:
     project.write("dtctl.yaml", SPEC.format(kind="direct", python=sys.executable))
     options = ["--sizes", "64K:256K", "--repeats", "3", "--training", "--plot", "bench.svg"]
-    done = project.run("bench", "--json", *options, timeout_s=200)
+    done = project.run("bench", "--json", *options)
     assert done.code == 0, done.err
     said = json.loads(done.out)
     assert (said["ok"], said["backend"], said["world_size"]) == (True, "gloo", 3)
@@ -36,7 +36,7 @@ def test_the_map_of_pairs_shows_the_slow_cable(sandbox: Sandbox, project: Any) -
     faults.limit(sandbox, sandbox.node("node2"), rate="100mbit")
     faults.record(sandbox, ["limit node2"])
     project.write("dtctl.yaml", SPEC.format(kind="torchrun", python=sys.executable))
-    done = project.run("bench", "--json", "--op", "p2p", "--sizes", "1M", timeout_s=200)
+    done = project.run("bench", "--json", "--op", "p2p", "--sizes", "1M")
     assert done.code == 0, done.err
     rates = json.loads(done.out)["pairs"]["gb_s"]
     for one, other in ((0, 1), (1, 0), (1, 2), (2, 1)):

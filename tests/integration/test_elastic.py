@@ -50,7 +50,7 @@ def launch(folder: Path, workers: int, *settings: str, stop_at: int = -1) -> for
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT)
     argv = ["train.py", *(f"--train.{setting}" for setting in settings)]
-    return forked.launch(argv, workers, cwd=folder, environ={"STOP_AT": str(stop_at)}, limit_s=120)
+    return forked.launch(argv, workers, cwd=folder, environ={"STOP_AT": str(stop_at)})
 
 
 def test_any_number_of_workers_ends_with_the_same_bits(tmp_path: Path) -> None:

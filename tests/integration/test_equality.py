@@ -150,15 +150,16 @@ def run(workers: int, folder: Path, base: Path) -> None:
     """Train all cases of a number of workers."""
     written(cases_of(workers), folder / "cases.json")
     argv = [WORKER, folder / "cases.json", folder, base]
-    ended = forked.launch(argv, workers, cwd=folder, limit_s=280)
+    ended = forked.launch(argv, workers, cwd=folder)
     (folder / "output").write_text(ended.output)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Path]]:
-    folders = {workers: tmp_path_factory.mktemp(f"workers-{workers}") for workers in (1, *MESHES)}
-    for workers, folder in folders.items():
-        run(workers, folder, folders[1])
+    folders: dict[int, Path] = {}
+    for workers in (1, *MESHES):
+        folders[workers] = tmp_path_factory.mktemp(f"workers-{workers}")
+        run(workers, folders[workers], folders[1])
     yield folders
     if os.environ.get("DTCTL_EQUALITY"):
         rows = [

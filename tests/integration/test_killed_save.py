@@ -39,7 +39,7 @@ def test_killed_anywhere_in_a_save(tmp_path: Path) -> None:
     for point in (1, 3, 5, 6, 7):
         folder = tmp_path / str(point)
         write.save(folder, 1, PARTS, facts={}, keep=1)
-        ended = forked.launch(["save.py", folder, str(point)], 1, cwd=tmp_path, limit_s=60)
+        ended = forked.launch(["save.py", folder, str(point)], 1, cwd=tmp_path)
         assert ended.code == (0 if point == 7 else 1), ended.output
         assert ("rank 0 ended by SIGKILL" in ended.output) == (point < 7)
         good, rejected = read.newest_good(folder)
@@ -52,7 +52,7 @@ def test_killed_anywhere_in_a_save(tmp_path: Path) -> None:
 
 def test_a_loop_of_ones_own_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     def train(folder: Path) -> str:
-        ended = forked.launch([ROOT / "examples" / "own_loop.py", folder], 1, cwd=tmp_path, limit_s=60)
+        ended = forked.launch([ROOT / "examples" / "own_loop.py", folder], 1, cwd=tmp_path)
         assert ended.code == 0, ended.output
         return ended.output
 

@@ -54,7 +54,7 @@ if __name__ == "__main__":
 def test_the_step_and_the_rank_are_those_where_it_began(tmp_path: Path, strategy: str, ranks: str, said: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     argv = ["train.py", f"--train.strategy={strategy}", f'--train.data={{"at": 21, "ranks": {ranks}}}']
-    ended = forked.launch(argv, 2, cwd=tmp_path, limit_s=120)
+    ended = forked.launch(argv, 2, cwd=tmp_path)
     assert ended.code != 0
     assert ended.output.count(f"error: {said}\n") == 2, ended.output
 
@@ -70,7 +70,7 @@ train: {{log_every: 25, snapshot: {{every_steps: 15}}, data: {{at: 21, ranks: [0
 def test_the_restarts_end_with_the_second_and_that_names_the_parameters(project: Project) -> None:
     project.write("train.py", SCRIPT)
     project.write("dtctl.yaml", SPEC.format(workdir=project.folder.parent / "work", root=ROOT))
-    done = project.run("launch", "--json", timeout_s=100)
+    done = project.run("launch", "--json")
     assert (done.code, done.done["attempts"]) == (8, 2), done.err
     notes = [event["text"] for event in done.events if event["event"] == "note"]
     assert notes == ["not restarted: 2 attempts have failed with the same error after step 20"]

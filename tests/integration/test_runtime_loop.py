@@ -83,7 +83,7 @@ def launch(folder: Path, workers: int, *settings: str, run_dir: Path | None = No
     (folder / "train.py").write_text(SCRIPT)
     argv = ["train.py", *(f"--train.{setting}" for setting in settings)]
     environ = {names.RUN_DIR: str(run_dir)} if run_dir else {}
-    ended = forked.launch(argv, workers, cwd=folder, environ=environ, limit_s=120)
+    ended = forked.launch(argv, workers, cwd=folder, environ=environ)
     return ended.code, ended.output
 
 

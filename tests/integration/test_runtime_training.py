@@ -93,7 +93,7 @@ def launch(
         "DTCTL_TEST_HURT_WITH": hurt_with,
         "DTCTL_TEST_HURT_SAVED": "1" if saved else "",
     }
-    return forked.launch(argv, workers, cwd=folder, environ=environ, limit_s=200)
+    return forked.launch(argv, workers, cwd=folder, environ=environ)
 
 
 def torchrun(folder: Path, workers: int, *settings: str) -> forked.Ended:

@@ -93,7 +93,7 @@ STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
 
 def test_a_job_that_hangs_is_started_again_and_its_culprit_named(shared: Project) -> None:
     write(shared, STOP)
-    done = shared.run("launch", "--json", timeout_s=120)
+    done = shared.run("launch", "--json")
     assert done.code == 0, done.err
     check_hang(shared, done.done, done.events)
     assert "restart 1 of 1: rank 3 on node2 made no progress" in done.err

@@ -302,9 +302,9 @@ def test_a_run_is_gone_on_from_by_its_name(shared: Project) -> None:
     shared.write("dtctl.yaml", text + f"train: {json.dumps(train)}\n")
     shared.write("train.py", TRAIN)
     first = f"{shared.unique}-first"
-    done = shared.run("launch", "--json", "--name", first, timeout_s=120)
+    done = shared.run("launch", "--json", "--name", first)
     assert done.code == 0, done.err
-    again = shared.run("launch", "--resume", first, "--set", "train.steps=9", "--json", timeout_s=120)
+    again = shared.run("launch", "--resume", first, "--set", "train.steps=9", "--json")
     assert again.code == 0, again.err
     assert "resumed at step 6 of 9: " in again.err
     refused = shared.run("launch", "--resume", "nobody")

@@ -81,7 +81,7 @@ def launch(folder: Path, workers: int, *settings: str, **environment: str) -> fo
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT)
     argv = ["train.py", *(f"--train.{setting}" for setting in settings)]
-    return forked.launch(argv, workers, cwd=folder, environ={"BATCH_NORM": "0", **environment}, limit_s=150)
+    return forked.launch(argv, workers, cwd=folder, environ={"BATCH_NORM": "0", **environment})
 
 
 def digest(folder: Path) -> str:
@@ -124,7 +124,7 @@ def example(folder: Path, workers: int, *settings: str) -> list[float]:
     folder.mkdir()
     shape = 'model={"layers": 2, "embed": 32, "context": 64, "dropout": 0}'
     settings = (shape, "global_batch=8", "steps=4", "log_every=1", *settings)
-    ended = forked.launch([GPT, *(f"--train.{setting}" for setting in settings)], workers, cwd=folder, limit_s=100)
+    ended = forked.launch([GPT, *(f"--train.{setting}" for setting in settings)], workers, cwd=folder)
     assert ended.code == 0, ended.output
     return [loss for _, loss, _ in rows(folder)]
 

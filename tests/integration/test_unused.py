@@ -82,7 +82,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     singles = {single(case).key(): single(case) for _, case in ALL}
     for workers, folder in folders.items():
         written(CASES.get(workers, list(singles.values())), folder / "cases.json")
-        ended = forked.launch([WORKER, folder / "cases.json", folder], workers, cwd=folder, limit_s=200)
+        ended = forked.launch([WORKER, folder / "cases.json", folder], workers, cwd=folder)
         (folder / "output").write_text(ended.output)
     return folders
 
@@ -158,7 +158,7 @@ def test_what_a_key_resolves_is_said_with_the_key_on_every_worker(
     tmp_path: Path, case: Case, said: str, key: str
 ) -> None:
     written([case], tmp_path / "cases.json")
-    ended = forked.launch([WORKER, tmp_path / "cases.json", tmp_path], 2, cwd=tmp_path, limit_s=100)
+    ended = forked.launch([WORKER, tmp_path / "cases.json", tmp_path], 2, cwd=tmp_path)
     told = [line for line in ended.output.splitlines() if line.startswith("told ")]
     assert len(told) == 2, ended.output
     assert all(said in line and key in line for line in told), told

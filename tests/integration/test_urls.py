@@ -19,7 +19,8 @@ import os, signal
 import torch
 from torch import nn
 from dtctl.runtime import TensorData, Trainer, run
-from dtctl.runtime.snapshot import commands, place
+from dtctl.runtime.snapshot import commands
+from dtctl.runtime.snapshot.storage import place
 
 writes, asked = 0, place.Remote._asked
 def counted(self, verb, action):
@@ -56,7 +57,8 @@ if __name__ == "__main__":
 SAVE = """
 import os, signal, sys
 import torch
-from dtctl.runtime.snapshot import Saver, newest, place
+from dtctl.runtime.snapshot import Saver, newest
+from dtctl.runtime.snapshot.storage import place
 
 url, step, point = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 place.PATIENCE_S, place.IMPATIENCE_S = 2.0, 0.5
@@ -96,7 +98,7 @@ def train(tmp_path: Path, s3: store.Store) -> Callable[..., forked.Ended]:
 
     def run(strategy: str, place: str, **hurt: str) -> forked.Ended:
         argv = ["train.py", f"--train.strategy={strategy}", f"--train.snapshot.dir={place}"]
-        return forked.launch(argv, 2, cwd=tmp_path, environ={**s3.environ, **hurt}, limit_s=100)
+        return forked.launch(argv, 2, cwd=tmp_path, environ={**s3.environ, **hurt})
 
     return run
 
@@ -143,7 +145,7 @@ def save(tmp_path: Path, s3: store.Store) -> Save:
     (tmp_path / "save.py").write_text(SAVE)
 
     def run(url: str, step: int, point: int = 0) -> forked.Ended:
-        return forked.launch(["save.py", url, str(step), str(point)], 1, cwd=tmp_path, environ=s3.environ, limit_s=60)
+        return forked.launch(["save.py", url, str(step), str(point)], 1, cwd=tmp_path, environ=s3.environ)
 
     return run
 
