@@ -75,7 +75,7 @@ def workers(node: SandboxNode) -> dict[int, str]:
 
 
 PATIENCE: Final = 10
-"""Limits in tests end what would wait for ever; a machine that does other things, too, may take so many times as long."""
+"""Limits in tests end what would wait for ever; a busy machine may take so many times as long."""
 LIMIT_S: Final = 900.0
 """For one command."""
 
