@@ -45,7 +45,7 @@ def administer(sandbox: Sandbox, node: str, script: str) -> None:
     places["PATH"] = "/usr/sbin:/usr/bin:/sbin:/bin"
     argv = [*faults._administrator(sandbox, host), "env", "-i", *(f"{key}={value}" for key, value in places.items())]
     text = PRELUDE + script.replace("PYTHON", sys.executable)
-    done = subprocess.run([*argv, "bash", "-c", text], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*argv, "bash", "-c", text], capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:
         raise RuntimeError(f"{node}: {script}: {done.stderr.strip()}")
 

@@ -178,7 +178,7 @@ def finish(base: Path) -> str:
         RuntimeError: it does not come there.
     """
     process = launch(base, f"end-{time.monotonic_ns()}")
-    _, err = process.communicate(timeout=200)
+    _, err = process.communicate(timeout=600)
     if process.returncode != 0 or "not exact" in err:
         raise RuntimeError(err)
     return str(commands.digest(snapshots(base))["digest"])
@@ -192,7 +192,7 @@ def stop(base: Path, phase: str, who: str, source: random.Random) -> Stopped:
     try:
         told = wait_for(base, name, phase, process, source)
         send(base, name, who, process, source)
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=600)
     finally:
         if process.poll() is None:
             process.kill()

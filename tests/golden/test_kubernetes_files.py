@@ -154,7 +154,7 @@ def pod(tmp_path: Path, argument: str, index: int) -> subprocess.Popen[str]:
 
 def test_a_pod_starts_its_workers_with_their_ranks(tmp_path: Path) -> None:
     process = pod(tmp_path, "'a,b'", 1)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=600)
     said = sorted(json.loads(line.removeprefix("SAID ")) for line in out.splitlines())
     local = socket.getaddrinfo("localhost", 9, type=socket.SOCK_DGRAM)[0][4][0]
     assert process.returncode == 0
@@ -167,7 +167,7 @@ def test_a_pod_starts_its_workers_with_their_ranks(tmp_path: Path) -> None:
 
 def test_a_worker_that_fails_ends_its_pod_with_its_exit_code(tmp_path: Path) -> None:
     process = pod(tmp_path, "--fail", 1)
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     assert process.returncode == 3
 
 
@@ -177,7 +177,7 @@ def test_a_pod_that_is_stopped_ends_as_one_to_be_gone_on_with(tmp_path: Path) ->
     for _ in range(2):
         assert process.stdout.readline().startswith("SAID ")
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     assert process.returncode == 75
 
 

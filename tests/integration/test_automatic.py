@@ -64,7 +64,7 @@ def launch(folder: Path, *argv: str, **environ: str) -> forked.Ended:
 
 def digest(folder: Path) -> str:
     argv = [sys.executable, "-m", "dtctl", "snapshot", "digest", str(folder / "snapshots"), "--json"]
-    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=600)
     return str(json.loads(done.stdout)["digest"])
 
 

@@ -56,7 +56,7 @@ def run(tmp_path: Path, workers: int, *, lie: bool = False, **asked: Any) -> lis
         )
         for rank in range(workers)
     ]
-    ended = [process.communicate(timeout=120) for process in processes]
+    ended = [process.communicate(timeout=600) for process in processes]
     assert [process.returncode for process in processes] == [0] * workers, [err[-800:] for _, err in ended]
     assert all(MARK not in out for out, _ in ended[1:])
     return [json.loads(line[len(MARK) :]) for line in ended[0][0].splitlines() if line.startswith(MARK)]

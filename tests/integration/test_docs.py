@@ -77,7 +77,7 @@ class Shell:
         after = self.folder.parent / "after"
         script = f"{line}\ncode=$?\n{{ pwd; env -0; }} > {shlex.quote(str(after))}\nexit $code\n"
         done = subprocess.run(
-            ["bash", "-c", script], cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=240,
+            ["bash", "-c", script], cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=600,
             check=False, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         assert done.returncode == code, f"$ {line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"

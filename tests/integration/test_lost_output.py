@@ -40,7 +40,7 @@ def launch(project: Project, small: Path, *, mib: int, slots: int = 2) -> Finish
         env=project.env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     return Finished(done.returncode, done.stdout, done.stderr)

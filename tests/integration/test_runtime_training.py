@@ -109,7 +109,7 @@ def torchrun(folder: Path, workers: int, *settings: str) -> forked.Ended:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     return forked.Ended(code=done.returncode, output=done.stdout)

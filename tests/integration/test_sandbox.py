@@ -135,7 +135,7 @@ def test_two_who_want_a_sandbox_at_once_get_the_same_one(sandbox_env: dict[str, 
             subprocess.Popen([sys.executable, "-c", code, name], env=sandbox_env, stdout=subprocess.PIPE, text=True)
             for _ in range(3)
         ]
-        keepers = [process.communicate(timeout=60)[0] for process in started]
+        keepers = [process.communicate(timeout=600)[0] for process in started]
     finally:
         control.down(name)
     assert len(set(keepers)) == 1, keepers
@@ -256,7 +256,7 @@ dtctl launch
 dtctl sandbox down
 """
     done = subprocess.run(
-        ["runuser", "-u", name, "--", "sh", "-c", script], capture_output=True, text=True, timeout=60, check=False
+        ["runuser", "-u", name, "--", "sh", "-c", script], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     uid = pwd.getpwnam(name).pw_uid

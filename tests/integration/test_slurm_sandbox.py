@@ -38,7 +38,7 @@ def shared(sandbox_env: dict[str, str]) -> Iterator[Path]:
 def said(sandbox: Sandbox, *argv: str, cwd: Path) -> str:
     """Output of one of Slurm's commands, run on this machine."""
     environ = {**os.environ, **slurm.environment(sandbox)}
-    done = subprocess.run(argv, cwd=cwd, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(argv, cwd=cwd, env=environ, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -37,7 +37,7 @@ def project(folder: Path, cluster: str, job: str = "script: t.py") -> Path:
 def dtctl(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     argv = [DTCTL, *words]
     return subprocess.run(
-        argv, cwd=folder, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=60
+        argv, cwd=folder, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=600
     )
 
 

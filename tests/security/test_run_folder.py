@@ -102,7 +102,7 @@ def test_no_file_of_a_run_makes_a_command_hang_or_break(tmp_path: Path, kind: st
     }  # fmt: skip
     for words, process in running.items():
         try:
-            said = process.communicate(timeout=60)[0].decode()
+            said = process.communicate(timeout=600)[0].decode()
         finally:
             process.kill()
         assert "bug in dtctl" not in said, f"{words}: {said}"
@@ -140,7 +140,7 @@ def test_no_file_beside_a_spec_makes_a_command_hang_or_break(tmp_path: Path, kin
         odd, words = tmp_path / "plan.json", ["doctor", "--log", "a.log"]
     KINDS[kind](odd)
     done = subprocess.run(
-        [sys.executable, "-c", LIMITED, *words], cwd=tmp_path, stdin=subprocess.DEVNULL, timeout=60, check=False,
+        [sys.executable, "-c", LIMITED, *words], cwd=tmp_path, stdin=subprocess.DEVNULL, timeout=600, check=False,
         capture_output=True, text=True,
     )  # fmt: skip
     assert "bug in dtctl" not in done.stderr

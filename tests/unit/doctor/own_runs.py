@@ -105,7 +105,7 @@ def two_ranks(program: Path, case: str) -> str:
         )
         for rank in range(2)
     ]
-    said = [process.communicate(timeout=90)[0] for process in ranks]
+    said = [process.communicate(timeout=600)[0] for process in ranks]
     taken.close()
     return "".join(f"[rank{rank}]: {line}\n" for rank, text in enumerate(said) for line in bare(text))
 
@@ -119,7 +119,7 @@ def bare(text: str) -> list[str]:
 
 def under_torchrun(program: Path) -> str:
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program)]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=90)
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=600)
     return done.stdout + done.stderr
 
 

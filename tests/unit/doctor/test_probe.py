@@ -33,7 +33,7 @@ def test_it_answers_from_memory_on_a_python_without_site_packages() -> None:
     sent = bootstrap.in_memory(PROBE) + frames.pack_json({"op": "time"}) + frames.pack_json({"op": "quit"})
     command = bootstrap.command(sys.executable)
     done = subprocess.run(
-        ["sh", "-c", command], input=sent, capture_output=True, check=False, cwd="/", env={}, timeout=30
+        ["sh", "-c", command], input=sent, capture_output=True, check=False, cwd="/", env={}, timeout=600
     )
     assert (done.returncode, done.stderr) == (0, b"")
     assert [frames.decode(payload)["op"] for _, _, payload in frames.Parser().feed(done.stdout)] == ["time"]

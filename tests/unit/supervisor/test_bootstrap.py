@@ -32,7 +32,7 @@ def call(workdir: str, *, shell: str = "sh", sent: bytes = HELLO, home: Path | N
         capture_output=True,
         check=False,
         env=env,
-        timeout=20,
+        timeout=600,
     )
     found = frames.Parser().feed(done.stdout)
     return Answer(frames.decode(found[0][2]) if found else {}, done.stderr.decode(), done.returncode)

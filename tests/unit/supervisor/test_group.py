@@ -38,7 +38,7 @@ print(json.dumps({"ended": ended, "left": left, "pids": [p.pid for p in group.pr
 
 def run(folder: Path, *commands: str, split: bool = False) -> dict[str, dict[str, int]]:
     argv = [sys.executable, "-c", HARNESS, str(folder), "1" if split else "0", *commands]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     found: dict[str, dict[str, int]] = json.loads(done.stdout)
