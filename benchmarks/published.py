@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dtctl.advise.config import from_config
 from dtctl.advise.hardware import Hardware, gpu
 from dtctl.advise.model import transformer
 from dtctl.advise.speed import speed
@@ -62,13 +63,18 @@ def cases(half: str) -> list[Case]:
 
 
 def _case(entry: dict[str, Any]) -> Case:
-    model = transformer(**entry["model"])
+    numbers = dict(entry["model"])
+    if "model_type" in numbers:
+        model = from_config(numbers, source=entry["name"], seq=numbers.pop("seq"), name=entry["name"])
+    else:
+        model = transformer(**numbers)
     recompute = entry["recompute"]
     if recompute == "half":  # every other block
         model = replace(model, block_kept=(model.block_kept + model.block_input) / 2)
     framework = entry["framework"]
     recipe = held(FRAMEWORKS[NEAR.get(framework, framework)], entry["precision"])
-    changes: dict[str, Any] = {key: entry[key] for key in ("reshard", "sequence_parallel", "loss_parallel") if key in entry}
+    changes: dict[str, Any] = {key: entry[key] for key in ("reshard", "loss_parallel") if key in entry}
+    changes["sequence_parallel"] = entry.get("sequence_parallel", False)
     if "attention" in entry:
         changes["attention"] = entry["attention"]
     if entry.get("compiled_loss"):
@@ -85,6 +91,7 @@ def _case(entry: dict[str, Any]) -> Case:
         model=model,
         layout=Layout(
             **entry["mesh"],
+            ep=entry.get("ep", 1),
             zero=zero if zero < 3 else 0,
             recompute={"attention": "none", "half": "none"}.get(recompute, recompute),
             offload=entry.get("offload", False),
@@ -94,7 +101,9 @@ def _case(entry: dict[str, Any]) -> Case:
             precision=entry["precision"],
         ),
         hardware=Hardware(
-            gpu=gpu(entry["gpu"]), gpus=entry["gpus"], per_node=entry["per_node"],
+            gpu=gpu(entry["gpu"]),
+            gpus=entry["gpus"],
+            per_node=entry["per_node"],
             network=entry["network"] or NETWORK,
         ),
         recipe=replace(recipe, **changes),

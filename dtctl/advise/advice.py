@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-from dtctl.advise.search import Choice, Task, choices, families, ranked
+from dtctl.advise.search import Choice, Task, choice, choices, families, ranked
 from dtctl.errors import UsageError
-from dtctl.estimate.memory import GIB, Layout
+from dtctl.estimate.memory import GIB, RESERVE, Layout
 from dtctl.estimate.model import Model
+
+ABSURD: Final = 0.03
+"""Share of a GPU's peak below which a training is not worth starting; published ones reach 0.2 to 0.6."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +25,8 @@ class Advice:
     reasons: tuple[str, ...]
     evaluated: int
     """How many layouts were evaluated."""
+    written: Choice | None = None
+    """What the spec describes now."""
 
 
 def advise(task: Task) -> Advice:
@@ -31,6 +36,8 @@ def advise(task: Task) -> Advice:
         UsageError: no way exists, as with a batch that no number of workers divides.
     """
     choices_found = choices(task)
+    if not choices_found and task.mesh is not None:
+        raise UsageError(_refused(task), where="--mesh")
     if not choices_found:
         raise UsageError(
             f"a batch of {task.global_batch} cannot be divided over {task.hardware.gpus} GPUs",
@@ -38,12 +45,30 @@ def advise(task: Task) -> Advice:
         )
     order = families(ranked(choices_found))
     best, alternatives = order[0], tuple(order[1:])
+    written = choice(task, task.written) if task.written is not None else None
+    reasons = _reasons(task, best, alternatives)
+    if written is not None:
+        reasons.append(_as_written(written, best))
     return Advice(
-        best=best,
-        alternatives=alternatives,
-        reasons=tuple(_reasons(task, best, alternatives)),
-        evaluated=len(choices_found),
+        best=best, alternatives=alternatives, reasons=tuple(reasons), evaluated=len(choices_found), written=written
     )
+
+
+def _refused(task: Task) -> str:
+    """Why no layout of a mesh that was asked for can run."""
+    return (
+        f"no batch suits {task.mesh}: a global batch of {task.global_batch or 'any size'} must be micro batches times "
+        f"{task.mesh.data if task.mesh else 1} replicas, and a pipeline needs as many micro batches as stages"
+    )
+
+
+def _as_written(written: Choice, best: Choice) -> str:
+    """What the spec's own layout costs."""
+    need = f"the spec's own {described(written)} needs {written.memory.total / GIB:.1f} GiB"
+    if not written.fits:
+        return f"{need}, {written.short / GIB:.1f} too many"
+    ratio = written.speed.tokens_per_s_per_gpu / best.speed.tokens_per_s_per_gpu - 1
+    return f"{need}, and is {abs(ratio):.0%} {'slower' if ratio < 0 else 'faster'}"
 
 
 def _reasons(task: Task, best: Choice, alternatives: tuple[Choice, ...]) -> list[str]:
@@ -58,7 +83,17 @@ def _reasons(task: Task, best: Choice, alternatives: tuple[Choice, ...]) -> list
         )
         reasons.append(_what_helps(task, best))
         return reasons
-    reasons.append(f"needs {memory.total / GIB:.1f} GiB of the {budget_gib:.1f} that can be used on each GPU")
+    if best.peak_share < ABSURD:
+        reasons.append(_absurd(task, best))
+    reasons.append(
+        f"needs {memory.total / GIB:.1f} GiB of the {budget_gib:.1f} that can be used on each GPU; {RESERVE:.0%} are "
+        "kept for what the formulas do not see"
+    )
+    if layout.offload:
+        reasons.append(
+            f"{memory.host / GIB:.0f} GiB for each GPU lie in the host's memory, of {best.host_budget / GIB:.0f} that "
+            f"can be used{'' if task.hardware.host_memory else ' if it has twice that of its GPUs (--host-memory)'}"
+        )
     reasons.append(_batch(task, layout))
     simple = next((choice for choice in alternatives if choice.strategy == "ddp"), None)
     if simple is not None and best.strategy != "ddp":
@@ -90,6 +125,22 @@ def _reasons(task: Task, best: Choice, alternatives: tuple[Choice, ...]) -> list
     return reasons
 
 
+def _absurd(task: Task, best: Choice) -> str:
+    """Says that nobody should train like this, and why it is so slow."""
+    speed, layout = best.speed, best.layout
+    parts = {
+        "exchange between GPUs (a faster network, fewer nodes, a larger batch)": speed.exposed_s,
+        "the pipeline waits (a larger batch)": speed.bubble_s,
+        "states going to the host and back (more GPUs)": speed.update_s if layout.offload else 0.0,
+    }
+    worst = max(parts, key=lambda name: parts[name])
+    return (
+        f"absurdly slow: {speed.tokens_per_s_per_gpu:.3g} tokens/s on each GPU is {best.peak_share:.1%} of its peak, "
+        f"and a billion tokens take {1e9 / speed.tokens_per_s_per_gpu / task.hardware.gpus / 86400:.3g} days; "
+        f"{parts[worst] / speed.step_s:.0%} of a step is {worst}"
+    )
+
+
 def _batch(task: Task, layout: Layout) -> str:
     """The samples of a step, and which layouts they exclude."""
     samples = layout.micro_batch * layout.accumulate * layout.data
@@ -108,6 +159,11 @@ def _batch(task: Task, layout: Layout) -> str:
 def _what_helps(task: Task, best: Choice) -> str:
     """What would make it fit."""
     memory = best.memory
+    if memory.total <= best.budget:
+        return (
+            f"what is offloaded needs {memory.host / GIB:.0f} GiB of the host's memory for each GPU, and "
+            f"{best.host_budget / GIB:.0f} can be used (--host-memory)"
+        )
     parts = {
         "states (more GPUs to share them, or offloading)": memory.states,
         "activations (recomputation, shorter samples)": memory.activations,
@@ -118,9 +174,9 @@ def _what_helps(task: Task, best: Choice) -> str:
     return f"most of it are {largest}: {parts[largest] / GIB:.1f} GiB on {task.hardware.gpu.name}"
 
 
-def described(choice: Choice) -> str:
+def described(shown: Choice) -> str:
     """`fsdp 8 x tp 2, full recomputation, micro batch 4`."""
-    layout = choice.layout
+    layout = shown.layout
     axes = " x ".join(
         f"{name} {getattr(layout, name)}"
         for name in ("dp", "fsdp", "tp", "pp", "cp", "ep")
@@ -130,29 +186,37 @@ def described(choice: Choice) -> str:
     parts = [axes or "one GPU"]
     if layout.recompute != "none":
         parts.append(f"{layout.recompute} recomputation")
+    if layout.chunks > 1:
+        parts.append(f"{layout.chunks} stages a worker")
     if layout.offload:
         parts.append("offloading")
     parts.append(f"micro batch {layout.micro_batch}")
     return ", ".join(parts)
 
 
-def as_json(choice: Choice, reasons: tuple[str, ...] = ()) -> dict[str, Any]:
+def as_json(shown: Choice, reasons: tuple[str, ...] = ()) -> dict[str, Any]:
     """The object of `--json`."""
-    layout, memory = choice.layout, choice.memory
+    layout, memory = shown.layout, shown.memory
     parts = ("total", "states", "activations", "logits", "temporary", "overhead")
     return {
-        "strategy": choice.strategy,
+        "strategy": shown.strategy,
         "mesh": {name: getattr(layout, name) for name in ("dp", "fsdp", "tp", "pp", "cp", "ep")},
         "micro_batch": layout.micro_batch,
         "accumulate": layout.accumulate,
         "global_batch": layout.micro_batch * layout.accumulate * layout.data,
         "recompute": layout.recompute,
         "offload": layout.offload,
+        "zero": layout.zero,
+        "stages_per_worker": layout.chunks,
+        "precision": layout.precision,
         "memory_gib": {name: round(getattr(memory, name) / GIB, 3) for name in parts},
-        "fits": choice.fits,
-        "short_gib": round(choice.short / GIB, 3),
-        "tokens_per_s_per_gpu": round(choice.speed.tokens_per_s_per_gpu, 1),
-        "step_s": round(choice.speed.step_s, 4),
+        "host_gib": round(memory.host / GIB, 3),
+        "fits": shown.fits,
+        "short_gib": round(shown.short / GIB, 3),
+        "tokens_per_s_per_gpu": round(shown.speed.tokens_per_s_per_gpu, 1),
+        "step_s": round(shown.speed.step_s, 4),
+        "peak_share": round(shown.peak_share, 4),
+        "absurd": shown.peak_share < ABSURD,
         "reasons": list(reasons),
     }
 
@@ -174,25 +238,31 @@ def model_json(model: Model) -> dict[str, Any]:
     }
 
 
-def settings(task: Task, choice: Choice) -> dict[str, Any]:
+def settings(task: Task, chosen: Choice) -> dict[str, Any]:
     """The keys of a spec's `train:` section that say this.
 
     Raises:
         UsageError: the runtime has no such axis.
     """
-    layout = choice.layout
-    if layout.cp > 1 or layout.ep > 1:
-        raise UsageError("dtctl.runtime has neither cp nor ep, so this cannot be written", hint="leave out --beyond")
-    values: dict[str, Any] = {"strategy": choice.strategy}
-    if choice.strategy in ("mesh", "hsdp"):
-        degrees = {name: getattr(layout, name) for name in ("dp", "fsdp", "tp", "pp")}
+    layout = chosen.layout
+    if layout.ep > 1:
+        raise UsageError("dtctl.runtime has no ep, so this cannot be written", hint="leave out --beyond")
+    if layout.cp > 1 and layout.pp > 1:
+        raise UsageError("dtctl.runtime has no cp in a pipeline, so this cannot be written", hint="leave out --beyond")
+    values: dict[str, Any] = {"strategy": chosen.strategy}
+    if chosen.strategy in ("mesh", "hsdp"):
+        degrees = {name: getattr(layout, name) for name in ("dp", "fsdp", "tp", "pp", "cp")}
         values["strategy"] = {name: degree for name, degree in degrees.items() if degree > 1}
-    values["precision"] = layout.precision
+    # What the spec says of formats is the user's; advice was computed with it.
+    if "precision" not in task.settled:
+        values["precision"] = layout.precision
     values["micro_batch"] = layout.micro_batch
     values["accumulate"] = layout.accumulate
     values["checkpointing"] = layout.recompute
-    if task.compiled:
+    if task.compiled and "compile" not in task.settled:
         values["compile"] = True
     if layout.offload:
         values["fsdp"] = {"cpu_offload": True}
+    if layout.chunks > 1:
+        values["pipeline"] = {"schedule": "interleaved", "stages_per_worker": layout.chunks}
     return values

@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import dtctl
 from dtctl import children
 from dtctl.advise import hardware
 from dtctl.advise.config import from_config, read_config
-from dtctl.advise.hardware import Hardware
+from dtctl.advise.hardware import Gpu, Hardware
 from dtctl.advise.model import transformer
 from dtctl.advise.search import Task
 from dtctl.advise.sizes import count, gibibytes
-from dtctl.errors import UsageError
-from dtctl.estimate.memory import Precision
+from dtctl.advise.usual import usual
+from dtctl.errors import PlanError, UsageError
+from dtctl.estimate.frameworks import FRAMEWORKS, held
+from dtctl.estimate.memory import Layout, Precision, Recipe
 from dtctl.estimate.model import Model, from_inspection
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import resolve_nodes
+from dtctl.train.batch import DEFAULT_MICRO_BATCH, derive
+from dtctl.train.mesh import AXES, Degrees, resolve
 
 INSPECT_S = 120.0
 """Seconds that building a model on the meta device may take."""
 
 MOST_GPUS = 1_000_000
+MOMENTS: Final[Mapping[str, int]] = {"adamw": 8, "sgd": 4}
+"""Optimizer -> bytes of its fp32 state for a parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +60,21 @@ class AdviseOptions:
     gpu: str | None = None
     gpu_memory: str | None = None
     network: str | None = None
-    precision: Precision = "bf16"
+    host_memory: str | None = None
+    precision: Precision | None = None
+    optimizer: str | None = None
+    states: str | None = None
+    framework: str | None = None
     compiled: bool = False
+    fp8: bool = False
     beyond: bool = False
+    mesh: str | None = None
+    zero: int | None = None
+    micro_batch: int | None = None
+    accumulate: int | None = None
+    recompute: str | None = None
+    chunks: int | None = None
+    offload: bool | None = None
 
 
 def task(options: AdviseOptions, spec: Spec | None) -> Task:
@@ -75,20 +95,129 @@ def task(options: AdviseOptions, spec: Spec | None) -> Task:
         "ffn",
         "vocab",
         "experts",
+        "micro_batch",
+        "accumulate",
+        "chunks",
     ):
         value = getattr(options, name)
         if value is not None and value < 1:
             option = "gpus-per-node" if name == "per_node" else name.replace("_", "-")
             raise UsageError(f"--{option} must be at least 1, and is {value}")
-    batch = options.batch or (spec.settings.get("global_batch") if spec is not None else None)
+    written = spec.settings if spec is not None else {}
+    hardware = _hardware(options, spec)
+    precision = _precision(options, written, hardware.gpu)
+    compiled = options.compiled or bool(written.get("compile"))
     return Task(
         model=_model(options, spec),
-        hardware=_hardware(options, spec),
-        global_batch=batch,
-        precision=options.precision,
-        compiled=options.compiled,
+        hardware=hardware,
+        global_batch=options.batch or written.get("global_batch"),
+        precision=precision,
+        compiled=compiled,
+        fp8=options.fp8,
         beyond=options.beyond,
+        recipe=_recipe(options, written, precision, (spec.job.kind or "") if spec is not None else ""),
+        mesh=_mesh(options, hardware),
+        pinned=_pinned(options),
+        written=_written(written, hardware, precision),
+        settled=frozenset(written),
     )
+
+
+def _precision(options: AdviseOptions, written: Mapping[str, Any], gpu: Gpu) -> Precision:
+    """What was asked for, or what the spec says, or half precision of the kind that the GPU has."""
+    precision: Precision | None = options.precision or written.get("precision")
+    if precision == "bf16" and not gpu.bf16:
+        where = "--precision" if options.precision else "train.precision"
+        raise UsageError(f"{gpu.name} does not compute in bf16", where=where, hint="use fp16, or fp32")
+    if options.fp8 and not gpu.fp8:
+        raise UsageError(f"{gpu.name} does not compute in fp8", where="--fp8", hint="GPUs since Ada and Hopper do")
+    return precision or ("bf16" if gpu.bf16 else "fp16")
+
+
+def _recipe(options: AdviseOptions, written: Mapping[str, Any], precision: Precision, kind: str) -> Recipe:
+    """How the framework holds the model, with the optimizer that the spec or the options name."""
+    name = options.framework or (kind if kind in FRAMEWORKS else "runtime")
+    if name not in FRAMEWORKS:
+        raise UsageError(
+            f"framework {name} is not known", where="--framework", hint=f"there are {', '.join(FRAMEWORKS)}"
+        )
+    recipe = held(FRAMEWORKS[name], precision)
+    optimizer = options.optimizer or written.get("optimizer") or "adamw"
+    if optimizer not in MOMENTS:
+        raise UsageError(
+            f"optimizer {optimizer} is not known", where="--optimizer", hint=f"there are {', '.join(MOMENTS)}"
+        )
+    moments = MOMENTS[optimizer] if optimizer != "sgd" or written.get("momentum", 0.9) else 0
+    average = 4 if written.get("ema") else 0
+    recipe = replace(recipe, optimizer_bytes=recipe.optimizer_bytes * moments // 8, average_bytes=average)
+    if options.states == "bf16":
+        recipe = replace(recipe, weight_bytes=2, gradient_bytes=2, master_bytes=0, optimizer_bytes=moments // 2,
+                         autocast=False)  # fmt: skip
+    elif options.states not in (None, "fp32"):
+        raise UsageError(f"states are kept in fp32 or bf16, and not in {options.states}", where="--states")
+    if written.get("kernel") in ("foreach", "loop"):
+        recipe = replace(recipe, step_bytes=moments)
+    sharding = written.get("fsdp") or {}
+    parallel = written.get("tp") or {}
+    return replace(
+        recipe,
+        reshard=recipe.reshard and sharding.get("reshard_after_forward", True),
+        sequence_parallel=recipe.sequence_parallel or parallel.get("sequence_parallel", False),
+    )
+
+
+def _mesh(options: AdviseOptions, hardware: Hardware) -> Degrees | None:
+    """The mesh that was asked for: `fsdp`, or `dp=2,fsdp=8,tp=4`."""
+    if options.mesh is None:
+        return None
+    text = options.mesh.strip().strip("{}")
+    pairs = re.findall(r"(\w+)\s*[=:]\s*(-?\d+)", text)
+    rest = re.sub(r"(\w+)\s*[=:]\s*(-?\d+)", "", text).strip(" ,x*")
+    strategy: str | dict[str, int] = {axis: int(degree) for axis, degree in pairs} if pairs else text
+    if pairs and rest:
+        raise UsageError(f"{rest} is no axis with its degree", where="--mesh", hint="as in fsdp=8,tp=4")
+    try:
+        return resolve(strategy, workers=hardware.gpus, per_node=min(hardware.per_node, hardware.gpus))
+    except PlanError as exc:
+        raise UsageError(exc.message, where="--mesh", hint=exc.hint) from None
+
+
+def _written(written: Mapping[str, Any], hardware: Hardware, precision: Precision) -> Layout | None:
+    """What the spec describes now; None if it leaves the strategy open, or its mesh is one of other workers."""
+    strategy = written.get("strategy")
+    if strategy in (None, "auto"):
+        return None
+    try:
+        degrees = resolve(strategy, workers=hardware.gpus, per_node=min(hardware.per_node, hardware.gpus))
+        micro, _, accumulate = derive(
+            written.get("micro_batch"), written.get("global_batch"), written.get("accumulate"), workers=degrees.data
+        )
+    except PlanError:
+        return None
+    recompute = written.get("checkpointing", "none")
+    return Layout(
+        **{axis: getattr(degrees, axis) for axis in AXES},
+        zero=1 if strategy == "zero1" else 0,
+        micro_batch=micro or DEFAULT_MICRO_BATCH,
+        accumulate=accumulate or (2 * degrees.pp if degrees.pp > 1 else 1),
+        recompute=("full" if recompute == 1 else "none") if isinstance(recompute, int) else recompute,
+        offload=bool((written.get("fsdp") or {}).get("cpu_offload")),
+        precision=precision,
+    )
+
+
+def _pinned(options: AdviseOptions) -> dict[str, Any]:
+    """Fields of `Layout` that were asked for."""
+    values = {
+        "zero": options.zero,
+        "micro_batch": options.micro_batch,
+        "accumulate": options.accumulate,
+        "recompute": options.recompute,
+        "chunks": options.chunks,
+        # Who names a mesh means it on the GPUs.
+        "offload": False if options.offload is None and options.mesh is not None else options.offload,
+    }
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _hardware(options: AdviseOptions, spec: Spec | None) -> Hardware:
@@ -111,7 +240,13 @@ def _hardware(options: AdviseOptions, spec: Spec | None) -> Hardware:
     memory = gibibytes(options.gpu_memory) if options.gpu_memory else None
     gpu = hardware.gpu(options.gpu or "H100", memory)
     default = "ndr-8" if per_node >= 8 else "ethernet-100"
-    return Hardware(gpu=gpu, gpus=gpus, per_node=per_node, network=hardware.network(options.network or default))
+    return Hardware(
+        gpu=gpu,
+        gpus=gpus,
+        per_node=per_node,
+        network=hardware.network(options.network or default),
+        host_memory=gibibytes(options.host_memory) if options.host_memory else None,
+    )
 
 
 def _model(options: AdviseOptions, spec: Spec | None) -> Model:
@@ -137,23 +272,16 @@ def _model(options: AdviseOptions, spec: Spec | None) -> Model:
             name=options.params or "model",
         )
     if options.params is not None:
-        return _usual(count(options.params), options)
+        return usual(
+            count(options.params), seq=options.seq or 2048, name=options.params, layers=options.layers,
+            hidden=options.hidden, heads=options.heads, kv_heads=options.kv_heads, ffn=options.ffn,
+            vocab=options.vocab,
+        )  # fmt: skip
     if spec is not None and (config := spec.settings.get("model")):
         return from_config(config, source="train.model", seq=options.seq, name=spec.job.name)
     raise UsageError(
         "which model?", hint="--config config.json, --model module:factory, --params 7B, --layers and --hidden, or "
         "train.model in the spec",
-    )  # fmt: skip
-
-
-def _usual(params: float, options: AdviseOptions) -> Model:
-    """A model with so many parameters in the usual proportions: width 128 times the number of blocks, near enough."""
-    layers = options.layers or max(1, round((params / (12 * 128**2)) ** (1 / 3)))
-    hidden = options.hidden or max(128, round((params / (12 * layers)) ** 0.5 / 128) * 128)
-    vocab = options.vocab or min(50257, max(256, int(params / 4 / hidden)))
-    return transformer(
-        layers=layers, hidden=hidden, vocab=vocab, seq=options.seq or 2048, params=params, tied=True,
-        heads=options.heads, kv_heads=options.kv_heads, name=options.params or "model",
     )  # fmt: skip
 
 

@@ -26,6 +26,9 @@ class Gpu:
     link: float
     host: float
     bf16: bool = True
+    """Whether it computes in bf16."""
+    fp8: bool = False
+    """Whether it has products in fp8."""
     source: str = ""
 
 
@@ -39,6 +42,8 @@ class Hardware:
     per_node: int
     network: float
     """GB/s in one direction for each node."""
+    host_memory: float | None = None
+    """GiB of a node. None: twice what its GPUs have, as such nodes usually do."""
 
     @property
     def nodes(self) -> int:
@@ -49,6 +54,13 @@ class Hardware:
     def network_per_gpu(self) -> float:
         """GB/s of the network that each GPU of a node has when all of them use it."""
         return self.network / min(self.per_node, self.gpus)
+
+    @property
+    def host_per_gpu(self) -> float:
+        """GiB of a node's memory for each of its GPUs."""
+        if self.host_memory is None:
+            return 2 * self.gpu.memory
+        return self.host_memory / min(self.per_node, self.gpus)
 
 
 @functools.cache

@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from dtctl.advise.hardware import Hardware
 from dtctl.advise.speed import Speed, speed
 from dtctl.estimate.memory import BUDGET, GIB, RUNTIME, Layout, MemoryEstimate, Precision, Recipe, memory
 from dtctl.estimate.model import Model
+from dtctl.train.mesh import Degrees
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-SIMPLER = 0.03
+BETWEEN = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Micro batches that are tried where the batch is given, which powers of two might not divide."""
+INTERLEAVED = (2, 3, 4, 5, 6, 8, 10)
+"""Stages of a worker that are tried in interleaved pipelines."""
+SIMPLER = 0.02
 """A choice that is this much faster is worth an axis more, recomputation or offloading."""
 
 ROOM = 0.9
 """Share of the budget that a larger micro batch may fill when it gains nothing that is computed."""
+
+LONG = 8192
+"""Tokens of a sample from which on context parallelism is tried; shorter ones only where there are too few samples."""
+
+HOST_BUDGET = 0.8
+"""Share of a node's memory that may be planned for: the system, the data and its readers are there, too."""
+
+COPIES = 0.2
+"""Share of the budget up to which every worker may hold a copy of all states; above it, sharding that is as fast is
+the better choice, since it leaves room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +45,18 @@ class Task:
     """Samples of a step; None leaves it open: a micro batch of each worker, and 4 for each stage of a pipeline."""
     precision: Precision = "bf16"
     compiled: bool = False
+    fp8: bool = False
     beyond: bool = False
-    """Whether axes are tried that dtctl.runtime does not have: cp and ep."""
+    """Whether layouts are tried that dtctl.runtime does not have: ep, and cp in a pipeline."""
     recipe: Recipe = RUNTIME
+    mesh: Degrees | None = None
+    """The only mesh to look at. None: all."""
+    pinned: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `Layout` that have one value only."""
+    written: Layout | None = None
+    """What the spec describes now."""
+    settled: frozenset[str] = frozenset()
+    """Keys of `train:` that the spec sets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +68,20 @@ class Choice:
     speed: Speed
     budget: float
     """Bytes of a GPU that may be planned for."""
+    host_budget: float
+    """Bytes of a node's memory that its workers may have, for each of them."""
+    peak_share: float
+    """Share of the GPU's peak that the model's own arithmetic is of."""
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest GPU has room for it."""
-        return self.memory.total <= self.budget
+        """Whether the fullest GPU has room for it, and its node for what is offloaded."""
+        return self.memory.total <= self.budget and self.memory.host <= self.host_budget
 
     @property
     def short(self) -> float:
-        """Bytes that are missing; 0 when it fits."""
-        return max(0.0, self.memory.total - self.budget)
+        """Bytes that are missing on the GPU, or else on the host; 0 when it fits."""
+        return max(0.0, self.memory.total - self.budget) or max(0.0, self.memory.host - self.host_budget)
 
     @property
     def strategy(self) -> str:
@@ -71,65 +100,109 @@ class Choice:
         """The complexity of a choice: axes, recomputation, offloading."""
         layout = self.layout
         degrees = sum(int(getattr(layout, name) > 1) for name in ("dp", "fsdp", "tp", "pp", "cp", "ep"))
-        again = {"none": 0, "selective": 1, "full": 1}[layout.recompute]
-        return degrees + again + 2 * layout.offload + (layout.fsdp > 1) + layout.zero + 2 * (layout.pp > 1)
+        extras = (layout.recompute != "none") + 2 * layout.offload + (layout.fsdp > 1) + (layout.zero > 0)
+        extras += 2 * (layout.pp > 1) + (layout.chunks > 1)
+        crowded = layout.workers == layout.dp > 1 and self.memory.states > COPIES * self.budget
+        return degrees + extras + 3 * crowded
 
 
 def choices(task: Task) -> list[Choice]:
-    """Every way that can run, whether it fits or not."""
-    budget = task.hardware.gpu.memory * GIB * BUDGET
-    results = []
-    for layout in _layouts(task):
-        need = memory(task.model, layout, task.recipe)
-        cost = speed(task.model, layout, task.hardware, task.recipe, compiled=task.compiled)
-        results.append(Choice(layout=layout, memory=need, speed=cost, budget=budget))
-    return results
+    """Every way that can run, whether it fits or not; micro batches only up to the first that does not fit."""
+    return [found for base in _bases(task) for found in _until_full(task, base)]
 
 
-def _layouts(task: Task) -> Iterator[Layout]:
-    """Meshes, then what can be chosen on each; micro batches only up to the first that does not fit."""
-    budget = task.hardware.gpu.memory * GIB * BUDGET
+def choice(task: Task, layout: Layout) -> Choice:
+    """One layout with its cost."""
+    hardware, model = task.hardware, task.model
+    cost = speed(model, layout, hardware, task.recipe, compiled=task.compiled, fp8=task.fp8)
+    peak = (hardware.gpu.half if layout.precision != "fp32" else hardware.gpu.single) * 1e12
+    arithmetic = 6 * model.active_params + 6 * model.layers * model.hidden * model.seq
+    return Choice(
+        layout=layout,
+        memory=memory(model, layout, task.recipe, compiled=task.compiled, fp8=task.fp8),
+        speed=cost,
+        budget=hardware.gpu.memory * GIB * BUDGET,
+        host_budget=hardware.host_per_gpu * GIB * HOST_BUDGET,
+        peak_share=cost.tokens_per_s_per_gpu * arithmetic / peak,
+    )
+
+
+def _until_full(task: Task, base: Layout) -> Iterator[Choice]:
+    for layout in _batches(task, base):
+        found = choice(task, layout)
+        yield found
+        if found.memory.total > found.budget:
+            return
+
+
+def _bases(task: Task) -> Iterator[Layout]:
+    """Meshes with what can be chosen on each, without the batch."""
     for mesh in _meshes(task):
         for recompute in ("none", "selective", "full"):
             for offload in (False, True) if mesh.fsdp > 1 and mesh.pp == 1 else (False,):
                 base = replace(mesh, recompute=recompute, offload=offload, precision=task.precision)
-                for layout in _batches(task, base):
-                    yield layout
-                    if memory(task.model, layout, task.recipe).total > budget:
-                        break
+                base = replace(base, **task.pinned)
+                if base.recompute == recompute and base.offload == offload:
+                    yield from _schedules(task, base)
+
+
+def _schedules(task: Task, base: Layout) -> Iterator[Layout]:
+    """1F1B, and as many stages for each worker of a pipeline as divide its blocks."""
+    yield base
+    if base.pp > 1 and "chunks" not in task.pinned and task.model.layers % base.pp == 0:
+        blocks = task.model.layers // base.pp
+        yield from (replace(base, chunks=chunks) for chunks in INTERLEAVED if blocks % chunks == 0)
 
 
 def _batches(task: Task, base: Layout) -> Iterator[Layout]:
-    """The same mesh with all micro batches that divide the batch."""
-    for micro in MICRO_BATCHES:
+    """The same mesh with all micro batches that divide the batch; a pipeline has as many of them as stages, or more."""
+    sizes = MICRO_BATCHES if task.global_batch is None else BETWEEN
+    for micro in (task.pinned["micro_batch"],) if "micro_batch" in task.pinned else sizes:
+        accumulate = task.pinned.get("accumulate")
         if task.global_batch is None:
-            yield replace(base, micro_batch=micro, accumulate=4 * base.pp if base.pp > 1 else 1)
-            continue
-        step = micro * base.data
-        if step <= task.global_batch and task.global_batch % step == 0:
-            yield replace(base, micro_batch=micro, accumulate=task.global_batch // step)
+            accumulate = accumulate or (4 * base.pp if base.pp > 1 else 1)
+        else:
+            step = micro * base.data
+            if task.global_batch % step or accumulate not in (None, task.global_batch // step):
+                continue
+            accumulate = task.global_batch // step
+        # Interleaved schedules take micro batches in rounds of as many as there are workers.
+        if accumulate >= base.pp and (base.chunks == 1 or accumulate % base.pp == 0):
+            yield replace(base, micro_batch=micro, accumulate=accumulate)
 
 
 def _meshes(task: Task) -> Iterator[Layout]:
-    """All products of degrees that give the number of GPUs and suit the model."""
+    """All products of degrees that give the number of GPUs and suit the model, or the one that was asked for."""
     model, hardware = task.model, task.hardware
+    if task.mesh is not None:
+        asked = task.mesh
+        degrees = {axis: getattr(asked, axis) for axis in ("dp", "fsdp", "tp", "pp", "cp")}
+        yield Layout(**degrees, ep=getattr(asked, "ep", 1))
+        return
     for tp in _divisors(min(hardware.gpus, hardware.per_node)):
         if hardware.gpus % tp or model.heads % tp or model.kv_heads % tp:
             continue
         for pp in _divisors(hardware.gpus // tp):
             if pp > model.layers:
                 continue
-            for cp in _divisors(hardware.gpus // tp // pp) if task.beyond else (1,):
+            for cp in _divisors(hardware.gpus // tp // pp) if task.beyond or _sequences(task, pp) else (1,):
                 if model.seq % (2 * cp) and cp > 1:
                     continue
                 rest = hardware.gpus // tp // pp // cp
                 for fsdp in _divisors(rest):
                     layout = Layout(dp=rest // fsdp, fsdp=fsdp, tp=tp, pp=pp, cp=cp)
                     yield layout
-                    if layout.dp > 1 and layout.workers == layout.dp:
+                    if layout.dp > 1 and layout.shards == 1 and (layout.workers == layout.dp or task.recipe.free):
                         yield replace(layout, zero=1)
                     if task.beyond and model.expert_params and fsdp > 1:
                         yield replace(layout, ep=min(fsdp, hardware.per_node))
+
+
+def _sequences(task: Task, pp: int) -> bool:
+    """Whether sequences are worth dividing, and can be: by dtctl.runtime not in a pipeline, nor in compiled blocks."""
+    few = task.global_batch is not None and task.global_batch < task.hardware.gpus
+    possible = task.recipe.free or (pp == 1 and not task.compiled)
+    return possible and (task.model.seq >= LONG or few) and task.model.seq > 1
 
 
 def _divisors(number: int) -> list[int]:

@@ -144,6 +144,8 @@ def model_of(shape: Shape, *, params: float | None = None, doubts: tuple[str, ..
         block_products=2.0 * (products + (few * dense.products + many * sparse.products) / shape.layers),
         block_upcast=_upcast(shape),
         expert_params=expert * shape.experts * many,
+        experts_used=shape.experts_used if many else 0,
+        expert_width=(shape.expert_ffn or shape.ffn) if many else 0,
         ffn=shape.ffn if shape.plain and params is None else 0,
         assumed=_description(shape, total, active),
         doubts=doubts,
@@ -151,8 +153,9 @@ def model_of(shape: Shape, *, params: float | None = None, doubts: tuple[str, ..
 
 
 def _upcast(shape: Shape) -> float:
-    """Bytes that an RMSNorm and rotary embeddings keep of a token beyond what a LayerNorm does, where torch runs them
-    step by step: the norm's input and quotient in fp32, queries and keys in fp32. Models with a gate have both.
+    """Bytes of a token that RMSNorms and rotary embeddings keep beyond what a LayerNorm does, in steps of their own.
+
+    The norm's input and quotient are in fp32, and so are queries and keys. Models with a gate have both.
     """
     if not shape.gated:
         return 0.0

@@ -16,6 +16,12 @@ from dtctl.estimate.model import Model
 
 SMALL = 320
 """Width of a matrix at which products reach half of what they reach with wide ones."""
+EXPERTS = 0.5
+"""Width that an expert's products have in effect, by their own: each expert has few tokens at a time."""
+ROUTING = 6e-3
+"""Seconds that a block of experts takes at least, forward and backward: routing waits for the processor."""
+SENT = 0.5
+"""Share of the exchange between experts that nothing hides."""
 PASSES = 7.8
 """How often the activations of a block go to or from memory in a step, in eager mode."""
 FUSED = 4
@@ -58,6 +64,8 @@ class Speed:
     """Of exchange, what computation does not hide, tensor parallelism's included."""
     bubble_s: float
     """In which a pipeline waits."""
+    update_s: float
+    """Of the optimizer's step."""
     tokens_per_s_per_gpu: float
 
 
@@ -93,6 +101,7 @@ def speed(
         exchange_s=each * layout.accumulate + last + inside,
         exposed_s=exposed + inside,
         bubble_s=bubble,
+        update_s=update,
         tokens_per_s_per_gpu=samples * model.seq * layout.data / step / layout.workers,
     )
 
@@ -105,7 +114,9 @@ def _block(
     tokens = layout.micro_batch * model.seq / layout.cp
     peak = (gpu.half * gpu.products if half else gpu.single * max(gpu.products, 0.7)) * 1e12
     faster = FP8 if fp8 and half else 1.0
-    width = model.hidden / layout.tp**0.5
+    # A product is as wide as its narrower side lets it: experts are narrow.
+    width = min(float(model.hidden), model.expert_width * EXPERTS) if model.expert_width else float(model.hidden)
+    width /= layout.tp**0.5
     peak *= width / (width + SMALL)
     if model.hidden % (64 * layout.tp):
         peak *= ODD
@@ -133,6 +144,8 @@ def _block(
     total = products + attention + between
     if eager:
         total = max(total, LAUNCH * again)
+    if model.experts_used:
+        total = max(total, ROUTING * again)
     split_logits = layout.tp if recipe.loss_parallel else 1
     output = 6 * logits * tokens / layout.tp / (peak * faster) + 24 * model.vocab * tokens / split_logits / (
         gpu.hbm * 1e9
@@ -195,9 +208,15 @@ def _inside(model: Model, layout: Layout, hardware: Hardware, recipe: Recipe) ->
         moved = model.block_input * tokens * (layout.tp - 1) / layout.tp / (link * WIRE * 1e9)
         shown = 1 - TP_HIDDEN if recipe.tp_overlap else 1.0
         seconds += times * blocks * (moved + LATENCY / 2) * shown
+    if layout.ep > 1:
+        # Tokens go to their experts and come back, forward and backward.
+        near = min(1.0, hardware.per_node / (layout.ep * layout.tp))
+        link = hardware.gpu.link * near + hardware.network_per_gpu * (1 - near)
+        moved = 4 * model.block_input * model.experts_used * tokens / layout.tp * (layout.ep - 1) / layout.ep
+        seconds += SENT * blocks * (moved / (link * WIRE * 1e9) + 4 * LATENCY)
     if layout.cp > 1:
-        near = layout.cp * layout.tp <= hardware.per_node
-        link = (hardware.gpu.link if near else hardware.network_per_gpu) * WIRE * 1e9
+        inside = layout.cp * layout.tp <= hardware.per_node
+        link = (hardware.gpu.link if inside else hardware.network_per_gpu) * WIRE * 1e9
         keys = 3 * 2 * model.block_input * model.kv_heads / model.heads / layout.tp
         seconds += 0.3 * keys * tokens * (layout.cp - 1) * blocks / link
     if layout.pp > 1:

@@ -37,6 +37,33 @@ class PrecisionName(str, Enum):
     fp32 = "fp32"
 
 
+class FrameworkName(str, Enum):
+    """Frameworks whose way to hold a model is known; those of `dtctl.estimate.frameworks`."""
+
+    runtime = "runtime"
+    fsdp = "fsdp"
+    megatron = "megatron"
+    deepspeed = "deepspeed"
+    internevo = "internevo"
+    accelerate = "accelerate"
+    pure = "pure"
+
+
+class OptimizerName(str, Enum):
+    """Optimizers of dtctl.runtime."""
+
+    adamw = "adamw"
+    sgd = "sgd"
+
+
+class RecomputeName(str, Enum):
+    """What is computed again in the backward pass."""
+
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
 def advise(
     spec: Annotated[Path | None, typer.Argument(help="The spec. Default: ./dtctl.yaml, if it exists.")] = None,
     config: Annotated[Path | None, typer.Option("--config", help="A config.json in Hugging Face's format.")] = None,
@@ -62,10 +89,52 @@ def advise(
     network: Annotated[
         str | None, typer.Option("--network", help="Between nodes: ethernet-100, ndr-8, ... or GB/s of a node.")
     ] = None,
-    precision: Annotated[PrecisionName, typer.Option("--precision", help="Number format.")] = PrecisionName.bf16,
+    host_memory: Annotated[
+        str | None,
+        typer.Option("--host-memory", help="Memory of a node, for offloading. Default: twice that of its GPUs."),
+    ] = None,
+    precision: Annotated[
+        PrecisionName | None,
+        typer.Option("--precision", help="Number format. Default: the spec's, else bf16, or fp16 where GPUs lack it."),
+    ] = None,
+    optimizer: Annotated[
+        OptimizerName | None, typer.Option("--optimizer", help="Default: the spec's, else adamw.")
+    ] = None,
+    states: Annotated[
+        str | None,
+        typer.Option("--states", metavar="fp32|bf16", help="bf16: weights, gradients and moments in bf16 alone."),
+    ] = None,
+    framework: Annotated[
+        FrameworkName | None,
+        typer.Option("--framework", help="What trains, as far as memory and time depend on it. Default: runtime."),
+    ] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Blocks are compiled.")] = False,
+    fp8: Annotated[bool, typer.Option("--fp8", help="Matrix products in fp8.")] = False,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            "--mesh",
+            help="Price this mesh only: dp=2,fsdp=8,tp=4,cp=1,pp=1 (one degree may be -1), or a strategy's name.",
+        ),
+    ] = None,
+    zero: Annotated[
+        int | None, typer.Option("--zero", min=0, max=2, help="Stage of ZeRO over dp; stage 3 is the axis fsdp.")
+    ] = None,
+    micro_batch: Annotated[int | None, typer.Option("--micro-batch", help="Samples of a GPU and pass.")] = None,
+    accumulate: Annotated[int | None, typer.Option("--accumulate", help="Passes of a step.")] = None,
+    recompute: Annotated[
+        RecomputeName | None, typer.Option("--recompute", help="Activations that are computed again.")
+    ] = None,
+    stages: Annotated[
+        int | None, typer.Option("--stages-per-worker", help="More than 1: an interleaved pipeline.")
+    ] = None,
+    offload: Annotated[bool | None, typer.Option("--offload/--no-offload", help="Shards in the host's memory.")] = None,
     beyond: Annotated[
-        bool, typer.Option("--beyond", help="Try context and expert parallelism too, which `--write` cannot express.")
+        bool,
+        typer.Option(
+            "--beyond",
+            help="Try expert parallelism, and context parallelism in pipelines: `--write` cannot express them.",
+        ),
     ] = False,
     write: Annotated[bool, typer.Option("--write", help="Write the recommendation into the spec.")] = False,
     plot: Annotated[
@@ -79,7 +148,11 @@ def advise(
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
-    """Recommend how to parallelize a training: memory by part, speed, the best choice and why, what does not fit."""
+    """Recommend how to parallelize a training: memory by part, speed, the best choice and why, what does not fit.
+
+    Searched are data, sharded (fsdp), tensor, pipeline and context parallelism (cp), recomputation, offloading and the
+    micro batch; --mesh and the options after it price what you name.
+    """
     from dtctl.advise.gather import AdviseOptions, task
 
     path = _path(spec, write=write)
@@ -88,8 +161,11 @@ def advise(
         AdviseOptions(
             config=config, module=model, params=params, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads,
             ffn=ffn, gated=gated, vocab=vocab, experts=experts, seq=seq, batch=batch, gpus=gpus, per_node=per_node,
-            gpu=gpu, gpu_memory=gpu_memory, network=network, precision=precision.value, compiled=compiled,
-            beyond=beyond,
+            gpu=gpu, gpu_memory=gpu_memory, network=network, host_memory=host_memory,
+            precision=precision.value if precision else None, optimizer=optimizer.value if optimizer else None,
+            states=states, framework=framework.value if framework else None, compiled=compiled, fp8=fp8, mesh=mesh,
+            zero=zero, micro_batch=micro_batch, accumulate=accumulate,
+            recompute=recompute.value if recompute else None, chunks=stages, offload=offload, beyond=beyond,
         ),
         loaded,
     )  # fmt: skip
@@ -110,6 +186,7 @@ def _recommend(task: Task, path: Path, *, write: bool, plot: Path | None, json_l
                 "model": model_json(task.model),
                 "recommendation": as_json(advice.best, advice.reasons),
                 "alternatives": [as_json(choice) for choice in advice.alternatives],
+                "written": as_json(advice.written) if advice.written is not None else None,
                 "tried": advice.evaluated,
                 "basis": COMPUTED,
             }
@@ -233,6 +310,15 @@ def _title(task: Task) -> str:
     )
 
 
+def _how(task: Task) -> str:
+    """Number format and optimizer: what the figures were computed for."""
+    recipe = task.recipe
+    parts = {"weights": recipe.weight_bytes, "gradients": recipe.gradient_bytes, "fp32 copies": recipe.master_bytes,
+             "optimizer": recipe.optimizer_bytes}  # fmt: skip
+    bytes_each = ", ".join(f"{name} {size}" for name, size in parts.items() if size)
+    return f"in {task.precision}{' and fp8' if task.fp8 else ''}; bytes of a parameter: {bytes_each}"
+
+
 def _verdict(advice: Advice) -> str:
     from dtctl.advise.advice import described
 
@@ -243,6 +329,7 @@ def _show(task: Task, advice: Advice) -> None:
     output.out(_title(task))
     if task.model.assumed:
         output.out(f"  computed with {task.model.assumed}")
+    output.out(f"  {_how(task)}")
     output.out(_verdict(advice), "bold")
     output.out(f"  {COMPUTED}", "dim")
     for reason in advice.reasons:

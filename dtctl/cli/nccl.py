@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dtctl import names
 from dtctl.cli import output
 from dtctl.cli.common.agreement import Yes, agreed
+
+if TYPE_CHECKING:
+    from dtctl.nccl.catalogue import NcclVariable
 
 app = typer.Typer(
     help="Variables of NCCL, torch and gloo: what they mean, and which ones a cluster needs.",
@@ -21,32 +24,49 @@ Json = Annotated[bool, typer.Option("--json", help="JSON on standard output.")]
 
 @app.command("explain")
 def explain(
-    names_: Annotated[list[str], typer.Argument(metavar="NAME...", help="A variable: NCCL_SOCKET_IFNAME.")],
+    names_: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME...", help="Variables: NCCL_SOCKET_IFNAME MASTER_ADDR, or one with a value, A=B."),
+    ],
     json_: Json = False,
 ) -> None:
-    """Say what a variable means, its default, since when it exists, and what is dangerous about it."""
+    """Say what variables of NCCL, torch, gloo, launchers and CUDA mean, their defaults, and what is dangerous."""
     from dataclasses import asdict
 
     from dtctl.errors import UsageError
     from dtctl.nccl.catalogue import catalogue, closest_name
 
     variables = catalogue()
-    for name in (name.upper() for name in names_):
-        if name not in variables:
-            suggestion = closest_name(name)
-            raise UsageError(f"dtctl does not know {name}", hint=f"did you mean {suggestion}?" if suggestion else None)
-    selected = [variables[name.upper()] for name in names_]
+    asked = [word.partition("=")[::2] for name in names_ for word in name.split(",") if word.strip()]
+    settings = [(name.strip().upper(), value) for name, value in asked]
+    known = [(variables[name], value) for name, value in settings if name in variables]
+    unknown = list(dict.fromkeys(name for name, _ in settings if name not in variables))
     if json_:
-        output.emit_json({"variables": [asdict(variable) for variable in selected]})
-        return
-    for variable in selected:
-        output.out(variable.name, "bold")
-        output.out(f"  {variable.meaning}")
-        rows = {"default": variable.default, "since": variable.since, "danger": variable.danger}
-        rows["use instead"] = variable.instead
-        for label, text in rows.items():
-            if text:
-                output.out(f"  {label}: {text}")
+        output.emit_json({"variables": [asdict(variable) for variable, _ in known], "unknown": unknown})
+    else:
+        for variable, value in known:
+            _explain(variable, value)
+    if unknown:
+        near = [suggestion for name in unknown if (suggestion := closest_name(name))]
+        raise UsageError(
+            f"dtctl does not know {', '.join(unknown)}", hint=f"did you mean {', '.join(near)}?" if near else None
+        )
+
+
+def _explain(variable: NcclVariable, value: str) -> None:
+    from dtctl.lint.variables import judge
+
+    output.out(variable.name, "bold")
+    output.out(f"  {variable.meaning}")
+    rows = {"default": variable.default, "since": variable.since, "values": ", ".join(variable.values)}
+    rows |= {"danger": variable.danger, "use instead": variable.instead}
+    rows["on nodes"] = "may differ" if variable.differ else ""
+    for label, text in rows.items():
+        if text:
+            output.out(f"  {label}: {text}")
+    if value and (judged := judge(variable.name, value)):
+        _, message, fix = judged
+        output.out(f"  about {value}: {message.removeprefix(f'{variable.name}={value}: ')}; {fix}", "yellow")
 
 
 @app.command("env")

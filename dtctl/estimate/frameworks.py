@@ -13,27 +13,29 @@ from typing import Final
 from dtctl.estimate.memory import RUNTIME, TORCHTITAN, Recipe
 
 _MIXED: Final = replace(
-    RUNTIME, autocast=False, weight_bytes=2, master_bytes=4, gradients_stay=True, whole_gradients=False
+    RUNTIME, autocast=False, weight_bytes=2, master_bytes=4, gradients_stay=True, whole_gradients=False, free=True
 )
 """Weights in half precision, beside an fp32 copy in the optimizer."""
 
 FRAMEWORKS: Final[Mapping[str, Recipe]] = {
     "runtime": RUNTIME,
     # FSDP and FSDP2 with a mixed precision policy: shards in fp32, gathered in half precision.
-    "fsdp": replace(TORCHTITAN, loss_parallel=False, sequence_parallel=False),
+    "fsdp": replace(TORCHTITAN, loss_parallel=False, sequence_parallel=False, free=True),
     # docs/source/api-guide/dist_optimizer.md: 18 bytes, or 6 + 12/d with the distributed optimizer.
-    "megatron": replace(_MIXED, gradient_bytes=4, loss_parallel=True, fused=True),
+    "megatron": replace(_MIXED, gradient_bytes=4, loss_parallel=True, sequence_parallel=True, fused=True),
     # ZeRO (https://arxiv.org/abs/1910.02054) counts 2 + 2 + 12. Gradients and weights have flat fp32 copies besides:
     # BLOOM's tables (bigscience, train/tr11-176B-ml/chronicles-prequel.md) show 4 + 22/d.
-    "deepspeed": replace(_MIXED, gradient_bytes=2, master_bytes=14, fused=True, loss_parallel=True, collectives=12, overlap=0.1,
-                         stage_pace=1.15),
+    "deepspeed": replace(
+        _MIXED, gradient_bytes=2, master_bytes=14, fused=True, loss_parallel=True, collectives=12, overlap=0.1,
+        stage_pace=1.15,
+    ),
     # doc/en/train_performance.md of InternEvo: 30 to 33 bytes for each parameter, buffers of its flat copies included.
     "internevo": replace(_MIXED, gradient_bytes=6, step_bytes=12, fused=True, whole_gradients=False),
     # Trainer of transformers and Accelerate: torch's autocast over fp32 weights, foreach kernels.
     "accelerate": replace(RUNTIME, step_bytes=8, bucket_bytes=4),
     # Everything in half precision (`bf16-true` of LitGPT, torchtune's `dtype: bf16`).
     "pure": replace(RUNTIME, autocast=False, weight_bytes=2, gradient_bytes=2, optimizer_bytes=4, whole_gradients=False,
-                    kept_products=0.5),
+                    kept_products=0.5, free=True),
 }  # fmt: skip
 
 

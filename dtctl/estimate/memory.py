@@ -30,9 +30,9 @@ COMPILED = 0.8
 """Share of activations that compiled or fused blocks keep: what is between products is computed again."""
 QUARTER = 0.75
 """What of that products in fp8 keep."""
-RESERVE = 0.12
-"""Share of a GPU's memory that is not planned for: what is advertised is not all there, and 85% of the published cases
-that the formulas were not fitted to are met within 15% (docs/guides/advise.md)."""
+RESERVE = 0.1
+"""Share of a GPU's memory that is not planned for: what is advertised is not all there, and nine of ten published
+trainings need less than a tenth more than the formulas say (docs/guides/advise.md)."""
 BUDGET = 1 - RESERVE
 """Share of a GPU's memory that may be planned for."""
 
@@ -59,6 +59,8 @@ class Recipe:
     """Of a second copy of the gradients, in the buckets in which ddp exchanges them."""
     gradients_stay: bool = False
     """Gradients have a room of their own from the first step to the last."""
+    free: bool = False
+    """Axes go together that dtctl.runtime keeps apart: ZeRO with tp and pp, cp with pipelines and compiled blocks."""
     whole_gradients: bool = True
     """Sharded workers add up gradients of several micro batches whole, and exchange them once."""
     loss_parallel: bool = False
@@ -184,15 +186,22 @@ def _stage(
     table_share = 1 if layout.pp == 1 or model.tied else 2
     root = model.root_params / layout.tp / table_share
     blocks = -(-model.layers // layout.pp)
-    experts = model.expert_params / model.params if layout.ep > 1 else 0.0
-    params = root + blocks * model.block_params * (1 - experts + experts / layout.ep) / layout.tp
+    # Experts are parted over workers that otherwise hold copies (dp) or shards (fsdp) of the same: over dp there are
+    # fewer copies, over fsdp nothing less lies on a worker, but less is gathered.
+    experts = model.expert_params / (model.layers * model.block_params) if layout.ep > 1 else 0.0
+    parted = min(layout.ep, layout.dp * layout.tp) if layout.shards == 1 else 1
     block = model.block_params / layout.tp
+    own = block * (1 - experts + experts / parted)
+    params = root + blocks * own
+    block *= 1 - experts + experts / layout.ep
     trained = params * (1 - model.frozen / model.params if model.params else 1.0)
     activations, working = _activations(model, layout, recipe, per_token, blocks * flying)
     logits = _logits(model, layout, recipe) if last else 0.0
     gradients = trained * recipe.gradient_bytes / layout.shards / (layout.dp if layout.zero > 1 else 1)
     optimizer = trained * (recipe.optimizer_bytes + recipe.master_bytes) / layout.shards
-    optimizer /= layout.dp if layout.zero else 1
+    if layout.zero:  # what is parted already has fewer workers to divide it among
+        whole = root + blocks * model.block_params / layout.tp
+        optimizer *= whole / params / layout.dp
     kept = (params * recipe.weight_bytes + trained * recipe.average_bytes) / layout.shards
     state, host = kept + gradients + optimizer, 0.0
     temporary = _temporary(layout, recipe, params=params, block=block, root=root)
@@ -232,9 +241,7 @@ def _kept(model: Model, layout: Layout, recipe: Recipe, *, compiled: bool, fp8: 
     return kept * (1.0 if half else 2.0)
 
 
-def _activations(
-    model: Model, layout: Layout, recipe: Recipe, per_token: float, blocks: float
-) -> tuple[float, float]:
+def _activations(model: Model, layout: Layout, recipe: Recipe, per_token: float, blocks: float) -> tuple[float, float]:
     """Bytes kept for the backward pass by so many blocks, and of the block at work, which needs all of its own."""
     scale = 1.0 if layout.precision != "fp32" else 2.0
     tokens = layout.micro_batch * model.seq / layout.cp

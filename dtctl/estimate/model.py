@@ -37,6 +37,10 @@ class Model:
     compute in fp32 in steps of their own."""
     expert_params: float = 0.0
     """Part of `params` that is in experts."""
+    experts_used: int = 0
+    """Experts that a token is sent to; 0 where there are none."""
+    expert_width: int = 0
+    """Inner width of an expert."""
     frozen: float = 0.0
     """Part of `params` that is not trained: it has neither gradients nor optimizer state."""
     ffn: int = 0

@@ -164,7 +164,7 @@ def told(*budgets: float, slots: int = 2) -> list[dict[str, Any]]:
     return [{"budget": budget, "slots": slots, "before": None} for budget in budgets]
 
 
-ENOUGH, SCARCE, NARROW = 1e11, 3e9, 2.4e9
+ENOUGH, SCARCE, NARROW = 1e11, 3e9, 2.2e9
 
 
 def test_the_smallest_memory_of_all_workers_decides() -> None:

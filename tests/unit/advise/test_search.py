@@ -1,0 +1,279 @@
+"""The search beside one that leaves nothing out, and what it takes from the spec, the GPU and the host."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dtctl.advise.advice import ABSURD, advise, as_json, settings
+from dtctl.advise.gather import AdviseOptions, task
+from dtctl.advise.hardware import Hardware, gpu, gpus
+from dtctl.advise.model import transformer
+from dtctl.advise.search import COPIES, LONG, Task, choices
+from dtctl.advise.usual import FAMILIES, usual
+from dtctl.errors import UsageError
+from dtctl.estimate.frameworks import FRAMEWORKS
+from dtctl.estimate.memory import BUDGET, GIB, RUNTIME, Layout, memory
+from dtctl.spec.load import parse_spec
+from dtctl.spec.model import Spec
+
+
+def cluster(count: int, *, kind: str = "H100", per_node: int = 8, **more: float) -> Hardware:
+    return Hardware(gpu=gpu(kind), gpus=count, per_node=min(per_node, count), network=400, **more)
+
+
+def everything(asked: Task) -> list[Layout]:
+    """All layouts that dtctl.runtime can run, from nothing but its rules: every product, every divisor."""
+    model, count, batch = asked.model, asked.hardware.gpus, asked.global_batch
+    assert batch is not None
+    numbers = [number for number in range(1, count + 1) if count % number == 0]
+    found = []
+    for dp, fsdp, tp, pp, cp in itertools.product(numbers, repeat=5):
+        mesh = Layout(dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp, precision=asked.precision)
+        if mesh.workers != count or tp > asked.hardware.per_node or model.kv_heads % tp or model.heads % tp:
+            continue
+        if pp > model.layers or (cp > 1 and (pp > 1 or model.seq % (2 * cp) or asked.compiled)):
+            continue
+        if cp > 1 and model.seq < LONG and batch >= count:
+            continue
+        for micro in range(1, batch + 1):
+            if batch % (micro * dp * fsdp) or batch // (micro * dp * fsdp) < pp:
+                continue
+            sized = replace(mesh, micro_batch=micro, accumulate=batch // (micro * dp * fsdp))
+            for recompute, offload, zero in itertools.product(("none", "selective", "full"), (False, True), (0, 1)):
+                if (offload and (fsdp == 1 or pp > 1)) or (zero and dp != count):
+                    continue
+                found.append(replace(sized, recompute=recompute, offload=offload, zero=zero))
+    return found
+
+
+def fits(asked: Task, layout: Layout) -> bool:
+    need = memory(asked.model, layout, asked.recipe, compiled=asked.compiled)
+    host = asked.hardware.host_per_gpu * 0.8 * GIB
+    return need.total <= asked.hardware.gpu.memory * GIB * BUDGET and need.host <= host
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_fits_and_nothing_fits_are_what_a_search_that_leaves_nothing_out_says(seed: int) -> None:
+    chance = random.Random(seed)
+    heads = chance.choice([8, 12, 16, 40])
+    model = transformer(
+        layers=chance.choice([6, 24, 48]), hidden=128 * heads, heads=heads, kv_heads=chance.choice([heads, heads // 4]),
+        vocab=32000, seq=chance.choice([1024, 4096, 16384]), gated=chance.random() < 0.5,
+    )  # fmt: skip
+    asked = Task(
+        model=model,
+        hardware=cluster(
+            chance.choice([1, 2, 4, 6, 8, 12, 16]), kind=chance.choice(["T4", "V100-16", "A100-40", "H100"]),
+            per_node=chance.choice([1, 2, 4]) if seed % 2 else 8, host_memory=chance.choice([32.0, 256.0]),
+        ),
+        global_batch=chance.choice([4, 8, 12, 48]),
+        precision="fp16" if chance.random() < 0.5 else "fp32",
+        compiled=chance.random() < 0.3,
+    )  # fmt: skip
+    if asked.hardware.gpus % asked.hardware.per_node:
+        asked = replace(asked, hardware=replace(asked.hardware, per_node=1))
+    possible = everything(asked)
+    fitting = [layout for layout in possible if fits(asked, layout)]
+    if not possible:
+        with pytest.raises(UsageError):
+            advise(asked)
+        return
+    found = advise(asked)
+    assert found.best.fits == bool(fitting), f"{len(fitting)} of {len(possible)} fit"
+    assert found.best.fits == ("nothing fits" not in found.reasons[0])
+    for one in [found.best, *found.alternatives]:
+        assert one.fits == fits(asked, one.layout)
+
+
+def test_both_answers_are_among_those_that_were_checked() -> None:
+    small = transformer(layers=6, hidden=1024, heads=8, vocab=32000, seq=1024)
+    large = transformer(layers=48, hidden=5120, heads=40, vocab=32000, seq=1024)
+    for model, expected in ((small, True), (large, False)):
+        asked = Task(model=model, hardware=cluster(1, kind="T4", host_memory=32.0), global_batch=4, precision="fp16")
+        assert any(fits(asked, layout) for layout in everything(asked)) is expected
+
+
+def test_a_pipeline_never_has_fewer_micro_batches_than_stages() -> None:
+    for one in choices(Task(model=usual(7e9, seq=2048, name="7B"), hardware=cluster(16), global_batch=16)):
+        assert one.layout.accumulate >= one.layout.pp
+
+
+@pytest.mark.parametrize(
+    ("params", "layers", "hidden", "heads", "kv_heads"),
+    [
+        ("7B", 32, 4096, 32, 32),
+        ("8B", 32, 4096, 32, 8),
+        ("13B", 40, 5120, 40, 40),
+        ("70B", 80, 8192, 64, 8),
+        ("405B", 126, 16384, 128, 8),
+        ("175B", 96, 12288, 96, 96),
+        ("124M", 12, 768, 12, 12),
+    ],
+)
+def test_a_number_of_parameters_has_the_shape_of_the_published_family(
+    params: str, layers: int, hidden: int, heads: int, kv_heads: int
+) -> None:
+    asked = task(AdviseOptions(params=params, gpus=8), None)
+    model = asked.model
+    assert (model.layers, model.hidden, model.heads, model.kv_heads) == (layers, hidden, heads, kv_heads)
+    assert {one.layout.tp for one in choices(asked)} >= {1, 2, 4}
+    assert "the shape of" in model.assumed
+
+
+def test_published_families_have_the_parameters_of_their_names() -> None:
+    from dtctl.advise.shape import model_of
+
+    known = {"Llama 2 7B": 6.74e9, "Llama 3.1 8B": 8.03e9, "Llama 3.1 70B": 70.55e9, "Llama 3.1 405B": 405.85e9,
+             "Qwen2.5-32B": 32.76e9, "Qwen2.5-72B": 72.7e9, "GPT-NeoX-20B": 20.3e9, "TinyLlama": 1.1e9,
+             "Yi-34B": 34.39e9, "Mistral Large": 122.6e9, "Llama 3.2 1B": 1.236e9}  # fmt: skip
+    found = {shape.name: model_of(shape).params for shape in FAMILIES}
+    for name, params in known.items():
+        assert found[name] == pytest.approx(params, rel=0.02), name
+
+
+@pytest.mark.parametrize("params", [3e5, 5e6, 5e10, 2.3e11, 4e12])
+def test_between_the_families_there_are_heads_that_gpus_can_divide(params: float) -> None:
+    model = usual(params, seq=2048, name="between")
+    assert model.params == params
+    assert model.hidden < 4096 or model.heads % 8 == 0
+
+
+def spec(train: str) -> Spec:
+    text = f"cluster: {{transport: local, slots: 8}}\njob: {{script: t.py}}\ntrain: {{{train}}}\n"
+    return parse_spec(text, source="dtctl.yaml", base_dir=Path())
+
+
+def test_the_specs_precision_and_optimizer_are_honoured_and_never_written() -> None:
+    numbers = AdviseOptions(params="1B", gpu="V100")
+    asked = task(numbers, spec("precision: fp16, optimizer: sgd, compile: true"))
+    assert (asked.precision, asked.recipe.optimizer_bytes, asked.compiled) == ("fp16", 4, True)
+    written = settings(asked, advise(asked).best)
+    assert not {"precision", "optimizer", "compile"} & set(written)
+    assert task(numbers, spec("precision: fp32")).precision == "fp32"
+    assert task(numbers, spec("optimizer: sgd, momentum: 0.0")).recipe.optimizer_bytes == 0
+    unset = task(numbers, spec("lr: 1.0e-3"))
+    assert (unset.precision, unset.recipe) == ("fp16", RUNTIME)
+    assert settings(unset, advise(unset).best)["precision"] == "fp16"
+    assert task(replace(numbers, gpu="A100"), spec("lr: 1.0e-3")).precision == "bf16"
+
+
+@pytest.mark.parametrize("kind", ["V100", "V100-16", "T4"])
+def test_bf16_is_refused_where_the_gpu_has_none(kind: str) -> None:
+    with pytest.raises(UsageError, match="does not compute in bf16") as refused:
+        task(AdviseOptions(params="1B", gpus=8, gpu=kind, precision="bf16"), None)
+    assert refused.value.where == "--precision"
+    with pytest.raises(UsageError) as refused:
+        task(AdviseOptions(params="1B", gpu=kind), spec("precision: bf16"))
+    assert refused.value.where == "train.precision"
+
+
+def test_gpus_without_bf16_are_those_before_ampere() -> None:
+    assert {name for name, one in gpus().items() if not one.bf16} == {"V100", "V100-16", "T4"}
+    with pytest.raises(UsageError, match="does not compute in fp8"):
+        task(AdviseOptions(params="1B", gpus=8, gpu="A100", fp8=True), None)
+
+
+def test_offloading_counts_the_memory_of_the_host() -> None:
+    model = usual(13e9, seq=2048, name="13B")
+    roomy, cramped = (
+        Task(model=model, hardware=cluster(2, kind="A100-40", host_memory=gib), global_batch=2) for gib in (512.0, 64.0)
+    )
+    found = advise(roomy).best
+    assert found.fits
+    assert found.layout.offload
+    assert found.memory.host == pytest.approx(16 * 13e9 / 2)
+    assert any("of the host's memory" in reason or "in the host's memory" in reason for reason in advise(roomy).reasons)
+    assert not advise(cramped).best.fits
+    assert "of the host's memory" in " ".join(advise(cramped).reasons) or advise(cramped).best.short > 0
+    assert as_json(found)["host_gib"] > 90
+
+
+def test_a_mesh_that_is_named_is_priced_alone() -> None:
+    options = AdviseOptions(params="70B", gpus=64, seq=8192, batch=128, mesh="fsdp=8,tp=8", framework="fsdp")
+    found = advise(task(options, None))
+    assert {(one.layout.fsdp, one.layout.tp) for one in [found.best, *found.alternatives]} == {(8, 8)}
+    exact = replace(options, mesh="dp=-1,tp=4,pp=4", framework="megatron", zero=1, micro_batch=1, chunks=5,
+                    recompute="none", fp8=True)  # fmt: skip
+    layout = advise(task(exact, None)).best.layout
+    assert layout == Layout(dp=4, tp=4, pp=4, zero=1, micro_batch=1, accumulate=32, chunks=5)
+    for mesh, text in (("fsdp=7", "64"), ("ep=8,dp=8", "no axis ep"), ("fsdp=8,what", "what"), ("zig", "no strategy")):
+        with pytest.raises(UsageError, match=text):
+            task(replace(options, mesh=mesh), None)
+    with pytest.raises(UsageError, match="micro batches times 64 replicas"):
+        advise(task(replace(options, mesh="fsdp", batch=7), None))
+
+
+def test_what_the_spec_describes_now_is_priced_beside_the_advice() -> None:
+    asked = task(AdviseOptions(params="7B"), spec("strategy: ddp, micro_batch: 1, precision: bf16"))
+    found = advise(asked)
+    assert found.written is not None
+    assert (found.written.strategy, found.written.fits) == ("ddp", False)
+    assert "the spec's own dp 8, micro batch 1 needs" in found.reasons[-1]
+    assert advise(task(AdviseOptions(params="7B"), spec("strategy: auto"))).written is None
+
+
+def test_context_parallelism_is_searched_for_long_sequences_and_in_the_help() -> None:
+    long = Task(model=usual(8e9, seq=131072, name="8B"), hardware=cluster(16), global_batch=4)
+    assert {one.layout.cp for one in choices(long)} >= {1, 2, 4, 8}
+    assert not any(one.layout.cp > 1 < one.layout.pp for one in choices(long))
+    best = advise(long).best
+    assert best.layout.cp > 1
+    assert settings(long, best)["strategy"]["cp"] == best.layout.cp
+    done = subprocess.run(
+        [sys.executable, "-m", "dtctl", "advise", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "context parallelism" in " ".join(done.stdout.split())
+
+
+def test_memory_is_never_planned_to_the_brim_and_copies_give_way_to_shards_that_are_as_fast() -> None:
+    for params in (3e8, 1e9, 3e9, 7e9):
+        asked = Task(model=usual(params, seq=2048, name="x"), hardware=cluster(8), global_batch=64)
+        best = advise(asked).best
+        assert best.memory.total <= BUDGET * 80 * GIB < 0.95 * 80 * GIB
+        if best.strategy == "ddp":
+            shards = [one for one in choices(asked) if one.strategy == "fsdp" and one.fits]
+            fastest = max(one.speed.tokens_per_s_per_gpu for one in shards)
+            assert best.memory.states <= COPIES * best.budget or best.speed.tokens_per_s_per_gpu > fastest
+
+
+def test_absurd_answers_are_called_absurd() -> None:
+    asked = Task(model=usual(70e9, seq=2048, name="70B"), hardware=replace(cluster(64, per_node=1), network=0.125))
+    found = advise(asked)
+    assert found.best.peak_share < ABSURD
+    assert found.reasons[0].startswith("absurdly slow")
+    assert as_json(found.best)["absurd"] is True
+    sensible = advise(Task(model=usual(70e9, seq=2048, name="70B"), hardware=cluster(256), global_batch=1024))
+    assert not as_json(sensible.best)["absurd"]
+    assert "absurd" not in " ".join(sensible.reasons)
+
+
+def test_frameworks_of_the_command_line_are_those_that_are_known() -> None:
+    from dtctl.cli.advise import FrameworkName
+
+    assert [one.value for one in FrameworkName] == list(FRAMEWORKS)
+
+
+def test_states_in_bf16_alone_need_half_of_mixed_ones() -> None:
+    whole, half = (task(AdviseOptions(params="7B", gpus=8, states=states), None).recipe for states in ("fp32", "bf16"))
+    layout = Layout(fsdp=8)
+    model = usual(7e9, seq=2048, name="7B")
+    assert memory(model, layout, half).states == pytest.approx(memory(model, layout, whole).states / 2)
+    with pytest.raises(UsageError, match="fp32 or bf16"):
+        task(AdviseOptions(params="7B", gpus=8, states="fp8"), None)
+
+
+def test_the_command_prices_a_mesh_in_json(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "dtctl", "advise", "--params", "8B", "--gpus", "8", "--seq", "8192", "--framework",
+            "fsdp", "--mesh", "fsdp", "--micro-batch", "2", "--recompute", "selective", "--compile",
+            "--json"]  # fmt: skip
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+    found = json.loads(done.stdout)["recommendation"]
+    assert (found["mesh"]["fsdp"], found["micro_batch"], found["recompute"]) == (8, 2, "selective")
