@@ -133,7 +133,7 @@ def compared(case: Published) -> dict[str, Any]:
     same = all(getattr(best.layout, axis) == getattr(layout, axis) for axis in ("dp", "fsdp", "tp", "pp", "cp"))
     ratio = best.speed.tokens_per_s_per_gpu / theirs.speed.tokens_per_s_per_gpu
     row["mesh"] = {
-        "published": described(theirs), "recommended": described(best), "fits": best.fits, "same": same,
+        "published": described(theirs.layout), "recommended": described(best.layout), "fits": best.fits, "same": same,
         "speed_ratio": round(ratio, 4), "right": best.fits and (same or ratio >= 1 - SIMPLER),
     }  # fmt: skip
     return row

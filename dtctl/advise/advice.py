@@ -64,7 +64,7 @@ def _refused(task: Task) -> str:
 
 def _as_written(written: Choice, best: Choice) -> str:
     """What the spec's own layout costs."""
-    need = f"the spec's own {described(written)} needs {written.memory.total / GIB:.1f} GiB"
+    need = f"the spec's own {described(written.layout)} needs {written.memory.total / GIB:.1f} GiB"
     if not written.fits:
         return f"{need}, {written.short / GIB:.1f} too many"
     ratio = written.speed.tokens_per_s_per_gpu / best.speed.tokens_per_s_per_gpu - 1
@@ -119,9 +119,9 @@ def _reasons(task: Task, best: Choice, alternatives: tuple[Choice, ...]) -> list
     if second is not None and second.fits:
         less = 1 - second.speed.tokens_per_s_per_gpu / speed.tokens_per_s_per_gpu
         comparison = f"{less:.0%} slower" if less > 0.005 else "as fast, and has more to set up"
-        reasons.append(f"the runner-up is {described(second)}: {comparison}")
+        reasons.append(f"the runner-up is {described(second.layout)}: {comparison}")
     elif second is not None:
-        reasons.append(f"nothing else fits; {described(second)} lacks {second.short / GIB:.1f} GiB")
+        reasons.append(f"nothing else fits; {described(second.layout)} lacks {second.short / GIB:.1f} GiB")
     return reasons
 
 
@@ -174,9 +174,8 @@ def _what_helps(task: Task, best: Choice) -> str:
     return f"most of it are {largest}: {parts[largest] / GIB:.1f} GiB on {task.hardware.gpu.name}"
 
 
-def described(shown: Choice) -> str:
+def described(layout: Layout) -> str:
     """`fsdp 8 x tp 2, full recomputation, micro batch 4`."""
-    layout = shown.layout
     axes = " x ".join(
         f"{name} {getattr(layout, name)}"
         for name in ("dp", "fsdp", "tp", "pp", "cp", "ep")

@@ -23,7 +23,7 @@ from dtctl.advise.sizes import count, gibibytes
 from dtctl.advise.usual import usual
 from dtctl.errors import PlanError, UsageError
 from dtctl.estimate.frameworks import FRAMEWORKS, held
-from dtctl.estimate.memory import Layout, Precision, Recipe
+from dtctl.estimate.memory import Layout, MemoryEstimate, Precision, Recipe, memory
 from dtctl.estimate.model import Model, from_inspection
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import resolve_nodes
@@ -118,7 +118,7 @@ def task(options: AdviseOptions, spec: Spec | None) -> Task:
         recipe=_recipe(options, written, precision, (spec.job.kind or "") if spec is not None else ""),
         mesh=_mesh(options, hardware),
         pinned=_pinned(options),
-        written=_written(written, hardware, precision),
+        written=_written(written, hardware),
         settled=frozenset(written),
     )
 
@@ -182,7 +182,26 @@ def _mesh(options: AdviseOptions, hardware: Hardware) -> Degrees | None:
         raise UsageError(exc.message, where="--mesh", hint=exc.hint) from None
 
 
-def _written(written: Mapping[str, Any], hardware: Hardware, precision: Precision) -> Layout | None:
+def estimate(spec: Spec) -> tuple[Layout, MemoryEstimate] | None:
+    """What a GPU needs for the training that a spec describes; None where it leaves the model or the strategy open.
+
+    Raises:
+        UsageError: what the spec says of the model does not fit together.
+    """
+    written = spec.settings
+    nodes = resolve_nodes(spec)
+    counts = [node.slots for node in nodes if isinstance(node.slots, int)]
+    if not written.get("model") or len(counts) < len(nodes) or len(set(counts)) != 1:
+        return None
+    anywhere = Hardware(gpu=hardware.gpu("H100"), gpus=sum(counts), per_node=counts[0], network=1.0)
+    layout = _written(written, anywhere)
+    if layout is None:
+        return None
+    recipe = _recipe(AdviseOptions(), written, layout.precision, spec.job.kind or "")
+    return layout, memory(_model(AdviseOptions(), spec), layout, recipe, compiled=bool(written.get("compile")))
+
+
+def _written(written: Mapping[str, Any], hardware: Hardware) -> Layout | None:
     """What the spec describes now; None if it leaves the strategy open, or its mesh is one of other workers."""
     strategy = written.get("strategy")
     if strategy in (None, "auto"):
@@ -202,7 +221,7 @@ def _written(written: Mapping[str, Any], hardware: Hardware, precision: Precisio
         accumulate=accumulate or (2 * degrees.pp if degrees.pp > 1 else 1),
         recompute=("full" if recompute == 1 else "none") if isinstance(recompute, int) else recompute,
         offload=bool((written.get("fsdp") or {}).get("cpu_offload")),
-        precision=precision,
+        precision=written.get("precision") or "fp32",
     )
 
 
@@ -237,8 +256,8 @@ def _hardware(options: AdviseOptions, spec: Spec | None) -> Hardware:
         raise UsageError(f"{gpus} GPUs are more than the {MOST_GPUS} that can be searched")
     if gpus % per_node:
         raise UsageError(f"{gpus} GPUs cannot be divided into nodes of {per_node}")
-    memory = gibibytes(options.gpu_memory) if options.gpu_memory else None
-    gpu = hardware.gpu(options.gpu or "H100", memory)
+    size = gibibytes(options.gpu_memory) if options.gpu_memory else None
+    gpu = hardware.gpu(options.gpu or "H100", size)
     default = "ndr-8" if per_node >= 8 else "ethernet-100"
     return Hardware(
         gpu=gpu,

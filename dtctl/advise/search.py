@@ -191,11 +191,17 @@ def _meshes(task: Task) -> Iterator[Layout]:
                 rest = hardware.gpus // tp // pp // cp
                 for fsdp in _divisors(rest):
                     layout = Layout(dp=rest // fsdp, fsdp=fsdp, tp=tp, pp=pp, cp=cp)
-                    yield layout
+                    yield from _parted(task, layout)
                     if layout.dp > 1 and layout.shards == 1 and (layout.workers == layout.dp or task.recipe.free):
-                        yield replace(layout, zero=1)
-                    if task.beyond and model.expert_params and fsdp > 1:
-                        yield replace(layout, ep=min(fsdp, hardware.per_node))
+                        yield from _parted(task, replace(layout, zero=1))
+
+
+def _parted(task: Task, layout: Layout) -> Iterator[Layout]:
+    """A layout, and the same with its experts parted: over the GPUs of a node, and over all that hold the same."""
+    yield layout
+    if task.beyond and task.model.experts:
+        degrees = sorted({min(layout.data, task.hardware.per_node), layout.data})
+        yield from (replace(layout, ep=ep) for ep in degrees if ep > 1 and task.model.experts % ep == 0)
 
 
 def _sequences(task: Task, pp: int) -> bool:

@@ -144,6 +144,7 @@ def model_of(shape: Shape, *, params: float | None = None, doubts: tuple[str, ..
         block_products=2.0 * (products + (few * dense.products + many * sparse.products) / shape.layers),
         block_upcast=_upcast(shape),
         expert_params=expert * shape.experts * many,
+        experts=shape.experts if many else 0,
         experts_used=shape.experts_used if many else 0,
         expert_width=(shape.expert_ffn or shape.ffn) if many else 0,
         ffn=shape.ffn if shape.plain and params is None else 0,

@@ -42,6 +42,8 @@ HOP = 5e-6
 """Seconds that it takes longer for each member."""
 RING = 0.09
 """What attention takes longer each time context parallelism halves its pieces."""
+TP_WAIT = 75e-6
+"""Seconds that each exchange of tensor parallel workers takes at least, between two products that wait for it."""
 TP_HIDDEN = 0.59
 """Share of tensor parallel exchange that overlaps with products, where the framework does that."""
 UNEVEN = 0.53
@@ -207,7 +209,7 @@ def _inside(model: Model, layout: Layout, hardware: Hardware, recipe: Recipe) ->
         link = hardware.gpu.link if layout.tp <= hardware.per_node else hardware.network_per_gpu
         moved = model.block_input * tokens * (layout.tp - 1) / layout.tp / (link * WIRE * 1e9)
         shown = 1 - TP_HIDDEN if recipe.tp_overlap else 1.0
-        seconds += times * blocks * (moved + LATENCY / 2) * shown
+        seconds += times * blocks * (moved * shown + TP_WAIT)
     if layout.ep > 1:
         # Tokens go to their experts and come back, forward and backward.
         near = min(1.0, hardware.per_node / (layout.ep * layout.tp))

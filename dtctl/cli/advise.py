@@ -280,7 +280,7 @@ def _plot(path: Path, task: Task, advice: Advice) -> None:
 
     rows = [
         Bar(
-            label=described(choice),
+            label=described(choice.layout),
             parts=tuple(round(part / GIB, 3) for part in _parts(choice)),
             short=0.0 if choice.fits else choice.short / GIB,
             speed=choice.speed.tokens_per_s_per_gpu,
@@ -322,7 +322,7 @@ def _how(task: Task) -> str:
 def _verdict(advice: Advice) -> str:
     from dtctl.advise.advice import described
 
-    return f"{'use' if advice.best.fits else 'nearest'} {advice.best.strategy}: {described(advice.best)}"
+    return f"{'use' if advice.best.fits else 'nearest'} {advice.best.strategy}: {described(advice.best.layout)}"
 
 
 def _show(task: Task, advice: Advice) -> None:
@@ -347,7 +347,7 @@ def _row(choice: Choice) -> list[str]:
     from dtctl.advise.advice import described
     from dtctl.estimate.memory import GIB
 
-    name = described(choice) if choice.fits else f"{described(choice)} (lacks {choice.short / GIB:.1f})"
+    name = described(choice.layout) if choice.fits else f"{described(choice.layout)} (lacks {choice.short / GIB:.1f})"
     figures = [f"{part / GIB:.1f}" for part in _parts(choice)]
     return [name, f"{choice.memory.total / GIB:.1f}", *figures, f"{choice.speed.tokens_per_s_per_gpu:.0f}", bar(choice)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,7 @@ from dtctl.errors import DtctlError
 
 if TYPE_CHECKING:
     from dtctl.plan.model import Plan
+    from dtctl.spec.model import Spec
 
 NOT_EXAMINED = (
     "the nodes (`dtctl doctor`)",
@@ -39,7 +40,7 @@ def validate(
         output.emit_json(json_schema())
         return
     try:
-        plan = _planned(spec, set_ or ())
+        plan, estimate = _planned(spec, set_ or ())
     except DtctlError as exc:
         if json_:
             facts = {"message": exc.message, "where": exc.where, "hint": exc.hint, "exit_code": exc.exit_code}
@@ -52,6 +53,7 @@ def validate(
                 "spec": str(spec),
                 "nodes": [node.name for node in plan.nodes],
                 "world_size": plan.world_size,
+                "estimate": estimate,
                 "not_examined": list(NOT_EXAMINED),
             }
         )
@@ -61,11 +63,14 @@ def validate(
     output.out(f"{spec} can be planned: {plan.job}, {plan.kind} over {plan.transport}, {nodes}, {workers}")
     for note in plan.notes:
         output.out(f"note: {note}")
+    if estimate is not None:
+        parts = ", ".join(f"{part} {estimate[f'{part}_gib']}" for part in ("states", "activations", "overhead"))
+        output.out(f"estimate: {estimate['total_gib']} GiB of each GPU for {estimate['layout']} ({parts})")
     output.out(f"not examined: {', '.join(NOT_EXAMINED)}", "dim")
 
 
-def _planned(spec: Path, changes: Sequence[str]) -> Plan:
-    """The plan that a launch would begin with, had it asked the nodes nothing."""
+def _planned(spec: Path, changes: Sequence[str]) -> tuple[Plan, dict[str, Any] | None]:
+    """The plan that a launch would begin with, had it asked the nodes nothing; the memory that it needs, if known."""
     from dtctl.launch.assemble import check_program_files
     from dtctl.launch.cluster import cluster_of
     from dtctl.launch.files.tree import scan
@@ -75,4 +80,30 @@ def _planned(spec: Path, changes: Sequence[str]) -> Plan:
     checked = load_spec(spec, changes)
     root = checked.base_dir / checked.job.files.root
     check_program_files(checked, scan(root, include=checked.job.files.include, exclude=checked.job.files.exclude))
-    return first_plan(checked, cluster_of(checked, start=False), run="validate")
+    return first_plan(checked, cluster_of(checked, start=False), run="validate"), _estimate(checked)
+
+
+def _estimate(spec: Spec) -> dict[str, Any] | None:
+    """Memory of a GPU by the formulas of `dtctl advise`, in GiB; None where the spec leaves open what it depends on."""
+    if not spec.settings.get("model"):
+        return None
+    from dtctl.advise.advice import described
+    from dtctl.advise.gather import estimate
+    from dtctl.errors import UsageError
+    from dtctl.estimate.memory import GIB
+
+    try:
+        found = estimate(spec)
+    except UsageError:  # a `train.model` of the program's own, which says nothing to the formulas
+        return None
+    if found is None:
+        return None
+    layout, need = found
+    sizes = {
+        "total_gib": need.total,
+        "states_gib": need.states,
+        "activations_gib": need.activations + need.logits + need.temporary,
+        "overhead_gib": need.overhead,
+        "host_gib": need.host,
+    }
+    return {"layout": described(layout)} | {name: round(size / GIB, 2) for name, size in sizes.items()}

@@ -24,10 +24,11 @@ FRAMEWORKS: Final[Mapping[str, Recipe]] = {
     # docs/source/api-guide/dist_optimizer.md: 18 bytes, or 6 + 12/d with the distributed optimizer.
     "megatron": replace(_MIXED, gradient_bytes=4, loss_parallel=True, sequence_parallel=True, fused=True),
     # ZeRO (https://arxiv.org/abs/1910.02054) counts 2 + 2 + 12. Gradients and weights have flat fp32 copies besides:
-    # BLOOM's tables (bigscience, train/tr11-176B-ml/chronicles-prequel.md) show 4 + 22/d.
+    # BLOOM's tables (bigscience, train/tr11-176B-ml/chronicles-prequel.md) show 4 + 21/d.
+    # Its defaults stage3_max_live_parameters and stage3_max_reuse_distance are 1e9 each.
     "deepspeed": replace(
-        _MIXED, gradient_bytes=2, master_bytes=14, fused=True, loss_parallel=True, collectives=12, overlap=0.1,
-        stage_pace=1.15,
+        _MIXED, gradient_bytes=2, master_bytes=13, live_params=2e9, fused=True, loss_parallel=True, collectives=12,
+        overlap=0.1, stage_pace=1.15,
     ),
     # doc/en/train_performance.md of InternEvo: 30 to 33 bytes for each parameter, buffers of its flat copies included.
     "internevo": replace(_MIXED, gradient_bytes=6, step_bytes=12, fused=True, whole_gradients=False),

@@ -86,6 +86,8 @@ class Recipe:
     """By how much a pipeline is slower than its stages."""
     tp_overlap: bool = False
     """Exchange of tensor parallel workers overlaps with their products."""
+    live_params: float = 0.0
+    """Parameters whose weights stay gathered besides, at most, where they are sharded."""
     reshard: bool = True
     """Sharded blocks are given up between forward and backward pass."""
     context: float = CONTEXT
@@ -287,6 +289,7 @@ def _temporary(layout: Layout, recipe: Recipe, *, params: float, block: float, r
     if layout.pp > 1:  # weights stay gathered over all micro batches, and gradients are added up whole
         return casts + params * weight + params * 4
     two_blocks = 2 * block + root
-    gathered = weight * (two_blocks if recipe.reshard else params)
+    live = max(two_blocks, min(params, recipe.live_params))
+    gathered = weight * (live if recipe.reshard else params)
     whole = layout.accumulate > 1 and recipe.whole_gradients
     return casts + gathered + recipe.gradient_bytes * (params if whole else two_blocks)

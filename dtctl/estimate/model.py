@@ -37,8 +37,10 @@ class Model:
     compute in fp32 in steps of their own."""
     expert_params: float = 0.0
     """Part of `params` that is in experts."""
+    experts: int = 0
+    """Of a block; 0 where there are none."""
     experts_used: int = 0
-    """Experts that a token is sent to; 0 where there are none."""
+    """Those that a token is sent to."""
     expert_width: int = 0
     """Inner width of an expert."""
     frozen: float = 0.0

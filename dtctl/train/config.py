@@ -164,7 +164,7 @@ class TrainConfig:
     may be -1 for what is left. auto: the first of ddp, zero1, hsdp and fsdp whose memory fits;
     single with one worker."""
     memory_gib: float | None = field(default=None, metadata={"above": 0})
-    """GiB of each worker's memory that `strategy: auto` may plan for. None: 95% of its GPU's, or of its share of the
+    """GiB of each worker's memory that `strategy: auto` may plan for. None: 90% of its GPU's, or of its share of the
     node's."""
     blocks: str | None = None
     """Name of the list of the model's repeated blocks, such as `transformer.layers`. None: the largest ModuleList."""

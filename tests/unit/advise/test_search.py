@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dtctl.advise.advice import ABSURD, advise, as_json, settings
-from dtctl.advise.gather import AdviseOptions, task
+from dtctl.advise.gather import AdviseOptions, estimate, task
 from dtctl.advise.hardware import Hardware, gpu, gpus
 from dtctl.advise.model import transformer
 from dtctl.advise.search import COPIES, LONG, Task, choices
@@ -277,3 +277,19 @@ def test_the_command_prices_a_mesh_in_json(tmp_path: Path) -> None:
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
     found = json.loads(done.stdout)["recommendation"]
     assert (found["mesh"]["fsdp"], found["micro_batch"], found["recompute"]) == (8, 2, "selective")
+
+
+def test_validate_estimates_the_memory_of_what_the_spec_describes() -> None:
+    model = "model: {layers: 12, heads: 12, embed: 768, context: 1024}"
+    found = estimate(
+        spec(f"{model}, strategy: fsdp, precision: bf16, micro_batch: 2, optimizer: sgd, checkpointing: full")
+    )
+    assert found is not None
+    layout, need = found
+    assert layout == Layout(fsdp=8, micro_batch=2, recompute="full", precision="bf16")
+    whole = estimate(spec(f"{model}, strategy: ddp, micro_batch: 2"))
+    assert whole is not None
+    assert whole[0].precision == "fp32"
+    assert whole[1].states == pytest.approx(16 / 12 * 8 * need.states)
+    assert estimate(spec(f"{model}, strategy: auto")) is None
+    assert estimate(spec("strategy: fsdp")) is None
