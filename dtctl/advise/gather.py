@@ -107,6 +107,8 @@ def task(options: AdviseOptions, spec: Spec | None) -> Task:
     hardware = _hardware(options, spec)
     precision = _precision(options, written, hardware.gpu)
     compiled = options.compiled or bool(written.get("compile"))
+    usual_ones = spec is None and options.framework is None
+    name = "fsdp" if usual_ones else _framework(options, spec)
     return Task(
         model=_model(options, spec),
         hardware=hardware,
@@ -115,7 +117,9 @@ def task(options: AdviseOptions, spec: Spec | None) -> Task:
         compiled=compiled,
         fp8=options.fp8,
         beyond=options.beyond,
-        recipe=_recipe(options, written, precision, (spec.job.kind or "") if spec is not None else ""),
+        recipe=_recipe(options, written, precision, name),
+        # The kernels are no reason for an axis: they are the same for all meshes.
+        parallel=replace(_recipe(options, written, precision, "megatron"), fused=False) if usual_ones else None,
         mesh=_mesh(options, hardware),
         pinned=_pinned(options),
         written=_written(written, hardware),
@@ -134,9 +138,14 @@ def _precision(options: AdviseOptions, written: Mapping[str, Any], gpu: Gpu) -> 
     return precision or ("bf16" if gpu.bf16 else "fp16")
 
 
-def _recipe(options: AdviseOptions, written: Mapping[str, Any], precision: Precision, kind: str) -> Recipe:
-    """How the framework holds the model, with the optimizer that the spec or the options name."""
-    name = options.framework or (kind if kind in FRAMEWORKS else "runtime")
+def _framework(options: AdviseOptions, spec: Spec | None) -> str:
+    """What trains: as the options say, or the spec's kind of job, else dtctl.runtime."""
+    kind = spec.job.kind if spec is not None else None
+    return options.framework or (kind if kind in FRAMEWORKS else "runtime")
+
+
+def _recipe(options: AdviseOptions, written: Mapping[str, Any], precision: Precision, name: str) -> Recipe:
+    """How a framework holds the model, with the optimizer that the spec or the options name."""
     if name not in FRAMEWORKS:
         raise UsageError(
             f"framework {name} is not known", where="--framework", hint=f"there are {', '.join(FRAMEWORKS)}"
@@ -197,7 +206,7 @@ def estimate(spec: Spec) -> tuple[Layout, MemoryEstimate] | None:
     layout = _written(written, anywhere)
     if layout is None:
         return None
-    recipe = _recipe(AdviseOptions(), written, layout.precision, spec.job.kind or "")
+    recipe = _recipe(AdviseOptions(), written, layout.precision, _framework(AdviseOptions(), spec))
     return layout, memory(_model(AdviseOptions(), spec), layout, recipe, compiled=bool(written.get("compile")))
 
 

@@ -49,6 +49,8 @@ class Task:
     beyond: bool = False
     """Whether layouts are tried that dtctl.runtime does not have: ep, and cp in a pipeline."""
     recipe: Recipe = RUNTIME
+    parallel: Recipe | None = None
+    """How layouts with tp or pp are held. None: as the others."""
     mesh: Degrees | None = None
     """The only mesh to look at. None: all."""
     pinned: Mapping[str, Any] = field(default_factory=dict)
@@ -57,6 +59,10 @@ class Task:
     """What the spec describes now."""
     settled: frozenset[str] = frozenset()
     """Keys of `train:` that the spec sets."""
+
+    def recipe_of(self, layout: Layout) -> Recipe:
+        """How this layout is held."""
+        return self.parallel if self.parallel is not None and layout.tp * layout.pp > 1 else self.recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +119,13 @@ def choices(task: Task) -> list[Choice]:
 
 def choice(task: Task, layout: Layout) -> Choice:
     """One layout with its cost."""
-    hardware, model = task.hardware, task.model
-    cost = speed(model, layout, hardware, task.recipe, compiled=task.compiled, fp8=task.fp8)
+    hardware, model, recipe = task.hardware, task.model, task.recipe_of(layout)
+    cost = speed(model, layout, hardware, recipe, compiled=task.compiled, fp8=task.fp8)
     peak = (hardware.gpu.half if layout.precision != "fp32" else hardware.gpu.single) * 1e12
     arithmetic = 6 * model.active_params + 6 * model.layers * model.hidden * model.seq
     return Choice(
         layout=layout,
-        memory=memory(model, layout, task.recipe, compiled=task.compiled, fp8=task.fp8),
+        memory=memory(model, layout, recipe, compiled=task.compiled, fp8=task.fp8),
         speed=cost,
         budget=hardware.gpu.memory * GIB * BUDGET,
         host_budget=hardware.host_per_gpu * GIB * HOST_BUDGET,

@@ -106,7 +106,11 @@ def advise(
     ] = None,
     framework: Annotated[
         FrameworkName | None,
-        typer.Option("--framework", help="What trains, as far as memory and time depend on it. Default: runtime."),
+        typer.Option(
+            "--framework",
+            help="What trains, as far as memory and time depend on it. Default: runtime with a spec, else fsdp, and "
+            "megatron where there is tp or pp.",
+        ),
     ] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Blocks are compiled.")] = False,
     fp8: Annotated[bool, typer.Option("--fp8", help="Matrix products in fp8.")] = False,
@@ -310,13 +314,18 @@ def _title(task: Task) -> str:
     )
 
 
-def _how(task: Task) -> str:
-    """Number format and optimizer: what the figures were computed for."""
-    recipe = task.recipe
+def _how(task: Task, advice: Advice) -> str:
+    """Number format and framework: what the figures were computed for."""
+    recipe = task.recipe_of(advice.best.layout)
     parts = {"weights": recipe.weight_bytes, "gradients": recipe.gradient_bytes, "fp32 copies": recipe.master_bytes,
              "optimizer": recipe.optimizer_bytes}  # fmt: skip
     bytes_each = ", ".join(f"{name} {size}" for name, size in parts.items() if size)
-    return f"in {task.precision}{' and fp8' if task.fp8 else ''}; bytes of a parameter: {bytes_each}"
+    said = f"in {task.precision}{' and fp8' if task.fp8 else ''}; bytes of a parameter: {bytes_each}"
+    if task.parallel is None:
+        return said
+    return (
+        f"{said}; as FSDP holds a model, or Megatron-LM with tp or pp (a spec, or --framework runtime: dtctl.runtime)"
+    )
 
 
 def _verdict(advice: Advice) -> str:
@@ -329,7 +338,7 @@ def _show(task: Task, advice: Advice) -> None:
     output.out(_title(task))
     if task.model.assumed:
         output.out(f"  computed with {task.model.assumed}")
-    output.out(f"  {_how(task)}")
+    output.out(f"  {_how(task, advice)}")
     output.out(_verdict(advice), "bold")
     output.out(f"  {COMPUTED}", "dim")
     for reason in advice.reasons:
