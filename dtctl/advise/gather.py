@@ -140,7 +140,7 @@ def _precision(options: AdviseOptions, written: Mapping[str, Any], gpu: Gpu) -> 
 
 def _framework(options: AdviseOptions, spec: Spec | None) -> str:
     """What trains: as the options say, or the spec's kind of job, else dtctl.runtime."""
-    kind = spec.job.kind if spec is not None else None
+    kind = (spec.job.kind or "") if spec is not None else ""
     return options.framework or (kind if kind in FRAMEWORKS else "runtime")
 
 

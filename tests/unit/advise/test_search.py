@@ -293,3 +293,12 @@ def test_validate_estimates_the_memory_of_what_the_spec_describes() -> None:
     assert whole[1].states == pytest.approx(16 / 12 * 8 * need.states)
     assert estimate(spec(f"{model}, strategy: auto")) is None
     assert estimate(spec("strategy: fsdp")) is None
+
+
+def test_without_a_spec_meshes_are_held_as_the_field_holds_them_and_with_one_as_the_spec_says() -> None:
+    asked = task(AdviseOptions(params="7B", gpus=16), None)
+    plain, parallel = asked.recipe_of(Layout(fsdp=16)), asked.recipe_of(Layout(dp=2, tp=8))
+    assert (plain.weight_bytes, plain.autocast, plain.whole_gradients) == (4, False, False)
+    assert (parallel.weight_bytes, parallel.master_bytes, parallel.loss_parallel) == (2, 4, True)
+    assert task(AdviseOptions(params="7B", gpus=16, framework="runtime"), None).recipe == RUNTIME
+    assert task(AdviseOptions(params="7B"), spec("lr: 1.0e-3, precision: bf16")).recipe_of(Layout(tp=8)) == RUNTIME
