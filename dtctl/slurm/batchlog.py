@@ -19,6 +19,8 @@ class Start:
     """Seconds since the epoch, by the first node's clock."""
     nodes: str
     """As Slurm writes them: `node[1-2]`."""
+    rendezvous: str
+    """Address and port."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,8 @@ class StepEnded:
 
     attempt: int
     time: float
+    exit_code: int
+    """0: each with success."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +60,8 @@ class ScriptEnded:
     exit_code: int
 
 
-_START: Final = re.compile(r"dtctl: run \S+, start (\d+) on (\S+), rendezvous \S+, (\S+)$")
-_STEP_OVER: Final = re.compile(r"dtctl: start (\d+) is over, (\S+)$")
+_START: Final = re.compile(r"dtctl: run \S+, start (\d+) on (\S+), rendezvous (\S+), (\S+)$")
+_STEP_OVER: Final = re.compile(r"dtctl: start (\d+) is over with exit code (\d+), (\S+)$")
 _OVER: Final = re.compile(r"dtctl: ended with exit code (\d+)$")
 _TASK: Final = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
 _NODE: Final = re.compile(r"srun: error: Node failure on (\S+)")
@@ -75,10 +79,10 @@ def read(line: str) -> Sequence[Event]:
 
     Source of srun's texts: src/srun/libsrun/launch.c and task_state.c of Slurm 22.05.
     """
-    if (match := _START.match(line)) and (moment := _moment(match[3])) is not None:
-        return [Start(int(match[1]), moment, match[2])]
-    if (match := _STEP_OVER.match(line)) and (moment := _moment(match[2])) is not None:
-        return [StepEnded(int(match[1]), moment)]
+    if (match := _START.match(line)) and (moment := _moment(match[4])) is not None:
+        return [Start(int(match[1]), moment, match[2], match[3])]
+    if (match := _STEP_OVER.match(line)) and (moment := _moment(match[3])) is not None:
+        return [StepEnded(int(match[1]), moment, int(match[2]))]
     if match := _OVER.match(line):
         return [ScriptEnded(int(match[1]))]
     if match := _TASK.match(line):

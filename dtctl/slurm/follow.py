@@ -101,6 +101,8 @@ class Follower:
         self._left_early: tuple[Standing, ...] = ()
         self._saved_step = 0
         """Of the newest snapshot that was told of."""
+        self._silent_nodes: set[str] = set()
+        """Nodes none of whose workers has printed anything: still at the rendezvous, for all we see."""
         self._early: list[tuple[float, job_record.Recorded]] = []
         """What was recorded of an attempt whose start was not read yet."""
         self.taken_back = ""
@@ -183,11 +185,15 @@ class Follower:
                 if offset == 0:
                     self.logs.begin_metrics(self._node(0))
                 self.logs.write(self._node(0), METRICS, data)
+                for silent in sorted(self._silent_nodes):  # all take part in a step
+                    self._runs(silent)
                 continue
             kind, _, node, file = Path(name).parts
             if kind == names.HANGS_DIR:
                 self._append(self.record.folder / name, data)
                 continue
+            if data:
+                self._runs(node)
             for rank, chunk in self._by_rank(file, data):
                 for line in self.logs.write(node, rank, chunk):
                     self.emit(OutputLine(node=node, rank=rank, text=line))
@@ -219,13 +225,14 @@ class Follower:
             for moment, recorded in early:
                 self._on_event(moment, recorded)
         elif isinstance(event, batchlog.StepEnded):
-            self.ledger.end(at)
+            self._on_step_ended(event)
         elif isinstance(event, batchlog.ScriptEnded):
             self._script_code = event.exit_code
         elif isinstance(event, batchlog.TakenBack):
             self.taken_back = self.taken_back or event.reason  # a requeue by the script says so too
         elif isinstance(event, batchlog.Ended):
-            self._on_task_ended(at, event)
+            if not any(failure.hang for failure in self.failures):  # else the judge has ended it
+                self._on_task_ended(at, event)
         elif event.attempt > self.attempt:
             self._early.append((at, event))
         elif event.attempt == self.attempt:
@@ -274,11 +281,49 @@ class Follower:
         if self._silent:
             return
         self.logs.begin_attempt()
-        self._tell(AttemptStarting(time=event.time, attempt=event.attempt))
+        plan = self._plan_of(event)
+        self._tell(
+            AttemptStarting(
+                time=event.time,
+                attempt=event.attempt,
+                rendezvous=event.rendezvous,
+                world_size=plan.get("world_size"),
+            )
+        )
         self._tell(NodesAllocated(time=event.time, nodes=tuple(self.nodes)))
+        self._silent_nodes = set(self.nodes)
         for node in self.nodes:
-            self._tell(NodeChanged(time=event.time, node=node, state="running"))
+            self._tell(NodeChanged(time=event.time, node=node, state="started"))
         self._tell(AttemptRunning(time=event.time, attempt=event.attempt, launch_s=round(self.launch_s, 3)))
+
+    def _plan_of(self, event: batchlog.Start) -> dict[str, Any]:
+        """The run's plan, with the nodes that Slurm has given it: as a launch over SSH records it for each attempt."""
+        plan = self.record.plan()
+        nodes = plan.get("nodes", [])
+        if len(nodes) != len(self.nodes):
+            return plan
+        address, _, port = event.rendezvous.rpartition(":")
+        for node, name in zip(nodes, self.nodes, strict=True):
+            node |= {"name": name, "address": name}
+        plan |= {"attempt": event.attempt, "rendezvous": {**plan["rendezvous"], "address": address, "port": int(port)}}
+        with contextlib.suppress(LaunchError):  # a full disk
+            write_private(self.record.folder / names.PLAN_FILE, json.dumps(plan, indent=1) + "\n")
+        return plan
+
+    def _on_step_ended(self, event: batchlog.StepEnded) -> None:
+        self.ledger.end(event.time)
+        if event.exit_code or self._silent:
+            return  # srun tells of those that failed
+        for node in self.record.plan().get("nodes", []):
+            first, slots = node.get("first_rank", 0), node.get("slots", 0)
+            for rank in range(first, first + slots) if self.ref.workers_apart else (AGENT,):
+                self._tell(WorkerExited(time=event.time, node=node["name"], rank=rank, exit_code=0))
+
+    def _runs(self, node: str) -> None:
+        """A node's workers have printed something, or taken a step."""
+        if node in self._silent_nodes:
+            self._silent_nodes.discard(node)
+            self.emit(NodeChanged(node=node, state="running"))
 
     def _on_task_ended(self, at: float, event: batchlog.Ended) -> None:
         apart = self.ref.workers_apart

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dtctl.launch.control.progress import Standing
 from dtctl.launch.records.ledger import Ledger
 
@@ -18,7 +20,9 @@ class JobLedger:
         self._now = begun
         self.ledger = Ledger(lambda: self._now, begun=begun)
         self._runs = False
-        """Whether an attempt is on."""
+        """Whether an attempt is on, or was and is not closed yet."""
+        self._over_at: float | None = None
+        """When that attempt was over; its last records may be read later."""
         self._failed = False
         self._hung_s = 0.0
         self._noted_at = begun
@@ -29,23 +33,23 @@ class JobLedger:
         self._now = max(self._now, at)  # the clocks of two nodes may differ
 
     def start(self, at: float, attempt: int) -> None:
-        """An attempt begins; also one after a job that was lost without a word."""
-        if self._runs:
-            self._advance(self._noted_at)
-            self.end(self._now)
+        """An attempt begins."""
+        self._close_attempt(self._noted_at)  # where nothing has told its end, the job was lost with its node
         self._advance(at)
         self.ledger.attempts = attempt + 1
         if attempt:
             self.ledger.move("stop", "restart", self._now - self._ended_at)
         self.ledger.enter("start")
         self.ledger.started()
-        self._runs, self._failed, self._hung_s = True, False, 0.0
+        self._runs, self._over_at, self._failed, self._hung_s = True, None, False, 0.0
 
     def progress(self, at: float, worker: Standing) -> None:
-        """How far the worker that stands for all is."""
-        self._advance(at)
+        """How far the worker that stands for all is; counted at the time when it noted that."""
+        if not self._runs:
+            return
         self._noted_at = at - worker.stale_s
-        self.ledger.watch([worker])
+        self._advance(self._noted_at)
+        self.ledger.watch([replace(worker, begun_s=max(0.0, worker.begun_s - worker.stale_s), stale_s=0.0)])
 
     def fail(self, *, hung_s: float = 0.0) -> None:
         """The attempt has failed; `hung_s`: after it had made no progress for so long."""
@@ -54,9 +58,12 @@ class JobLedger:
 
     def end(self, at: float) -> None:
         """The attempt is over."""
+        self._over_at = at
+
+    def _close_attempt(self, default: float) -> None:
         if not self._runs:
             return
-        self._advance(at)
+        self._advance(default if self._over_at is None else self._over_at)
         since_noted_s = self._now - self._noted_at
         failed_s = max(0.0, since_noted_s - self._hung_s) if self._failed else 0.0
         self.ledger.ended(failed_s=failed_s, hung_s=self._hung_s)
@@ -64,6 +71,6 @@ class JobLedger:
 
     def close(self, at: float, *, succeeded: bool) -> None:
         """The job is over."""
-        self.end(at)
+        self._close_attempt(at)
         self._advance(at)
         self.ledger.close(succeeded=succeeded)

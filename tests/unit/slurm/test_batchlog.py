@@ -11,9 +11,9 @@ from dtctl.slurm.batchlog import Ended, ScriptEnded, Start, StepEnded, TakenBack
     ("line", "meaning"),
     [
         ("dtctl: run a-1, start 2 on node[1-2,7], rendezvous 10.0.0.1:25000, 2026-11-22T11:40:03.250Z",
-         [Start(2, 1795347603.25, "node[1-2,7]")]),
-        ("dtctl: start 2 is over, 2026-11-22T11:40:03.250Z", [StepEnded(2, 1795347603.25)]),
-        ("dtctl: start 2 is over, sooner or later", []),
+         [Start(2, 1795347603.25, "node[1-2,7]", "10.0.0.1:25000")]),
+        ("dtctl: start 2 is over with exit code 137, 2026-11-22T11:40:03.250Z", [StepEnded(2, 1795347603.25, 137)]),
+        ("dtctl: start 2 is over with exit code 0, sooner or later", []),
         ("dtctl: ended with exit code 75", [ScriptEnded(75)]),
         ("srun: error: node2: task 3: Exited with exit code 3", [Ended("node2", 3, 3, None)]),
         ("srun: error: node2: task 3: Exited with exit code 139", [Ended("node2", 3, 139, 11)]),
