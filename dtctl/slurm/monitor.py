@@ -39,8 +39,9 @@ def main() -> None:
     task = os.getppid()
     os.umask(0o077)
     folder = Path(os.environ[names.PROGRESS])
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    lock = os.open(folder / "lock.new", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
+    (folder / "lock.new").rename(folder / "lock")  # nobody finds it before it is held
     _remove_abandoned(folder.parent)
     judge_pid = 0
     if os.environ["SLURM_PROCID"] == "0":
