@@ -26,8 +26,8 @@ from dtctl.supervisor import processes
 
 TEMPLATE: Final = "job.sbatch.j2"
 PLACE: Final = "dtctl: place in the job"
-MONITOR: Final = "import sys; sys.path.append(sys.path.pop(0)); from dtctl.slurm.monitor import main; main()"
-"""Modules of the job's own code, which is the working folder, come last."""
+_RUN: Final = "import sys; sys.path.append(sys.path.pop(0)); from dtctl.slurm.{} import main; main()"
+"""Python code: modules of the job's own code, which is the working folder, come last."""
 _TIME: Final = re.compile(r"\d+(:\d\d){0,2}\Z|\d+-\d\d?(:\d\d){0,2}\Z|(?i:infinite|unlimited)\Z")
 _KEY: Final = re.compile(r"[a-z][a-z0-9-]*\Z")
 LATE_OPTIONS: Final = {
@@ -81,7 +81,9 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path | No
         "mark": f"TASK_{hashlib.blake2b(repr(node).encode(), digest_size=6).hexdigest()}",
         "folder": str(folder) if folder else "",
         "log": shell.Late("rank-$SLURM_PROCID.log") if direct else "agent.log",
-        "monitor": MONITOR,
+        "monitor": _RUN.format("monitor"),
+        "next_start": _RUN.format("next_start"),
+        "trains": spec.train is not None,
         "run_token": processes.TOKEN,
         "hang_s": str(spec.job.hang_s),
         "hang_start_s": str(spec.job.hang_start_s),

@@ -60,9 +60,25 @@ class ScriptEnded:
     exit_code: int
 
 
-_START: Final = re.compile(r"dtctl: run \S+, start (\d+) on (\S+), rendezvous (\S+), (\S+)$")
+@dataclass(frozen=True, slots=True)
+class NotRestarted:
+    """No start follows one that has failed, although there are some left."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The next start is waited for on purpose."""
+
+    seconds: float
+
+
+_START: Final = re.compile(r"dtctl: run \S+, start (\d+) on (\S+), rendezvous (\S+:\d+), (\S+)$")
 _STEP_OVER: Final = re.compile(r"dtctl: start (\d+) is over with exit code (\d+), (\S+)$")
 _OVER: Final = re.compile(r"dtctl: ended with exit code (\d+)$")
+_NOT_RESTARTED: Final = "dtctl: not restarted: "
+_WAIT: Final = re.compile(r"dtctl: exit code \d+, the workers are started again in ([\d.]{1,9}) s$")
 _TASK: Final = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
 _NODE: Final = re.compile(r"srun: error: Node failure on (\S+)")
 _CODE: Final = re.compile(r"Exited with exit code (\d+)")
@@ -71,7 +87,7 @@ _WARNED: Final = "dtctl: the time is nearly over"
 _SIGNALS: Final = {signal.strsignal(number): number for number in signal.valid_signals()}
 
 
-Event: TypeAlias = Start | StepEnded | Ended | TakenBack | ScriptEnded
+Event: TypeAlias = Start | StepEnded | Ended | TakenBack | ScriptEnded | NotRestarted | Waiting
 
 
 def read(line: str) -> Sequence[Event]:
@@ -85,6 +101,10 @@ def read(line: str) -> Sequence[Event]:
         return [StepEnded(int(match[1]), moment, int(match[2]))]
     if match := _OVER.match(line):
         return [ScriptEnded(int(match[1]))]
+    if line.startswith(_NOT_RESTARTED):
+        return [NotRestarted(line.removeprefix(_NOT_RESTARTED))]
+    if match := _WAIT.match(line):
+        return [Waiting(float(match[1]))]
     if match := _TASK.match(line):
         code, number, reason = _exit_of(match[3])
         return [Ended(match[1], task, code, number, reason) for task in _numbers(match[2])]

@@ -22,9 +22,7 @@ from dtctl import folders, names
 from dtctl.errors import LaunchError, SpecError
 from dtctl.launch.assemble import spec_of_run
 from dtctl.launch.control import failure as failures
-from dtctl.launch.control.culprit import first_failure
 from dtctl.launch.control.failure import AGENT, Failure
-from dtctl.launch.control.progress import Standing
 from dtctl.launch.job import Result
 from dtctl.launch.records.events import (
     AttemptRunning,
@@ -47,14 +45,14 @@ from dtctl.launch.records.logs import BEGUN_FILE, METRICS, Logs
 from dtctl.launch.records.record import RUN_BYTES, RunRecord, write_private
 from dtctl.launch.records.state import progress_of
 from dtctl.slurm import batchlog, job_record, login_client
+from dtctl.slurm.attempt_facts import AttemptFacts, begin
 from dtctl.slurm.job_ledger import JobLedger
+from dtctl.slurm.job_output import JOB_LOG, by_rank
 from dtctl.slurm.left import Left, look
 from dtctl.slurm.site import Site
 from dtctl.spec import nodeset
 
 STATE_FILE: Final = "slurm.json"
-JOB_LOG: Final = "job.log"
-RANK_MARK: Final = b"[dtctl:"
 
 WAITING: Final = frozenset(
     {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED"}
@@ -94,21 +92,21 @@ class Follower:
         self.nodes: list[str] = []
         self._all_nodes: set[str] = set()
         """All nodes that the job was ever given."""
-        self.attempt = -1
+        self.attempt: AttemptFacts | None = None
+        """The newest one."""
         self._last_attempt = ref.max_attempts
         """Number that the last attempt has at most, unless Slurm starts the job again."""
-        self.failures: list[Failure] = []
-        self._left_early: tuple[Standing, ...] = ()
         self._saved_step = 0
         """Of the newest snapshot that was told of."""
         self._silent_nodes: set[str] = set()
         """Nodes none of whose workers has printed anything: still at the rendezvous, for all we see."""
-        self._early: list[tuple[float, job_record.Recorded]] = []
+        self._early: list[tuple[float, job_record.Event]] = []
         """What was recorded of an attempt whose start was not read yet."""
-        self.taken_back = ""
         self.launch_s: float | None = None
         self.ledger = JobLedger(record.info().started)
         self._ledger_written = 0.0
+        self._wait_s = 0.0
+        """How long the batch file waits before the next start."""
         self._silent = False
         """Whether events are those of an earlier follower."""
         self.state: dict[str, Any] = {}
@@ -194,7 +192,7 @@ class Follower:
                 continue
             if data:
                 self._runs(node)
-            for rank, chunk in self._by_rank(file, data):
+            for rank, chunk in by_rank(file, data):
                 for line in self.logs.write(node, rank, chunk):
                     self.emit(OutputLine(node=node, rank=rank, text=line))
 
@@ -203,17 +201,6 @@ class Follower:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
             file.write(data)
-
-    def _by_rank(self, file: str, data: bytes) -> list[tuple[int, bytes]]:
-        """The lines of a log, sorted by the rank that has printed them."""
-        if file != "agent.log":
-            return [(int(file.removeprefix("rank-").removesuffix(".log")), data)]
-        chunks: list[tuple[int, bytes]] = []
-        for line in data.splitlines(keepends=True):
-            mark, closed, text = line.partition(b"] ")
-            marked = closed and mark.startswith(RANK_MARK) and mark[len(RANK_MARK) :].isdigit()
-            chunks.append((int(mark[len(RANK_MARK) :]), text) if marked else (AGENT, line))
-        return chunks
 
     # -- events -----------------------------------------------------------------------------------------------------
 
@@ -224,56 +211,70 @@ class Follower:
             early, self._early = self._early, []
             for moment, recorded in early:
                 self._on_event(moment, recorded)
-        elif isinstance(event, batchlog.StepEnded):
-            self._on_step_ended(event)
-        elif isinstance(event, batchlog.ScriptEnded):
+            return
+        if isinstance(event, batchlog.ScriptEnded):
             self._script_code = event.exit_code
-        elif isinstance(event, batchlog.TakenBack):
-            self.taken_back = self.taken_back or event.reason  # a requeue by the script says so too
-        elif isinstance(event, batchlog.Ended):
-            if not any(failure.hang for failure in self.failures):  # else the judge has ended it
-                self._on_task_ended(at, event)
-        elif event.attempt > self.attempt:
+        elif isinstance(event, batchlog.NotRestarted):
+            first = self._first_failure()
+            self._tell(Note(time=at, node=first.node if first else None, text=f"not restarted: {event.reason}"))
+        elif isinstance(event, batchlog.Waiting):
+            self._wait_s = event.seconds
+        elif getattr(event, "attempt", self.number) > self.number:
             self._early.append((at, event))
-        elif event.attempt == self.attempt:
-            self._on_record(at, event)
+        elif self.attempt is not None and getattr(event, "attempt", self.number) == self.number:
+            self._on_news(at, event, self.attempt)
 
-    def _on_record(self, at: float, event: job_record.Recorded) -> None:
-        if isinstance(event, job_record.Progress):
-            self.ledger.progress(at, event.worker)
-            if event.worker.saved > max(event.worker.first, self._saved_step):
-                self._saved_step = event.worker.saved
-                self._tell(SnapshotBegun(time=at, step=event.worker.saved))
-        elif isinstance(event, job_record.LeftEarly):
-            self._left_early = event.workers
-        elif isinstance(event, job_record.Hang):
-            self._tell(Hung(time=at, silent_s=event.silent_s))
-        else:
-            self._tell(Stopping(time=at, reason=event.failure.summary))
-            self.ledger.fail(hung_s=event.silent_s)
-            self.failures.append(self._with_stack(event.failure))
+    @property
+    def taken_back(self) -> str:
+        """Why Slurm, or the batch file, has taken the job back; empty when neither has."""
+        return "" if self.attempt is None else self.attempt.taken_back
 
-    def _with_stack(self, failure: Failure) -> Failure:
-        if failure.rank is None:
-            return failure
-        attempt = f"attempt-{self.attempt}"
-        return replace(
-            failure,
-            log=str(self.record.folder / names.HANGS_DIR / attempt / failure.node / f"rank-{failure.rank}.txt"),
-        )
+    @property
+    def number(self) -> int:
+        """Of the newest attempt; -1 before the first one."""
+        return -1 if self.attempt is None else self.attempt.number
+
+    def _on_news(self, at: float, event: job_record.Event, attempt: AttemptFacts) -> None:
+        """Something happened in the attempt that is on."""
+        was_ended = attempt.hangs
+        attempt.apply(at, event)
+        match event:
+            case batchlog.StepEnded():
+                self._on_step_ended(event)
+            case batchlog.Ended() if not was_ended:
+                self.ledger.fail()
+                if event.exit_code is not None:
+                    rank = attempt.rank_of(event)
+                    self._tell(
+                        WorkerExited(
+                            time=at, node=event.node, rank=rank, exit_code=event.exit_code, signal=event.signal
+                        )
+                    )
+            case job_record.Progress():
+                self.ledger.progress(at, event.worker)
+                if event.worker.saved > max(event.worker.first, self._saved_step):
+                    self._saved_step = event.worker.saved
+                    self._tell(SnapshotBegun(time=at, step=event.worker.saved))
+            case job_record.Hang():
+                self._tell(Hung(time=at, silent_s=event.silent_s))
+            case job_record.Verdict():
+                self._tell(Stopping(time=at, reason=event.failure.summary))
+                self.ledger.fail(hung_s=event.silent_s)
 
     def _on_start(self, event: batchlog.Start) -> None:
-        if self.attempt >= 0:
-            first = self._first_failure()
-            if first is not None and not self.taken_back:
+        if self.attempt is not None:
+            first, taken_back = self._first_failure(), self.attempt.taken_back
+            if first is not None and not taken_back:
                 cause = Restarting(reason=failures.describe(first), node=first.node, rank=first.rank)
             else:
-                cause = Restarting(reason=self.taken_back or "Slurm requeued it")
+                cause = Restarting(reason=taken_back or "Slurm requeued it")
                 self._last_attempt = event.attempt + self.ref.max_attempts
-            self._tell(replace(cause, time=event.time, attempt=event.attempt, of=self._last_attempt))
-        self.attempt, self.failures, self.taken_back, self._script_code = event.attempt, [], "", None
-        self._left_early = ()
-        self.ledger.start(event.time, event.attempt)
+            self._tell(
+                replace(cause, time=event.time, attempt=event.attempt, of=self._last_attempt, wait_s=self._wait_s)
+            )
+        self.attempt, self._script_code = begin(event, workers_apart=self.ref.workers_apart), None
+        self.ledger.start(event.time, event.attempt, idle_s=self._wait_s)
+        self._wait_s = 0.0
         self.launch_s = self.launch_s or max(0.0, event.time - self.record.info().started)
         with contextlib.suppress(SpecError):  # as Slurm would write no list of nodes
             self.nodes = nodeset.expand(event.nodes)
@@ -324,25 +325,6 @@ class Follower:
         if node in self._silent_nodes:
             self._silent_nodes.discard(node)
             self.emit(NodeChanged(node=node, state="running"))
-
-    def _on_task_ended(self, at: float, event: batchlog.Ended) -> None:
-        apart = self.ref.workers_apart
-        if event.exit_code is not None:
-            rank = event.task if apart and event.task is not None else AGENT
-            self._tell(
-                WorkerExited(time=at, node=event.node, rank=rank, exit_code=event.exit_code, signal=event.signal)
-            )
-        self.ledger.fail()
-        self.failures.append(
-            Failure(
-                node=event.node,
-                rank=event.task if apart else None,
-                exit_code=event.exit_code,
-                signal=event.signal,
-                time=at,
-                node_reason=event.reason,
-            )
-        )
 
     def _tell(self, event: Event) -> None:
         """Emit an event at the time that it has; not one that an earlier follower has emitted."""
@@ -400,18 +382,21 @@ class Follower:
     def _write_ledger(self, *, at_once: bool = False) -> None:
         now = time.monotonic()
         if at_once or now - self._ledger_written >= WRITE_S:
-            self.ledger.ledger.write(self.record.folder / names.LEDGER_FILE, attempts=max(0, self.attempt) + 1)
+            self.ledger.ledger.write(self.record.folder / names.LEDGER_FILE, attempts=max(0, self.number) + 1)
             self._ledger_written = now
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def _first_failure(self) -> Failure | None:
-        failed = {failure.rank for failure in self.failures}
-        left_early = [worker for worker in self._left_early if worker.rank not in failed]
-        failure = first_failure(self.failures, left_early, self.logs, self.record)
-        if failure is None or Path(failure.log).is_file():
+        failure = self.attempt.first_failure(self.logs) if self.attempt is not None else None
+        if failure is None or self.attempt is None:
+            return None
+        if failure.hang and failure.rank is not None:
+            folder = self.record.folder / names.HANGS_DIR / f"attempt-{self.number}" / failure.node
+            failure = replace(failure, log=str(folder / f"rank-{failure.rank}.txt"))
+        if not failure.log or Path(failure.log).is_file():
             return failure
-        return replace(failure, log=str(self._job_log))
+        return replace(failure, log="" if failure.hang else str(self._job_log))
 
     def result(self, *, stopped_by: int | None) -> Result:
         """How it ended; call it when it is over.
@@ -443,7 +428,7 @@ class Follower:
             run=self.record.run,
             status=status,
             exit_code=exit_code,
-            attempts=max(0, self.attempt) + 1,
+            attempts=max(0, self.number) + 1,
             first_failure=failure if status == "failed" else None,
             launch_s=self.launch_s,
             duration_s=duration_s,

@@ -32,13 +32,15 @@ class JobLedger:
     def _advance(self, at: float) -> None:
         self._now = max(self._now, at)  # the clocks of two nodes may differ
 
-    def start(self, at: float, attempt: int) -> None:
-        """An attempt begins."""
+    def start(self, at: float, attempt: int, *, idle_s: float = 0.0) -> None:
+        """An attempt begins, after a wait of `idle_s` on purpose."""
         self._close_attempt(self._noted_at)  # where nothing has told its end, the job was lost with its node
         self._advance(at)
         self.ledger.attempts = attempt + 1
         if attempt:
-            self.ledger.move("stop", "restart", self._now - self._ended_at)
+            between_s = self._now - self._ended_at
+            self.ledger.move("stop", "idle", min(idle_s, between_s))
+            self.ledger.move("stop", "restart", between_s - min(idle_s, between_s))
         self.ledger.enter("start")
         self.ledger.started()
         self._runs, self._over_at, self._failed, self._hung_s = True, None, False, 0.0

@@ -19,7 +19,8 @@ from dtctl.launch.files.tree import Tree
 from dtctl.launch.first_plan import first_plan
 from dtctl.launch.records.record import state_folder
 from dtctl.slurm import batch, login_client
-from dtctl.slurm.follow import JOB_LOG, JobRef
+from dtctl.slurm.follow import JobRef
+from dtctl.slurm.job_output import JOB_LOG
 from dtctl.slurm.partition_checks import lacks
 from dtctl.slurm.site import LoginSite, Site
 from dtctl.spec.load import dump_spec

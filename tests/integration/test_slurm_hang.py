@@ -6,12 +6,15 @@ The workers note their progress as a training does, but without torch.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from typing import Any
 
 import pytest
 
 from dtctl.launch.records.record import RunRecord, list_runs
+from dtctl.sandbox import control
+from dtctl.sandbox.layout import Sandbox
 from dtctl.slurm.follow import reference
 from tests.hosts import Project, wait_until
 from tests.integration.slurm_hosts import cluster, shared, state
@@ -21,7 +24,7 @@ pytestmark = pytest.mark.timeout(150)
 
 SPEC = """\
 cluster: {{transport: slurm, nodes: 2, slots: 2, python: {python}}}
-job: {{name: test, script: train.py, kind: direct, max_restarts: 1, hang_s: {hang_s}}}
+job: {{name: test, script: train.py, kind: {kind}, max_restarts: {restarts}, hang_s: {hang_s}}}
 """
 SCRIPT = """\
 import os, pathlib, signal, time
@@ -53,8 +56,9 @@ progress.end()
 """
 
 
-def write(project: Project, act: str, *, hang_s: str = "2") -> None:
-    project.write("dtctl.yaml", SPEC.format(python=json.dumps(sys.executable), hang_s=hang_s))
+def write(project: Project, act: str, *, kind: str = "direct", restarts: int = 1, hang_s: str = "2") -> None:
+    python = json.dumps(sys.executable)
+    project.write("dtctl.yaml", SPEC.format(python=python, kind=kind, restarts=restarts, hang_s=hang_s))
     project.write("train.py", SCRIPT.replace("ACT", act))
 
 
@@ -91,8 +95,9 @@ def check_hang(project: Project, done: dict[str, Any], events: list[dict[str, An
 STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
 
 
-def test_a_job_that_hangs_is_started_again_and_its_culprit_named(shared: Project) -> None:
-    write(shared, STOP)
+@pytest.mark.parametrize("kind", ["direct", pytest.param("torchrun", marks=pytest.mark.torch)])
+def test_a_job_that_hangs_is_started_again_and_its_culprit_named(shared: Project, kind: str) -> None:
+    write(shared, STOP, kind=kind)
     done = shared.run("launch", "--json")
     assert done.code == 0, done.err
     check_hang(shared, done.done, done.events)
@@ -110,3 +115,43 @@ def test_a_job_that_nobody_follows_is_judged_all_the_same(shared: Project) -> No
     times = [event["time"] for event in events if event["event"] in ("start", "hang", "restart")]
     assert times == sorted(times)
     assert times[-1] < said["done"]["time"] - 1, "when it happened, not when somebody looked"
+
+
+def test_the_last_hang_is_the_jobs_failure(shared: Project, cluster: Sandbox) -> None:
+    write(shared, "while True: pass", restarts=0)
+    done = shared.run("launch", "--json")
+    assert done.code == 8, done.err
+    assert (done.done["status"], done.done["attempts"], done.done["left_behind"]) == ("failed", 1, 0)
+    failure = done.done["first_failure"]
+    assert isinstance(failure, dict)
+    assert (failure["exit_code"], failure["signal"]) == (None, None)
+    assert failure["summary"].startswith("no progress for ")
+    told = json.loads(shared.run("status", "--json").out)
+    assert told["done"]["first_failure"] == failure
+    for node in cluster.nodes:
+        look = control.enter_argv(cluster, node, ["sh", "-c", "ls -d /tmp/dtctl-progress-* 2>/dev/null"])
+        assert subprocess.run(look, capture_output=True, text=True, check=False).stdout == "", "files are left"
+
+
+def test_a_failure_that_comes_back_at_the_same_step_ends_the_job(shared: Project) -> None:
+    """As over SSH, tests/integration/test_ledger.py."""
+    write(shared, "pass", restarts=20)
+    shared.write(
+        "train.py",
+        """\
+import os, time
+from dtctl.runtime.telemetry.progress import Progress
+
+progress = Progress(int(os.environ["RANK"]))
+progress.begin(0)
+for step in range(1, 8):
+    progress.step(step)
+time.sleep(2)  # a node tells of its workers once a second
+raise ValueError("the gradient of step 8 is not finite")
+""",
+    )
+    done = shared.run("launch", "--json")
+    assert (done.code, done.done["attempts"]) == (8, 2), done.err
+    notes = [event["text"] for event in done.events if event["event"] == "note"]
+    assert notes == ["not restarted: 2 attempts have failed with the same error after step 7"]
+    assert done.done["first_failure"]["summary"] == "ValueError: the gradient of step 8 is not finite"  # type: ignore[index]

@@ -4,49 +4,58 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
 
 from dtctl.launch.control import failure as failures
 from dtctl.launch.control import hang
 from dtctl.launch.control.failure import AGENT, Failure
 from dtctl.launch.control.progress import Standing
-from dtctl.launch.records.logs import Logs
-from dtctl.launch.records.record import RunRecord
 
 
-def first_failure(
-    reported: Iterable[Failure], left_early: Iterable[Standing], logs: Logs, record: RunRecord
-) -> Failure | None:
+class Output(Protocol):
+    """What workers have printed in the attempt; rank -1 is torchrun's agent."""
+
+    def tail(self, node: str, rank: int) -> str:
+        """The end of it."""
+        ...
+
+    def path(self, node: str, rank: int) -> Path:
+        """The file that it is in."""
+        ...
+
+
+def first_failure(reported: Iterable[Failure], left_early: Iterable[Standing], output: Output) -> Failure | None:
     """The failure that the others follow from; None when there was none.
 
     Args:
         reported: what has failed in the attempt.
         left_early: workers that had left although their training had steps left, and have not failed.
-        logs: their output.
-        record: where it lies.
+        output: of the workers.
     """
-    failure = failures.first(_explained(failure, logs, record) for failure in reported)
+    failure = failures.first(_explained(failure, output) for failure in reported)
     if failure is None or not failures.is_consequence(failure):
         return failure
     for worker in left_early:
-        tail = failures.last_lines(logs.tail(worker.node, worker.rank))
+        tail = failures.last_lines(output.tail(worker.node, worker.rank))
         cause = failures.from_early_exit(
             failure, node=worker.node, rank=worker.rank, early_exit=hang.early_exit(worker), tail=tail
         )
         if cause is not None:
-            return replace(cause, log=str(record.log_path(worker.node, worker.rank)))
+            return replace(cause, log=str(output.path(worker.node, worker.rank)))
     return failure
 
 
-def _explained(failure: Failure, logs: Logs, record: RunRecord) -> Failure:
+def _explained(failure: Failure, output: Output) -> Failure:
     """The failure with what the logs say about it."""
     if failure.exit_code is None:
         return failure
     if failure.rank is None:
-        failure = failures.from_torchrun(failure, logs.tail(failure.node, AGENT))
+        failure = failures.from_torchrun(failure, output.tail(failure.node, AGENT))
     rank = AGENT if failure.rank is None else failure.rank
-    tail = failures.last_lines(logs.tail(failure.node, rank))
+    tail = failures.last_lines(output.tail(failure.node, rank))
     if not tail:  # a worker that said nothing; torchrun's agent may have
-        tail = failures.last_lines(logs.tail(failure.node, AGENT))
+        tail = failures.last_lines(output.tail(failure.node, AGENT))
     log_summary, reason = failures.summary(tail), failure.node_reason
     summary = f"{log_summary} ({reason})" if log_summary and reason else log_summary or reason
-    return replace(failure, tail=tail, summary=summary, log=str(record.log_path(failure.node, rank)))
+    return replace(failure, tail=tail, summary=summary, log=str(output.path(failure.node, rank)))

@@ -95,7 +95,7 @@ class _Launcher:
         while not self.gang.signals:
             self.record.write_plan(plan)
             outcome = self._take_up(plan) if plan is under_way else self._attempt(plan)
-            failure = first_failure(outcome.failures, outcome.left_early, self.logs, self.record)
+            failure = first_failure(outcome.failures, outcome.left_early, self.logs)
             self._count(outcome)
             if failure is None or outcome.stopped_by is not None:
                 break

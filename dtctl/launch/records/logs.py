@@ -125,7 +125,7 @@ class Logs:
         self.offsets.clear()
         for key in self._files:
             self._end_line(*key)
-        self._begun = {key: self._path(*key).stat().st_size for key in self._files}
+        self._begun = {key: self.path(*key).stat().st_size for key in self._files}
         rows = [(node, rank, size) for (node, rank), size in self._begun.items()]
         (self._record.folder / names.LOGS_DIR).mkdir(mode=0o700, exist_ok=True)
         write_private(self._record.folder / BEGUN_FILE, json.dumps(rows) + "\n")
@@ -133,7 +133,7 @@ class Logs:
     def _end_line(self, node: str, rank: int) -> None:
         """End a line in whose middle a worker was ended, so that its successor begins with one of its own."""
         with contextlib.suppress(OSError):
-            path = self._path(node, rank)
+            path = self.path(node, rank)
             with path.open("rb") as file:
                 if not file.seek(0, 2):
                     return
@@ -155,7 +155,7 @@ class Logs:
     def tail(self, node: str, rank: int, limit_bytes: int = 32_768) -> str:
         """The end of a rank's output in this attempt."""
         try:
-            with os.fdopen(folders.open_regular(str(self._path(node, rank))), "rb") as file:
+            with os.fdopen(folders.open_regular(str(self.path(node, rank))), "rb") as file:
                 file.seek(0, 2)
                 file.seek(max(self._begun.get((node, rank), 0), file.tell() - limit_bytes))
                 return file.read().decode(errors="replace")
@@ -187,12 +187,13 @@ class Logs:
             file.close()
         self._files.clear()
 
-    def _path(self, node: str, rank: int) -> Path:
+    def path(self, node: str, rank: int) -> Path:
+        """The file of a rank's output."""
         return self._record.folder / names.METRICS_FILE if rank == METRICS else self._record.log_path(node, rank)
 
     def _file(self, key: tuple[str, int]) -> BinaryIO:
         if key not in self._files:
-            path = self._path(*key)
+            path = self.path(*key)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             file = path.open("ab", buffering=0)  # others read along
             path.chmod(0o600)
