@@ -23,12 +23,15 @@ from dtctl.errors import NodeError
 from dtctl.launch.control.hang import HangLimit, HangMonitor
 from dtctl.launch.control.messages import while_running
 from dtctl.launch.control.progress import ReportedPhase, Standing
-from dtctl.slurm.monitor import LINE_BYTES
+from dtctl.slurm.monitor import LINE_BYTES, proof
 from dtctl.supervisor import processes
 
 TICK_S: Final = 0.2
 SUSPENDED_S: Final = 5.0
 """Who has not run for so long was suspended, and the workers with it: their silence begins anew."""
+GREETING_S: Final = 10.0
+GREETING_BYTES: Final = 1 << 12
+"""What somebody has, and may say, before it is known that it belongs to the job."""
 RECORD_S: Final = 5.0
 """Between two records of the workers' progress, once the attempt is old enough: before, a twentieth of its age."""
 
@@ -116,13 +119,14 @@ class _Peer:
     def __init__(self, link: socket.socket) -> None:
         self.link = link
         self.node = ""
-        """Empty until it has said the token."""
+        """Empty until it has shown that it belongs to the job."""
+        self.since = time.monotonic()
         self.received = b""
 
-    def send(self, op: str) -> bool:
+    def send(self, op: str, **facts: str) -> bool:
         """Whether the message has left."""
         try:
-            self.link.sendall(json.dumps({"op": op}).encode() + b"\n")
+            self.link.sendall(json.dumps({"op": op, **facts}).encode() + b"\n")
         except OSError:
             return False
         return True
@@ -165,8 +169,11 @@ class Judge:
 
     def run(self) -> None:
         """Judge until the monitor that started this process has ended, and all others have left."""
-        while self.peers or os.getppid() == self._parent:
+        while self._nodes() or os.getppid() == self._parent:
             now = time.monotonic()
+            for peer in [*self.peers.values()]:
+                if not peer.node and now - peer.since > GREETING_S:
+                    self._drop(peer)
             if now - self._looked > SUSPENDED_S:
                 self._resumed = now
             self._looked = now
@@ -178,6 +185,10 @@ class Judge:
             if not self._decided:
                 self._judge(now)
         self._note_progress(last=True)
+
+    def _nodes(self) -> list[_Peer]:
+        """The links that have shown that they belong to the job."""
+        return [peer for peer in self.peers.values() if peer.node]
 
     def _welcome(self) -> None:
         try:
@@ -204,7 +215,7 @@ class Judge:
                 self._on_message(peer, json.loads(line))
         except (ValueError, RecursionError, NodeError):
             data = b""
-        if not data or len(peer.received) > LINE_BYTES:
+        if not data or len(peer.received) > (LINE_BYTES if peer.node else GREETING_BYTES):
             self._drop(peer)
 
     def _on_message(self, peer: _Peer, message: Any) -> None:
@@ -217,12 +228,7 @@ class Judge:
         if not isinstance(message, dict):
             raise ValueError("not a message")
         if not peer.node:
-            token, node = message.get("token"), message.get("node")
-            if not (isinstance(token, str) and hmac.compare_digest(token.encode(), self.token.encode())):
-                raise ValueError("not of this job")
-            if not folders.is_name(node):
-                raise ValueError("not a node")
-            peer.node = str(node)
+            self._on_hello(peer, message)
             return
         checked = while_running(message, node=peer.node)
         if checked["op"] == "progress":
@@ -236,6 +242,15 @@ class Judge:
         elif checked["op"] == "stacks-end":
             self.hang_monitor.node_finished(peer.node)
 
+    def _on_hello(self, peer: _Peer, message: dict[str, Any]) -> None:
+        node, nonce, shown = (message.get(key) for key in ("node", "nonce", "proof"))
+        if not (isinstance(nonce, str) and isinstance(shown, str) and folders.is_name(node)):
+            raise ValueError("not a greeting")
+        if not hmac.compare_digest(shown, proof(self.token, "monitor", nonce)):
+            raise ValueError("not of this job")
+        peer.node = str(node)
+        peer.send("welcome", proof=proof(self.token, "judge", nonce))
+
     def _note_progress(self, *, last: bool = False) -> None:
         workers = self.hang_monitor.workers
         if workers and workers[min(workers)].phase != ReportedPhase.STARTING:
@@ -248,11 +263,11 @@ class Judge:
     def _judge(self, now: float) -> None:
         if self.hang_monitor.hangs(now):
             self.record.append("hang", silent_s=round(self.hang_monitor.silent_s or 0.0, 1))
-            self.hang_monitor.begin_collecting({peer.node for peer in self.peers.values() if peer.send("stacks")})
+            self.hang_monitor.begin_collecting({peer.node for peer in self._nodes() if peer.send("stacks")})
         failure = self.hang_monitor.verdict(now)
         if failure is not None:
             self._note_progress(last=True)
             self.record.append("verdict", failure=asdict(failure), silent_s=self.hang_monitor.silent_s)
-            for peer in list(self.peers.values()):
+            for peer in self._nodes():
                 peer.send("kill")
             self._decided = True

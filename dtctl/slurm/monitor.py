@@ -10,8 +10,11 @@ Started by the batch file with the workers' own Python, which has dtctl where th
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import hmac
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -31,6 +34,11 @@ WAIT_S: Final = 0.2
 LINE_BYTES: Final = 4 << 20
 FOLDER: Final = "dtctl-progress-"
 """Name of the folders with the workers' files, up to a random end; each has a lock while its monitor lives."""
+
+
+def proof(token: str, speaker: str, nonce: str) -> str:
+    """What only a process of this start of the job can say; the token itself is not sent."""
+    return hmac.new(token.encode(), f"{speaker} {nonce}".encode(), hashlib.sha256).hexdigest()
 
 
 def main() -> None:
@@ -94,6 +102,8 @@ class NodeMonitor:
         self.link: socket.socket | None = None
         self.stack_dump: StackDump | None = None
         self._received = b""
+        self._nonce = ""
+        """Of a link whose other end has not shown yet that it is the job's judge."""
 
     def run(self) -> None:
         """Report until the workers have ended, or were ended."""
@@ -125,8 +135,9 @@ class NodeMonitor:
         try:
             if self.link is None:
                 self.link = socket.create_connection(self.judge, timeout=5.0)
-                hello = {"op": "hello", "token": self.token, "node": os.environ[names.NODE]}
-                self.link.sendall(_line(hello))
+                self._nonce = secrets.token_hex(16)
+                said = {"nonce": self._nonce, "proof": proof(self.token, "monitor", self._nonce)}
+                self.link.sendall(_line({"op": "hello", "node": os.environ[names.NODE], **said}))
             self.link.sendall(_line(message))
         except OSError:
             self._hang_up()
@@ -156,7 +167,14 @@ class NodeMonitor:
             return
         *lines, self._received = (self._received + data).split(b"\n")
         for line in lines:
-            yield json.loads(line)
+            message = json.loads(line)
+            if not self._nonce:
+                yield message
+            elif not hmac.compare_digest(str(message.get("proof")), proof(self.token, "judge", self._nonce)):
+                self._hang_up()  # another program has the port
+                return
+            else:
+                self._nonce = ""
 
 
 def _line(message: dict[str, Any]) -> bytes:

@@ -29,7 +29,7 @@ def test_every_path_in_the_text_exists(name: str) -> None:
 
 def test_every_file_in_a_picture_exists() -> None:
     pictures = PICTURE.findall(text_of("docs/architecture.md"))
-    assert len(pictures) == 3
+    assert len(pictures) == 4
     for picture in pictures:
         paths = set(IN_PICTURE.findall(picture.replace("<br/>", "\n")))
         assert len(paths) >= 7

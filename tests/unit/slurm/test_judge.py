@@ -18,7 +18,7 @@ from dtctl.launch.control.hang import HangMonitor
 from dtctl.node_facts import first_free, port_candidates
 from dtctl.slurm import job_record
 from dtctl.slurm.judge import AttemptRecord, Judge
-from dtctl.slurm.monitor import FOLDER, _remove_abandoned
+from dtctl.slurm.monitor import FOLDER, _remove_abandoned, proof
 from tests.unit.slurm.test_job_record import WORKER
 
 TOKEN = "00ff" * 8
@@ -38,9 +38,11 @@ class Rig:
         self.thread = threading.Thread(target=self.judge.run)
         self.thread.start()
 
-    def connect(self, node: str, token: str = TOKEN) -> socket.socket:
+    def connect(self, node: str) -> socket.socket:
         link = socket.create_connection(self.endpoint, timeout=20)
-        send(link, op="hello", token=token, node=node)
+        send(link, op="hello", node=node, nonce="1", proof=proof(TOKEN, "monitor", "1"))
+        welcome = json.loads(link.recv(1000))
+        assert welcome == {"op": "welcome", "proof": proof(TOKEN, "judge", "1")}
         return link
 
     def records(self) -> list[Any]:
@@ -102,11 +104,14 @@ def test_a_hang_is_recorded_and_the_workers_of_all_nodes_are_ended(rig: Rig) -> 
 @pytest.mark.parametrize(
     "first",
     [
-        {"op": "hello", "token": "other", "node": "node1"},
+        {"op": "hello", "node": "node1", "nonce": "1", "proof": proof("other", "monitor", "1")},
+        {"op": "hello", "node": "node1", "nonce": "1", "proof": proof(TOKEN, "judge", "1")},
+        {"op": "hello", "node": "node1", "nonce": 1, "proof": "é"},
         {"op": "hello", "node": "node1"},
-        {"op": "hello", "token": TOKEN, "node": "../x"},
+        {"op": "hello", "node": "../x", "nonce": "1", "proof": proof(TOKEN, "monitor", "1")},
         {"op": "progress", "workers": []},
         [],
+        "x" * 5000,
     ],
 )
 def test_who_does_not_belong_to_the_job_is_not_heard(rig: Rig, first: Any) -> None:
