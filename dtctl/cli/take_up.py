@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,14 +16,12 @@ if TYPE_CHECKING:
 
 def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) -> int:
     """Watch a run that continues by itself, and restart its workers when they fail, until it is over."""
-    from dtctl.cli.common.launcher import caught_signals, emitter, finish
+    from dtctl.cli.common import launcher
     from dtctl.launch.assemble import attempt_of_run, job_of_run
     from dtctl.launch.control.run import launch
-    from dtctl.launch.records.events import TakenUp
     from dtctl.launch.records.ledger import Ledger
     from dtctl.launch.records.record import RunRecord
     from dtctl.launch.records.state import state_of
-    from dtctl.node_facts import boot_id, start_ticks
 
     record = RunRecord(folder)
     if record.info().slurm:
@@ -35,17 +31,14 @@ def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) 
     with record.launcher_lock():
         if state_of(record).done is not None:
             return 0  # somebody else was quicker, and it is over by now
-        info = record.info()
         job = job_of_run(record)
         under_way = attempt_of_run(record, job)
-
-        emit = emitter(record)
-        record.write_info(replace(info, pid=os.getpid(), pid_started=start_ticks(os.getpid()), boot=boot_id()))
-        emit(TakenUp(attempt=under_way.attempt, pid=os.getpid()))
-        ledger = Ledger(time.monotonic, begun=time.monotonic() - (time.time() - info.started), phase="run")
-        with caught_signals() as signals:
+        emit = launcher.take_up(record, attempt=under_way.attempt)
+        begun = time.monotonic() - (time.time() - record.info().started)
+        ledger = Ledger(time.monotonic, begun=begun, phase="run")
+        with launcher.caught_signals() as signals:
             result = launch(job, record, emit=emit, signals=signals, ledger=ledger, under_way=under_way)
-        return finish(result, emit, record)
+        return launcher.finish(result, emit, record)
 
 
 def take_up_if_alone(record: RunRecord) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -12,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from dtctl.cli import output
 from dtctl.cli.common.launch_view import LaunchView, show_left_out
-from dtctl.cli.common.launcher import caught_signals, emitter, finish, note_end, process_start
+from dtctl.cli.common.launcher import caught_signals, create_run, emitter, finish, note_end, take_up
 from dtctl.errors import ConnectError, DtctlError, Interrupted, LaunchError
-from dtctl.launch.records.events import Emit, JobSubmitted, Note, RunEnded, RunPlanned, Stopping, TakenUp
+from dtctl.launch.records.events import Emit, JobSubmitted, Note, RunEnded, RunPlanned, Stopping
 
 if TYPE_CHECKING:
     from dtctl.launch.records.record import RunRecord
@@ -38,31 +36,15 @@ def launch_job(spec: Spec, run: str, *, spec_name: str, detach: bool, json_lines
     from dtctl.launch.assemble import CodePush
     from dtctl.launch.cluster import cluster_of
     from dtctl.launch.first_plan import first_plan
-    from dtctl.launch.records.record import RunInfo, RunRecord
-    from dtctl.node_facts import boot_id, start_ticks
     from dtctl.slurm.site import site_of
     from dtctl.slurm.submit import submit
-    from dtctl.spec.load import dump_spec
 
     code = CodePush(spec) if spec.pushes else None
     plan = first_plan(spec, cluster_of(spec, start=False), run=run)
     if code is not None:
         show_left_out(code.tree)
-    info = RunInfo(
-        run=run,
-        token="",
-        pid=os.getpid(),
-        pid_started=start_ticks(os.getpid()),
-        boot=boot_id(),
-        started=time.time() - (time.monotonic() - process_start()),
-        spec=spec_name,
-        command=sys.argv,
-        detached=detach,
-        slurm=True,
-    )
     with closing(site_of(spec)) as site:
-        record = RunRecord.create(spec.base_dir, info)
-        record.write_spec(dump_spec(spec))
+        record = create_run(spec, run, spec_name=spec_name, detached=detach, slurm=True)
         record.write_plan(plan)
         emit = emitter(record, LaunchView(json_lines=json_lines), json_lines=json_lines)
         emit(RunPlanned(run=run, kind=plan.kind, world_size=plan.world_size))
@@ -85,16 +67,11 @@ def launch_job(spec: Spec, run: str, *, spec_name: str, detach: bool, json_lines
 
 def take_up_job(record: RunRecord) -> int:
     """Follow a job that no launcher follows to its end; the exit code."""
-    from dataclasses import replace
-
     from dtctl.launch.assemble import spec_of_run
-    from dtctl.node_facts import start_ticks
     from dtctl.slurm.site import site_of
 
     with closing(site_of(spec_of_run(record))) as site, record.launcher_lock():
-        emit = emitter(record)
-        record.write_info(replace(record.info(), pid=os.getpid(), pid_started=start_ticks(os.getpid())))
-        emit(TakenUp(pid=os.getpid()))
+        emit = take_up(record)
         with caught_signals() as signals:
             return _follow(record, site, emit, signals)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dtctl import names, node_facts
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from dtctl.launch.job import Result
     from dtctl.launch.records.events import Emit, Event
     from dtctl.launch.records.record import RunRecord
+    from dtctl.spec.model import Spec
 
 
 def process_start() -> float:
@@ -55,6 +58,54 @@ def emitter(record: RunRecord, view: LaunchView | None = None, *, json_lines: bo
         if view is not None:
             view.event(event)
 
+    return emit
+
+
+def create_run(
+    spec: Spec,
+    run: str,
+    *,
+    spec_name: str,
+    detached: bool,
+    token: str = "",
+    snapshots: Mapping[str, str] | None = None,
+    slurm: bool = False,
+) -> RunRecord:
+    """The folder of a new run, whose launcher this process is; see `RunInfo` for the arguments.
+
+    Raises:
+        LaunchError: a run of this name exists, or the folder cannot be written to.
+    """
+    from dtctl.launch.records.record import RunInfo, RunRecord
+    from dtctl.spec.load import dump_spec
+
+    info = RunInfo(
+        run=run,
+        token=token,
+        pid=os.getpid(),
+        pid_started=node_facts.start_ticks(os.getpid()),
+        boot=node_facts.boot_id(),
+        started=time.time() - (time.monotonic() - process_start()),
+        spec=spec_name,
+        command=sys.argv,
+        detached=detached,
+        slurm=slurm,
+        snapshots=dict(snapshots or {}),
+    )
+    record = RunRecord.create(spec.base_dir, info)
+    record.write_spec(dump_spec(spec))
+    return record
+
+
+def take_up(record: RunRecord, *, attempt: int | None = None) -> Emit:
+    """Become the launcher of a run that another process has begun, whose lock this one holds; where its events go."""
+    from dtctl.launch.records.events import TakenUp
+
+    pid = os.getpid()
+    mine = replace(record.info(), pid=pid, pid_started=node_facts.start_ticks(pid), boot=node_facts.boot_id())
+    record.write_info(mine)
+    emit = emitter(record)
+    emit(TakenUp(attempt=attempt, pid=pid))
     return emit
 
 

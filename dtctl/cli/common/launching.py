@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -139,7 +138,7 @@ def show_scripts(plan: Plan, scripts: dict[str, str]) -> None:
 
 def real_launch(options: LaunchOptions) -> int:
     """Launch, watch, and report; the exit code."""
-    from dtctl.launch.records.record import RunInfo, RunRecord, check_run_name, new_run_id
+    from dtctl.launch.records.record import check_run_name, new_run_id
 
     spec = spec_of(options)
     agreed(spec, yes=options.yes)
@@ -161,14 +160,12 @@ def real_launch(options: LaunchOptions) -> int:
         return background_launch(options, spec, run)
     run = background or run
     from dtctl.cli.common.launch_view import LaunchView, show_left_out
-    from dtctl.cli.common.launcher import emitter, finish
+    from dtctl.cli.common.launcher import create_run, emitter, finish
     from dtctl.launch.assemble import CodePush, check_program_files, job_of
     from dtctl.launch.cluster import cluster_of
     from dtctl.launch.control.run import launch
     from dtctl.launch.records.events import RunEnded, RunPlanned, RunProgress
     from dtctl.launch.records.ledger import Ledger
-    from dtctl.node_facts import boot_id, start_ticks
-    from dtctl.spec.load import dump_spec
 
     code = CodePush(spec) if spec.pushes else None
     cluster = cluster_of(spec, start=True)
@@ -176,20 +173,9 @@ def real_launch(options: LaunchOptions) -> int:
     if code is not None:
         check_program_files(spec, code.tree)
         show_left_out(code.tree)
-    info = RunInfo(
-        run=run,
-        token=job.token,
-        pid=os.getpid(),
-        pid_started=start_ticks(os.getpid()),
-        boot=boot_id(),
-        started=time.time(),
-        spec=options.spec_name,
-        command=sys.argv,
-        detached=options.detach,
-        snapshots=dict(snapshots),
+    record = create_run(
+        spec, run, spec_name=options.spec_name, detached=options.detach, token=job.token, snapshots=snapshots
     )
-    record = RunRecord.create(spec.base_dir, info)
-    record.write_spec(dump_spec(spec))
     view = LaunchView(json_lines=options.json_lines)
     progress = RunProgress()
     pass_on = emitter(record, view, json_lines=options.json_lines)
