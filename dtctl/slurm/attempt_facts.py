@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dtctl.launch.control.culprit import Output, first_failure
 from dtctl.launch.control.failure import AGENT, Failure
 from dtctl.launch.control.progress import Standing
-from dtctl.slurm import batchlog, job_record
+from dtctl.slurm import batchlog, job_record, placement
 from dtctl.slurm.batchlog import Ended, Start
 
 
@@ -20,9 +22,13 @@ class AttemptFacts:
     """In seconds since the epoch."""
     workers_apart: bool
     """Whether each worker is a task of its own (kind direct)."""
+    first_ranks: Mapping[str, int] = field(default_factory=dict)
+    """Node -> rank of the first task of its component."""
     failures: list[Failure] = field(default_factory=list)
     hangs: bool = False
     """Whether it was ended because it made no progress; what ends from then on was ended."""
+    aborted: bool = False
+    """Whether srun ends what is left of it; who is ended by its signals from then on has not failed."""
     taken_back: str = ""
     """Why Slurm ended the job, or the batch file had it requeued."""
     ended: float | None = None
@@ -35,11 +41,13 @@ class AttemptFacts:
     def apply(self, at: float, event: job_record.Event) -> None:
         """Take an event into account that belongs to the attempt; `at`: when it was, in seconds since the epoch."""
         match event:
-            case Ended() if not self.hangs:
+            case batchlog.Aborted():
+                self.aborted = bool(self.failures)
+            case Ended() if not (self.hangs or (self.aborted and event.signal in (signal.SIGTERM, signal.SIGKILL))):
                 self.failures.append(
                     Failure(
                         node=event.node,
-                        rank=event.task if self.workers_apart else None,
+                        rank=self._rank_of(event),
                         exit_code=event.exit_code,
                         signal=event.signal,
                         time=at,
@@ -64,11 +72,18 @@ class AttemptFacts:
         left_early = [worker for worker in self._left_early if worker.rank not in failed]
         return first_failure(self.failures, left_early, output)
 
+    def _rank_of(self, event: Ended) -> int | None:
+        if not self.workers_apart or event.task is None:
+            return None
+        return self.first_ranks.get(event.node, 0) + event.task
+
     def rank_of(self, event: Ended) -> int:
         """The rank that has ended; that of torchrun's agent where srun knows only those."""
-        return event.task if self.workers_apart and event.task is not None else AGENT
+        rank = self._rank_of(event)
+        return AGENT if rank is None else rank
 
 
-def begin(event: Start, *, workers_apart: bool) -> AttemptFacts:
-    """An attempt that begins with this event."""
-    return AttemptFacts(number=event.attempt, begun=event.time, workers_apart=workers_apart)
+def begin(event: Start, *, workers_apart: bool, slots: Sequence[int]) -> AttemptFacts:
+    """An attempt that begins with this event; `slots`: workers of each node."""
+    ranks = placement.first_ranks(event.nodes, slots)
+    return AttemptFacts(number=event.attempt, begun=event.time, workers_apart=workers_apart, first_ranks=ranks)

@@ -21,6 +21,7 @@ from dtctl.errors import PlanError
 from dtctl.plan.model import Plan
 from dtctl.render import render, template_folders
 from dtctl.render.standalone import standalone
+from dtctl.slurm import placement
 from dtctl.spec.model import Slurm, Spec
 from dtctl.supervisor import processes
 
@@ -87,7 +88,7 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path | No
         "run_token": processes.TOKEN,
         "hang_s": str(spec.job.hang_s),
         "hang_start_s": str(spec.job.hang_start_s),
-        "placement": placement_text([node.slots for node in plan.nodes]),
+        "placement": placement.to_text([node.slots for node in plan.nodes]),
         "restarts": plan.max_restarts,
         "requeues": slurm.requeues,
         "requeue_exit": names.REQUEUE_EXIT,
@@ -163,11 +164,6 @@ def _quoted(key: str, value: str) -> str:
     if re.fullmatch(r"[\w@%+=:,./\[\]&|*!-]+", value):
         return value
     return '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
-
-
-def placement_text(slots: Sequence[int]) -> str:
-    """Workers per node, in the order of the nodes: `4x8,1x2` for four nodes with eight and one with two."""
-    return ",".join(f"{len(list(nodes))}x{count}" for count, nodes in groupby(slots))
 
 
 def literal(path: Path) -> str:

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Final, TypeAlias
 
+from dtctl import folders
+from dtctl.errors import SpecError
+from dtctl.spec import nodeset
+
 
 @dataclass(frozen=True, slots=True)
 class Start:
@@ -17,8 +21,7 @@ class Start:
     attempt: int
     time: float
     """Seconds since the epoch, by the first node's clock."""
-    nodes: str
-    """As Slurm writes them: `node[1-2]`."""
+    nodes: tuple[str, ...]
     rendezvous: str
     """Address and port."""
 
@@ -44,6 +47,11 @@ class Ended:
     """As a shell counts it."""
     signal: int | None
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """A task has failed, and srun ends the others: first with SIGTERM, then with SIGKILL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +85,9 @@ class Waiting:
 _START: Final = re.compile(r"dtctl: run \S+, start (\d+) on (\S+), rendezvous (\S+:\d+), (\S+)$")
 _STEP_OVER: Final = re.compile(r"dtctl: start (\d+) is over with exit code (\d+), (\S+)$")
 _OVER: Final = re.compile(r"dtctl: ended with exit code (\d+)$")
+_ABORTED: Final = re.compile(
+    r"srun: (?:Job step aborted|(?:launch/slurm: \w+: )?Terminating (?:StepId|job step)|First task exited)"
+)
 _NOT_RESTARTED: Final = "dtctl: not restarted: "
 _WAIT: Final = re.compile(r"dtctl: exit code \d+, the workers are started again in ([\d.]{1,9}) s$")
 _TASK: Final = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
@@ -87,7 +98,7 @@ _WARNED: Final = "dtctl: the time is nearly over"
 _SIGNALS: Final = {signal.strsignal(number): number for number in signal.valid_signals()}
 
 
-Event: TypeAlias = Start | StepEnded | Ended | TakenBack | ScriptEnded | NotRestarted | Waiting
+Event: TypeAlias = Start | StepEnded | Ended | Aborted | TakenBack | ScriptEnded | NotRestarted | Waiting
 
 
 def read(line: str) -> Sequence[Event]:
@@ -96,11 +107,13 @@ def read(line: str) -> Sequence[Event]:
     Source of srun's texts: src/srun/libsrun/launch.c and task_state.c of Slurm 22.05.
     """
     if (match := _START.match(line)) and (moment := _moment(match[4])) is not None:
-        return [Start(int(match[1]), moment, match[2], match[3])]
+        return [Start(int(match[1]), moment, _nodes(match[2]), match[3])]
     if (match := _STEP_OVER.match(line)) and (moment := _moment(match[3])) is not None:
         return [StepEnded(int(match[1]), moment, int(match[2]))]
     if match := _OVER.match(line):
         return [ScriptEnded(int(match[1]))]
+    if _ABORTED.match(line):
+        return [Aborted()]
     if line.startswith(_NOT_RESTARTED):
         return [NotRestarted(line.removeprefix(_NOT_RESTARTED))]
     if match := _WAIT.match(line):
@@ -118,6 +131,15 @@ def read(line: str) -> Sequence[Event]:
         }
         return [TakenBack(reasons.get(match[1], match[1].lower()))]
     return [TakenBack("its time limit was near")] if line.startswith(_WARNED) else []
+
+
+def _nodes(text: str) -> tuple[str, ...]:
+    """The nodes of `node[1-2]`; none where it is no list of nodes."""
+    try:
+        nodes = nodeset.expand(text)
+    except SpecError:
+        return ()
+    return tuple(nodes) if all(map(folders.is_name, nodes)) else ()
 
 
 def _moment(text: str) -> float | None:

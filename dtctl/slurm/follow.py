@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dtctl import folders, names
-from dtctl.errors import LaunchError, SpecError
+from dtctl.errors import LaunchError
 from dtctl.launch.assemble import spec_of_run
 from dtctl.launch.control import failure as failures
 from dtctl.launch.control.failure import AGENT, Failure
@@ -50,7 +50,6 @@ from dtctl.slurm.job_ledger import JobLedger
 from dtctl.slurm.job_output import JOB_LOG, by_rank
 from dtctl.slurm.left import Left, look
 from dtctl.slurm.site import Site
-from dtctl.spec import nodeset
 
 STATE_FILE: Final = "slurm.json"
 
@@ -59,6 +58,7 @@ WAITING: Final = frozenset(
 )
 RUNNING: Final = frozenset({"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "STOPPED", "RESIZING", "UNKNOWN"})
 """States in which the job goes on. All others are ends."""
+TIME_IS_UP: Final = frozenset({"TIMEOUT", "DEADLINE"})
 SETTLE_S: Final = 3.0
 TAKEN_S: Final = 60.0
 """How long to wait before an end counts as final: any end, and that of a job whose log says that it was requeued."""
@@ -272,13 +272,14 @@ class Follower:
             self._tell(
                 replace(cause, time=event.time, attempt=event.attempt, of=self._last_attempt, wait_s=self._wait_s)
             )
-        self.attempt, self._script_code = begin(event, workers_apart=self.ref.workers_apart), None
+        slots = [node.get("slots", 0) for node in self.record.plan().get("nodes", [])]
+        self.attempt = begin(event, workers_apart=self.ref.workers_apart, slots=slots)
+        self._script_code = None
         self.ledger.start(event.time, event.attempt, idle_s=self._wait_s)
         self._wait_s = 0.0
         self.launch_s = self.launch_s or max(0.0, event.time - self.record.info().started)
-        with contextlib.suppress(SpecError):  # as Slurm would write no list of nodes
-            self.nodes = nodeset.expand(event.nodes)
-            self._all_nodes.update(self.nodes)
+        self.nodes = list(event.nodes) or self.nodes
+        self._all_nodes.update(self.nodes)
         if self._silent:
             return
         self.logs.begin_attempt()
@@ -413,6 +414,12 @@ class Follower:
             status, exit_code = "stopped", 128 + (stopped_by or signal.SIGTERM)
         elif code == names.REQUEUE_EXIT or state == "PREEMPTED":
             status, exit_code = "stopped", names.REQUEUE_EXIT
+        elif state in TIME_IS_UP:  # who was ended by that has not failed
+            reason = self.taken_back or "its time limit was reached"
+            code = 128 + signal.SIGTERM
+            failure = replace(
+                self._without_a_word(state), exit_code=code, signal=signal.SIGTERM.value, node_reason=reason
+            )
         elif failure is None:
             failure = self._without_a_word(state)
         duration_s = self._duration_s()

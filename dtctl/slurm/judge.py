@@ -23,6 +23,7 @@ from dtctl.errors import NodeError
 from dtctl.launch.control.hang import HangLimit, HangMonitor
 from dtctl.launch.control.messages import while_running
 from dtctl.launch.control.progress import ReportedPhase, Standing
+from dtctl.slurm import placement
 from dtctl.slurm.monitor import LINE_BYTES, proof
 from dtctl.supervisor import processes
 
@@ -36,19 +37,19 @@ RECORD_S: Final = 5.0
 """Between two records of the workers' progress, once the attempt is old enough: before, a twentieth of its age."""
 
 
-def judge_attempt(hang_s: str, hang_start_s: str, placement: str) -> None:
+def judge_attempt(hang_s: str, hang_start_s: str, workers: str) -> None:
     """Judge one attempt until all nodes have left; the batch file's arguments of monitor.py.
 
     Args:
         hang_s: `job.hang_s`.
         hang_start_s: `job.hang_start_s`.
-        placement: workers per node, see `batch.placement_text`.
+        workers: per node, see placement.py.
     """
     run_dir = Path(os.environ[names.RUN_DIR])
     hosts = (run_dir / "nodes").read_text(encoding="utf-8").split()
     record = AttemptRecord(run_dir / names.PROGRESS_FILE, int(os.environ[names.ATTEMPT]))
     hang_monitor = HangMonitor(
-        node_of_rank=dict(enumerate(_node_of_worker(hosts, placement))),
+        node_of_rank=dict(enumerate(_node_of_worker(hosts, placement.from_text(workers)))),
         limit=_limit(hang_s),
         start_limit=_limit(hang_start_s),
         folder=run_dir / names.HANGS_DIR / f"attempt-{record.attempt}",
@@ -66,11 +67,8 @@ def _limit(text: str) -> HangLimit:
     return _WORDS.get(text) or float(text)
 
 
-def _node_of_worker(hosts: Sequence[str], placement: str) -> list[str]:
+def _node_of_worker(hosts: Sequence[str], slots: Sequence[int]) -> list[str]:
     """The node of each rank."""
-    slots = [
-        int(slots) for part in placement.split(",") for count, slots in [part.split("x")] for _ in range(int(count))
-    ]
     return [host for host, count in zip(hosts, slots, strict=True) for _ in range(count)]
 
 

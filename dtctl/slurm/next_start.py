@@ -8,37 +8,40 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from dtctl import names
 from dtctl.launch.control.failure import Failure
 from dtctl.launch.control.restart_policy import RestartDecision, RestartPolicy
-from dtctl.slurm import job_record
+from dtctl.slurm import job_record, placement
 from dtctl.slurm.attempt_facts import AttemptFacts, begin
 from dtctl.slurm.batchlog import Start
 from dtctl.slurm.job_output import JOB_LOG, AttemptOutput
 
 
 def main() -> None:
-    """Print `wait SECONDS` or `stop REASON`; arguments: the run's folder, workers apart or not, trains or not."""
-    folder, apart, trains = sys.argv[1:4]
-    decision = decide(Path(folder), workers_apart=apart == "apart", trains=trains == "trains")
+    """Print `wait SECONDS` or `stop REASON`; the arguments are those that the batch file has, see `decide`."""
+    folder, apart, workers, trains = sys.argv[1:5]
+    slots = placement.from_text(workers)
+    decision = decide(Path(folder), workers_apart=apart == "apart", slots=slots, trains=trains == "trains")
     if decision.give_up_reason:
         sys.stdout.write(f"stop {decision.give_up_reason}\n")
     else:
         sys.stdout.write(f"wait {decision.wait_s:g}\n")
 
 
-def decide(folder: Path, *, workers_apart: bool, trains: bool) -> RestartDecision:
+def decide(folder: Path, *, workers_apart: bool, slots: Sequence[int], trains: bool) -> RestartDecision:
     """What to do after the last attempt.
 
     Args:
         folder: of the run, which all nodes see.
         workers_apart: whether each worker is a task of its own (kind direct).
+        slots: workers of each node.
         trains: whether the job is a training with dtctl.runtime, whose exit codes have a meaning.
     """
     policy, decision = RestartPolicy(trains=trains), RestartDecision()
-    for attempt in attempts(folder, workers_apart=workers_apart):
+    for attempt in attempts(folder, workers_apart=workers_apart, slots=slots):
         failure = attempt.first_failure(AttemptOutput(folder, attempt.number))
         if failure is not None and not attempt.taken_back:
             lasted_s = _failed_at(attempt, failure) - attempt.begun
@@ -46,13 +49,13 @@ def decide(folder: Path, *, workers_apart: bool, trains: bool) -> RestartDecisio
     return decision
 
 
-def attempts(folder: Path, *, workers_apart: bool) -> list[AttemptFacts]:
+def attempts(folder: Path, *, workers_apart: bool, slots: Sequence[int]) -> list[AttemptFacts]:
     """All attempts of a job so far, in their order."""
     texts = [_text(folder / name) for name in (JOB_LOG, names.PROGRESS_FILE)]
     found: list[AttemptFacts] = []
     for at, event in job_record.in_order(*(text.splitlines() for text in texts), now=time.time()):
         if isinstance(event, Start):
-            found.append(begin(event, workers_apart=workers_apart))
+            found.append(begin(event, workers_apart=workers_apart, slots=slots))
         elif found and getattr(event, "attempt", found[-1].number) == found[-1].number:
             found[-1].apply(at, event)
     return found

@@ -116,6 +116,50 @@ def test_the_culprit_is_named(shared: Project, kind: str, rank: int) -> None:
     assert failure["log"].endswith("node2/rank-3.log")
 
 
+def test_what_srun_has_ended_is_not_the_culprit(shared: Project) -> None:
+    """The other workers do not react to SIGTERM, so that srun kills them; a signal would weigh more than an error."""
+    shared.write("dtctl.yaml", spec())
+    shared.write(
+        "train.py",
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "time.sleep(1)\n"
+        "if os.environ['RANK'] == '1': raise ValueError('rank 1 has had enough')\n"
+        "time.sleep(60)\n",
+    )
+    done = shared.run("launch", "--json")
+    assert done.code == 8, done.err
+    failure = done.done["first_failure"]
+    assert isinstance(failure, dict)
+    assert (failure["node"], failure["rank"], failure["exit_code"]) == ("node1", 1, 1), done.err
+
+
+def test_the_culprit_of_a_second_component_has_its_rank(shared: Project) -> None:
+    nodes = "nodes: [{name: big, slots: 2}, {name: small, slots: 1}]"
+    shared.write("dtctl.yaml", spec().replace("nodes: 2, slots: 2", nodes))
+    script = "import os, time\nif os.environ['RANK'] == '2': raise ValueError('no')\ntime.sleep(60)\n"
+    shared.write("train.py", script)
+    done = shared.run("launch", "--json")
+    assert done.code == 8, done.err
+    failure = done.done["first_failure"]
+    assert isinstance(failure, dict)
+    assert (failure["rank"], failure["summary"]) == (2, "ValueError: no"), (
+        record(shared).folder / "job.log"
+    ).read_text()
+
+
+def test_a_job_whose_time_is_up_is_told_as_such(shared: Project) -> None:
+    shared.write("dtctl.yaml", spec(more=', time: "1", warn_s: 1'))
+    shared.write("train.py", "import signal, time\nsignal.signal(signal.SIGUSR1, signal.SIG_IGN)\ntime.sleep(400)\n")
+    done = shared.run("launch", "--json", timeout_s=140)
+    assert done.code == 8, done.err
+    failure = done.done["first_failure"]
+    assert isinstance(failure, dict)
+    assert failure["rank"] is None
+    assert "time limit" in failure["summary"]
+    assert "was ended by signal 15 (SIGTERM): its time limit was " in done.err
+
+
 def test_a_worker_that_is_killed_is_started_again_in_the_same_job(shared: Project) -> None:
     shared.write("dtctl.yaml", spec(restarts=1))
     shared.write(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from dtctl.slurm.batchlog import Ended, ScriptEnded, Start, StepEnded, TakenBack, read
+from dtctl.slurm.batchlog import Aborted, Ended, NotRestarted, ScriptEnded, Start, StepEnded, TakenBack, Waiting, read
 
 
 @pytest.mark.parametrize(
     ("line", "meaning"),
     [
         ("dtctl: run a-1, start 2 on node[1-2,7], rendezvous 10.0.0.1:25000, 2026-11-22T11:40:03.250Z",
-         [Start(2, 1795347603.25, "node[1-2,7]", "10.0.0.1:25000")]),
+         [Start(2, 1795347603.25, ("node1", "node2", "node7"), "10.0.0.1:25000")]),
         ("dtctl: start 2 is over with exit code 137, 2026-11-22T11:40:03.250Z", [StepEnded(2, 1795347603.25, 137)]),
         ("dtctl: start 2 is over with exit code 0, sooner or later", []),
         ("dtctl: ended with exit code 75", [ScriptEnded(75)]),
@@ -27,7 +27,11 @@ from dtctl.slurm.batchlog import Ended, ScriptEnded, Start, StepEnded, TakenBack
         ("slurmstepd: error: *** JOB 5 ON node1 CANCELLED AT 2026-11-21T12:00:00 DUE TO TIME LIMIT ***",
          [TakenBack("its time limit was reached")]),
         ("dtctl: the time is nearly over, the workers save", [TakenBack("its time limit was near")]),
-        ("srun: Job step aborted: Waiting up to 7 seconds for job step to finish.", []),
+        ("srun: Job step aborted: Waiting up to 7 seconds for job step to finish.", [Aborted()]),
+        ("srun: Terminating StepId=5.0", [Aborted()]),
+        ("srun: First task exited 60s ago", [Aborted()]),
+        ("dtctl: not restarted: 3 attempts have failed", [NotRestarted("3 attempts have failed")]),
+        ("dtctl: exit code 1, the workers are started again in 2.5 s", [Waiting(2.5)]),
         ("what a setup line prints", []),
     ],
 )  # fmt: skip

@@ -42,7 +42,7 @@ class Job:
         return f"1970-01-01T00:{minutes:02}:{seconds:02}.000Z"
 
     def next(self, *, trains: bool = True) -> RestartDecision:
-        return decide(self.folder, workers_apart=True, trains=trains)
+        return decide(self.folder, workers_apart=True, slots=[1, 1], trains=trains)
 
 
 ERROR = "srun: error: node2: task 1: Exited with exit code 1"
@@ -95,6 +95,16 @@ def test_what_slurm_has_ended_is_nobodys_failure(tmp_path: Path) -> None:
     assert job.next() == RestartDecision()
 
 
+def test_who_does_not_react_to_the_end_of_the_others_is_not_the_culprit(tmp_path: Path) -> None:
+    killed = "srun: error: node1: task 0: Killed"
+    aborted = "srun: Job step aborted: Waiting up to 32 seconds for job step to finish."
+    job = Job(tmp_path).attempt(ERROR, aborted, killed, said="ValueError: no\n")
+    job.attempt(aborted, killed, ERROR)
+    first, second = attempts(tmp_path, workers_apart=True, slots=[1, 1])
+    assert [failure.rank for failure in first.failures] == [1]
+    assert [failure.rank for failure in second.failures] == [0, 1], "nothing had failed before srun ended it"
+
+
 def test_the_worker_that_torchrun_names_is_found_in_its_agents_log(tmp_path: Path) -> None:
     job = Job(tmp_path).attempt("srun: error: node2: task 1: Exited with exit code 1")
     agent = tmp_path / "logs" / "attempt-0" / "node2" / "agent.log"
@@ -105,7 +115,7 @@ def test_the_worker_that_torchrun_names_is_found_in_its_agents_log(tmp_path: Pat
     )
     from dtctl.slurm.job_output import AttemptOutput
 
-    (attempt,) = attempts(job.folder, workers_apart=False)
+    (attempt,) = attempts(job.folder, workers_apart=False, slots=[2, 2])
     failure = attempt.first_failure(AttemptOutput(tmp_path, 0))
     assert failure is not None
     assert (failure.node, failure.rank, failure.summary) == ("node2", 3, "ValueError: enough")
@@ -114,7 +124,7 @@ def test_the_worker_that_torchrun_names_is_found_in_its_agents_log(tmp_path: Pat
 def test_the_batch_file_reads_one_line(tmp_path: Path) -> None:
     job = Job(tmp_path).attempt(ERROR, said="ValueError: no\n", step=8)
     code = "from dtctl.slurm.next_start import main; main()"
-    argv = [sys.executable, "-c", code, str(job.folder), "apart", "trains"]
+    argv = [sys.executable, "-c", code, str(job.folder), "apart", "2x1", "trains"]
     assert subprocess.run(argv, capture_output=True, text=True, check=True).stdout == "wait 0\n"
     job.attempt(ERROR, said="ValueError: no\n", step=8)
     said = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
