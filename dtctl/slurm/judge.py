@@ -87,9 +87,10 @@ class AttemptRecord:
         self._begun = self._written = time.monotonic()
         self._newest: Standing | None = None
 
-    def append(self, op: str, **facts: Any) -> None:
-        """Append one line; a disk that is full costs the line, and not the job."""
-        line = json.dumps({"op": op, "attempt": self.attempt, "time": round(time.time(), 3), **facts}) + "\n"
+    def append(self, op: str, *, at: float | None = None, **facts: Any) -> None:
+        """Append one line; a disk that is full costs the line, and not the job. `at`: when it was so; None: now."""
+        moment = round(time.time() if at is None else at, 3)
+        line = json.dumps({"op": op, "attempt": self.attempt, "time": moment, **facts}) + "\n"
         try:
             fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
             with os.fdopen(fd, "w", encoding="utf-8") as file:
@@ -97,8 +98,8 @@ class AttemptRecord:
         except OSError:
             return
 
-    def progress(self, worker: Standing, *, last: bool = False) -> None:
-        """How far the worker that stands for all is."""
+    def progress(self, worker: Standing, *, at: float, last: bool = False) -> None:
+        """How far the worker that stands for all was at that time; `last`: nothing more is known of it."""
         now, newest = time.monotonic(), self._newest
         changed = newest is None or (worker.phase, worker.first, worker.saved) != (
             newest.phase,
@@ -107,7 +108,7 @@ class AttemptRecord:
         )
         due = now - self._written >= min(RECORD_S, (now - self._begun) / 20)
         if worker != newest and (changed or due or last):
-            self.append("progress", worker=asdict(worker))
+            self.append("progress", at=at, worker=asdict(worker))
             self._newest, self._written = worker, now
 
 
@@ -156,6 +157,8 @@ class Judge:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._parent = os.getppid()
         self._looked = self._resumed = time.monotonic()
+        self._reported_at = time.time()
+        """When the workers were as `hang_monitor` has them."""
         self._leavers: list[int] = []
         self._decided = False
 
@@ -230,6 +233,8 @@ class Judge:
             return
         checked = while_running(message, node=peer.node)
         if checked["op"] == "progress":
+            if self.hang_monitor.silent_s is None:  # then it takes no further reports
+                self._reported_at = time.time()
             silent_s = time.monotonic() - self._resumed
             workers = [{**worker, "stale_s": min(worker["stale_s"], silent_s)} for worker in checked["workers"]]
             self.hang_monitor.update(peer.node, workers)
@@ -252,7 +257,7 @@ class Judge:
     def _note_progress(self, *, last: bool = False) -> None:
         workers = self.hang_monitor.workers
         if workers and workers[min(workers)].phase != ReportedPhase.STARTING:
-            self.record.progress(workers[min(workers)], last=last)
+            self.record.progress(workers[min(workers)], at=self._reported_at, last=last)
         leavers = self.hang_monitor.left_early()
         if [worker.rank for worker in leavers] != self._leavers:
             self._leavers = [worker.rank for worker in leavers]
