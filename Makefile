@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests on virtual hosts mostly wait for processes, so one more than there are cores; each has a sandbox of its own.
 HOSTS_TESTS := -n $(shell expr $$(nproc) + 1) --dist loadfile --durations=15
 
-.PHONY: help demo test check unit integration test-frameworks soak fuzz bench clean
+.PHONY: help demo test check unit integration test-frameworks soak fuzz bench gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## Show what there is to make.
@@ -53,6 +53,9 @@ fuzz: $(BIN)/.ready  ## Read 100,000 odd inputs of each sort that comes from els
 
 bench: $(BIN)/.ready  ## Launch latency and push beside other launchers; takes some minutes on an idle machine.
 	$(BIN)/python benchmarks/launch.py
+
+gpu: $(BIN)/.ready  ## What only a GPU can show, in 16 checks; under 9 minutes on one H200, results in benchmarks/results.
+	$(BIN)/python -m benchmarks.gpu
 
 clean:  ## Remove what was made here.
 	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,268 +1,264 @@
-"""Tokens per second, use of the GPU and memory of a GPT, trained by the Trainer and by a loop written by hand.
+"""`make gpu`: what only a GPU can show, in 16 checks, the ones that may break everything first.
 
-    python benchmarks/gpu.py                         124M and 1B parameters on this machine's first GPU
-    python benchmarks/gpu.py --sizes 124M --settings bf16 --repetitions 3
-    python benchmarks/gpu.py --sizes tiny --device cpu    whether the program runs; its figures mean nothing
+    python -m benchmarks.gpu                 all of them on this machine's first GPU; under 9 minutes on one H200
+    python -m benchmarks.gpu --only 4 9      some of them
+    python -m benchmarks.gpu --cpu           the part of each that a CPU shows, with tiny sizes, in minutes
+    python -m benchmarks.gpu --table FILE    a table, in Markdown, of what was kept
 
-Both loops do the same work: the same model and tokens, bf16 autocast, fused AdamW, clipping, no snapshots during the
-steps that count. Every figure is from a fresh process, the two in turn. compile compiles each block; fsdp shards over a
-group of one, which costs what fully_shard costs and saves nothing: the Trainer sees that there is nothing to shard.
-Results are kept in benchmarks/results/ as JSON with date, device and versions.
+No network is needed. Each check runs in a process of its own, with a limit; what it has found is kept before the next
+one begins, in benchmarks/results/gpu-DATE.json, so that a run that is cut short loses nothing. Exit code 0: nothing has
+failed; 1: something has; 2: there is no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib
 import json
 import os
 import platform
-import statistics
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
-from machine import HERE, keep
-from torch import nn
+from benchmarks.machine import RESULTS
 
-BLOCK = 5
-"""Steps that are timed together, between two looks at the GPU."""
-SETTINGS = ("bf16", "bf16+compile", "bf16+fsdp")
+ROOT = Path(__file__).resolve().parents[1]
+BUDGET_S = 535.0
+"""For all checks: nine minutes, less what the start and the end of this program take."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """A model and its batch."""
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A check in the programme."""
 
-    layers: int
-    heads: int
-    embed: int
-    context: int
-    vocabulary: int
-    micro_batch: int
-    accumulate: int
-    steps: int
-
-
-SIZES = {
-    "124M": Size(
-        layers=12, heads=12, embed=768, context=1024, vocabulary=50304, micro_batch=32, accumulate=2, steps=45
-    ),
-    "1B": Size(layers=18, heads=16, embed=2048, context=1024, vocabulary=50304, micro_batch=8, accumulate=2, steps=30),
-    "tiny": Size(layers=2, heads=2, embed=32, context=32, vocabulary=64, micro_batch=2, accumulate=2, steps=15),
-}
+    number: int
+    name: str
+    where: str
+    """`module.function` below gpu_checks."""
+    limit_s: float
+    """After which it is ended; three times what it is to take."""
+    expected: str
 
 
-class Block(nn.Module):
-    """Attention and a feed-forward network, each added to the stream after a norm."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.heads = size.heads
-        self.norm1, self.norm2 = nn.LayerNorm(size.embed), nn.LayerNorm(size.embed)
-        self.qkv = nn.Linear(size.embed, 3 * size.embed, bias=False)
-        self.out = nn.Linear(size.embed, size.embed, bias=False)
-        self.wide = nn.Linear(size.embed, 4 * size.embed, bias=False)
-        self.narrow = nn.Linear(4 * size.embed, size.embed, bias=False)
-
-    def forward(self, stream: torch.Tensor) -> torch.Tensor:
-        """[samples, tokens, embed], as before it."""
-        samples, tokens, embed = stream.shape
-        q, k, v = self.qkv(self.norm1(stream)).view(samples, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        stream = stream + self.out(mixed.transpose(1, 2).reshape(samples, tokens, embed))
-        return stream + self.narrow(nn.functional.gelu(self.wide(self.norm2(stream))))
-
-
-class GPT(nn.Module):
-    """GPT-2's shape: learnt positions, tied output."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(size.vocabulary, size.embed)
-        self.positions = nn.Embedding(size.context, size.embed)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
-        self.norm = nn.LayerNorm(size.embed)
-        for parameter in self.parameters():
-            if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [samples, tokens, vocabulary]."""
-        stream = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            stream = block(stream)
-        return nn.functional.linear(self.norm(stream), self.tokens.weight)
+PROGRAMME = (
+    Listed(1, "tools", "machine.tools", 60, "GPUs counted alike; nvidia-smi, ECC and topology read; nothing broken"),
+    Listed(2, "warm start", "machine.warm_start", 60, "workers forked from a warm process compute on the GPU"),
+    Listed(3, "devices", "machine.identities", 60, "the right GPU for each rank, and no CPU by accident"),
+    Listed(4, "groups", "exchange.groups", 120, "NCCL and gloo in one group; strategies as a single worker"),
+    Listed(5, "losses", "numbers.courses", 90, "fp32 as the CPU, bf16 near it, fp16 as GradScaler to the bit"),
+    Listed(6, "exactness", "numbers.exactness", 240, "deterministic: equal bits; otherwise: no claim of them"),
+    Listed(7, "snapshot", "memory.snapshots", 200, "8 GiB written beside training, right, in 1.1 times their memory"),
+    Listed(8, "out of memory", "exchange.lack_of_memory", 150, "halves and trains on; peers learn of it; none hangs"),
+    Listed(9, "synchronizations", "steps.synchronizations", 90, "none in single, ddp, fsdp and hsdp"),
+    Listed(10, "batches", "steps.batches", 60, "every class of batch is page-locked and moved"),
+    Listed(11, "compile", "numbers.compiled", 240, "no compilation after step 3; losses as without"),
+    Listed(12, "attention in parts", "numbers.attention", 90, "as whole attention, by flash, without masks"),
+    Listed(13, "signals", "steps.signals", 60, "a profile with kernels; a snapshot and exit code 75"),
+    Listed(14, "speed", "machine.speed", 60, "65% to 102% of the data sheet's products"),
+    Listed(15, "loop by hand", "steps.beside_by_hand", 240, "98% of its tokens per second, the same memory"),
+    Listed(16, "predicted memory", "memory.predictions", 240, "advise within 15% for a dozen models and meshes"),
+)
 
 
-def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Mean cross entropy."""
-    inputs, targets = batch
-    return nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+def verdict_of(points: list[dict[str, str]], ended: str) -> str:
+    """Of a check: failed, ok, or skipped if nothing could be looked at."""
+    verdicts = {point["verdict"] for point in points}
+    if ended or "failed" in verdicts:
+        return "failed"
+    return "ok" if verdicts & {"ok", "shown"} else "skipped"
 
 
-def tokens_of(size: Size) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of 64 micro batches."""
-    source = torch.Generator().manual_seed(0)
-    shape = (64 * size.micro_batch, size.context + 1)
-    tokens = torch.randint(0, size.vocabulary, shape, generator=source)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-class Clock:
-    """Told of every step; waits for the GPU at the end of each block of them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.steps, self.marks = device, 0, list[float]()
-        self.peak_bytes = 0
-
-    def step(self) -> None:
-        """A step is done."""
-        self.steps += 1
-        if self.device.type == "cuda":  # in each, since the Trainer's lines of metrics begin the peak anew
-            self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self.device))
-        if self.steps % BLOCK == 0:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            self.marks.append(time.perf_counter())
-
-    def answer(self, model: nn.Module, size: Size) -> dict[str, float]:
-        """Figures of the blocks after the first."""
-        from dtctl.runtime.telemetry.hardware import peak_flops
-
-        block_s = statistics.median(b - a for a, b in zip(self.marks, self.marks[1:], strict=False))
-        per_s = BLOCK * size.micro_batch * size.accumulate * size.context / block_s
-        count = sum(parameter.numel() for parameter in model.parameters())
-        # Both passes: 6 per parameter (positions are looked up), and 12 for attention (PaLM, appendix B).
-        flops = 6 * (count - size.context * size.embed) + 12 * size.layers * size.embed * size.context
-        cuda = self.device.type == "cuda"
-        peak = peak_flops(torch.cuda.get_device_name(self.device), "bf16") if cuda else None
-        return {
-            "parameters": count,
-            "tokens_per_s": round(per_s, 1),
-            "step_ms": round(block_s / BLOCK * 1e3, 3),
-            "mfu": round(flops * per_s / peak, 4) if peak else 0.0,
-            "memory_gib": round(self.peak_bytes / (1 << 30), 3),
-        }
-
-
-def bare(size: Size, setting: str, device: torch.device) -> dict[str, float]:
-    """What one writes by hand."""
-    torch.manual_seed(0)
-    model: nn.Module = GPT(size).to(device)
-    whole = model
-    if "compile" in setting:
-        for block in model.blocks:  # type: ignore[union-attr]
-            block.compile()
-    if "fsdp" in setting:
-        from torch.distributed.fsdp import fully_shard
-
-        with tempfile.NamedTemporaryFile() as store:
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            torch.distributed.init_process_group(backend, init_method=f"file://{store.name}", rank=0, world_size=1)
-        for block in model.blocks:  # type: ignore[union-attr]
-            fully_shard(block)
-        fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    inputs, targets = tokens_of(size)
-    if device.type == "cuda":
-        inputs, targets = inputs.pin_memory(), targets.pin_memory()
-    clock, order, at = Clock(device), torch.randperm(len(inputs)), 0
-    for _ in range(size.steps):
-        optimizer.zero_grad()
-        for _ in range(size.accumulate):
-            chosen = order[at : at + size.micro_batch]
-            at = (at + size.micro_batch) % len(order)
-            batch = inputs[chosen].to(device, non_blocking=True), targets[chosen].to(device, non_blocking=True)
-            with torch.autocast(device.type, dtype=torch.bfloat16):
-                value = loss(model, batch) / size.accumulate
-            value.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        clock.step()
-    return clock.answer(whole, size)
-
-
-def dtctl(size: Size, setting: str, device: torch.device) -> dict[str, float]:
-    """The Trainer."""
-    from dtctl.runtime import TensorData, Trainer, load, start
-
-    settings = {
-        "steps": size.steps, "micro_batch": size.micro_batch, "accumulate": size.accumulate, "clip_norm": 1.0,
-        "precision": "bf16", "lr": 1e-4, "beta2": 0.999, "weight_decay": 0.01, "schedule": "constant",
-        "compile": "compile" in setting, "strategy": "fsdp" if "fsdp" in setting else "auto",
-        "log_every": 10 * BLOCK, "on_oom": "stop", "snapshot": {"dir": "snapshots"},
+def run_one(check: Listed, *, cpu: bool, limit_s: float) -> dict[str, Any]:
+    """One check in a process of its own; what it found, and why it ended if it did not come to its end."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4")}
+    if cpu:
+        environ["CUDA_VISIBLE_DEVICES"] = ""
+    begun, ended = time.monotonic(), ""
+    with tempfile.TemporaryDirectory(prefix="dtctl-gpu-") as folder:
+        said = Path(folder, "said.jsonl")
+        argv = [sys.executable, "-m", "benchmarks.gpu", "--check", str(check.number), "--said", str(said)]
+        with Path(folder, "output").open("w+") as output:
+            process = subprocess.Popen(
+                [*argv, *(["--cpu"] if cpu else [])], cwd=folder, env=environ, stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                code = process.wait(timeout=limit_s)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # with all that it has started
+                code = process.wait()
+                ended = f"it has not come to its end after {limit_s:.0f} s"
+            output.seek(0)
+            words = output.read().strip().splitlines()
+        if code and not ended:
+            ended = f"exit code {code}: {words[-1] if words else 'no word'}"
+        lines = said.read_text().splitlines() if said.exists() else []
+    points = [json.loads(line) for line in lines if line.endswith("}")]
+    return {
+        "number": check.number, "name": check.name, "expected": check.expected, "verdict": verdict_of(points, ended),
+        "took_s": round(time.monotonic() - begun, 1), "ended": ended, "points": points,
+        "output": words[-20:] if ended else [],
     }  # fmt: skip
-    with start() as worker:
-        model, clock = GPT(size), Clock(device)
-        trainer = Trainer(load(settings, argv=[]), worker, model, loss, TensorData(*tokens_of(size)))
-        trainer.optimizer.register_step_post_hook(lambda *_: clock.step())
-        trainer.run()
-        return clock.answer(model, size)
 
 
-LOOPS: dict[str, Callable[[Size, str, torch.device], dict[str, float]]] = {"bare": bare, "dtctl": dtctl}
+def keep(kept: dict[str, Any], path: Path) -> None:
+    """Write all of it, whole or not at all."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(kept, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
 
 
-def one(name: str, size: str, setting: str, device: str) -> dict[str, Any]:
-    """One loop in a fresh process."""
-    argv = [sys.executable, str(HERE / "gpu.py"), "--one", name, "--sizes", size, "--settings", setting]
-    environ = {**os.environ, "PYTHONPATH": str(HERE.parent)}
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [*argv, "--device", device], env=environ, cwd=folder, capture_output=True, text=True, check=False
-        )
-    if done.returncode:
-        raise SystemExit(f"{name} failed with {size}, {setting}:\n{done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+def table(kept: dict[str, Any]) -> str:
+    """What was kept, in Markdown: a row for each check with its figures, and what has failed below."""
+    versions = ", ".join(f"{name} {value}" for name, value in kept["versions"].items() if value)
+    lines = [
+        f"{kept['device']}, {kept['date']}, {versions}; {kept['took_s']:.0f} s in all.",
+        "",
+        "| # | check | expected | verdict | s | figures |",
+        "|--:|---|---|---|--:|---|",
+    ]
+    for row in kept["checks"]:
+        good = [point for point in row["points"] if point["verdict"] in ("ok", "shown")]
+        told = "; ".join(f"{point['what']}: {point['found']}" for point in good[:3])
+        if row["verdict"] == "skipped":
+            told = "; ".join(dict.fromkeys(point["found"] for point in row["points"])) or row["ended"]
+        more = f"; and {len(good) - 3} more" if len(good) > 3 else ""
+        cells = (row["number"], row["name"], row["expected"], row["verdict"], f"{row['took_s']:.0f}", told + more)
+        lines.append("| " + " | ".join(str(cell).replace("|", "/").replace("\n", " ") for cell in cells) + " |")
+    failed = [(row, point) for row in kept["checks"] for point in row["points"] if point["verdict"] == "failed"]
+    lines += [""] if failed else []
+    lines += [
+        f"- {row['name']}: {point['what']}: expected {point['expected']}, found {point['found']}"
+        for row, point in failed
+    ]
+    lines += [
+        f"- {row['name']}: {row['ended']}" for row in kept["checks"] if row["ended"] and row["verdict"] == "failed"
+    ]
+    return "\n".join(lines) + "\n"
 
 
-def compared(size: str, setting: str, device: str, repetitions: int) -> dict[str, Any]:
-    """Both loops in turn, and the ratio of their tokens per second, pair by pair."""
-    found: dict[str, list[dict[str, Any]]] = {name: [one(name, size, setting, device)] for name in LOOPS}
-    for _ in range(repetitions - 1):
-        for name in LOOPS:
-            found[name].append(one(name, size, setting, device))
-    pairs = zip(found["dtctl"], found["bare"], strict=True)
-    kept: dict[str, Any] = {
-        "ratio": round(statistics.median(a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs), 4)
+def told(row: dict[str, Any]) -> str:
+    """A check's lines for people."""
+    lines = [f"{row['number']:2} {row['name']:18} {row['verdict']:8} {row['took_s']:6.1f} s  {row['ended']}".rstrip()]
+    for point in row["points"]:
+        expected = f" (expected {point['expected']})" if point["verdict"] == "failed" else ""
+        lines.append(f"     {point['verdict']:8} {point['what']}: {point['found']}{expected}")
+    return "\n".join(lines)
+
+
+def programme(numbers: list[int], out: Path, *, cpu: bool, budget_s: float) -> int:
+    """Run checks one after the other, and keep what each has found; the exit code."""
+    import torch
+
+    begun = time.monotonic()
+    device = torch.cuda.get_device_name() if not cpu else f"CPU, tiny sizes ({platform.machine()})"
+    versions = {
+        "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+    }  # fmt: skip
+    checks: list[dict[str, Any]] = []
+    kept = {
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "device": device,
+        "versions": versions,
+        "took_s": 0.0,
+        "checks": checks,
     }
-    for name, values in found.items():
-        kept[name] = {key: statistics.median(value[key] for value in values) for key in values[0]}
-        print(f"{size:5} {setting:13} {name:6} " + "  ".join(f"{key} {value:,}" for key, value in kept[name].items()))
-    print(f"{size:5} {setting:13} ratio  {kept['ratio']}")
-    return kept
+    for check in PROGRAMME:
+        if check.number not in numbers:
+            continue
+        left_s = budget_s - (time.monotonic() - begun)
+        if left_s < 1:
+            checks.append(
+                dataclasses.asdict(check) | {
+                    "verdict": "skipped", "took_s": 0.0, "ended": f"not reached within {budget_s:.0f} s", "points": [],
+                }
+            )  # fmt: skip
+        else:
+            checks.append(run_one(check, cpu=cpu, limit_s=min(check.limit_s, left_s)))
+        kept["took_s"] = round(time.monotonic() - begun, 1)
+        keep(kept, out)
+        print(told(checks[-1]), flush=True)
+    bad = [row["name"] for row in checks if row["verdict"] == "failed" or row["ended"]]
+    print(f"\n{len(checks)} checks in {kept['took_s']:.0f} s, kept in {out}")
+    print(f"failed or not reached: {', '.join(bad) or 'none'}")
+    return 1 if bad else 0
 
 
-def main() -> None:
-    """Measure, print, keep; or run one loop and print what it took."""
+def here(cpu: bool) -> Any:
+    """The ground of a check in this process."""
+    import torch
+
+    from benchmarks.gpu_checks.ground import Ground
+
+    return Ground(torch.device("cpu") if cpu else torch.device("cuda", 0), Path.cwd())
+
+
+def named(where: str) -> Any:
+    """A function below gpu_checks."""
+    module, _, name = where.partition(".")
+    return getattr(importlib.import_module(f"benchmarks.gpu_checks.{module}"), name)
+
+
+def check(number: int, said: Path, *, cpu: bool) -> int:
+    """In a process of its own: one check, a line for each point as soon as it is known."""
+    listed = next(one for one in PROGRAMME if one.number == number)
+    with said.open("a") as file:
+        for point in named(listed.where)(here(cpu)):
+            file.write(json.dumps(dataclasses.asdict(point)) + "\n")
+            file.flush()
+    return 0
+
+
+def main() -> int:
+    """Run what was asked for; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["124M", "1B"])
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=["bf16", "bf16+compile"])
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--repetitions", type=int, default=2)
-    parser.add_argument("--one", choices=LOOPS, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("there is no GPU here; `--sizes tiny --device cpu` tries the program out without one")
-    device = torch.device(options.device)
-    if options.one:
-        print("\n" + json.dumps(LOOPS[options.one](SIZES[options.sizes[0]], options.settings[0], device)))
-        return
-    name = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine()
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": str(torch.version.cuda)}
-    kept: dict[str, object] = {"date": time.strftime("%Y-%m-%d %H:%M"), "device": name, "versions": versions}
-    for size in options.sizes:
-        for setting in options.settings:
-            kept[f"{size} {setting}"] = compared(size, setting, options.device, options.repetitions)
-            if options.device == "cuda":  # figures of a trial on a CPU mean nothing
-                keep("gpu", kept)
+    parser.add_argument("--only", nargs="+", type=int, metavar="N", help="numbers of checks")
+    parser.add_argument("--cpu", action="store_true", help="the CPU's part of each check, with tiny sizes")
+    parser.add_argument("--out", type=Path, help="where the result is kept")
+    parser.add_argument("--seconds", type=float, default=BUDGET_S, help="for all checks (default: %(default)g)")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of a result")
+    for hidden in ("--check", "--said", "--part", "--given"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.table:
+        print(table(json.loads(asked.table.read_text())), end="")
+        return 0
+    if asked.part:
+        answer = named(asked.part)(here(asked.cpu), **json.loads(asked.given))
+        print("\n" + json.dumps(answer), flush=True)
+        return 0
+    if asked.check:
+        return check(int(asked.check), Path(asked.said), cpu=asked.cpu)
+    numbers = asked.only or [one.number for one in PROGRAMME]
+    unknown = {*numbers} - {one.number for one in PROGRAMME}
+    if unknown:
+        parser.error(f"there is no check {min(unknown)}; there are 1 to {len(PROGRAMME)}")
+    if not asked.cpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            print(
+                "make gpu needs a GPU that torch can use, and there is none here; "
+                "`python -m benchmarks.gpu --cpu` runs the part of each check that a CPU shows",
+                file=sys.stderr,
+            )
+            return 2
+    RESULTS.mkdir(exist_ok=True)
+    default = Path("gpu-cpu.json") if asked.cpu else RESULTS / f"gpu-{time.strftime('%Y%m%d-%H%M')}.json"
+    budget_s = asked.seconds if not asked.cpu else max(asked.seconds, 3600.0)
+    return programme(numbers, (asked.out or default).resolve(), cpu=asked.cpu, budget_s=budget_s)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

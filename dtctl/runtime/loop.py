@@ -38,7 +38,7 @@ from dtctl.runtime.evaluation import Score, evaluate
 from dtctl.runtime.exactness import account, circumstances, determinism, randomness
 from dtctl.runtime.exactness.consistency import fingerprint, require_equal, settings
 from dtctl.runtime.guards.nonfinite import NonFiniteGuard
-from dtctl.runtime.guards.oom import MemoryWatch, smaller
+from dtctl.runtime.guards.oom import MemoryWatch, is_lack_of_memory, smaller
 from dtctl.runtime.guards.origin import spoilt
 from dtctl.runtime.precision import LossScale, autocast, multiply
 from dtctl.runtime.snapshot.json_collectives import gathered_json
@@ -212,7 +212,7 @@ class Trainer:
                     report.rewind(self.step)
                     continue
                 if verdict == "take":
-                    self.optimizer.step()
+                    self._update()
                 else:
                     self.strategy.discard()
                 self.position += self.schedule.samples(self.position)
@@ -338,6 +338,20 @@ class Trainer:
 
     def _norm(self) -> torch.Tensor:
         return self.strategy.norm()
+
+    def _update(self) -> None:
+        """Take the optimizer's step."""
+        try:
+            self.optimizer.step()
+        except RuntimeError as exc:
+            if not is_lack_of_memory(exc):
+                raise
+            raise WorkerFailed(
+                f"out of memory in the optimizer's step {self.step + 1}: {str(exc).partition(chr(10))[0]}",
+                where=f"rank {self.worker.rank}",
+                hint="its state takes as much in the first step as later, whatever the batch: divide it with "
+                "`strategy: zero1` or `fsdp`, or look at `dtctl advise`",
+            ) from exc
 
     def evaluate(self) -> dict[str, float]:
         """The means of the scores over the validation set as `val_NAME`; collective over all workers."""

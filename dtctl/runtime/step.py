@@ -115,7 +115,10 @@ class Step:
         if not isinstance(loss, tuple):
             return loss
         total, weight = loss
-        self.weights.append(torch.as_tensor(weight if samples else 0.0, dtype=torch.float32, device=total.device))
+        if not samples or not isinstance(weight, torch.Tensor):
+            # Filled there: to copy a number of the host's to a GPU waits for all that it has to do.
+            weight = torch.full((), float(weight) if samples else 0.0, device=total.device)
+        self.weights.append(weight.detach().to(total.device, torch.float32))
         return total / max(1, samples)
 
     def backward(

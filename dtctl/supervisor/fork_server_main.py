@@ -64,6 +64,8 @@ def load(modules: list[str]) -> str:
     """Import modules; why workers cannot be forked after that, or an empty text."""
     import importlib
 
+    # Asked by a module, torch then looks for GPUs without starting CUDA, which no fork outlives.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     for name in modules:
         try:
             importlib.import_module(name)
@@ -72,12 +74,13 @@ def load(modules: list[str]) -> str:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "importing has initialized the GPU"
-    if len(os.listdir("/proc/self/task")) > 1:
-        # Some, such as those of NumPy's OpenBLAS, end before a fork and begin again after it when they are needed.
-        child = os.fork()
-        if not child:
-            os._exit(0)
-        os.waitpid(child, 0)
+    # A first child shows two things. Some threads, such as those of NumPy's OpenBLAS, end before a fork and begin again
+    # when they are needed. And CUDA may have been started by a mere question, which `is_initialized` does not tell.
+    child = os.fork()
+    if not child:
+        os._exit(1 if torch is not None and torch.cuda._is_in_bad_fork() else 0)
+    if os.waitpid(child, 0)[1]:
+        return "importing has started CUDA: a module has asked for GPUs"
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         return "importing has started %d threads" % (threads - 1)

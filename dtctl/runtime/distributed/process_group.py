@@ -55,7 +55,7 @@ def start(*, seed: int = 0, timeout_s: float = 600.0, deterministic: bool = Fals
         dist.init_process_group(
             worker.backend,
             timeout=dt.timedelta(seconds=timeout_s),
-            device_id=worker.device if worker.device.type == "cuda" else None,
+            device_id=worker.device if "nccl" in worker.backend else None,
         )
     try:
         yield worker

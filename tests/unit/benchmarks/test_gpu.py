@@ -1,4 +1,4 @@
-"""The benchmark for GPUs runs on a CPU with a tiny model, and refuses to measure without a GPU."""
+"""`make gpu` without a GPU: every check's CPU form, what is kept of a run that is cut short, and the table."""
 
 from __future__ import annotations
 
@@ -7,35 +7,119 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import gpu
+from benchmarks.gpu_checks.ground import Ground
+
 ROOT = Path(__file__).resolve().parents[3]
-SCRIPT = ROOT / "benchmarks" / "gpu.py"
+OWN_PROCESS = (6, 13)
+"""They set algorithms for good, or send signals."""
 
 pytestmark = pytest.mark.torch
 
 
 def run(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
-        [sys.executable, SCRIPT, *argv], cwd=folder, env=environ, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "benchmarks.gpu", *argv],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
+@pytest.mark.parametrize("check", gpu.PROGRAMME, ids=lambda check: f"{check.number}-{check.name}")
+def test_the_cpu_form_of_each_check(check: gpu.Listed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DTCTL_METRICS", "metrics.jsonl")  # and what a check sets there is taken back
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    if check.number in OWN_PROCESS:
+        row = gpu.run_one(check, cpu=True, limit_s=240)
+        assert row["ended"] == "", row["output"]
+        points = [(point["what"], point["found"], point["verdict"]) for point in row["points"]]
+    else:
+        found = gpu.named(check.where)(Ground(torch.device("cpu"), tmp_path))
+        points = [(point.what, point.found, point.verdict) for point in found]
+    assert points
+    assert not [point for point in points if point[2] == "failed"]
+    assert {verdict for *_, verdict in points} <= {"ok", "shown", "skipped"}
+    assert all("needs a GPU" in found for _, found, verdict in points if verdict == "skipped")
+
+
+def test_the_programme_is_in_order_and_short() -> None:
+    assert [check.number for check in gpu.PROGRAMME] == list(range(1, 17))
+    assert gpu.BUDGET_S < 9 * 60
+    assert all(callable(gpu.named(check.where)) for check in gpu.PROGRAMME)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     done = run(tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.startswith("there is no GPU here; `--sizes tiny --device cpu` tries the program out")
+    assert done.returncode == 2
+    assert done.stderr.startswith("make gpu needs a GPU that torch can use, and there is none here")
+    assert "--cpu" in done.stderr
+    assert run(tmp_path, "--only", "99").returncode == 2
 
 
-@pytest.mark.parametrize(("loop", "setting"), [("bare", "bf16+fsdp"), ("dtctl", "bf16")])
-def test_a_loop_runs_with_a_tiny_model(tmp_path: Path, loop: str, setting: str) -> None:
-    done = run(tmp_path, "--one", loop, "--sizes", "tiny", "--settings", setting, "--device", "cpu")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["parameters"] == 64 * 32 + 32 * 32 + 2 * (12 * 32 * 32 + 4 * 32) + 2 * 32
-    assert found["tokens_per_s"] > 0
-    assert found["step_ms"] > 0
+def test_what_is_found_is_kept_after_each_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[dict[str, Any]] = []
+    out = tmp_path / "kept.json"
+
+    def one(check: gpu.Listed, **_: Any) -> dict[str, Any]:
+        if check.number == 3:
+            raise KeyboardInterrupt
+        point = {"what": "sum", "expected": "1", "found": "1", "verdict": "ok" if check.number == 1 else "failed"}
+        return {
+            "number": check.number, "name": check.name, "expected": check.expected, "took_s": 1.0, "ended": "",
+            "verdict": gpu.verdict_of([point], ""), "points": [point],
+        }  # fmt: skip
+
+    real = gpu.keep
+
+    def noted(found: dict[str, Any], path: Path) -> None:
+        real(found, path)
+        kept.append(json.loads(path.read_text()))
+
+    monkeypatch.setattr(gpu, "run_one", one)
+    monkeypatch.setattr(gpu, "keep", noted)
+    with pytest.raises(KeyboardInterrupt):
+        gpu.programme([1, 2, 3], out, cpu=True, budget_s=100.0)
+    assert [len(found["checks"]) for found in kept] == [1, 2]
+    assert [row["verdict"] for row in json.loads(out.read_text())["checks"]] == ["ok", "failed"]
+    assert list(tmp_path.iterdir()) == [out], "no draft is left"
+    text = gpu.table(json.loads(out.read_text()))
+    assert "| 1 | tools |" in text
+    assert "- warm start: sum: expected 1, found 1" in text
+
+
+def test_time_that_has_run_out_is_no_success(tmp_path: Path) -> None:
+    out = tmp_path / "kept.json"
+    assert gpu.programme([12], out, cpu=True, budget_s=0.0) == 1
+    (row,) = json.loads(out.read_text())["checks"]
+    assert (row["verdict"], row["ended"]) == ("skipped", "not reached within 0 s")
+    assert "not reached within 0 s" in gpu.table(json.loads(out.read_text()))
+
+
+def test_a_check_that_does_not_end_is_ended() -> None:
+    row = gpu.run_one(gpu.PROGRAMME[10], cpu=True, limit_s=0.3)
+    assert (row["verdict"], row["ended"]) == ("failed", "it has not come to its end after 0 s")
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "ended", "expected"),
+    [
+        (["ok", "skipped"], "", "ok"),
+        (["ok", "failed"], "", "failed"),
+        (["skipped"], "", "skipped"),
+        (["ok"], "exit code 1", "failed"),
+        ([], "", "skipped"),
+    ],
+)
+def test_the_verdict_of_a_check(verdicts: list[str], ended: str, expected: str) -> None:
+    assert gpu.verdict_of([{"verdict": verdict} for verdict in verdicts], ended) == expected

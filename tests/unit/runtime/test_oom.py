@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtctl.errors import PlanError
+from dtctl.errors import PlanError, WorkerFailed
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.guards import oom
 from dtctl.runtime.guards.oom import MemoryWatch, smaller
@@ -129,3 +129,40 @@ def test_libraries_that_allocate_past_torch(make: Make, error: RuntimeError, hal
     else:
         with pytest.raises(RuntimeError, match=str(error)[:20]):
             trainer.run()
+
+
+def test_the_optimizer_s_state_that_does_not_fit(make: Make) -> None:
+    trainer = make(model=network())
+
+    def run_out(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    trainer.optimizer.register_step_pre_hook(run_out)
+    with pytest.raises(WorkerFailed, match="optimizer's step 1: CUDA out of memory") as failed:
+        trainer.run()
+    assert "zero1" in str(failed.value.hint)
+
+
+class FromGpu:
+    """A parameter on a GPU, whose gradient nobody may look at."""
+
+    device = torch.device("cuda", 0)
+
+    @property
+    def grad(self) -> torch.Tensor:
+        pytest.fail("to look at it waits for the GPU")
+
+
+def test_on_gpus_the_processes_ask_each_other(monkeypatch: pytest.MonkeyPatch, worker: Worker) -> None:
+    one_of_three = dataclasses.replace(worker, rank=1, world_size=3, backend="cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(oom, "DistributedDataParallel", Wrapped)
+    watch = MemoryWatch(Wrapped(network()), [FromGpu()], one_of_three, wanted=True)  # type: ignore[list-item]
+    told: list[list[int]] = []
+
+    def from_rank_2(_: Worker, flags: torch.Tensor) -> torch.Tensor:
+        told.append(flags.tolist())
+        return flags + torch.tensor([0, 0, 1])
+
+    monkeypatch.setattr(Worker, "sum", from_rank_2)
+    loss, short = watch.attempt(lambda: torch.zeros(()), lambda: None)
+    assert (loss is not None, short, told) == (True, [2], [[0, 0, 0]])

@@ -26,3 +26,30 @@ def test_the_threads_of_numpy_are_no_obstacle_and_others_are(tmp_path: Path) -> 
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
     assert why(tmp_path, "busy") == "importing has started 1 threads"
+
+
+ASKED = """
+import os
+from types import SimpleNamespace
+
+STARTED_BY = os.getpid()
+# As torch does: whoever asks for GPUs by CUDA's runtime spoils every fork, and `is_initialized` stays False.
+cuda = SimpleNamespace(is_initialized=lambda: False, _is_in_bad_fork=lambda: {spoilt} and os.getpid() != STARTED_BY)
+LOOKS_BY_NVML = os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")
+"""
+
+
+def test_a_question_for_gpus_that_spoils_forks_is_noticed(tmp_path: Path) -> None:
+    package = tmp_path / "torch"
+    package.mkdir()
+    for spoilt in (True, False):
+        (package / "__init__.py").write_text(ASKED.format(spoilt=spoilt))
+        expected = "importing has started CUDA: a module has asked for GPUs" if spoilt else ""
+        assert why(tmp_path, "torch") == expected
+
+
+def test_modules_that_ask_for_gpus_do_not_start_cuda(tmp_path: Path) -> None:
+    (tmp_path / "asks.py").write_text(
+        "import os\nif os.environ.get('PYTORCH_NVML_BASED_CUDA_CHECK') != '1':\n    raise RuntimeError('by CUDA')\n"
+    )
+    assert why(tmp_path, "asks") == ""
