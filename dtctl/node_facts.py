@@ -134,6 +134,30 @@ def nvidia_devices() -> list:  # type: ignore[type-arg]
     return [name for name in sorted(found, key=lambda name: int(name[6:])) if _opens(os.path.join("/dev", name))]
 
 
+def amd_devices() -> list:  # type: ignore[type-arg]
+    """Device files of AMD's GPUs that this process may open; both the driver's own and theirs are needed."""
+    if not _opens("/dev/kfd"):
+        return []
+    return [
+        name
+        for name in sorted(_listed("/dev/dri"))
+        if name.startswith("renderD")
+        and read("/sys/class/drm/%s/device/vendor" % name).strip() == "0x1002"
+        and _opens("/dev/dri/" + name)
+    ]
+
+
+def verbs(device: str) -> str:
+    """Whether this process may open an RDMA device: yes, no, or empty if the system does not say.
+
+    In a container the kernel's list has devices whose files were not handed in; NCCL cannot use them.
+    """
+    found = _listed("/sys/class/infiniband/%s/device/infiniband_verbs" % device)
+    if not found:
+        return ""
+    return "yes" if any(_opens("/dev/infiniband/" + name) for name in found) else "no"
+
+
 def count_gpus(environ: Mapping[str, str]) -> int:
     """GPUs that a process with these variables can use, each by a worker of its own; 0 without any.
 
@@ -146,12 +170,8 @@ def count_gpus(environ: Mapping[str, str]) -> int:
         parts = [name for gpu in _listed(gpus) for name in _listed(os.path.join(gpus, gpu, "mig"))]
         if any(name.startswith("gi") for name in parts):
             found = 1
-    elif _opens("/dev/kfd"):
-        found = sum(
-            read("/sys/class/drm/%s/device/vendor" % name).strip() == "0x1002" and _opens("/dev/dri/" + name)
-            for name in _listed("/dev/dri")
-            if name.startswith("renderD")
-        )
+    else:
+        found = len(amd_devices())
     return min(found, visible_gpus(environ, found))
 
 

@@ -25,6 +25,7 @@ class Gpu:
     """Share of `half` that fused attention reaches."""
     link: float
     host: float
+    nvlinks: int = 0
     bf16: bool = True
     """Whether it computes in bf16."""
     fp8: bool = False

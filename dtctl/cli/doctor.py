@@ -38,6 +38,10 @@ def doctor(
         list[str] | None,
         typer.Option(metavar="LAYER", help="Skip links (bandwidth, loss) or collective (sums over all nodes)."),
     ] = None,
+    gpu: Annotated[
+        bool,
+        typer.Option("--gpu", help="Measure each GPU, its copies and NCCL, beside what is normal for its kind."),
+    ] = False,
     yes: Yes = False,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
@@ -48,11 +52,11 @@ def doctor(
         raise UsageError("there is more than one spec", hint="name logs after --log")
     path = paths[0] if paths else Path(names.SPEC_FILE)
     return examine_cluster(
-        path, skip=("links", "collective") if quick else tuple(skip or ()), yes=yes, json_lines=json_
+        path, skip=("links", "collective") if quick else tuple(skip or ()), gpu=gpu, yes=yes, json_lines=json_
     )
 
 
-def examine_cluster(path: Path, *, skip: Sequence[str], yes: bool, json_lines: bool) -> int:
+def examine_cluster(path: Path, *, skip: Sequence[str], gpu: bool, yes: bool, json_lines: bool) -> int:
     """Examine a cluster and print what was found; the exit code."""
     from dtctl.cli.common import doctor_view
     from dtctl.doctor.examine import COSTLY, examine
@@ -80,6 +84,7 @@ def examine_cluster(path: Path, *, skip: Sequence[str], yes: bool, json_lines: b
         spec,
         cluster,
         skip=[layer for layer in COSTLY if layer in skip],
+        gpu=gpu,
         progress=lambda text: output.err(f"{text} ...", "dim"),
     )
     took_s = round(time.monotonic() - begun, 2)
@@ -94,6 +99,7 @@ def examine_cluster(path: Path, *, skip: Sequence[str], yes: bool, json_lines: b
                 "not_examined": list(examination.not_examined),
                 "links": links_of(examination.seen),
                 "all_reduce": examination.sums or None,
+                "gpus": list(examination.gpus),
             }
         )
     else:

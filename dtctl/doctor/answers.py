@@ -123,10 +123,11 @@ _FACTS: Final = form(
     shm=_SPACE, disk=_SPACE, writable=prose, missing=list_of(text(4096), _ROWS),
     env=mapping_of(_NAME, _WORDS, _ROWS), conf=mapping_of(text(4096), _conf, 16), job=_job,
     code=text(64), gpus=integer(0, 4096), gpu=_tool, remapped=_tool, nvlink=_tool, topology=_tool, xid=_tool,
-    fabric=_tool, gpu_error=prose, xid_source=text(64),
+    fabric=_tool, state=_tool, vendor=text(16), gpu_error=prose, xid_source=text(64),
     rdma=list_of(
         form(
-            optional={"roce": text(8)}, device=_NAME, port=_NAME, state=_NAME, rate=_NAME, link_layer=_NAME,
+            optional={"roce": text(8), "verbs": text(8)},
+            device=_NAME, port=_NAME, state=_NAME, rate=_NAME, link_layer=_NAME,
         ),
         _ROWS,
     ),
@@ -141,8 +142,13 @@ _ANSWERS: Final[Mapping[str, Check]] = {
     "look": form(seen=list_of(_RATE, 1 << 20)),
     "unmark": form(),
 }  # fmt: skip
+_GPU: Final = form(
+    name=_NAME, error=prose,
+    optional={"tflops": _above(0.0), "to_gb_s": _above(0.0), "from_gb_s": _above(0.0), "within_gb_s": _above(0.0)},
+)  # fmt: skip
 _WORKER: Final = form(
     optional={
+        "gpus": list_of(_GPU, 64), "busbw_gb_s": nullable(_above(0.0)),
         "stage": text(40), "silent": flag, "complained": _WORDS, "error": prose, "wrong": nullable(_COUNT),
         "seconds": number, "bytes": _COUNT, "nccl": nullable(text(64)),
     }

@@ -9,7 +9,17 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from dtctl.doctor.checks import collective, environment, hardware, links, network, node, scheduler, shared_folders
+from dtctl.doctor.checks import (
+    collective,
+    environment,
+    gpu_speed,
+    hardware,
+    links,
+    network,
+    node,
+    scheduler,
+    shared_folders,
+)
 from dtctl.doctor.findings import Finding, ordered
 from dtctl.doctor.node_report import NodeReport
 from dtctl.doctor.observe import NodeQuery, Probes, Progress
@@ -38,6 +48,9 @@ class Examination:
     seen: tuple[NodeReport, ...]
     sums: dict[str, Any] = field(default_factory=dict)
     """`backend`, `bytes`, `seconds` and `busbw_gb_s` of an all_reduce over all nodes; empty when there was none."""
+    gpus: tuple[dict[str, Any], ...] = ()
+    """With `--gpu`, for each GPU: `node`, `gpu` (its index), `name`, `tflops`, `to_gb_s` and `from_gb_s` (from and to
+    the host), `within_gb_s`, and `busbw_gb_s` of an all_reduce over the GPUs of its node."""
 
     @property
     def ok(self) -> bool:
@@ -51,7 +64,9 @@ class Examination:
         return (*skipped, "the job's own code and data")
 
 
-def examine(spec: Spec, cluster: ResolvedCluster, *, skip: Collection[Costly], progress: Progress) -> Examination:
+def examine(
+    spec: Spec, cluster: ResolvedCluster, *, skip: Collection[Costly], progress: Progress, gpu: bool = False
+) -> Examination:
     """Examine all nodes of a spec.
 
     Args:
@@ -59,6 +74,7 @@ def examine(spec: Spec, cluster: ResolvedCluster, *, skip: Collection[Costly], p
         cluster: its nodes.
         skip: layers to leave out; without all of them (`--quick`), fewer ports per pair are tested too.
         progress: told what is going on.
+        gpu: whether each GPU is measured, too.
 
     Raises:
         DtctlError: of this machine's side; what is wrong with the nodes is in the findings.
@@ -78,16 +94,27 @@ def examine(spec: Spec, cluster: ResolvedCluster, *, skip: Collection[Costly], p
         if folders and not quick and len(seen) > 1:
             found += shared_folders.judge(shared_folders.look(probes, seen, folders))
             ran += shared_folders.RAN
+        envs = {one.name: {**spec.job.env, **one.env} for one in cluster.nodes}
+        python = {one.name: one.python or "python3" for one in cluster.nodes}
+        measured: dict[str, dict[str, Any]] = {}
+        if gpu:
+            found += gpu_speed.required(seen)
+            measured = gpu_speed.measure(probes, seen, python=python, env=envs, progress=progress)
+            found += gpu_speed.judge(measured)
+            ran += gpu_speed.RAN if measured else ()
         sums = collective.AllReduceResult()
         if "collective" not in skip and _can_add_up(seen, found):
-            envs = {one.name: {**spec.job.env, **one.env} for one in cluster.nodes}
-            python = {one.name: one.python or "python3" for one in cluster.nodes}
             sums = collective.add_up(probes, seen, python=python, env=envs, progress=progress)
             # A node that was lost on the way is not a matter of sums.
             found += list(node.reach(seen)) or sums.findings
             ran += collective.RAN
     left_out = _left_out(seen, skip, ran)
-    return Examination(findings=tuple(ordered(found, ran=ran, left_out=left_out)), seen=tuple(seen), sums=sums.figures)
+    return Examination(
+        findings=tuple(ordered(found, ran=ran, left_out=left_out)),
+        seen=tuple(seen),
+        sums=sums.figures,
+        gpus=gpu_speed.rows(measured),
+    )
 
 
 def _left_out(seen: Collection[NodeReport], skip: Collection[Costly], ran: Collection[str]) -> dict[str, str]:

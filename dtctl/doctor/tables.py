@@ -14,8 +14,8 @@ _LAYERS = {
     "LIMITS": ("workdir", "disk", "nofile", "memlock", "shm", "path", "shared", "visibility", "time-left",
                "requeue", "tasks"),
     "SOFTWARE": ("python-version", "torch", "nccl", "architecture", "code"),
-    "HARDWARE": ("gpus", "gpu-xid", "gpu-ecc", "gpu-driver", "gpu-model", "gpu-links", "gpu-busy", "rdma",
-                 "link-speed"),
+    "HARDWARE": ("gpus", "gpu-xid", "gpu-ecc", "gpu-driver", "gpu-model", "gpu-links", "gpu-busy", "gpu-power",
+                 "gpu-clocks", "gpu-pcie", "gpu-mig", "gpu-speed", "gpu-copies", "gpu-nccl", "rdma", "link-speed"),
     "NETWORK": ("duplicate-address", "loopback-name", "names", "data-ports", "rendezvous-port", "large-packets", "nat",
                 "mtu", "packet-loss", "bandwidth", "latency"),
     "SETTINGS": ("interface", "env-differs", "env-unknown", "env-dead", "env-dangerous"),
@@ -41,6 +41,21 @@ def node_table(done: Examination) -> tuple[list[str], list[list[str]]]:
             cells.append("-" if gone else worst if bad else "ok")
         rows.append([seen.name, seen.address, *cells])
     return ["NODE", "ADDRESS", *_LAYERS], rows
+
+
+def gpu_table(done: Examination) -> tuple[list[str], list[list[str]]] | None:
+    """Header and rows of what was measured of each GPU (`--gpu`); None when nothing was."""
+    if not done.gpus:
+        return None
+    rows = []
+    for one in done.gpus:
+        cells = [_figure(one.get(name)) for name in ("tflops", "to_gb_s", "from_gb_s", "within_gb_s", "busbw_gb_s")]
+        rows.append([one["node"], str(one["gpu"]), one["name"], *cells])
+    return ["NODE", "GPU", "KIND", "TFLOPS", "HOST TO GPU", "GPU TO HOST", "WITHIN GPU", "NCCL OF NODE"], rows
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def pair_table(done: Examination) -> tuple[list[str], list[list[str]]] | None:

@@ -1,7 +1,8 @@
 """What a node's Python runs for the doctor: torch, and one collective after another, as asked in JSON lines.
 
 Sent as text, never imported by the control plane. Each line of input asks for one round: rank, world, address, port,
-backend, timeout_s. The answers name the stage that was reached; the last of a round has `final`.
+backend, timeout_s; or, with `what: gpus`, for figures of this node's GPUs. The answers name the stage that was reached;
+the last of a round has `final`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ def main() -> None:
         asked = json.loads(line)
         try:
             say(stage="start", wrong=0, error="", silent=False)
-            all_reduce(asked, say, torch, dist)
+            if asked.get("what") == "gpus":
+                measure_gpus(say, torch)
+            else:
+                all_reduce(asked, say, torch, dist)
         except Exception as exc:  # noqa: BLE001 - whatever torch raises is the answer
             say(error=str(exc).strip().split("\n")[0][:400] or type(exc).__name__, final=True)
         finally:
@@ -94,6 +98,92 @@ def wrong_gpus(torch: Any) -> int:
         int((torch.arange(count, device=f"cuda:{index}") % PERIOD).sum()) for index in range(torch.cuda.device_count())
     ]
     return sum(found != right for found in sums)
+
+
+WIDTH = 8192
+"""Of the matrices that are multiplied: large enough for the most that a GPU can do."""
+COPIED = 256 << 20
+"""Bytes of a copy."""
+
+
+def measure_gpus(say: Any, torch: Any) -> None:
+    """Each GPU by itself, then a sum over all of them, timed by the GPUs' own work."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        say(stage="none", error=no_gpu(torch), final=True)
+        return
+    found = []
+    for index in range(count):
+        say(stage=f"GPU {index}")
+        one: dict[str, Any] = {"name": str(torch.cuda.get_device_name(index)), "error": ""}
+        try:
+            one.update(figures(torch, index))
+        except RuntimeError as exc:
+            one["error"] = str(exc).strip().split("\n")[0][:200]
+        found.append(one)
+        torch.cuda.empty_cache()
+    say(stage="NCCL", gpus=found)
+    if count > 1 and not any(one["error"] for one in found):
+        say(busbw_gb_s=sum_of_node(torch, count))
+    say(stage="measured", final=True)
+
+
+def no_gpu(torch: Any) -> str:
+    """Why torch sees none, in its own words."""
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as exc:
+        return str(exc).strip().split("\n")[0][:400]
+    return "torch sees no GPU"
+
+
+def figures(torch: Any, index: int) -> dict[str, float]:
+    """Products in 1e12 operations a second, and copies in GB/s: from the host, to it, and within the GPU."""
+    torch.cuda.set_device(index)
+    device = torch.device("cuda", index)
+    # Before 2020 tensor cores took fp16 alone; HIP counts its GPUs otherwise, and all of them take bf16.
+    half = torch.bfloat16 if torch.version.hip or torch.cuda.get_device_capability(index)[0] >= 8 else torch.float16
+    one = torch.randn(WIDTH, WIDTH, device=device, dtype=half)
+    product_s = timed(torch, device, lambda: one @ one, 20)
+    there = torch.empty(COPIED, dtype=torch.uint8, device=device)
+    here = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
+    to_s = timed(torch, device, lambda: there.copy_(here, non_blocking=True), 5)
+    from_s = timed(torch, device, lambda: here.copy_(there, non_blocking=True), 5)
+    within_s = timed(torch, device, lambda: there.clone(), 10)  # noqa: PLW0108 - made and dropped each time
+    return {
+        "tflops": 2 * WIDTH**3 / product_s / 1e12,
+        "to_gb_s": COPIED / to_s / 1e9,
+        "from_gb_s": COPIED / from_s / 1e9,
+        "within_gb_s": 2 * COPIED / within_s / 1e9,
+    }
+
+
+def sum_of_node(torch: Any, count: int) -> float:
+    """Bus bandwidth in GB/s, as nccl-tests defines it, of an all_reduce over the GPUs of this node."""
+    data = [torch.ones(COUNT["nccl"], device=torch.device("cuda", index)) for index in range(count)]
+
+    def add_up() -> None:
+        torch.cuda.nccl.all_reduce(data)
+
+    seconds = timed(torch, None, add_up, 5)
+    return COUNT["nccl"] * 4 / seconds / 1e9 * 2 * (count - 1) / count
+
+
+def timed(torch: Any, device: Any, action: Any, times: int) -> float:
+    """Seconds of one call, after three that do not count; `device` None stands for all of them."""
+
+    def wait() -> None:
+        for one in range(torch.cuda.device_count()) if device is None else [device]:
+            torch.cuda.synchronize(one)
+
+    for _ in range(3):
+        action()
+    wait()
+    begun = time.perf_counter()
+    for _ in range(times):
+        action()
+    wait()
+    return (time.perf_counter() - begun) / times
 
 
 if __name__ == "__main__":

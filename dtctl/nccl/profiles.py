@@ -25,7 +25,7 @@ class NetworkProfile:
     interface: str
     """Interface that packets to the other nodes leave by; empty when there is none or no other node."""
     rdma: Sequence[Mapping[str, str]] = ()
-    """Ports of RDMA devices: device, port, state, link_layer."""
+    """Ports of RDMA devices: device, port, state, link_layer; `verbs` is no where the job may not open the device."""
     nodes: int = 1
 
 
@@ -33,12 +33,17 @@ def detect(network: NetworkProfile) -> str:
     """The profile that fits what was found; clouds other than AWS cannot be told from what their nodes show."""
     if network.nodes == 1:
         return "nvlink"
-    active = [port for port in network.rdma if "ACTIVE" in port["state"]]
+    active = _usable(network)
     if any(port["device"].startswith(("efa", "rdmap")) for port in active):
         return "efa"
     if any(port["link_layer"] == "InfiniBand" for port in active):
         return "infiniband"
     return "roce" if any(_routable(port) for port in active) else "ethernet"
+
+
+def _usable(network: NetworkProfile) -> list[Mapping[str, str]]:
+    """Ports with a link whose device a job can open: in a container the kernel lists more than were handed in."""
+    return [port for port in network.rdma if "ACTIVE" in port["state"] and port.get("verbs") != "no"]
 
 
 def _routable(port: Mapping[str, str]) -> bool:
@@ -84,7 +89,7 @@ def _rdma(network: NetworkProfile) -> list[VariableSetting]:
         )
     ]
     devices = dict.fromkeys(port["device"] for port in network.rdma)
-    active = [port for port in network.rdma if "ACTIVE" in port["state"]]
+    active = _usable(network)
     if any(port["link_layer"] == "InfiniBand" for port in active):
         active = [port for port in active if port["link_layer"] == "InfiniBand"]  # Ethernet beside it is for storage
     used = dict.fromkeys(port["device"] for port in active)

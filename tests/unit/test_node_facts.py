@@ -135,3 +135,18 @@ def test_gpus_in_parts_and_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
     vendors = {"renderD128": "0x1002\n", "renderD129": "0x1a03\n"}
     monkeypatch.setattr(node_facts, "read", lambda path: vendors.get(path.split("/")[4], ""))
     assert node_facts.count_gpus({}) == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "opens", "said"), [([], True, ""), (["uverbs3"], True, "yes"), (["uverbs3"], False, "no")]
+)
+def test_rdma_devices_that_a_process_may_open(
+    monkeypatch: pytest.MonkeyPatch, files: list[str], opens: bool, said: str
+) -> None:
+    asked = []
+    monkeypatch.setattr(
+        node_facts, "_listed", lambda folder: files if folder.endswith("mlx5_0/device/infiniband_verbs") else []
+    )
+    monkeypatch.setattr(node_facts, "_opens", lambda path: asked.append(path) or opens)
+    assert node_facts.verbs("mlx5_0") == said
+    assert asked == ["/dev/infiniband/uverbs3"] * len(files)

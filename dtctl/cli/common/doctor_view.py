@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def show_examination(examination: Examination, took_s: float) -> None:
     """Tables of nodes and of pairs, then the findings, the primary one first."""
-    from dtctl.doctor.tables import link_table, node_table, pair_table
+    from dtctl.doctor.tables import gpu_table, link_table, node_table, pair_table
 
     header, rows = node_table(examination)
     output.table(rows, header=header)
@@ -29,6 +29,11 @@ def show_examination(examination: Examination, took_s: float) -> None:
     if speeds is not None:
         output.out("")
         output.table(speeds[1], header=speeds[0])
+    measured = gpu_table(examination)
+    if measured is not None:
+        output.out("")
+        output.table(measured[1], header=measured[0])
+        output.out("TFLOPS: products in half precision; the rest in GB/s", "dim")
     show_findings(examination.findings)
     nodes = "1 node" if len(examination.seen) == 1 else f"{len(examination.seen)} nodes"
     verdict = "can train, as far as examined" if examination.ok else "cannot train in their present state"

@@ -10,11 +10,15 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+from dtctl.doctor.checks.known_gpus import normal
 from dtctl.doctor.checks.node import differ, per_node
 from dtctl.doctor.findings import Finding
 from dtctl.doctor.node_report import NodeReport
 
-RAN = ("gpus", "gpu-xid", "gpu-ecc", "gpu-driver", "gpu-model", "gpu-links", "gpu-busy", "rdma", "link-speed")
+RAN = (
+    *("gpus", "gpu-xid", "gpu-ecc", "gpu-driver", "gpu-model", "gpu-links", "gpu-busy"),
+    *("gpu-power", "gpu-clocks", "gpu-pcie", "gpu-mig", "rdma", "link-speed"),
+)
 XID = {
     13: "graphics engine exception, mostly of the program",
     31: "memory page fault, mostly of the program",
@@ -35,6 +39,13 @@ XID = {
 }
 """Numbers that say something about the hardware. Source: https://docs.nvidia.com/deploy/xid-errors/"""
 DEADLY_XID = (48, 64, 74, 79, 95, 119, 120, 140, 154)
+SLOWED = {
+    0x08: "the hardware slows it down",
+    0x40: "it is too hot",
+    0x80: "the power supply holds it back",
+    0x20: "the driver slows it down because of heat",
+}
+"""Bits of clocks_event_reasons.active that say that something is wrong; idle, and the power cap under load, do not."""
 _XID = re.compile(r"NVRM: Xid \((?P<gpu>[^)]*)\): (?P<number>\d+)")
 _ROW = re.compile(r"GPU\d+\s")
 
@@ -54,7 +65,7 @@ def hardware(seen: Sequence[NodeReport], slots: Mapping[str, int]) -> Iterator[F
         "gpu-driver",
         {name: rows[0].get("driver", "") for name, rows in gpus.items()},
         "install the same driver on every node",
-        what="NVIDIA driver",
+        what="driver of the GPUs",
         status="warn",
     )
     yield from differ(
@@ -68,10 +79,12 @@ def hardware(seen: Sequence[NodeReport], slots: Mapping[str, int]) -> Iterator[F
         status="warn",
     )
     yield from _links(seen)
+    yield from _state(seen)
     yield from per_node(
         "gpu-busy",
         {n.name: text for n in seen if (text := ", ".join(busy_gpus(n.facts["gpu"])))},
-        "nvidia-smi --query-compute-apps=pid,used_memory --format=csv; end what a killed job has left",
+        "nvidia-smi --query-compute-apps=pid,used_memory --format=csv (rocm-smi --showpids on AMD); end what a killed "
+        "job has left",
         summary="GPU memory is in use already",
         status="warn",
     )
@@ -96,9 +109,9 @@ def _tools(seen: Sequence[NodeReport]) -> Iterator[Finding]:
     yield from per_node(
         "gpus",
         {n.name: n.facts["gpu_error"] for n in seen if n.facts["gpus"] and n.facts["gpu_error"]},
-        "run nvidia-smi there; a GPU that is lost needs a reset or a restart of the node; a call that does not end may "
+        "run it there; a GPU that is lost needs a reset or a restart of the node; an nvidia-smi that does not end may "
         "only need the driver to stay awake: nvidia-smi -pm 1, or nvidia-persistenced",
-        summary="nvidia-smi fails",
+        summary="the GPUs' tool fails",
     )
     yield from per_node(
         "gpus",
@@ -108,7 +121,7 @@ def _tools(seen: Sequence[NodeReport]) -> Iterator[Finding]:
             if not n.facts["gpu_error"] and 0 < (listed := len(gpu_rows(n.facts["gpu"]))) < n.facts["gpus"]
         },
         "read `dmesg | grep Xid` (79: it fell off the bus); leave the node out (cluster.nodes) until it was restarted",
-        summary="nvidia-smi lists fewer GPUs than there are device files",
+        summary="the driver lists fewer GPUs than there are device files",
     )
     yield from per_node(
         "gpu-links",
@@ -133,6 +146,12 @@ def _health(seen: Sequence[NodeReport]) -> Iterator[Finding]:
             status="fail" if status == "fail" else "warn",
         )
     yield from per_node(
+        "gpu-xid",
+        {n.name: text for n in seen if n.facts["vendor"] == "amd" and (text := "; ".join(amd_errors(n.facts["xid"])))},
+        "leave the node out (cluster.nodes) and restart it; dmesg | grep -i amdgpu; rocm-smi --showrasinfo",
+        summary="the kernel tells of GPU errors",
+    )
+    yield from per_node(
         "gpu-ecc",
         {n.name: text for n in seen if (text := ", ".join(ecc_errors(n.facts["gpu"], n.facts["remapped"])))},
         "nvidia-smi --gpu-reset -i INDEX when nothing runs there; nvidia-smi -q -d ECC,ROW_REMAPPER",
@@ -156,6 +175,15 @@ def _links(seen: Sequence[NodeReport]) -> Iterator[Finding]:
         status="warn",
     )
     if not few:
+        few = {n.name: text for n in seen if (text := ", ".join(missing_links(n.facts["gpu"], n.facts["nvlink"])))}
+        yield from per_node(
+            "gpu-links",
+            few,
+            "nvidia-smi nvlink --status; is nvidia-fabricmanager running? a virtual machine may be given fewer",
+            summary="GPUs have fewer NVLinks than their kind",
+            status="warn",
+        )
+    if not few:
         maps = {n.name: text for n in seen if (text := topology(n.facts["topology"]))}
         yield from differ(
             "gpu-links",
@@ -166,7 +194,71 @@ def _links(seen: Sequence[NodeReport]) -> Iterator[Finding]:
         )
 
 
+def _state(seen: Sequence[NodeReport]) -> Iterator[Finding]:
+    """What the driver says of how each GPU is set up and how it fares."""
+    states = {n.name: state_rows(n.facts["state"]) for n in seen}
+    few = {
+        node: ", ".join(f"GPU {row['index']} at {row['limit']} of {row['usual']} W" for row in rows if is_capped(row))
+        for node, rows in states.items()
+    }
+    yield from per_node(
+        "gpu-power",
+        {node: text for node, text in few.items() if text},
+        "nvidia-smi -i INDEX -pl WATTS raises the limit, if the site's power and cooling allow it",
+        summary="the power of a GPU is limited below what its board is made for",
+        status="warn",
+    )
+    slowed = {
+        node: ", ".join(f"GPU {row['index']}: {text}" for row in rows for text in slowed_by(row["reasons"]))
+        for node, rows in states.items()
+    }
+    yield from per_node(
+        "gpu-clocks",
+        {node: text for node, text in slowed.items() if text},
+        "nvidia-smi -q -d TEMPERATURE,POWER,PERFORMANCE; look at fans, inlet temperature and power supplies",
+        summary="a GPU is slowed down",
+        status="warn",
+    )
+    narrow = {
+        node: ", ".join(
+            f"GPU {row['index']} x{row['width']} of x{row['widest']}"
+            for row in rows
+            if row["width"].isdigit() and row["widest"].isdigit() and int(row["width"]) < int(row["widest"])
+        )
+        for node, rows in states.items()
+    }
+    yield from per_node(
+        "gpu-pcie",
+        {node: text for node, text in narrow.items() if text},
+        "reseat the board or its riser; lspci -vv shows LnkSta beside LnkCap",
+        summary="the PCIe link of a GPU is narrower than it could be",
+        status="warn",
+    )
+    cut = {
+        node: ", ".join(f"GPU {row['index']}" for row in rows if row["mig"] == "Enabled")
+        for node, rows in states.items()
+    }
+    yield from per_node(
+        "gpu-mig",
+        {node: text for node, text in cut.items() if text},
+        "a worker can use one instance, and NCCL none together with others: nvidia-smi -mig 0 for training over GPUs, "
+        "or one worker per node with the instance in CUDA_VISIBLE_DEVICES",
+        summary="GPUs are divided into instances (MIG)",
+        status="warn",
+    )
+
+
 def _network(seen: Sequence[NodeReport]) -> Iterator[Finding]:
+    closed = {
+        n.name: ", ".join(dict.fromkeys(p["device"] for p in n.facts["rdma"] if p.get("verbs") == "no")) for n in seen
+    }
+    yield from per_node(
+        "rdma",
+        {node: text for node, text in closed.items() if text},
+        "hand /dev/infiniband into the container (docker --device, or the RDMA device plug-in), or NCCL takes TCP",
+        summary="RDMA devices are there that a job may not open",
+        status="warn",
+    )
     dead = {n.name: text for n in seen if (text := ", ".join(dead_ports(n.facts["rdma"])))}
     yield from per_node(
         "rdma",
@@ -223,6 +315,40 @@ def ecc_errors(said: str, remapped: str) -> list[str]:
     return found
 
 
+def state_rows(said: str) -> list[dict[str, str]]:
+    """How each GPU is set up, from the probe's query of nvidia-smi.
+
+    Returns:
+        Rows of `index`, `awake` (persistence mode), power `limit` and the board's `usual` limit in W, `reasons` of its
+        clocks (a bit mask), PCIe lanes `width` and `widest`, `mig` and `ecc`.
+    """
+    names = ("index", "awake", "limit", "usual", "reasons", "width", "widest", "mig", "ecc")
+    rows = [[word.strip() for word in line.split(",")] for line in said.splitlines()]
+    return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
+
+
+def is_capped(row: Mapping[str, str]) -> bool:
+    """Whether the power limit of a GPU was set below its board's own."""
+    try:
+        return float(row["limit"]) < 0.98 * float(row["usual"])
+    except ValueError:  # [N/A]
+        return False
+
+
+def slowed_by(reasons: str) -> list[str]:
+    """What the bit mask of nvidia-smi says against a GPU's clocks."""
+    try:
+        bits = int(reasons, 16)
+    except ValueError:
+        return []
+    return [text for bit, text in SLOWED.items() if bits & bit]
+
+
+def amd_errors(said: str) -> list[str]:
+    """The kernel's messages of GPUs of AMD that were reset or have errors, without their times; each once."""
+    return list(dict.fromkeys(line[line.find("amdgpu") :] for line in said.splitlines() if "amdgpu" in line))[:4]
+
+
 def fabric_errors(said: str) -> list[str]:
     """GPUs that have not joined the NVSwitch fabric, from their index, state and status; N/A is of those without."""
     rows = [[word.strip() for word in line.split(",")] for line in said.splitlines()]
@@ -251,6 +377,17 @@ def nvlinks(said: str) -> dict[str, int]:
         elif line.strip().startswith("Link ") and gpu:
             found[gpu] = found.get(gpu, 0) + ("GB/s" in line)
     return {gpu: links for gpu, links in found.items() if links}
+
+
+def missing_links(gpus: str, said: str) -> list[str]:
+    """GPUs with fewer active links than boards of their kind have; none where nvidia-smi says nothing of links."""
+    active = nvlinks(said)
+    kinds = [(row["index"], normal(row["name"]) or {}) for row in gpu_rows(gpus) if "PCI" not in row["name"].upper()]
+    return [
+        f"GPU {index} has {active.get(index, 0)} of {kind['nvlinks']}"
+        for index, kind in kinds
+        if said.strip() and active.get(index, 0) < kind.get("nvlinks", 0)
+    ]
 
 
 def topology(said: str) -> str:

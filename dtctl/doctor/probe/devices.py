@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -19,13 +21,21 @@ RECENT_S = 24 * 3600.0
 RDMA = "/sys/class/infiniband"
 _GPU = "index,name,memory.used,memory.total,driver_version,ecc.errors.uncorrected.volatile.total"
 _REMAPPED = "gpu_bus_id,remapped_rows.pending,remapped_rows.failure"
+# The bit mask has another name since driver 535; later ones know this one, too.
+_STATE = (
+    "index,persistence_mode,power.limit,power.default_limit,clocks_throttle_reasons.active,"
+    "pcie.link.width.current,pcie.link.width.max,mig.mode.current,ecc.mode.current"
+)
+_ROCM = ["rocm-smi", "--showproductname", "--showmeminfo", "vram", "--showdriverversion", "--json"]
 _QUERIES = {
     "remapped": ["nvidia-smi", "--query-remapped-rows=" + _REMAPPED, "--format=csv,noheader"],
     "nvlink": ["nvidia-smi", "nvlink", "--status"],
     "topology": ["nvidia-smi", "topo", "-m"],
+    "state": ["nvidia-smi", "--query-gpu=" + _STATE, "--format=csv,noheader,nounits"],
     "fabric": ["nvidia-smi", "--query-gpu=index,fabric.state,fabric.status", "--format=csv,noheader"],
 }
 _XID = "NVRM: Xid"
+_AMD = re.compile(r"amdgpu.*(GPU reset|uncorrectable|ring \S+ timeout|fatal error)", re.IGNORECASE)
 _KERNEL = (
     ["dmesg", "--time-format", "iso"],
     # dmesg is root's alone on Debian and Ubuntu; the journal is also for the groups adm and systemd-journal.
@@ -35,13 +45,15 @@ _KERNEL = (
 
 
 def devices() -> dict:  # type: ignore[type-arg]
-    """`gpus` (device files), `rdma` ports, and the words of nvidia-smi and the kernel; empty without GPUs.
+    """`gpus` (device files), `rdma` ports, and the words of the GPUs' tool and the kernel; empty without GPUs.
 
-    `gpu_error` is why nvidia-smi has failed, in its own words; `xid_source` the program that told of the kernel's
-    messages, empty if none may.
+    `vendor` is nvidia or amd, whose tool is asked: nvidia-smi or rocm-smi; `gpu_error` is why that has failed, in its
+    own words; `xid_source` the program that told of the kernel's messages, empty if none may.
     """
+    nvidia, amd = node_facts.nvidia_devices(), node_facts.amd_devices()
     found = {
-        "gpus": len(node_facts.nvidia_devices()),
+        "gpus": len(nvidia) or len(amd),
+        "vendor": "",
         "rdma": rdma(),
         "gpu": "",
         "gpu_error": "",
@@ -49,7 +61,13 @@ def devices() -> dict:  # type: ignore[type-arg]
         "xid_source": "",
     }
     found.update(dict.fromkeys(_QUERIES, ""))
-    if not found["gpus"] and not shutil.which("nvidia-smi"):
+    if amd and not nvidia:
+        found["vendor"] = "amd"
+        said, found["gpu_error"] = run(_ROCM, SMI_LIMIT_S)
+        found["gpu"] = amd_rows(said)
+        found["xid"], found["xid_source"] = kernel_errors(time.time())
+        return found
+    if not nvidia and not shutil.which("nvidia-smi"):
         return found
     asked = ["nvidia-smi", "--query-gpu=" + _GPU, "--format=csv,noheader,nounits"]
     with ThreadPoolExecutor(len(_QUERIES) + 2) as pool:
@@ -60,8 +78,26 @@ def devices() -> dict:  # type: ignore[type-arg]
     # What it says of the other GPUs counts, too, when one is lost and it fails.
     found["gpu"], found["gpu_error"] = rows.result()
     if found["gpus"] or found["gpu"]:
+        found["vendor"] = "nvidia"
         found["xid"], found["xid_source"] = messages.result()
     return found
+
+
+def amd_rows(said: str) -> str:
+    """What rocm-smi says in JSON, in the columns of nvidia-smi: index, name, MiB used, MiB in all, driver."""
+    try:
+        cards = json.loads(said)
+        driver = str(cards.get("system", {}).get("Driver version", ""))
+    except (ValueError, AttributeError):
+        return ""
+    rows = []
+    for card in sorted(name for name in cards if name.startswith("card") and name[4:].isdigit()):
+        told = {str(name).lower(): str(value).replace(",", " ") for name, value in cards[card].items()}
+        name = told.get("card series") or told.get("card model") or "AMD GPU"
+        memory = [told.get("vram total used memory (b)", ""), told.get("vram total memory (b)", "")]
+        mib = [str(int(size) >> 20) if size.isdigit() else "[N/A]" for size in memory]
+        rows.append(", ".join([card[4:], name, mib[0], mib[1], driver, "[N/A]"]))
+    return "\n".join(rows)
 
 
 def kernel_errors(now: float) -> tuple:  # type: ignore[type-arg]
@@ -69,7 +105,8 @@ def kernel_errors(now: float) -> tuple:  # type: ignore[type-arg]
     for argv in _KERNEL:
         said, error = run(argv, TOOL_LIMIT_S)
         if said and not error:
-            lines = [line for line in said.splitlines() if _XID in line and now - told_at(line, now) <= RECENT_S]
+            of_gpus = (line for line in said.splitlines() if _XID in line or _AMD.search(line))
+            lines = [line for line in of_gpus if now - told_at(line, now) <= RECENT_S]
             return "\n".join(lines)[-8192:], argv[0]
     return "", ""
 
@@ -114,7 +151,8 @@ def rdma() -> list:  # type: ignore[type-arg]
         for port in sorted(os.listdir(os.path.join(RDMA, device, "ports"))):
             folder = os.path.join(RDMA, device, "ports", port)
             said = {name: read(os.path.join(folder, name)) for name in ("state", "rate", "link_layer")}
-            found.append({"device": device, "port": port, "roce": node_facts.roce_address(folder), **said})
+            roce, verbs = node_facts.roce_address(folder), node_facts.verbs(device)
+            found.append({"device": device, "port": port, "roce": roce, "verbs": verbs, **said})
     return found
 
 

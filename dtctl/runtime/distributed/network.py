@@ -75,6 +75,7 @@ def rdma(folder: Path) -> list[dict[str, str]]:
                 "device": port.parts[-3],
                 "port": port.name,
                 "roce": node_facts.roce_address(str(port)),
+                "verbs": node_facts.verbs(port.parts[-3]),
                 **facts,
             }
         )

@@ -18,8 +18,6 @@ from dtctl.errors import PlanError
 
 T = TypeVar("T")
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
-HIDDEN: Final = ("", "-1", "NoDevFiles")
-"""Values of it that mean no GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,12 +111,12 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
 def _device(local_rank: int, environ: Mapping[str, str]) -> torch.device:
     shown = environ.get(VISIBLE)
     if not torch.cuda.is_available():
-        if (shown is None or shown.split(",")[0] not in HIDDEN) and node_facts.nvidia_devices():
+        if node_facts.count_gpus(environ):
             raise PlanError(
                 f"this node has GPUs, and torch cannot use them: {_reason()}",
                 where="environment of the worker",
-                hint=f"install a torch for this driver and look at `dtctl doctor`; to train on the CPU, set {VISIBLE} "
-                'to "" in `job.env`',
+                hint="install a torch for these GPUs and their driver, and look at `dtctl doctor --gpu`; to train on "
+                f'the CPU, set {VISIBLE} to "" in `job.env`',
             )
         return torch.device("cpu")
     count = torch.cuda.device_count()

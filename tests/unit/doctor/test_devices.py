@@ -25,6 +25,7 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The only folder on the PATH, of a machine with two GPUs."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(devices.node_facts, "nvidia_devices", lambda: ["nvidia0", "nvidia1"])
+    monkeypatch.setattr(devices.node_facts, "amd_devices", list)
     return tmp_path
 
 
@@ -86,3 +87,45 @@ def test_a_machine_without_gpus_is_asked_nothing(tools: Path, monkeypatch: pytes
     monkeypatch.setattr(devices.node_facts, "nvidia_devices", list)
     program(tools, "dmesg", "exit 1")
     assert not look()["gpu_error"]
+    found = look()
+    assert (found["vendor"], found["gpus"], found["xid_source"]) == ("", 0, "")
+
+
+ROCM = """{
+  "card0": {"VRAM Total Memory (B)": "206141652992", "VRAM Total Used Memory (B)": "297721856",
+            "Card Series": "AMD Instinct MI300X", "Card Model": "0x74a1", "Card Vendor": "AMD/ATI"},
+  "card1": {"VRAM Total Memory (B)": "206141652992", "VRAM Total Used Memory (B)": "N/A", "Card series": "MI300X, OAM"},
+  "system": {"Driver version": "6.7.0"}
+}"""
+"""As of rocm-smi 6; older ones write `Card series`."""
+
+
+@pytest.fixture
+def amd(tools: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same machine with two GPUs of AMD, where NVIDIA's tool leaves a mark when it is asked."""
+    monkeypatch.setattr(devices.node_facts, "nvidia_devices", list)
+    monkeypatch.setattr(devices.node_facts, "amd_devices", lambda: ["renderD128", "renderD129"])
+    program(tools, "nvidia-smi", f": > {tools}/asked-in-vain")
+    return tools
+
+
+def test_gpus_of_amd_are_asked_of_rocm_smi(amd: Path) -> None:
+    (amd / "said.json").write_text(ROCM + "\n")
+    program(amd, "rocm-smi", f'while read -r line; do echo "$line"; done < {amd}/said.json')
+    program(amd, "dmesg", f"echo '{at(60)} amdgpu 0000:c1:00.0: amdgpu: GPU reset begin!'; echo '{at(60)} amdgpu: ok'")
+    found = look()
+    assert (found["vendor"], found["gpus"], found["gpu_error"]) == ("amd", 2, "")
+    assert found["gpu"].splitlines() == [
+        "0, AMD Instinct MI300X, 283, 196592, 6.7.0, [N/A]",
+        "1, MI300X  OAM, [N/A], 196592, 6.7.0, [N/A]",
+    ]
+    assert found["xid"].endswith("GPU reset begin!")
+    assert not (amd / "asked-in-vain").exists()
+
+
+def test_a_rocm_smi_that_is_not_there_or_talks_nonsense(amd: Path) -> None:
+    assert "No such file" in look()["gpu_error"]
+    for text in ("not json", "[]", "{}", '{"card0": {}}'):
+        program(amd, "rocm-smi", f"echo '{text}'")
+        found = look()
+        assert (found["gpu_error"], found["gpu"] in ("", "0, AMD GPU, [N/A], [N/A], , [N/A]")) == ("", True)

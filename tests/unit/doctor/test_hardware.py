@@ -8,14 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from dtctl.doctor.checks import hardware
 from dtctl.doctor.node_report import NodeReport
 
-GPUS = "0, NVIDIA H100 80GB HBM3, 4, 81559, 535.129.03, 0\n1, NVIDIA H100 80GB HBM3, 4, 81559, 535.129.03, 0"
+GPUS = "0, Tesla V100-SXM2-32GB, 4, 32768, 535.129.03, 0\n1, Tesla V100-SXM2-32GB, 4, 32768, 535.129.03, 0"
 REMAPPED = "00000000:3B:00.0, No, No\n00000000:5E:00.0, No, No"
 V100 = "GPU {}: Tesla V100-SXM2-32GB (UUID: GPU-0)\n"
 LINKS = [f"         Link {i}: 25.781 GB/s\n" for i in range(6)]
 DEAD_LINKS = [line if i not in (3, 5) else f"         Link {i}: <inactive>\n" for i, line in enumerate(LINKS)]
+STATE = (
+    "0, Enabled, 700.00, 700.00, 0x0000000000000001, 16, 16, Disabled, Enabled\n"
+    "1, Enabled, 700.00, 700.00, 0x0000000000000004, 16, 16, Disabled, Enabled"
+)
 NVLINK = "".join([V100.format(0), *LINKS, V100.format(1), *LINKS])
 TOPOLOGY = """\
         GPU0    GPU1    NIC0    CPU Affinity    NUMA Affinity   GPU NUMA ID
@@ -48,6 +54,8 @@ def node(name: str, **changed: Any) -> NodeReport:
         "xid_source": "dmesg",
         "gpu_error": "",
         "fabric": "0, Completed, Success\n1, Completed, Success",
+        "vendor": "nvidia",
+        "state": STATE,
         "rdma": [ACTIVE],
         "interfaces": [{"name": "eth0", "mbit_s": 25_000}],
         "ways": {"a": "eth0", "b": "eth0", "c": "eth0"},
@@ -90,7 +98,7 @@ def test_errors_of_memory() -> None:
 
 def test_a_driver_and_a_model_that_differ() -> None:
     expect("gpu-driver", "warn", "550.54", gpu=GPUS.replace("535.129.03", "550.54.15"))
-    expect("gpu-model", "warn", "A100", gpu=GPUS.replace("H100", "A100"))
+    expect("gpu-model", "warn", "A100", gpu=GPUS.replace("V100", "A100"), nvlink="")
 
 
 def test_another_number_of_gpus() -> None:
@@ -115,8 +123,8 @@ def test_memory_in_use() -> None:
     expect(
         "gpu-busy",
         "warn",
-        "GPU 1 34000 of 81559 MiB",
-        gpu=GPUS.replace("1, NVIDIA H100 80GB HBM3, 4", "1, NVIDIA H100 80GB HBM3, 34000"),
+        "GPU 1 31000 of 32768 MiB",
+        gpu=GPUS.replace("1, Tesla V100-SXM2-32GB, 4", "1, Tesla V100-SXM2-32GB, 31000"),
     )
 
 
@@ -132,7 +140,7 @@ def test_a_network_card_that_has_agreed_on_less() -> None:
 
 
 def test_tools_that_say_nothing_find_nothing() -> None:
-    bare = {"gpus": 0, "gpu": "", "remapped": "", "nvlink": "", "topology": "", "xid": "", "rdma": []}
+    bare = {"gpus": 0, "gpu": "", "remapped": "", "nvlink": "", "topology": "", "xid": "", "rdma": [], "state": ""}
     bare |= {"gpu_error": "", "fabric": "", "xid_source": ""}
     assert list(hardware.hardware([node(name, **bare) for name in "abc"], {"a": 1})) == []
 
@@ -145,7 +153,7 @@ def test_a_gpu_that_nvidia_smi_cannot_reach() -> None:
     one = found(gpu=GPUS.split("\n", maxsplit=1)[0], remapped="", nvlink="", topology="")[0]
     assert one[:3] == ("gpus", "fail", ("b",))
     assert "1 of 2" in one[3]
-    none = {"gpus": 0, "gpu": "", "remapped": "", "nvlink": "", "topology": "", "xid": "", "rdma": []}
+    none = {"gpus": 0, "gpu": "", "remapped": "", "nvlink": "", "topology": "", "xid": "", "rdma": [], "state": ""}
     error = "nvidia-smi ends with status 9: NVIDIA-SMI has failed because it couldn't communicate with the driver"
     bare = [node(name, **none, gpu_error=error, interfaces=[]) for name in "ab"]
     assert list(hardware.hardware(bare, {})) == [], "a machine without GPUs that has the tool"
@@ -169,3 +177,55 @@ def test_the_header_of_a_topology_is_no_row() -> None:
     plain = TOPOLOGY.format(cpus="0-3").strip()
     assert plain.startswith("GPU0    GPU1")
     assert hardware.topology(plain) == "X NV12; NV12 X"
+
+
+@pytest.mark.parametrize(
+    ("check", "before", "after", "said"),
+    [
+        ("gpu-power", "700.00, 700.00, 0x0000000000000004", "500.00, 700.00, 0x04", "GPU 1 at 500.00 of 700.00 W"),
+        ("gpu-clocks", "0x0000000000000001", "0x0000000000000040", "GPU 0: it is too hot"),
+        ("gpu-clocks", "0x0000000000000001", "0x0000000000000088", "the power supply holds it back"),
+        ("gpu-pcie", "16, 16, Disabled, Enabled\n", "8, 16, Disabled, Enabled\n", "GPU 0 x8 of x16"),
+        ("gpu-mig", "Disabled, Enabled\n", "Enabled, Enabled\n", "GPU 0"),
+    ],
+)
+def test_how_a_gpu_is_set_up_and_fares(check: str, before: str, after: str, said: str) -> None:
+    assert before in STATE
+    expect(check, "warn", said, state=STATE.replace(before, after, 1))
+
+
+@pytest.mark.parametrize(
+    "state", ["", "0, [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A]", "0, Enabled, 700.00"]
+)
+def test_what_the_driver_does_not_say_is_not_held_against_it(state: str) -> None:
+    assert found(state=state) == []
+
+
+def test_an_rdma_device_that_was_not_handed_into_the_container() -> None:
+    expect("rdma", "warn", "mlx5_0", rdma=[{**ACTIVE, "verbs": "no"}])
+    assert found(rdma=[{**ACTIVE, "verbs": "yes"}]) == []
+
+
+AMD = "2026-11-22T09:00:00,000000+00:00 amdgpu 0000:c1:00.0: amdgpu: GPU reset begin!"
+
+
+def test_gpus_of_amd_are_told_of_in_the_kernel_s_words() -> None:
+    rows = "0, AMD Instinct MI300X, 283, 196288, 6.7.0, [N/A]"
+    facts = {"vendor": "amd", "gpus": 1, "gpu": rows, "state": "", "nvlink": "", "topology": "", "remapped": ""}
+    facts |= {"fabric": "", "xid": ""}
+    seen = [node("a", **facts), node("b", **facts | {"xid": AMD})]
+    (one,) = hardware.hardware(seen, {})
+    assert (one.check, one.status, one.nodes) == ("gpu-xid", "fail", ("b",))
+    assert "GPU reset begin" in one.evidence[0]
+    assert "rocm-smi" in one.fix
+
+
+def test_links_are_counted_against_their_kind() -> None:
+    gpus = GPUS.replace("V100-SXM2-32GB", "A100-SXM4-80GB")
+    whole = "".join(V100.format(gpu) + "".join(f"         Link {i}: 25 GB/s\n" for i in range(12)) for gpu in (0, 1))
+    assert hardware.missing_links(gpus, whole) == []
+    assert hardware.missing_links(gpus, NVLINK) == ["GPU 0 has 6 of 12", "GPU 1 has 6 of 12"]
+    assert hardware.missing_links(gpus, "") == [], "nobody has looked"
+    assert hardware.missing_links(gpus.replace("SXM4", "PCIE"), NVLINK) == [], "pairs may be bridged, or not"
+    (one,) = hardware.hardware([node(name, gpu=gpus) for name in "ab"], {})
+    assert (one.check, one.status, one.nodes) == ("gpu-links", "warn", ("a", "b"))

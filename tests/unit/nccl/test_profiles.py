@@ -72,6 +72,15 @@ def test_an_ethernet_port_that_has_no_address_for_roce_is_ethernet() -> None:
     assert detect(NetworkProfile(interface="eth0", nodes=2, rdma=[lone])) == "ethernet"
 
 
+def test_devices_that_were_not_handed_into_the_container_are_not_asked_of_nccl() -> None:
+    closed = {**port("mlx5_0"), "verbs": "no"}
+    assert detect(NetworkProfile(interface="eth0", nodes=2, rdma=[closed])) == "ethernet", (
+        "a slow job, not a failed one"
+    )
+    network = NetworkProfile(interface="eth0", nodes=2, rdma=[closed, {**port("mlx5_1"), "verbs": "yes"}])
+    assert {one.name: one.value for one in settings(detect(network), network)}["NCCL_IB_HCA"] == "=mlx5_1"
+
+
 @pytest.mark.parametrize("profile", ["ethernet", "roce", "infiniband", "efa", "azure", "gcp-tcpxo"])
 def test_every_setting_has_a_reason_and_nothing_is_forced(profile: str) -> None:
     for one in settings(profile, NetworkProfile(interface="eth0", nodes=2, rdma=[port("mlx5_0")])):

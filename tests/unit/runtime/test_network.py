@@ -86,7 +86,7 @@ def test_ports_of_rdma_devices_are_read(tmp_path: Path) -> None:
     (port / "state").write_text("4: ACTIVE\n")
     (port / "link_layer").write_text("Ethernet\n")
     assert network.rdma(tmp_path) == [
-        {"device": "mlx5_0", "port": "1", "state": "4: ACTIVE", "link_layer": "Ethernet", "roce": ""},
+        {"device": "mlx5_0", "port": "1", "state": "4: ACTIVE", "link_layer": "Ethernet", "roce": "", "verbs": ""},
     ]
     assert network.rdma(tmp_path / "absent") == []
 

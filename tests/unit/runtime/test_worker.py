@@ -124,7 +124,12 @@ def test_nobody_trains_on_the_cpu_by_accident(monkeypatch: pytest.MonkeyPatch) -
     for hidden in ("", "-1"):
         assert identify({**TORCHRUN, "CUDA_VISIBLE_DEVICES": hidden}).device.type == "cpu"
     monkeypatch.setattr(node_facts, "nvidia_devices", list)
+    monkeypatch.setattr(node_facts, "amd_devices", list)
     assert identify(TORCHRUN).device.type == "cpu"
+    monkeypatch.setattr(node_facts, "amd_devices", lambda: ["renderD128"])
+    with pytest.raises(PlanError, match="this node has GPUs"):
+        identify(TORCHRUN)
+    assert identify({**TORCHRUN, "HIP_VISIBLE_DEVICES": ""}).device.type == "cpu"
 
 
 def test_waiting_for_others_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,212 @@
+"""Measures every GPU of every node, and compares it with what is normal for its kind and with others like it.
+
+The job's own Python does it, on all nodes at once: products in half precision, copies from and to the host, and a sum
+over the GPUs of the node by NCCL (RCCL on AMD), each timed until the GPU is through.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+from dtctl.doctor.checks.collective import GRACE_S, LOAD_LIMIT_S
+from dtctl.doctor.checks.known_gpus import normal
+from dtctl.doctor.checks.node import per_node
+from dtctl.doctor.findings import Finding
+from dtctl.doctor.node_report import NodeReport
+from dtctl.doctor.observe import Probes, Progress
+
+RAN = ("gpu-speed", "gpu-copies", "gpu-nccl")
+LIMIT_S = 120.0
+"""For all GPUs of a node: some seconds each, the first context on eight without persistence mode, and NCCL's start."""
+PRODUCTS = 0.9
+"""Of the share of the data sheet's peak that large products are known to reach on a kind of GPU."""
+WITHIN = 0.6
+"""Share of the memory's rate that copies within a GPU reach; 75% to 90% is usual."""
+COPIES = 0.6
+"""Share of the data sheet's rate that copies from and to page-locked memory reach; 80% to 95% is usual."""
+SUMS = 0.5
+"""Share of the rate of the links that a sum of 256 MiB over all GPUs reaches; 60% to 80% is usual."""
+LIKE_OTHERS = 0.9
+"""A GPU below this share of the median of its kind is slow, whatever the data sheet says."""
+LEAST_LINK_GB_S = 100.0
+"""Links below this are PCIe, over which a sum depends on how the board was built."""
+
+
+def required(seen: Sequence[NodeReport]) -> Iterator[Finding]:
+    """Nodes without a GPU, where GPUs were asked about."""
+    none = {one.name: "no GPU that this user may open" for one in seen if one.error is None and not one.facts["gpus"]}
+    yield from per_node(
+        "gpus",
+        none,
+        "is there one (lspci), is its driver loaded (nvidia-smi, rocm-smi), and may this user open /dev/nvidia0 or "
+        "/dev/kfd? containers and Slurm jobs have to be given GPUs; without --gpu, CPUs are examined",
+        summary="there is no GPU to measure",
+    )
+
+
+def measure(
+    probes: Probes,
+    seen: Sequence[NodeReport],
+    *,
+    python: Mapping[str, str],
+    env: Mapping[str, Mapping[str, str]],
+    progress: Progress,
+) -> dict[str, dict[str, Any]]:
+    """Let torch measure the GPUs of all nodes that have some; node -> what its worker says.
+
+    Args:
+        probes: the links to the nodes.
+        seen: the nodes.
+        python: node -> Python of the job there.
+        env: node -> variables of the job there.
+        progress: told what is going on.
+    """
+    names = [one.name for one in seen if one.error is None and one.facts["gpus"]]
+    if not names:
+        return {}
+    text = resources.files("dtctl.doctor").joinpath("worker.py").read_text(encoding="utf-8")
+    starts = {
+        name: {
+            "op": "start", "python": python[name], "text": text, "env": dict(env[name]), "interface": "",
+            "limit_s": LOAD_LIMIT_S,
+        }
+        for name in names
+    }  # fmt: skip
+    loaded = probes.ask(starts, limit_s=LOAD_LIMIT_S + GRACE_S, doing="loading torch")
+    ready = [name for name in names if loaded.get(name, {}).get("stage") == "torch"]
+    progress(f"measuring the GPUs of {len(ready)} nodes")
+    asked = {name: {"op": "round", "ask": {"what": "gpus"}, "limit_s": LIMIT_S} for name in ready}
+    said = probes.ask(asked, limit_s=LIMIT_S + GRACE_S, doing="measuring GPUs")
+    return {name: said.get(name) or loaded.get(name) or {"silent": True} for name in names}
+
+
+def judge(measured: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+    """What is not as it should be: torch that cannot use a GPU, GPUs and links that are slow. Pure.
+
+    Args:
+        measured: as `measure` returns it.
+    """
+    yield from _failed(measured)
+    gpus = rows(measured)
+    yield from _slow(gpus)
+    yield from per_node(
+        "gpu-copies",
+        _by_node(_copies(gpus)),
+        "nvidia-smi -q -d PCIE under load: a link that has trained down (width, generation), or memory of the other "
+        "processor (numactl, cluster.env)",
+        summary="copies are slow",
+        status="warn",
+    )
+    sums = {
+        name: text for name, one in measured.items() if (text := _sum(one.get("busbw_gb_s"), one.get("gpus") or []))
+    }
+    yield from per_node(
+        "gpu-nccl",
+        sums,
+        "nvidia-smi topo -m and nvlink --status; NCCL_DEBUG=INFO says whether it goes by P2P or through the host "
+        "(ACS, IOMMU, NCCL_P2P_DISABLE, a missing fabric manager)",
+        summary="a sum over the GPUs of the node is slow",
+        status="warn",
+    )
+
+
+def _failed(measured: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+    unusable = {
+        name: str(one.get("complained") or one.get("error") or "it says nothing more")
+        for name, one in measured.items()
+        if not one.get("gpus") and not (one.get("silent") and "GPU" in str(one.get("stage")))
+    }
+    yield from per_node(
+        "gpu-speed",
+        unusable,
+        "python -c 'import torch; torch.cuda.init()' there, with the job's Python: a torch built for CPUs, or for a "
+        "newer driver; error 802: nvidia-fabricmanager does not run",
+        summary="torch cannot use the GPUs",
+    )
+    broken = {
+        name: f"stops at {one['stage']}" for name, one in measured.items() if one.get("silent") and one.get("stage")
+    }
+    for check, at in (("gpu-speed", "GPU"), ("gpu-nccl", "NCCL")):
+        yield from per_node(
+            check,
+            {name: text for name, text in broken.items() if at in text},
+            "dmesg | grep -iE 'xid|nvlink|amdgpu'; reset the GPU or restart the node",
+            summary="a measurement does not come to its end",
+        )
+    errors = _by_node((one, one["error"]) for one in rows(measured) if one["error"])
+    yield from per_node(
+        "gpu-speed",
+        errors,
+        "nvidia-smi shows who uses its memory; dmesg | grep -i xid whether it is broken",
+        summary="a GPU cannot compute",
+    )
+
+
+def _slow(gpus: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    kinds: dict[str, list[float]] = {}
+    for one in gpus:
+        if one.get("tflops"):
+            kinds.setdefault(one["name"], []).append(one["tflops"])
+    usual = {name: statistics.median(values) for name, values in kinds.items()}
+    slow = []
+    for one in gpus:
+        value, known = one.get("tflops"), normal(one["name"])
+        if not value:
+            continue
+        if value < LIKE_OTHERS * usual[one["name"]]:
+            slow.append((one, f"{value:.0f} TFLOPS, others like it {usual[one['name']]:.0f}"))
+        elif known and value < PRODUCTS * known["products"] * known["half"]:
+            slow.append((one, f"{value:.0f} TFLOPS, {value / known['half']:.0%} of the data sheet's {known['half']:g}"))
+    yield from per_node(
+        "gpu-speed",
+        _by_node(slow),
+        "nvidia-smi -q -d CLOCK,POWER,TEMPERATURE,PERFORMANCE while it computes: a power cap, heat, locked clocks, or "
+        "another process; one slow GPU slows down the whole job",
+        summary="a GPU computes slowly",
+        status="warn",
+    )
+
+
+def _copies(gpus: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str]]:
+    for one in gpus:
+        known = normal(one["name"])
+        for name, way in (("to_gb_s", "from the host"), ("from_gb_s", "to the host")):
+            value = one.get(name)
+            if known and value and value < COPIES * known["host"]:
+                yield one, f"{value:.1f} GB/s {way}, {known['host']:g} are normal"
+        within = one.get("within_gb_s")
+        if known and within and within < WITHIN * known["hbm"]:
+            yield one, f"{within:.0f} GB/s within it, its memory is made for {known['hbm']:g}"
+
+
+def _sum(busbw_gb_s: float | None, gpus: Sequence[Mapping[str, Any]]) -> str:
+    known = normal(str(gpus[0]["name"])) if gpus else None
+    if not busbw_gb_s or known is None or known["link"] < LEAST_LINK_GB_S or busbw_gb_s >= SUMS * known["link"]:
+        return ""
+    least = SUMS * known["link"]
+    return f"{busbw_gb_s:.0f} GB/s bus bandwidth over {len(gpus)} GPUs, {least:.0f} or more are normal"
+
+
+def _by_node(told: Any) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for one, text in told:
+        before = found.get(one["node"])
+        found[one["node"]] = (f"{before}; " if before else "") + f"GPU {one['gpu']}: {text}"
+    return found
+
+
+def rows(measured: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """A row for each GPU: `node`, `gpu`, `name`, its figures, and `busbw_gb_s` of the sum over its node."""
+    return tuple(
+        {
+            "node": node,
+            "gpu": index,
+            **{name: value if isinstance(value, str) else round(value, 2) for name, value in gpu.items()},
+            "busbw_gb_s": round(one["busbw_gb_s"], 2) if one.get("busbw_gb_s") else None,
+        }
+        for node, one in measured.items()
+        for index, gpu in enumerate(one.get("gpus") or [])
+    )
