@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.gpu_checks.ground import (
+    ROOT,
     Ground,
     Point,
     group_of_one,
@@ -114,6 +118,7 @@ def groups(on: Ground) -> Iterator[Point]:
             ("fsdp", fsdp, {}, alone, 1e-6),
             ("hsdp of 1 x 1", hsdp, {}, alone, 1e-6),
             ("fsdp in bf16", fsdp, {"precision": "bf16"}, halves, 2e-2),
+            ("fsdp gathered in bf16", fsdp, {"precision": "bf16", "fsdp": {"param_dtype": "bf16"}}, halves, 2e-2),
         ):
             losses, _, _ = train(on, worker, name.replace(" ", "-"), {**settings, **changed}, make=make)
             yield near(f"{name} beside a single worker", losses, beside, limit)
@@ -128,6 +133,7 @@ def groups(on: Ground) -> Iterator[Point]:
         # `start` takes leave of a group again, and finds none; its barrier needs one.
         worker_barrier, Worker.barrier = Worker.barrier, lambda _: None
     Worker.barrier = worker_barrier
+    yield _failure(on)
 
 
 def _only_gpu(on: Ground, worker: Worker, settings: dict[str, Any], alone: list[float]) -> Iterator[Point]:
@@ -238,6 +244,27 @@ def _optimizer(on: Ground, worker: Worker, settings: dict[str, Any]) -> Iterator
     )
 
 
+def _failure(on: Ground) -> Point:
+    begun = time.monotonic()
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    argv = [sys.executable, "-m", "benchmarks.gpu", "--part", "exchange.fails", "--given", "{}"]
+    argv += [] if on.gpu else ["--cpu"]
+    done = subprocess.run(
+        argv, cwd=on.folder, env=environ, capture_output=True, text=True, check=False, timeout=100
+    )  # fmt: skip
+    said = (done.stderr.strip().splitlines() or [""])[-1]
+    figure = f"exit code {done.returncode} after {time.monotonic() - begun:.0f} s: {said}"
+    ended = done.returncode == 1 and "injected" in done.stderr
+    return judged("the end of a worker that has failed", "exit code 1 and its error, no SIGABRT", figure, ok=ended)
+
+
+def fails(on: Ground) -> dict[str, Any]:
+    """Part of `groups`: a worker with a group, and work on its way, that fails."""
+    with group_of_one(on):
+        dist.all_reduce(torch.ones(1 << 20, device=on.device), async_op=True)
+        raise RuntimeError("injected")
+
+
 def one_is_short(on: Ground) -> dict[str, Any]:
     """Part of `lack_of_memory`, on each of two workers: the second lacks memory in the first step."""
     size = on.size()
@@ -245,6 +272,3 @@ def one_is_short(on: Ground) -> dict[str, Any]:
         short = Short(on, "forward" if worker.rank == 1 else "never", size.micro_batch // 2)
         _, trainer, _ = train(on, worker, "short", {"steps": 3, "strategy": "ddp"}, loss=short)
         return {"micro": trainer.batch.micro}
-
-
-PARTS: dict[str, Callable[..., dict[str, Any]]] = {"one_is_short": one_is_short}

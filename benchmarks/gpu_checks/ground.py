@@ -163,7 +163,7 @@ def on_one_gpu(on: Ground, **options: Any) -> Iterator[Worker]:
 
 
 def together(on: Ground, part: str, count: int, *, limit_s: float, **given: object) -> list[dict[str, Any]]:
-    """Run a part of a check (`PARTS` of its module) in some workers of this machine; what each answers.
+    """Run a part of a check in some workers of this machine; what each answers.
 
     Args:
         on: where.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +217,3 @@ def _as_it_is(_, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotatio
     found: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     found.set_result(bucket.buffer())
     return found
-
-
-PARTS: dict[str, Callable[..., dict[str, Any]]] = {"saved": saved}

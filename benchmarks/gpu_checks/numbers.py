@@ -260,6 +260,3 @@ def attention(on: Ground) -> Iterator[Point]:
         room = 24 * q.numel() * q.element_size() / 2**20
         figure = f"{peak / 2**20:.0f} MiB"
         yield judged(f"{name}: memory", f"below {room:.0f} MiB, no masks", figure, ok=peak / 2**20 < room)
-
-
-PARTS: dict[str, Callable[..., dict[str, Any]]] = {"twice": twice, "elastic": elastic}

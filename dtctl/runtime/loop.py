@@ -38,7 +38,7 @@ from dtctl.runtime.evaluation import Score, evaluate
 from dtctl.runtime.exactness import account, circumstances, determinism, randomness
 from dtctl.runtime.exactness.consistency import fingerprint, require_equal, settings
 from dtctl.runtime.guards.nonfinite import NonFiniteGuard
-from dtctl.runtime.guards.oom import MemoryWatch, is_lack_of_memory, smaller
+from dtctl.runtime.guards.oom import MemoryWatch, enough_memory, smaller
 from dtctl.runtime.guards.origin import spoilt
 from dtctl.runtime.precision import LossScale, autocast, multiply
 from dtctl.runtime.snapshot.json_collectives import gathered_json
@@ -112,6 +112,8 @@ class Trainer:
         require_equal(settings(config), worker)
         if determinism.is_wanted(config, worker.device.type):  # for scripts that call `start` themselves
             determinism.apply()
+        if config.tf32:
+            torch.set_float32_matmul_precision("high")
         self.folder = snapshot_saver.folder(config.snapshot, os.environ)
         self.settled = settle(config, worker, Subject(model=model, loss=loss, samples=samples), self.folder)
         config, degrees = self.settled.config, self.settled.degrees
@@ -341,17 +343,12 @@ class Trainer:
 
     def _update(self) -> None:
         """Take the optimizer's step."""
-        try:
+        hint = (
+            "its state takes as much in the first step as later, whatever the batch: divide it with `strategy: zero1` "
+            "or `fsdp`, or look at `dtctl advise`"
+        )
+        with enough_memory(f"the optimizer's step {self.step + 1}", hint, self.worker):
             self.optimizer.step()
-        except RuntimeError as exc:
-            if not is_lack_of_memory(exc):
-                raise
-            raise WorkerFailed(
-                f"out of memory in the optimizer's step {self.step + 1}: {str(exc).partition(chr(10))[0]}",
-                where=f"rank {self.worker.rank}",
-                hint="its state takes as much in the first step as later, whatever the batch: divide it with "
-                "`strategy: zero1` or `fsdp`, or look at `dtctl advise`",
-            ) from exc
 
     def evaluate(self) -> dict[str, float]:
         """The means of the scores over the validation set as `val_NAME`; collective over all workers."""
@@ -359,7 +356,9 @@ class Trainer:
             raise PlanError("an evaluation needs both `validation` and `score`", where="Trainer")
         averaged = self.ema is not None and self.config.ema is not None and self.config.ema.evaluate
         drawn = randomness.preserved(self.worker.device, self.config.seed)  # what a score draws is the same each time
-        with drawn, self.report.evaluating(), self.ema.applied() if self.ema and averaged else nullcontext():
+        hint = "an evaluation takes `micro_batch` samples at a time: lower it, or let `score` keep less"
+        enough = enough_memory(f"the evaluation after step {self.step}", hint, self.worker)
+        with enough, drawn, self.report.evaluating(), self.ema.applied() if self.ema and averaged else nullcontext():
             found = evaluate(
                 self.strategy.inference,
                 self.validation,

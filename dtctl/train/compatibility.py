@@ -25,6 +25,12 @@ def require(config: TrainConfig, degrees: Degrees, *, accumulate: int | None) ->
     Raises:
         PlanError: two settings do not go together; names the key to change.
     """
+    if config.fsdp.param_dtype == "bf16" and config.precision != "bf16":
+        raise PlanError(
+            f"parameters in bf16 do not go with precision {config.precision}",
+            where="train.fsdp.param_dtype",
+            hint="set `train.precision: bf16`, or leave it out",
+        )
     if degrees.pp > 1:
         _pipeline(config, degrees, accumulate)
     if degrees.cp > 1:

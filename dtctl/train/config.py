@@ -61,6 +61,9 @@ class FsdpConfig:
     """Keep shards in the host's memory and bring them to the GPU when they are needed; on GPUs only."""
     reduce_dtype: Reduce = "fp32"
     """Number format in which gradients are added up over workers."""
+    param_dtype: Reduce = "fp32"
+    """Number format in which parameters are gathered. bf16, with `precision: bf16`: half the bytes, and no casts that
+    live until the backward pass, 2 bytes for each parameter of the whole model; norms and biases are rounded, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +181,8 @@ class TrainConfig:
     """Settings of pipelines."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format of the computation; parameters and optimizer state stay fp32."""
+    tf32: bool = False
+    """Whether GPUs may round the factors of fp32 products to 10 bits (TF32), several times as fast; sums stay fp32."""
     checkpointing: Literal["none", "full", "selective"] | int = field(default="none", metadata={"at_least": 1})
     """Which blocks of the model forget their activations and compute them again in the backward pass: full, all of
     them; a number N, every N-th; selective, all, but results of matrix products and attention are kept."""

@@ -22,6 +22,8 @@ from dtctl.runtime.exactness.randomness import seed_all
 
 ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
 """Set by torchrun: where a worker leaves its exception for the agent's summary."""
+DEVICE_KEY: Final = "dtctl/device"
+KINDS: Final = {"cpu": "CPU", "cuda": "GPU"}
 TEAR_DOWN_S: Final = 5.0
 """How long a failed worker may spend on leaving its group; its peers may be gone, and NCCL would wait for them."""
 
@@ -52,10 +54,16 @@ def start(*, seed: int = 0, timeout_s: float = 600.0, deterministic: bool = Fals
     seed_all(seed)
     if worker.backend is not None:
         network.apply(worker, os.environ)
+        limit = dt.timedelta(seconds=timeout_s)
+        shared, _, _ = next(dist.rendezvous("env://", worker.rank, worker.world_size, timeout=limit))
+        require_same_device(shared, worker)
         dist.init_process_group(
             worker.backend,
-            timeout=dt.timedelta(seconds=timeout_s),
-            device_id=worker.device if "nccl" in worker.backend else None,
+            timeout=limit,
+            store=dist.PrefixStore("default_pg", shared),
+            rank=worker.rank,
+            world_size=worker.world_size,
+            device_id=worker.device if _can_be_bound(worker.backend) else None,
         )
     try:
         yield worker
@@ -69,6 +77,34 @@ def start(*, seed: int = 0, timeout_s: float = 600.0, deterministic: bool = Fals
         leave(within_s=TEAR_DOWN_S)
         raise
     leave()
+
+
+def require_same_device(shared: dist.Store, worker: Worker) -> None:
+    """See that this worker computes on the kind of device that rank 0 does; else gloo would wait for NCCL, and no end.
+
+    Args:
+        shared: what all workers can read.
+        worker: this worker.
+
+    Raises:
+        PlanError: it does not.
+    """
+    if worker.is_first:
+        shared.set(DEVICE_KEY, worker.device.type)
+        return
+    first = shared.get(DEVICE_KEY).decode()
+    if first != worker.device.type:
+        raise PlanError(
+            f"rank {worker.rank} computes on the {KINDS[worker.device.type]}, and rank 0 on the {KINDS[first]}",
+            where="environment of the worker",
+            hint="`dtctl doctor --gpu` names the node that has no GPU, or whose driver does not answer",
+        )
+
+
+def _can_be_bound(backend: str) -> bool:
+    """Whether groups can be bound to a GPU: older torch cannot split those of two backends then (pytorch#159200)."""
+    release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    return "nccl" in backend and release >= (2, 13)
 
 
 def leave(*, within_s: float | None = None) -> None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -35,6 +36,28 @@ def is_lack_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in LACKING)
     )
+
+
+@contextmanager
+def enough_memory(doing: str, hint: str, worker: Worker) -> Iterator[None]:
+    """The context of work that is not done again in smaller parts if memory runs out.
+
+    Args:
+        doing: what, for people.
+        hint: what would help.
+        worker: this worker.
+
+    Raises:
+        WorkerFailed: memory has run out.
+    """
+    try:
+        yield
+    except RuntimeError as exc:
+        if not is_lack_of_memory(exc):
+            raise
+        raise WorkerFailed(
+            f"out of memory in {doing}: {str(exc).partition(chr(10))[0]}", where=f"rank {worker.rank}", hint=hint
+        ) from exc
 
 
 class MemoryWatch:

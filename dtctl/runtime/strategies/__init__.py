@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from dtctl.errors import DtctlError, PlanError
+from dtctl.runtime.console import say
 from dtctl.runtime.distributed.device_mesh import device_mesh, limit_groups
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.explain import explained
@@ -114,6 +115,11 @@ def choose(
     from dtctl.runtime.strategies.pipeline import Pipeline
     from dtctl.runtime.strategies.sharded import Sharded, begin_alike
 
+    if degrees.tp > worker.local_world_size and worker.is_first:
+        say(
+            f"tp {degrees.tp} reaches over nodes of {worker.local_world_size} workers, and every layer waits for the "
+            "network; keep tp within a node, and divide further with fsdp or pp"
+        )
     mesh = device_mesh(degrees, worker.device.type)
     limit_groups(config.timeout_s)
     if degrees.tp == degrees.cp == degrees.pp == 1:

@@ -216,8 +216,13 @@ def _shard_again(model: nn.Module, *_: Any) -> None:
 
 
 def precision(options: FsdpConfig) -> MixedPrecisionPolicy:
-    """In which format gradients are added up; fp32 means the parameters' own, which may be wider."""
-    return MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if options.reduce_dtype == "bf16" else None)
+    """In which format parameters are gathered, and gradients added up; fp32 means the parameters' own, maybe wider."""
+    half = options.param_dtype == "bf16"
+    own = torch.float32 if half else None  # else gradients would be added up in the format of what was gathered
+    return MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if half else None,
+        reduce_dtype=torch.bfloat16 if options.reduce_dtype == "bf16" else own,
+    )
 
 
 def offloading(options: FsdpConfig, worker: Worker) -> OffloadPolicy:

@@ -64,7 +64,7 @@ def peak_flops(name: str, precision: str) -> float | None:
 
     Args:
         name: of the device, as `torch.cuda.get_device_name` gives it.
-        precision: fp32, bf16 or fp16.
+        precision: fp32, tf32, bf16 or fp16.
     """
     words = re.split(r"[ /-]", name)
     peak = next((peak for known, peak in PEAKS.items() if all(word in words for word in known.split())), None)
@@ -72,4 +72,6 @@ def peak_flops(name: str, precision: str) -> float | None:
         return None
     instance = re.search(r"MIG (\d)g\.", name)
     share = int(instance[1]) / peak.parts if instance else 1.0
-    return (peak.single if precision == "fp32" else peak.half) * 1e12 * share
+    if precision == "tf32" and peak.bf16:  # both came with the same tensor cores, which take half as many of them
+        return peak.half / 2 * 1e12 * share
+    return (peak.single if precision in ("fp32", "tf32") else peak.half) * 1e12 * share

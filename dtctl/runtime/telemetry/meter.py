@@ -111,6 +111,21 @@ def stragglers(own_s: torch.Tensor) -> dict[str, float]:
     }
 
 
+def fullest(peaks_gib: torch.Tensor) -> dict[str, float]:
+    """Who needs most memory: stages of a pipeline, and shards that do not come out even, differ.
+
+    Args:
+        peaks_gib: of each rank, the first figure of `memory`.
+
+    Returns:
+        `fullest_rank` and `fullest_gib`; nothing for a single worker.
+    """
+    if len(peaks_gib) < 2:
+        return {}
+    rank = int(peaks_gib.argmax())
+    return {"fullest_rank": rank, "fullest_gib": round(float(peaks_gib[rank]), 4)}
+
+
 def memory(device: torch.device) -> dict[str, float]:
     """Memory of this worker in GiB: on a GPU the peaks since the last call, else what the process has, and its peak."""
     if device.type == "cuda":

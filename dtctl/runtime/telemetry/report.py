@@ -51,7 +51,8 @@ class Report:
         """
         self._config, self._worker, self._board = config, worker, board
         self._tokens = tokens_per_sample
-        self._use = meter.Use(worker, config.precision, meter.flops_per_sample(model, tokens_per_sample))
+        computed = "tf32" if config.tf32 and config.precision == "fp32" else config.precision
+        self._use = meter.Use(worker, computed, meter.flops_per_sample(model, tokens_per_sample))
         self._metrics: MetricsWriter | None = None
         self._steps = 0
         self._parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -118,13 +119,16 @@ class Report:
         """
         worker = self._worker
         spread, own_s = self.times.take()
-        together = torch.zeros(1 + worker.world_size, dtype=torch.float64)
+        own = meter.memory(worker.device)
+        together = torch.zeros(1 + 2 * worker.world_size, dtype=torch.float64)
         together[0] = loss.double().cpu() / worker.world_size
         together[1 + worker.rank] = own_s
+        together[1 + worker.world_size + worker.rank] = next(iter(own.values()), 0.0)
         worker.sum(together)
         if self._metrics is None:
             return
-        measured = spread | meter.memory(worker.device) | meter.stragglers(together[1:])
+        waits, peaks = together[1:].chunk(2)
+        measured = spread | own | meter.stragglers(waits) | meter.fullest(peaks)
         self._metrics.log(
             step,
             loss=float(together[0]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import threading
 from collections.abc import Iterator
@@ -9,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.tensor import _random
 
+from dtctl.errors import PlanError
 from dtctl.runtime.distributed.device_mesh import limit_groups
-from dtctl.runtime.distributed.process_group import leave
+from dtctl.runtime.distributed.process_group import _can_be_bound, leave, require_same_device
+from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.strategies.tensor import draw_alike
 
 
@@ -72,3 +76,37 @@ def test_divided_tensors_draw_by_the_state_of_their_own_worker(monkeypatch: pyte
     Mesh.device_type = "cpu"
     draw_alike(Mesh())  # type: ignore[arg-type]
     assert asked == [False], "on CPUs torch has no tracker"
+
+
+@pytest.mark.parametrize("kinds", [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
+def test_a_worker_on_another_kind_of_device_is_told_before_it_waits(worker: Worker, kinds: tuple[str, str]) -> None:
+    shared = dist.HashStore()
+    first, second = (
+        dataclasses.replace(worker, rank=rank, world_size=2, device=torch.device(kind))
+        for rank, kind in enumerate(kinds)
+    )
+    require_same_device(shared, first)
+    if kinds[0] == kinds[1]:
+        require_same_device(shared, second)
+        return
+    names = {"cuda": "GPU", "cpu": "CPU"}
+    with pytest.raises(
+        PlanError, match=f"rank 1 computes on the {names[kinds[1]]}, and rank 0 on the {names[kinds[0]]}"
+    ):
+        require_same_device(shared, second)
+
+
+@pytest.mark.parametrize(
+    ("version", "backend", "bound"),
+    [
+        ("2.13.0+cu130", "cpu:gloo,cuda:nccl", True),
+        ("2.9.1", "cpu:gloo,cuda:nccl", False),
+        ("3.0.0a0+git1", "cpu:gloo,cuda:nccl", True),
+        ("2.13.0", "gloo", False),
+    ],
+)
+def test_groups_are_bound_to_gpus_where_torch_can_split_them(
+    monkeypatch: pytest.MonkeyPatch, version: str, backend: str, bound: bool
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    assert _can_be_bound(backend) is bound

@@ -153,3 +153,13 @@ def test_on_a_gpu_times_are_those_of_its_kernels(monkeypatch: pytest.MonkeyPatch
     assert Event.waited == 0, "a step waits for nothing"
     assert times.take() == ({"step_p50_s": 3.0, "step_p95_s": 4.0, "step_max_s": 4.0}, 0.75)
     assert meter.clock(torch.device("cpu")).mark is not None
+
+
+def test_the_fullest_worker_is_named() -> None:
+    assert meter.fullest(torch.tensor([1.5])) == {}
+    assert meter.fullest(torch.tensor([10.25, 71.5, 70.0])) == {"fullest_rank": 1, "fullest_gib": 71.5}
+
+
+@pytest.mark.parametrize(("name", "peak"), [("NVIDIA A100-SXM4-80GB", 156e12), ("Tesla V100-SXM2-32GB", 15.7e12)])
+def test_tf32_has_a_peak_of_its_own_where_there_is_tf32(name: str, peak: float) -> None:
+    assert peak_flops(name, "tf32") == pytest.approx(peak)

@@ -15,7 +15,7 @@ from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.guards import oom
 from dtctl.runtime.guards.oom import MemoryWatch, smaller
 from dtctl.train.batch import Batch
-from tests.unit.runtime.conftest import Make, squared
+from tests.unit.runtime.conftest import Make, points, squared
 
 
 def limited(samples: int, seen: list[list[float]] | None = None) -> Callable[[nn.Module, Any], torch.Tensor]:
@@ -166,3 +166,12 @@ def test_on_gpus_the_processes_ask_each_other(monkeypatch: pytest.MonkeyPatch, w
     monkeypatch.setattr(Worker, "sum", from_rank_2)
     loss, short = watch.attempt(lambda: torch.zeros(()), lambda: None)
     assert (loss is not None, short, told) == (True, [2], [[0, 0, 0]])
+
+
+def test_an_evaluation_that_does_not_fit(make: Make) -> None:
+    def score(*_: Any) -> dict[str, torch.Tensor]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(WorkerFailed, match="the evaluation after step 12") as failed:
+        make(model=network(), validation=points(), score=score).run()
+    assert "micro_batch" in str(failed.value.hint)

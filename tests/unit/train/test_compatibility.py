@@ -126,3 +126,11 @@ def test_tensor_parallelism_over_nodes_is_told() -> None:
 
 def test_a_program_that_is_not_ours_is_left_alone() -> None:
     assert plan("{strategy: {tp: 5, fsdp: 2}}", job="command: [./own]").world_size == 16
+
+
+def test_parameters_in_bf16_need_a_computation_in_bf16() -> None:
+    half = load({"fsdp": {"param_dtype": "bf16"}}, argv=[], environ={})
+    with pytest.raises(PlanError, match="do not go with precision fp32"):
+        require(half, Degrees(fsdp=2), accumulate=1)
+    both = load({"fsdp": {"param_dtype": "bf16"}, "precision": "bf16"}, argv=[], environ={})
+    require(both, Degrees(fsdp=2), accumulate=1)

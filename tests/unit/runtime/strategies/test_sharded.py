@@ -1,0 +1,72 @@
+"""What a sharded model keeps between its passes, and in which format gradients are added up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from dtctl.runtime.strategies.sharded import precision
+from dtctl.train.config import FsdpConfig
+
+WIDTH = 64
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A group of one."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def kept_weights(options: FsdpConfig) -> tuple[int, nn.Module]:
+    """Copies of weights that wait for the backward pass under autocast, and the model after that pass."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(8)))
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+    for layer in [*model, model]:
+        fully_shard(layer, mesh=mesh, mp_policy=precision(options))
+    kept: dict[int, torch.Tensor] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape == (WIDTH, WIDTH) and tensor.untyped_storage().nbytes():
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    batch = torch.randn(3, WIDTH)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+        loss = model(batch).float().sum()
+    # What fully_shard has gathered it gives back after a layer's pass, whoever holds on to it.
+    held = sum(bool(tensor.untyped_storage().nbytes()) for tensor in kept.values())
+    loss.backward()
+    return held, model
+
+
+def test_parameters_gathered_in_bf16_leave_no_casts_behind() -> None:
+    casts, _ = kept_weights(FsdpConfig())
+    none, model = kept_weights(FsdpConfig(param_dtype="bf16"))
+    assert casts >= 7, "one of every layer"
+    assert none <= 1, "but for the last layer, which is needed at once"
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert all(gradient is not None and gradient.dtype is torch.float32 for gradient in gradients)
+
+
+@pytest.mark.parametrize(
+    ("options", "gathered", "added"),
+    [
+        (FsdpConfig(), None, None),
+        (FsdpConfig(reduce_dtype="bf16"), None, torch.bfloat16),
+        (FsdpConfig(param_dtype="bf16"), torch.bfloat16, torch.float32),
+        (FsdpConfig(param_dtype="bf16", reduce_dtype="bf16"), torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_formats(options: FsdpConfig, gathered: torch.dtype | None, added: torch.dtype | None) -> None:
+    policy = precision(options)
+    assert (policy.param_dtype, policy.reduce_dtype) == (gathered, added)
