@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args
 from dtctl.doctor.checks import (
     collective,
     environment,
-    gpu_speed,
     hardware,
     links,
     network,
@@ -96,12 +95,15 @@ def examine(
             ran += shared_folders.RAN
         envs = {one.name: {**spec.job.env, **one.env} for one in cluster.nodes}
         python = {one.name: one.python or "python3" for one in cluster.nodes}
-        measured: dict[str, dict[str, Any]] = {}
+        gpus: tuple[dict[str, Any], ...] = ()
         if gpu:
+            from dtctl.doctor.checks import gpu_speed
+
             found += gpu_speed.required(seen)
             measured = gpu_speed.measure(probes, seen, python=python, env=envs, progress=progress)
             found += gpu_speed.judge(measured)
             ran += gpu_speed.RAN if measured else ()
+            gpus = gpu_speed.rows(measured)
         sums = collective.AllReduceResult()
         if "collective" not in skip and _can_add_up(seen, found):
             sums = collective.add_up(probes, seen, python=python, env=envs, progress=progress)
@@ -113,7 +115,7 @@ def examine(
         findings=tuple(ordered(found, ran=ran, left_out=left_out)),
         seen=tuple(seen),
         sums=sums.figures,
-        gpus=gpu_speed.rows(measured),
+        gpus=gpus,
     )
 
 

@@ -30,6 +30,7 @@ NOT_RUN = {
     "make check": "it stands in front of this test in `make test`",
     "make unit": "it stands in front of this test in `make test`",
     "make integration": "it runs this test",
+    "make gpu": "it needs a GPU; tests/unit/benchmarks runs the part of each check that a CPU shows",
     "make bench": "it takes minutes and needs an idle machine; tests/unit/benchmarks runs its parts",
     "pip install '.[train]'": "it needs the network",
     "kubectl apply --filename job.yaml": "there is no Kubernetes here; schemas are checked elsewhere",
@@ -37,8 +38,9 @@ NOT_RUN = {
     "source .venv/bin/activate": "tests choose their Python themselves",
 }
 """Command lines that this test cannot run, and why."""
-CODES = {"dtctl doctor --log logs/": 9}
-"""Command lines that end with another exit code than 0, as they should: these logs tell of a failure."""
+CODES = {"dtctl doctor --log logs/": 9, "dtctl doctor --gpu": 9}
+"""Command lines that end with another exit code than 0, as they should: these logs tell of a failure, and here is no
+GPU."""
 TALKER = """\
 import json, os, sys
 rank = os.environ["RANK"]
@@ -289,6 +291,9 @@ SCENES: dict[tuple[str, str], Scene] = {
     ("docs/guides/bench.md", "dtctl bench"): to_examine,
     ("docs/guides/doctor.md", "dtctl doctor"): to_examine,
     ("docs/guides/doctor.md", "dtctl doctor --log logs/"): to_examine,
+    ("docs/guides/gpu.md", "dtctl doctor --gpu"): to_examine,
+    ("docs/guides/gpu.md", "dtctl launch --nodes gpu01 --slots 1 -- train.py"): over_ssh,
+    ("docs/guides/gpu.md", "make gpu"): plain,
     ("docs/guides/lint.md", "dtctl lint train.py"): to_lint,
     ("docs/guides/machines.md", "dtctl init my-gpt --launcher ssh"): own_machines,
     ("docs/guides/machines.md", "dtctl launch --nodes gpu01,gpu02 --slots 8 -- train.py --lr 1e-3"): over_ssh,

@@ -242,7 +242,9 @@ def probes(_: Path) -> One:
     told = json.loads(json.dumps(probe.gather({**asked, "code": ""})))
     tools = {
         "gpus": 2, "gpu": "0, H100, 10, 80000, 550, 0\n1, H100, 9000, 80000, 550, 1",
-        "xid": "NVRM: Xid (PCI:0000:01:00): 79, x", "nvlink": "GPU 0: H100\n Link 0: 25 GB/s\n Link 1: 25 GB/s",
+        "vendor": "nvidia", "state": "0, Enabled, 500, 700, 0x48, 8, 16, Enabled, Enabled",
+        "xid": "NVRM: Xid (PCI:0000:01:00): 79, x\namdgpu 0000:c1:00.0: GPU reset begin!",
+        "nvlink": "GPU 0: H100\n Link 0: 25 GB/s\n Link 1: 25 GB/s",
         "topology": "GPU0 X NV4\nGPU1 NV4 X",
         "rdma": [{"device": "mlx5_0", "port": "1", "state": "4: ACTIVE", "rate": "400 Gb/sec", "link_layer": "IB"}],
         "remapped": "0, No, No\n1, Yes, No",

@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from dtctl.doctor.checks.known_gpus import normal
 from dtctl.doctor.checks.node import differ, per_node
 from dtctl.doctor.findings import Finding
 from dtctl.doctor.node_report import NodeReport
@@ -381,6 +380,8 @@ def nvlinks(said: str) -> dict[str, int]:
 
 def missing_links(gpus: str, said: str) -> list[str]:
     """GPUs with fewer active links than boards of their kind have; none where nvidia-smi says nothing of links."""
+    from dtctl.doctor.checks.known_gpus import normal
+
     active = nvlinks(said)
     kinds = [(row["index"], normal(row["name"]) or {}) for row in gpu_rows(gpus) if "PCI" not in row["name"].upper()]
     return [

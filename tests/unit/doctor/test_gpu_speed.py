@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,9 @@ from dtctl.doctor.answers import answer
 from dtctl.doctor.checks import gpu_speed
 from dtctl.doctor.checks.known_gpus import normal
 from dtctl.doctor.node_report import NodeReport
+from dtctl.doctor.observe import NodeQuery, Probes
+from dtctl.transport.base import Target
+from dtctl.transport.local import LocalTransport
 
 H100 = "NVIDIA H100 80GB HBM3"
 GOOD = {"name": H100, "error": "", "tflops": 720.0, "to_gb_s": 52.0, "from_gb_s": 51.0, "within_gb_s": 2700.0}
@@ -189,3 +194,20 @@ def test_the_answer_has_the_form_that_is_expected() -> None:
     found.pop("final")
     checked = answer({"op": "round"}, found, node="a")
     assert gpu_speed.rows({"a": checked})[1]["node"] == "a"
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a probe ends after its link
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_real_torch_without_gpus_on_a_node_that_has_some() -> None:
+    query = NodeQuery(target=Target(name="a", address="127.0.0.1"), python=sys.executable, workdir="~")
+    with contextlib.closing(Probes([query], LocalTransport(), progress=lambda _: None)) as probes:
+        (seen,) = probes.look(rendezvous=(), data_ports=0, measure_s=0.0)
+        assert seen.error is None
+        assert gpu_speed.measure(probes, [seen], python={}, env={}, progress=lambda _: None) == {}, "it has none"
+        seen.facts["gpus"] = 8
+        told = gpu_speed.measure(probes, [seen], python={"a": sys.executable}, env={"a": {}}, progress=lambda _: None)
+    ((check, status, nodes, text),) = judged(**told)
+    assert (check, status, nodes) == ("gpu-speed", "fail", ("a",))
+    assert "torch cannot use the GPUs" in text
+    assert gpu_speed.rows(told) == ()
