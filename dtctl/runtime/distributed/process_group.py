@@ -13,6 +13,8 @@ from typing import Final
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from dtctl.errors import PlanError, SpecError
 from dtctl.runtime.distributed import network
@@ -55,12 +57,12 @@ def start(*, seed: int = 0, timeout_s: float = 600.0, deterministic: bool = Fals
     if worker.backend is not None:
         network.apply(worker, os.environ)
         limit = dt.timedelta(seconds=timeout_s)
-        shared, _, _ = next(dist.rendezvous("env://", worker.rank, worker.world_size, timeout=limit))
+        shared, _, _ = next(rendezvous("env://", worker.rank, worker.world_size, timeout=limit))
         require_same_device(shared, worker)
         dist.init_process_group(
             worker.backend,
             timeout=limit,
-            store=dist.PrefixStore("default_pg", shared),
+            store=PrefixStore("default_pg", shared),
             rank=worker.rank,
             world_size=worker.world_size,
             device_id=worker.device if _can_be_bound(worker.backend) else None,
@@ -79,7 +81,7 @@ def start(*, seed: int = 0, timeout_s: float = 600.0, deterministic: bool = Fals
     leave()
 
 
-def require_same_device(shared: dist.Store, worker: Worker) -> None:
+def require_same_device(shared: Store, worker: Worker) -> None:
     """See that this worker computes on the kind of device that rank 0 does; else gloo would wait for NCCL, and no end.
 
     Args:

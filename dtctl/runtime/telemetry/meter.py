@@ -18,6 +18,9 @@ from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.telemetry.hardware import peak_flops
 
 GIB: Final = float(1 << 30)
+AHEAD: Final = 8
+"""Steps that a process may have asked a GPU for and that are not done. Without a limit it asks for hundreds, where a
+step is few kernels, and then waits for all of them at once, which looks like a hang from outside."""
 
 
 class HostClock:
@@ -30,6 +33,9 @@ class HostClock:
     def between(self, begin: float, end: float) -> float:
         """Seconds from one mark to the next."""
         return end - begin
+
+    def wait(self, mark: float) -> None:
+        """It has been passed."""
 
 
 class GpuClock:
@@ -49,6 +55,10 @@ class GpuClock:
         """Seconds from one mark to the next; waits for the later one."""
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        """Wait until the GPU has passed it."""
+        mark.synchronize()
 
 
 def clock(device: torch.device) -> Any:
@@ -74,6 +84,8 @@ class StepTimes:
         now = self._clock.mark()
         self._steps.append((self._last, now))
         self._last = now
+        if len(self._steps) > AHEAD:
+            self._clock.wait(self._steps[-1 - AHEAD][1])
 
     def pause(self, seconds: float) -> None:
         """Leave out time that was not spent on steps."""

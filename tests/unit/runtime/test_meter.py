@@ -163,3 +163,30 @@ def test_the_fullest_worker_is_named() -> None:
 @pytest.mark.parametrize(("name", "peak"), [("NVIDIA A100-SXM4-80GB", 156e12), ("Tesla V100-SXM2-32GB", 15.7e12)])
 def test_tf32_has_a_peak_of_its_own_where_there_is_tf32(name: str, peak: float) -> None:
     assert peak_flops(name, "tf32") == pytest.approx(peak)
+
+
+def test_a_process_is_never_many_steps_ahead_of_its_gpu() -> None:
+    class Queue(meter.HostClock):
+        """Marks are numbers, and each is noted when it is waited for."""
+
+        def __init__(self) -> None:
+            self.marks, self.waited = 0, list[float]()
+
+        def mark(self) -> float:
+            self.marks += 1
+            return self.marks
+
+        def wait(self, mark: float) -> None:
+            self.waited.append(mark)
+
+    queue = Queue()
+    times = meter.StepTimes(queue)
+    for _ in range(meter.AHEAD):
+        times.step()
+    assert queue.waited == []
+    times.step()
+    times.step()
+    assert queue.waited == [2, 3], "the ends of the first two steps"
+    times.take()
+    times.step()
+    assert len(queue.waited) == 2, "a line of metrics has waited for all of them"

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from dtctl.errors import SnapshotError
+from dtctl.runtime.distributed import capacity
 from dtctl.runtime.snapshot.format import headers, packing
 
 
@@ -50,6 +52,21 @@ def page_locked(size_bytes: int) -> torch.Tensor:
     # Before the memory is free: what follows it there would be locked, and could not be locked again.
     weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False
     return buffer
+
+
+def _require_room(size_bytes: int, node_bytes: int) -> None:
+    """See that a copy of the state can be in the node's memory at all; the kernel would end the process without a word.
+
+    Raises:
+        SnapshotError: it cannot.
+    """
+    if size_bytes > node_bytes:
+        raise SnapshotError(
+            f"a snapshot of {size_bytes / 2**30:.1f} GiB is copied to memory first, of which this node, or its control "
+            f"group, has {node_bytes / 2**30:.1f} GiB",
+            where="train.snapshot",
+            hint="`train.snapshot.layout: sharded` has every worker copy its part; or ask for more memory (--mem)",
+        )
 
 
 class Staging:
@@ -100,6 +117,7 @@ class Staging:
             return
         if not large_enough:
             self._views, self._buffer = [], torch.empty(0)  # not both at the same time
+            _require_room(size_bytes, capacity.of_node())
             self._buffer = page_locked(size_bytes) if pinned else torch.empty(size_bytes, dtype=torch.uint8)
         self._layout = layout
         self._views = [

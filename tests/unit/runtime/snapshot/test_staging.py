@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from dtctl.runtime.snapshot.storage.staging import page_locked
+from dtctl.errors import SnapshotError
+from dtctl.runtime.distributed import capacity
+from dtctl.runtime.snapshot.storage.staging import Staging, page_locked
 
 
 class Runtime:
@@ -54,3 +56,15 @@ def test_where_it_cannot_be_locked_torch_s_own_is_taken(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch, "empty", empty)
     assert len(page_locked(64)) == 64
     assert asked == [False, True]
+
+
+def test_a_state_that_no_memory_holds_is_refused_before_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"model": {"weight": torch.ones(1024)}}
+    monkeypatch.setattr(capacity, "of_node", lambda: 4096 + 1024)
+    staging = Staging()
+    assert staging.take(state).files[0].data.numel() >= 4096
+    monkeypatch.setattr(capacity, "of_node", lambda: 4095)
+    staging.take(state)  # there is room already
+    with pytest.raises(SnapshotError, match="is copied to memory first") as refused:
+        Staging().take(state)
+    assert "sharded" in str(refused.value.hint)
