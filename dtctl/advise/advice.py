@@ -102,7 +102,7 @@ def _reasons(task: Task, best: Choice, alternatives: tuple[Choice, ...]) -> list
             reasons.append(f"{gain:.0%} faster than plain ddp, which fits too")
         else:
             reasons.append(
-                f"plain ddp lacks {simple.short / GIB:.1f} GiB: its states alone are "
+                f"plain ddp is short by {simple.short / GIB:.1f} GiB: its states alone are "
                 f"{simple.memory.states / GIB:.1f} GiB"
             )
     if speed.exchange_s > 0:
@@ -121,7 +121,7 @@ def _reasons(task: Task, best: Choice, alternatives: tuple[Choice, ...]) -> list
         comparison = f"{less:.0%} slower" if less > 0.005 else "as fast, and has more to set up"
         reasons.append(f"the runner-up is {described(second.layout)}: {comparison}")
     elif second is not None:
-        reasons.append(f"nothing else fits; {described(second.layout)} lacks {second.short / GIB:.1f} GiB")
+        reasons.append(f"nothing else fits; {described(second.layout)} is short by {second.short / GIB:.1f} GiB")
     return reasons
 
 

@@ -356,7 +356,9 @@ def _row(choice: Choice) -> list[str]:
     from dtctl.advise.advice import described
     from dtctl.estimate.memory import GIB
 
-    name = described(choice.layout) if choice.fits else f"{described(choice.layout)} (lacks {choice.short / GIB:.1f})"
+    name = (
+        described(choice.layout) if choice.fits else f"{described(choice.layout)} (short by {choice.short / GIB:.1f})"
+    )
     figures = [f"{part / GIB:.1f}" for part in _parts(choice)]
     return [name, f"{choice.memory.total / GIB:.1f}", *figures, f"{choice.speed.tokens_per_s_per_gpu:.0f}", bar(choice)]
 

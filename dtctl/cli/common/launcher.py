@@ -189,7 +189,7 @@ def show_end(result: Result) -> None:
             output.err(f"  log: {failure.log}")
     colour = {"succeeded": "green", "failed": "red"}.get(result.status, "yellow")
     attempts = f" in {result.attempts} attempts" if result.attempts > 1 else ""
-    goodput = f", {result.goodput:.0%} of it useful steps" if result.goodput is not None else ""
+    goodput = f", {result.goodput:.0%} of it spent on useful steps" if result.goodput is not None else ""
     output.err(f"{result.status} after {result.duration_s:.1f} s{attempts}{goodput}", colour, "bold")
     for node, lost in sorted(result.lost_output.items()):
         output.err(

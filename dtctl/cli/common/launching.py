@@ -71,7 +71,7 @@ def spec_of(options: LaunchOptions) -> Spec:
     spec = load_spec(options.spec or Path(names.SPEC_FILE), options.overrides)
     if not options.rest:
         return spec
-    job = spec.job.model_copy(update={"args": [*spec.job.args, *options.rest]})
+    job = spec.job.model_copy(update={"args": (*spec.job.args, *options.rest)})
     return spec.model_copy(update={"job": job})
 
 

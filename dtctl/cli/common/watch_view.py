@@ -97,7 +97,8 @@ class Screen:
         step, step_s = int(last["step"]), float(last.get("step_s") or "nan")
         line = f"step {step:,}"
         if self._steps:
-            remaining = clock((self._steps - step) * step_s) if not self.state.over and math.isfinite(step_s) else ""
+            runs = self.state.status == "running" and math.isfinite(step_s)
+            remaining = clock((self._steps - step) * step_s) if runs else ""
             line += f" of {self._steps:,}  {step / self._steps:.0%}" + (f"  {remaining} to go" if remaining else "")
         speed = last.get("tokens_per_s")
         samples = last.get("samples_per_s")

@@ -12,7 +12,7 @@ from dtctl.doctor.node_report import NodeReport
 
 RAN = ("duplicate-address", "loopback-name", "names", "data-ports", "rendezvous-port", "large-packets", "nat", "mtu")
 _WORDS = {
-    "dropped": "are dropped in silence",
+    "dropped": "are dropped silently",
     "refused": "are rejected (the port is open on the node, something between says no)",
     "unreachable": "are answered with `unreachable`",
     "silent": "are accepted and never answered",

@@ -142,7 +142,10 @@ class Attempt:
         if rank != METRICS and rank not in self.ranks.get(name, ()):  # a line can begin like one of another worker
             rank = AGENT
         for text in self.gang.logs.write(name, rank, payload):
-            self.gang.emit(OutputLine(node=name, rank=rank, text=text))
+            if (
+                rank != AGENT or self.stop_deadline is None
+            ):  # torchrun's traceback of the SIGTERM it was sent explains nothing
+                self.gang.emit(OutputLine(node=name, rank=rank, text=text))
         refusal = self.gang.logs.refusal()
         if refusal is not None:
             self.gang.emit(Note(node=name, text=f"output is displayed but no longer saved on this machine: {refusal}"))

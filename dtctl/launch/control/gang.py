@@ -17,6 +17,8 @@ from dtctl.launch.control.session import NodeMessage, Session
 from dtctl.launch.records.events import Emit, NodeChanged, PushProgress, TimeIsUp
 from dtctl.launch.records.logs import Logs
 
+_PREPARATION = frozenset({"connected", "hello", "pushing", "pushed", "ready"})
+"""Messages that say how far a node is on its way to the start."""
 PING_S = 1.0
 START_SILENCE_S = 120.0
 """How long a connected node may take for one step of its preparation, usually for starting Python."""
@@ -91,8 +93,9 @@ class Gang:
                 continue
             elif message.kind == "ready":
                 waiting.discard(name)
-            push = PushProgress(**message.data) if message.kind in ("pushing", "pushed") else None
-            self.emit(NodeChanged(node=name, state=message.kind, push=push))
+            if message.kind in _PREPARATION:
+                push = PushProgress(**message.data) if message.kind in ("pushing", "pushed") else None
+                self.emit(NodeChanged(node=name, state=message.kind, push=push))
         return hellos, {name: failures[name] for name in self.sessions if name in failures}
 
     def _is_stuck(self, name: str) -> bool:

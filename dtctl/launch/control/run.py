@@ -19,7 +19,6 @@ from dtctl import names
 from dtctl.errors import ConnectError, LaunchError, PlanError
 from dtctl.launch.control import failure as failures
 from dtctl.launch.control.attempt import AttemptOutcome, watch
-from dtctl.launch.control.culprit import first_failure
 from dtctl.launch.control.failure import AGENT, Failure
 from dtctl.launch.control.gang import Gang
 from dtctl.launch.control.session import NodeMessage, NodeSetup, Session
@@ -292,6 +291,13 @@ class _Launcher:
             "keep": self.job.keep,
             "link_timeout_s": self.job.link_timeout_s,
         }
+
+    def _first_failure(self, outcome: AttemptOutcome) -> Failure | None:
+        if not outcome.failures:
+            return None
+        from dtctl.launch.control.culprit import first_failure  # most runs need none
+
+        return first_failure(outcome.failures, outcome.left_early, self.logs, self.record)
 
     def _history_env(self) -> dict[str, str]:
         """What workers cannot know of earlier attempts if the node that knew is gone."""

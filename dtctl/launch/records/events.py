@@ -395,6 +395,8 @@ class RunProgress:
                 self.restarts.append(event)
             case RunEnded():
                 self.status, self.end = event.status, event
+                gone = ("lost", "failed")
+                self.nodes = {node: state if state in gone else "stopped" for node, state in self.nodes.items()}
 
     @property
     def left_behind(self) -> int | None:

@@ -28,7 +28,7 @@ PHASES = (
     "hang",
     "restart",  # from a failure to the next start
     "idle",  # waiting on purpose before a restart
-    "stop",
+    "stop",  # from the end of training to the last process
 )
 WRITE_S = 5.0
 MAX_MARKS = 4096
@@ -112,6 +112,8 @@ class Ledger:
         if len(self._marks) > MAX_MARKS:
             del self._marks[1:-1:2]
         self._newest_progress = worker
+        if worker.phase == ReportedPhase.ENDING and self.phase == "useful":
+            self.enter("stop")  # no more steps; what the program does now is its own affair
         if self.path is not None and self._clock() - self._last_write >= WRITE_S:
             self.write(self.path, attempts=self.attempts)
 

@@ -84,6 +84,7 @@ def state_of(record: RunRecord) -> RunState:
     last = info.started if progress.last is None else progress.last
     if done is None and not info.slurm and not alive(info) and not record.has_launcher():
         status = "abandoned"
+        progress.nodes = dict.fromkeys(progress.nodes, "unknown")
     end = last if done is not None or status == "abandoned" else time.time()
     unwatched = info.slurm and done is None and not record.has_launcher()
     duration_s = end - info.started if done is None or done.duration_s is None else done.duration_s
@@ -116,9 +117,11 @@ def where_the_time_went(ledger: dict[str, Any]) -> str:
     wall_s = float(ledger.get("wall_s") or 0.0)
     shares = {name: spent / wall_s for name, spent in ledger.get("phases_s", {}).items() if wall_s > 0}
     useful = shares.pop("useful", 0.0)
+    measured = ledger.get("goodput") is not None
     largest = sorted(((share, name) for name, share in shares.items() if share >= 0.001), reverse=True)
     details = ", ".join(f"{name} {share:.1%}" for share, name in largest[:6])
-    return f"useful {useful:.1%}" + (f" ({details})" if details else "")
+    told = f"useful {useful:.1%}" if measured else "useful: not measured, the job tells no steps"
+    return told + (f" ({details})" if details else "")
 
 
 def follow(record: RunRecord, *, interval_s: float = 0.1) -> Iterator[Event]:
