@@ -94,7 +94,7 @@ class _Launcher:
         while not self.gang.signals:
             self.record.write_plan(plan)
             outcome = self._take_up(plan) if plan is under_way else self._attempt(plan)
-            failure = first_failure(outcome.failures, outcome.left_early, self.logs)
+            failure = self._first_failure(outcome)
             self._count(outcome)
             if failure is None or outcome.stopped_by is not None:
                 break
@@ -297,7 +297,7 @@ class _Launcher:
             return None
         from dtctl.launch.control.culprit import first_failure  # most runs need none
 
-        return first_failure(outcome.failures, outcome.left_early, self.logs, self.record)
+        return first_failure(outcome.failures, outcome.left_early, self.logs)
 
     def _history_env(self) -> dict[str, str]:
         """What workers cannot know of earlier attempts if the node that knew is gone."""
