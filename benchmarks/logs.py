@@ -1,13 +1,13 @@
 """How often `dtctl doctor --log` is right about logs with an established cause.
 
-Reads folders of pairs NAME.log, NAME.json; the latter has `source`, `kind` (failure, healthy or unknown), `class` (below), `cause`,
-`rank` and `node` where the text tells them, and `fix`. The texts themselves are public and not kept here; the names of all of them, with the
-answer for each, are in the result.
+Reads folders of pairs NAME.log, NAME.json; the latter has `source`, `kind` (failure, healthy or unknown), `class`
+(below), `cause`, `rank` and `node` where the text tells them, and `fix`. The texts themselves are public and not kept
+here; where each comes from, and the answer, is in the result.
 
     python benchmarks/logs.py learn=FOLDER held=FOLDER [--judged FILE]
 
-FILE is the verdict of a reader who has compared each held diagnosis with the established cause: {name: true|false}. Without it
-a case counts as right when the class of the primary diagnosis is the established one.
+FILE is the verdict of a reader who has compared each diagnosis with the established cause: {name: true|false}. Without
+it a case counts as right when the class of the primary diagnosis is the established one.
 """
 
 from __future__ import annotations
@@ -27,44 +27,61 @@ CLASSES: dict[str, str] = {
     "shm": "shm-full shm-attach bus-error",
     "disk-or-quota": "disk-full write-failed read-only evicted",
     "permission": "permission not-executable read-only port-invalid",
-    "network-interface": "no-interface gloo-no-interface loopback-advertised no-common-subnet virtual-interfaces no-route connect-refused gloo-connect "
+    "network-interface": "no-interface gloo-no-interface loopback-advertised no-common-subnet "
+                         "virtual-interfaces no-route connect-refused gloo-connect "
     "connect-timeout network-error address-not-local",
-    "network-connect": "store-unreachable connect-refused connect-timeout data-ports-dropped no-route gloo-connect connect-aborted ib-retry-exceeded "
-    "ib-connect-timeout ib-local-protection ib-no-route ib-link-event network-error efa-security-group efa-missing rendezvous-host clients-missing "
+    "network-connect": "store-unreachable connect-refused connect-timeout data-ports-dropped no-route "
+                       "gloo-connect connect-aborted ib-retry-exceeded "
+    "ib-connect-timeout ib-local-protection ib-no-route ib-link-event network-error efa-security-group "
+    "efa-missing rendezvous-host clients-missing "
     "address-not-local peer-closed remote-error mixed-link-types memlock",
     "name-resolution": "name-resolution ssh-name store-unreachable",
-    "rendezvous": "store-barrier rendezvous-host rendezvous-timeout clients-missing store-unreachable init-twice init-missing",
+    "rendezvous": "store-barrier rendezvous-host rendezvous-timeout clients-missing store-unreachable "
+                  "init-twice init-missing",
     "environment-variable": "rendezvous-variables environment-variable store-unreachable",
     "port-in-use": "port-taken",
     "ssh": "ssh-login ssh-host-key ssh-refused ssh-unreachable ssh-key-mode ssh-name",
-    "scheduler": "slurm-refused slurm-communication requeued preempted cancelled time-limit node-failed mpi-pmi mpi-slots pod-unscheduled evicted",
+    "scheduler": "slurm-refused slurm-communication requeued preempted cancelled time-limit node-failed "
+                 "mpi-pmi mpi-slots pod-unscheduled evicted",
     "preemption-or-time-limit": "time-limit preempted requeued",
     "node-failure": "node-failed mpi-daemon-lost slurm-communication",
     "cancelled-or-signalled": "cancelled agent-signalled hangup interrupted stopped preempted killed peer-closed",
     "command-missing": "command-missing not-executable",
-    "collective-mismatch": "collective-mismatch nccl-settings-differ store-barrier ddp-models-differ sizes-differ watchdog-timeout rank-behind gloo-timeout",
-    "collective-timeout-straggler": "watchdog-timeout rank-silent rank-behind gloo-timeout heartbeat-timeout watchdog-stuck monitored-barrier "
+    "collective-mismatch": "collective-mismatch nccl-settings-differ store-barrier ddp-models-differ "
+                           "sizes-differ watchdog-timeout rank-behind gloo-timeout",
+    "collective-timeout-straggler": "watchdog-timeout rank-silent rank-behind gloo-timeout heartbeat-timeout "
+                                    "watchdog-stuck monitored-barrier "
     "clients-missing store-barrier nccl-id-missing collective-mismatch",
-    "device-usage": "invalid-device duplicate-gpu world-too-large gpu-busy backend-device devices-differ no-nccl device-map fork-cuda device-unknown",
+    "device-usage": "invalid-device duplicate-gpu world-too-large gpu-busy backend-device devices-differ "
+                    "no-nccl device-map fork-cuda device-unknown",
     "gpu-hardware": "gpu-fell-off nvml nvls",
     "driver": "driver-too-old driver-mismatch fabric-manager nvml nvls no-nccl",
-    "version-conflict": "version-conflict undefined-symbol no-kernel-image cuda-toolkit-differs weights-only removed-api nccl-version-mismatch "
+    "version-conflict": "version-conflict undefined-symbol no-kernel-image cuda-toolkit-differs weights-only "
+                        "removed-api nccl-version-mismatch "
     "old-glibc import-failed missing-module local-rank-argument missing-library driver-too-old",
-    "import-or-abi": "undefined-symbol missing-library missing-module import-failed version-conflict old-glibc circular-import",
+    "import-or-abi": "undefined-symbol missing-library missing-module import-failed version-conflict old-glibc "
+                     "circular-import",
     "missing-module": "missing-module import-failed command-missing",
     "compile": "compile-failed build-failed missing-header cuda-toolkit-missing cuda-toolkit-differs",
-    "checkpoint": "checkpoint-damaged shapes-differ world-size-changed checkpoint-missing lfs-pointer weights-only bad-data write-failed",
+    "checkpoint": "checkpoint-damaged shapes-differ world-size-changed checkpoint-missing lfs-pointer "
+                  "weights-only bad-data write-failed",
     "download": "offline hub-forbidden hub-missing rate-limited server-error tls download-failed name-resolution",
-    "dataset-or-file": "bad-sample missing-file no-data bad-data checkpoint-missing missing-script storage-failed permission hub-missing",
+    "dataset-or-file": "bad-sample missing-file no-data bad-data checkpoint-missing missing-script "
+                       "storage-failed permission hub-missing",
     "dataloader": "bad-sample loader-killed loader-timeout open-files shm-full bad-data segfault",
-    "configuration": "not-divisible bad-arguments bad-configuration local-rank-argument command-missing world-too-large mpi-slots mpi-root exception "
-    "library-error assertion not-supported version-conflict rendezvous-variables missing-script port-invalid store-barrier device-map",
+    "configuration": "not-divisible bad-arguments bad-configuration local-rank-argument command-missing "
+                     "world-too-large mpi-slots mpi-root exception "
+    "library-error assertion not-supported version-conflict rendezvous-variables missing-script port-invalid "
+    "store-barrier device-map",
     "nan-or-loss-scale": "loss-scale loss-nan",
-    "ddp-usage": "ddp-unused-parameters ddp-ready-twice ddp-no-gradients ddp-models-differ ddp-attribute autograd syncbn-cpu",
+    "ddp-usage": "ddp-unused-parameters ddp-ready-twice ddp-no-gradients ddp-models-differ ddp-attribute "
+                 "autograd syncbn-cpu",
     "fsdp-or-sharding-usage": "fsdp-mixed sizes-differ library-error types-differ shapes-differ assertion",
-    "program-error": "exception sizes-differ device-assert index-range types-differ devices-differ autograd library-error batch-of-one recompute-differs "
+    "program-error": "exception sizes-differ device-assert index-range types-differ devices-differ autograd "
+                     "library-error batch-of-one recompute-differs "
     "init-twice init-missing circular-import ddp-attribute fork-cuda assertion bad-configuration",
-    "library-error": "library-error exception assertion not-supported version-conflict segfault compile-failed launch-failure illegal-access recompute-differs "
+    "library-error": "library-error exception assertion not-supported version-conflict segfault compile-failed "
+                     "launch-failure illegal-access recompute-differs "
     "sizes-differ autograd types-differ ddp-attribute",
     "segfault": "segfault crashed aborted illegal-access launch-failure",
 }  # fmt: skip
@@ -88,13 +105,17 @@ def answer(log: Path) -> dict[str, Any]:
 
 
 def right(label: dict[str, Any], said: dict[str, Any]) -> bool:
-    """Whether the primary diagnosis is of the established class; an unknown cause has to be called one, or to be left open."""
+    """Whether the primary diagnosis is of the established class; an unknown cause has to be left open."""
     if label["kind"] == "healthy":
         return said["verdict"] == "no-failure"
     if label["kind"] == "unknown":
         same = said["id"] in CLASSES.get(label["class"], "").split()
-        return said["verdict"] == "failed-unknown" or said["confidence"] in ("ambiguous", "low", "unknown") or (same and said["confidence"] == "medium")
-    return said["id"] in CLASSES.get(label["class"], "").split() + [label["class"]]
+        return (
+            said["verdict"] == "failed-unknown"
+            or said["confidence"] in ("ambiguous", "low", "unknown")
+            or (same and said["confidence"] == "medium")
+        )
+    return said["id"] in CLASSES.get(label["class"], "").split()
 
 
 def who(label: dict[str, Any], said: dict[str, Any]) -> bool | None:
@@ -105,7 +126,12 @@ def who(label: dict[str, Any], said: dict[str, Any]) -> bool | None:
         wanted.append(set(map(int, ranks)) <= set(said["ranks"]))
     if label.get("node"):
         nodes = label["node"] if isinstance(label["node"], list) else [label["node"]]
-        wanted.append(all(any(node == one or one.startswith(f"{node}.") or node.startswith(f"{one}.") for one in said["nodes"]) for node in nodes))
+        wanted.append(
+            all(
+                any(node == one or one.startswith(f"{node}.") or node.startswith(f"{one}.") for one in said["nodes"])
+                for node in nodes
+            )
+        )
     return all(wanted) if wanted else None
 
 
@@ -120,8 +146,17 @@ def score(folder: Path, judged: dict[str, bool]) -> dict[str, Any]:
         label = json.loads(path.read_text())
         said = answer(log)
         good = judged.get(path.stem, right(label, said))
-        row = {"name": path.stem, "source": label["source"], "kind": label["kind"], "class": label["class"], "established": label["cause"],
-               "rank": label.get("rank"), "node": label.get("node"), "right": good, **said}  # fmt: skip
+        row = {
+            "name": path.stem,
+            "source": label["source"],
+            "kind": label["kind"],
+            "class": label["class"],
+            "established": label["cause"],
+            "rank": label.get("rank"),
+            "node": label.get("node"),
+            "right": good,
+            **said,
+        }
         table.append(row)
         if label["kind"] == "healthy":
             healthy += 1
@@ -167,8 +202,10 @@ def main() -> None:
     for name in result:
         for row in result[name]["table"]:
             if not row["right"] or row.get("who_right") is False:
-                print(f"-- {name} {row['name']} [{row['kind']} {row['class']}] r={row['rank']} n={row['node']}: {row['established'][:150]}\n"
-                      f"     said {row['verdict']} {row['id']} {row['confidence']} r={row['ranks']} n={row['nodes']} also {row['others'][:4]}: {(row['cause'] or '')[:200]}")  # fmt: skip
+                print(f"-- {name} {row['name']} [{row['kind']} {row['class']}] r={row['rank']} "
+                      f"n={row['node']}: {row['established'][:150]}\n"
+                      f"     said {row['verdict']} {row['id']} {row['confidence']} r={row['ranks']} "
+                      f"n={row['nodes']} also {row['others'][:4]}: {(row['cause'] or '')[:200]}")  # fmt: skip
 
 
 if __name__ == "__main__":

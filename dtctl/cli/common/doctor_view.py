@@ -11,7 +11,7 @@ from dtctl.errors import UsageError
 
 if TYPE_CHECKING:
     from dtctl.doctor.examine import Examination
-    from dtctl.doctor.explain.diagnose import Diagnosis, Explanation
+    from dtctl.doctor.explain.diagnosis import Diagnosis, Explanation
     from dtctl.doctor.findings import Finding
 
 

@@ -11,22 +11,37 @@ from dtctl.doctor.explain.lines import parse
 LOOK_BACK = 60
 """Lines before a failure that are looked at."""
 _DOING = (
-    ("saving a checkpoint", re.compile(r"(?i)\bsav(?:ing|e[ds]?|e_)\b.*|checkpoint(?:ing)?\b.*(?:sav|writ)|(?:writing|wrote) .*(?:checkpoint|\.pt|\.safetensors)"),
-     "let all ranks take part in saving what is sharded, write to fast storage or asynchronously, and raise timeout= of init_process_group above the time that it takes"),
-    ("evaluating", re.compile(r"(?i)\b(?:evaluat\w*|validat(?:ion|ing)|running (?:eval|test)|eval(?:_| )?(?:step|loop|batch)|generat(?:ing|ion)|computing metrics|rollout)\b"),
+    ("saving a checkpoint", re.compile(r"(?i)\bsav(?:ing|e[ds]?|e_)\b.*|checkpoint(?:ing)?\b.*(?:sav|writ)|"
+                                       r"(?:writing|wrote) .*(?:checkpoint|\.pt|\.safetensors)"),
+     "let all ranks take part in saving what is sharded, write to fast storage or asynchronously, and raise "
+     "timeout= of init_process_group above the time that it takes"),
+    ("evaluating", re.compile(r"(?i)\b(?:evaluat\w*|validat(?:ion|ing)|running (?:eval|test)|eval(?:_| "
+                              r")?(?:step|loop|batch)|generat(?:ing|ion)|computing metrics|rollout)\b"),
      "let all ranks evaluate the same number of batches (or none but rank 0, without collectives), or raise timeout="),
-    ("skipping batches after a resume", re.compile(r"(?i)\b(?:skip(?:ping|ped)?\b.*(?:batch|step|sample|epoch|data)|resum(?:ing|ed) (?:from|training)|will skip|fast[- ]forward)"),
-     "resume the position of the data loader instead of reading through it (ignore_data_skip, StatefulDataLoader), or raise timeout="),
-    ("loading or preparing data", re.compile(r"(?i)\b(?:map|filter)(?:ping)?\b.*(?:examples|%|num_proc)|tokeniz|preprocess|generating \w+ split|loading (?:\w+ )*(?:data|dataset|index|shards?)|building (?:\w+ )*(?:index|dataset|vocab)|download|packing|shuffl\w+ indices|dataset"),
-     "prepare the data on one rank before init_process_group (or with a longer timeout=) and let the others read the cache"),
-    ("compiling", re.compile(r"(?i)\b(?:compil(?:e|ing|ation)|autotun\w*|inductor|building extension|jit[- ]?(?:load|compil)\w*|ninja|warming up|warmup|CUDA graphs?|tracing)\b"),
+    ("skipping batches after a resume", re.compile(r"(?i)\b(?:skip(?:ping|ped)?\b.*(?:batch|step|sample|epoch|"
+                                                   r"data)|resum(?:ing|ed) (?:from|training)|will skip|"
+                                                   r"fast[- ]forward)"),
+     "resume the position of the data loader instead of reading through it (ignore_data_skip, "
+     "StatefulDataLoader), or raise timeout="),
+    ("loading or preparing data", re.compile(r"(?i)\b(?:map|filter)(?:ping)?\b.*(?:examples|%|num_proc)|"
+                                             r"tokeniz|preprocess|generating \w+ split|loading (?:\w+ "
+                                             r")*(?:data|dataset|index|shards?)|building (?:\w+ )*(?:index|"
+                                             r"dataset|vocab)|download|packing|shuffl\w+ indices|dataset"),
+     "prepare the data on one rank before init_process_group (or with a longer timeout=) and let the others "
+     "read the cache"),
+    ("compiling", re.compile(r"(?i)\b(?:compil(?:e|ing|ation)|autotun\w*|inductor|building extension|"
+                             r"jit[- ]?(?:load|compil)\w*|ninja|warming up|warmup|CUDA graphs?|tracing)\b"),
      "compile before the first collective, share the cache of compiled kernels, or raise timeout= for the first step"),
-    ("loading the model", re.compile(r"(?i)loading (?:\w+ )*(?:model|weights|checkpoint|shards|pretrained|state)|from_pretrained|initializ\w+ (?:model|weights)"),
+    ("loading the model", re.compile(r"(?i)loading (?:\w+ )*(?:model|weights|checkpoint|shards|pretrained|"
+                                     r"state)|from_pretrained|initializ\w+ (?:model|weights)"),
      "load the weights from local storage and at the same time on all ranks, or raise timeout="),
 )  # fmt: skip
 _NOT_OWN = re.compile(
-    r"NCCL (?:INFO|WARN)|ProcessGroup|c10d|socket\.cpp|TCPStore|Traceback|^\s+File \"|^\s*$|^[=*_-]{4,}|\[[IWEF]\d{3,4} |\[[IWEF] |^[IWEF]\d{4} |Warning:|warnings\.warn|"
-    r"Watchdog caught|workMetaList|flight recorder|terminate called|what\(\):|client socket|SocketImpl|gai error|exitcode|Terminating|ERROR\b|CRITICAL\b|Killing |Process group|heartbeat|hostname of the client|frame #\d+|OMP_NUM_THREADS|^\s{4,}|elastic|torchrun|^\w*(?:Error|Exception)\b|slurmstepd|srun:"
+    r"NCCL (?:INFO|WARN)|ProcessGroup|c10d|socket\.cpp|TCPStore|Traceback|^\s+File \"|^\s*$|^[=*_-]{4,}|"
+    r"\[[IWEF]\d{3,4} |\[[IWEF] |^[IWEF]\d{4} |Warning:|warnings\.warn|"
+    r"Watchdog caught|workMetaList|flight recorder|terminate called|what\(\):|client socket|SocketImpl|gai "
+    r"error|exitcode|Terminating|ERROR\b|CRITICAL\b|Killing |Process group|heartbeat|hostname of the client|"
+    r"frame #\d+|OMP_NUM_THREADS|^\s{4,}|elastic|torchrun|^\w*(?:Error|Exception)\b|slurmstepd|srun:"
 )
 
 

@@ -1,9 +1,9 @@
 """Which rank kept the others waiting in a collective, from what the watchdogs of all ranks have printed. Pure.
 
 Every rank counts its collectives. One table of all that was said about them (rank, process group, number, operation,
-sizes) tells who differs: if the counts of the ranks that gave up differ, the one with the lowest is late; if one has not
-given up at all, it is the one that they waited for; if they gave up on different operations of the same number, the
-program calls them in different order. Nobody is accused by the logs of a few ranks for not being in them.
+sizes) tells who differs: if the counts of the ranks that gave up differ, the one with the lowest is late; if one has
+not given up at all, it is the one that they waited for; if they gave up on different operations of the same number,
+the program calls them in different order. Nobody is accused by the logs of a few ranks for not being in them.
 """
 
 from __future__ import annotations
@@ -16,17 +16,26 @@ from dataclasses import dataclass
 from dtctl.doctor.explain.lines import LogLine
 
 _TIMEOUT = re.compile(
-    r"WorkNCCL\((?:SeqNum=(?P<seq>\d+), )?OpType=(?P<op>\w+)(?:, (?:NumelIn=(?P<numel>\d+)|TensorShape=\[(?P<shape>[\d, ]*)\]))?"
+    r"WorkNCCL\((?:SeqNum=(?P<seq>\d+), )?OpType=(?P<op>\w+)(?:, (?:NumelIn=(?P<numel>\d+)|"
+    r"TensorShape=\[(?P<shape>[\d, ]*)\]))?"
 )
-_SPOKEN_RANK = re.compile(r"[Rr]ank (?P<rank>\d+)\] (?:Watchdog|Timeout|Exception|Process group|Found|Some|To avoid|Received)|\bRank (?P<named>\d+)\]")
+_SPOKEN_RANK = re.compile(
+    r"[Rr]ank (?P<rank>\d+)\] (?:Watchdog|Timeout|Exception|Process group|Found|Some|To avoid|Received)|\bRank "
+    r"(?P<named>\d+)\]"
+)
 _LAST = re.compile(
     r"last enqueued (?:NCCL )?work: (?P<enqueued>\d+), last completed (?:NCCL )?work: (?P<completed>\d+)"
 )
 _GROUP = re.compile(r"\[PG (?:ID )?(?P<group>\d+)")
-_LAGGING = re.compile(r"ranks? \[(?P<ranks>[\d, ]+)\] (?:are|is) the lagging|lagging(?:/dead/mismatched)? ranks? .*?\[(?P<more>[\d, ]+)\]")
+_LAGGING = re.compile(
+    r"ranks? \[(?P<ranks>[\d, ]+)\] (?:are|is) the lagging|lagging(?:/dead/mismatched)? ranks? .*?\[(?P<more>[\d, ]+)\]"
+)
 _FIXED_SIZE = ("ALLREDUCE", "BROADCAST", "REDUCE", "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE", "ALLGATHER_BASE")
 """Operations in which every rank brings as many numbers as the others."""
-_WORLD = re.compile(r"\b(?:world[_ ]?size|nranks|nRanks|WORLD_SIZE)['\"]?\s*[=: ]\s*(?P<world>\d{1,6})\b|\d+/(?P<clients>\d+) clients joined")
+_WORLD = re.compile(
+    r"\b(?:world[_ ]?size|nranks|nRanks|WORLD_SIZE)['\"]?\s*[=: ]\s*(?P<world>\d{1,6})\b|\d+/(?P<clients>\d+) "
+    r"clients joined"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +79,6 @@ class CollectiveTable:
             return ""
         number, what = next(iter(said))
         return f"collective {number}, {what}" if number >= 0 else what
-
 
     @property
     def apart(self) -> tuple[tuple[int, ...], str] | None:

@@ -1,101 +1,44 @@
 """From what was found in the logs to one cause, its consequences, and whom to look at. Pure.
 
 There are three answers: what failed and why; that it failed, and why is not understood; no failure in these logs. A
-definite cause beats one that a library only reports, that beats the end of a process and a text that has several causes,
-that what a line itself calls a warning or what training has survived, and that a consequence. Among equals a launcher's own
-"first observed failure" wins, then the earliest.
+definite cause beats one that a library only reports, that beats the end of a process and a text that has several
+causes, that what a line itself calls a warning or what training has survived, and that a consequence. Among equals a
+launcher's own "first observed failure" wins, then the earliest.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
 
-from dtctl.doctor.explain import collective, interfaces
+from dtctl.doctor.explain.diagnosis import UNKNOWN, Confidence, Diagnosis, Evidence, Explanation, Verdict
 from dtctl.doctor.explain.dumps import Dump, judge_dumps, read_dump
 from dtctl.doctor.explain.hits import Found, Hit, Source, collect
 from dtctl.doctor.explain.lines import LogLine, shown
 from dtctl.doctor.explain.read import LogLayout, Unread, dump_files, layout_of, log_files, read
+from dtctl.doctor.explain.sharpen import blame, sharpen
 
-Confidence = Literal["high", "medium", "low", "ambiguous", "unknown"]
-Verdict = Literal["explained", "failed-unknown", "no-failure"]
 MAX_EVIDENCE = 4
 DUMPS_SOURCE = "https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html"
 _BY_WATCHDOG = ("watchdog-timeout", "rank-behind", "rank-silent", "collective-mismatch")
-_WAITING = ("watchdog-timeout", "gloo-timeout", "heartbeat-timeout", "watchdog-stuck", "monitored-barrier", "rank-silent", "rank-behind",
-            "clients-missing", "store-unreachable", "nccl-id-missing")  # fmt: skip
-"""Diagnoses of somebody who was waited for: what the program did before is a part of the cause."""
 _SCHEDULER = ("time-limit", "cancelled", "preempted", "requeued", "node-failed", "oom-killer", "job-memory-limit")
-_CONNECTING = ("no-route", "connect-timeout", "connect-refused", "gloo-connect", "loopback-advertised", "data-ports-dropped", "nccl-error", "remote-error",
-               "peer-closed", "no-common-subnet", "connect-aborted", "ib-connect-timeout", "store-unreachable")  # fmt: skip
-_PEER = re.compile(r"closed by peer \[(?P<peer>[^\]]+)\]")
-XIDS = {
-    48: "an error of its memory that ECC could not correct", 61: "an error of its internal micro-controller", 62: "an error of its internal micro-controller",
-    63: "a row of its memory was remapped or retired", 64: "a row of its memory could not be remapped", 69: "an error of its graphics engine",
-    74: "an NVLink error", 79: "it has fallen off the bus", 92: "many corrected ECC errors", 94: "a contained ECC error", 95: "an uncontained ECC error",
-    109: "a context switch timed out", 119: "its firmware (GSP) does not answer", 120: "an error of its firmware (GSP)", 140: "an unrecovered ECC error",
-    145: "an NVLink error", 149: "an NVLink error", 154: "it has to be reset",
-}  # fmt: skip
+_OPEN_PLACE = re.compile(r"\{([a-z_]+)\}(?!\})")
+_NAMELESS = {
+    "path": "a file or folder",
+    "node": "a node",
+    "name": "a name",
+    "why": "see the line",
+    "where": "the line that its traceback names",
+    "world": "the world size",
+    "joined": "some",
+    "interface": "a name",
+    "version": "a newer version",
+    "header": "a header",
+}
 _NEVER = float("inf")
-DEFINITE, LIKELY, OPEN, WARNED, SURVIVED_PLACE, EFFECT, NOTE = range(7)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """A line that a diagnosis rests on."""
-
-    file: str
-    line: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
-    """One thing that went wrong."""
-
-    id: str
-    cause: str
-    nodes: tuple[str, ...]
-    ranks: tuple[int, ...]
-    primary: bool
-    confidence: Confidence
-    fix: str
-    source: str
-    evidence: tuple[Evidence, ...]
-    survived: bool = False
-    """Whether training went on after it."""
-    follows: bool = False
-    """Whether it is a consequence of the primary cause, going by its text or its time."""
-
-    def as_json(self) -> dict[str, Any]:
-        """As `dtctl doctor --log --json` prints it."""
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """What the logs say."""
-
-    verdict: Verdict
-    diagnoses: list[Diagnosis]
-    """The primary one first; where nothing failed none is primary, and there may be none."""
-    unread: list[Unread]
-
-
-UNKNOWN = Diagnosis(
-    id="unknown",
-    cause="the job failed, and nothing in these logs tells why",
-    nodes=(),
-    ranks=(),
-    primary=True,
-    confidence="unknown",
-    fix="give the logs of all ranks, with what they printed on standard error; NCCL_DEBUG=WARN makes NCCL speak",
-    source="",
-    evidence=(),
-)
+DEFINITE, LIKELY, OPEN, VAGUE, WARNED, SURVIVED_PLACE, EFFECT, NOTE = range(8)
 
 
 def explain(paths: Sequence[Path]) -> list[Diagnosis]:
@@ -124,14 +67,14 @@ def _with_dumps(
     verdict: Verdict, found: list[Diagnosis], dumps: Sequence[Dump], layout: LogLayout
 ) -> tuple[Verdict, list[Diagnosis]]:
     """Add what flight recorders say: they know who was late better than watchdogs do, and not why a program ended."""
-    blame = judge_dumps(dumps)
-    if blame is None:
+    verdict_ = judge_dumps(dumps)
+    if verdict_ is None:
         return verdict, found
     told = tuple(
         Evidence(file=dump.file, line=0, text=f"rank {dump.rank}: {dump.last}")
-        for dump in sorted(dumps, key=lambda dump: dump.rank not in blame.ranks)[:MAX_EVIDENCE]
+        for dump in sorted(dumps, key=lambda dump: dump.rank not in verdict_.ranks)[:MAX_EVIDENCE]
     )
-    blamed = _blame(replace(UNKNOWN, primary=False, source=DUMPS_SOURCE, evidence=told), blame, layout.node_of)
+    blamed = blame(replace(UNKNOWN, primary=False, source=DUMPS_SOURCE, evidence=told), verdict_, layout.node_of)
     first = found[0] if found and found[0].primary else None
     if first is not None and first.confidence == "high" and first.id not in _BY_WATCHDOG:
         return verdict, [first, blamed, *found[1:]]
@@ -162,12 +105,25 @@ def diagnose(sources: Iterable[Source], layout: LogLayout) -> tuple[Verdict, lis
     if place == NOTE or (place in (SURVIVED_PLACE, WARNED) and not ended and not _insists(ordered[0], found)):
         return "failed-unknown", [_not_understood(found), *diagnoses]
     ordered, diagnoses = _named_first(ordered, diagnoses)
-    first = _sharpen(_with_exit(diagnoses[0], ordered[0], found), ordered[0], found)
-    rivals = [group for group in ordered[1:] if _place(group, known) == DEFINITE and group[0].signature.id != ordered[0][0].signature.id]
-    if place == DEFINITE and rivals and not roots and first.confidence == "high" and not _earlier(ordered[0], rivals, many):
+    first = sharpen(_with_exit(diagnoses[0], ordered[0], found), ordered[0], found)
+    rivals = [
+        group
+        for group in ordered[1:]
+        if _place(group, known) == DEFINITE and group[0].signature.id != ordered[0][0].signature.id
+    ]
+    if (
+        place == DEFINITE
+        and rivals
+        and not roots
+        and first.confidence == "high"
+        and not _earlier(ordered[0], rivals, many)
+    ):
         first = replace(first, confidence="medium")
     first = replace(first, primary=True)
-    rest = [replace(one, follows=_follows(group, ordered[0], known)) for group, one in zip(ordered[1:], diagnoses[1:], strict=True)]
+    rest = [
+        replace(one, follows=_follows(group, ordered[0], known))
+        for group, one in zip(ordered[1:], diagnoses[1:], strict=True)
+    ]
     verdict: Verdict = "failed-unknown" if first.confidence in ("low", "unknown") else "explained"
     if verdict == "failed-unknown":
         first = _with_last_words(first, found)
@@ -178,7 +134,11 @@ def _with_exit(first: Diagnosis, group: list[Hit], found: Found) -> Diagnosis:
     """Add the rank and the node that a launcher names, where the error itself does not tell whose it is."""
     if first.ranks or group[0].signature.blames != "self" or group[0].signature.role != "cause":
         return first
-    ends = [hit for hit in found.hits if hit.end is not None and hit.end.signal not in (15, 2, 9) and (hit.rank is not None or hit.ranks)]
+    ends = [
+        hit
+        for hit in found.hits
+        if hit.end is not None and hit.end.signal not in (15, 2, 9) and (hit.rank is not None or hit.ranks)
+    ]
     ends = [hit for hit in ends if hit.root] or ends
     ranks = {rank for hit in ends for rank in (*hit.ranks, *(() if hit.rank is None else (hit.rank,)))}
     if len(ranks) != 1:
@@ -188,19 +148,22 @@ def _with_exit(first: Diagnosis, group: list[Hit], found: Found) -> Diagnosis:
 
 
 def _named_first(ordered: list[list[Hit]], diagnoses: list[Diagnosis]) -> tuple[list[list[Hit]], list[Diagnosis]]:
-    """A store that nobody reached since its name means nothing: the name is the cause, although torch only warns of it."""
+    """Of a store that nobody reached since its name means nothing, the name is the cause, although torch only warns."""
     if diagnoses[0].id in ("store-unreachable", "rendezvous-host", "rendezvous-timeout"):
         heads = {hit.groups.get("head") for hit in ordered[0]}
         for number, group in enumerate(ordered):
-            if group[0].signature.id == "name-resolution" and (heads & {hit.groups.get("node") for hit in group} or heads == {None}):
+            if group[0].signature.id == "name-resolution" and (
+                heads & {hit.groups.get("node") for hit in group} or heads == {None}
+            ):
                 order = [number, *(other for other in range(len(ordered)) if other != number)]
                 return [ordered[i] for i in order], [diagnoses[i] for i in order]
     return ordered, diagnoses
 
 
 def _settle_ranks(hits: list[Hit]) -> None:
-    """Keep the better of two ways in which launchers tell ranks: torchrun's table before local ranks, and both before
-    Slurm's tasks, which under torchrun are nodes.
+    """Keep the best of the ways in which launchers tell ranks.
+
+    torchrun's table comes before local ranks, and both before Slurm's tasks, which are nodes under torchrun.
     """
     torchrun = any(hit.end is not None and hit.end.local for hit in hits)
     table = any(hit.root for hit in hits)
@@ -225,7 +188,10 @@ def _failed(found: Found, groups: list[list[Hit]], known: set[str]) -> bool:
     """Whether anything says that the job failed, and is not only a warning, or a complaint that was survived."""
     if any(_insists(group, found) for group in groups):
         return True
-    if any(_place(group, known) in (DEFINITE, LIKELY, OPEN, EFFECT) and not all(hit.survived for hit in group) for group in groups):
+    if any(
+        _place(group, known) in (DEFINITE, LIKELY, OPEN, VAGUE, EFFECT) and not all(hit.survived for hit in group)
+        for group in groups
+    ):
         return True
     return bool(_complaints(found))
 
@@ -248,7 +214,9 @@ def _when(hit: Hit, many: bool) -> tuple[float, int]:
     return (hit.time if many and hit.time is not None else _NEVER if many else 0.0, hit.order)
 
 
-def _order(group: list[Hit], roots: set[int | None], known: set[str], *, many: bool) -> tuple[int, bool, tuple[float, int]]:
+def _order(
+    group: list[Hit], roots: set[int | None], known: set[str], *, many: bool
+) -> tuple[int, bool, tuple[float, int]]:
     not_root = bool(roots) and not any(hit.rank in roots or roots & set(hit.ranks) for hit in group)
     return (_place(group, known), not_root, _when(group[0], many))
 
@@ -264,7 +232,9 @@ def _place(group: list[Hit], known: set[str]) -> int:
         return WARNED
     if signature.role == "symptom" or signature.ambiguous:
         return OPEN
-    if known & set(signature.yields) - {signature.id} or max(hit.weight for hit in group) < 1:
+    if known & set(signature.yields):
+        return VAGUE
+    if max(hit.weight for hit in group) < 1:
         return LIKELY
     return DEFINITE
 
@@ -274,7 +244,9 @@ def _earlier(group: list[Hit], rivals: list[list[Hit]], many: bool) -> bool:
     first = group[0]
     for rival in rivals:
         other = rival[0]
-        if other.line.file != first.line.file and (first.time is None or other.time is None or first.time >= other.time):
+        if other.line.file != first.line.file and (
+            first.time is None or other.time is None or first.time >= other.time
+        ):
             return False
         if other.line.file == first.line.file and _when(first, many) >= _when(other, many):
             return False
@@ -304,7 +276,7 @@ def _is_address(text: str) -> bool:
 def _fill(text: str, groups: dict[str, str]) -> str:
     for name, value in groups.items():
         text = text.replace(f"{{{name}}}", value)
-    return " ".join(text.split())
+    return _OPEN_PLACE.sub(lambda place: _NAMELESS.get(place[1], "it"), " ".join(text.split()))
 
 
 def _diagnosis(group: list[Hit], found: Found, layout: LogLayout, known: set[str]) -> Diagnosis:
@@ -326,7 +298,7 @@ def _diagnosis(group: list[Hit], found: Found, layout: LogLayout, known: set[str
     if signature.blames == "all" and len({(hit.node, hit.rank) for hit in group}) == 1:  # where it was seen
         ranks |= {hit.rank for hit in group if hit.rank is not None}
         nodes |= {hit.node for hit in group if hit.node is not None}
-    if signature.id in _SCHEDULER:
+    if signature.id in _SCHEDULER and not nodes:
         nodes |= {hit.node for hit in group if hit.node is not None}
     nodes |= {found.node_of[rank] for rank in ranks if rank in found.node_of}
     nodes |= {layout.address_of[hit.groups[key]] for hit in group for key in ("address", "head", "peer")
@@ -395,148 +367,3 @@ def _with_last_words(diagnosis: Diagnosis, found: Found) -> Diagnosis:
     if said is None:
         return diagnosis
     return replace(diagnosis, cause=f"{diagnosis.cause}; the last line of the program before it: {said.line!r}")
-
-
-def _sharpen(found: Diagnosis, group: list[Hit], all_: Found) -> Diagnosis:
-    """Say more about a primary cause that cannot be told from one line alone, by comparing the ranks and the addresses."""
-    if found.id in ("watchdog-timeout", "heartbeat-timeout", "watchdog-stuck", "watchdog-follow-up"):
-        table = collective.table_of(all_.watching)
-        verdict = collective.judge(table, all_.ranks, all_.world)
-        if verdict is not None:
-            found = _blame(found, verdict, all_.node_of)
-        elif (apart := table.apart) is not None:
-            who, said_apart = apart
-            found = replace(found, id="collective-mismatch", ranks=who, nodes=_nodes(who, all_.node_of), confidence="medium", cause=f"the ranks are out of step: {said_apart}")
-        elif table.told:
-            if len(table.calls) == 1:
-                found = replace(found, ranks=tuple(table.calls), nodes=_nodes(table.calls, all_.node_of))
-            who = sorted(table.calls)
-            found = replace(found, cause=f"{found.cause}; {_ranks(who)} waited for {table.told}")
-    elif found.id == "gloo-timeout" and {hit.groups.get("way") for hit in hits_of("gloo-timeout", all_.hits)} >= {"send", "recv"}:
-        # Ranks that call different collectives look the same (kept as own-wrong-order.log), so this stays ambiguous.
-        found = replace(
-            found,
-            cause="one rank cannot send and another waits for it: large packets are lost between them (MTU), or the "
-            "ranks called different collectives",
-            fix="`dtctl doctor` tests large packets on every pair; else rerun with TORCH_DISTRIBUTED_DEBUG=DETAIL",
-        )
-    if found.id == "store-barrier":
-        found = _at_the_barrier(found, group)
-    if found.id == "gpu-fell-off":
-        found = _gpu(found, group)
-    if found.id == "peer-closed":
-        peers = {match["peer"] for hit in group if (match := _PEER.search(hit.raised.text if hit.raised else hit.line.text))}
-        if len(peers) == 1 and not found.nodes and not peers & {"127.0.0.1"}:
-            found = replace(found, nodes=tuple(peers))
-    if found.id in _CONNECTING:
-        found = _addresses(found, group, all_)
-    if found.id in _WAITING:
-        doing = next((hit.before for hit in group if hit.before is not None and hit.before.doing), None)
-        said = doing or next((hit.before for hit in group if hit.before is not None), None)
-        if doing is not None:
-            found = replace(
-                found,
-                cause=f"{found.cause}; just before, the program was {doing.doing}: {doing.line!r}",
-                fix=f"{doing.fix}; {found.fix}",
-            )
-        elif said is not None:
-            found = replace(found, cause=f"{found.cause}; its last line before that: {said.line!r}")
-    if found.confidence == "low":
-        complained = {rank for hit in all_.hits for rank in (hit.rank, *hit.ranks) if rank is not None}
-        silent = sorted(all_.ranks - complained)
-        complete = not all_.world or len(all_.ranks) >= all_.world
-        if len(complained) >= 2 and silent and complete and len(silent) <= len(all_.ranks) / 2:
-            return replace(
-                found,
-                ranks=tuple(silent),
-                nodes=_nodes(silent, all_.node_of),
-                confidence="medium",
-                cause=f"{_ranks(silent)} ended without a word and the others lost the connection to it",
-            )
-    return found
-
-
-def _at_the_barrier(found: Diagnosis, group: list[Hit]) -> Diagnosis:
-    groups = next((hit.groups for hit in group if "joined" in hit.groups), None)
-    if groups is None:
-        return replace(found, cause="not all processes came to the first barrier of the process group in time")
-    joined, world = int(groups["joined"]), int(groups["world"])
-    why = (
-        "more processes were started than it knows of, or the store still has the entries of an earlier run or attempt"
-        if joined > world
-        else "the others did not start, have ended, or cannot reach the store"
-    )
-    return replace(found, cause=f"{joined} processes came to the first barrier, and the world size is {world}: {why}")
-
-
-def _gpu(found: Diagnosis, group: list[Hit]) -> Diagnosis:
-    """Name the GPU and what the Xid that was read means."""
-    groups: dict[str, str] = {}
-    for hit in group:
-        groups = {**hit.groups, **groups}
-    pci = f" {groups['pci'].rstrip('.')}" if "pci" in groups else ""
-    said = " ".join(hit.line.text for hit in group)
-    number = int(groups.get("xid", 0))
-    meaning = XIDS.get(number) or (
-        "it has fallen off the bus" if "fallen off the bus" in said or "NVRM: The NVIDIA" in said
-        else "its memory has an error that could not be corrected (ECC)" if "ECC" in said or "remap" in said
-        else "its firmware (GSP) does not answer" if "GSP" in said
-        else "an NVLink has failed" if "NVLink" in said or "SXid" in said else ""
-    )  # fmt: skip
-    xid = f"Xid {number}" if number else ""
-    return replace(found, cause=f"GPU{pci} has failed: " + (f"{xid}, {meaning}" if xid and meaning else meaning or xid or "its driver reports it"))
-
-
-def _addresses(found: Diagnosis, group: list[Hit], all_: Found) -> Diagnosis:
-    """Say which interface an address that failed belongs to, and which one to use."""
-    known = all_.interfaces
-    texts = [text for hit in group for text in (hit.line.text, hit.raised.text if hit.raised else "")]
-    for address in interfaces.addresses_in(texts):
-        odd, name = interfaces.what_is(address, known)
-        if found.id == "store-unreachable" and not address.startswith("0."):  # a store on this node is no mistake
-            continue
-        if odd:
-            return replace(
-                found, cause=f"{found.cause}; {address} is {odd}", fix=f"{interfaces.advice(known)}; {found.fix}",
-                confidence="high" if found.confidence in ("medium", "ambiguous", "low") and found.id != "peer-closed" else found.confidence,
-            )  # fmt: skip
-        if name:
-            found = replace(found, cause=f"{found.cause}; {address} is on {name}")
-    if found.id in ("nccl-error", "remote-error") and known.virtual and known.usable:
-        virtual = ", ".join(known.virtual[:4])
-        return replace(
-            found,
-            id="virtual-interfaces",
-            cause=f"NCCL uses interfaces of containers or tunnels ({virtual}) beside {known.usable[0]}; their addresses cannot be reached from other nodes",
-            fix=interfaces.advice(known),
-            confidence="medium",
-        )
-    return found
-
-
-def _blame(found: Diagnosis, verdict: collective.CollectiveVerdict, node_of: dict[int, str]) -> Diagnosis:
-    who = _ranks(verdict.ranks)
-    blamed = replace(found, ranks=verdict.ranks, nodes=_nodes(verdict.ranks, node_of), confidence="high")
-    if verdict.kind == "mismatch":
-        return replace(
-            blamed,
-            id="collective-mismatch",
-            cause=f"the ranks called different collectives: {verdict.said}",
-            fix="let every rank call the same collectives in the same order; look for calls under `if rank == 0`, "
-            "early exits and batches of different shape",
-        )
-    return replace(
-        blamed,
-        id="rank-behind" if verdict.kind == "behind" else "rank-silent",
-        cause=f"{who} kept the others waiting: {verdict.said}",
-        fix=f"see in the log of {who} what it was doing; while it hangs, py-spy dump --pid PID shows it",
-        confidence="high" if verdict.kind == "behind" else "medium",
-    )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(str(rank) for rank in ranks)}"
-
-
-def _nodes(ranks: Iterable[int], node_of: dict[int, str]) -> tuple[str, ...]:
-    return tuple(sorted({node_of[rank] for rank in ranks if rank in node_of}))

@@ -10,7 +10,7 @@ from dtctl.doctor.explain import activity, collective, kinds, launchers, signatu
 from dtctl.doctor.explain.activity import Activity
 from dtctl.doctor.explain.interfaces import Interfaces
 from dtctl.doctor.explain.launchers import Exit
-from dtctl.doctor.explain.lines import LogLine, parse
+from dtctl.doctor.explain.lines import PROGRESS, LogLine, parse
 from dtctl.doctor.explain.signatures import Signature
 from dtctl.doctor.explain.tracebacks import Raised, Reader
 
@@ -28,32 +28,63 @@ OFTEN = 64
 SAMPLE = 7
 FORMS = 200_000
 _DIGITS = dict.fromkeys(map(ord, "0123456789"))
-_PROGRESS = re.compile(
-    r"^\W*(?:global_?)?(?:step|iter(?:ation)?|epoch)\b\W{0,3}\d|\b(?:loss|lr|grad_norm|tokens_per_s|samples_per_s)"
-    r"['\"]?\s*[=: ]\s*[-+]?\.?\d|\d(?:it/s|s/it)\b",
-    re.IGNORECASE,
-)
-"""What a training prints while it goes on."""
 _NOT_A_NUMBER = re.compile(r"\bnan\b", re.IGNORECASE)
 _ENDED_WELL = re.compile(
     r"\btraining (?:is |has )?(?:finished|completed?|done|ended)\b(?!.*(?:error|fail))"
-    r"|\b(?:finished|completed|exited|succeeded) successfully\b|^(?:all )?done[.!]?$|\bJob completed\b(?!.*(?:error|fail))",
+    r"|\b(?:finished|completed|exited|succeeded) successfully\b|^(?:all )?done[.!]?$|\bJob "
+    r"completed\b(?!.*(?:error|fail))",
     re.IGNORECASE,
 )
-_WARNING = re.compile(r"(?<!NCCL )\bWARN(?:ING)?\b|(?<!NCCL )\b(?:INFO|DEBUG)\b|\[W\d{3,4} |\[W |^W\d{4} |\w+Warning\b|\b[Ww]arnings?:|\bretry|\bRetry|\bfall(?:ing|s)? ?back\b|\bignor(?:ed|ing)\b|\bskipp(?:ed|ing)\b")
+_WARNING = re.compile(
+    r": [WI] (?:tensorflow|external|xla)/|[Ee]rror caught was|\boptional\b|(?<!NCCL )\bWARN(?:ING)?\b|(?<!NCCL "
+    r")\b(?:INFO|DEBUG)\b|\[W\d{3,4} |\[W |^W\d{4} |\w+Warning\b|\b[Ww]arnings?:|\bretry|\bRetry|\bfall(?:ing|"
+    r"s)? ?back\b|\bignor(?:ed|ing)\b|\bskipp(?:ed|ing)\b"
+)
 """A line that says of itself that it is no failure."""
+_SAYS_SO = re.compile(
+    r"NCCL WARN|\b[Ee]rror|\bERROR\b|\bFATAL\b|\b[Ff]atal\b|\bCRITICAL\b|Exception\b|\[E |\[[EF]\d{3,4} |"
+    r"^[EF]\d{4} |\bkernel\b|NVRM|what\(\)|terminate|[Aa]bort|Killed|[Ff]ailed\b"
+)
+"""A line that calls itself an error."""
 _WEAK = re.compile(
-    r"(?:^|[\s\]|:-])(?:ERROR|CRITICAL|FATAL|Fatal error|FAILED|panic)\b(?!\s*(?:rate|bars?|=|s\b))|^(?:\S+: )?(?:fatal |internal )?error: |^Error\b[: ]|\bgiving up\b|\b[Aa]borting\b|panicked at|^\w+(?:\.\w+)*: FATAL|[Ff]ailed to (?:start|launch|initiali[sz]e|connect|allocate|create|load|open)|Check failed: |^Assertion `|: Assertion `"
+    r"(?:^|[\s\]|:-])(?:ERROR|CRITICAL|FATAL|Fatal error|FAILED|panic)\b(?!\s*(?:rate|bars?|=|s\b))|^(?:\S+: "
+    r")?(?:fatal |internal )?error: |^Error\b[: ]|\bgiving up\b|\b[Aa]borting\b|panicked at|^\w+(?:\.\w+)*: "
+    r"FATAL|[Ff]ailed to (?:start|launch|initiali[sz]e|connect|allocate|create|load|open)|Check failed: |"
+    r"^Assertion `|: Assertion `"
 )
-_WEAK_WORDS = ("rror", "ERROR", "CRITICAL", "FATAL", "FAILED", "anic", "giving up", "borting", "ailed to", "Check failed", "Assertion")
+_WEAK_WORDS = (
+    "rror",
+    "ERROR",
+    "CRITICAL",
+    "FATAL",
+    "FAILED",
+    "anic",
+    "giving up",
+    "borting",
+    "ailed to",
+    "Check failed",
+    "Assertion",
+)
 """A line that complains, in words that nobody here knows."""
-_CONTENT_MATTERS = re.compile(r"(?i)exit|code\b|signal|errno|xid|status|timed|joined|completion|http|watchdog|lagging|work:|local_rank|\bhost\s*:|Root Cause|={5}|RUNNING AT|Process name")
-_ON_NODE = re.compile(
-    r"\bON (?P<on>[\w.-]+) CANCELLED|\bon node (?P<node>[\w.-]+\w)|\b(?:host|hostname|node(?:name)?)\s*[=:]\s*['\"]?(?P<host>[A-Za-z][\w.-]*\d[\w.-]*)"
-    r"|Worker IP address: (?P<worker>[\w.:]+)|^srun: error: (?P<srun>[\w.-]+): tasks?|\bip=(?P<ip>\d+\.\d+\.\d+\.\d+)|^slurmstepd-(?P<stepd>[\w.-]+):"
+_CONTENT_MATTERS = re.compile(
+    r"(?i)exit|code\b|signal|errno|xid|status|timed|joined|completion|http|watchdog|lagging|work:|local_rank|"
+    r"\bhost\s*:|Root Cause|={5}|RUNNING AT|Process name"
 )
-_BY_RANK = re.compile(r"(?i)(?:\(|\[|\b)(?:global[_ ]?)?rank\s*[=:]\s*(?P<rank>\d{1,5})\b|^\W*rank (?P<at>\d{1,5})\b|\[rank (?P<in>\d{1,5})\]|\(rank (?P<par>\d{1,5})\)|worker rank (?P<w>\d{1,5})\b|\bon rank (?P<on>\d{1,5})\b")
-_NCCL_RANK = re.compile(r"NCCL INFO .*\brank (?P<rank>\d+) (?:nranks|nRanks) \d+|NCCL INFO .*\brank (?P<also>\d+) .*\bcudaDev \d+")
+_ON_NODE = re.compile(
+    r"\bON (?P<on>[\w.-]+) CANCELLED|\bon node (?P<node>[\w.-]+\w)|\b(?:host|hostname|"
+    r"node(?:name)?)\s*[=:]\s*['\"]?(?P<host>[A-Za-z][\w.-]*\d[\w.-]*)"
+    r"|Worker IP address: (?P<worker>[\w.:]+)|^srun: error: (?P<srun>[\w.-]+): tasks?|"
+    r"\bip=(?P<ip>\d+\.\d+\.\d+\.\d+)|^slurmstepd-(?P<stepd>[\w.-]+):"
+)
+_BY_RANK = re.compile(
+    r"(?i)(?:\(|\[|\b)(?:global[_ ]?)?rank\s*[=:]\s*(?P<rank>\d{1,5})\b|^\W*rank (?P<at>\d{1,5})\b|\[rank "
+    r"(?P<in>\d{1,5})\]|\(rank (?P<par>\d{1,5})\)|\bRank (?P<doing>\d{1,5}) (?:Skipping|is running|got|failed|"
+    r"received|exited|crashed|died|timed out|caught|raised|hit|has)\b|\bWorker (?P<n>\d{1,5}) has failed|"
+    r"worker rank (?P<w>\d{1,5})\b|\bon rank (?P<on>\d{1,5})\b"
+)
+_NCCL_RANK = re.compile(
+    r"NCCL INFO .*\brank (?P<rank>\d+) (?:nranks|nRanks) \d+|NCCL INFO .*\brank (?P<also>\d+) .*\bcudaDev \d+"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +164,18 @@ class _Stream:
     """Hits that nothing shows to be survived, and how many lines of progress would show it."""
 
 
+@dataclass(slots=True)
+class _File:
+    """What the lines of one file have said so far."""
+
+    lines: Sequence[str]
+    streams: dict[tuple[int | None, str | None, str | None], _Stream] = field(default_factory=dict)
+    table: launchers.Table = field(default_factory=launchers.Table)
+    time: float | None = None
+    attend: int = 0
+    """Up to which line all are looked at."""
+
+
 class _Scan:
     """Reads file after file."""
 
@@ -143,60 +186,54 @@ class _Scan:
         self.raised: list[Hit] = []
 
     def file(self, source: Source) -> None:
-        streams: dict[tuple[int | None, str | None, str | None], _Stream] = {}
-        table = launchers.Table()
-        lines, forms = _unfolded(source.lines), self.forms
-        time: float | None = None
-        attend = 0
-        open_: list[_Stream] = []
+        """Look at the lines of a file: at those of one form, which are most, not all in full."""
+        lines = _unfolded(source.lines)
+        state = _File(lines=lines)
         end = len(lines) - 300
         for index, raw in enumerate(lines):
             form = raw[:1000].translate(_DIGITS)
-            seen = forms.get(form, 0)
+            seen = self.forms.get(form, 0)
             if seen:
-                forms[form] = seen + 1
-                if seen > OFTEN and index > attend and index < end and index % SAMPLE:
+                self.forms[form] = seen + 1
+                if seen > OFTEN and state.attend < index < end and index % SAMPLE:
                     continue
             line = parse(raw.rstrip("\r"), file=source.file, number=index + 1, rank=source.rank, node=source.node)
             self._note(line)
-            if line.time is not None:
-                time = line.time if time is None else max(line.time, time) if line.time - time < 1e6 else line.time
-            key = (line.rank, line.node, line.pid)
-            stream = streams.get(key)
-            if stream is None:
-                stream = streams[key] = _Stream()
-            if seen and not stream.reader.inside:
-                if stream.open:
-                    _survive(line.text, stream)
-                continue
-            hits = self._look(line, stream, table)
-            for hit in hits:
-                hit.time, hit.order = time, len(self.found.hits) + len(self.found.complaints)
-                if hit.signature is COMPLAINT:
-                    self.found.complaints.append(hit)
-                else:
-                    self.found.hits.append(hit)
-                    if len(self.found.hits) < 200:
-                        hit.before = activity.before(lines, index - len(hit.raised.frames) * 2 - 1 if hit.raised else index)
-                if hit.signature.id in LASTING:
-                    continue
-                stream.open.append((hit, UNLABELLED if hit.raised is not None and not hit.bare and line.rank is None else CALM if hit.signature is COMPLAINT else 1))
-                attend = index + ATTENTION
-            if stream.reader.inside:
-                attend = max(attend, index + 100)
-            if not hits:
-                if stream.open:
-                    _survive(line.text, stream)
-                if not stream.reader.inside and len(forms) < FORMS and not _CONTENT_MATTERS.search(line.text):
-                    forms[form] = 1
-        for stream in streams.values():
+            if not self._line(line, index, state, known_form=seen > 0) and not seen and len(self.forms) < FORMS:
+                self.forms[form] = 1
+        for stream in state.streams.values():
             if (cut := stream.reader.cut_off()) is not None:
                 hit = _hit(signatures.kind("traceback-cut"), cut.line, {})
-                hit.raised, hit.time, hit.order = cut, time, len(self.found.hits) + len(self.found.complaints)
+                hit.raised = cut
                 self.raised.append(hit)
-                self.found.hits.append(hit)
+                self._keep(hit, state)
         self.found.length[source.file] = len(lines)
         self.found.last_said = activity.before(lines, len(lines)) or self.found.last_said
+
+    def _line(self, line: LogLine, index: int, state: _File, *, known_form: bool) -> bool:
+        """Look at a line; whether the next one of the same form may say more."""
+        if line.time is not None:
+            apart = state.time is not None and abs(line.time - state.time) > 1e6  # another year, or no time at all
+            state.time = line.time if state.time is None or apart else max(line.time, state.time)
+        stream = state.streams.setdefault((line.rank, line.node, line.pid), _Stream())
+        hits = [] if known_form and not stream.reader.inside else self._look(line, stream, state.table)
+        for hit in hits:
+            self._keep(hit, state)
+            if len(self.found.hits) < 200:
+                begun = index - (len(hit.raised.frames) * 2 + 1 if hit.raised else 0)
+                hit.before = activity.before(state.lines, begun)
+            if hit.signature.id not in LASTING:
+                stream.open.append((hit, _needed(hit)))
+            state.attend = index + ATTENTION
+        if stream.reader.inside:
+            state.attend = max(state.attend, index + 100)
+        if not hits and stream.open:
+            _survive(line.text, stream)
+        return bool(hits) or stream.reader.inside or _CONTENT_MATTERS.search(line.text) is not None
+
+    def _keep(self, hit: Hit, state: _File) -> None:
+        hit.time, hit.order = state.time, len(self.found.hits) + len(self.found.complaints)
+        (self.found.complaints if hit.signature is COMPLAINT else self.found.hits).append(hit)
 
     def _note(self, line: LogLine) -> None:
         """What any line may say besides failures."""
@@ -205,9 +242,8 @@ class _Scan:
             found.ranks.add(line.rank)
             if line.node is not None:
                 found.node_of.setdefault(line.rank, line.node)
-        if "NCCL INFO" in text and line.node is not None and line.pid is not None:
-            if (known := _NCCL_RANK.search(text)) is not None:
-                self.rank_of[line.node, line.pid] = int(known["rank"] or known["also"])
+        if line.node is not None and line.pid is not None and (known := _NCCL_RANK.match(text)) is not None:
+            self.rank_of[line.node, line.pid] = int(known["rank"] or known["also"])
         if "Using" in text or "IFNAME" in text:
             found.interfaces.note(text)
         if "orld" in text or "anks" in text or "WORLD" in text or "clients joined" in text:
@@ -225,7 +261,7 @@ class _Scan:
         if raised is not None:
             if line.text.startswith("  ") and table.rank is not None:  # in torchrun's table
                 raised.rank, raised.node = table.rank, table.host
-            hit = _hit(kinds.signatures.kind("exception"), line, {})
+            hit = _hit(signatures.kind("exception"), line, {})
             hit.raised, hit.bare = raised, raised.bare
             hit.rank = raised.rank if raised.rank is not None else hit.rank
             hit.node = raised.node or hit.node
@@ -236,20 +272,36 @@ class _Scan:
         end = launchers.exit_of(line, table)
         if end is not None:
             return [_of_exit(end, line)]
-        if text.startswith("    ") and stream.reader.opened:  # the source lines of a traceback quote what they compare with
+        if (
+            text.startswith("    ") and stream.reader.opened
+        ):  # the source lines of a traceback quote what they compare with
             return []
         known = signatures.find_best(text)
         if known is not None:
-            hit = _hit(known[0], line, {"text": text.strip()[:300], "where": "the line that its traceback names", **known[1]})
+            hit = _hit(
+                known[0], line, {"text": text.strip()[:300], "where": "the line that its traceback names", **known[1]}
+            )
             hit.warned = _WARNING.search(line.raw) is not None and "NCCL WARN" not in line.raw
+            if not _SAYS_SO.search(line.raw) and not signatures.SPOKEN_BY_TOOLS.search(known[0].source):
+                hit.weight = 0  # words in a line that calls itself no error: an exception that was raised says more
             return [hit]
-        if any(word in text for word in _WEAK_WORDS) and _WEAK.search(text) and not _WARNING.search(text) and "NCCL WARN" not in line.raw:
+        if (
+            any(word in text for word in _WEAK_WORDS)
+            and _WEAK.search(text)
+            and not _WARNING.search(text)
+            and "NCCL WARN" not in line.raw
+        ):
             return [_hit(COMPLAINT, line, {})]
         return []
 
     def finish(self) -> Found:
         """Say what the exceptions mean, whose they are, and leave out what is only a part of another."""
-        chained = {id(one) for hit in self.raised if hit.raised is not None and not hit.raised.passed_on for one in hit.raised.chain()}
+        chained = {
+            id(one)
+            for hit in self.raised
+            if hit.raised is not None and not hit.raised.passed_on
+            for one in hit.raised.chain()
+        }
         kept: list[Hit] = []
         for hit in self.found.hits:
             if hit.raised is not None:
@@ -307,11 +359,18 @@ def _explain(hit: Hit) -> None:
         hit.weight = 0
 
 
+def _needed(hit: Hit) -> int:
+    """Lines of progress, or of anything, that show that a hit was survived."""
+    if hit.signature is COMPLAINT:
+        return CALM
+    return UNLABELLED if hit.raised is not None and not hit.bare and hit.line.rank is None else 1
+
+
 def _survive(text: str, stream: _Stream) -> None:
     """Mark what a rank has found and trained on after."""
     if _ENDED_WELL.search(text):
         stream.open = [(hit, 0) for hit, _ in stream.open]
-    elif _PROGRESS.search(text) and not _NOT_A_NUMBER.search(text):
+    elif PROGRESS.search(text) and not _NOT_A_NUMBER.search(text):
         stream.open = [(hit, needed - 1) for hit, needed in stream.open]
     elif any(hit.signature is COMPLAINT for hit, _ in stream.open) and text.strip():
         stream.open = [(hit, needed - (hit.signature is COMPLAINT)) for hit, needed in stream.open]
@@ -331,7 +390,11 @@ def _of_exit(end: Exit, line: LogLine) -> Hit:
         id_ = by_signal.get(end.signal, "crashed")
     else:
         id_ = "worker-failed"
-    hit = _hit(signatures.by_id(id_), line, {"code": str(end.code), "signal": launchers.name_of(end.signal) if end.signal else ""})
+    hit = _hit(
+        signatures.by_id(id_),
+        line,
+        {"code": str(end.code), "signal": launchers.name_of(end.signal) if end.signal else ""},
+    )
     hit.end, hit.root, hit.ranks = end, end.root, end.ranks
     hit.node = end.node or hit.node
     if len(end.ranks) == 1:

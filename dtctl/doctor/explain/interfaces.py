@@ -7,11 +7,25 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-_USED = re.compile(r"(?:\[\d+\])?(?P<name>[A-Za-z][\w.@-]*):(?P<address>(?:\d{1,3}\.){3}\d{1,3}|[0-9a-fA-F:]*::[0-9a-fA-F:]*)(?:%\w+)?<\d+>")
-_ANNOUNCES = ("Bootstrap : Using", "NET/Socket : Using", "Bootstrap: Using", "NET/Socket: Using", "NET : Using interface", "Using interface")
-_SET = re.compile(r"(?P<variable>(?:NCCL|GLOO|TP|UCX)_(?:SOCKET_IFNAME|NET_DEVICES))(?: set (?:by environment )?to |=| ?: ?)(?P<value>[\w.^,=:-]+)")
+_USED = re.compile(
+    r"(?<![\w.@-])(?P<name>[A-Za-z][\w.@-]*):(?P<address>(?:\d{1,3}\.){3}\d{1,3}|[0-9a-fA-F:]*::[0-9a-fA-F:]*)(?:%\w+)?<\d+>"
+)
+_ANNOUNCES = (
+    "Bootstrap : Using",
+    "NET/Socket : Using",
+    "Bootstrap: Using",
+    "NET/Socket: Using",
+    "NET : Using interface",
+    "Using interface",
+)
+_SET = re.compile(
+    r"(?P<variable>(?:NCCL|GLOO|TP|UCX)_(?:SOCKET_IFNAME|NET_DEVICES))(?: set (?:by environment )?to |=| ?: "
+    r"?)(?P<value>[\w.^,=:-]+)"
+)
 _ADDRESS = re.compile(r"(?<![\d.])(?P<address>(?:\d{1,3}\.){3}\d{1,3}|fe80::[0-9a-fA-F:]+)(?![\w.]*\.\w)")
-VIRTUAL = re.compile(r"^(?:lo|docker|br-|veth|virbr|cni|flannel|cali|tunl|vmnet|kube|podman|lxc|lxd|dummy|ovs|tailscale|zt|wg|tun|tap|usb|incusbr|nerdctl)")
+VIRTUAL = re.compile(
+    r"^(?:lo|docker|br-|veth|virbr|cni|flannel|cali|tunl|vmnet|kube|podman|lxc|lxd|dummy|ovs|tailscale|zt|wg|tun|tap|usb|incusbr|nerdctl)"
+)
 """Names of interfaces that lead to no other node, or to containers only."""
 
 
@@ -45,7 +59,11 @@ class Interfaces:
     @property
     def usable(self) -> list[str]:
         """Interfaces that may lead to other nodes."""
-        return [name for name, addresses in self.address_of.items() if not VIRTUAL.match(name) and not all(map(_unroutable, addresses))]
+        return [
+            name
+            for name, addresses in self.address_of.items()
+            if not VIRTUAL.match(name) and not all(map(_unroutable, addresses))
+        ]
 
     @property
     def virtual(self) -> list[str]:
@@ -66,7 +84,7 @@ def _unroutable(address: str) -> bool:
 
 
 def what_is(address: str, interfaces: Interfaces) -> tuple[str, str]:
-    """What is odd about an address that could not be reached, and the interface that it belongs to; empty when nothing is."""
+    """What is odd about an address that could not be reached, and its interface; empty when nothing is."""
     name = interfaces.of(address)
     try:
         parsed = ipaddress.ip_address(address)
@@ -92,7 +110,7 @@ def addresses_in(texts: Iterable[str]) -> list[str]:
     found: dict[str, None] = {}
     for text in texts:
         for match in _ADDRESS.finditer(text):
-            if not match["address"].startswith(("0.0.0.0", "255.")):
+            if not match["address"].startswith(("0.0.0.", "255.")):
                 found[match["address"]] = None
     return list(found)
 
@@ -102,4 +120,7 @@ def advice(interfaces: Interfaces) -> str:
     usable = interfaces.usable
     if usable:
         return f"export NCCL_SOCKET_IFNAME={usable[0]} GLOO_SOCKET_IFNAME={usable[0]} on every node"
-    return "export NCCL_SOCKET_IFNAME=NAME GLOO_SOCKET_IFNAME=NAME, the interface that leads to the other nodes (ip -br addr)"
+    return (
+        "export NCCL_SOCKET_IFNAME=NAME GLOO_SOCKET_IFNAME=NAME, the interface that leads to the other "
+        "nodes (ip -br addr)"
+    )

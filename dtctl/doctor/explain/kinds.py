@@ -15,30 +15,161 @@ from dtctl.doctor.explain.signatures import Signature
 from dtctl.doctor.explain.tracebacks import Frame, Raised
 
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/(?P<name>[^/]+)")
-_STANDARD = re.compile(r"/lib(?:64)?/python\d[\d.]*/(?P<name>[^/]+)|^<frozen (?P<frozen>[\w.]+)")
+_STANDARD = re.compile(
+    r"/lib(?:64)?/python\d[\d.]*/(?P<name>[^/]+)|^[A-Za-z]:/.*/[Ll]ib/(?P<windows>[^/]+)|^<frozen (?P<frozen>[\w.]+)"
+)
 _ELSEWHERE = re.compile(r"^/(?:pytorch|opt/pytorch|__w/pytorch)/|^<(?!stdin|string|ipython)|/torch/(?:_C|csrc)/")
 _CLONED = re.compile(
     r"/(?P<name>transformers|accelerate|peft|trl|datasets|tokenizers|deepspeed|vllm|lightning|pytorch_lightning|xformers|"
     r"flash_attn|apex|bitsandbytes|timm|diffusers|torchvision|torchaudio|ray|horovod|fairscale|triton|torch)/(?=.*\.py$)"
 )
 """Libraries that are often run from a clone."""
-_LAUNCHER = re.compile(r"/bin/[\w.-]+$|/torch/distributed/(?:run|launch|launcher|elastic)|/accelerate/commands/|/deepspeed/launcher/|runpy")
-_DOWNLOADS = frozenset(["requests", "urllib3", "urllib", "httpx", "httpcore", "aiohttp", "huggingface_hub", "wandb", "botocore", "boto3", "s3transfer", "fsspec", "s3fs", "gcsfs", "google", "azure", "modelscope", "http", "ssl", "mlflow", "comet_ml", "hf_transfer", "hf_xet"])  # fmt: skip
-_NETWORK = frozenset(["socket", "ssl", "asyncio", "grpc", "paramiko", "redis", "zmq"])
-_CONFIGURATION = frozenset(["omegaconf", "hydra", "pydantic", "pydantic_core", "yaml", "jsonschema", "yacs", "argparse", "configparser", "tomllib", "absl", "click", "typer", "fire"])
-_CONTENT = frozenset(["JSONDecodeError", "UnicodeDecodeError", "UnpicklingError", "BadZipFile", "BadGzipFile", "LZMAError", "UnidentifiedImageError", "ArrowInvalid", "ParserError", "SafetensorError", "EOFError", "DatasetGenerationError", "DataFilesNotFoundError", "CastError", "LibsndfileError", "OSErrorTruncated", "DecompressionBombError", "ReadError", "TokenizerError"])  # fmt: skip
+_LAUNCHER = re.compile(
+    r"/bin/[\w.-]+$|/torch/distributed/(?:run|launch|launcher|elastic)|/accelerate/commands/|/deepspeed/launcher/|runpy"
+)
+_DOWNLOADS = frozenset(
+    (
+        "requests",
+        "urllib3",
+        "urllib",
+        "httpx",
+        "httpcore",
+        "aiohttp",
+        "huggingface_hub",
+        "wandb",
+        "botocore",
+        "boto3",
+        "s3transfer",
+        "fsspec",
+        "s3fs",
+        "gcsfs",
+        "google",
+        "azure",
+        "modelscope",
+        "http",
+        "ssl",
+        "mlflow",
+        "comet_ml",
+        "hf_transfer",
+        "hf_xet",
+    )
+)
+_NETWORK = frozenset(
+    (
+        "socket",
+        "ssl",
+        "asyncio",
+        "grpc",
+        "paramiko",
+        "redis",
+        "zmq",
+    )
+)
+_CONFIGURATION = frozenset(
+    [
+        "omegaconf",
+        "hydra",
+        "pydantic",
+        "pydantic_core",
+        "yaml",
+        "jsonschema",
+        "yacs",
+        "argparse",
+        "configparser",
+        "tomllib",
+        "absl",
+        "click",
+        "typer",
+        "fire",
+    ]
+)
+_CONTENT = frozenset(
+    (
+        "JSONDecodeError",
+        "UnicodeDecodeError",
+        "UnpicklingError",
+        "BadZipFile",
+        "BadGzipFile",
+        "LZMAError",
+        "UnidentifiedImageError",
+        "ArrowInvalid",
+        "ParserError",
+        "SafetensorError",
+        "EOFError",
+        "DatasetGenerationError",
+        "DataFilesNotFoundError",
+        "CastError",
+        "LibsndfileError",
+        "OSErrorTruncated",
+        "DecompressionBombError",
+        "ReadError",
+        "TokenizerError",
+    )
+)
 _COMPILING = ("torch._dynamo", "torch._inductor", "triton.", "torch.fx.experimental", "torch._functorch")
-_READERS = frozenset(["PIL", "cv2", "soundfile", "pyarrow", "h5py", "webdataset", "json", "zipfile", "gzip", "bz2", "lzma", "pickle", "csv", "tarfile", "pandas", "numpy", "decord", "av", "torchaudio", "torchcodec", "safetensors", "lmdb", "tensorflow_datasets"])  # fmt: skip
+_READERS = frozenset(
+    (
+        "PIL",
+        "cv2",
+        "soundfile",
+        "pyarrow",
+        "h5py",
+        "webdataset",
+        "json",
+        "zipfile",
+        "gzip",
+        "bz2",
+        "lzma",
+        "pickle",
+        "csv",
+        "tarfile",
+        "pandas",
+        "numpy",
+        "decord",
+        "av",
+        "torchaudio",
+        "torchcodec",
+        "safetensors",
+        "lmdb",
+        "tensorflow_datasets",
+    )
+)
 """What reads files of the user's: what it raises is about their content."""
 _CAUGHT = re.compile(r"^(?:Caught \w+ in|process \d+ terminated|-- Process)")
 _ERRNO = re.compile(r"\[Errno (-?\d+)\]")
-_PASSING_ON = frozenset(["ChildFailedError", "CalledProcessError", "SystemExit", "SubprocessError", "TimeoutExpired", "ProcessRaisedException"])
-_PROBING = frozenset(["KeyError", "AttributeError", "StopIteration", "IndexError", "TypeError", "FileNotFoundError", "ImportError", "ModuleNotFoundError", "ValueError", "NameError", "RuntimeError"])  # fmt: skip
+_PASSING_ON = frozenset(
+    [
+        "ChildFailedError",
+        "CalledProcessError",
+        "SystemExit",
+        "SubprocessError",
+        "TimeoutExpired",
+        "ProcessRaisedException",
+    ]
+)
+_PROBING = frozenset(
+    (
+        "KeyError",
+        "AttributeError",
+        "StopIteration",
+        "IndexError",
+        "TypeError",
+        "FileNotFoundError",
+        "ImportError",
+        "ModuleNotFoundError",
+        "ValueError",
+        "NameError",
+        "RuntimeError",
+    )
+)
 _OTHER_VERSION = re.compile(
-    r"cannot import name|module '?[\w.]+'? has no attribute|type object '\w+' has no attribute|got an unexpected keyword argument|"
-    r"takes (?:from )?\d+ (?:to \d+ )?positional arguments? but|requires? \S+\s*[<>=!~]=|is required for a normal functioning|"
+    r"cannot import name|module '?[\w.]+'? has no attribute|type object '\w+' has no attribute|got an "
+    r"unexpected keyword argument|"
+    r"takes (?:from )?\d+ (?:to \d+ )?positional arguments? but|requires? \S+\s*[<>=!~]=|is required for a "
+    r"normal functioning|"
     r"version.*(?:is )?(?:required|incompatible|not compatible|too old|mismatch)|does not recognize this architecture|"
-    r"(?:incompatible|unsupported) (?:\w+ )?version|has been (?:removed|deprecated)|upgrade (?:your )?\w+|missing \d+ required (?:positional|keyword-only) argument",
+    r"(?:incompatible|unsupported) (?:\w+ )?version|has been (?:removed|deprecated)|upgrade (?:your )?\w+|"
+    r"missing \d+ required (?:positional|keyword-only) argument",
     re.IGNORECASE,
 )
 
@@ -61,7 +192,7 @@ def library_of(frame: Frame) -> str:
     if found := _INSTALLED.search(path):
         return found["name"].removesuffix(".py").partition("-")[0]
     if found := _STANDARD.search(path):
-        return (found["name"] or found["frozen"] or "python").removesuffix(".py")
+        return (found["name"] or found["windows"] or found["frozen"] or "python").removesuffix(".py")
     if _ELSEWHERE.search(path):
         return "torch"
     if found := _CLONED.search(path):
@@ -75,14 +206,21 @@ def explain(last: Raised) -> Explained:
     judged = [_judge(raised, later) for raised, later in zip(chain, [*chain[1:], None], strict=True)]
     for judge, raised in zip(judged, chain, strict=True):
         if last.link == "inner" and raised is last:
-            judged[judged.index(judge)] = Explained(signature=judge.signature, groups=judge.groups, raised=raised, weight=-1)
+            judged[judged.index(judge)] = Explained(
+                signature=judge.signature, groups=judge.groups, raised=raised, weight=-1
+            )
     best = max(judge.weight for judge in judged)
     of_weight = [judge for judge in judged if judge.weight == best]
     if best >= 2:
         definite = [one for one in of_weight if one.signature.role == "cause" and not one.signature.ambiguous]
         return (definite or of_weight)[0]
     chosen = of_weight[0]
-    if len(of_weight) > 1 and last.link == "context" and chosen.raised.short in _PROBING and of_weight[-1].raised is last:
+    if (
+        len(of_weight) > 1
+        and last.link == "context"
+        and chosen.raised.short in _PROBING
+        and of_weight[-1].raised is last
+    ):
         # An attempt that was expected to fail; what the program said in the end is what it meant.
         return of_weight[-1]
     return chosen
@@ -93,15 +231,27 @@ def _judge(raised: Raised, later: Raised | None) -> Explained:
     if raised.name == "an exception":
         asked = re.search(r"os\.environ\[[\"'](\w+)[\"']\]", raised.frames[-1].source + raised.frames[0].source)
         if asked is not None:
-            return Explained(signature=signatures.by_id("rendezvous-variables"), groups={**groups, "name": asked[1]}, raised=raised, weight=3)
+            return Explained(
+                signature=signatures.by_id("rendezvous-variables"),
+                groups={**groups, "name": asked[1]},
+                raised=raised,
+                weight=3,
+            )
         return Explained(signature=signatures.kind("traceback-cut"), groups=groups, raised=raised, weight=0)
     known = signatures.find_best(raised.text)
     if known is not None and not (known[0].id == "missing-module" and _own_module(raised)):
         signature, found = known
-        if signature.id == "disk-full" and any(re.search(r"/multiprocessing/(?:synchronize|heap|shared_memory|context|queues)", frame.path) for frame in raised.frames[-4:]):
+        if signature.id == "disk-full" and any(
+            re.search(r"/multiprocessing/(?:synchronize|heap|shared_memory|context|queues)", frame.path)
+            for frame in raised.frames[-4:]
+        ):
             signature = signatures.by_id("shm-full")  # locks and shared blocks lie in /dev/shm
         weight = -1 if signature.role in ("effect", "note") else 3
-        if raised.short in ("OSError", "EnvironmentError", "IOError") and signature.role == "effect" and not _NETWORK & {library_of(f) for f in raised.frames}:
+        if (
+            raised.short in ("OSError", "EnvironmentError", "IOError")
+            and signature.role == "effect"
+            and not _NETWORK & {library_of(f) for f in raised.frames}
+        ):
             weight = -1
         return Explained(signature=signature, groups={**groups, **found}, raised=raised, weight=weight)
     id_, weight = kind_of(raised)
@@ -111,7 +261,11 @@ def _judge(raised: Raised, later: Raised | None) -> Explained:
 def _own_module(raised: Raised) -> bool:
     """Whether what is missing is a part of a package that is there: another version of it is meant."""
     found = re.search(r"No module named '?([\w.]+)", raised.text)
-    return found is not None and "." in found[1] and any(library_of(frame) == found[1].split(".")[0] for frame in raised.frames)
+    return (
+        found is not None
+        and "." in found[1]
+        and any(library_of(frame) == found[1].split(".")[0] for frame in raised.frames)
+    )
 
 
 def _groups(raised: Raised, later: Raised | None) -> dict[str, str]:
@@ -120,7 +274,9 @@ def _groups(raised: Raised, later: Raised | None) -> dict[str, str]:
     users = [frame for frame in frames if not library_of(frame) and not _LAUNCHER.search(frame.path)]
     if not users and later is not None:
         users = [frame for frame in later.frames if not library_of(frame) and not _LAUNCHER.search(frame.path)]
-    library = _blamed_library(raised) or raised.name.partition(".")[0] if "." in raised.name else _blamed_library(raised)
+    library = (
+        _blamed_library(raised) or raised.name.partition(".")[0] if "." in raised.name else _blamed_library(raised)
+    )
     if raised.short == "AssertionError" and not raised.message and frames and frames[-1].source:
         text = f"{frames[-1].source}"
     elif not raised.message and frames and frames[-1].source.startswith(("raise", "assert")):
@@ -136,14 +292,14 @@ def _groups(raised: Raised, later: Raised | None) -> dict[str, str]:
 def _blamed_library(raised: Raised) -> str:
     for frame in reversed(raised.frames):
         library = library_of(frame)
-        if library and not _STANDARD.search(frame.path):
+        if library and (_INSTALLED.search(frame.path) or not _STANDARD.search(frame.path)):
             return library
         if not library:
             return ""
     return library_of(raised.frames[-1]) if raised.frames else ""
 
 
-def kind_of(raised: Raised) -> tuple[str, int]:
+def kind_of(raised: Raised) -> tuple[str, int]:  # noqa: C901 - a table in the form of questions
     """The id of the kind of an exception that no signature knows, and how much it says."""
     name, text = raised.short, raised.text
     root = raised.name.partition(".")[0] if "." in raised.name else ""
@@ -155,7 +311,11 @@ def kind_of(raised: Raised) -> tuple[str, int]:
     if raised.frames and _LAUNCHER.search(raised.frames[-1].path) and name in ("RuntimeError", "Exception"):
         return "worker-exit", -1
     if name in ("ImportError", "ModuleNotFoundError"):
-        return ("version-conflict", 2) if _OTHER_VERSION.search(text) or "." in text.partition("No module named")[2] else ("import-failed", 2)
+        return (
+            ("version-conflict", 2)
+            if _OTHER_VERSION.search(text) or "." in text.partition("No module named")[2]
+            else ("import-failed", 2)
+        )
     if name == "MemoryError":
         return "host-memory", 2
     if "CUDA error" in text or "cudaError" in text or "CUDA driver" in text:
@@ -166,13 +326,24 @@ def kind_of(raised: Raised) -> tuple[str, int]:
         return "environment-variable", 2
     if "is not set" in text and re.search(r"environment|\b[A-Z]{3,}(?:_[A-Z]+)+\b", text):
         return "environment-variable", 2
-    if root in _DOWNLOADS or name in ("HTTPError", "CommError", "HfHubHTTPError") or (not own and _DOWNLOADS & set(inner) and _is_os(name)):
+    if (
+        root in _DOWNLOADS
+        or name in ("HTTPError", "CommError", "HfHubHTTPError")
+        or (not own and _DOWNLOADS & set(inner) and _is_os(name))
+    ):
         return "download-failed", 2
-    if root in _NETWORK or (name in ("gaierror", "ConnectionError", "TimeoutError", "herror") and _NETWORK & set(inner)):
+    if root in _NETWORK or (
+        name in ("gaierror", "ConnectionError", "TimeoutError", "herror") and _NETWORK & set(inner)
+    ):
         return "network-error", 2
     if not own and raised.frames and "/torch/utils/data/" in raised.frames[-1].path and not known_as(name):
         return "bad-sample", 2
-    if not own and set(libraries[-2:]) & _READERS and name in ("OSError", "ValueError", "RuntimeError", "KeyError", "error", "SyntaxError", "UnidentifiedImageError"):
+    if (
+        not own
+        and set(libraries[-2:]) & _READERS
+        and name
+        in ("OSError", "ValueError", "RuntimeError", "KeyError", "error", "SyntaxError", "UnidentifiedImageError")
+    ):
         return "bad-data", 2
     if name in _CONTENT or root in ("zlib", "struct", "zipfile", "pyarrow", "PIL", "h5py", "lzma", "gzip"):
         return "bad-data", 2
@@ -180,7 +351,12 @@ def kind_of(raised: Raised) -> tuple[str, int]:
         return "bad-configuration", 2
     if _is_os(name) and _ERRNO.search(text):
         return "storage-failed", 2
-    if _OTHER_VERSION.search(text) and name in ("AttributeError", "TypeError", "ValueError", "RuntimeError", "ImportError", "KeyError", "VersionConflict") and _foreign(raised, libraries):
+    if (
+        _OTHER_VERSION.search(text)
+        and name
+        in ("AttributeError", "TypeError", "ValueError", "RuntimeError", "ImportError", "KeyError", "VersionConflict")
+        and _foreign(raised, libraries)
+    ):
         return "version-conflict", 2
     if not raised.frames:
         return "not-in-traceback", 0
@@ -200,13 +376,30 @@ def known_as(name: str) -> bool:
     return name in ("KeyboardInterrupt", "MemoryError", "ConnectionResetError", "BrokenPipeError", "EOFError")
 
 
-_STANDARD_ONLY = ("runpy", "python", "threading", "contextlib", "functools", "json", "re", "random", "collections", "enum", "dataclasses")
+_STANDARD_ONLY = (
+    "runpy",
+    "python",
+    "threading",
+    "contextlib",
+    "functools",
+    "json",
+    "re",
+    "random",
+    "collections",
+    "enum",
+    "dataclasses",
+)
 
 
 def _is_os(name: str) -> bool:
-    return name in ("OSError", "IOError", "EnvironmentError", "TimeoutError", "ConnectionError", "InterruptedError") or name.endswith(
-        ("ConnectionError", "Timeout", "TimeoutError")
-    )
+    return name in (
+        "OSError",
+        "IOError",
+        "EnvironmentError",
+        "TimeoutError",
+        "ConnectionError",
+        "InterruptedError",
+    ) or name.endswith(("ConnectionError", "Timeout", "TimeoutError"))
 
 
 def _foreign(raised: Raised, libraries: list[str]) -> bool:

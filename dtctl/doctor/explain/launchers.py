@@ -1,4 +1,4 @@
-"""Ends of processes, as launchers, schedulers, shells and Python's fault handler tell them: who, by which signal or code.
+"""Ends of processes, as launchers, schedulers, shells and fault handlers tell them: who, by which signal or code.
 
 torchrun's table, srun, mpirun, DeepSpeed, Lightning, spawn, Ray, Kubernetes and shells say the same in many forms; here
 they become one: rank, node, exit code, signal, and whether the launcher calls it the first. Pure.
@@ -21,7 +21,8 @@ _NAMED = "|".join(SIGNALS)
 _FATAL = (2, 3, 4, 6, 7, 8, 9, 11, 15)
 """Signals that a shell's 128+N stands for."""
 _SRUN = re.compile(
-    r"srun: error: (?P<nodes>[\w.,\[\]-]+): tasks? (?P<tasks>[\d,-]+): (?P<how>Exited with exit code (?P<code>\d+)|Out Of Memory|"
+    r"srun: error: (?P<nodes>[\w.,\[\]-]+): tasks? (?P<tasks>[\d,-]+): (?P<how>Exited with exit code "
+    r"(?P<code>\d+)|Out Of Memory|"
     + _NAMED + r")"
 )  # fmt: skip
 _FORMS = tuple(
@@ -32,7 +33,8 @@ _FORMS = tuple(
         r"process rank (?P<rank>\d+) with PID \d+ on node (?P<node>\S+) exited on signal (?P<signal>\d+)",
         r"MPI_ABORT was invoked on rank (?P<rank>\d+)",
         r"\[rank: (?P<rank>\d+)\] Child process with PID \d+ terminated with code (?P<code>-?\d+)",
-        r"ProcessExitedException: process (?P<rank>\d+) terminated with (?:signal (?P<name>SIG\w+)|exit code (?P<code>\d+))",
+        r"ProcessExitedException: process (?P<rank>\d+) terminated with (?:signal (?P<name>SIG\w+)|exit code "
+        r"(?P<code>\d+))",
         r"= +KILLED BY SIGNAL: (?P<signal>\d+)",
         r"= +EXIT CODE: (?P<code>\d+)",
         r"^\s*Exit code: +(?P<code>\d+)$",
@@ -40,10 +42,14 @@ _FORMS = tuple(
         r"^Fatal Python error: (?P<what>" + _NAMED + r")",
         r"Caught signal (?P<signal>\d+) \(",
         r"^\s*Signal: [\w ]+ \((?P<signal>\d+)\)",
-        r"(?i:exit(?:s|ed|ing)?|return(?:s|ed)?|terminated|finished|fail(?:s|ed)|died) (?:with |by |due to )(?i:(?:a )?(?:non-zero )?(?:exit |return )?(?:code|status)):? ?[ =]? ?(?P<code>-?\d+)",
+        r"(?i:exit(?:s|ed|ing)?|return(?:s|ed)?|terminated|finished|fail(?:s|ed)|died) (?:with |by |due to "
+        r")(?i:(?:a )?(?:non-zero )?(?:exit |return )?(?:code|status)):? ?[ =]? ?(?P<code>-?\d+)",
         r"(?i:exit|return) ?(?i:code|status) ?[=:] ?(?P<code>-?[1-9]\d*)\b",
-        r"(?i:killed|terminated|exited|died|ended) (?:by|with|on|from|due to) (?:signal:? )?(?:(?P<signal>\d+)\b|(?P<name>SIG[A-Z]{3,5})\b)",
-        r"^(?:\S+: line \d+: +\d+ |\[\d+\]\s+\d+ +|\S+: line \d+: +)?(?P<what>" + _NAMED + r")(?: {4,}.*| \(core dumped\).*)?$",
+        r"(?i:killed|terminated|exited|died|ended) (?:by|with|on|from|due to) (?:signal:? "
+        r")?(?:(?P<signal>\d+)\b|(?P<name>SIG[A-Z]{3,5})\b)",
+        r"^(?:\S+: line \d+: +\d+ |\[\d+\]\s+\d+ +|\S+: line \d+: +)?(?P<what>"
+        + _NAMED
+        + r")(?: {4,}.*| \(core dumped\).*)?$",
         r"reason: ?(?P<what>OOMKilled)|Reason:\s+(?P<what2>OOMKilled)",
     )
 )
@@ -51,8 +57,29 @@ _TABLE = re.compile(r"^\s+(?P<key>host|rank|exitcode|time|traceback|error_file)\
 _TABLE_RANK = re.compile(r"(?P<rank>\d+) \(local_rank: (?P<local>\d+)\)")
 _MPICH = re.compile(r"= +(?:RANK (?P<rank>\d+) )?PID \d+ RUNNING AT (?P<node>\S+)")
 _PROCESS_NAME = re.compile(r"Process name: \[\[(?:\d+|[^\],]*),\d+\],(?P<rank>\d+)\]")
-_GATE = ("xit", "ignal", "SIG", "illed", "return", "code", "RUNNING AT", "Process name", " host", " rank", "Root Cause", "====", "fault",
-         "Aborted", "Terminated", "Bus error", "MPI_ABORT", "Fatal Python", "tasks", "task ", "Hangup")  # fmt: skip
+_GATE = (
+    "xit",
+    "ignal",
+    "SIG",
+    "illed",
+    "return",
+    "code",
+    "RUNNING AT",
+    "Process name",
+    " host",
+    " rank",
+    "Root Cause",
+    "====",
+    "fault",
+    "Aborted",
+    "Terminated",
+    "Bus error",
+    "MPI_ABORT",
+    "Fatal Python",
+    "tasks",
+    "task ",
+    "Hangup",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +168,14 @@ def _of_form(groups: dict[str, str], table: Table) -> Exit | None:
     number = number or SIGNALS.get(groups.get("what", ""), 0)
     ranks = [int(groups[key]) for key in ("rank", "local") if key in groups][:1]
     known = tuple(ranks) if ranks else table._ranks
-    return _exit(int(groups.get("code", 0)), number, ranks=known, node=groups.get("node"), root=False, local="local" in groups)
+    return _exit(
+        int(groups.get("code", 0)),
+        number,
+        ranks=known,
+        node=groups.get("node") or (None if ranks else table.host),
+        root=False,
+        local="local" in groups,
+    )
 
 
 def _exit(

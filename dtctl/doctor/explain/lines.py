@@ -17,11 +17,16 @@ _UNSHOWN = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2
 _CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d+)?"
 _ISO = r"\[?(?P<iso>\d{4}[-/]\d\d[-/]\d\d[T_ ]" + _CLOCK + r")(?:Z|[+-]\d\d:?\d\d)?\]?[ |:-]*"
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
-_STARTS = r"(?=\[|Traceback|  |[A-Z]\w*Error|During handling|The above|20\d\d-|[IWEF]\d{4} |File |NCCL |RuntimeError|\w+\.\w+\.?\w*Error)"
+_STARTS = (
+    r"(?=\[|Traceback|  |[A-Z]\w*Error|During handling|The above|20\d\d-|[IWEF]\d{4} |File |NCCL |"
+    r"RuntimeError|\w+\.\w+\.?\w*Error)"
+)
 """What the output of a program begins with, behind a name that some launcher put before it."""
 _BRACKETS = (
     r"\[rank(?P<rank>\d+)\]:(?: |$)?",  # torch
     r"\[(?P<node>\w[\w.-]*):(?P<pid>\d{5,})\] ",  # Open MPI: [node1:01234]
+    r"\[\d{10}\.\d+\] ",  # UCX
+    r"\[(?P<node>\w[\w.-]*):(?P<pid>\d+) *(?::\d+)+\] *",  # UCX: [node1:4711 :0:4711]
     r"\[(?P<node>[A-Za-z][\w.-]*):(?:(?P<rank>\d{1,4})|agent)\] ?",  # dtctl: [node1:3]
     r"\[(?:trainer|default|[a-z_]+)(?P<local>\d+)(?:\|\d+)?\]:(?: |$)?",  # torchrun --tee: [default3]:
     r"\[(?:[\w.@-]+@)?\d+,(?P<rank>\d+)\]<std(?:out|err|diag)>: ?",  # mpirun --tag-output
@@ -55,7 +60,8 @@ _LETTERS = (
 )
 _PARENTHESES = (
     r"\([\w.-]+, rank=\d+, pid=\d+, ip=(?P<node>[\w.:]+)\) ?",  # SkyPilot, whose ranks are of nodes
-    r"\((?:[\w.<>:/ -]+ )?(?:(?:rank|TP)=?(?P<rank>\d+) )?pid=(?P<pid>\d+)(?:, ip=(?P<node>[\w.:]+))?\) (?:\[repeated \d+x[^\]]*\] )?",
+    r"\((?:[\w.<>:/ -]+ )?(?:(?:rank|TP)=?(?P<rank>\d+) )?pid=(?P<pid>\d+)(?:, ip=(?P<node>[\w.:]+))?\) "
+    r"(?:\[repeated \d+x[^\]]*\] )?",
 )  # Ray, vLLM
 _PREFIXES = {
     start: tuple(re.compile(text) for text in texts)
@@ -68,6 +74,12 @@ _PREFIXES = {
     for start in starts
 }
 """What launchers put before a line, by the character that it begins with."""
+PROGRESS = re.compile(
+    r"^\W*(?:global_?)?(?:step|iter(?:ation)?|epoch)\b\W{0,3}\d|\b(?:loss|lr|grad_norm|tokens_per_s|samples_per_s)"
+    r"['\"]?\s*[=: ]\s*[-+]?\.?\d|\d(?:it/s|s/it)\b",
+    re.IGNORECASE,
+)
+"""What a training prints while it goes on."""
 _PATH_RANK = re.compile(r"(?:^|[._/-])rank[-_.]?(\d+)(?=[._/-]|$)")
 _TORCHRUN_PATH = re.compile(r"attempt_\d+/(\d+)/std(?:out|err)\.log$")
 _DTCTL_PATH = re.compile(r"logs/([^/]+)/(?:rank-\d+|agent)\.log$")

@@ -14,6 +14,12 @@ Role = Literal["cause", "symptom", "effect", "note"]
 Blames = Literal["self", "group", "all"]
 
 
+SPOKEN_BY_TOOLS = re.compile(
+    r"slurm|open-mpi|man\.openbsd|gnu\.org/software/bash|kubernetes|DeepSpeed/issues/4907|horovod/issues/467|man2/execve|container-toolkit|conda\.io"
+)
+"""Sources of the signatures of schedulers, shells and SSH: they need not say that what they say is an error."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
     """One cause and the texts that it is known by; the head of signatures.yaml says what the fields mean."""
@@ -69,6 +75,8 @@ def _entries(name: str) -> list[dict[str, Any]]:
     return entries
 
 
+LONGEST = 4000
+"""Characters of a text that are searched."""
 _WORD = re.compile(r"[a-z]+")
 
 
@@ -76,24 +84,24 @@ _WORD = re.compile(r"[a-z]+")
 class _Index:
     """Which patterns may fit a text, going by the words that they need: most lines of a log need no second look."""
 
-    by_word: dict[str, list[tuple[int, re.Pattern[str]]]]
-    by_part: list[tuple[str, list[tuple[int, re.Pattern[str]]]]]
+    by_word: dict[str, list[tuple[int, int, re.Pattern[str]]]]
+    by_part: list[tuple[str, list[tuple[int, int, re.Pattern[str]]]]]
     """Parts of words, where a pattern has no whole word."""
-    always: list[tuple[int, re.Pattern[str]]]
+    always: list[tuple[int, int, re.Pattern[str]]]
 
 
 @functools.cache
 def _index() -> _Index:
-    by_word: dict[str, list[tuple[int, re.Pattern[str]]]] = {}
-    by_part: dict[str, list[tuple[int, re.Pattern[str]]]] = {}
-    always: list[tuple[int, re.Pattern[str]]] = []
+    by_word: dict[str, list[tuple[int, int, re.Pattern[str]]]] = {}
+    by_part: dict[str, list[tuple[int, int, re.Pattern[str]]]] = {}
+    always: list[tuple[int, int, re.Pattern[str]]] = []
     for number, signature in enumerate(signatures()):
-        for pattern in signature.patterns:
+        for place, pattern in enumerate(signature.patterns):
             needed = _needed(_parser.parse(pattern.pattern))
             if needed is None:
-                always.append((number, pattern))
+                always.append((number, place, pattern))
             for word, whole in needed or ():
-                (by_word if whole else by_part).setdefault(word, []).append((number, pattern))
+                (by_word if whole else by_part).setdefault(word, []).append((number, place, pattern))
     return _Index(by_word, list(by_part.items()), always)
 
 
@@ -127,7 +135,11 @@ def _needed(parsed: Iterable[Any]) -> list[tuple[str, bool]] | None:
     if found:
         choices.append([max(found, key=lambda one: (one[1] and len(one[0]) > 3, len(one[0])))])
     good = [choice for choice in choices if all(len(word) > 2 for word, _ in choice)]
-    return min(good, key=lambda choice: (not all(whole for _, whole in choice), len(choice), -min(len(word) for word, _ in choice)), default=None)
+    return min(
+        good,
+        key=lambda choice: (not all(whole for _, whole in choice), len(choice), -min(len(word) for word, _ in choice)),
+        default=None,
+    )
 
 
 def _words(run: str) -> Iterator[tuple[str, bool]]:
@@ -137,6 +149,7 @@ def _words(run: str) -> Iterator[tuple[str, bool]]:
 
 def find_best(text: str) -> tuple[Signature, dict[str, str]] | None:
     """The signature that says most about a text, and its named groups: a cause before a consequence."""
+    text = text[:LONGEST]
     index, lower = _index(), text.lower()
     candidates = list(index.always)
     for word in set(_WORD.findall(lower)):
@@ -147,18 +160,19 @@ def find_best(text: str) -> tuple[Signature, dict[str, str]] | None:
             candidates += patterns
     if not candidates:
         return None
-    best: tuple[Signature, re.Match[str]] | None = None
+    best: Signature | None = None
+    groups: dict[str, str] = {}
     known = signatures()
-    for number, pattern in sorted(candidates, key=lambda candidate: candidate[0]):
+    for number, _, pattern in sorted(candidates, key=lambda candidate: candidate[:2]):
         signature = known[number]
-        if best is not None and worth(signature) >= worth(best[0]):
+        if best is not None and signature is not best and worth(signature) >= worth(best):
             continue
-        found = pattern.search(text)
-        if found is not None:
-            best = signature, found
-    if best is None:
-        return None
-    return best[0], {name: value for name, value in best[1].groupdict().items() if value is not None}
+        if (signature is best and not pattern.groups) or (found := pattern.search(text)) is None:
+            continue
+        if signature is not best:  # what its other patterns name is added to it
+            best, groups = signature, {}
+        groups = {**{name: value for name, value in found.groupdict().items() if value is not None}, **groups}
+    return None if best is None else (best, groups)
 
 
 _ROLES = {"cause": 0, "symptom": 3, "effect": 4, "note": 5}

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dtctl.doctor.explain.lines import LogLine
+from dtctl.doctor.explain.lines import PROGRESS, LogLine
 
 Link = Literal["", "cause", "context", "inner"]
 HEADER = "Traceback (most recent call last)"
@@ -18,33 +18,95 @@ LONGEST_GAP = 120
 """Lines of others that may come between a frame and the exception that it belongs to."""
 MAX_DETAIL = 16
 """Lines of a message that are kept, beyond its first."""
-_FRAME = re.compile(r'^\s*[>|+ ]*File "(?P<path>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?\s*$')
+_FRAME = re.compile(r'^[\s>|+^]*File "(?P<path>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?\s*$')
 _CELL_FRAME = re.compile(r"^(?:File )?(?P<path>[~/][^\s:]+\.py)(?::(?P<line>\d+),)? in (?P<function>[\w<>.]+)\(")
 _RICH_FRAME = re.compile(r"^[│|]\s+(?P<path>/?[\w~./<>@+ -]+\.py):(?P<line>\d+) in (?P<function>[\w<>.]+)")
 _NAME = re.compile(r"^(?P<name>[A-Za-z_]\w*(?:\.[A-Za-z_<][\w<>]*)*)(?:\((?P<of>\w+)\))?(?:: ?(?P<message>.*)|\s*)$")
 """What may be an exception where one has to come."""
 _BUILTIN = frozenset(
-    ["ArithmeticError", "AssertionError", "AttributeError", "BaseException", "BlockingIOError", "BrokenPipeError", "BufferError", "EOFError", "Exception", "ExceptionGroup", "GeneratorExit", "IOError", "ImportError", "IndexError", "InterruptedError", "KeyError", "KeyboardInterrupt", "LookupError", "MemoryError", "OSError", "RuntimeError", "StopAsyncIteration", "StopIteration", "SystemExit", "TypeError", "ValueError"]
+    [
+        "ArithmeticError",
+        "AssertionError",
+        "AttributeError",
+        "BaseException",
+        "BlockingIOError",
+        "BrokenPipeError",
+        "BufferError",
+        "EOFError",
+        "Exception",
+        "ExceptionGroup",
+        "GeneratorExit",
+        "IOError",
+        "ImportError",
+        "IndexError",
+        "InterruptedError",
+        "KeyError",
+        "KeyboardInterrupt",
+        "LookupError",
+        "MemoryError",
+        "OSError",
+        "RuntimeError",
+        "StopAsyncIteration",
+        "StopIteration",
+        "SystemExit",
+        "TypeError",
+        "ValueError",
+    ]
 )
-_ENDS = r"(?:Error|Exception|Interrupt|Exit|Failed|Failure|Exceeded|NotFound|Expired|Timeout|Refused|Denied|Invalid|Corrupt|Unavailable)"
+_ENDS = (
+    r"(?:Error|Exception|Interrupt|Exit|Failed|Failure|Exceeded|NotFound|Expired|Timeout|Refused|Denied|"
+    r"Invalid|Corrupt|Unavailable)"
+)
 _SURE = re.compile(
     r"^(?P<name>(?:[A-Za-z_]\w*\.)*(?:[A-Z_]\w*" + _ENDS + r"|" + "|".join(_BUILTIN) + r"))"
     r"(?:\((?P<of>\w+)\))?(?:: ?(?P<message>.*)|:?\s*)$"
 )
 """What is an exception wherever it stands in a traceback: by the custom of its name."""
 _BARE = re.compile(
-    r"^(?:(?:[|> E]\s+)|(?:\s*\"message\": \")|(?:(?:\S+ )?(?:ERROR|CRITICAL|FATAL|Error|error|Exception)\b[\]:\s|-]+))?"
+    r"^(?:(?:[|> E]\s+)|(?:\s*\"message\": \")|(?:(?:\S+ )?(?:ERROR|CRITICAL|FATAL|Error|error|"
+    r"Exception)\b[\]:\s|-]+))?"
     r"(?P<name>(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt)))(?:\((?P<of>\w+)\))?: ?(?P<message>\S.*)$"
 )
 """Without a traceback: with a message, or it may be any word."""
 _LEVELS = frozenset(
-    ["INFO", "WARNING", "WARN", "DEBUG", "ERROR", "CRITICAL", "FATAL", "NOTE", "Note", "note", "TRACE", "Warning", "warning", "Error", "error", "info", "debug", "Epoch", "epoch", "Step", "step", "Iteration", "iteration", "loss", "Loss", "wandb", "srun", "slurmstepd", "mpirun"]
+    [
+        "INFO",
+        "WARNING",
+        "WARN",
+        "DEBUG",
+        "ERROR",
+        "CRITICAL",
+        "FATAL",
+        "NOTE",
+        "Note",
+        "note",
+        "TRACE",
+        "Warning",
+        "warning",
+        "Error",
+        "error",
+        "info",
+        "debug",
+        "Epoch",
+        "epoch",
+        "Step",
+        "step",
+        "Iteration",
+        "iteration",
+        "loss",
+        "Loss",
+        "wandb",
+        "srun",
+        "slurmstepd",
+        "mpirun",
+    ]
 )
 _LINKS: tuple[tuple[str, Link], ...] = (
     ("During handling of the above exception, another exception occurred", "context"),
     ("The above exception was the direct cause of the following exception", "cause"),
 )
 _INNER = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error|^Original Traceback|^Original error")
+_RANKED = re.compile(r"\((?:RANK|rank) (?P<rank>\d+)\)\s*$")
 _IGNORED = re.compile(
     r"^(?:Exception ignored (?:in|on|while)|Error in atexit\._run_exitfuncs|--- Logging error ---"
     r"|Error in sys\.excepthook|Task exception was never retrieved|Future exception was never retrieved)"
@@ -53,8 +115,11 @@ _THREAD = re.compile(r"^Exception in thread ")
 _REMOTE = re.compile(r"(?P<name>\S*RayTaskError(?:\((?P<of>\w+)\))?): ray::\S+ \(pid=\d+(?:, ip=(?P<node>[\w.:]+))?")
 _STACK = re.compile(r"^(?:Fatal Python error: (?P<what>.+)|Current thread 0x|Thread 0x)")
 _NEW_THOUGHT = re.compile(
-    r"^(?:\d{4}[-/]\d\d|\[\d{4}-|\[?[IWEF]\d{3,4} |(?:INFO|WARNING|DEBUG|ERROR|CRITICAL)\b|={5,}|\*{5,}|[\w./-]+:\d+:\d+ \[|srun:|slurmstepd:"
-    r"|wandb:|\S*%\||Traceback |Process finished|Killing |Sending |Terminating |\[pip3\]|\S*ChildFailedError|\w+:\w+(?:\.\w+)+:|frame #|\w+Warning:|Killed|Exception raised from|terminate called|\[(?:rank|c10d|default|trainer|E |W ))"
+    r"^(?:\d{4}[-/]\d\d|\[\d{4}-|\[?[IWEF]\d{3,4} |(?:INFO|WARNING|DEBUG|ERROR|CRITICAL)\b|={5,}|\*{5,}|"
+    r"[\w./-]+:\d+:\d+ \[|srun:|slurmstepd:"
+    r"|wandb:|\S*%\||Traceback |Process finished|Killing |Sending |Terminating |\[pip3\]|\S*ChildFailedError|"
+    r"\w+:\w+(?:\.\w+)+:|frame #|\w+Warning:|Killed|Exception raised from|terminate called|\[(?:rank|c10d|"
+    r"default|trainer|E |W ))"
 )
 _SOURCE = re.compile(r"^\s{4,}(?:raise|return|with|for|if|self\.|await|yield|\w[\w.]*\()")
 """A line of a program, which no message is."""
@@ -167,7 +232,7 @@ class Reader:
             found, taken = self._in_traceback(text, line)
             if found is not None or taken:
                 return found is None, found
-        elif self.saying is not None and self._goes_on(text, line):
+        elif self.saying is not None and self._goes_on(text):
             return False, None
         if text[:1] in "│╭╰┃┏┗" and len(text) > 1:  # a box of rich, whose beginning was cut off
             return True, None
@@ -181,8 +246,17 @@ class Reader:
 
     def cut_off(self) -> Raised | None:
         """The traceback whose exception never came, None without one."""
-        launcher = self.frames and any(part in self.frames[-1].path for part in ("/torch/distributed/run", "/torch/distributed/launch", "runpy"))
-        if not self.opened or not self.frames or launcher or self.at is None or self.ignored or _at_the_end(self.frames):
+        launcher = self.frames and any(
+            part in self.frames[-1].path for part in ("/torch/distributed/run", "/torch/distributed/launch", "runpy")
+        )
+        if (
+            not self.opened
+            or not self.frames
+            or launcher
+            or self.at is None
+            or self.ignored
+            or _at_the_end(self.frames)
+        ):
             return None
         return Raised(name="an exception", message="", line=self.at, frames=tuple(self.frames))
 
@@ -203,7 +277,13 @@ class Reader:
         elif head.startswith(("╭", "┌", "+-")) or "─" in head:
             self.rich = True
         elif head.strip() and len(head) <= 160 and not re.fullmatch(r"\w+\s+|[\s|+]*(?:Exception Group )?", head):
-            self.prefix = re.compile(_NUMBERS.sub(r"[\\d:.,/-]+", re.escape(head).replace(r"\-", "-").replace(r"\ ", " ")))
+            self.prefix = re.compile(
+                _NUMBERS.sub(r"[\\d:.,/-]+", re.escape(head).replace(r"\-", "-").replace(r"\ ", " "))
+            )
+        if (ranked := _RANKED.search(text)) is not None:
+            self.rank = int(ranked["rank"])
+            if self.last is not None and self.last.short == "CheckpointException" and not self.last.passed_on:
+                self.link = "inner"
         if not self.opened or self.gap > LONGEST_GAP:
             self.opened, self.frames = 0, []
         self.opened = min(self.opened + 1, 64)
@@ -241,9 +321,7 @@ class Reader:
         if _IGNORED.match(text):
             self.ignored, self.saying = LONGEST_GAP, None
             return True
-        if _THREAD.match(text):
-            return True
-        return False
+        return _THREAD.match(text) is not None
 
     def _in_traceback(self, text: str, line: LogLine) -> tuple[Raised | None, bool]:
         if self.rich and text[:1] in "│|╰└":
@@ -252,7 +330,9 @@ class Reader:
         if text[:1] in (" ", "\t", "|", "+") or (not text.strip() and self.adjacent):
             if self.adjacent and self.frames and text.strip() and not self.frames[-1].source:
                 last = self.frames[-1]
-                self.frames[-1] = Frame(path=last.path, line=last.line, function=last.function, source=text.strip()[:200])
+                self.frames[-1] = Frame(
+                    path=last.path, line=last.line, function=last.function, source=text.strip()[:200]
+                )
             indented = re.match(r"^[\s|+]+(?=\S)", text)
             if indented is None or (sure := _SURE.match(text[indented.end() :])) is None or "|" not in indented[0]:
                 return None, self.adjacent
@@ -260,7 +340,10 @@ class Reader:
         found = _SURE.match(text)
         if found is None and self.adjacent and self.frames:
             found = _NAME.match(text)
-            if found is not None and (found["name"] in _LEVELS or (found["message"] is None and "." not in found["name"] and not found["name"][0].isupper())):
+            if found is not None and (
+                found["name"] in _LEVELS
+                or (found["message"] is None and "." not in found["name"] and not found["name"][0].isupper())
+            ):
                 found = None
         if found is not None:
             return self._end(found, line), False
@@ -272,7 +355,10 @@ class Reader:
 
     def _end(self, found: re.Match[str], line: LogLine, *, bare_: bool = False) -> Raised:
         raised = Raised(
-            name=found["name"], message=(found["message"] or "").strip().removesuffix('",'), line=line, frames=tuple(self.frames),
+            name=found["name"],
+            message=(found["message"] or "").strip().removesuffix('",'),
+            line=line,
+            frames=tuple(self.frames),
             bare=bare_, ignored=self.ignored > 0 or _at_the_end(self.frames), rank=self.rank, node=self.node,
         )  # fmt: skip
         if not bare_ or self.link:
@@ -290,17 +376,23 @@ class Reader:
         self.adjacent = False
         return raised
 
-    def _goes_on(self, text: str, line: LogLine) -> bool:
+    def _goes_on(self, text: str) -> bool:
         said = self.saying
         if said is None:
             return False
-        if len(said.detail) >= MAX_DETAIL or _NEW_THOUGHT.match(text) or _BARE.match(text) is not None:
+        if (
+            len(said.detail) >= MAX_DETAIL
+            or _NEW_THOUGHT.match(text)
+            or PROGRESS.search(text)
+            or _BARE.match(text) is not None
+        ):
             self.saying = None
             return False
         if (not text.strip() and said.detail and not said.detail[-1]) or _SOURCE.match(text):
             self.saying = None
             return False
-        said.detail.append(text[:500])
+        if any(letter.isalnum() for letter in text) or not text.strip():
+            said.detail.append(text[:500])
         return True
 
 

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from dtctl.doctor.explain import signatures
-from dtctl.doctor.explain.diagnose import Diagnosis, explain
+from dtctl.doctor.explain.diagnose import explain
+from dtctl.doctor.explain.diagnosis import Diagnosis
 from dtctl.doctor.explain.lines import parse
 
 LOGS = Path(__file__).parent / "logs"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.doctor.explain.diagnose import Diagnosis, explain
+from dtctl.doctor.explain.diagnose import explain
+from dtctl.doctor.explain.diagnosis import Diagnosis
 from dtctl.doctor.explain.hits import UNLABELLED
 
 CAUGHT = (

@@ -1,0 +1,66 @@
+"""What `dtctl doctor --log` says: diagnoses with their evidence, and which of three answers they are."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from dtctl.doctor.explain.read import Unread
+
+Confidence = Literal["high", "medium", "low", "ambiguous", "unknown"]
+Verdict = Literal["explained", "failed-unknown", "no-failure"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """A line that a diagnosis rests on."""
+
+    file: str
+    line: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """One thing that went wrong."""
+
+    id: str
+    cause: str
+    nodes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    primary: bool
+    confidence: Confidence
+    fix: str
+    source: str
+    evidence: tuple[Evidence, ...]
+    survived: bool = False
+    """Whether training went on after it."""
+    follows: bool = False
+    """Whether it is a consequence of the primary cause, going by its text or its time."""
+
+    def as_json(self) -> dict[str, Any]:
+        """As `dtctl doctor --log --json` prints it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What the logs say."""
+
+    verdict: Verdict
+    diagnoses: list[Diagnosis]
+    """The primary one first; where nothing failed none is primary, and there may be none."""
+    unread: list[Unread]
+
+
+UNKNOWN = Diagnosis(
+    id="unknown",
+    cause="the job failed, and nothing in these logs tells why",
+    nodes=(),
+    ranks=(),
+    primary=True,
+    confidence="unknown",
+    fix="give the logs of all ranks, with what they printed on standard error; NCCL_DEBUG=WARN makes NCCL speak",
+    source="",
+    evidence=(),
+)

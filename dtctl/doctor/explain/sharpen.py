@@ -1,0 +1,251 @@
+"""More about a primary cause than one line tells: by the other ranks, by addresses, by what was going on. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from dtctl.doctor.explain import collective, interfaces
+from dtctl.doctor.explain.diagnosis import Diagnosis
+from dtctl.doctor.explain.hits import Found, Hit
+
+_WAITING = (
+    "watchdog-timeout",
+    "gloo-timeout",
+    "heartbeat-timeout",
+    "watchdog-stuck",
+    "monitored-barrier",
+    "rank-silent",
+    "rank-behind",
+    "clients-missing",
+    "store-unreachable",
+    "nccl-id-missing",
+)
+"""Diagnoses of somebody who was waited for: what the program did before is a part of the cause."""
+_CONNECTING = (
+    "no-route",
+    "connect-timeout",
+    "connect-refused",
+    "gloo-connect",
+    "loopback-advertised",
+    "data-ports-dropped",
+    "nccl-error",
+    "remote-error",
+    "peer-closed",
+    "no-common-subnet",
+    "connect-aborted",
+    "ib-connect-timeout",
+    "store-unreachable",
+)
+_OF_COLLECTIVES = ("watchdog-timeout", "heartbeat-timeout", "watchdog-stuck", "watchdog-follow-up")
+_PEER = re.compile(r"closed by peer \[(?P<peer>[^\]]+)\]")
+XIDS = {
+    48: "an error of its memory that ECC could not correct",
+    61: "an error of its internal micro-controller",
+    62: "an error of its internal micro-controller",
+    63: "a row of its memory was remapped or retired",
+    64: "a row of its memory could not be remapped",
+    69: "an error of its graphics engine",
+    74: "an NVLink error",
+    79: "it has fallen off the bus",
+    92: "many corrected ECC errors",
+    94: "a contained ECC error",
+    95: "an uncontained ECC error",
+    109: "a context switch timed out",
+    119: "its firmware (GSP) does not answer",
+    120: "an error of its firmware (GSP)",
+    140: "an unrecovered ECC error",
+    145: "an NVLink error",
+    149: "an NVLink error",
+    154: "it has to be reset",
+}
+
+
+def sharpen(found: Diagnosis, group: list[Hit], all_: Found) -> Diagnosis:
+    """Say more about a primary cause than one line tells."""
+    if found.id in _OF_COLLECTIVES:
+        found = _collective(found, all_)
+    elif found.id == "gloo-timeout":
+        found = _gloo(found, all_)
+    elif found.id == "store-barrier":
+        found = _at_the_barrier(found, group)
+    elif found.id == "gpu-fell-off":
+        found = _gpu(found, group)
+    elif found.id == "peer-closed":
+        found = _peer(found, group)
+    if found.id in _CONNECTING:
+        found = _addresses(found, group, all_)
+    if found.id in _WAITING:
+        found = _doing(found, group)
+    return _without_a_word(found, all_) if found.confidence == "low" else found
+
+
+def _collective(found: Diagnosis, all_: Found) -> Diagnosis:
+    table = collective.table_of(all_.watching)
+    verdict = collective.judge(table, all_.ranks, all_.world)
+    if verdict is not None:
+        return blame(found, verdict, all_.node_of)
+    if (apart := table.apart) is not None:
+        who, said = apart
+        return replace(
+            found,
+            id="collective-mismatch",
+            ranks=who,
+            nodes=_nodes(who, all_.node_of),
+            confidence="medium",
+            cause=f"the ranks are out of step: {said}",
+        )
+    if not table.told:
+        return found
+    waited = tuple(sorted(table.calls))
+    if len(waited) == 1:
+        found = replace(found, ranks=waited, nodes=_nodes(waited, all_.node_of))
+    return replace(found, cause=f"{found.cause}; {_ranks(waited)} waited for {table.told}")
+
+
+def _gloo(found: Diagnosis, all_: Found) -> Diagnosis:
+    ways = {hit.groups.get("way") for hit in all_.hits if hit.signature.id == "gloo-timeout"}
+    if not ways >= {"send", "recv"}:
+        return found
+    # Ranks that call different collectives look the same (kept as own-wrong-order.log), so this stays ambiguous.
+    return replace(
+        found,
+        cause="one rank cannot send and another waits for it: large packets are lost between them (MTU), or the "
+        "ranks called different collectives",
+        fix="`dtctl doctor` tests large packets on every pair; else rerun with TORCH_DISTRIBUTED_DEBUG=DETAIL",
+    )
+
+
+def _peer(found: Diagnosis, group: list[Hit]) -> Diagnosis:
+    """Name the peer that closed its connection, if it is one."""
+    texts = [hit.raised.text if hit.raised else hit.line.text for hit in group]
+    peers = {match["peer"] for text in texts if (match := _PEER.search(text))}
+    if len(peers) != 1 or found.nodes or peers & {"127.0.0.1"}:
+        return found
+    return replace(found, nodes=tuple(peers))
+
+
+def _doing(found: Diagnosis, group: list[Hit]) -> Diagnosis:
+    """What the program did before somebody waited is a part of the cause."""
+    doing = next((hit.before for hit in group if hit.before is not None and hit.before.doing), None)
+    said = next((hit.before for hit in group if hit.before is not None), None)
+    if doing is not None:
+        return replace(
+            found,
+            cause=f"{found.cause}; just before, the program was {doing.doing}: {doing.line!r}",
+            fix=f"{doing.fix}; {found.fix}",
+        )
+    return found if said is None else replace(found, cause=f"{found.cause}; its last line before that: {said.line!r}")
+
+
+def _without_a_word(found: Diagnosis, all_: Found) -> Diagnosis:
+    """Blame the few ranks that have not complained, where the logs of all are here."""
+    complained = {rank for hit in all_.hits for rank in (hit.rank, *hit.ranks) if rank is not None}
+    silent = sorted(all_.ranks - complained)
+    complete = not all_.world or len(all_.ranks) >= all_.world
+    if len(complained) < 2 or not silent or not complete or len(silent) > len(all_.ranks) / 2:
+        return found
+    return replace(
+        found,
+        ranks=tuple(silent),
+        nodes=_nodes(silent, all_.node_of),
+        confidence="medium",
+        cause=f"{_ranks(silent)} ended without a word and the others lost the connection to it",
+    )
+
+
+def _at_the_barrier(found: Diagnosis, group: list[Hit]) -> Diagnosis:
+    groups = next((hit.groups for hit in group if "joined" in hit.groups), None)
+    if groups is None:
+        return replace(found, cause="not all processes came to the first barrier of the process group in time")
+    joined, world = int(groups["joined"]), int(groups["world"])
+    why = (
+        "more processes were started than it knows of, or the store still has the entries of an earlier run or attempt"
+        if joined > world
+        else "the others did not start, have ended, or cannot reach the store"
+    )
+    return replace(found, cause=f"{joined} processes came to the first barrier, and the world size is {world}: {why}")
+
+
+def _gpu(found: Diagnosis, group: list[Hit]) -> Diagnosis:
+    """Name the GPU and what the Xid that was read means."""
+    groups: dict[str, str] = {}
+    for hit in group:
+        groups = {**hit.groups, **groups}
+    pci = f" {groups['pci'].rstrip('.')}" if "pci" in groups else ""
+    said = " ".join(hit.line.text for hit in group)
+    number = int(groups.get("xid", 0))
+    meaning = XIDS.get(number) or (
+        "it has fallen off the bus" if "fallen off the bus" in said or "NVRM: The NVIDIA" in said
+        else "its memory has an error that could not be corrected (ECC)" if "ECC" in said or "remap" in said
+        else "its firmware (GSP) does not answer" if "GSP" in said
+        else "an NVLink has failed" if "NVLink" in said or "SXid" in said else ""
+    )  # fmt: skip
+    xid = f"Xid {number}" if number else ""
+    return replace(
+        found,
+        cause=f"GPU{pci} has failed: "
+        + (f"{xid}, {meaning}" if xid and meaning else meaning or xid or "its driver reports it"),
+    )
+
+
+def _addresses(found: Diagnosis, group: list[Hit], all_: Found) -> Diagnosis:
+    """Say which interface an address that failed belongs to, and which one to use."""
+    known = all_.interfaces
+    texts = [text for hit in group for text in (hit.line.text, hit.raised.text if hit.raised else "")]
+    for address in interfaces.addresses_in(texts):
+        odd, name = interfaces.what_is(address, known)
+        if found.id == "store-unreachable" and not address.startswith("0."):  # a store on this node is no mistake
+            continue
+        if odd:
+            return replace(
+                found,
+                cause=f"{found.cause}; {address} is {odd}",
+                fix=f"{interfaces.advice(known)}; {found.fix}",
+                confidence=found.confidence if found.id == "peer-closed" else "high",
+            )
+        if name:
+            found = replace(found, cause=f"{found.cause}; {address} is on {name}")
+    if found.id in ("nccl-error", "remote-error") and known.virtual and known.usable:
+        virtual = ", ".join(known.virtual[:4])
+        return replace(
+            found,
+            id="virtual-interfaces",
+            cause=(
+                f"NCCL uses interfaces of containers or tunnels ({virtual}) beside {known.usable[0]}; their "
+                f"addresses cannot be reached from other nodes"
+            ),
+            fix=interfaces.advice(known),
+            confidence="medium",
+        )
+    return found
+
+
+def blame(found: Diagnosis, verdict: collective.CollectiveVerdict, node_of: dict[int, str]) -> Diagnosis:
+    """The same diagnosis with the ranks that a verdict on collectives names."""
+    who = _ranks(verdict.ranks)
+    blamed = replace(found, ranks=verdict.ranks, nodes=_nodes(verdict.ranks, node_of), confidence="high")
+    if verdict.kind == "mismatch":
+        return replace(
+            blamed,
+            id="collective-mismatch",
+            cause=f"the ranks called different collectives: {verdict.said}",
+            fix="let every rank call the same collectives in the same order; look for calls under `if rank == 0`, "
+            "early exits and batches of different shape",
+        )
+    return replace(
+        blamed,
+        id="rank-behind" if verdict.kind == "behind" else "rank-silent",
+        cause=f"{who} kept the others waiting: {verdict.said}",
+        fix=f"see in the log of {who} what it was doing; while it hangs, py-spy dump --pid PID shows it",
+        confidence="high" if verdict.kind == "behind" else "medium",
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(str(rank) for rank in ranks)}"
+
+
+def _nodes(ranks: Iterable[int], node_of: dict[int, str]) -> tuple[str, ...]:
+    return tuple(sorted({node_of[rank] for rank in ranks if rank in node_of}))
