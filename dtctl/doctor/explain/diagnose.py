@@ -24,6 +24,8 @@ MAX_EVIDENCE = 4
 DUMPS_SOURCE = "https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html"
 _BY_WATCHDOG = ("watchdog-timeout", "rank-behind", "rank-silent", "collective-mismatch")
 _SCHEDULER = ("time-limit", "cancelled", "preempted", "requeued", "node-failed", "oom-killer", "job-memory-limit")
+_ENDING = ("time-limit", "cancelled", "preempted", "requeued")
+_HUNG = ("watchdog-timeout", "gloo-timeout", "heartbeat-timeout", "watchdog-stuck", "monitored-barrier")
 _OPEN_PLACE = re.compile(r"\{([a-z_]+)\}(?!\})")
 _NAMELESS = {
     "path": "a file or folder",
@@ -94,7 +96,15 @@ def diagnose(sources: Iterable[Source], layout: LogLayout) -> tuple[Verdict, lis
         groups.setdefault((hit.signature.id, _fill(hit.signature.cause, hit.groups)), []).append(hit)
     roots = {hit.rank for hit in found.hits if hit.root}
     known = {hit.signature.id for hit in found.hits if not hit.survived}
-    ordered = sorted(_merged(groups), key=lambda group: _order(group, roots, known, many=many))
+    merged = _merged(groups)
+    hung = [hit for group in merged for hit in group if hit.signature.id in _HUNG and not hit.survived]
+    late = {
+        group[0].signature.id
+        for group in merged
+        if group[0].signature.id in _ENDING and hung and _when(hung[0], many) < _when(group[0], many)
+    }
+    # What the scheduler ended had hung before.
+    ordered = sorted(merged, key=lambda group: (group[0].signature.id in late, *_order(group, roots, known, many=many)))
     diagnoses = [_diagnosis(group, found, layout, known) for group in ordered]
     if not _failed(found, ordered, known):
         return "no-failure", diagnoses

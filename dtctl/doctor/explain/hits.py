@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ _WARNING = re.compile(
     r"s)? ?back\b|\bignor(?:ed|ing)\b|\bskipp(?:ed|ing)\b"
 )
 """A line that says of itself that it is no failure."""
+_JSON_TEXTS = ("message", "msg", "log", "text", "event", "error", "exc_info", "exception", "stack")
+_COMPLAINS = re.compile(r"rror|ERROR|CRITICAL|FATAL|xception")
 _SAYS_SO = re.compile(
     r"NCCL WARN|\b[Ee]rror|\bERROR\b|\bFATAL\b|\b[Ff]atal\b|\bCRITICAL\b|Exception\b|\[E |\[[EF]\d{3,4} |"
     r"^[EF]\d{4} |\bkernel\b|NVRM|what\(\)|terminate|[Aa]bort|Killed|[Ff]ailed\b"
@@ -324,13 +327,34 @@ class _Scan:
 
 
 def _unfolded(lines: Sequence[str]) -> Sequence[str]:
-    """The lines, with those taken apart that hold a whole traceback in one, as JSON writes it."""
-    if not any("\\n  File " in line for line in lines):
+    """The lines, with those taken apart that hold several in one, as JSON writes them."""
+    if not any("\\n  File " in line or (line.startswith('{"') and _COMPLAINS.search(line)) for line in lines):
         return lines
     found: list[str] = []
     for line in lines:
-        found += line.replace('\\"', '"').split("\\n") if "\\n  File " in line else [line]
+        if line.startswith('{"') and _COMPLAINS.search(line) and (told := _of_json(line)):
+            found += told
+        else:
+            found += line.replace('\\"', '"').split("\\n") if "\\n  File " in line else [line]
     return found
+
+
+def _of_json(line: str) -> list[str]:
+    """A record of a logger that writes JSON, as lines with the prefixes that its fields stand for."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return []
+    if not isinstance(record, dict):
+        return []
+    texts = [record[key] for key in _JSON_TEXTS if isinstance(record.get(key), str)]
+    rank = next((record[key] for key in ("rank", "global_rank") if isinstance(record.get(key), int)), None)
+    node = next((record[key] for key in ("host", "hostname", "node") if isinstance(record.get(key), str)), None)
+    level = str(record.get("level") or record.get("levelname") or record.get("severity") or "")
+    prefix = f"[{node}:{'agent' if rank is None else rank}] " if node else "" if rank is None else f"[rank{rank}]: "
+    said = [one for text in texts for one in text.rstrip("\n").split("\n")]
+    complains = level.upper() in ("ERROR", "CRITICAL", "FATAL") and not any("Traceback" in one for one in said)
+    return [prefix + (f"ERROR {one}" if complains and not _SAYS_SO.search(one) else one) for one in said]
 
 
 def collect(sources: Iterable[Source]) -> Found:
@@ -371,7 +395,7 @@ def _survive(text: str, stream: _Stream) -> None:
     if _ENDED_WELL.search(text):
         stream.open = [(hit, 0) for hit, _ in stream.open]
     elif PROGRESS.search(text) and not _NOT_A_NUMBER.search(text):
-        stream.open = [(hit, needed - 1) for hit, needed in stream.open]
+        stream.open = [(hit, needed - (CALM if hit.signature is COMPLAINT else 1)) for hit, needed in stream.open]
     elif any(hit.signature is COMPLAINT for hit, _ in stream.open) and text.strip():
         stream.open = [(hit, needed - (hit.signature is COMPLAINT)) for hit, needed in stream.open]
     else:

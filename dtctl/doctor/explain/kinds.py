@@ -136,6 +136,10 @@ _READERS = frozenset(
 )
 """What reads files of the user's: what it raises is about their content."""
 _CAUGHT = re.compile(r"^(?:Caught \w+ in|process \d+ terminated|-- Process)")
+_LOST = frozenset(
+    ("EOFError", "ConnectionResetError", "BrokenPipeError", "ConnectionRefusedError", "FileNotFoundError")
+)
+"""What multiprocessing raises when the process at the other end has ended."""
 _ERRNO = re.compile(r"\[Errno (-?\d+)\]")
 _PASSING_ON = frozenset(
     [
@@ -238,6 +242,8 @@ def _judge(raised: Raised, later: Raised | None) -> Explained:
                 weight=3,
             )
         return Explained(signature=signatures.kind("traceback-cut"), groups=groups, raised=raised, weight=0)
+    if raised.short in _LOST and raised.frames and "/multiprocessing/" in raised.frames[-1].path:
+        return Explained(signature=signatures.kind("worker-exit"), groups=groups, raised=raised, weight=-1)
     known = signatures.find_best(raised.text)
     if known is not None and not (known[0].id == "missing-module" and _own_module(raised)):
         signature, found = known

@@ -39,6 +39,30 @@ _CONNECTING = (
     "store-unreachable",
 )
 _OF_COLLECTIVES = ("watchdog-timeout", "heartbeat-timeout", "watchdog-stuck", "watchdog-follow-up")
+_STORE_ERRORS = {
+    111: (
+        "the connection was refused, so nobody listens at that port; the worker of rank 0 has not started, has "
+        "ended, or "
+        "serves another address",
+        "see in the log of rank 0 whether it runs; MASTER_ADDR and MASTER_PORT have to be its own; `dtctl "
+        "doctor` tests "
+        "the port from every node",
+    ),
+    110: (
+        "nothing answers at that address; it is wrong, or a firewall drops the connection",
+        "`dtctl doctor` tells a dropped packet from a wrong address; open the rendezvous port between the "
+        "nodes, or give "
+        "the address that the other nodes can reach (network.rendezvous_address)",
+    ),
+    113: (
+        "there is no route to that address, or a firewall rejects the connection",
+        "ip route get ADDRESS on that node; open the rendezvous port between the nodes; `dtctl doctor` names the pair",
+    ),
+    101: (
+        "this node has no network to that address",
+        "ip route get ADDRESS on that node; give the address of the network that both nodes are in",
+    ),
+}
 _PEER = re.compile(r"closed by peer \[(?P<peer>[^\]]+)\]")
 XIDS = {
     48: "an error of its memory that ECC could not correct",
@@ -72,6 +96,8 @@ def sharpen(found: Diagnosis, group: list[Hit], all_: Found) -> Diagnosis:
         found = _at_the_barrier(found, group)
     elif found.id == "gpu-fell-off":
         found = _gpu(found, group)
+    elif found.id == "store-unreachable":
+        found = _store(found, group)
     elif found.id == "peer-closed":
         found = _peer(found, group)
     if found.id in _CONNECTING:
@@ -153,6 +179,16 @@ def _without_a_word(found: Diagnosis, all_: Found) -> Diagnosis:
         confidence="medium",
         cause=f"{_ranks(silent)} ended without a word and the others lost the connection to it",
     )
+
+
+def _store(found: Diagnosis, group: list[Hit]) -> Diagnosis:
+    """Tell refused from silent, where the attempts before the last say it."""
+    texts = " ".join(hit.line.text for hit in group)
+    number = next((number for number in _STORE_ERRORS if f"errno: {number} " in texts), None)
+    if number is None:
+        return found
+    why, fix = _STORE_ERRORS[number]
+    return replace(found, cause=f"the rendezvous store could not be reached: {why}", fix=fix, confidence="medium")
 
 
 def _at_the_barrier(found: Diagnosis, group: list[Hit]) -> Diagnosis:
