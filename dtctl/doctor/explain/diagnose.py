@@ -228,7 +228,8 @@ def _order(
     group: list[Hit], roots: set[int | None], known: set[str], *, many: bool
 ) -> tuple[int, bool, tuple[float, int]]:
     not_root = bool(roots) and not any(hit.rank in roots or roots & set(hit.ranks) for hit in group)
-    return (_place(group, known), not_root, _when(group[0], many))
+    place = _place(group, known)
+    return (LIKELY if place == OPEN else place, not_root, _when(group[0], many))
 
 
 def _place(group: list[Hit], known: set[str]) -> int:
@@ -319,7 +320,7 @@ def _diagnosis(group: list[Hit], found: Found, layout: LogLayout, known: set[str
     fix = _fill(signature.fix, best.groups)
     if best.raised is not None and best.weight >= 2 and "{text}" not in signature.cause and signature.role == "cause":
         said = best.groups.get("text", "")
-        cause = f"{cause}: {said}" if said and len(said) < 240 else cause
+        cause = f"{cause}: {said if len(said) <= 240 else said[:240] + '…'}" if said else cause
     if signature.ambiguous and signature.ambiguous not in fix:
         fix = f"ambiguous; rerun with {signature.ambiguous}; {fix}"
     return Diagnosis(

@@ -322,6 +322,8 @@ def kind_of(raised: Raised) -> tuple[str, int]:  # noqa: C901 - a table in the f
             if _OTHER_VERSION.search(text) or "." in text.partition("No module named")[2]
             else ("import-failed", 2)
         )
+    if name in ("DistBackendError", "DistError", "DistNetworkError", "DistStoreError", "NCCLError"):
+        return "distributed-error", -1
     if name == "MemoryError":
         return "host-memory", 2
     if "CUDA error" in text or "cudaError" in text or "CUDA driver" in text:

@@ -75,6 +75,8 @@ def _entries(name: str) -> list[dict[str, Any]]:
     return entries
 
 
+_OTHER_DEVICES = re.compile(r"\b(?:HIP|XPU|NPU|HPU|MUSA)( out of memory| error: )")
+"""The same words of other makers' devices."""
 LONGEST = 4000
 """Characters of a text that are searched."""
 _WORD = re.compile(r"[a-z]+")
@@ -149,7 +151,7 @@ def _words(run: str) -> Iterator[tuple[str, bool]]:
 
 def find_best(text: str) -> tuple[Signature, dict[str, str]] | None:
     """The signature that says most about a text, and its named groups: a cause before a consequence."""
-    text = text[:LONGEST]
+    text = _OTHER_DEVICES.sub(r"CUDA\1", text[:LONGEST])
     index, lower = _index(), text.lower()
     candidates = list(index.always)
     for word in set(_WORD.findall(lower)):
