@@ -25,6 +25,7 @@ DUMPS_SOURCE = "https://docs.pytorch.org/tutorials/unstable/flight_recorder_tuto
 _BY_WATCHDOG = ("watchdog-timeout", "rank-behind", "rank-silent", "collective-mismatch")
 _SCHEDULER = ("time-limit", "cancelled", "preempted", "requeued", "node-failed", "oom-killer", "job-memory-limit")
 _ENDING = ("time-limit", "cancelled", "preempted", "requeued")
+_AWAITED = ("name-resolution", "store-unreachable", "connect-refused", "no-route", "loss-scale")
 _HUNG = ("watchdog-timeout", "gloo-timeout", "heartbeat-timeout", "watchdog-stuck", "monitored-barrier")
 _OPEN_PLACE = re.compile(r"\{([a-z_]+)\}(?!\})")
 _NAMELESS = {
@@ -210,9 +211,12 @@ def _insists(group: list[Hit], found: Found) -> bool:
     """Whether a warning is repeated until the log ends: it is waited for, and nothing else happens."""
     last = group[-1]
     return (
-        len(group) >= 3 and last.warned and not last.survived and group[0].signature.role == "cause"
+        len(group) >= 3
+        and group[0].signature.id in _AWAITED
+        and last.warned
+        and not last.survived
         and last.line.number >= found.length.get(last.line.file, 0) - 3
-    )  # fmt: skip
+    )
 
 
 def _complaints(found: Found) -> list[Hit]:
@@ -235,8 +239,10 @@ def _order(
 def _place(group: list[Hit], known: set[str]) -> int:
     """What a group is worth beside the others; `known` are the ids of what was found and not survived."""
     signature = group[0].signature
-    if signature.role in ("effect", "note"):
-        return EFFECT if signature.role == "effect" else NOTE
+    if signature.role == "note" or (signature.role == "effect" and all(hit.warned or hit.survived for hit in group)):
+        return NOTE
+    if signature.role == "effect":
+        return EFFECT
     if all(hit.survived for hit in group):
         return SURVIVED_PLACE
     if all(hit.warned for hit in group):

@@ -27,6 +27,7 @@ ATTENTION = 400
 OFTEN = 64
 """Times that a line of one form is looked at in full; of more, every `SAMPLE`th is."""
 SAMPLE = 7
+OPEN_HITS = 2000
 FORMS = 200_000
 _DIGITS = dict.fromkeys(map(ord, "0123456789"))
 _NOT_A_NUMBER = re.compile(r"\bnan\b", re.IGNORECASE)
@@ -37,12 +38,14 @@ _ENDED_WELL = re.compile(
     re.IGNORECASE,
 )
 _WARNING = re.compile(
-    r": [WI] (?:tensorflow|external|xla)/|[Ee]rror caught was|\boptional\b|(?<!NCCL )\bWARN(?:ING)?\b|(?<!NCCL "
-    r")\b(?:INFO|DEBUG)\b|\[W\d{3,4} |\[W |^W\d{4} |\w+Warning\b|\b[Ww]arnings?:|\bretry|\bRetry|\bfall(?:ing|"
-    r"s)? ?back\b|\bignor(?:ed|ing)\b|\bskipp(?:ed|ing)\b"
+    r": [WI] (?:tensorflow|external|xla)/|[Ee]rror caught was|\boptional\b|(?<!NCCL )\bWARN(?:ING)?\b|"
+    r"\b(?:INFO|DEBUG)\b|\[W\d{3,4} |\[W |^W\d{4} |\w+Warning\b|\b[Ww]arnings?:|\b[Rr]etry|"
+    r"\bfall(?:ing|s)? ?back\b|\bignor(?:ed|ing)\b|\bskipp(?:ed|ing)\b"
 )
 """A line that says of itself that it is no failure."""
 _JSON_TEXTS = ("message", "msg", "log", "text", "event", "error", "exc_info", "exception", "stack")
+_NEWS = re.compile(r"\b(?:INFO|DEBUG)\b|\b[Rr]etry|\bfall(?:ing|s)? ?back\b|\bignor(?:ed|ing)\b")
+"""A line that only tells what goes on."""
 _COMPLAINS = re.compile(r"rror|ERROR|CRITICAL|FATAL|xception")
 _SAYS_SO = re.compile(
     r"NCCL WARN|\b[Ee]rror|\bERROR\b|\bFATAL\b|\b[Ff]atal\b|\bCRITICAL\b|Exception\b|\[E |\[[EF]\d{3,4} |"
@@ -121,6 +124,8 @@ class Hit:
     """Whether an exception stands there without its traceback."""
     warned: bool = False
     """Whether the line says of itself that it is no failure."""
+    late: bool = False
+    """Whether it stands behind a line that says that the training ended well."""
     survived: bool = False
     """Whether the same rank has trained on afterwards, or ended well."""
     raised: Raised | None = None
@@ -163,8 +168,6 @@ class _Stream:
     """What the lines of one process in one file have said so far."""
 
     reader: Reader = field(default_factory=Reader)
-    open: list[tuple[Hit, int]] = field(default_factory=list)
-    """Hits that nothing shows to be survived, and how many lines of progress would show it."""
 
 
 @dataclass(slots=True)
@@ -177,6 +180,12 @@ class _File:
     time: float | None = None
     attend: int = 0
     """Up to which line all are looked at."""
+    open: list[tuple[Hit, int]] = field(default_factory=list)
+    """Hits that nothing shows to be survived, and how many lines of progress would show it."""
+    complaining: bool = False
+    """Whether lines that complain in unknown words are among them."""
+    ended: bool = False
+    """Whether a line says that the training ended well."""
 
 
 class _Scan:
@@ -226,12 +235,14 @@ class _Scan:
                 begun = index - (len(hit.raised.frames) * 2 + 1 if hit.raised else 0)
                 hit.before = activity.before(state.lines, begun)
             if hit.signature.id not in LASTING:
-                stream.open.append((hit, _needed(hit)))
+                state.open.append((hit, _needed(hit)))
+                state.complaining = state.complaining or hit.signature is COMPLAINT
+            hit.late = state.ended
             state.attend = index + ATTENTION
         if stream.reader.inside:
             state.attend = max(state.attend, index + 100)
-        if not hits and stream.open:
-            _survive(line.text, stream)
+        if not hits and (state.open or not state.ended):
+            _survive(line, state)
         return bool(hits) or stream.reader.inside or _CONTENT_MATTERS.search(line.text) is not None
 
     def _keep(self, hit: Hit, state: _File) -> None:
@@ -284,7 +295,8 @@ class _Scan:
             hit = _hit(
                 known[0], line, {"text": text.strip()[:300], "where": "the line that its traceback names", **known[1]}
             )
-            hit.warned = _WARNING.search(line.raw) is not None and "NCCL WARN" not in line.raw
+            hit.warned = (_WARNING if hit.signature.role == "cause" else _NEWS).search(line.raw) is not None
+            hit.warned = hit.warned and "NCCL WARN" not in line.raw and hit.signature.role != "symptom"
             if not _SAYS_SO.search(line.raw) and not signatures.SPOKEN_BY_TOOLS.search(known[0].source):
                 hit.weight = 0  # words in a line that calls itself no error: an exception that was raised says more
             return [hit]
@@ -315,6 +327,8 @@ class _Scan:
                 _explain(hit)
             if hit.rank is None and hit.line.pid is not None and hit.node is not None:
                 hit.rank = self.rank_of.get((hit.node, hit.line.pid))
+            if hit.late and hit.signature.role == "effect":  # what was left is being cleared away
+                hit.survived = True
             kept.append(hit)
         self.found.hits = kept
         self.found.complaints = [hit for hit in self.found.complaints if not hit.survived]
@@ -387,23 +401,30 @@ def _needed(hit: Hit) -> int:
     """Lines of progress, or of anything, that show that a hit was survived."""
     if hit.signature is COMPLAINT:
         return CALM
-    return UNLABELLED if hit.raised is not None and not hit.bare and hit.line.rank is None else 1
+    unlabelled = hit.line.rank is None and (hit.line.pid is not None or (hit.raised is not None and not hit.bare))
+    return UNLABELLED if unlabelled else 1
 
 
-def _survive(text: str, stream: _Stream) -> None:
-    """Mark what a rank has found and trained on after."""
-    if _ENDED_WELL.search(text):
-        stream.open = [(hit, 0) for hit, _ in stream.open]
-    elif PROGRESS.search(text) and not _NOT_A_NUMBER.search(text):
-        stream.open = [(hit, needed - (CALM if hit.signature is COMPLAINT else 1)) for hit, needed in stream.open]
-    elif any(hit.signature is COMPLAINT for hit, _ in stream.open) and text.strip():
-        stream.open = [(hit, needed - (hit.signature is COMPLAINT)) for hit, needed in stream.open]
-    else:
+def _survive(line: LogLine, state: _File) -> None:
+    """Mark what a rank has found and trained on after, or ended well."""
+    text = line.text
+    ended = _ENDED_WELL.search(text) is not None
+    progress = PROGRESS.search(text) is not None and _NOT_A_NUMBER.search(text) is None
+    state.ended = state.ended or ended
+    if not (ended or progress or state.complaining) or not text.strip():
         return
-    for hit, needed in stream.open:
-        if needed <= 0:
+    kept: list[tuple[Hit, int]] = []
+    for hit, needed in state.open:
+        same = hit.line.rank is None or hit.line.rank == line.rank
+        step = needed if same and ended else 1 if same and progress else 0
+        if hit.signature is COMPLAINT:
+            step = needed if same and (ended or progress) else 1
+        if needed > step:
+            kept.append((hit, needed - step))
+        else:
             hit.survived = True
-    stream.open = [(hit, needed) for hit, needed in stream.open if needed > 0]
+    state.open = kept[-OPEN_HITS:]
+    state.complaining = any(hit.signature is COMPLAINT for hit, _ in state.open)
 
 
 def _of_exit(end: Exit, line: LogLine) -> Hit:

@@ -93,6 +93,17 @@ BENIGN = (
     "destroyed before we destruct ProcessGroupNCCL.",
     "[W socket.cpp:663] [c10d] The client socket has failed to connect to [localhost]:29500 (errno: 99 - "
     "Cannot assign requested address).",
+    "n1:1:2 [0] NCCL INFO Call to connect returned Connection refused, retrying\nn1:1:2 [0] NCCL INFO Connected all rings",
+    "n1:1:2 [0] NCCL INFO NET/Plugin : Plugin load (libnccl-net.so) returned 2 : libnccl-net.so: cannot open shared "
+    "object file: No such file or directory",
+    "n1:1:2 [0] misc/ibvwrap.cc:63 NCCL WARN Failed to open libibverbs.so[.1]",
+    "Training finished.\nException in thread NetStatThr:\nTraceback (most recent call last):\n"
+    '  File "/opt/venv/lib/python3.10/site-packages/wandb/sdk/wandb_run.py", line 268, in check_network_status\n'
+    "    self._loop_check_status(\nBrokenPipeError: [Errno 32] Broken pipe",
+    "2023-01-01 10:00:00.000000: W tensorflow/x/dso_loader.cc:64] Could not load dynamic library 'libnvinfer.so.7'; "
+    "dlerror: libnvinfer.so.7: cannot open shared object file: No such file or directory",
+    "A matching Triton is not available, some optimizations will not be enabled.\n"
+    "Error caught was: No module named 'triton'",
     "srun: job 991 queued and waiting for resources\nsrun: job 991 has been allocated resources",
 )
 
