@@ -130,6 +130,7 @@ def variables() -> str:
 
 def signatures() -> str:
     """Every text of a failed job that dtctl knows."""
+    from dtctl.doctor.explain.signatures import kinds
     from dtctl.doctor.explain.signatures import signatures as known
 
     parts = [
@@ -141,6 +142,15 @@ def signatures() -> str:
             f"## {one.id}\n\n```text\n{one.example.strip()}\n```\n\n{_cell(one.cause)}.{rerun}\n\n"
             f"**Fix:** {_cell(one.fix)}. [Source]({one.source})\n"
         )
+    parts.append(
+        "# Exceptions that no text is known of\n\nThey are told by their class, their error number, and the file that "
+        "raised them.\n"
+    )
+    parts += [
+        f"## {one.id}\n\n{_cell(one.cause)}.\n\n**Fix:** {_cell(one.fix)}.\n"
+        for one in kinds().values()
+        if one.id not in {other.id for other in known()}
+    ]
     return "\n".join(parts)
 
 
@@ -173,6 +183,7 @@ def benchmarks() -> str:
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         newest[_benchmark_of(path)] = path
     newest.pop(FAULTS, None)  # has a page of its own
+    newest.pop("logs", None)  # is told in the guide of the doctor
     for name, path in newest.items():
         kept = json.loads(path.read_text(encoding="utf-8"))
         machine = ", ".join(f"{key} {value}" for key, value in kept.get("versions", {}).items())

@@ -93,7 +93,8 @@ BENIGN = (
     "destroyed before we destruct ProcessGroupNCCL.",
     "[W socket.cpp:663] [c10d] The client socket has failed to connect to [localhost]:29500 (errno: 99 - "
     "Cannot assign requested address).",
-    "n1:1:2 [0] NCCL INFO Call to connect returned Connection refused, retrying\nn1:1:2 [0] NCCL INFO Connected all rings",
+    "n1:1:2 [0] NCCL INFO Call to connect returned Connection refused, retrying\n"
+    "n1:1:2 [0] NCCL INFO Connected all rings",
     "n1:1:2 [0] NCCL INFO NET/Plugin : Plugin load (libnccl-net.so) returned 2 : libnccl-net.so: cannot open shared "
     "object file: No such file or directory",
     "n1:1:2 [0] misc/ibvwrap.cc:63 NCCL WARN Failed to open libibverbs.so[.1]",
