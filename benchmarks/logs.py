@@ -25,7 +25,7 @@ CLASSES: dict[str, str] = {
     "gpu-oom": "cuda-oom cublas-memory",
     "host-oom": "oom-killer killed job-memory-limit host-memory ray-memory loader-killed worker-lost",
     "shm": "shm-full shm-attach bus-error",
-    "disk-or-quota": "disk-full write-failed read-only evicted",
+    "disk-or-quota": "storage-failed disk-full write-failed read-only evicted",
     "permission": "permission not-executable read-only port-invalid",
     "network-interface": "no-interface gloo-no-interface loopback-advertised no-common-subnet "
                          "virtual-interfaces no-route connect-refused gloo-connect "
@@ -41,11 +41,12 @@ CLASSES: dict[str, str] = {
     "environment-variable": "rendezvous-variables environment-variable store-unreachable",
     "port-in-use": "port-taken",
     "ssh": "ssh-login ssh-host-key ssh-refused ssh-unreachable ssh-key-mode ssh-name",
-    "scheduler": "slurm-refused slurm-communication requeued preempted cancelled time-limit node-failed "
+    "scheduler": "slurm-launch slurm-refused slurm-communication requeued preempted cancelled time-limit node-failed "
                  "mpi-pmi mpi-slots pod-unscheduled evicted",
     "preemption-or-time-limit": "time-limit preempted requeued",
     "node-failure": "node-failed mpi-daemon-lost slurm-communication",
-    "cancelled-or-signalled": "cancelled agent-signalled hangup interrupted stopped preempted killed peer-closed",
+    "cancelled-or-signalled": "segfault cancelled agent-signalled hangup interrupted stopped preempted killed "
+                              "peer-closed",
     "command-missing": "command-missing not-executable",
     "collective-mismatch": "collective-mismatch nccl-settings-differ store-barrier ddp-models-differ "
                            "sizes-differ watchdog-timeout rank-behind gloo-timeout",
@@ -56,19 +57,20 @@ CLASSES: dict[str, str] = {
                     "no-nccl device-map fork-cuda device-unknown",
     "gpu-hardware": "gpu-fell-off nvml nvls",
     "driver": "driver-too-old driver-mismatch fabric-manager nvml nvls no-nccl",
-    "version-conflict": "version-conflict undefined-symbol no-kernel-image cuda-toolkit-differs weights-only "
+    "version-conflict": "gpu-architecture version-conflict undefined-symbol no-kernel-image "
+                        "cuda-toolkit-differs weights-only "
                         "removed-api nccl-version-mismatch "
     "old-glibc import-failed missing-module local-rank-argument missing-library driver-too-old",
     "import-or-abi": "undefined-symbol missing-library missing-module import-failed version-conflict old-glibc "
                      "circular-import",
     "missing-module": "missing-module import-failed command-missing",
-    "compile": "compile-failed build-failed missing-header cuda-toolkit-missing cuda-toolkit-differs",
+    "compile": "gpu-architecture compile-failed build-failed missing-header cuda-toolkit-missing cuda-toolkit-differs",
     "checkpoint": "checkpoint-damaged shapes-differ world-size-changed checkpoint-missing lfs-pointer "
                   "weights-only bad-data write-failed",
     "download": "offline hub-forbidden hub-missing rate-limited server-error tls download-failed name-resolution",
-    "dataset-or-file": "bad-sample missing-file no-data bad-data checkpoint-missing missing-script "
+    "dataset-or-file": "sample-error bad-sample missing-file no-data bad-data checkpoint-missing missing-script "
                        "storage-failed permission hub-missing",
-    "dataloader": "bad-sample loader-killed loader-timeout open-files shm-full bad-data segfault",
+    "dataloader": "loader-exited bad-sample loader-killed loader-timeout open-files shm-full bad-data segfault",
     "configuration": "not-divisible bad-arguments bad-configuration local-rank-argument command-missing "
                      "world-too-large mpi-slots mpi-root exception "
     "library-error assertion not-supported version-conflict rendezvous-variables missing-script port-invalid "
@@ -77,7 +79,8 @@ CLASSES: dict[str, str] = {
     "ddp-usage": "ddp-unused-parameters ddp-ready-twice ddp-no-gradients ddp-models-differ ddp-attribute "
                  "autograd syncbn-cpu",
     "fsdp-or-sharding-usage": "fsdp-mixed sizes-differ library-error types-differ shapes-differ assertion",
-    "program-error": "exception sizes-differ device-assert index-range types-differ devices-differ autograd "
+    "program-error": "sample-error exception sizes-differ device-assert index-range types-differ "
+                     "devices-differ autograd "
                      "library-error batch-of-one recompute-differs "
     "init-twice init-missing circular-import ddp-attribute fork-cuda assertion bad-configuration",
     "library-error": "library-error exception assertion not-supported version-conflict segfault compile-failed "

@@ -143,7 +143,7 @@ def judge(table: CollectiveTable, ranks: set[int], world: int = 0) -> Collective
         return CollectiveVerdict(kind="behind", ranks=table.lagging, said="torch itself calls it the one that lags")
     if len(table.calls) < 2:
         return None
-    return _mismatch(table.calls) or _behind(table) or _silent(table.calls, ranks, world)
+    return _mismatch(table.calls) or _behind(table) or _silent(table, ranks, world)
 
 
 def _mismatch(calls: dict[int, Call]) -> CollectiveVerdict | None:
@@ -183,10 +183,11 @@ def _behind(table: CollectiveTable) -> CollectiveVerdict | None:
     return None
 
 
-def _silent(calls: dict[int, Call], ranks: set[int], world: int) -> CollectiveVerdict | None:
+def _silent(table: CollectiveTable, ranks: set[int], world: int) -> CollectiveVerdict | None:
     if world and len(ranks) < world:  # the logs of some ranks are not here: absence says nothing
         return None
-    silent = sorted(ranks - set(calls))
+    spoken = set(table.calls).union(*table.enqueued.values())
+    silent = sorted(ranks - spoken)
     if silent and len(silent) <= len(ranks) / 2:
         return CollectiveVerdict(
             kind="silent", ranks=tuple(silent), said="all others waited for it, and it never gave up itself"

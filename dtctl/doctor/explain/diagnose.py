@@ -25,7 +25,7 @@ DUMPS_SOURCE = "https://docs.pytorch.org/tutorials/unstable/flight_recorder_tuto
 _BY_WATCHDOG = ("watchdog-timeout", "rank-behind", "rank-silent", "collective-mismatch")
 _SCHEDULER = ("time-limit", "cancelled", "preempted", "requeued", "node-failed", "oom-killer", "job-memory-limit")
 _ENDING = ("time-limit", "cancelled", "preempted", "requeued")
-_AWAITED = ("name-resolution", "store-unreachable", "connect-refused", "no-route", "loss-scale")
+_AWAITED = ("store-barrier", "name-resolution", "store-unreachable", "connect-refused", "no-route", "loss-scale")
 _HUNG = ("watchdog-timeout", "gloo-timeout", "heartbeat-timeout", "watchdog-stuck", "monitored-barrier")
 _OPEN_PLACE = re.compile(r"\{([a-z_]+)\}(?!\})")
 _NAMELESS = {
@@ -130,6 +130,8 @@ def diagnose(sources: Iterable[Source], layout: LogLayout) -> tuple[Verdict, lis
         and not _earlier(ordered[0], rivals, many)
     ):
         first = replace(first, confidence="medium")
+    if not first.nodes and len(found.nodes) == 1 and ordered[0][0].signature.role in ("cause", "symptom"):
+        first = replace(first, nodes=tuple(found.nodes))  # these are the logs of one node
     first = replace(first, primary=True)
     rest = [
         replace(one, follows=_follows(group, ordered[0], known))
@@ -159,15 +161,20 @@ def _with_exit(first: Diagnosis, group: list[Hit], found: Found) -> Diagnosis:
 
 
 def _named_first(ordered: list[list[Hit]], diagnoses: list[Diagnosis]) -> tuple[list[list[Hit]], list[Diagnosis]]:
-    """Of a store that nobody reached since its name means nothing, the name is the cause, although torch only warns."""
-    if diagnoses[0].id in ("store-unreachable", "rendezvous-host", "rendezvous-timeout"):
-        heads = {hit.groups.get("head") for hit in ordered[0]}
-        for number, group in enumerate(ordered):
-            if group[0].signature.id == "name-resolution" and (
-                heads & {hit.groups.get("node") for hit in group} or heads == {None}
-            ):
-                order = [number, *(other for other in range(len(ordered)) if other != number)]
-                return [ordered[i] for i in order], [diagnoses[i] for i in order]
+    """Put what the first yields to before it, although the program only warned of it.
+
+    Of a store that nobody reached since its name means nothing, for example, the name is the cause.
+    """
+    first = ordered[0][0].signature
+    heads = {hit.groups.get("head") for hit in ordered[0]}
+    store = first.id in ("store-unreachable", "rendezvous-host", "rendezvous-timeout")
+    for number, group in enumerate(ordered):
+        id_ = group[0].signature.id
+        named = id_ == "name-resolution" and (heads & {hit.groups.get("node") for hit in group} or heads == {None})
+        warned = all(hit.warned and not hit.survived for hit in group)
+        if (store and named) or (warned and id_ in first.yields):
+            order = [number, *(other for other in range(len(ordered)) if other != number)]
+            return [ordered[i] for i in order], [diagnoses[i] for i in order]
     return ordered, diagnoses
 
 
@@ -233,7 +240,8 @@ def _order(
 ) -> tuple[int, bool, tuple[float, int]]:
     not_root = bool(roots) and not any(hit.rank in roots or roots & set(hit.ranks) for hit in group)
     place = _place(group, known)
-    return (LIKELY if place == OPEN else place, not_root, _when(group[0], many))
+    told_to = group[0].signature.id == "stopped"  # what another failure led to, even if it is told first
+    return (LIKELY if place == OPEN else place, told_to or not_root, _when(group[0], many))
 
 
 def _place(group: list[Hit], known: set[str]) -> int:
@@ -304,6 +312,9 @@ def _diagnosis(group: list[Hit], found: Found, layout: LogLayout, known: set[str
     if any(hit.root for hit in group):  # the launcher itself says whose was the first
         counted = [hit for hit in group if hit.root]
     if signature.blames == "self":
+        for hit in counted:
+            if hit.rank is None and "rank" in hit.groups:
+                hit.rank = int(hit.groups["rank"])
         ranks = {hit.rank for hit in counted if hit.rank is not None} | {rank for hit in counted for rank in hit.ranks}
         nodes = {hit.node for hit in counted if hit.node is not None}
     elif signature.blames == "group":
@@ -312,7 +323,8 @@ def _diagnosis(group: list[Hit], found: Found, layout: LogLayout, known: set[str
             ranks |= {int(word) for word in words}
             nodes |= {hit.groups["node"]} if "node" in hit.groups else set()
             nodes |= {hit.groups["head"]} if "head" in hit.groups and not _is_address(hit.groups["head"]) else set()
-    if signature.blames == "all" and len({(hit.node, hit.rank) for hit in group}) == 1:  # where it was seen
+    seen = {(hit.node, hit.rank) for hit in group} - {(None, None)}
+    if signature.blames == "all" and len(seen) == 1:  # where it was seen
         ranks |= {hit.rank for hit in group if hit.rank is not None}
         nodes |= {hit.node for hit in group if hit.node is not None}
     if signature.id in _SCHEDULER and not nodes:

@@ -40,7 +40,8 @@ _ENDED_WELL = re.compile(
 _WARNING = re.compile(
     r": [WI] (?:tensorflow|external|xla)/|[Ee]rror caught was|\boptional\b|(?<!NCCL )\bWARN(?:ING)?\b|"
     r"\b(?:INFO|DEBUG)\b|\[W\d{3,4} |\[W |^W\d{4} |\w+Warning\b|\b[Ww]arnings?:|\b[Rr]etry|"
-    r"\bfall(?:ing|s)? ?back\b|\bignor(?:ed|ing)\b|\bskipp(?:ed|ing)\b"
+    r"\bfall(?:ing|s)? ?back\b|\bignor(?:ed|ing)\b|\bskipp(?:ed|ing)\b|"
+    r"\baccepting this\b|\bharmless\b|\bcan be ignored\b|\bnot (?:fatal|an error)\b"
 )
 """A line that says of itself that it is no failure."""
 _JSON_TEXTS = ("message", "msg", "log", "text", "event", "error", "exc_info", "exception", "stack")
@@ -49,7 +50,7 @@ _NEWS = re.compile(r"\b(?:INFO|DEBUG)\b|\b[Rr]etry|\bfall(?:ing|s)? ?back\b|\big
 _COMPLAINS = re.compile(r"rror|ERROR|CRITICAL|FATAL|xception")
 _SAYS_SO = re.compile(
     r"NCCL WARN|\b[Ee]rror|\bERROR\b|\bFATAL\b|\b[Ff]atal\b|\bCRITICAL\b|Exception\b|\[E |\[[EF]\d{3,4} |"
-    r"^[EF]\d{4} |\bkernel\b|NVRM|what\(\)|terminate|[Aa]bort|Killed|[Ff]ailed\b"
+    r"^[EF]\d{4} |\bkernel\b|NVRM|what\(\)|terminate|[Aa]bort|Killed|[Ff]ail(?:ed|ure)\b"
 )
 """A line that calls itself an error."""
 _WEAK = re.compile(
@@ -89,7 +90,7 @@ _BY_RANK = re.compile(
     r"worker rank (?P<w>\d{1,5})\b|\bon rank (?P<on>\d{1,5})\b"
 )
 _NCCL_RANK = re.compile(
-    r"NCCL INFO .*\brank (?P<rank>\d+) (?:nranks|nRanks) \d+|NCCL INFO .*\brank (?P<also>\d+) .*\bcudaDev \d+"
+    r"(?:NCCL )?INFO .*\brank (?P<rank>\d+) (?:nranks|nRanks) \d+|(?:NCCL )?INFO .*\brank (?P<also>\d+) .*\bcudaDev \d+"
 )
 
 
@@ -149,6 +150,8 @@ class Found:
     watching: list[LogLine] = field(default_factory=list)
     """Lines in which a watchdog speaks."""
     interfaces: Interfaces = field(default_factory=Interfaces)
+    nodes: set[str] = field(default_factory=set)
+    """Nodes that have printed anything."""
     world: int = 0
     complaints: list[Hit] = field(default_factory=list)
     """Lines that complain in words that nobody here knows, and nothing shows to be survived."""
@@ -178,6 +181,8 @@ class _File:
     streams: dict[tuple[int | None, str | None, str | None], _Stream] = field(default_factory=dict)
     table: launchers.Table = field(default_factory=launchers.Table)
     time: float | None = None
+    last: tuple[int | None, str | None, str | None] = (None, None, None)
+    """Whose line the last one was."""
     attend: int = 0
     """Up to which line all are looked at."""
     open: list[tuple[Hit, int]] = field(default_factory=list)
@@ -186,6 +191,8 @@ class _File:
     """Whether lines that complain in unknown words are among them."""
     ended: bool = False
     """Whether a line says that the training ended well."""
+    went_on: int = 0
+    """The last line of progress."""
 
 
 class _Scan:
@@ -214,7 +221,7 @@ class _Scan:
             if not self._line(line, index, state, known_form=seen > 0) and not seen and len(self.forms) < FORMS:
                 self.forms[form] = 1
         for stream in state.streams.values():
-            if (cut := stream.reader.cut_off()) is not None:
+            if (cut := stream.reader.cut_off()) is not None and cut.line.number > state.went_on:
                 hit = _hit(signatures.kind("traceback-cut"), cut.line, {})
                 hit.raised = cut
                 self.raised.append(hit)
@@ -227,22 +234,33 @@ class _Scan:
         if line.time is not None:
             apart = state.time is not None and abs(line.time - state.time) > 1e6  # another year, or no time at all
             state.time = line.time if state.time is None or apart else max(line.time, state.time)
-        stream = state.streams.setdefault((line.rank, line.node, line.pid), _Stream())
+        key = (line.rank, line.node, line.pid)
+        stream = state.streams.setdefault(key, _Stream())
         hits = [] if known_form and not stream.reader.inside else self._look(line, stream, state.table)
+        before = state.streams.get(state.last)
         for hit in hits:
             self._keep(hit, state)
+            if (
+                hit.bare
+                and line.rank is None
+                and before is not None
+                and before.reader.opened
+                and state.last[0] is not None
+            ):
+                hit.rank, before.reader.opened = state.last[0], 0  # the last line of a traceback, without its prefix
             if len(self.found.hits) < 200:
                 begun = index - (len(hit.raised.frames) * 2 + 1 if hit.raised else 0)
                 hit.before = activity.before(state.lines, begun)
             if hit.signature.id not in LASTING:
                 state.open.append((hit, _needed(hit)))
-                state.complaining = state.complaining or hit.signature is COMPLAINT
+                state.complaining = state.complaining or hit.signature is COMPLAINT or _said(hit)
             hit.late = state.ended
             state.attend = index + ATTENTION
+        state.last = key
         if stream.reader.inside:
             state.attend = max(state.attend, index + 100)
-        if not hits and (state.open or not state.ended):
-            _survive(line, state)
+        if not hits:
+            _survive(line, state, ordinary=not stream.reader.opened)
         return bool(hits) or stream.reader.inside or _CONTENT_MATTERS.search(line.text) is not None
 
     def _keep(self, hit: Hit, state: _File) -> None:
@@ -252,6 +270,8 @@ class _Scan:
     def _note(self, line: LogLine) -> None:
         """What any line may say besides failures."""
         found, text = self.found, line.text
+        if line.node is not None:
+            found.nodes.add(line.node)
         if line.rank is not None:
             found.ranks.add(line.rank)
             if line.node is not None:
@@ -401,30 +421,39 @@ def _needed(hit: Hit) -> int:
     """Lines of progress, or of anything, that show that a hit was survived."""
     if hit.signature is COMPLAINT:
         return CALM
+    if _said(hit):
+        return 2
     unlabelled = hit.line.rank is None and (hit.line.pid is not None or (hit.raised is not None and not hit.bare))
     return UNLABELLED if unlabelled else 1
 
 
-def _survive(line: LogLine, state: _File) -> None:
+def _said(hit: Hit) -> bool:
+    """Whether it is words in a line that calls itself no error: whatever goes on after it shows that they were none."""
+    return hit.weight == 0 and hit.raised is None and hit.signature.role == "cause"
+
+
+def _survive(line: LogLine, state: _File, *, ordinary: bool) -> None:
     """Mark what a rank has found and trained on after, or ended well."""
     text = line.text
     ended = _ENDED_WELL.search(text) is not None
     progress = PROGRESS.search(text) is not None and _NOT_A_NUMBER.search(text) is None
     state.ended = state.ended or ended
+    if ended or progress:
+        state.went_on = line.number
     if not (ended or progress or state.complaining) or not text.strip():
         return
     kept: list[tuple[Hit, int]] = []
     for hit, needed in state.open:
         same = hit.line.rank is None or hit.line.rank == line.rank
         step = needed if same and ended else 1 if same and progress else 0
-        if hit.signature is COMPLAINT:
-            step = needed if same and (ended or progress) else 1
+        if hit.signature is COMPLAINT or _said(hit):
+            step = needed if same and (ended or progress) else int(ordinary)
         if needed > step:
             kept.append((hit, needed - step))
         else:
             hit.survived = True
     state.open = kept[-OPEN_HITS:]
-    state.complaining = any(hit.signature is COMPLAINT for hit, _ in state.open)
+    state.complaining = any(hit.signature is COMPLAINT or _said(hit) for hit, _ in state.open)
 
 
 def _of_exit(end: Exit, line: LogLine) -> Hit:

@@ -25,7 +25,7 @@ _CLONED = re.compile(
 )
 """Libraries that are often run from a clone."""
 _LAUNCHER = re.compile(
-    r"/bin/[\w.-]+$|/torch/distributed/(?:run|launch|launcher|elastic)|/accelerate/commands/|/deepspeed/launcher/|runpy"
+    r"/bin/[\w.-]+$|/torch/distributed/(?:run|launch|launcher|elastic)|/accelerate/commands/|/deepspeed/launcher/|/torchelastic/|/multiprocessing/spawn\.py|runpy"
 )
 _DOWNLOADS = frozenset(
     (
@@ -345,6 +345,8 @@ def kind_of(raised: Raised) -> tuple[str, int]:  # noqa: C901 - a table in the f
     ):
         return "network-error", 2
     if not own and raised.frames and "/torch/utils/data/" in raised.frames[-1].path and not known_as(name):
+        if _is_os(name):
+            return "bad-data", 2
         return "bad-sample", 2
     if (
         not own
@@ -368,6 +370,8 @@ def kind_of(raised: Raised) -> tuple[str, int]:  # noqa: C901 - a table in the f
         return "version-conflict", 2
     if not raised.frames:
         return "not-in-traceback", 0
+    if own and name in _MISSING and raised.frames[-1].function in _READING:
+        return "sample-error", 1
     if own:
         return "exception", 1
     if name == "AssertionError":
@@ -384,6 +388,9 @@ def known_as(name: str) -> bool:
     return name in ("KeyboardInterrupt", "MemoryError", "ConnectionResetError", "BrokenPipeError", "EOFError")
 
 
+_MISSING = ("KeyError", "IndexError", "UnicodeError")
+_READING = ("__getitem__", "__iter__", "__next__", "collate_fn", "load_annotations", "load_annos", "get_item")
+"""Functions of the user's that read data."""
 _STANDARD_ONLY = (
     "runpy",
     "python",

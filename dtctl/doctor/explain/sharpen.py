@@ -237,7 +237,7 @@ def _addresses(found: Diagnosis, group: list[Hit], all_: Found) -> Diagnosis:
         if odd:
             return replace(
                 found,
-                cause=f"{found.cause}; {address} is {odd}",
+                cause=f"other nodes cannot reach the address that is used: {address} is {odd} ({found.cause})",
                 fix=f"{interfaces.advice(known)}; {found.fix}",
                 confidence=found.confidence if found.id == "peer-closed" else "high",
             )

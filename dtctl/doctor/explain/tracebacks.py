@@ -118,7 +118,8 @@ _NEW_THOUGHT = re.compile(
     r"^(?:\d{4}[-/]\d\d|\[\d{4}-|\[?[IWEF]\d{3,4} |(?:INFO|WARNING|DEBUG|ERROR|CRITICAL)\b|={5,}|\*{5,}|"
     r"[\w./-]+:\d+:\d+ \[|srun:|slurmstepd:"
     r"|wandb:|\S*%\||Traceback |Process finished|Killing |Sending |Terminating |\[pip3\]|\S*ChildFailedError|"
-    r"\w+:\w+(?:\.\w+)+:|frame #|\w+Warning:|Killed|Exception raised from|terminate called|\[(?:rank|c10d|"
+    r"\w+:\w+(?:\.\w+)+:|frame #|\w+Warning:|-{10,}|Primary job|Killed|Exception raised from|terminate called|"
+    r"\[(?:rank|c10d|"
     r"default|trainer|E |W ))"
 )
 _SOURCE = re.compile(r"^\s{4,}(?:raise|return|with|for|if|self\.|await|yield|\w[\w.]*\()")
@@ -246,6 +247,8 @@ class Reader:
 
     def cut_off(self) -> Raised | None:
         """The traceback whose exception never came, None without one."""
+        if len(self.frames) == 1 and "/lib/python" in self.frames[0].path:  # a scrap of one
+            return None
         launcher = self.frames and any(
             part in self.frames[-1].path for part in ("/torch/distributed/run", "/torch/distributed/launch", "runpy")
         )
@@ -396,6 +399,13 @@ class Reader:
         return True
 
 
+_AT_THE_END = ("_run_exitfuncs", "_exit_function", "_cleanup")
+
+
 def _at_the_end(frames: list[Frame]) -> bool:
     """Whether an exception came out of what Python calls when an object or the process ends: it ignores those."""
-    return bool(frames) and frames[0].function in ("__del__", "_run_exitfuncs", "_exit_function", "_cleanup")
+    if not frames:
+        return False
+    return frames[0].function in _AT_THE_END or any(
+        frame.function in ("__del__", "_shutdown_workers") for frame in frames
+    )
