@@ -360,7 +360,9 @@ def _confidence(group: list[Hit], place: int) -> Confidence:
         return "ambiguous"
     if place in (EFFECT, NOTE):
         return "low"
-    if place != DEFINITE:
+    if place != DEFINITE or not group[0].signature.sure or group[0].signature.yields:
+        return "medium"
+    if all(hit.weight == 2 for hit in group):  # of a kind, by its structure alone
         return "medium"
     generic = all(hit.raised is not None and (hit.bare or not hit.raised.frames) and hit.weight < 3 for hit in group)
     return "medium" if generic else "high"

@@ -35,6 +35,7 @@ class Signature:
     ambiguous: str = ""
     versions: str = ""
     yields: tuple[str, ...] = ()
+    sure: bool = True
 
 
 @functools.cache
