@@ -137,11 +137,15 @@ def scored(folder: Path, judged: dict[str, str]) -> dict[str, Any]:
             if any(covers(problem, mistake) for problem in problems):
                 found[mistake["kind"]] += 1
             else:
-                missed.append({"file": code.name, **{name: mistake[name] for name in ("line", "kind", "severity", "why")}})
+                missed.append(
+                    {"file": code.name, **{name: mistake[name] for name in ("line", "kind", "severity", "why")}}
+                )
         for problem in problems:
             said[problem.severity] += 1
             verdict = judged.get(f"{code.name}:{problem.line}:{problem.rule}")
-            if verdict == "right" or (verdict is None and any(covers(problem, mistake) for mistake in described["mistakes"])):
+            if verdict == "right" or (
+                verdict is None and any(covers(problem, mistake) for mistake in described["mistakes"])
+            ):
                 right[problem.severity] += 1
             else:
                 false.append(

@@ -60,7 +60,11 @@ def _output(script: Script, directives: list[re.Match[str]]) -> Iterator[Finding
     for match in directives:
         option = _OUTPUT.search(match["options"])
         folder = option["path"].rpartition("/")[0] if option is not None else ""
-        if folder and "%" not in folder and re.search(rf"(?:^|[\s\"'/]){re.escape(folder.removeprefix('./'))}/?(?:$|[\s\"'])", made):
+        if (
+            folder
+            and "%" not in folder
+            and re.search(rf"(?:^|[\s\"'/]){re.escape(folder.removeprefix('./'))}/?(?:$|[\s\"'])", made)
+        ):
             yield match.start(), "DT062", f"Slurm opens its output in `{folder}` before the job makes that folder"
             return
 
@@ -84,7 +88,11 @@ def _steps(script: Script, directives: str) -> Iterator[Finding]:
         for word in words:
             variable = _replaced(word)
             if variable and (nodes is None or int(nodes[1]) > 1) and launcher is not None:
-                yield word.start, "DT063", f"the batch script replaces ${variable} before srun runs: all tasks get the same"
+                yield (
+                    word.start,
+                    "DT063",
+                    f"the batch script replaces ${variable} before srun runs: all tasks get the same",
+                )
 
 
 def _replaced(word: Word) -> str | None:
@@ -93,4 +101,3 @@ def _replaced(word: Word) -> str | None:
     match = _OWN_OF_TASK.search(bare)
     escaped = match is not None and bare[: match.start()].endswith("\\")
     return match[1] if match is not None and not escaped else None
-

@@ -32,11 +32,14 @@ class Check:
     ) -> Problem:
         """A problem at a node; severity and fix are the rule's unless they are given."""
         meta = rules()[rule]
+        severity = severity or meta.severity
+        if severity == "warning" and self.module.tests:
+            severity = "info"  # a test is no training: what would be wrong in one is often meant
         line, column = node.lineno, node.col_offset  # type: ignore[attr-defined]  # all nodes that are reported have them
         text = self.module.text.split("\n", line)[line - 1] if line else ""
         return Problem(
             rule=rule,
-            severity=severity or meta.severity,
+            severity=severity,
             path=str(self.module.path),
             line=line,
             column=len(text.encode()[:column].decode("utf-8", "replace")) + 1,

@@ -145,5 +145,7 @@ def _for_some(module: SourceFile, call: ast.Call, others: Sequence[ast.Call] = (
         and key(other.func) == name
         and (opposite := next(guards(module, other), None)) is not None
         and opposite.at_zero != condition.at_zero
+        and opposite.sure
+        and condition.sure
         for other in others
     )

@@ -305,7 +305,7 @@ def _set_elsewhere(module: SourceFile, node: ast.Attribute) -> Iterator[tuple[So
     root = key(node.value)
     if root is None or root == "self" or module.neighbours is None:
         return
-    for other in module.neighbours.reach(module):
+    for other in module.neighbours.having(module, f".{node.attr}"):
         for binding in other.attributes.get(node.attr, ()):
             target = binding.value
             if target is not None and not other.within(node, binding.statement):

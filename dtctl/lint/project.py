@@ -17,8 +17,13 @@ MAX_FILES = 40
 """Local files that are looked at for one file."""
 MAX_AROUND = 300
 """Files that are asked whether they import one."""
-_IMPORTS = re.compile(r"^[ \t]*(?:from|import)\b([^\n#]+(?:\([^)]*\))?)", re.MULTILINE)
-_WORD = re.compile(r"\w+")
+MAX_IMPORTERS = 8
+"""Files that import one, and are looked at."""
+_IMPORT = re.compile(
+    r"^[ \t]*(?:from[ \t]+(?P<base>[.\w]+)[ \t]+)?import[ \t]+(?P<names>\([^)]*\)|[^\n#;]+)", re.MULTILINE
+)
+_BEGINS = re.compile("init_process_group|DistributedDataParallel|FullyShardedDataParallel|fully_shard")
+_DOTTED = re.compile(r"\w[\w.]*")
 
 
 class Project:
@@ -32,11 +37,13 @@ class Project:
         self._callers: dict[Function, list[tuple[SourceFile, ast.Call]]] = {}
         self._distributed: dict[SourceFile, bool] = {}
         self._near: dict[str, tuple[str, ...]] = {}
-        self._texts: dict[str, frozenset[str]] = {}
+        self._sources: dict[str, str] = {}
+        self._names_of: dict[str, tuple[tuple[str, int], ...]] = {}
+        self._having: dict[tuple[SourceFile, tuple[str, ...]], tuple[SourceFile, ...]] = {}
         self._words: dict[tuple[str, ...], dict[str, list[str]]] = {}
-        self._importers: dict[SourceFile, tuple[SourceFile, ...]] = {}
-        self._files_of: dict[SourceFile, frozenset[str]] = {}
-        self._reach: dict[SourceFile, tuple[SourceFile, ...]] = {}
+        self._importers: dict[str, tuple[str, ...]] = {}
+        self._files_of: dict[str, tuple[str, ...]] = {}
+        self._reach: dict[str, tuple[str, ...]] = {}
         self._entries: dict[str, frozenset[str]] = {}
         self._files: dict[tuple[str, str, int], tuple[str, ...]] = {}
 
@@ -54,58 +61,141 @@ class Project:
         """The module in a file; None when it cannot be read or parsed."""
         if path not in self._modules:
             try:
-                text = decoded(read(Path(path)), python=True).text
+                text = self._source(path)
                 module = self._modules[path] = SourceFile(Path(path), text, ast.parse(text))
                 module.neighbours = self
             except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
                 self._modules[path] = None
         return self._modules[path]
 
-    def reach(self, module: SourceFile) -> tuple[SourceFile, ...]:
-        """A module and the local ones that it imports, directly or over others."""
-        cached = self._reach.get(module)
+    def reach(self, module: SourceFile) -> tuple[str, ...]:
+        """The path of a module and of the local ones that it imports, directly or over others. None of them is parsed."""
+        own = os.path.normpath(module.path)
+        cached = self._reach.get(own)
         if cached is None:
-            reached, queue = {os.path.normpath(module.path): module}, [module]
+            self._sources.setdefault(own, module.text)
+            reached, queue = {own: None}, [own]
             while queue and len(reached) < MAX_FILES:
-                for path in self.imported(queue.pop(0)):
-                    below = self.module(path) if path not in reached else None
-                    if below is not None:
-                        reached[path] = below
-                        queue.append(below)
-            cached = self._reach[module] = tuple(reached.values())
+                for path in self._imported(queue.pop(0)):
+                    if path not in reached and self._source(path):
+                        reached[path] = None
+                        queue.append(path)
+            cached = self._reach[own] = tuple(reached)
         return cached
+
+    def having(self, module: SourceFile, *words: str) -> tuple[SourceFile, ...]:
+        """A module and the local ones that it imports whose text has one of some words."""
+        fact = (module, words)
+        cached = self._having.get(fact)
+        if cached is None:
+            paths = [path for path in self.reach(module) if any(word in self._source(path) for word in words)]
+            found = [other for path in paths if (other := self.module(path)) is not None]
+            cached = self._having[fact] = tuple(found)
+        return cached
+
+    def says(self, module: SourceFile, pattern: re.Pattern[str] | str, *, elsewhere: bool = False) -> bool:
+        """Whether the text of a module, or of one that it imports, has a word or matches a pattern.
+
+        Args:
+            module: where to begin.
+            pattern: what is looked for.
+            elsewhere: leave the module itself out.
+        """
+        texts = (self._source(path) for path in self.reach(module)[elsewhere:])
+        return any(pattern in text if isinstance(pattern, str) else pattern.search(text) for text in texts)
 
     def calls(self, module: SourceFile, name: str) -> bool:
         """Whether the resolved name is called in a module or in what it imports."""
-        return any(source.calls.get(name) for source in self.reach(module))
+        if module.calls.get(name):
+            return True
+        return any(source.calls.get(name) for source in self.having(module, name.rpartition(".")[2]))
 
     def methods(self, module: SourceFile, name: str) -> bool:
         """Whether anything whose last part is `name` is called in a module or in what it imports."""
-        return any(source.methods.get(name) for source in self.reach(module))
+        if module.methods.get(name):
+            return True
+        return any(source.methods.get(name) for source in self.having(module, name))
 
     def trains(self, module: SourceFile) -> bool:
         """Whether a module, with what it imports, is a distributed training."""
-        return module.trains or any(source.trains for source in self.reach(module))
+        return module.trains or any(
+            any(word in self._source(path) for word in names.TRAINS) for path in self.reach(module)
+        )
 
     def distributed(self, module: SourceFile) -> bool:
-        """Whether a module is part of a program that starts a process group or wraps a model: over its imports, too,
-        and over the files that import it.
+        """Whether a module is part of a program that starts a process group or wraps a model.
+
+        It does so itself, calls a function of another file that does, or is imported by a file of which that is true.
         """
         cached = self._distributed.get(module)
         if cached is None:
-            cached = self._distributed[module] = any(
-                self.calls(source, name)
-                for source in (module, *self.importers(module)[:6])
-                for name in (names.INIT, *names.WRAPPERS)
+            self._distributed[module] = False
+            cached = self._distributed[module] = (self.says(module, _BEGINS) and self._begins(module)) or any(
+                (other := self.module(path)) is not None and self._begins(other)
+                for path in self._importing(module)[:MAX_IMPORTERS]
+                if self._reaches(path)
             )
         return cached
+
+    def _reaches(self, path: str) -> bool:
+        """Whether a file, or one that it imports, has a word that starts a process group or wraps a model."""
+        if _BEGINS.search(self._source(path)):
+            return True
+        return any(_BEGINS.search(self._source(below)) for below in self._imported(path)[:MAX_FILES])
+
+    def _begins(self, module: SourceFile) -> bool:
+        """Whether a module starts a process group or wraps a model, or calls a function elsewhere that does."""
+        if any(module.calls.get(name) for name in (names.INIT, *names.WRAPPERS)):
+            return True
+        for name, qualified in module.aliases.items():
+            if qualified.partition(".")[0] in _ELSEWHERE or name not in module.used:
+                continue
+            found = self.definition(module, qualified)
+            if found is not None and not isinstance(found.node, ast.expr) and self._wraps(found, 3):
+                return True
+            if found is None and not qualified.startswith("torch"):
+                for path in self.files(module.path, qualified.lstrip("."), len(qualified) - len(qualified.lstrip("."))):
+                    other = self.module(path)
+                    if other is not None and any(
+                        self._wraps(Definition(other, function), 2)
+                        for last in module.used[name] for function in other.functions.get(last, ())
+                    ):  # fmt: skip
+                        return True
+        return False
+
+    def _wraps(self, definition: Definition, depth: int) -> bool:
+        """Whether a function or class starts a process group or wraps a model, itself or in what it calls."""
+        fact = ("wraps", definition.node)
+        module = definition.module
+        if fact not in module.facts:
+            module.facts[fact] = False  # for functions that call each other
+            calls = [call for name in (names.INIT, *names.WRAPPERS) for call in module.calls.get(name, ())]
+            found = any(module.within(call, definition.node) for call in calls)
+            if not found and depth:
+                for name, others in module.functions.items():
+                    if found or not any(module.within(call, definition.node) for call in module.methods.get(name, ())):
+                        continue
+                    found = any(self._wraps(Definition(module, other), depth - 1) for other in others)
+                for name in module.used if not found else ():
+                    qualified = module.aliases.get(name)
+                    if qualified is None or not any(
+                        module.within(call, definition.node) for call in module.used_in[name]
+                    ):
+                        continue
+                    for last in module.used[name]:
+                        dotted = qualified if last == name else f"{qualified}.{last}"
+                        other_definition = self.definition(module, dotted)
+                        if other_definition is not None and not isinstance(other_definition.node, ast.expr):
+                            found = found or self._wraps(other_definition, depth - 1)
+            module.facts[fact] = found
+        return bool(module.facts[fact])
 
     def framework(self, module: SourceFile) -> bool:
         """Whether a framework does the distribution: samplers, devices and saving are its part."""
         return any(
             name.partition(".")[0] in _FRAMEWORKS
-            for source in self.reach(module)[:4]
-            for name, dots in source.imports
+            for path in self.reach(module)[:4]
+            for name, dots in self._imports(path)
             if not dots
         )
 
@@ -201,19 +291,20 @@ class Project:
             module: what they import.
             name: what has to stand in them.
         """
-        cached = self._importers.get(module)
+        chosen = [path for path in self._importing(module) if not name or name in self._source(path)][:MAX_IMPORTERS]
+        return tuple(other for path in chosen if (other := self.module(path)) is not None)
+
+    def _importing(self, module: SourceFile) -> tuple[str, ...]:
+        """The paths of the files that import a module."""
+        own = os.path.normpath(module.path)
+        cached = self._importers.get(own)
         if cached is None:
-            own = os.path.normpath(module.path)
             stem = os.path.splitext(os.path.basename(own))[0]
             if stem == "__init__":
                 stem = os.path.basename(os.path.dirname(os.path.abspath(own)))
-            found = []
-            for path in self._naming(os.path.dirname(own) or ".").get(stem, ()):
-                other = self.module(path) if path != own else None
-                if other is not None and own in self._imported_files(other):
-                    found.append(other)
-            cached = self._importers[module] = tuple(found)
-        return tuple(source for source in cached if name in source.text) if name else cached
+            paths = [path for path in self._naming(os.path.dirname(own) or ".").get(stem, ()) if path != own]
+            cached = self._importers[own] = tuple(path for path in paths if own in self._imported(path))
+        return cached
 
     def _naming(self, folder: str) -> dict[str, list[str]]:
         """Word of an import statement -> the files around a folder that have it."""
@@ -227,19 +318,32 @@ class Project:
         return index
 
     def _import_words(self, path: str) -> frozenset[str]:
-        if path not in self._texts:
-            try:
-                text = read(Path(path)).decode("utf-8", "replace")
-            except OSError:
-                text = ""
-            lines = _IMPORTS.findall(text)
-            self._texts[path] = frozenset(word for line in lines for word in _WORD.findall(line))
-        return self._texts[path]
+        return frozenset(part for name, _ in self._imports(path) for part in name.split("."))
 
-    def _imported_files(self, module: SourceFile) -> frozenset[str]:
-        if module not in self._files_of:
-            self._files_of[module] = frozenset(self.imported(module))
-        return self._files_of[module]
+    def _imports(self, path: str) -> tuple[tuple[str, int], ...]:
+        """Dotted names that a file imports, and the number of leading dots, as its text says: it is not parsed."""
+        if path not in self._names_of:
+            found: dict[tuple[str, int], None] = {}
+            for match in _IMPORT.finditer(self._source(path)):
+                base = (match["base"] or "").lstrip(".")
+                dots = len(match["base"] or "") - len(base)
+                if match["base"] is not None:
+                    found[(base, dots)] = None
+                for part in match["names"].strip("()").split(","):
+                    name = part.strip().split(" ")[0]
+                    if _DOTTED.fullmatch(name):
+                        found[(f"{base}.{name}" if base else name, dots)] = None
+            self._names_of[path] = tuple(found)
+        return self._names_of[path]
+
+    def _source(self, path: str) -> str:
+        """The text of a file; empty if it cannot be read."""
+        if path not in self._sources:
+            try:
+                self._sources[path] = decoded(read(Path(path)), python=True).text
+            except (OSError, SyntaxError, ValueError):
+                self._sources[path] = ""
+        return self._sources[path]
 
     def _around(self, folder: str) -> tuple[str, ...]:
         """Files of the run in the package of a folder, in the one above it, and those in it; the nearest first."""
@@ -264,14 +368,19 @@ class Project:
             self._near[folder] = tuple(dict.fromkeys([*beside[:MAX_AROUND], *below]))[:MAX_AROUND]
         return self._near[folder]
 
-    def imported(self, module: SourceFile) -> list[str]:
-        """Local files that a module imports."""
-        return [
-            path
-            for name, dots in module.imports
-            if dots or name.partition(".")[0] not in _ELSEWHERE
-            for path in self.files(module.path, name, dots)
-        ]
+    def _imported(self, path: str) -> tuple[str, ...]:
+        """Local files that a file imports."""
+        if path not in self._files_of:
+            here = Path(path)
+            self._files_of[path] = tuple(
+                dict.fromkeys(
+                    found
+                    for name, dots in self._imports(path)
+                    if dots or name.partition(".")[0] not in _ELSEWHERE
+                    for found in self.files(here, name, dots)
+                )
+            )
+        return self._files_of[path]
 
     def files(self, path: Path, name: str, dots: int) -> tuple[str, ...]:
         """The file of a module imported from `path`: beside it or, as packages are, further up; empty without one."""

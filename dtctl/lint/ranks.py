@@ -57,7 +57,9 @@ def rank_kind(module: SourceFile, node: ast.expr, frame: Frame | None = None) ->
 
 
 def _rank_kind(module: SourceFile, node: ast.expr, frame: Frame | None) -> RankKind | None:
-    if not isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Subscript | ast.BinOp | ast.IfExp | ast.NamedExpr):
+    if not isinstance(
+        node, ast.Name | ast.Attribute | ast.Call | ast.Subscript | ast.BinOp | ast.IfExp | ast.NamedExpr
+    ):
         return None
     if isinstance(node, ast.Name) and _counts(module, node):
         return None
@@ -79,7 +81,8 @@ def _rank_kind(module: SourceFile, node: ast.expr, frame: Frame | None) -> RankK
 def _may_be_rank(module: SourceFile, node: ast.expr) -> bool:
     """Whether it is worth following a name that does not sound like a rank: it is set to a call or to a name."""
     return any(
-        binding.value is None or isinstance(binding.value, ast.Call | ast.Name | ast.Attribute | ast.Subscript | ast.BinOp)
+        binding.value is None
+        or isinstance(binding.value, ast.Call | ast.Name | ast.Attribute | ast.Subscript | ast.BinOp)
         for binding in module.lookup(node)
     )
 
@@ -321,7 +324,10 @@ def by_launcher(module: SourceFile, node: ast.AST) -> bool:
     scope = module.scope(node)
     starts = [
         call
-        for calls in (module.calls_of(*names.STARTS), module.calls_of("subprocess.Popen", "subprocess.run", "subprocess.call"))
+        for calls in (
+            module.calls_of(*names.STARTS),
+            module.calls_of("subprocess.Popen", "subprocess.run", "subprocess.call"),
+        )
         for call in calls
         if module.scope(call) is scope
     ]

@@ -113,7 +113,9 @@ def _ports(path: str, line: int, code: str, read: Read) -> Iterator[Problem]:
         value, at = match["value"].strip("\"'"), match.start("value")
         if value.isdigit():
             if int(value) > MAX_PORT:
-                yield _problem(path, line, at, "DT042", "error", f"there is no port {value}: the last is {MAX_PORT}", "")
+                yield _problem(
+                    path, line, at, "DT042", "error", f"there is no port {value}: the last is {MAX_PORT}", ""
+                )
             elif "#SBATCH" in read.text:
                 yield _problem(
                     path, line, at, "DT035", "info", f"port {value} for all jobs: two of them on one node collide",

@@ -54,8 +54,8 @@ class Neighbours(Protocol):
     def callers(self, module: SourceFile, function: Function) -> list[tuple[SourceFile, ast.Call]]:
         """The calls of a function, in its file and in those that import it."""
 
-    def reach(self, module: SourceFile) -> tuple[SourceFile, ...]:
-        """A module and the local ones that it imports, directly or over others."""
+    def having(self, module: SourceFile, *words: str) -> tuple[SourceFile, ...]:
+        """A module and the local ones that it imports whose text has one of some words."""
 
 
 class SourceFile:
@@ -223,6 +223,32 @@ class SourceFile:
             if statement.value is not None:
                 found[self.scope(statement)].append(statement.value)
         return found
+
+    @functools.cached_property
+    def used(self) -> dict[str, set[str]]:
+        """Imported name -> what is called of it: itself, or the last part of `name.part()`."""
+        found: dict[str, set[str]] = defaultdict(set)
+        for name, calls in self.used_in.items():
+            found[name] = {(key(call.func) or name).rpartition(".")[2] for call in calls}
+        return found
+
+    @functools.cached_property
+    def used_in(self) -> dict[str, list[ast.Call]]:
+        """Imported name -> calls of it, or of what it has."""
+        found: dict[str, list[ast.Call]] = defaultdict(list)
+        for calls in self.methods.values():
+            for call in calls:
+                root = (key(call.func) or "").partition(".")[0]
+                if root in self.aliases:
+                    found[root].append(call)
+        return found
+
+    @functools.cached_property
+    def tests(self) -> bool:
+        """Whether a file has tests of a program, and is none."""
+        return any(name.partition(".")[0] in ("pytest", "unittest") for name, _ in self.imports) or bool(
+            {"tests", "test", "testing"} & set(self.path.parts[-5:-1])
+        )
 
     @functools.cached_property
     def attributes(self) -> dict[str, list[Binding]]:

@@ -29,7 +29,7 @@ def accumulation(check: Check) -> Iterator[Problem]:
         return
     if check.project.framework(module) or not check.project.calls(module, names.DDP):
         return
-    if any(source is not module and _ACCUMULATES.search(source.text) for source in check.project.reach(module)):
+    if check.project.says(module, _ACCUMULATES, elsewhere=True):
         return
     for call in module.methods.get("backward", ()):
         loop = module.enclosing(call, (ast.For, ast.While))

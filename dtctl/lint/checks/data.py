@@ -79,8 +79,12 @@ def same_order(check: Check) -> Iterator[Problem]:
     if check.project.framework(module):
         return
     importers = check.project.importers(module) if module.calls_of(names.SAMPLER) else ()
-    if any(source.methods.get("set_epoch") for importer in importers[:8] for source in check.project.reach(importer)
-           if source is not module):  # fmt: skip
+    if any(
+        source.methods.get("set_epoch")
+        for importer in importers
+        for source in check.project.having(importer, "set_epoch")
+        if source is not module
+    ):
         return
     loops = [candidate for candidate in module.nodes_of(ast.For) if _over_epochs(candidate)]
     repeated = bool(loops) or _repeats(check, importers)
@@ -91,7 +95,10 @@ def same_order(check: Check) -> Iterator[Problem]:
         loop = next((candidate for candidate in loops if _reachable(check, statement, candidate)), None)
         edits = _set_epoch(check, call, loop) if loop is not None else ()
         function = module.scope(call)
-        user = next((one for one in module.methods.get(getattr(function, "name", ""), ()) if module.scope(one) is not function), None)
+        user = next(
+            (one for one in module.methods.get(getattr(function, "name", ""), ()) if module.scope(one) is not function),
+            None,
+        )
         where = f" (of line {user.lineno})" if user is not None else ""
         yield check.problem(
             "DT004", call, f"no set_epoch(): the sampler{where} gives every epoch the same order", edits=edits
@@ -116,11 +123,12 @@ def _shuffles(check: Check, call: ast.Call) -> bool:
 def _repeats(check: Check, importers: tuple[SourceFile, ...]) -> bool:
     """Whether the program goes through its data several times in another place: epochs of another file, or for ever."""
     module = check.module
-    for source in (*check.project.reach(module), *importers[:8]):
+    for source in (*check.project.having(module, "epoch"), *importers):
         if any(_over_epochs(loop) for loop in source.nodes_of(ast.For)):
             return True
     return any(
-        constant(loop.test) is True and any(isinstance(part, ast.For) and "loader" in ast.unparse(part.iter) for part in loop.body)
+        constant(loop.test) is True
+        and any(isinstance(part, ast.For) and "loader" in ast.unparse(part.iter) for part in loop.body)
         for loop in module.nodes_of(ast.While)
     )
 
@@ -128,7 +136,7 @@ def _repeats(check: Check, importers: tuple[SourceFile, ...]) -> bool:
 def _same_order_elsewhere(check: Check) -> Iterator[Problem]:
     """Samplers that a function of another file makes for this one, which has the epochs."""
     module = check.module
-    if any(source.methods.get("set_epoch") for source in check.project.reach(module)):
+    if check.project.methods(module, "set_epoch"):
         return
     for name in sorted(module.methods):
         if not re.search(r"load|data|sampler", name, re.IGNORECASE):
@@ -140,14 +148,18 @@ def _same_order_elsewhere(check: Check) -> Iterator[Problem]:
             other = target.module
             inside = [one for one in other.calls_of(names.SAMPLER) if other.scope(one) is target.node]
             if any(_shuffles(Check(other, check.project, check.cluster), one) for one in inside):
-                yield check.problem("DT004", call, f"no set_epoch(): the sampler of `{name}` gives every epoch the same order")
+                yield check.problem(
+                    "DT004", call, f"no set_epoch(): the sampler of `{name}` gives every epoch the same order"
+                )
                 return
 
 
 def _epoch_set(check: Check, sampler: ast.Call) -> bool:
     """Whether some set_epoch() may be that of a sampler: all are but those that are surely of another one."""
     module = check.module
-    if any(source is not module and source.methods.get("set_epoch") for source in check.project.reach(module)):
+    if any(
+        source is not module and source.methods.get("set_epoch") for source in check.project.having(module, "set_epoch")
+    ):
         return True
     for call in module.methods.get("set_epoch", ()):
         owner = call.func.value if isinstance(call.func, ast.Attribute) else None

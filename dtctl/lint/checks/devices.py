@@ -13,6 +13,8 @@ from dtctl.lint.ranks import by_launcher, for_some, rank_kind
 from dtctl.lint.source_file import constant, key, keyword, position
 
 _WEIGHTED = ("CrossEntropyLoss", "NLLLoss", "BCELoss", "BCEWithLogitsLoss", "MultiLabelSoftMarginLoss")
+_ON_THE_CURRENT_GPU = ("barrier", "all_gather_object", "broadcast_object_list", "gather_object", "synchronize")
+"""Collectives that use the current GPU, whichever their arguments are on."""
 _CUDA_N = re.compile(r"cuda:\d+\Z")
 _ONE_PROCESS = re.compile(
     r"distributed|ddp|local_rank|world_size|multi|device_count|parallel|fsdp|n_gpu", re.IGNORECASE
@@ -121,8 +123,16 @@ def _fixed_devices(check: Check) -> Iterator[tuple[ast.expr, str]]:
             yield call.args[0], ast.unparse(call) if len(ast.unparse(call)) < 50 else f".{call.func.attr}(...)"
     yield from _fixed_arguments(check)
     for node in module.nodes_of(ast.Assign):
-        if _is_fixed(node.value, number=False):
+        if _is_fixed(node.value, number=False) and not _set_again(check, node):
             yield node.value, ast.unparse(node)
+
+
+def _set_again(check: Check, node: ast.Assign) -> bool:
+    """Whether the name is given another device further down."""
+    module = check.module
+    name = key(node.targets[0])
+    bound = module.bindings.get((module.scope(node), name or ""), ())
+    return any(binding.line > node.lineno for binding in bound)
 
 
 def _fixed_arguments(check: Check) -> Iterator[tuple[ast.expr, str]]:
@@ -241,9 +251,7 @@ def _formatted(node: ast.expr) -> Iterator[ast.expr]:
 def no_device_chosen(check: Check) -> Iterator[Problem]:
     """DT017."""
     module = check.module
-    if not module.calls_of(names.INIT) or any(
-        "CUDA_VISIBLE_DEVICES" in source.text for source in check.project.reach(module)
-    ):
+    if not module.calls_of(names.INIT) or check.project.says(module, "CUDA_VISIBLE_DEVICES"):
         return
     for name in ("set_device", "set_device_index", "setup_device", "device_count_per_node", "get_device"):
         if check.project.methods(module, name):
@@ -253,9 +261,11 @@ def no_device_chosen(check: Check) -> Iterator[Problem]:
         if backend is not None and "nccl" in str(constant(backend)) and keyword(call, "device_id") is None:
             first = next(iter(module.calls.get("torch.distributed.barrier", ())), None)
             at = f" (line {first.lineno})" if first is not None else ""
+            objects = any(check.project.methods(module, name) for name in _ON_THE_CURRENT_GPU)
             yield check.problem(
-                "DT017", call, f"NCCL, and no rank says which GPU is its own before the first collective{at}"
-            )
+                "DT017", call, f"NCCL, and no rank says which GPU is its own before the first collective{at}",
+                severity=None if objects else "info",
+            )  # fmt: skip
             return
 
 

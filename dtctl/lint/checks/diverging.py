@@ -46,7 +46,9 @@ def ended_alone(check: Check) -> Iterator[Problem]:
         if _own_clock(module, loop.test) and module.below(loop, "backward"):
             if re.search("all_reduce|broadcast|join", ast.unparse(loop)):
                 continue
-            yield check.problem("DT045", loop.test, "each rank ends by its own clock, and the last one waits for gradients")
+            yield check.problem(
+                "DT045", loop.test, "each rank ends by its own clock, and the last one waits for gradients"
+            )
 
 
 def _own_clock(module: SourceFile, test: ast.expr) -> bool:
@@ -117,7 +119,9 @@ def _on_ddp(check: Check, call: ast.Call) -> bool:
             name = key(part.value)
             if maybe(module, part.value, "ddp"):
                 return True
-            return any(wrap.kind == "ddp" and wrap.source == (name or "").removesuffix(".module") for wrap in wraps(module))
+            return any(
+                wrap.kind == "ddp" and wrap.source == (name or "").removesuffix(".module") for wrap in wraps(module)
+            )
     return False
 
 
@@ -136,7 +140,10 @@ def past_the_wrapper(check: Check) -> Iterator[Problem]:
         function = module.scope(call)
         if any(module.scope(one) is function and one.lineno >= call.lineno for one in module.methods["backward"]):
             yield check.problem(
-                "DT059", call, f"`{key(call.func)}` goes past DDP: its gradients are not exchanged", fix=f"`{key(owner)}(...)`"
+                "DT059",
+                call,
+                f"`{key(call.func)}` goes past DDP: its gradients are not exchanged",
+                fix=f"`{key(owner)}(...)`",
             )
 
 

@@ -80,7 +80,7 @@ def never_destroyed(check: Check) -> Iterator[Problem]:
     if check.project.framework(module) or check.project.methods(module, "destroy_process_group"):
         return
     importers = check.project.importers(module)
-    if any(check.project.methods(source, "destroy_process_group") for source in importers[:8]):
+    if any(check.project.methods(source, "destroy_process_group") for source in importers):
         return
     for call in module.calls_of(names.INIT)[:1]:
         yield check.problem("DT030", call, "the process group is never destroyed")

@@ -15,7 +15,9 @@ from dtctl.lint.source_file import SourceFile, keyword
 
 _NOT_FINITE = re.compile(r"\b(?:isnan|isinf|isfinite)\b")
 _TRAIN_NAMES = re.compile(r"train|fit|epoch|step|run|update|optimi|learn", re.IGNORECASE)
-_PATIENCE = re.compile(r"patien|early_?stop|not_improved|no_improve|stop_count|should_stop|stopper|bad_epochs", re.IGNORECASE)
+_PATIENCE = re.compile(
+    r"patien|early_?stop|not_improved|no_improve|stop_count|should_stop|stopper|bad_epochs", re.IGNORECASE
+)
 _TRAINS = re.compile(r"train|backward|optimizer\.step|fit\b")
 _AGREED = re.compile(r"all_reduce|all_gather|reduce_dict|broadcast|reduce_tensor|reduce_loss|gather_for_metrics")
 _FETCHES = frozenset(
@@ -35,7 +37,9 @@ def left_alone(check: Check) -> Iterator[Problem]:
             continue
         condition = guard(module, node.test)
         if condition is not None:
-            alone = condition.sure and condition.sure_not and not _meets(check, node) and not for_one_process(module, node)
+            alone = (
+                condition.sure and condition.sure_not and not _meets(check, node) and not for_one_process(module, node)
+            )
             collective = _collective_after(check, node) if alone else None
             if collective is not None:
                 message = f"some ranks leave here, and {collective} further down waits for them"
@@ -110,7 +114,9 @@ def _backward_passes(module: SourceFile, loop: ast.AST) -> list[ast.Call]:
 def _stopped_early(check: Check) -> Iterator[Problem]:
     """Loops over epochs that each rank leaves by its own figures: early stopping without an agreement."""
     module = check.module
-    if not any(check.project.calls(module, name) for name in (*names.WRAPPERS, names.SAMPLER)) or check.project.framework(module):
+    if not any(
+        check.project.calls(module, name) for name in (*names.WRAPPERS, names.SAMPLER)
+    ) or check.project.framework(module):
         return
     for leave in [*module.nodes_of(ast.Break), *module.nodes_of(ast.Return)]:
         loop = module.enclosing(leave, (ast.For, ast.While))
@@ -280,7 +286,7 @@ def long_before_barrier(check: Check) -> Iterator[Problem]:
     barriers = module.calls.get("torch.distributed.barrier", [])
     if not barriers or not module.trains:
         return
-    for source in check.project.reach(module):
+    for source in check.project.having(module, "init_process_group"):
         if any(keyword(call, "timeout") is not None for call in source.calls_of(names.INIT)):
             return
     for name in _FETCHES & set(module.methods):

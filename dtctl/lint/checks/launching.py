@@ -29,9 +29,14 @@ def last_window_lost(check: Check) -> Iterator[Problem]:
             continue
         after = module.block(loop)
         at = next((index for index, statement in enumerate(after) if statement is loop), len(after))
-        if any("step(" in ast.unparse(statement) or "zero_grad" in ast.unparse(statement) for statement in after[at + 1 : at + 4]):
+        if any(
+            "step(" in ast.unparse(statement) or "zero_grad" in ast.unparse(statement)
+            for statement in after[at + 1 : at + 4]
+        ):
             continue
-        yield check.problem("DT064", choice.test, "the gradients of the last, incomplete window are not used in their epoch")
+        yield check.problem(
+            "DT064", choice.test, "the gradients of the last, incomplete window are not used in their epoch"
+        )
         return
 
 

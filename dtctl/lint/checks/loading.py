@@ -70,11 +70,15 @@ def _data(check: Check, call: ast.Call) -> bool:
     """Whether what is loaded is data rather than the state of a training, as the names and the place say."""
     module = check.module
     owner = module.enclosing(call, (ast.ClassDef,))
-    if isinstance(owner, ast.ClassDef) and re.search(r"Data|Loader|Sampler", owner.name + " ".join(map(ast.unparse, owner.bases))):
+    if isinstance(owner, ast.ClassDef) and re.search(
+        r"Data|Loader|Sampler", owner.name + " ".join(map(ast.unparse, owner.bases))
+    ):
         return True
     statement = module.statement(call)
     text = ast.unparse(call.args[0]) + (ast.unparse(statement.targets[0]) if isinstance(statement, ast.Assign) else "")
-    return re.search(r"data|feat|embed|token|label|audio|wav|image|latent|vocab|dict\b(?<!state_dict)", text) is not None
+    return (
+        re.search(r"data|feat|embed|token|label|audio|wav|image|latent|vocab|dict\b(?<!state_dict)", text) is not None
+    )
 
 
 def downloaded_by_all(check: Check) -> Iterator[Problem]:
@@ -90,7 +94,10 @@ def downloaded_by_all(check: Check) -> Iterator[Problem]:
                 continue
             message = "the pretrained weights are" if weights else f"`{name}` is"
             yield check.problem(
-                "DT040", call, f"{message} downloaded by every rank, into one folder", severity="info" if weights else None
+                "DT040",
+                call,
+                f"{message} downloaded by every rank, into one folder",
+                severity="info" if weights else None,
             )
     # In a function of a file that knows nothing of ranks: reported where the training calls it.
     for name in sorted(module.methods) if module.trains else ():

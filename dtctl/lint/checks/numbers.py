@@ -15,7 +15,10 @@ from dtctl.lint.ranks import by_launcher, guards, is_world_size
 from dtctl.lint.source_file import Function, SourceFile, constant, key, keyword, position
 
 ALL_REDUCE = "torch.distributed.all_reduce"
-_FIGURE = re.compile(r"(?:^|_)(?:loss(?:es|f)?|acc|accuracy|metrics?|correct|perplexity|ppl|miou|psnr|top\d?|prec\d?|f1)(?:_|$|\d)", re.IGNORECASE)
+_FIGURE = re.compile(
+    r"(?:^|_)(?:loss(?:es|f)?|acc|accuracy|metrics?|correct|perplexity|ppl|miou|psnr|top\d?|prec\d?|f1)(?:_|$|\d)",
+    re.IGNORECASE,
+)
 _SHOWS = frozenset(
     "print info log add_scalar log_metric write set_postfix set_description add_scalars log_metrics set_postfix_str".split()
 )
@@ -40,7 +43,7 @@ def own_figure(check: Check) -> Iterator[Problem]:
             if condition is not None and not condition.at_zero:
                 continue
             figure = next((part for part in ast.walk(call) if _is_local(check, part)), None)
-            if figure is None:
+            if figure is None or (condition is None and "rank" in ast.unparse(call).lower()):
                 continue
             text, function = ast.unparse(figure), module.scope(call)
             if (function, text) in reported:

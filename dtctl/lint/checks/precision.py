@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from dtctl.lint import names
@@ -10,7 +11,7 @@ from dtctl.lint.check import Check
 from dtctl.lint.flow import origins
 from dtctl.lint.model import Problem
 from dtctl.lint.source_file import SourceFile, constant, key, keyword
-from dtctl.lint.wraps import model_kinds, wraps
+from dtctl.lint.wraps import model_kinds
 
 _SCALERS = ("torch.cuda.amp.GradScaler", "torch.amp.GradScaler", "torch.cuda.amp.grad_scaler.GradScaler",
             "torch.amp.grad_scaler.GradScaler")  # fmt: skip
@@ -22,10 +23,10 @@ def scaler_of_one_rank(check: Check) -> Iterator[Problem]:
     """DT039."""
     module = check.module
     scalers = module.calls_of(*_SCALERS)
-    if not scalers or not any(wrap.kind == "fsdp" for source in check.project.reach(module) for wrap in wraps(source)):
+    if not scalers or not check.project.calls(module, names.FSDP):
         return
-    sharded = any("ShardedGradScaler" in source.text for source in check.project.reach(module))
-    ddp = any(source.calls_of(names.DDP) for source in check.project.reach(module))
+    sharded = check.project.says(module, "ShardedGradScaler")
+    ddp = check.project.calls(module, names.DDP)
     for call in scalers if not sharded else ():
         enabled = keyword(call, "enabled")
         if constant(enabled) is False and enabled is not None:
@@ -41,7 +42,7 @@ def half_without_scaler(check: Check) -> Iterator[Problem]:
     module = check.module
     if not check.project.trains(module) or check.project.framework(module) or not _backward(check):
         return
-    if any("GradScaler" in source.text or "loss_scale" in source.text for source in check.project.reach(module)):
+    if check.project.says(module, re.compile("GradScaler|loss_scale")):
         return
     for call in module.calls_of(*_AUTOCAST):
         if _is_half(module, call) and _around_training(module, call):
@@ -85,7 +86,9 @@ def _around_training(module: SourceFile, call: ast.Call) -> bool:
                                             ast.unparse(item.context_expr) for item in parent.items)
         for parent, _ in module.chain(call)
     )  # fmt: skip
-    return not quiet and any(module.scope(one) is function and one.lineno >= call.lineno for one in module.methods["backward"])
+    return not quiet and any(
+        module.scope(one) is function and one.lineno >= call.lineno for one in module.methods["backward"]
+    )
 
 
 def clipped_by_shard(check: Check) -> Iterator[Problem]:
@@ -96,7 +99,12 @@ def clipped_by_shard(check: Check) -> Iterator[Problem]:
         if not isinstance(parameters, ast.Call) or not isinstance(parameters.func, ast.Attribute):
             continue
         kinds = model_kinds(module, parameters.func.value) if parameters.func.attr == "parameters" else set()
-        if "fsdp" in kinds and not _one_shard(check):
+        asked = any(
+            isinstance(parent, ast.If)
+            and re.search(r"isinstance|hasattr|fsdp|strategy|shard", ast.unparse(parent.test).lower())
+            for parent, _ in module.chain(call)
+        )
+        if "fsdp" in kinds and not asked and not _one_shard(check):
             name = key(parameters.func.value)
             yield check.problem(
                 "DT061", call, f"each rank clips by the norm of its own shard of `{name}`",
@@ -106,7 +114,7 @@ def clipped_by_shard(check: Check) -> Iterator[Problem]:
 
 def _one_shard(check: Check) -> bool:
     """Whether some wrap of the program keeps whole parameters, so that the norm may be right."""
-    return any("NO_SHARD" in source.text for source in check.project.reach(check.module))
+    return check.project.says(check.module, "NO_SHARD")
 
 
 CHECKS = (scaler_of_one_rank, half_without_scaler, clipped_by_shard)

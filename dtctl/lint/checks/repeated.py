@@ -28,7 +28,10 @@ def waiting_each_step(check: Check) -> Iterator[Problem]:
             continue
         if _joins(module, call):
             yield check.problem(
-                "DT046", call, "a barrier inside join(): ranks that have run out of data do not come to it", severity="error"
+                "DT046",
+                call,
+                "a barrier inside join(): ranks that have run out of data do not come to it",
+                severity="error",
             )
         elif (loop := _batch_loop(module, call)) is not None and not _now_and_then(module, call, loop):
             yield check.problem("DT046", call, "a barrier in every step: all ranks wait for the slowest, each time")
@@ -37,7 +40,9 @@ def waiting_each_step(check: Check) -> Iterator[Problem]:
     for call, figure in _reductions(module):
         loop = _batch_loop(module, call)
         if loop is not None and not _now_and_then(module, call, loop):
-            yield check.problem("DT046", call, f"`{figure}` is reduced in every step, only to be reported", severity="info")
+            yield check.problem(
+                "DT046", call, f"`{figure}` is reduced in every step, only to be reported", severity="info"
+            )
             return
 
 
@@ -107,11 +112,16 @@ def said_by_all(check: Check) -> Iterator[Problem]:
         return
     if not any(check.project.calls(module, name) for name in (names.INIT, *names.WRAPPERS)):
         return
-    if any(_QUIET.search(source.text) for source in check.project.reach(module)):
+    if check.project.says(module, _QUIET):
         return
     for call in [*module.methods.get("SummaryWriter", ()), *module.calls_of("wandb.init")]:
         given = ast.unparse(call).lower()
-        if for_some(module, call) is None and not by_launcher(module, call) and "rank" not in given and "group" not in given:
+        if (
+            for_some(module, call) is None
+            and not by_launcher(module, call)
+            and "rank" not in given
+            and "group" not in given
+        ):
             yield check.problem("DT054", call, f"every rank opens a log: `{key(call.func)}`")
     reported: set[ast.AST] = set()
     for call in module.methods.get("print", ()):
@@ -136,7 +146,9 @@ def folder_made_by_all(check: Check) -> Iterator[Problem]:
     for name in ("os.makedirs", "os.mkdir", "shutil.rmtree"):
         for call in module.calls_of(name):
             exist = keyword(call, "exist_ok") or (call.args[2] if len(call.args) > 2 else None)
-            ignore = keyword(call, "ignore_errors") or (call.args[1] if name == "shutil.rmtree" and len(call.args) > 1 else None)
+            ignore = keyword(call, "ignore_errors") or (
+                call.args[1] if name == "shutil.rmtree" and len(call.args) > 1 else None
+            )
             if constant(exist) is True or ignore is not None or not call.args or mentions_rank(module, call.args[0]):
                 continue
             if for_some(module, call) is not None or module.enclosing(call, (ast.Try,)) is not None:

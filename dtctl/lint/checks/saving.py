@@ -22,7 +22,17 @@ _WRITERS = {
     "scipy.io.wavfile.write": 0, "shutil.copy": 1, "shutil.copyfile": 1, "shutil.copy2": 1,
 }  # fmt: skip
 """Calls that write a file -> which argument is its path."""
-_METHODS = ("to_csv", "to_json", "to_parquet", "to_pickle", "savefig", "save_pretrained", "write_text", "write_bytes", "tofile")
+_METHODS = (
+    "to_csv",
+    "to_json",
+    "to_parquet",
+    "to_pickle",
+    "savefig",
+    "save_pretrained",
+    "write_text",
+    "write_bytes",
+    "tofile",
+)
 _HELPER = re.compile(r"save|write|dump|store|export|checkpoint|ckpt|snapshot|log_to", re.IGNORECASE)
 _SAVES = re.compile(r"(?:^|_)save_?(?:checkpoint|model|state|ckpt|snapshot|weights)")
 
@@ -63,7 +73,9 @@ def every_rank_writes(check: Check) -> Iterator[Problem]:
 def _from(module: SourceFile, call: ast.Call) -> str:
     """Where the function that writes is called."""
     function = module.scope(call)
-    calls = [one.lineno for one in module.methods.get(getattr(function, "name", ""), ()) if module.scope(one) is not function]
+    calls = [
+        one.lineno for one in module.methods.get(getattr(function, "name", ""), ()) if module.scope(one) is not function
+    ]
     return f" (called from {', '.join(f'line {number}' for number in calls[:3])})" if calls else ""
 
 
@@ -84,7 +96,12 @@ def _writes(module: SourceFile) -> Iterator[tuple[ast.Call, ast.expr]]:
     for call in module.methods.get("open", ()):
         mode = call.args[1] if len(call.args) > 1 else keyword(call, "mode")
         text = constant(mode)
-        if key(call.func) in ("open", "io.open") and call.args and isinstance(text, str) and text[:1] in ("w", "x", "a"):
+        if (
+            key(call.func) in ("open", "io.open")
+            and call.args
+            and isinstance(text, str)
+            and text[:1] in ("w", "x", "a")
+        ):
             yield call, call.args[0]
     for name in _METHODS:
         for call in module.methods.get(name, ()):
@@ -99,7 +116,9 @@ def _writes(module: SourceFile) -> Iterator[tuple[ast.Call, ast.expr]]:
 def _is_open(module: SourceFile, node: ast.expr) -> bool:
     """Whether what is written to is a file that was opened: opening it is the write."""
     bound = [binding.value for binding in module.lookup(node)]
-    return any(isinstance(value, ast.Call) and (key(value.func) or "").rpartition(".")[2] == "open" for value in (node, *bound))
+    return any(
+        isinstance(value, ast.Call) and (key(value.func) or "").rpartition(".")[2] == "open" for value in (node, *bound)
+    )
 
 
 def _through_helpers(check: Check) -> Iterator[Problem]:
@@ -112,7 +131,12 @@ def _through_helpers(check: Check) -> Iterator[Problem]:
             target = function_of(module, call)
             if target is None or not isinstance(target.node, Function) or for_some(module, call) is not None:
                 continue
-            if by_launcher(module, call) or target.module is module or target.module.trains or for_one_process(module, call):
+            if (
+                by_launcher(module, call)
+                or target.module is module
+                or target.module.trains
+                or for_one_process(module, call)
+            ):
                 continue
             path = _written_by(target.module, target.node, call)
             if path is None or _OWN_PATH.search(ast.unparse(path)):
@@ -172,11 +196,16 @@ def _fixed_path(check: Check, path: ast.expr) -> bool:
 
 def _same_for_all(module: SourceFile, parameter: ast.Name) -> bool:
     """Whether a parameter is the settings, or a path that all callers write out."""
-    if re.fullmatch(r"args|cfg|config|opts?|hparams|params|hps|conf|flags|settings|epoch|step|i|iteration|it", parameter.id):
+    if re.fullmatch(
+        r"args|cfg|config|opts?|hparams|params|hps|conf|flags|settings|epoch|step|i|iteration|it", parameter.id
+    ):
         return True
     values = origins(module, parameter)
     return all(
-        (isinstance(value.node, ast.Constant | ast.JoinedStr) or (key(value.node) or "").split(".")[0] in ("args", "cfg", "opt"))
+        (
+            isinstance(value.node, ast.Constant | ast.JoinedStr)
+            or (key(value.node) or "").split(".")[0] in ("args", "cfg", "opt")
+        )
         and "rank" not in ast.unparse(value.node)
         for value in values
     )

@@ -37,7 +37,9 @@ def to_fully_shard(check: Check) -> Iterator[Problem]:
     module = check.module
     calls = module.calls_of(names.FSDP)
     if calls and not module.calls_of(names.FULLY_SHARD):
-        yield check.problem("DT050", calls[0], "FullyShardedDataParallel is the older FSDP; fully_shard is its successor")
+        yield check.problem(
+            "DT050", calls[0], "FullyShardedDataParallel is the older FSDP; fully_shard is its successor"
+        )
 
 
 def reentrant_by_default(check: Check) -> Iterator[Problem]:

@@ -69,9 +69,8 @@ def _counts_gpus(check: Check, node: ast.expr) -> bool:
 
 def _spawns(check: Check) -> bool:
     """Whether the program starts its ranks itself, on its node."""
-    sources = check.project.reach(check.module)
-    return any(source.calls.get(starter) for source in sources for starter in names.STARTS) or any(
-        source.methods.get("notebook_launcher") for source in sources
+    return check.project.says(check.module, "notebook_launcher") or any(
+        check.project.calls(check.module, starter) for starter in names.STARTS
     )
 
 
@@ -134,7 +133,7 @@ def own_random_order(check: Check) -> Iterator[Problem]:
     splits = module.calls_of("torch.utils.data.random_split")
     if not splits or not check.project.distributed(module) or check.project.framework(module):
         return
-    if any(source.methods.get(name) for source in check.project.reach(module) for name in _SEEDS):
+    if any(check.project.methods(module, name) for name in _SEEDS):
         return
     for call in splits:
         if keyword(call, "generator") is None and len(call.args) < 3 and for_some(module, call) is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from dtctl.lint import names
@@ -12,7 +13,8 @@ from dtctl.lint.model import Problem
 from dtctl.lint.source_file import Function, SourceFile, constant, key, keyword
 
 _TENSORS = frozenset(
-    "torch." + name for name in "tensor zeros ones full empty arange rand randn as_tensor Tensor FloatTensor LongTensor".split()
+    "torch." + name
+    for name in "tensor zeros ones full empty arange rand randn as_tensor Tensor FloatTensor LongTensor".split()
 )
 _FIRST = frozenset(
     "torch.distributed." + name for name in "all_reduce broadcast reduce all_gather_into_tensor send recv".split()
@@ -32,18 +34,21 @@ _NOTHING = frozenset(
 def on_the_cpu(check: Check) -> Iterator[Problem]:
     """DT043."""
     module = check.module
-    calls = [call for name in _FIRST for call in module.calls.get(name, ()) if call.args and keyword(call, "group") is None]
+    calls = [
+        call for name in _FIRST for call in module.calls.get(name, ()) if call.args and keyword(call, "group") is None
+    ]
     if not calls or not _only_nccl(check):
         return
-    if any(source.calls_of("torch.set_default_device", "torch.set_default_tensor_type")
-           for source in check.project.reach(module)):  # fmt: skip
+    if check.project.says(module, re.compile("set_default_device|set_default_tensor_type")):
         return
     for call in sorted(calls, key=lambda one: one.lineno):
         if len(call.args) > 2:
             continue
         values = origins(module, call.args[0])
         if values and all(_made_on_cpu(value.module, value.node) for value in values) and not _moved(module, call):
-            yield check.problem("DT043", call, f"`{ast.unparse(call.args[0])}` is on the CPU, and NCCL has no such tensors")
+            yield check.problem(
+                "DT043", call, f"`{ast.unparse(call.args[0])}` is on the CPU, and NCCL has no such tensors"
+            )
 
 
 def _only_nccl(check: Check) -> bool:
@@ -51,7 +56,7 @@ def _only_nccl(check: Check) -> bool:
     starts = [
         (source, call)
         for origin in (check.module, *check.project.importers(check.module)[:4])
-        for source in check.project.reach(origin)
+        for source in check.project.having(origin, "init_process_group")
         for call in source.calls_of(names.INIT)
     ]
     for source, call in starts:
@@ -59,9 +64,7 @@ def _only_nccl(check: Check) -> bool:
         values = origins(source, backend) if backend is not None else []
         if not values or not all(constant(value.node) == "nccl" for value in values):
             return False
-    return bool(starts) and not any(
-        source.calls_of("torch.distributed.new_group") for source in check.project.reach(check.module)
-    )
+    return bool(starts) and not check.project.says(check.module, "new_group")
 
 
 def _made_on_cpu(module: SourceFile, node: ast.expr) -> bool:
@@ -95,7 +98,9 @@ def thrown_away(check: Check) -> Iterator[Problem]:
         for call in module.calls.get(name, ()):
             if isinstance(module.parents.get(call), ast.Expr):
                 yield check.problem(
-                    "DT044", call, f"{name.rpartition('.')[2]} of torch.distributed.nn returns its result, which is thrown away"
+                    "DT044",
+                    call,
+                    f"{name.rpartition('.')[2]} of torch.distributed.nn returns its result, which is thrown away",
                 )
     for name in _NOTHING:
         for call in module.calls.get(name, ()):
@@ -103,9 +108,15 @@ def thrown_away(check: Check) -> Iterator[Problem]:
             asynchronous = keyword(call, "async_op") is not None or len(call.args) > 3
             if isinstance(above, ast.Assign) and not asynchronous and _used_as_tensor(module, above):
                 yield check.problem(
-                    "DT044", call, f"{name.rpartition('.')[2]} returns None: it changes its argument, and the name is lost"
+                    "DT044",
+                    call,
+                    f"{name.rpartition('.')[2]} returns None: it changes its argument, and the name is lost",
                 )
-            elif isinstance(above, ast.Expr) and constant(keyword(call, "async_op")) is True and not _waited(module, call):
+            elif (
+                isinstance(above, ast.Expr)
+                and constant(keyword(call, "async_op")) is True
+                and not _waited(module, call)
+            ):
                 yield check.problem(
                     "DT044", call, f"{name.rpartition('.')[2]}(async_op=True) is never waited for", severity="warning"
                 )
@@ -173,7 +184,9 @@ def _gives_a_copy(module: SourceFile, function: Function) -> bool:
     if not reduced or reduced & parameters:
         return False
     for name in reduced:
-        bound = [binding.value for binding in module.bindings.get((function, name or ""), ()) if binding.value is not None]
+        bound = [
+            binding.value for binding in module.bindings.get((function, name or ""), ()) if binding.value is not None
+        ]
         if not bound or not isinstance(bound[0], ast.Call) or (key(bound[0].func) or "").rpartition(".")[2] != "clone":
             return False
     return all(isinstance(part, ast.Name) and part.id in reduced for part in results)

@@ -16,7 +16,11 @@ from dtctl.lint.wraps import Wrap, wrapped, wraps
 
 def data_parallel(check: Check) -> Iterator[Problem]:
     """DT001."""
-    both = any(check.project.calls(check.module, name) for name in names.WRAPPERS)
+    if not check.module.calls_of(names.DP):
+        return
+    both = any(name.endswith(".DistributedDataParallel") for name in check.module.calls) or any(
+        check.project.calls(check.module, name) for name in names.WRAPPERS
+    )
     for call in check.module.calls_of(names.DP)[:1]:
         yield check.problem(
             "DT001", call, "nn.DataParallel: one process drives all GPUs, and it cannot leave its node",
