@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from dtctl.lint import names, source
@@ -125,17 +126,25 @@ _CAUSES = (
 def _once(problems: list[Problem]) -> list[Problem]:
     """One finding for each cause and line, and for each obsolete name of a file."""
     kept: list[Problem] = []
-    obsolete: set[str] = set()
+    obsolete: dict[str, list[int]] = {}
     for problem in problems:
         if problem.rule == "DT025" and not problem.edits:
-            if problem.message in obsolete:
+            obsolete.setdefault(problem.message, []).append(problem.line)
+            if len(obsolete[problem.message]) > 1:
                 continue
-            obsolete.add(problem.message)
         if any(_one_cause(problem, other) and LEVELS.index(other.severity) >= LEVELS.index(problem.severity)
                for other in problems if other is not problem and (other in kept or other.severity != problem.severity)):  # fmt: skip
             continue
         kept.append(problem)
-    return kept
+    return [_with_other_lines(problem, obsolete.get(problem.message, [])) for problem in kept]
+
+
+def _with_other_lines(problem: Problem, lines: list[int]) -> Problem:
+    """A problem that stands for all uses of an obsolete name in its file."""
+    others = [f"line {line}" for line in dict.fromkeys(lines) if line != problem.line]
+    if problem.rule != "DT025" or problem.edits or not others:
+        return problem
+    return replace(problem, message=f"{problem.message} (also {', '.join(others[:5])}{', ...' if others[5:] else ''})")
 
 
 def _one_cause(first: Problem, second: Problem) -> bool:

@@ -27,7 +27,8 @@ def accumulation(check: Check) -> Iterator[Problem]:
     module = check.module
     if not module.methods.get("backward") or not module.methods.get("step"):
         return
-    if check.project.framework(module) or not check.project.calls(module, names.DDP):
+    ddp = check.project.calls(module, names.DDP)
+    if check.project.framework(module) or not (ddp or check.project.calls(module, names.FSDP)):
         return
     if check.project.says(module, _ACCUMULATES, elsewhere=True):
         return
@@ -40,8 +41,9 @@ def accumulation(check: Check) -> Iterator[Problem]:
             continue
         edits = _deferred(check, loop, call, choice) if choice is not None else ()
         yield check.problem(
-            "DT009", call, "gradients are exchanged in every micro batch, and used in one of several", edits=edits
-        )
+            "DT009", call, "gradients are exchanged in every micro batch, and used in one of several",
+            severity=None if ddp else "info", edits=edits,
+        )  # fmt: skip
 
 
 def _steps(check: Check) -> list[ast.Call]:

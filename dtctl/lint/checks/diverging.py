@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from dtctl.lint import names
 from dtctl.lint.check import Check
+from dtctl.lint.checks.exits import backward_passes
 from dtctl.lint.collectives import collective_called, takes_a_group
 from dtctl.lint.flow import callee, origins
 from dtctl.lint.model import Problem
@@ -43,7 +44,7 @@ def ended_alone(check: Check) -> Iterator[Problem]:
     if not any(check.project.calls(module, name) for name in names.WRAPPERS):
         return
     for loop in module.nodes_of(ast.While):
-        if _own_clock(module, loop.test) and module.below(loop, "backward"):
+        if _own_clock(module, loop.test) and backward_passes(module, loop):
             if re.search("all_reduce|broadcast|join", ast.unparse(loop)):
                 continue
             yield check.problem(

@@ -75,7 +75,7 @@ def variables(check: Check) -> Iterator[Problem]:
 def never_destroyed(check: Check) -> Iterator[Problem]:
     """DT030."""
     module = check.module
-    if not module.trains and not module.calls_of(names.INIT):
+    if not check.project.says(module, "init_process_group"):
         return
     if check.project.framework(module) or check.project.methods(module, "destroy_process_group"):
         return
@@ -83,7 +83,13 @@ def never_destroyed(check: Check) -> Iterator[Problem]:
     if any(check.project.methods(source, "destroy_process_group") for source in importers):
         return
     for call in module.calls_of(names.INIT)[:1]:
-        yield check.problem("DT030", call, "the process group is never destroyed")
+        starts = module.started.get(getattr(module.scope(call), "name", ""), [])
+        users = starts or [
+            one for one in module.methods.get(getattr(module.scope(call), "name", ""), ())
+            if module.scope(one) is not module.scope(call)
+        ]  # fmt: skip
+        at = f" (started from line {users[0].lineno})" if users else ""
+        yield check.problem("DT030", call, f"the process group{at} is never destroyed")
         return
     # It is started by a function of another file: reported where the main program calls that.
     for call in [] if importers else _starting(module):

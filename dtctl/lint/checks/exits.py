@@ -85,7 +85,7 @@ def _left_loop(check: Check) -> Iterator[tuple[ast.stmt, Problem]]:
             continue
         passes = [
             call
-            for call in _backward_passes(module, loop)
+            for call in backward_passes(module, loop)
             if all(condition_before.early for condition_before in guards(module, call))
         ]
         if isinstance(leave, ast.Continue):
@@ -94,7 +94,7 @@ def _left_loop(check: Check) -> Iterator[tuple[ast.stmt, Problem]]:
             yield leave, check.problem("DT013", leave, "some ranks leave here, and the others wait for their gradients")
 
 
-def _backward_passes(module: SourceFile, loop: ast.AST) -> list[ast.Call]:
+def backward_passes(module: SourceFile, loop: ast.AST) -> list[ast.Call]:
     """The calls below a loop that make a backward pass, themselves or in a function of the project."""
     fact = ("backward", loop)
     cached = module.facts.get(fact)
@@ -120,7 +120,7 @@ def _stopped_early(check: Check) -> Iterator[Problem]:
         return
     for leave in [*module.nodes_of(ast.Break), *module.nodes_of(ast.Return)]:
         loop = module.enclosing(leave, (ast.For, ast.While))
-        if loop is None or module.scope(loop) is not module.scope(leave) or not _backward_passes(module, loop):
+        if loop is None or module.scope(loop) is not module.scope(leave) or not backward_passes(module, loop):
             continue
         test = next((parent.test for parent, child in module.chain(leave)
                      if isinstance(parent, ast.If) and child is not parent.test and module.within(parent, loop)
@@ -185,7 +185,8 @@ def _out_of_memory(check: Check) -> Iterator[Problem]:
             if module.within(statement, handler)
         ]
         body = "\n".join(ast.unparse(statement) for statement in try_statement.body)
-        if exits and _TRAINS.search(body) and not _AGREED.search(text):
+        ends = any(isinstance(part, ast.Raise) for part in ast.walk(handler)) or re.search(r"exit\(|abort", text)
+        if (exits or not ends) and _TRAINS.search(body) and _trained_together(check) and not _AGREED.search(text):
             yield check.problem(
                 "DT013",
                 handler,
@@ -232,9 +233,16 @@ def _follows(check: Check, node: ast.If, call: ast.Call) -> bool:
 def _waited_for(check: Check, node: ast.stmt) -> bool:
     """Whether a loop around it trains a model that is wrapped somewhere."""
     loop = check.module.enclosing(node, (ast.For, ast.While))
-    if loop is None or not _backward_passes(check.module, loop):
+    if loop is None or not backward_passes(check.module, loop):
         return False
-    return any(check.project.calls(check.module, name) for name in names.WRAPPERS)
+    return _trained_together(check)
+
+
+def _trained_together(check: Check) -> bool:
+    """Whether the program wraps a model somewhere, or starts a process group."""
+    return any(check.project.calls(check.module, name) for name in names.WRAPPERS) or check.project.distributed(
+        check.module
+    )
 
 
 def _agreed(check: Check, node: ast.If, text: str) -> bool:

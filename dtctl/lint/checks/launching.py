@@ -50,7 +50,8 @@ def whole_model_moved(check: Check) -> Iterator[Problem]:
         for value in origins(module, model):
             inner = value.node
             if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute) and _to_gpu(inner):
-                yield check.problem("DT065", call, "the whole model is on every GPU before FSDP divides it")
+                at = f" (in line {inner.lineno})" if value.module is module else ""
+                yield check.problem("DT065", call, f"the whole model is put on every GPU{at} before FSDP divides it")
                 return
         name = key(model)
         moves = [
@@ -59,7 +60,8 @@ def whole_model_moved(check: Check) -> Iterator[Problem]:
             and module.scope(move) is module.scope(call) and move.lineno <= call.lineno
         ]  # fmt: skip
         if moves:
-            yield check.problem("DT065", call, "the whole model is on every GPU before FSDP divides it")
+            at = f" (in line {moves[-1].lineno})"
+            yield check.problem("DT065", call, f"the whole model is put on every GPU{at} before FSDP divides it")
             return
 
 

@@ -193,9 +193,12 @@ def _spelt_out(check: Check) -> Iterator[Problem]:
     """`torch.cuda.amp.autocast` and the like in the code."""
     module = check.module
     for node in module.nodes_of(ast.Attribute):
-        if node.attr not in _last_parts() or isinstance(module.parents.get(node), ast.Attribute):
+        if node.attr not in _last_parts():
             continue
+        above = module.parents.get(node)
         name = module.name(node)
+        if isinstance(above, ast.Attribute) and (module.name(above) or "") in legacy():
+            continue
         entry = legacy().get(name or "")
         if entry is None or name is None or _in_try(check, node):
             continue

@@ -14,6 +14,10 @@ from dtctl.lint.ranks import by_launcher, for_some, guards, mentions_rank
 from dtctl.lint.source_file import SourceFile, constant, key, keyword
 
 _FIGURE = re.compile(r"loss|acc|epoch|metric|score|step|iter|time|lr|psnr|iou|map\b|bleu|ppl", re.IGNORECASE)
+_DISTRIBUTED = re.compile(
+    r"^(?:[\w.]*(?:is_initialized\(\)|is_available\(\)|distributed|ddp)|and|or|\s|[\w.]*(?:world_size|n(?:um)?_gpus?) > 1)+$"
+)
+"""A condition that only asks whether there are several ranks."""
 _QUIET = re.compile(
     r"builtins?\.print\s*=|__builtin__|setup_for_distributed|rank_zero_print|def print\b|__builtins__\[|"
     r"sys\.stdout\s*=|suppress_print"
@@ -37,18 +41,19 @@ def waiting_each_step(check: Check) -> Iterator[Problem]:
             yield check.problem("DT046", call, "a barrier in every step: all ranks wait for the slowest, each time")
     if check.project.framework(module):
         return
+    reported: set[ast.AST] = set()
     for call, figure in _reductions(module):
         loop = _batch_loop(module, call)
-        if loop is not None and not _now_and_then(module, call, loop):
+        if loop is not None and loop not in reported and not _now_and_then(module, call, loop):
+            reported.add(loop)
             yield check.problem(
                 "DT046", call, f"`{figure}` is reduced in every step, only to be reported", severity="info"
             )
-            return
 
 
 def _reductions(module: SourceFile) -> list[tuple[ast.Call, str]]:
     """Calls that reduce a figure: all_reduce itself, or a function of the project that makes it; in the file's order."""
-    direct = module.calls.get("torch.distributed.all_reduce", [])
+    direct = [*module.calls.get("torch.distributed.all_reduce", ()), *module.calls.get("torch.distributed.reduce", ())]
     helpers = [
         call
         for name in module.methods
@@ -100,7 +105,9 @@ def _now_and_then(module: SourceFile, call: ast.AST, loop: ast.AST) -> bool:
     for parent, _ in module.chain(call):
         if parent is loop:
             return False
-        if isinstance(parent, ast.If | ast.ExceptHandler):
+        if isinstance(parent, ast.ExceptHandler):
+            return True
+        if isinstance(parent, ast.If) and not _DISTRIBUTED.search(ast.unparse(parent.test)):
             return True
     return True
 

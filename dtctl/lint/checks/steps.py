@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dtctl.lint.check import Check
 from dtctl.lint.model import Problem
 from dtctl.lint.ranks import guards, mentions_rank
-from dtctl.lint.source_file import constant, keyword
+from dtctl.lint.source_file import constant, key, keyword
 from dtctl.lint.wraps import wraps
 
 _RANDOM = re.compile(r"\bDropout|\bdropout|\bRandom[A-Z]|\brandom\.|torch\.rand|RandAugment|shuffle=True|np\.random")
@@ -53,7 +53,11 @@ def same_seed(check: Check) -> Iterator[Problem]:
         return
     call = seeds[0]
     values = module.values(call.args[0]) if call.args else []
-    if values and all(isinstance(constant(value), int) for value in values):
+    same = all(
+        isinstance(constant(value), int) or (key(value) or "").rpartition(".")[2] in ("seed", "manual_seed")
+        for value in values
+    )
+    if values and same:
         yield check.problem(
             "DT008", call, "all ranks have one seed: dropout and augmentation are the same on all of them"
         )
