@@ -48,11 +48,14 @@ def lint(
         typer.Option("--spec", help="The spec; some rules apply to several nodes only. Default: ./dtctl.yaml."),
     ] = None,
     explain: Annotated[str | None, typer.Option("--explain", metavar="RULE", help="Explain a rule: DT011.")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List the rules: id, severity, name.")] = False,
 ) -> int:
     """Find mistakes in distributed training code; exit code 9 if there are any.
 
     `# dtctl: ignore[DT004]` on a line suppresses one.
     """
+    if list_:
+        return _list(format_)
     if explain is not None:
         return _explain(explain)
     if not paths:
@@ -84,6 +87,19 @@ def _rules(text: str) -> frozenset[str]:
     if unknown:
         raise UsageError(f"there is no rule {unknown[0]}", hint="`dtctl lint --list` names all")
     return only
+
+
+def _list(format_: Format) -> int:
+    """All rules, one a line; `--format json` for programs."""
+    from dtctl.lint.rules import rules
+
+    if format_ is Format.json:
+        fields = ("id", "name", "severity", "fixable", "source")
+        output.emit_json([{name: getattr(rule, name) for name in fields} for rule in rules().values()])
+        return 0
+    for rule in rules().values():
+        output.out(f"{rule.id}  {rule.severity:<8} {rule.name}{' (--fix)' if rule.fixable else ''}")
+    return 0
 
 
 def _explain(name: str) -> int:

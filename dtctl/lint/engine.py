@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dtctl.lint import names, source
+from dtctl.lint import names, source, versions
 from dtctl.lint.check import Check, Checker
 from dtctl.lint.checks import (
     accumulating,
@@ -200,7 +200,8 @@ def _checked(path: Path, text: str, cluster: ClusterFacts, project: Project) -> 
             warnings.simplefilter("ignore", DeprecationWarning)
             tree = ast.parse(text)
     except SyntaxError as exc:
-        return [unreadable(path, exc.lineno or 1, exc.offset or 1, f"is not Python: {exc.msg}")]
+        reason = versions.reason(text, exc)
+        return [unreadable(path, exc.lineno or 1, exc.offset or 1, reason or f"is not Python: {exc.msg}")]
     except MemoryError:
         return [unreadable(path, 1, 1, "is nested deeper than Python's parser goes")]
     except ValueError as exc:

@@ -24,6 +24,9 @@ _MAIN = re.compile(
 _DECORATORS = re.compile(r"rank_?(?:0|zero)|main_process|master_only|main_only|on_main|only_rank")
 
 
+_FOLLOWED = (ast.Call, ast.Name, ast.Attribute, ast.Subscript, ast.BinOp)
+
+
 @dataclass(frozen=True, slots=True)
 class RankGuard:
     """A condition on the rank."""
@@ -80,10 +83,9 @@ def _rank_kind(module: SourceFile, node: ast.expr, frame: Frame | None) -> RankK
 
 def _may_be_rank(module: SourceFile, node: ast.expr) -> bool:
     """Whether it is worth following a name that does not sound like a rank: it is set to a call or to a name."""
-    return any(
-        binding.value is None
-        or isinstance(binding.value, ast.Call | ast.Name | ast.Attribute | ast.Subscript | ast.BinOp)
-        for binding in module.lookup(node)
+    bindings = module.lookup(node)
+    return (isinstance(node, ast.Attribute) and not bindings) or any(
+        binding.value is None or isinstance(binding.value, _FOLLOWED) for binding in bindings
     )
 
 

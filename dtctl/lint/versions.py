@@ -1,0 +1,70 @@
+"""Of which Python a file is that this one cannot parse."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+_NAME = r"[^\W\d]\w*"
+_NEWER: tuple[tuple[tuple[int, int], re.Pattern[str], str], ...] = (
+    ((3, 10), re.compile(r"^\s*match\s+[^\n=]+:\s*(?:#[^\n]*)?\n\s+case\s", re.MULTILINE), "a match statement"),
+    ((3, 11), re.compile(r"^\s*except\s*\*", re.MULTILINE), "except*"),
+    ((3, 12), re.compile(rf"^\s*type\s+{_NAME}\s*(?:\[[^\]\n]*\])?\s*=", re.MULTILINE), "a type statement"),
+    ((3, 12), re.compile(rf"^\s*(?:async\s+def|def|class)\s+{_NAME}\[", re.MULTILINE), "type parameters"),
+    ((3, 14), re.compile(r"^\s*except\s+[\w.]+\s*,\s*[\w.]+\s*:", re.MULTILINE), "except without brackets"),
+    ((3, 14), re.compile(r"(?<![\w\"'])(?:[tT][rR]?|[rR][tT])(?:\"|')"), "a template string"),
+)
+"""Version -> what only it and later ones have, as it looks."""
+_OLD = re.compile(
+    r"^\s*(?:print\s+[\"'\w%(]|exec\s+[\"'\w]|raise\s+\w+\s*,|except\s+[\w.]+\s*,\s*\w+\s*:)", re.MULTILINE
+)
+
+
+def reason(text: str, error: SyntaxError) -> str | None:
+    """Why a text is no Python of this version: it is of another one; None if that cannot be told.
+
+    Args:
+        text: of the file.
+        error: what the parser says.
+    """
+    line = _line(text, error.lineno)
+    here = sys.version_info[:2]
+    for version, pattern, what in _NEWER:
+        if here < version and pattern.search(line + "\n" + _line(text, (error.lineno or 0) + 1)):
+            return _newer(version, what)
+    if here < (3, 12) and _quotes_in_quotes(text, error):
+        return _newer((3, 12), "quotes of the same kind, or a line end, inside an f-string")
+    if _OLD.search(line):
+        return f"is of Python 2 (line {error.lineno})"
+    return None
+
+
+def _newer(version: tuple[int, int], what: str) -> str:
+    return f"needs Python {version[0]}.{version[1]} ({what}), and dtctl runs on {sys.version_info[0]}.{sys.version_info[1]}"
+
+
+def _line(text: str, number: int | None) -> str:
+    lines = text.split("\n")
+    return lines[number - 1] if number and number <= len(lines) else ""
+
+
+def _quotes_in_quotes(text: str, error: SyntaxError) -> bool:
+    """Whether an f-string of the line, or of one of the two before, contains its own quotes, as Python 3.12 allows."""
+    last = error.lineno or 0
+    for number in range(max(1, last - 2), last + 1):
+        line = _line(text, number)
+        for begin in re.finditer(r"(?<!\w)(?:[fF][rR]?|[rR][fF])(\"|')(?!\1\1)", line):
+            quote, depth = begin[1], 0
+            for at in range(begin.end(), len(line)):
+                if line[at] == "{":
+                    depth += 1
+                elif line[at] == "}":
+                    depth = max(0, depth - 1)
+                elif line[at] == quote:
+                    if depth:
+                        return True
+                    break
+            else:
+                if depth:
+                    return True
+    return "f-string" in (error.msg or "") and "backslash" in error.msg
