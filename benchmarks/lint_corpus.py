@@ -2,11 +2,12 @@
 
     python benchmarks/lint_corpus.py FOLDER [--name learn] [--judged FILE.json] [--show]
 
-A folder has, for each training file NAME.py (or .sh, .sbatch, .slurm), a file NAME.json with the mistakes that a person wrote
-down before any tool ran: `{"source": "owner/repository path@commit", "mistakes": [{"line", "end", "kind", "severity", "why",
-"sure"}]}`, and a folder NAME with the files that it imports, at their places in the repository. A mistake is found if a rule
-for its kind reports a line of it (one more on either side), or names such a line in its message. A finding that nobody had
-labelled is false, unless a person has read it and judged otherwise: FILE.json maps "NAME:LINE:RULE" to "right" or "wrong".
+A folder has, for each training file NAME.py (or .sh, .sbatch, .slurm), a file NAME.json with the mistakes
+that a person wrote down before any tool ran: `{"source": "owner/repository path@commit", "mistakes":
+[{"line", "end", "kind", "severity", "why", "sure"}]}`, and a folder NAME with the files that it imports, at
+their places in the repository. A mistake is found if a rule for its kind reports a line of it (one more on
+either side), or names such a line in its message. A finding that nobody had labelled is false, unless a
+person has read it and judged otherwise: FILE.json maps "NAME:LINE:RULE" to "right" or "wrong".
 """
 
 from __future__ import annotations

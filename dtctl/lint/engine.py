@@ -132,8 +132,8 @@ def _once(problems: list[Problem]) -> list[Problem]:
             obsolete.setdefault(problem.message, []).append(problem.line)
             if len(obsolete[problem.message]) > 1:
                 continue
-        if any(_one_cause(problem, other) and LEVELS.index(other.severity) >= LEVELS.index(problem.severity)
-               for other in problems if other is not problem and (other in kept or other.severity != problem.severity)):  # fmt: skip
+        others = [other for other in problems if other is not problem and _one_cause(problem, other)]
+        if any(_goes_first(other, problem, other in kept) for other in others):
             continue
         kept.append(problem)
     return [_with_other_lines(problem, obsolete.get(problem.message, [])) for problem in kept]
@@ -145,6 +145,12 @@ def _with_other_lines(problem: Problem, lines: list[int]) -> Problem:
     if problem.rule != "DT025" or problem.edits or not others:
         return problem
     return replace(problem, message=f"{problem.message} (also {', '.join(others[:5])}{', ...' if others[5:] else ''})")
+
+
+def _goes_first(other: Problem, problem: Problem, reported: bool) -> bool:
+    """Whether another problem of the same cause is the one to report."""
+    levels = LEVELS.index(other.severity), LEVELS.index(problem.severity)
+    return levels[0] > levels[1] or (levels[0] == levels[1] and reported)
 
 
 def _one_cause(first: Problem, second: Problem) -> bool:

@@ -69,7 +69,7 @@ class Project:
         return self._modules[path]
 
     def reach(self, module: SourceFile) -> tuple[str, ...]:
-        """The path of a module and of the local ones that it imports, directly or over others. None of them is parsed."""
+        """The paths of a module and of the local ones that it imports, directly or over others; none is parsed."""
         own = os.path.normpath(module.path)
         cached = self._reach.get(own)
         if cached is None:

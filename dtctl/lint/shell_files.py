@@ -1,4 +1,7 @@
-"""Rules for shell and sbatch files: DT025, DT029, DT035, DT041, DT042, DT062, DT063. What the shell computes is unknown."""
+"""Rules for shell and sbatch files: DT025, DT029, DT035, DT042, and those of batch scripts.
+
+What the shell computes is unknown.
+"""
 
 from __future__ import annotations
 
@@ -121,10 +124,9 @@ def _ports(path: str, line: int, code: str, read: Read) -> Iterator[Problem]:
                     path, line, at, "DT035", "info", f"port {value} for all jobs: two of them on one node collide",
                     "MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))",
                 )  # fmt: skip
-        elif (sum_of := _SUM.match(value)) and re.search(r"JOB_?ID", sum_of["rest"]) and "%" not in sum_of["rest"]:
-            if "tail" not in sum_of["rest"] and "${" not in sum_of["rest"].replace("${SLURM_JOB", ""):
-                message = f"the port is {sum_of['base']} + the job's number, which grows beyond {MAX_PORT}"
-                yield _problem(path, line, at, "DT042", "warning", message, "take the number modulo 10000: % 10000")
+        elif (sum_of := _SUM.match(value)) and re.fullmatch(r"\s*\$?\{?SLURM_JOB_?ID\}?\s*", sum_of["rest"]):
+            message = f"the port is {sum_of['base']} + the job's number, which grows beyond {MAX_PORT}"
+            yield _problem(path, line, at, "DT042", "warning", message, "take the number modulo 10000: % 10000")
 
 
 def _torchrun(read: Read, line: int, column: int) -> tuple[Edit, ...]:

@@ -40,7 +40,8 @@ def reason(text: str, error: SyntaxError) -> str | None:
 
 
 def _newer(version: tuple[int, int], what: str) -> str:
-    return f"needs Python {version[0]}.{version[1]} ({what}), and dtctl runs on {sys.version_info[0]}.{sys.version_info[1]}"
+    here = sys.version_info
+    return f"needs Python {version[0]}.{version[1]} ({what}), and dtctl runs on {here[0]}.{here[1]}"
 
 
 def _line(text: str, number: int | None) -> str:

@@ -143,9 +143,11 @@ def port_beyond_the_last(check: Check) -> Iterator[Problem]:
     """DT042."""
     module = check.module
     ports = [(node, value) for node, name, value in _settings(check) if name == "MASTER_PORT" and value is not None]
-    for call in module.methods.get("setdefault", ()):
-        if len(call.args) == 2 and constant(call.args[0]) == "MASTER_PORT":
-            ports.append((call, call.args[1]))
+    ports += [
+        (call, call.args[1])
+        for call in module.methods.get("setdefault", ())
+        if len(call.args) == 2 and constant(call.args[0]) == "MASTER_PORT"
+    ]
     for call in module.methods.get("add_argument", ()):
         default = keyword(call, "default")
         if default is not None and any("port" in str(constant(one)) for one in call.args):

@@ -131,7 +131,8 @@ def _stopped_early(check: Check) -> Iterator[Problem]:
         if any(target is not None and _AGREED.search(ast.unparse(target.node)) for target in called):
             continue
         yield check.problem(
-            "DT013", leave, f"each rank decides on `{ast.unparse(test)}` by its own figures, and the others wait for its gradients",
+            "DT013", leave,
+            f"each rank decides on `{ast.unparse(test)}` by its own figures, and the others wait for its gradients",
             severity="warning",
         )  # fmt: skip
 

@@ -109,7 +109,8 @@ def downloaded_by_all(check: Check) -> Iterator[Problem]:
                 continue
             inside = [
                 dataset for download, dataset, weights in _downloads(target.module)
-                if target.module.scope(download) is target.node and not weights and not _one_first(target.module, download)
+                if target.module.scope(download) is target.node
+                and not weights and not _one_first(target.module, download)
             ]  # fmt: skip
             if inside and not _one_first(module, call) and not by_launcher(module, call):
                 yield check.problem("DT040", call, f"`{inside[0]}` is downloaded by every rank, into one folder")

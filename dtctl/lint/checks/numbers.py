@@ -20,7 +20,9 @@ _FIGURE = re.compile(
     re.IGNORECASE,
 )
 _SHOWS = frozenset(
-    "print info log add_scalar log_metric write set_postfix set_description add_scalars log_metrics set_postfix_str".split()
+    (
+        "print info log add_scalar log_metric write set_postfix set_description add_scalars log_metrics set_postfix_str"
+    ).split()
 )
 _REDUCES = re.compile(
     r"all_reduce|reduce|gather|average|sync|global_avg|avg_meter|mean_across|broadcast|metric_logger|compute\("

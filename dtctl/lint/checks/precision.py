@@ -32,7 +32,8 @@ def scaler_of_one_rank(check: Check) -> Iterator[Problem]:
         if constant(enabled) is False and enabled is not None:
             continue
         yield check.problem(
-            "DT039", call, "GradScaler looks for infinities in the gradients of its own shard, and ranks skip different steps",
+            "DT039", call,
+            "GradScaler looks for infinities in the gradients of its own shard, and ranks skip different steps",
             severity="info" if ddp or enabled is not None else None,
         )  # fmt: skip
 

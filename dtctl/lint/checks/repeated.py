@@ -15,7 +15,8 @@ from dtctl.lint.source_file import SourceFile, constant, key, keyword
 
 _FIGURE = re.compile(r"loss|acc|epoch|metric|score|step|iter|time|lr|psnr|iou|map\b|bleu|ppl", re.IGNORECASE)
 _DISTRIBUTED = re.compile(
-    r"^(?:[\w.]*(?:is_initialized\(\)|is_available\(\)|distributed|ddp)|and|or|\s|[\w.]*(?:world_size|n(?:um)?_gpus?) > 1)+$"
+    r"^(?:[\w.]*(?:is_initialized\(\)|is_available\(\)|distributed|ddp)|and|or|\s"
+    r"|[\w.]*(?:world_size|n(?:um)?_gpus?) > 1)+$"
 )
 """A condition that only asks whether there are several ranks."""
 _QUIET = re.compile(
@@ -52,7 +53,7 @@ def waiting_each_step(check: Check) -> Iterator[Problem]:
 
 
 def _reductions(module: SourceFile) -> list[tuple[ast.Call, str]]:
-    """Calls that reduce a figure: all_reduce itself, or a function of the project that makes it; in the file's order."""
+    """Calls that reduce a figure, in the order of the file: all_reduce itself, or a function of the project with it."""
     direct = [*module.calls.get("torch.distributed.all_reduce", ()), *module.calls.get("torch.distributed.reduce", ())]
     helpers = [
         call

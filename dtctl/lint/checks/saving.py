@@ -22,6 +22,7 @@ _WRITERS = {
     "scipy.io.wavfile.write": 0, "shutil.copy": 1, "shutil.copyfile": 1, "shutil.copy2": 1,
 }  # fmt: skip
 """Calls that write a file -> which argument is its path."""
+_PATHS = ("f", "path", "file", "filename", "fp", "fname")
 _METHODS = (
     "to_csv",
     "to_json",
@@ -89,7 +90,7 @@ def _writes(module: SourceFile) -> Iterator[tuple[ast.Call, ast.expr]]:
     for name, at in _WRITERS.items():
         for call in module.calls.get(name, ()):
             path = call.args[at] if len(call.args) > at else next(
-                (one.value for one in call.keywords if one.arg in ("f", "path", "file", "filename", "fp", "fname")), None
+                (one.value for one in call.keywords if one.arg in _PATHS), None
             )  # fmt: skip
             if path is not None and not _is_open(module, path):
                 yield call, path

@@ -21,14 +21,14 @@ _CHECKPOINTS = ("torch.utils.checkpoint.checkpoint", "torch.utils.checkpoint.che
 def policy_called_at_once(check: Check) -> Iterator[Problem]:
     """DT048."""
     module = check.module
-    for name in _POLICIES:
+    for name, setting in _POLICIES.items():
         for call in module.calls_of(f"torch.distributed.fsdp.wrap.{name}"):
             given = {argument.arg for argument in call.keywords}
             if call.args or None in given or given & _CALLED:
                 continue
             yield check.problem(
                 "DT048", call, f"{name} is called here, without the module that it decides on: TypeError",
-                fix=f"functools.partial({name}, {_POLICIES[name]}=...)",
+                fix=f"functools.partial({name}, {setting}=...)",
             )  # fmt: skip
 
 

@@ -13,8 +13,9 @@ from dtctl.lint.model import Problem, Severity
 from dtctl.lint.ranks import for_some, is_world_size, mentions_rank, rank_kind
 from dtctl.lint.source_file import constant, key, keyword
 
-_HELD_OUT = re.compile(r"(?:^|_|\b)(?:val|valid|validation|test|eval|evaluation|dev)(?=$|_|\b|set|data|sampler|loader|ds)",
-                       re.IGNORECASE)  # fmt: skip
+_HELD_OUT = re.compile(
+    r"(?:^|_|\b)(?:val|valid|validation|test|eval|evaluation|dev)(?=$|_|\b|set|data|sampler|loader|ds)", re.IGNORECASE
+)
 _RANDOM_ORDER = frozenset(["random.shuffle", "numpy.random.shuffle", "numpy.random.permutation", "random.sample"])
 _SEEDS = ("manual_seed", "seed", "seed_everything", "set_seed", "fix_seed", "setup_seed", "seed_all", "set_random_seed",
           "init_seeds", "fix_random_seed", "set_seeds", "seed_torch", "init_seed", "same_seeds")  # fmt: skip
@@ -50,9 +51,10 @@ def local_rank_as_rank(check: Check) -> Iterator[Problem]:
                 )  # fmt: skip
     for node in module.nodes_of(ast.Subscript):
         part = node.slice
-        if isinstance(part, ast.Slice) and part.lower is not None and part.step is not None:
-            if rank_kind(module, part.lower) == "local" and is_world_size(module, part.step):
-                yield check.problem(
+        if not isinstance(part, ast.Slice) or part.lower is None or part.step is None:
+            continue
+        if rank_kind(module, part.lower) == "local" and is_world_size(module, part.step):
+            yield check.problem(
                     "DT037", node, "data is divided by the local rank: ranks of several nodes get the same share",
                     severity=severity,
                 )  # fmt: skip

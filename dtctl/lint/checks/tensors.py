@@ -165,7 +165,7 @@ def _of_a_helper(check: Check) -> Iterator[Problem]:
             target = callee(module, call)
             if target is not None and isinstance(target.node, Function) and _gives_a_copy(target.module, target.node):
                 yield check.problem(
-                    "DT044", call, f"`{name}` returns what it has reduced, and leaves its argument as it was: the result "
+                    "DT044", call, f"`{name}` returns what it reduces, and leaves its argument as it was: the result "
                     "is thrown away",
                 )  # fmt: skip
 

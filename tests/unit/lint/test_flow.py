@@ -33,10 +33,13 @@ RANKS = {
         "if which() == 0:\n    dist.barrier()\n"
     ),
     "one of two results": (
-        "def place():\n    return dist.get_rank(), dist.get_world_size()\nme, n = place()\nif me == 0:\n    dist.barrier()\n"
+        "def place():\n    return dist.get_rank(), dist.get_world_size()\nme, n = place()\n"
+        "if me == 0:\n    dist.barrier()\n"
     ),
     "an argument": "def log(me):\n    if me == 0:\n        dist.barrier()\nlog(dist.get_rank())\n",
-    "an argument by name": "def log(*, me):\n    if me == 0:\n        dist.barrier()\nlog(me=int(os.environ['RANK']))\n",
+    "an argument by name": (
+        "def log(*, me):\n    if me == 0:\n        dist.barrier()\nlog(me=int(os.environ['RANK']))\n"
+    ),
     "a question": "def first():\n    return dist.get_rank() == 0\nif first():\n    dist.barrier()\n",
     "a question, negated": "def others():\n    return not dist.get_rank() == 0\nif others():\n    dist.barrier()\n",
     "an attribute": (
@@ -51,18 +54,28 @@ RANKS = {
         "class Base:\n    def __init__(self):\n        self.me = dist.get_rank()\nclass Trainer(Base):\n"
         "    def run(self):\n        if self.me == 0:\n            dist.barrier()\n"
     ),
-    "settings": "def setup(args):\n    args.me = dist.get_rank()\ndef main(args):\n    if args.me == 0:\n        dist.barrier()\n",
+    "settings": (
+        "def setup(args):\n    args.me = dist.get_rank()\ndef main(args):\n    if args.me == 0:\n"
+        "        dist.barrier()\n"
+    ),
     "a process that spawn starts": "def main(me):\n    if me == 0:\n        dist.barrier()\nmp.spawn(main, nprocs=2)\n",
 }
 NO_RANKS = {
-    "a number of something else": "def log(rank):\n    if rank == 4:\n        dist.barrier()\nlog(rank=4)\nlog(rank=8)\n",
-    "the rank in a group": "def which(group):\n    return dist.get_rank(group)\nif which(g) == 0:\n    dist.barrier()\n",
+    "a number of something else": (
+        "def log(rank):\n    if rank == 4:\n        dist.barrier()\nlog(rank=4)\nlog(rank=8)\n"
+    ),
+    "the rank in a group": (
+        "def which(group):\n    return dist.get_rank(group)\nif which(g) == 0:\n    dist.barrier()\n"
+    ),
     "a constant question": "def first():\n    return True\nif first():\n    dist.barrier()\n",
     "the number of ranks": "def size():\n    return dist.get_world_size()\nif size() == 2:\n    dist.barrier()\n",
     "the other of two results": (
-        "def place():\n    return dist.get_rank(), dist.get_world_size()\nme, n = place()\nif n == 2:\n    dist.barrier()\n"
+        "def place():\n    return dist.get_rank(), dist.get_world_size()\nme, n = place()\n"
+        "if n == 2:\n    dist.barrier()\n"
     ),
-    "where nothing is distributed": "if not dist.is_initialized():\n    if dist.get_rank() == 0:\n        dist.barrier()\n",
+    "where nothing is distributed": (
+        "if not dist.is_initialized():\n    if dist.get_rank() == 0:\n        dist.barrier()\n"
+    ),
 }
 
 
@@ -117,13 +130,18 @@ FORWARD = {
     "in a function that gets it": (
         "def evaluate(m):\n    return m(x)\nmodel = DDP(net)\nif dist.get_rank() == 0:\n    evaluate(model)\n"
     ),
-    "in one that knows it": "model = DDP(net)\ndef evaluate():\n    return model(x)\nif dist.get_rank() == 0:\n    evaluate()\n",
+    "in one that knows it": (
+        "model = DDP(net)\ndef evaluate():\n    return model(x)\nif dist.get_rank() == 0:\n    evaluate()\n"
+    ),
 }
 NO_FORWARD = {
     "the bare model": (
         "def evaluate(m):\n    return m(x)\nmodel = DDP(net)\nif dist.get_rank() == 0:\n    evaluate(model.module)\n"
     ),
-    "all ranks": "def evaluate(m):\n    return m(x)\nmodel = DDP(net)\ny = evaluate(model)\nif dist.get_rank() == 0:\n    print(y)\n",
+    "all ranks": (
+        "def evaluate(m):\n    return m(x)\nmodel = DDP(net)\ny = evaluate(model)\n"
+        "if dist.get_rank() == 0:\n    print(y)\n"
+    ),
     "another model": "model = DDP(net)\nif dist.get_rank() == 0:\n    y = teacher(x)\n",
 }
 
@@ -158,7 +176,9 @@ NO_WRITES = {
     "read, by name": "f = open('a', mode='rb')\n",
     "each its own": "with open(f'log-{dist.get_rank()}.txt', 'w') as f:\n    f.write('a')\n",
     "rank 0": "if dist.get_rank() == 0:\n    with open('log.txt', 'w') as f:\n        f.write('a')\n",
-    "rank 0 calls": "def keep(state, path='last.pt'):\n    torch.save(state, path)\nif dist.get_rank() == 0:\n    keep(1)\n",
+    "rank 0 calls": (
+        "def keep(state, path='last.pt'):\n    torch.save(state, path)\nif dist.get_rank() == 0:\n    keep(1)\n"
+    ),
     "a path that callers choose": "def keep(state, path):\n    torch.save(state, path)\n",
     "paths of each rank": "def keep(state, path):\n    torch.save(state, path)\nkeep(1, f'{dist.get_rank()}.pt')\n",
     "one process": "if not dist.is_initialized():\n    torch.save(1, 'a.pt')\n",
@@ -181,7 +201,8 @@ LEFT = {
         "    if patience_left == 0:\n        break\n"
     ),
     "memory, in a function": (
-        "model = DDP(net)\ndef attempt(x):\n    try:\n        model(x).backward()\n    except torch.cuda.OutOfMemoryError:\n"
+        "model = DDP(net)\ndef attempt(x):\n    try:\n        model(x).backward()\n"
+        "    except torch.cuda.OutOfMemoryError:\n"
         "        return None\n"
     ),
     "the training is in a function": (
@@ -195,11 +216,13 @@ STAYED = {
         "    dist.broadcast(patience_left, 0)\n    if patience_left == 0:\n        break\n"
     ),
     "memory, raised again": (
-        "model = DDP(net)\ndef attempt(x):\n    try:\n        model(x).backward()\n    except torch.cuda.OutOfMemoryError:\n"
+        "model = DDP(net)\ndef attempt(x):\n    try:\n        model(x).backward()\n"
+        "    except torch.cuda.OutOfMemoryError:\n"
         "        raise\n"
     ),
     "one process": (
-        "for epoch in range(9):\n    for x in loader:\n        net(x).backward()\n    if patience_left == 0:\n        break\n"
+        "for epoch in range(9):\n    for x in loader:\n        net(x).backward()\n"
+        "    if patience_left == 0:\n        break\n"
     ),
 }
 
