@@ -373,7 +373,11 @@ def is_world_size(module: SourceFile, node: ast.expr) -> bool:
 
 def mentions_rank(module: SourceFile, node: ast.expr) -> bool:
     """Whether the rank is part of an expression, over assignments too."""
-    for value in (node, *module.values(node)):
+    name, scope = key(node), module.scope(node)
+    added = [
+        one.value for one in module.nodes_of(ast.AugAssign) if key(one.target) == name and module.scope(one) is scope
+    ]
+    for value in (node, *module.values(node), *added):
         for part in ast.walk(value):
             if isinstance(part, ast.expr) and rank_kind(module, part):
                 return True

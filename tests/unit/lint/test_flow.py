@@ -182,6 +182,7 @@ NO_WRITES = {
     "a path that callers choose": "def keep(state, path):\n    torch.save(state, path)\n",
     "paths of each rank": "def keep(state, path):\n    torch.save(state, path)\nkeep(1, f'{dist.get_rank()}.pt')\n",
     "one process": "if not dist.is_initialized():\n    torch.save(1, 'a.pt')\n",
+    "the rank is added": "name = 'a.txt'\nname += f'-{dist.get_rank()}'\nf = open(name, 'w')\n",
 }
 
 
