@@ -1,6 +1,6 @@
 """How much of what people found in public training files `dtctl lint` finds, and how much of what it says is right.
 
-    python benchmarks/lint_corpus.py FOLDER [--name learn] [--judged FILE.json] [--show]
+    python benchmarks/lint_corpus.py FOLDER... [--judged FILE.json] [--show] [--keep NOTE]
 
 A folder has, for each training file NAME.py (or .sh, .sbatch, .slurm), a file NAME.json with the mistakes
 that a person wrote down before any tool ran: `{"source": "owner/repository path@commit", "mistakes":
@@ -177,19 +177,20 @@ def ratio(part: int, whole: int) -> float:
 def main() -> None:
     """Score a folder and keep the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--name", default="learn", help="what the figures are called")
+    parser.add_argument("folders", nargs="+", type=Path, help="their names are those of the figures: learn, held")
     parser.add_argument("--judged", type=Path, help="verdicts on findings that nobody had labelled")
     parser.add_argument("--show", action="store_true", help="print every miss and every false finding")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/lint-corpus-DATE.json")
+    parser.add_argument("--keep", metavar="NOTE", help="write benchmarks/results/lint-corpus-DATE.json, with a note")
     given = parser.parse_args()
     judged = json.loads(given.judged.read_text(encoding="utf-8")) if given.judged else {}
-    figures = scored(given.folder, judged)
-    print(json.dumps({name: value for name, value in figures.items() if name not in ("missed", "false")}, indent=1))
-    for one in [*figures["missed"], *figures["false"]] if given.show else ():
-        print(json.dumps(one))
+    figures = {folder.name: scored(folder, judged) for folder in given.folders}
+    for name, figure in figures.items():
+        short = {key: value for key, value in figure.items() if key not in ("missed", "false")}
+        print(name, json.dumps(short, indent=1))
+        for one in [*figure["missed"], *figure["false"]] if given.show else ():
+            print(json.dumps(one))
     if given.keep:
-        keep("lint-corpus", {"date": time.strftime("%Y-%m-%d %H:%M"), given.name: figures})
+        keep("lint-corpus", {"date": time.strftime("%Y-%m-%d %H:%M"), "note": given.keep, **figures})
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from dtctl.lint.source_file import constant, key, keyword, position
 _WEIGHTED = ("CrossEntropyLoss", "NLLLoss", "BCELoss", "BCEWithLogitsLoss", "MultiLabelSoftMarginLoss")
 _ON_THE_CURRENT_GPU = ("barrier", "all_gather_object", "broadcast_object_list", "gather_object", "synchronize")
 """Collectives that use the current GPU, whichever their arguments are on."""
+_SHOWN = re.compile(r"CUDA_VISIBLE_DEVICES[\"']\]\s*=|(?:setdefault|putenv)\(\s*[\"']CUDA_VISIBLE_DEVICES")
+"""Where a program sets which GPUs a rank sees."""
 _CUDA_N = re.compile(r"cuda:\d+\Z")
 _ONE_PROCESS = re.compile(
     r"distributed|ddp|local_rank|world_size|multi|device_count|parallel|fsdp|n_gpu", re.IGNORECASE
@@ -251,7 +253,7 @@ def _formatted(node: ast.expr) -> Iterator[ast.expr]:
 def no_device_chosen(check: Check) -> Iterator[Problem]:
     """DT017."""
     module = check.module
-    if not module.calls_of(names.INIT) or check.project.says(module, "CUDA_VISIBLE_DEVICES"):
+    if not module.calls_of(names.INIT) or check.project.says(module, _SHOWN):
         return
     for name in ("set_device", "set_device_index", "setup_device", "device_count_per_node", "get_device"):
         if check.project.methods(module, name):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -91,12 +92,15 @@ def _message(name: str, entry: Legacy) -> tuple[str, str]:
 
 
 def _in_try(check: Check, node: ast.AST) -> bool:
-    """Whether an import may fail without harm: something else is done then, which is no end of the program."""
+    """Whether a name may be missing without harm: something else is done then, which is no end of the program."""
     above = check.module.enclosing(node, (ast.Try,))
     while isinstance(above, ast.Try):
-        ends = all(isinstance(handler.body[-1], ast.Raise) for handler in above.handlers)
-        if above.handlers and not ends:
-            return True
+        for handler in above.handlers:
+            caught = ast.unparse(handler.type) if handler.type is not None else "Exception"
+            if re.search(r"Import|Module|Attribute|\bException\b", caught) and not isinstance(
+                handler.body[-1], ast.Raise
+            ):
+                return True
         above = check.module.enclosing(above, (ast.Try,))
     return False
 

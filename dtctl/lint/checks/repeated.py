@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 from dtctl.lint import names
 from dtctl.lint.check import Check
 from dtctl.lint.collectives import collective_called, takes_a_group
+from dtctl.lint.flow import function_of
 from dtctl.lint.model import Problem
 from dtctl.lint.ranks import by_launcher, for_some, guards, mentions_rank
 from dtctl.lint.source_file import SourceFile, constant, key, keyword
 
+MAX_LINES = 3
+"""Prints of one function that are reported."""
 _FIGURE = re.compile(r"loss|acc|epoch|metric|score|step|iter|time|lr|psnr|iou|map\b|bleu|ppl", re.IGNORECASE)
 _DISTRIBUTED = re.compile(
     r"^(?:[\w.]*(?:is_initialized\(\)|is_available\(\)|distributed|ddp)|and|or|\s"
@@ -131,19 +135,38 @@ def said_by_all(check: Check) -> Iterator[Problem]:
             and "group" not in given
         ):
             yield check.problem("DT054", call, f"every rank opens a log: `{key(call.func)}`")
-    reported: set[ast.AST] = set()
-    for call in module.methods.get("print", ()):
+    reported: Counter[ast.AST] = Counter()
+    for call in [*module.methods.get("print", ()), *_printing(module)]:
         function = module.scope(call)
-        if function in reported or key(call.func) != "print" or not call.args or keyword(call, "file") is not None:
+        if reported[function] == MAX_LINES or keyword(call, "file") is not None:
             continue
-        if not _FIGURE.search(ast.unparse(call)) or all(isinstance(argument, ast.Constant) for argument in call.args):
+        if key(call.func) == "print" and not _tells(call):
             continue
         if for_some(module, call) is not None or "rank" in ast.unparse(call).lower():
             continue
         if module.enclosing(call, (ast.ExceptHandler,)) is not None or by_launcher(module, call):
             continue
-        reported.add(function)
+        reported[function] += 1
         yield check.problem("DT054", call, "every rank prints this line")
+
+
+def _tells(call: ast.Call) -> bool:
+    """Whether a call of print has a figure that changes."""
+    return _FIGURE.search(ast.unparse(call)) is not None and not all(isinstance(one, ast.Constant) for one in call.args)
+
+
+def _printing(module: SourceFile) -> list[ast.Call]:
+    """Calls, in loops over batches, of functions of the project that print whatever the rank: `progress.display(i)`."""
+    found = []
+    for name in ("display", "report", "print_progress", "show", "print_log"):
+        for call in module.methods.get(name, ()):
+            target = function_of(module, call)
+            if target is None or _batch_loop(module, call) is None:
+                continue
+            lines = target.module.below(target.node, "print")
+            if lines and all(for_some(target.module, line, 0) is None for line in lines):
+                found.append(call)
+    return found
 
 
 def folder_made_by_all(check: Check) -> Iterator[Problem]:
