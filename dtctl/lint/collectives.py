@@ -59,6 +59,8 @@ def _own_nodes(function: ast.AST) -> list[ast.AST]:
 
 def _collective(module: SourceFile, function: ast.AST, depth: int) -> str | None:
     calls = [node for node in _own_nodes(function) if isinstance(node, ast.Call)]
+    left = _left_before(module, function)
+    calls = [call for call in calls if call.lineno < left]
     for call in calls:
         name = module.name(call.func) or ""
         if name in names.COLLECTIVES and not takes_a_group(name, call) and not _for_some(module, call, calls):
@@ -134,6 +136,21 @@ def _models_run(module: SourceFile, function: ast.AST, depth: int) -> list[ast.e
     return cached  # type: ignore[return-value]  # facts of this kind are such lists
 
 
+def _left_before(module: SourceFile, function: ast.AST) -> float:
+    """The line from which on a function goes on only if its caller wants it: after `if not wanted: return`."""
+    if not isinstance(function, Function):
+        return float("inf")
+    parameters = {one.arg for one in (*function.args.args, *function.args.kwonlyargs)} - {"self"}
+    lines = [
+        statement.lineno
+        for statement in function.body
+        if isinstance(statement, ast.If)
+        and isinstance(statement.body[-1], ast.Return)
+        and any(isinstance(part, ast.Name) and part.id in parameters for part in ast.walk(statement.test))
+    ]
+    return min(lines, default=float("inf"))
+
+
 def _for_some(module: SourceFile, call: ast.Call, others: Sequence[ast.Call] = ()) -> bool:
     """Whether a call stands under a condition on the rank, and the other ranks do not make it among the others."""
     condition = next(guards(module, call), None)
@@ -146,6 +163,8 @@ def _for_some(module: SourceFile, call: ast.Call, others: Sequence[ast.Call] = (
         and (opposite := next(guards(module, other), None)) is not None
         and opposite.at_zero != condition.at_zero
         and opposite.sure
+        and opposite.sure_not
         and condition.sure
+        and condition.sure_not
         for other in others
     )

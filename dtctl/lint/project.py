@@ -273,7 +273,10 @@ class Project:
             name = call.func.id
             if source is module:
                 return name in source.functions or name in source.classes or name not in source.aliases
-            return name in source.aliases or bool(source.stars)
+            if name not in source.aliases:
+                return bool(source.stars)
+            found = self.definition(source, source.aliases[name])
+            return found is None or found.node in (function, module.parents.get(function))
         if not isinstance(call.func, ast.Attribute):
             return False
         root = key(call.func.value)

@@ -218,10 +218,10 @@ def _guard_of_name(
             sure=known and all(one.sure for one in found), sure_not=known and all(one.sure_not for one in found),
         )  # fmt: skip
     if _MAIN.match(last):
-        if constants and len(constants) == len(values):
-            return None
+        if not isinstance(test, ast.Attribute) and constants and len(constants) == len(values):
+            return None  # a function that always answers the same, a parameter that callers set
         return RankGuard("local" if "local" in last else "global", at_zero=True, test=test)
-    kind = rank_kind(module, test, frame)
+    kind = rank_kind(module, test, frame) if "gpu" not in last else None
     if kind:  # `if rank:`, `if dist.get_rank():`
         return RankGuard(kind, at_zero=False, test=test)
     return None

@@ -89,7 +89,7 @@ def same_order(check: Check) -> Iterator[Problem]:
     loops = [candidate for candidate in module.nodes_of(ast.For) if _over_epochs(candidate)]
     repeated = bool(loops) or _repeats(check, importers)
     for call in module.calls_of(names.SAMPLER) if repeated else ():
-        if not _shuffles(check, call) or _epoch_set(check, call):
+        if not _shuffles(check, call) or _epoch_set(check, call) or _given_away(check, call):
             continue
         statement = module.statement(call)
         loop = next((candidate for candidate in loops if _reachable(check, statement, candidate)), None)
@@ -99,12 +99,32 @@ def same_order(check: Check) -> Iterator[Problem]:
             (one for one in module.methods.get(getattr(function, "name", ""), ()) if module.scope(one) is not function),
             None,
         )
-        where = f" (of line {user.lineno})" if user is not None else ""
+        places = [f"of line {user.lineno}"] if user is not None else []
+        places += [f"epochs in line {loops[0].lineno}"] if loops else []
+        where = f" ({', '.join(places)})" if places else ""
         yield check.problem(
             "DT004", call, f"no set_epoch(): the sampler{where} gives every epoch the same order", edits=edits
         )  # fmt: skip
     if loops and module.trains:
         yield from _same_order_elsewhere(check)
+
+
+def _given_away(check: Check, sampler: ast.Call) -> bool:
+    """Whether a sampler is an argument of a function that cannot be read, which may tell it the epoch."""
+    module = check.module
+    statement = module.statement(sampler)
+    name = key(statement.targets[0]) if isinstance(statement, ast.Assign) else None
+    if name is None:
+        return False
+    for calls in module.methods.values():
+        for call in calls:
+            given = [*call.args, *(one.value for one in call.keywords)]
+            unknown = function_of(module, call) is None and (key(call.func) or "").partition(".")[0] in module.aliases
+            if unknown and any(key(one) == name for one in given):
+                resolved = module.name(call.func) or ""
+                if not resolved.startswith(("torch.", "torch_", "builtins")):
+                    return True
+    return False
 
 
 def _shuffles(check: Check, call: ast.Call) -> bool:

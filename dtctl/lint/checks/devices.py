@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from dtctl.lint import names
 from dtctl.lint.check import Check
+from dtctl.lint.flow import origins
 from dtctl.lint.model import Edit, Problem, Severity
 from dtctl.lint.ranks import by_launcher, for_some, rank_kind
 from dtctl.lint.source_file import constant, key, keyword, position
@@ -226,20 +227,28 @@ def _device_numbers(check: Check) -> Iterator[ast.expr]:
     module = check.module
     for call in module.calls_of("torch.cuda.set_device", "torch.cuda.device", "torch.accelerator.set_device_index"):
         yield from call.args[:1]
-    for call in module.calls_of("torch.device"):
+    for call in module.calls_of("torch.device", "torch.set_default_device"):
         if len(call.args) == 2 and constant(call.args[0]) == "cuda":
             yield call.args[1]
         elif call.args:
-            yield from _formatted(call.args[0])
+            for branch in _branches(call.args[0]):
+                yield from _formatted(branch)
+                if isinstance(branch, ast.Name | ast.Attribute):
+                    yield branch
     for call in module.calls_of(names.DDP):
-        value = keyword(call, "device_ids")
-        if isinstance(value, ast.List):
-            yield from value.elts
+        given = keyword(call, "device_ids")
+        for value in origins(module, given) if given is not None else ():
+            if isinstance(value.node, ast.List) and value.module is module:
+                yield from value.node.elts
     for call in module.methods["to"] + module.methods["cuda"]:
         if isinstance(call.func, ast.Attribute) and call.args:
             if isinstance(call.args[0], ast.Name | ast.Attribute):
                 yield call.args[0]
             yield from _formatted(call.args[0])
+
+
+def _branches(node: ast.expr) -> tuple[ast.expr, ...]:
+    return (node.body, node.orelse) if isinstance(node, ast.IfExp) else (node,)
 
 
 def _formatted(node: ast.expr) -> Iterator[ast.expr]:

@@ -148,6 +148,30 @@ def past_the_wrapper(check: Check) -> Iterator[Problem]:
             )
 
 
+def beside_the_wrapper(check: Check) -> Iterator[Problem]:
+    """DT059 of a model that is wrapped under another name, and called under its own."""
+    module = check.module
+    for wrap in wraps(module) if module.methods.get("backward") else ():
+        name = wrap.source
+        if wrap.kind != "ddp" or name is None or wrap.target in (None, name) or "." in name:
+            continue
+        scope = module.scope(wrap.call)
+        for call in module.methods.get(name, ()):
+            if not isinstance(call.func, ast.Name) or module.scope(call) is not scope or call.lineno < wrap.call.lineno:
+                continue
+            current = module.current(call.func, call)
+            later = current is not None and current.line > wrap.call.lineno
+            if later or not module.dominates(wrap.call, call) or _without_gradients(module, call):
+                continue
+            loop = module.enclosing(call, (ast.For, ast.While))
+            if loop is not None and module.below(loop, "backward") and not module.methods.get(str(wrap.target)):
+                yield check.problem(
+                    "DT059", call, f"`{name}` is called, and not `{wrap.target}`: its gradients are not exchanged",
+                    fix=f"`{wrap.target}(...)`",
+                )  # fmt: skip
+                return
+
+
 def _without_gradients(module: SourceFile, node: ast.AST) -> bool:
     return any(
         isinstance(parent, ast.With)
@@ -190,4 +214,4 @@ def _elsewhere_too(module: SourceFile, call: ast.Call) -> bool:
     ) or (isinstance(function, Function) and callee(module, call) is not None)
 
 
-CHECKS = (decided_alone, ended_alone, stepped_in_a_hook, past_the_wrapper, stepped_by_some)
+CHECKS = (decided_alone, ended_alone, stepped_in_a_hook, past_the_wrapper, beside_the_wrapper, stepped_by_some)

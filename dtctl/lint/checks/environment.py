@@ -1,4 +1,4 @@
-"""Rules about what surrounds the job: DT029, DT030, DT035, DT042."""
+"""Rules about what surrounds the job: DT029, DT030, DT035, DT042, DT067."""
 
 from __future__ import annotations
 
@@ -128,6 +128,7 @@ def fixed_meeting_point(check: Check) -> Iterator[Problem]:
             continue
         message = f"{name} is fixed to {constant(value)!r}, whatever the launcher says"
         yield check.problem("DT035", node, message, severity=severity)
+    yield from _addresses(check)
     for call in module.calls_of(names.INIT):
         if _optional(check, call):
             continue
@@ -137,6 +138,20 @@ def fixed_meeting_point(check: Check) -> Iterator[Problem]:
             yield check.problem("DT035", size, f"world_size is fixed to {number}", severity=severity)
         elif isinstance(text, str) and text.startswith("tcp://") and method is not None:
             yield check.problem("DT035", method, f"the address is fixed to {text}", severity=severity)
+
+
+def _addresses(check: Check) -> Iterator[Problem]:
+    """Addresses with a port that a file sets for init_method somewhere: a default, or an attribute."""
+    module = check.module
+    if not module.trains:
+        return
+    given: list[tuple[ast.AST, ast.expr]] = [(node, node.value) for node in module.nodes_of(ast.Assign)]
+    given += [(default, default) for call in module.methods.get("add_argument", ())
+              if (default := keyword(call, "default")) is not None]  # fmt: skip
+    for node, value in given:
+        text = ast.unparse(value) if isinstance(value, ast.JoinedStr | ast.Constant) else ""
+        if re.search(r"[\"']tcp://[^\"']*:\d+[\"']$", text):
+            yield check.problem("DT035", node, f"the address is fixed to {text.strip('f')}", severity="info")
 
 
 def port_beyond_the_last(check: Check) -> Iterator[Problem]:
@@ -163,6 +178,29 @@ def port_beyond_the_last(check: Check) -> Iterator[Problem]:
             yield check.problem("DT042", call, f"there is no port {port[1]}: the last is {MAX_PORT}")
 
 
+def never_equal(check: Check) -> Iterator[Problem]:
+    """DT067."""
+    module = check.module
+    for name in ("getenv", "get"):
+        for call in module.methods.get(name, ()):
+            owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+            environment = name == "getenv" or (owner is not None and _is_environ(check, owner))
+            if environment and len(call.args) == 1 and not call.keywords:
+                yield from _compared(check, call, constant(call.args[0]))
+    for node in module.nodes_of(ast.Subscript):
+        if _is_environ(check, node.value):
+            yield from _compared(check, node, constant(node.slice))
+
+
+def _compared(check: Check, node: ast.expr, name: object) -> Iterator[Problem]:
+    above = check.module.parents.get(node)
+    if not isinstance(above, ast.Compare) or len(above.ops) != 1 or not isinstance(above.ops[0], ast.Eq | ast.NotEq):
+        return
+    other = above.comparators[0] if above.left is node else above.left
+    if type(constant(other)) is int:
+        yield check.problem("DT067", above, f"{name} is a string, and never equal to {constant(other)}")
+
+
 def _one_process(check: Check) -> bool:
     """Whether the only process group of a file has one rank, as in tests."""
     starts = check.module.calls_of(names.INIT)
@@ -180,4 +218,4 @@ def _optional(check: Check, node: ast.AST) -> bool:
     )
 
 
-CHECKS = (variables, never_destroyed, fixed_meeting_point, port_beyond_the_last)
+CHECKS = (variables, never_destroyed, fixed_meeting_point, port_beyond_the_last, never_equal)

@@ -19,7 +19,7 @@ MAX_LINES = 3
 """Prints of one function that are reported."""
 _FIGURE = re.compile(r"loss|acc|epoch|metric|score|step|iter|time|lr|psnr|iou|map\b|bleu|ppl", re.IGNORECASE)
 _DISTRIBUTED = re.compile(
-    r"^(?:[\w.]*(?:is_initialized\(\)|is_available\(\)|distributed|ddp)|and|or|\s"
+    r"^(?:[\w.]*(?:is_initialized\(\)|is_available\(\)|is_distributed\(\)|distributed|ddp)|and|or|\s"
     r"|[\w.]*(?:world_size|n(?:um)?_gpus?) > 1)+$"
 )
 """A condition that only asks whether there are several ranks."""
@@ -100,8 +100,13 @@ def _step_loop(module: SourceFile, call: ast.Call) -> ast.AST | None:
     loop = module.enclosing(call, (ast.For, ast.While))
     if loop is None or module.scope(loop) is not module.scope(call):
         return None
+    over = ast.unparse(loop.target) + ast.unparse(loop.iter) if isinstance(loop, ast.For) else ""
     for backward in module.methods.get("backward", ()):
-        if module.enclosing(backward, (ast.For, ast.While)) is loop and module.scope(backward) is module.scope(call):
+        if module.scope(backward) is not module.scope(call):
+            continue
+        nearest = module.enclosing(backward, (ast.For, ast.While))
+        steps = "epoch" not in over and nearest is not None and module.enclosing(nearest, (ast.For, ast.While)) is loop
+        if nearest is loop or (steps and re.search("step|iter", over)):
             return loop
     return None
 
@@ -112,9 +117,16 @@ def _now_and_then(module: SourceFile, call: ast.AST, loop: ast.AST) -> bool:
             return False
         if isinstance(parent, ast.ExceptHandler):
             return True
-        if isinstance(parent, ast.If) and not _DISTRIBUTED.search(ast.unparse(parent.test)):
+        if isinstance(parent, ast.If) and not (_setting(parent.test) or _DISTRIBUTED.search(ast.unparse(parent.test))):
             return True
     return True
+
+
+def _setting(test: ast.expr) -> bool:
+    """Whether a condition is the same in all steps: a name of the settings, or its opposite."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test = test.operand
+    return (key(test) or "").partition(".")[0] in ("args", "cfg", "config", "opt", "hparams", "self", "use_amp", "ddp")
 
 
 def said_by_all(check: Check) -> Iterator[Problem]:
@@ -194,7 +206,13 @@ def folder_made_by_all(check: Check) -> Iterator[Problem]:
     for call in module.methods.get("mkdir", ()):
         if not isinstance(call.func, ast.Attribute) or call.args[2:] or module.name(call.func) == "os.mkdir":
             continue
-        if key(call.func.value) in ("os", "sftp", "fs", "hdfs") or constant(keyword(call, "exist_ok")) is True:
+        root = (key(call.func.value) or "").partition(".")[0]
+        if (
+            call.args
+            or root in module.aliases
+            or root in ("sftp", "fs", "hdfs")
+            or constant(keyword(call, "exist_ok")) is True
+        ):
             continue
         if any(argument.arg is None for argument in call.keywords) or next(guards(module, call), None) is not None:
             continue

@@ -229,7 +229,8 @@ def local_rank_writes(check: Check) -> Iterator[Problem]:
             continue
         text = " ".join(ast.unparse(value) for value in module.values(call.args[1]))
         if not re.search(r"\bgpu", ast.unparse(condition.test)) and not _NODE_LOCAL.search(text):
-            yield check.problem("DT015", call, "one rank of every node writes, and all of them the same file")
+            at = f" (asked in line {line})" if (line := getattr(condition.test, "lineno", 0)) else ""
+            yield check.problem("DT015", call, f"one rank of every node{at} writes, and all of them the same file")
 
 
 CHECKS = (every_rank_writes, local_rank_writes)

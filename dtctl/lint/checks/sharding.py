@@ -39,7 +39,7 @@ def local_rank_as_rank(check: Check) -> Iterator[Problem]:
             yield check.problem(
                 "DT037", rank,
                 f"{short} gets the local rank `{ast.unparse(rank)}`{at}: on every node it begins at 0 again",
-                severity=severity or ("info" if parameter or _spawns(check) else None),
+                severity=severity or ("info" if parameter or _spawns(check) or _one_node(call) else None),
             )  # fmt: skip
             continue
         for name in ("world_size", "num_replicas"):
@@ -58,6 +58,12 @@ def local_rank_as_rank(check: Check) -> Iterator[Problem]:
                     "DT037", node, "data is divided by the local rank: ranks of several nodes get the same share",
                     severity=severity,
                 )  # fmt: skip
+
+
+def _one_node(call: ast.Call) -> bool:
+    """Whether the ranks meet on their own node."""
+    method = constant(keyword(call, "init_method"))
+    return isinstance(method, str) and ("127.0.0.1" in method or "localhost" in method)
 
 
 def _counts_gpus(check: Check, node: ast.expr) -> bool:
@@ -133,13 +139,28 @@ def own_random_order(check: Check) -> Iterator[Problem]:
     """DT058."""
     module = check.module
     splits = module.calls_of("torch.utils.data.random_split")
-    if not splits or not check.project.distributed(module) or check.project.framework(module):
+    if (
+        not (splits or module.methods.get("train_test_split"))
+        or not check.project.distributed(module)
+        or check.project.framework(module)
+    ):
         return
     if any(check.project.methods(module, name) for name in _SEEDS):
         return
     for call in splits:
         if keyword(call, "generator") is None and len(call.args) < 3 and for_some(module, call) is None:
             yield check.problem("DT058", call, "random_split without a seed: every rank splits the set differently")
+    yield from _split_by_sklearn(check)
+
+
+def _split_by_sklearn(check: Check) -> Iterator[Problem]:
+    """train_test_split of scikit-learn, which takes numpy's random numbers."""
+    module = check.module
+    for call in module.methods.get("train_test_split", ()):
+        given = {argument.arg for argument in call.keywords}
+        shuffled = constant(keyword(call, "shuffle")) is not False
+        if shuffled and not given & {"random_state", None} and for_some(module, call) is None:
+            yield check.problem("DT058", call, "train_test_split without a seed: every rank splits the set differently")
 
 
 def share_of_the_whole(check: Check) -> Iterator[Problem]:

@@ -132,7 +132,9 @@ def _asked_for(check: Check, node: ast.Attribute) -> bool:
 def prefixed_state(check: Check) -> Iterator[Problem]:
     """DT022."""
     module = check.module
-    for save in module.calls_of("torch.save"):
+    saves = [call for name in module.methods if re.match(r"save_?(?:checkpoint|model|state|ckpt)", name)
+             for call in module.methods[name]]  # fmt: skip
+    for save in [*module.calls_of("torch.save"), *saves]:
         for call in module.below(save, "state_dict"):
             if not isinstance(call.func, ast.Attribute):
                 continue

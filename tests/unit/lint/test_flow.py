@@ -73,6 +73,14 @@ NO_RANKS = {
         "def place():\n    return dist.get_rank(), dist.get_world_size()\nme, n = place()\n"
         "if n == 2:\n    dist.barrier()\n"
     ),
+    "a flag of the settings": "if cfg.mode.gpu:\n    dist.barrier()\n",
+    "a flag that callers set": (
+        "def load(rank0=False):\n    if rank0:\n        dist.barrier()\nload(rank0=True)\nload()\n"
+    ),
+    "a function that its caller keeps from it": (
+        "def now(share):\n    if not share:\n        return 0\n    dist.broadcast(x, 0)\n"
+        "if dist.get_rank() == 0:\n    now(False)\n"
+    ),
     "where nothing is distributed": (
         "if not dist.is_initialized():\n    if dist.get_rank() == 0:\n        dist.barrier()\n"
     ),
