@@ -59,7 +59,7 @@ def _own_nodes(function: ast.AST) -> list[ast.AST]:
 
 def _collective(module: SourceFile, function: ast.AST, depth: int) -> str | None:
     calls = [node for node in _own_nodes(function) if isinstance(node, ast.Call)]
-    left = _left_before(module, function)
+    left = _left_before(function)
     calls = [call for call in calls if call.lineno < left]
     for call in calls:
         name = module.name(call.func) or ""
@@ -136,7 +136,7 @@ def _models_run(module: SourceFile, function: ast.AST, depth: int) -> list[ast.e
     return cached  # type: ignore[return-value]  # facts of this kind are such lists
 
 
-def _left_before(module: SourceFile, function: ast.AST) -> float:
+def _left_before(function: ast.AST) -> float:
     """The line from which on a function goes on only if its caller wants it: after `if not wanted: return`."""
     if not isinstance(function, Function):
         return float("inf")
