@@ -33,6 +33,8 @@ SUSPENDED_S: Final = 5.0
 GREETING_S: Final = 10.0
 GREETING_BYTES: Final = 1 << 12
 """What somebody has, and may say, before it is known that it belongs to the job."""
+LATE_S: Final = 10.0
+"""A report may be so old when it arrives."""
 RECORD_S: Final = 5.0
 """Between two records of the workers' progress, once the attempt is old enough: before, a twentieth of its age."""
 
@@ -70,6 +72,12 @@ def _limit(text: str) -> HangLimit:
 def _node_of_worker(hosts: Sequence[str], slots: Sequence[int]) -> list[str]:
     """The node of each rank."""
     return [host for host, count in zip(hosts, slots, strict=True) for _ in range(count)]
+
+
+def _moment(value: object) -> float:
+    """When a node has looked, by its clock; where that is off, or says nothing, now."""
+    now = time.time()
+    return value if isinstance(value, float) and now - LATE_S <= value <= now else now
 
 
 class AttemptRecord:
@@ -234,7 +242,7 @@ class Judge:
         checked = while_running(message, node=peer.node)
         if checked["op"] == "progress":
             if self.hang_monitor.silent_s is None:  # then it takes no further reports
-                self._reported_at = time.time()
+                self._reported_at = _moment(message.get("time"))
             silent_s = time.monotonic() - self._resumed
             workers = [{**worker, "stale_s": min(worker["stale_s"], silent_s)} for worker in checked["workers"]]
             self.hang_monitor.update(peer.node, workers)

@@ -111,7 +111,7 @@ class NodeMonitor:
         while True:
             over = self._over()
             if over or time.monotonic() >= next_report:
-                self._send({"op": "progress", "workers": progress.read(str(self.folder))})
+                self._send({"op": "progress", "time": time.time(), "workers": progress.read(str(self.folder))})
                 next_report = time.monotonic() + REPORT_S
             if over:
                 return

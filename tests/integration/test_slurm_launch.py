@@ -151,7 +151,7 @@ def test_the_culprit_of_a_second_component_has_its_rank(shared: Project) -> None
 def test_a_job_whose_time_is_up_is_told_as_such(shared: Project) -> None:
     shared.write("dtctl.yaml", spec(more=', time: "1", warn_s: 1'))
     shared.write("train.py", "import signal, time\nsignal.signal(signal.SIGUSR1, signal.SIG_IGN)\ntime.sleep(400)\n")
-    done = shared.run("launch", "--json", timeout_s=140)
+    done = shared.run("launch", "--json")
     assert done.code == 8, done.err
     failure = done.done["first_failure"]
     assert isinstance(failure, dict)

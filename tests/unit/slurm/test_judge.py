@@ -134,6 +134,19 @@ def test_a_message_that_is_none_ends_the_link_and_nothing_else(rig: Rig) -> None
     link.close()
 
 
+def test_progress_is_recorded_with_the_time_at_which_the_node_has_looked(rig: Rig) -> None:
+    link = rig.connect("node1")
+    now = time.time()
+    for step, moment in ((4, now - 2), (5, now + 500), (6, "then")):
+        send(link, op="progress", time=moment, workers=[worker(0, step=step, saved=step)])
+        while not rig.record.exists() or len(rig.record.read_text().splitlines()) < step - 3:
+            assert rig.thread.is_alive()
+    link.close()
+    first, *others = [json.loads(line)["time"] for line in rig.record.read_text().splitlines()]
+    assert first == pytest.approx(now - 2, abs=0.002)
+    assert all(now <= other <= time.time() + 0.001 for other in others)
+
+
 def test_what_a_monitor_left_that_was_killed_is_removed_by_the_next_one(tmp_path: Path) -> None:
     import fcntl
 
