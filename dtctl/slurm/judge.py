@@ -165,8 +165,8 @@ class Judge:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._parent = os.getppid()
         self._looked = self._resumed = time.monotonic()
-        self._reported_at = time.time()
-        """When the workers were as `hang_monitor` has them."""
+        self._reported_at: dict[str, float] = {}
+        """Node -> when its workers were as `hang_monitor` has them."""
         self._leavers: list[int] = []
         self._decided = False
 
@@ -242,7 +242,7 @@ class Judge:
         checked = while_running(message, node=peer.node)
         if checked["op"] == "progress":
             if self.hang_monitor.silent_s is None:  # then it takes no further reports
-                self._reported_at = _moment(message.get("time"))
+                self._reported_at[peer.node] = _moment(message.get("time"))
             silent_s = time.monotonic() - self._resumed
             workers = [{**worker, "stale_s": min(worker["stale_s"], silent_s)} for worker in checked["workers"]]
             self.hang_monitor.update(peer.node, workers)
@@ -265,7 +265,8 @@ class Judge:
     def _note_progress(self, *, last: bool = False) -> None:
         workers = self.hang_monitor.workers
         if workers and workers[min(workers)].phase != ReportedPhase.STARTING:
-            self.record.progress(workers[min(workers)], at=self._reported_at, last=last)
+            worker = workers[min(workers)]
+            self.record.progress(worker, at=self._reported_at[worker.node], last=last)
         leavers = self.hang_monitor.left_early()
         if [worker.rank for worker in leavers] != self._leavers:
             self._leavers = [worker.rank for worker in leavers]
