@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -188,9 +189,22 @@ def benchmarks() -> str:
         kept = json.loads(path.read_text(encoding="utf-8"))
         machine = ", ".join(f"{key} {value}" for key, value in kept.get("versions", {}).items())
         when = "".join(f"{text}. " for text in (kept.get("date", ""), machine) if text).strip()
+        if isinstance(kept.get("checks"), list):
+            parts.append(f"## {name}\n\n{_gpu_checks(kept)}")
+            continue
         parts.append(f"## {name}\n\n{when}\n")
         parts += [_rows(title, rows) for title, rows in kept.items() if isinstance(rows, dict) and title != "versions"]
     return "\n".join(parts)
+
+
+def _gpu_checks(kept: dict[str, Any]) -> str:
+    """The table of `make gpu`."""
+    sys.path.insert(0, str(ROOT))
+    try:
+        from benchmarks.gpu import table
+    finally:
+        sys.path.remove(str(ROOT))
+    return table(kept)
 
 
 def _benchmark_of(path: Path) -> str:

@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.gpu_checks.ground import ROOT, Ground, Point, judged, shown, skipped
 from dtctl import node_facts
-from dtctl.advise import hardware as sold
 from dtctl.doctor.checks import hardware
+from dtctl.doctor.checks.known_gpus import normal
 from dtctl.doctor.node_report import NodeReport
 from dtctl.doctor.probe import devices
 from dtctl.runtime.telemetry.hardware import peak_flops
@@ -66,9 +66,9 @@ def tools(on: Ground) -> Iterator[Point]:
     yield judged("failures that the doctor finds in this", "none", said or "none", ok=not found)
     name = torch.cuda.get_device_name(on.device)
     yield judged("its peak is known", "yes", f"{name}: {peak_flops(name, 'bf16')}", ok=bool(peak_flops(name, "bf16")))
-    nearest = min(sold.gpus().values(), key=lambda one: abs(one.memory - total))
-    off = abs(nearest.memory / total - 1)
-    yield judged("memory as advise has it", "within 3%", f"{total:.1f} GiB ({nearest.name})", ok=off < 0.03)
+    known = normal(name) or {"memory": 0.0}
+    off = abs(total / known["memory"] - 1) if known["memory"] else 1.0
+    yield judged("memory, GiB", f"within 3% of {known['memory']:g}, as advise has it", f"{total:.1f}", ok=off < 0.03)
 
 
 def identities(on: Ground) -> Iterator[Point]:

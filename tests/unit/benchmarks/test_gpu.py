@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -123,3 +124,26 @@ def test_a_check_that_does_not_end_is_ended() -> None:
 )
 def test_the_verdict_of_a_check(verdicts: list[str], ended: str, expected: str) -> None:
     assert gpu.verdict_of([{"verdict": verdict} for verdict in verdicts], ended) == expected
+
+
+def test_the_documentation_shows_the_newest_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    checks = [
+        {
+            "number": 4, "name": "groups", "expected": "as a single worker", "verdict": "failed", "took_s": 31.0,
+            "ended": "",
+            "points": [{"what": "fsdp", "expected": "within 1e-06", "found": "0.5 | 3 steps", "verdict": "failed"}],
+        }
+    ]  # fmt: skip
+    for date, device in (("20261201-0900", "an old GPU"), ("20261202-0900", "NVIDIA H200")):
+        kept = {"date": date, "device": device, "versions": {"torch": "2.13.0"}, "took_s": 31.0, "checks": checks}
+        (results / f"gpu-{date}.json").write_text(json.dumps(kept))
+    pytest.importorskip("mkdocs")
+    page = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+    monkeypatch.setitem(page["benchmarks"].__globals__, "ROOT", tmp_path)
+    text = page["benchmarks"]()
+    assert "## gpu\n\nNVIDIA H200, 20261202-0900, torch 2.13.0; 31 s in all." in text
+    assert "| 4 | groups | as a single worker | failed | 31 |" in text
+    assert "- groups: fsdp: expected within 1e-06, found 0.5 | 3 steps" in text
+    assert "an old GPU" not in text
