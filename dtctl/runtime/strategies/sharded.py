@@ -68,20 +68,21 @@ class Sharded:
             self._present = unused.Present(model, [model], [name for name, _ in model.named_parameters()])
             keep_buffers_alike(model, mesh)
         self._wanted = gradients.wanted(model)
+        self._every_pass = config.fsdp.exchange_every_pass
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Give tensors of each mesh a group of their own, since fused optimizers do not mix them."""
         separate_meshes(optimizer)
 
     def gradients(self, step: Step) -> torch.Tensor:
-        """Micro batch by micro batch; those before the last are added up whole on each worker."""
+        """Micro batch by micro batch; those before the last are added up whole on each worker, or sharded as well."""
         beside = tuple if self._turns is None else self._turns.ends  # of blocks that this worker has left out
         return accumulate(step, self.module, local=self._local, beside=beside)
 
     @contextmanager
     def _local(self) -> Iterator[None]:
         """Gradients are neither exchanged nor sharded."""
-        sharded = self.module if isinstance(self.module, FSDPModule) else None
+        sharded = self.module if isinstance(self.module, FSDPModule) and not self._every_pass else None
         if sharded is not None:
             sharded.set_requires_gradient_sync(False)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from benchmarks.gpu_checks.exchange import fsdp
+from benchmarks.gpu_checks.ground import Ground, train
+from dtctl.runtime import Worker
 from dtctl.runtime.strategies.sharded import precision
 from dtctl.train.config import FsdpConfig
 
@@ -70,3 +74,24 @@ def test_parameters_gathered_in_bf16_leave_no_casts_behind() -> None:
 def test_formats(options: FsdpConfig, gathered: torch.dtype | None, added: torch.dtype | None) -> None:
     policy = precision(options)
     assert (policy.param_dtype, policy.reduce_dtype) == (gathered, added)
+
+
+def test_gradients_exchanged_in_every_pass_are_the_same_and_never_whole(
+    tmp_path: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on = Ground(torch.device("cpu"), tmp_path)
+    member = dataclasses.replace(worker, backend="gloo")
+    real = FSDPModule.set_requires_gradient_sync
+    losses = {}
+    for every in (False, True):
+        called: list[bool] = []
+
+        def note(module: FSDPModule, wanted: bool, called: list[bool] = called) -> None:
+            called.append(wanted)
+            real(module, wanted)
+
+        monkeypatch.setattr(FSDPModule, "set_requires_gradient_sync", note)
+        settings = {"steps": 4, "accumulate": 3, "fsdp": {"exchange_every_pass": every}}
+        losses[every], _, _ = train(on, member, f"every-{every}", settings, make=fsdp)
+        assert bool(called) is not every, "a pass that keeps whole gradients says so to fully_shard"
+    assert losses[True] == pytest.approx(losses[False], rel=1e-6)
