@@ -66,10 +66,12 @@ train:
   memory_gib: 40
   blocks: a.b
   ddp: {bucket_mb: 1, static_graph: true, find_unused_parameters: true, comm_hook: bf16}
-  fsdp: {reshard_after_forward: true, cpu_offload: true, reduce_dtype: bf16}
+  fsdp:
+    {reshard_after_forward: true, cpu_offload: true, reduce_dtype: bf16, param_dtype: fp32, exchange_every_pass: true}
   tp: {plan: {a: colwise}, sequence_parallel: true}
   pipeline: {schedule: zbv, micro_batches: 1, split: [1], stages_per_worker: 1}
   precision: bf16
+  tf32: true
   checkpointing: full
   compile: true
   on_oom: stop
