@@ -30,7 +30,7 @@ NOT_RUN = {
     "make check": "it stands in front of this test in `make test`",
     "make unit": "it stands in front of this test in `make test`",
     "make integration": "it runs this test",
-    "make gpu": "it needs a GPU; tests/unit/benchmarks runs the part of each check that a CPU shows",
+    "make gpu": "it needs a GPU; test_gpu_checks.py runs the part of each check that a CPU shows",
     "make bench": "it takes minutes and needs an idle machine; tests/unit/benchmarks runs its parts",
     "pip install '.[train]'": "it needs the network",
     "kubectl apply --filename job.yaml": "there is no Kubernetes here; schemas are checked elsewhere",

@@ -1,4 +1,4 @@
-"""`make gpu` without a GPU: every check's CPU form, what is kept of a run that is cut short, and the table."""
+"""`make gpu` without a GPU: what is kept of a run that is cut short, and the table; checks are tried in integration."""
 
 from __future__ import annotations
 
@@ -14,12 +14,8 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from benchmarks.gpu_checks.ground import Ground
 
 ROOT = Path(__file__).resolve().parents[3]
-OWN_PROCESS = (11, 13)
-"""torch's compiler warns of itself; signals are for the process that gets them."""
-
 pytestmark = pytest.mark.torch
 
 
@@ -33,24 +29,6 @@ def run(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
     )
-
-
-@pytest.mark.parametrize("check", gpu.PROGRAMME, ids=lambda check: f"{check.number}-{check.name}")
-def test_the_cpu_form_of_each_check(check: gpu.Listed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DTCTL_METRICS", "metrics.jsonl")  # and what a check sets there is taken back
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    if check.number in OWN_PROCESS:
-        row = gpu.run_one(check, cpu=True, limit_s=240)
-        assert row["ended"] == "", row["output"]
-        points = [(point["what"], point["found"], point["verdict"]) for point in row["points"]]
-    else:
-        found = gpu.named(check.where)(Ground(torch.device("cpu"), tmp_path))
-        points = [(point.what, point.found, point.verdict) for point in found]
-    assert points
-    assert not [point for point in points if point[2] == "failed"]
-    assert {verdict for *_, verdict in points} <= {"ok", "shown", "skipped"}
-    assert all("needs a GPU" in found for _, found, verdict in points if verdict == "skipped")
 
 
 def test_the_programme_is_in_order_and_short() -> None:

@@ -1,0 +1,34 @@
+"""Every check of `make gpu` in the form that a CPU shows; some minutes, of which most are imports of torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from benchmarks.gpu_checks.ground import Ground
+
+OWN_PROCESS = (11, 13)
+"""torch's compiler warns of itself; signals are for the process that gets them."""
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.mark.parametrize("check", gpu.PROGRAMME, ids=lambda check: f"{check.number}-{check.name}")
+def test_the_cpu_form_of_each_check(check: gpu.Listed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DTCTL_METRICS", "metrics.jsonl")  # and what a check sets there is taken back
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    if check.number in OWN_PROCESS:
+        row = gpu.run_one(check, cpu=True, limit_s=240)
+        assert row["ended"] == "", row["output"]
+        points = [(point["what"], point["found"], point["verdict"]) for point in row["points"]]
+    else:
+        found = gpu.named(check.where)(Ground(torch.device("cpu"), tmp_path))
+        points = [(point.what, point.found, point.verdict) for point in found]
+    assert points
+    assert not [point for point in points if point[2] == "failed"]
+    assert {verdict for *_, verdict in points} <= {"ok", "shown", "skipped"}
+    assert all("needs a GPU" in found for _, found, verdict in points if verdict == "skipped")
