@@ -80,6 +80,8 @@ RULES = {
     "spawn-wrong": "DT066",
     "nondeterministic": "DT008",
     "clip-scaled": "DT031",
+    "backend": "DT068",
+    "resume-incomplete": "DT069",
     "result-thrown-away": "DT044",
     "seed-differs": "DT008",
     "opt-order": "DT023",

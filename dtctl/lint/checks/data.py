@@ -105,8 +105,8 @@ def same_order(check: Check) -> Iterator[Problem]:
         yield check.problem(
             "DT004", call, f"no set_epoch(): the sampler{where} gives every epoch the same order", edits=edits
         )  # fmt: skip
-    if loops and module.trains:
-        yield from _same_order_elsewhere(check)
+    if module.trains and (loops or _repeats(check, ())):
+        yield from _same_order_elsewhere(check, f" (epochs in line {loops[0].lineno})" if loops else "")
 
 
 def _given_away(check: Check, sampler: ast.Call) -> bool:
@@ -153,8 +153,8 @@ def _repeats(check: Check, importers: tuple[SourceFile, ...]) -> bool:
     )
 
 
-def _same_order_elsewhere(check: Check) -> Iterator[Problem]:
-    """Samplers that a function of another file makes for this one, which has the epochs."""
+def _same_order_elsewhere(check: Check, where: str) -> Iterator[Problem]:
+    """Samplers that a function of another file makes for this one, which has the epochs: `where` says in which line."""
     module = check.module
     if check.project.methods(module, "set_epoch"):
         return
@@ -169,7 +169,7 @@ def _same_order_elsewhere(check: Check) -> Iterator[Problem]:
             inside = [one for one in other.calls_of(names.SAMPLER) if other.scope(one) is target.node]
             if any(_shuffles(Check(other, check.project, check.cluster), one) for one in inside):
                 yield check.problem(
-                    "DT004", call, f"no set_epoch(): the sampler of `{name}` gives every epoch the same order"
+                    "DT004", call, f"no set_epoch(): the sampler of `{name}`{where} gives every epoch the same order"
                 )
                 return
 

@@ -1,4 +1,4 @@
-"""Rules about what surrounds the job: DT029, DT030, DT035, DT042, DT067."""
+"""Rules about what surrounds the job: DT029, DT030, DT035, DT042, DT067, DT068."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dtctl.lint import names
 from dtctl.lint.check import Check
-from dtctl.lint.flow import function_of
+from dtctl.lint.flow import function_of, origins
 from dtctl.lint.model import Problem, Severity
 from dtctl.lint.source_file import SourceFile, constant, key, keyword
 from dtctl.lint.variables import MAX_PORT, NAME, judge
@@ -178,6 +178,39 @@ def port_beyond_the_last(check: Check) -> Iterator[Problem]:
             yield check.problem("DT042", call, f"there is no port {port[1]}: the last is {MAX_PORT}")
 
 
+def sockets_for_gpus(check: Check) -> Iterator[Problem]:
+    """DT068."""
+    module = check.module
+    for call in module.calls_of(names.INIT):
+        backend = keyword(call, "backend") or (call.args[0] if call.args else None)
+        values = origins(module, backend) if backend is not None else []
+        if not values or any(constant(value.node) != "gloo" for value in values) or _one_process(check):
+            continue
+        if any(
+            isinstance(parent, ast.If) and re.search("nccl|cuda|gpu|win|nt|platform", ast.unparse(parent.test))
+            for parent, _ in module.chain(call)
+        ):
+            continue
+        on_gpus = any(
+            (ids := keyword(wrap, "device_ids")) is not None and not isinstance(ids, ast.Constant)
+            for wrap in module.calls_of(names.DDP)
+        )
+        if on_gpus or module.calls_of("torch.cuda.set_device"):
+            yield check.problem("DT068", call, "gloo exchanges the gradients of GPUs over the CPU's memory and sockets")
+
+
+def gpus_by_number(check: Check) -> Iterator[Problem]:
+    """DT035 of CUDA_VISIBLE_DEVICES."""
+    if not check.module.trains:
+        return
+    for node, name, value in _settings(check):
+        if name == "CUDA_VISIBLE_DEVICES" and "," in str(constant(value)):
+            message = f"the GPUs are fixed to {constant(value)}, whatever the machine has"
+            yield check.problem(
+                "DT035", node, message, severity="info", fix="leave it to the launcher or the scheduler"
+            )
+
+
 def never_equal(check: Check) -> Iterator[Problem]:
     """DT067."""
     module = check.module
@@ -218,4 +251,12 @@ def _optional(check: Check, node: ast.AST) -> bool:
     )
 
 
-CHECKS = (variables, never_destroyed, fixed_meeting_point, port_beyond_the_last, never_equal)
+CHECKS = (
+    variables,
+    never_destroyed,
+    fixed_meeting_point,
+    port_beyond_the_last,
+    never_equal,
+    sockets_for_gpus,
+    gpus_by_number,
+)

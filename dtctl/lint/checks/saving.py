@@ -1,4 +1,4 @@
-"""Rules about files: DT014, DT015."""
+"""Rules about files: DT014, DT015, DT069."""
 
 from __future__ import annotations
 
@@ -233,4 +233,42 @@ def local_rank_writes(check: Check) -> Iterator[Problem]:
             yield check.problem("DT015", call, f"one rank of every node{at} writes, and all of them the same file")
 
 
-CHECKS = (every_rank_writes, local_rank_writes)
+def incomplete(check: Check) -> Iterator[Problem]:
+    """DT069."""
+    module = check.module
+    if not check.project.trains(module) or check.project.framework(module) or not module.methods.get("backward"):
+        return
+    for call in module.calls_of("torch.save"):
+        states = [value for value in module.values(call.args[0]) if call.args] if call.args else []
+        for state in states:
+            missing = _missing(module, state)
+            if missing is not None:
+                yield check.problem(
+                    "DT069", call, f"the {missing} is not in the snapshot, and a resumed training is another"
+                )
+                break
+
+
+def _missing(module: SourceFile, state: ast.expr) -> str | None:
+    """What a dictionary with the epoch of a training lacks; None if it is none, or complete."""
+    if isinstance(state, ast.Dict):
+        pairs = [
+            (str(constant(name) or ""), ast.unparse(value))
+            for name, value in zip(state.keys, state.values, strict=True)
+        ]
+    elif isinstance(state, ast.Call) and key(state.func) == "dict" and not state.args:
+        pairs = [(one.arg or "", ast.unparse(one.value)) for one in state.keywords]
+    else:
+        return None
+    names = " ".join(name for name, _ in pairs).lower()
+    text = " ".join(value for _, value in pairs)
+    if not re.search(r"epoch|step|iter", names) or ".state_dict()" not in text or any(not name for name, _ in pairs):
+        return None
+    if not re.search(r"opt", names + text.lower()):
+        return "optimizer's state"
+    if re.search(r"\bGradScaler\(", module.text) and not re.search(r"scaler|amp", names + text.lower()):
+        return "gradient scaler's state"
+    return None
+
+
+CHECKS = (every_rank_writes, local_rank_writes, incomplete)

@@ -27,8 +27,12 @@ def local_rank_as_rank(check: Check) -> Iterator[Problem]:
     if check.cluster.single_node or not module.trains:
         return
     severity: Severity | None = "error" if check.cluster.multi_node else None
-    for call in module.calls_of(names.INIT, names.SAMPLER):
-        short = (module.name(call.func) or "").rpartition(".")[2]
+    others = [
+        call for name in module.methods if re.search(r"Sampler\Z|Dataset\Z|Loader\Z|\Ashard\Z", name)
+        for call in module.methods[name] if keyword(call, "num_replicas") or keyword(call, "world_size")
+    ]  # fmt: skip
+    for call in dict.fromkeys([*module.calls_of(names.INIT, names.SAMPLER), *others]):
+        short = (key(call.func) or "").rpartition(".")[2]
         rank = keyword(call, "rank") or (call.args[2] if short == "DistributedSampler" and len(call.args) > 2 else None)
         if rank is not None and rank_kind(module, rank) == "local":
             values = origins(module, rank)
