@@ -145,9 +145,8 @@ def scored(folder: Path, judged: dict[str, str]) -> dict[str, Any]:
             if any(covers(problem, mistake) for problem in problems):
                 found[mistake["kind"]] += 1
             else:
-                missed.append(
-                    {"file": code.name, **{name: mistake[name] for name in ("line", "kind", "severity", "why")}}
-                )
+                kind, level = mistake["kind"], mistake["severity"]
+                missed.append(f"{code.name}:{mistake['line']}: {kind} ({level}): {mistake['why']}")
         for problem in problems:
             said[problem.severity] += 1
             verdict = judged.get(f"{code.name}:{problem.line}:{problem.rule}")
@@ -156,10 +155,9 @@ def scored(folder: Path, judged: dict[str, str]) -> dict[str, Any]:
             ):
                 right[problem.severity] += 1
             else:
-                false.append(
-                    {"file": code.name, "line": problem.line, "rule": problem.rule, "severity": problem.severity,
-                     "message": problem.message, "judged": verdict or "not labelled"}
-                )  # fmt: skip
+                place = f"{code.name}:{problem.line}"
+                verdict = verdict or "not labelled"
+                false.append(f"{place}: {problem.severity} {problem.rule} ({verdict}): {problem.message}")
     with_rule = {kind: found[kind] if kind in SOME else number for kind, number in kinds.items() if rules_for(kind)}
     return {
         "files": sum(1 for _ in labelled(folder)),
@@ -195,7 +193,7 @@ def main() -> None:
         short = {key: value for key, value in figure.items() if key not in ("missed", "false")}
         print(name, json.dumps(short, indent=1))
         for one in [*figure["missed"], *figure["false"]] if given.show else ():
-            print(json.dumps(one))
+            print(one)
     if given.keep:
         keep("lint-corpus", {"date": time.strftime("%Y-%m-%d %H:%M"), "note": given.keep, **figures})
 
