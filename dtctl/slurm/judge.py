@@ -24,7 +24,7 @@ from dtctl.launch.control.hang import HangLimit, HangMonitor
 from dtctl.launch.control.messages import while_running
 from dtctl.launch.control.progress import ReportedPhase, Standing
 from dtctl.slurm import placement
-from dtctl.slurm.monitor import LINE_BYTES, proof
+from dtctl.slurm.monitor_link import LINE_BYTES, proof
 from dtctl.supervisor import processes
 
 TICK_S: Final = 0.2

@@ -10,7 +10,6 @@ Started by the batch file with the workers' own Python, which has dtctl where th
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import hmac
 import json
 import os
@@ -25,20 +24,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from dtctl import names
+from dtctl.slurm.monitor_link import proof
 from dtctl.supervisor import processes, progress
 from dtctl.supervisor.stacks import StackDump
 
 REPORT_S: Final = 1.0
 """Between two reports of a node."""
 WAIT_S: Final = 0.2
-LINE_BYTES: Final = 4 << 20
 FOLDER: Final = "dtctl-progress-"
 """Name of the folders with the workers' files, up to a random end; each has a lock while its monitor lives."""
-
-
-def proof(token: str, speaker: str, nonce: str) -> str:
-    """What only a process of this start of the job can say; the token itself is not sent."""
-    return hmac.new(token.encode(), f"{speaker} {nonce}".encode(), hashlib.sha256).hexdigest()
 
 
 def main() -> None:

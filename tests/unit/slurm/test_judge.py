@@ -18,7 +18,8 @@ from dtctl.launch.control.hang import HangMonitor
 from dtctl.node_facts import first_free, port_candidates
 from dtctl.slurm import job_record
 from dtctl.slurm.judge import AttemptRecord, Judge
-from dtctl.slurm.monitor import FOLDER, _remove_abandoned, proof
+from dtctl.slurm.monitor import FOLDER, _remove_abandoned
+from dtctl.slurm.monitor_link import proof
 from tests.unit.slurm.test_job_record import WORKER
 
 TOKEN = "00ff" * 8
