@@ -318,7 +318,28 @@ def for_one_process(module: SourceFile, node: ast.AST) -> bool:
         body = child is parent.body if isinstance(parent, ast.IfExp) else child in parent.body
         if (body and _ONE.search(text)) or (not body and _MANY.search(text)):
             return True
-    return False
+    return _instead_of_ranks(module, module.scope(node))
+
+
+def _instead_of_ranks(module: SourceFile, function: ast.AST) -> bool:
+    """Whether a function is called in one branch of an `if`, and one that starts a process group in the other."""
+    if not isinstance(function, Function) or any(module.within(call, function) for call in module.calls_of(names.INIT)):
+        return False
+    starting = {getattr(module.scope(call), "name", "") for call in module.calls_of(names.INIT)}
+    calls = [call for call in module.methods.get(function.name, ()) if isinstance(call.func, ast.Name)]
+    others = [
+        call for name in starting - {""} for call in module.methods.get(name, ()) if isinstance(call.func, ast.Name)
+    ]
+    return bool(calls) and any(
+        isinstance(parent, ast.If)
+        and child in parent.body + parent.orelse
+        and any(
+            module.within(other, branch)
+            for other in others
+            for branch in (parent.orelse if child in parent.body else parent.body)
+        )
+        for parent, child in module.chain(calls[0])
+    )
 
 
 def by_launcher(module: SourceFile, node: ast.AST) -> bool:

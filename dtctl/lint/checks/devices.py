@@ -10,7 +10,7 @@ from dtctl.lint import names
 from dtctl.lint.check import Check
 from dtctl.lint.flow import origins
 from dtctl.lint.model import Edit, Problem, Severity
-from dtctl.lint.ranks import by_launcher, for_some, rank_kind
+from dtctl.lint.ranks import by_launcher, for_one_process, for_some, rank_kind
 from dtctl.lint.source_file import constant, key, keyword, position
 
 _WEIGHTED = ("CrossEntropyLoss", "NLLLoss", "BCELoss", "BCEWithLogitsLoss", "MultiLabelSoftMarginLoss")
@@ -100,6 +100,8 @@ def one_gpu_for_all(check: Check) -> Iterator[Problem]:
     for node, text in fixed:
         if for_some(module, node) is not None or by_launcher(module, node) or _for_one_process(check, node):
             continue
+        if for_one_process(module, node):
+            continue
         yield check.problem(
             "DT007", node, f"`{text}`: every rank of a node uses the same GPU", edits=_own_gpu(check, node)
         )
@@ -185,6 +187,17 @@ def _own_gpu(check: Check, node: ast.expr) -> tuple[Edit, ...]:
     return (Edit(position(node), (node.end_lineno, node.end_col_offset), text),)
 
 
+def _reads_local_rank(check: Check, scope: ast.AST) -> bool:
+    """Whether a function, or the module outside of functions, reads LOCAL_RANK already."""
+    module = check.module
+    reads: list[ast.expr] = [node for node in module.nodes_of(ast.Subscript) if constant(node.slice) == "LOCAL_RANK"]
+    reads += [
+        call for name in ("get", "getenv") for call in module.methods.get(name, ())
+        if call.args and constant(call.args[0]) == "LOCAL_RANK"
+    ]  # fmt: skip
+    return any(module.scope(read) in (scope, module.tree) for read in reads)
+
+
 def _local_rank_here(check: Check, node: ast.expr) -> str | None:
     """A name of the local rank that is set before a node; else the variable, if the file relies on it elsewhere."""
     module = check.module
@@ -193,7 +206,7 @@ def _local_rank_here(check: Check, node: ast.expr) -> str | None:
         if any(binding.line < node.lineno for binding in module.bindings.get((scope, "local_rank"), ())):
             return "local_rank"
         scope = module.enclosing(scope, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module))
-    if module.aliases.get("os") != "os" or "LOCAL_RANK" not in module.text:
+    if module.aliases.get("os") != "os" or not _reads_local_rank(check, module.scope(node)):
         return None
     return 'os.environ["LOCAL_RANK"]' if isinstance(constant(node), str) else 'int(os.environ["LOCAL_RANK"])'
 

@@ -186,6 +186,8 @@ def _out_of_memory(check: Check) -> Iterator[Problem]:
             if module.within(statement, handler)
         ]
         body = "\n".join(ast.unparse(statement) for statement in try_statement.body)
+        if for_one_process(module, handler):
+            continue
         ends = any(isinstance(part, ast.Raise) for part in ast.walk(handler)) or re.search(r"exit\(|abort", text)
         if (exits or not ends) and _TRAINS.search(body) and _trained_together(check) and not _AGREED.search(text):
             yield check.problem(

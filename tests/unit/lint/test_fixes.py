@@ -133,6 +133,19 @@ def test_an_import_is_not_put_before_what_has_to_be_first() -> None:
     assert text.splitlines()[1] == "import contextlib"
 
 
+def test_a_function_that_runs_without_ranks_keeps_its_device() -> None:
+    code = (
+        'def one():\n    device = torch.device("cuda:0")\n    run(device)\n'
+        'def many():\n    dist.init_process_group("nccl")\n    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))\n'
+        "if args.mode == 'one':\n    one()\nelse:\n    many()\n"
+    )
+    assert "DT007" not in found(code)
+    assert mended(code) == code
+    code = code.replace("if args.mode == 'one':\n    one()\nelse:\n    many()\n", "one()\nmany()\n")
+    assert "DT007" in found(code)
+    assert mended(code) == code, "LOCAL_RANK is read in another function only"
+
+
 def test_the_variable_is_read_only_where_the_file_relies_on_it_already() -> None:
     code = 'dist.init_process_group("nccl")\ntorch.cuda.set_device(0)\n'
     assert "DT007" in found(code)
