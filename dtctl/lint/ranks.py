@@ -301,7 +301,7 @@ def for_some(module: SourceFile, node: ast.AST, depth: int = 3) -> RankGuard | N
 _ONE = re.compile(
     r"\bnot \(?\s*[\w.]*(?:is_initialized\(\)|is_available\(\)|distributed|use_ddp|ddp|is_dist\w*|use_dist\w*)"
     r"|(?:world_size|n_gpus?|num_gpus|nprocs|ngpus\w*)(?:\(\))? *(?:==|<=) *1\b|(?:world_size|n_gpus?)(?:\(\))? *< *2\b"
-    r"|(?:is_initialized\(\)|distributed) (?:is|==) False"
+    r"|(?:is_initialized\(\)|distributed) (?:is|==) False|\bgpu is None"
 )
 _MANY = re.compile(
     r"(?<!not )\b(?:[\w.]*is_initialized\(\)|[\w.]*distributed|use_ddp|ddp|is_dist\w*|use_dist\w*)\Z"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dtctl.lint.check import Check
 from dtctl.lint.flow import function_of, origins
 from dtctl.lint.model import Problem
-from dtctl.lint.ranks import by_launcher, for_some, mentions_rank
+from dtctl.lint.ranks import by_launcher, for_one_process, for_some, mentions_rank
 from dtctl.lint.source_file import Function, SourceFile, constant, key, keyword
 
 _OF_A_MODULE = frozenset("eval train cuda to half parameters state_dict module forward modules".split())
@@ -61,7 +61,7 @@ def unmapped(check: Check) -> Iterator[Problem]:
         given = {argument.arg for argument in call.keywords}
         if len(call.args) != 1 or given & {"map_location", None, "mmap"} or for_some(module, call) is not None:
             continue
-        if mentions_rank(module, call.args[0]) or _data(check, call):
+        if mentions_rank(module, call.args[0]) or _data(check, call) or for_one_process(module, call):
             continue
         yield check.problem("DT052", call, "torch.load without map_location: every rank loads to the GPU that saved it")
 
