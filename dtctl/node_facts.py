@@ -100,6 +100,16 @@ def interface_towards(peer: str) -> str:
     return interface_of(address_towards(peer))
 
 
+def neighbours(flags: int = 0) -> dict:  # type: ignore[type-arg]
+    """IPv4 address -> hardware address of machines that this one has sent to; with `flags`, of rows that have them."""
+    found = {}
+    for line in read("/proc/net/arp").splitlines()[1:]:
+        row = line.split()
+        if len(row) > 3 and int(row[2], 16) & flags == flags and row[3].strip("0:"):
+            found[row[0]] = row[3]
+    return found
+
+
 def read(path: str) -> str:
     """The text of a small file of the kernel's; empty when it is not there."""
     try:

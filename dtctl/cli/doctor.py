@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,7 +62,7 @@ def examine_cluster(path: Path, *, skip: Sequence[str], gpu: bool, yes: bool, js
     from dtctl.cli.common import doctor_view
     from dtctl.doctor.examine import COSTLY, examine
     from dtctl.doctor.tables import links_of
-    from dtctl.errors import DoctorFailed
+    from dtctl.errors import DoctorFailed, Interrupted
     from dtctl.launch.cluster import cluster_of
     from dtctl.spec.load import load_spec
 
@@ -80,13 +81,20 @@ def examine_cluster(path: Path, *, skip: Sequence[str], gpu: bool, yes: bool, js
     else:
         cluster = cluster_of(spec, start=True)
     begun = time.monotonic()
-    examination = examine(
-        spec,
-        cluster,
-        skip=[layer for layer in COSTLY if layer in skip],
-        gpu=gpu,
-        progress=lambda text: output.err(f"{text} ...", "dim"),
-    )
+    try:
+        examination = examine(
+            spec,
+            cluster,
+            skip=[layer for layer in COSTLY if layer in skip],
+            gpu=gpu,
+            progress=lambda text: output.err(f"{text} ...", "dim"),
+        )
+    except KeyboardInterrupt:
+        raise Interrupted(
+            "stopped before the examination was over: nothing is known of these nodes",
+            signal=signal.SIGINT,
+            hint="what it had started there ends with its links",
+        ) from None
     took_s = round(time.monotonic() - begun, 2)
     if json_lines:
         findings = [finding.as_json() for finding in examination.findings]

@@ -100,6 +100,8 @@ def _show(row: dict[str, Any]) -> None:
         output.out(f"  {setting['name']}={setting['value']}  # {setting['reason']}")
     if not row["set"]:
         output.out("  no variable is needed")
+    if row["unusable"]:
+        output.out(f"  cannot be used: {row['unusable']}", "red")
     if row["unreached"]:
         output.out(f"  cannot reach {', '.join(row['unreached'])} over it; dtctl doctor says why", "red")
     for setting in row["now"]:

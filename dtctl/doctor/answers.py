@@ -94,12 +94,27 @@ def _measured(value: Any) -> dict[str, Any]:
     return found
 
 
+def _three(value: Any) -> list[str]:
+    found: list[str] = list_of(text(4096), 3)(value)
+    if len(found) != 3:
+        raise InvalidMessage("not a name and two paths")
+    return found
+
+
+def _mac(value: Any) -> str:
+    if not _MAC.fullmatch(text(64)(value)):
+        raise InvalidMessage("no hardware address")
+    return str(value)
+
+
+_MAC: Final = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
 _LONG_NUMBER: Final = re.compile(r"\d{19,}")
 _RESULTS: Final = ("ok", "dropped", "refused", "unreachable", "silent", "stranger", "large-lost", "error")
 _JOB: Final = form(
     optional={
         "executable": nullable(text(4096)), "python": text(40), "torch": nullable(text(256)),
-        "cuda": nullable(text(256)), "nccl": nullable(text(256)),
+        "cuda": nullable(text(256)), "nccl": nullable(text(256)), "torch_path": nullable(text(4096)),
+        "error": prose, "because": list_of(_NAME, 64), "shadows": list_of(_three, 64),
     }
 )  # fmt: skip
 _CALL: Final = form(
@@ -110,17 +125,26 @@ _RATE: Final = nullable(_above(0.0))
 _MEASURED: Final = form(
     optional={
         "error": prose, "rtt_ms": _pair(_above(0.0)), "sent": _COUNT, "lost": nullable(_COUNT), "mbit_s": _RATE,
-        "retransmitted": _COUNT, "segments": _COUNT,
+        "retransmitted": _COUNT, "segments": _COUNT, "twice": _COUNT, "carried": _COUNT, "broken": text(20),
     }
 )  # fmt: skip
-_SPACE: Final = form(path=text(4096), total=_COUNT, free=_COUNT, inodes=_COUNT, free_inodes=_COUNT)
+_SPACE: Final = form(
+    path=text(4096), total=_COUNT, free=_COUNT, inodes=_COUNT, free_inodes=_COUNT, noexec=flag,
+    optional={"why": prose, "origin": text(40)},
+)  # fmt: skip
 _FACTS: Final = form(
     hostname=_NAME, user=_NAME, time=_time, python=text(40), kernel=_NAME, machine=_NAME, cpus=nullable(_COUNT),
     looked_up=mapping_of(_NAME, nullable(list_of(text(64), _ROWS)), _ROWS),
-    interfaces=list_of(form(name=text(64), address=address, mtu=_COUNT, mbit_s=_COUNT), _ROWS),
+    interfaces=list_of(form(name=text(64), address=address, mtu=_COUNT, mbit_s=_COUNT, up=flag, mac=_mac), _ROWS),
     addresses=list_of(address, _ROWS), reached_at=address, ways=mapping_of(_NAME, text(64), _ROWS),
-    limits=form(nofile=_pair(_limit), memlock=_pair(_limit)),
-    shm=_SPACE, disk=_SPACE, writable=prose, missing=list_of(text(4096), _ROWS),
+    limits=form(
+        optional={name: _pair(_limit) for name in ("as", "fsize", "cpu", "nproc")},
+        nofile=_pair(_limit), memlock=_pair(_limit),
+    ),
+    machine_cpus=_COUNT, cpu_quota=number, memory_limit=integer(-1), memory_free=integer(-1), pids_free=integer(-1),
+    ports=list_of(_COUNT, 2), neighbours=mapping_of(text(64), _mac, _ROWS),
+    shm=_SPACE, disk=_SPACE, tmp=_SPACE, files=mapping_of(_NAME, prose, _ROWS), writable=prose,
+    missing=list_of(text(4096), _ROWS),
     env=mapping_of(_NAME, _WORDS, _ROWS), conf=mapping_of(text(4096), _conf, 16), job=_job,
     code=text(64), gpus=integer(0, 4096), gpu=_tool, remapped=_tool, nvlink=_tool, topology=_tool, xid=_tool,
     fabric=_tool, state=_tool, vendor=text(16), gpu_error=prose, xid_source=text(64),
@@ -133,7 +157,7 @@ _FACTS: Final = form(
     ),
 )  # fmt: skip
 _ANSWERS: Final[Mapping[str, Check]] = {
-    "time": form(time=_time),
+    "time": form(time=_time, gpus=integer(0, 4096)),
     "facts": _FACTS,
     "listen": form(ports=list_of(integer(-4096, 65_535), 64)),
     "call": form(answers=list_of(_call, 1 << 20)),
@@ -150,7 +174,7 @@ _WORKER: Final = form(
     optional={
         "gpus": list_of(_GPU, 64), "busbw_gb_s": nullable(_above(0.0)),
         "stage": text(40), "silent": flag, "complained": _WORDS, "error": prose, "wrong": nullable(_COUNT),
-        "seconds": number, "bytes": _COUNT, "nccl": nullable(text(64)),
+        "seconds": number, "bytes": _COUNT, "nccl": nullable(text(64)), "uses": list_of(_NAME, 64),
     }
 )  # fmt: skip
 """Of the job's own Python, which the probe passes on."""

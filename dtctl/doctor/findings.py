@@ -13,15 +13,16 @@ Status = Literal["ok", "warn", "fail", "skip"]
 Value = TypeVar("Value")
 
 CHECKS = (
-    "reach", "host-key", "login", "python", "shell-output", "clock",
-    "workdir", "disk", "nofile", "memlock", "shm",
-    "python-version", "torch", "nccl", "architecture", "code",
+    "reach", "host-key", "login", "start-up", "python", "shell-output", "clock", "slow-login",
+    "disk", "workdir", "tmpdir", "nofile", "processes", "memory", "limits", "memlock", "shm",
+    "python-environment", "shadowing", "python-version", "torch", "nccl", "architecture", "code",
     "gpus", "gpu-xid", "gpu-ecc", "gpu-driver", "gpu-model", "gpu-links", "gpu-busy", "gpu-power", "gpu-clocks",
     "gpu-pcie", "gpu-mig", "gpu-speed", "gpu-copies", "gpu-nccl", "rdma", "link-speed",
-    "duplicate-address", "loopback-name", "names", "interface",
-    "data-ports", "rendezvous-port", "large-packets", "nat", "mtu",
-    "packet-loss", "bandwidth", "latency",
-    "path", "shared", "visibility",
+    "duplicate-mac", "duplicate-address", "duplicate-hostname", "loopback-name", "names", "interface",
+    "rendezvous-address", "ephemeral-ports",
+    "data-ports", "rendezvous-port", "large-packets", "stream", "nat", "mtu",
+    "packet-loss", "duplicate-packets", "bandwidth", "latency",
+    "path", "shared", "visibility", "cache", "file-variable", "cpus",
     "env-differs", "env-unknown", "env-dead", "env-dangerous",
     "partition", "account", "time-limit", "requeue", "job-nodes", "gres", "features", "submit", "tasks", "time-left",
     "collective",
@@ -45,6 +46,8 @@ class Finding:
     summary: str = ""
     fix: str = ""
     evidence: tuple[str, ...] = ()
+    ways: tuple[tuple[str, str], ...] = ()
+    """The (caller, called) pairs that it was seen on, where it is about pairs."""
     primary: bool = False
     follows: str = ""
     """The check whose failure explains this one."""
@@ -90,11 +93,29 @@ def _short(finding: Finding) -> Finding:
 _EXPLAINS = {
     "duplicate-address": ("data-ports", "rendezvous-port", "large-packets", "nat", "names"),
     "data-ports": ("rendezvous-port", "large-packets", "packet-loss", "bandwidth", "latency"),
-    "large-packets": ("bandwidth", "packet-loss"),
+    "large-packets": ("bandwidth", "packet-loss", "stream"),
+    "stream": ("bandwidth",),
+    "duplicate-mac": (
+        "data-ports",
+        "rendezvous-port",
+        "large-packets",
+        "stream",
+        "packet-loss",
+        "bandwidth",
+        "latency",
+    ),
+    "ephemeral-ports": ("data-ports", "rendezvous-port"),
+    "interface": ("data-ports", "rendezvous-port", "rendezvous-address", "collective"),
+    "shadowing": ("torch", "collective", "python-environment"),
+    "python-environment": ("torch", "python-version", "nccl", "collective"),
+    "memory": ("collective", "python-environment"),
+    "processes": ("collective", "python-environment", "data-ports"),
+    "duplicate-hostname": ("names",),
     "packet-loss": ("data-ports", "rendezvous-port", "large-packets", "bandwidth", "latency"),
     "bandwidth": ("latency", "packet-loss"),
     "mtu": ("large-packets",),
     "loopback-name": ("names",),
+    "tmpdir": ("cache",),
     "disk": ("workdir",),
     "torch": ("nccl",),
     "path": ("shared",),
@@ -115,7 +136,10 @@ def _root(bad: Sequence[Finding]) -> int:
 
 
 def _fold(finding: Finding, primary: Finding) -> Finding:
-    touched = {*finding.nodes, *finding.peers} & {*primary.nodes, *primary.peers}
+    if finding.ways and primary.ways:  # of two faults on two ways neither is a consequence
+        touched = bool({frozenset(way) for way in finding.ways} & {frozenset(way) for way in primary.ways})
+    else:
+        touched = bool({*finding.nodes, *finding.peers} & {*primary.nodes})
     if finding.check in _EXPLAINS.get(primary.check, ()) and touched:
         return replace(finding, follows=primary.check)
     return finding

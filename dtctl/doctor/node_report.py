@@ -9,13 +9,39 @@ from typing import Any
 from dtctl.errors import DtctlError
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoginShell:
+    """What came of `echo WORD` in the login shell of a node."""
+
+    answered: bool
+    """Whether it came to an end in time."""
+    refused: bool = False
+    """Whether the server opened no session for it at all."""
+    has_run: bool = False
+    """Whether the word came back."""
+    other: str = ""
+    """What else it printed."""
+    status: int | None = None
+
+
 @dataclass(slots=True, kw_only=True)
 class NodeReport:
     """What is known of one node."""
 
     name: str
     address: str = ""
+    data_address: str = ""
+    """At which its workers will be called; that of its address unless the spec names another interface."""
+    meeting: str = ""
+    """At which it looks for the rendezvous; empty where it does not know the name."""
+    target: str = ""
+    """The address that the spec gives, or its name."""
+    slots: int = 1
     error: DtctlError | None = None
+    login_s: list[float] = field(default_factory=list)
+    """From the connection to the first answer of a program, once or twice."""
+    shell: LoginShell | None = None
+    """How its login shell has run a plain command; asked only where a program of ours has not answered."""
     facts: dict[str, Any] = field(default_factory=dict)
     offset_s: float = 0.0
     """Its clock minus ours."""
@@ -30,11 +56,17 @@ class NodeReport:
     """What was measured on its way to itself beside each repetition: what its own load leaves over."""
 
 
+REACHED = "reached"
+"""Kind of a call to the address that we came by, where the workers will be called at another one."""
+
+
 def good_ways(seen: Sequence[NodeReport]) -> set[tuple[str, str]]:
     """The (caller, called) ways on which every call went well."""
     said: dict[tuple[str, str], bool] = {}
     for node in seen:
         for answer in node.answers:
+            if answer["kind"] == REACHED:
+                continue
             way = (node.name, str(answer["node"]))
             said[way] = said.get(way, True) and answer["result"] == "ok"
     return {way for way, well in said.items() if well}

@@ -9,13 +9,13 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from dtctl.doctor import answers, rounds
 from dtctl.doctor.checks import links
-from dtctl.doctor.node_report import NodeReport, good_ways
+from dtctl.doctor.node_report import REACHED, LoginShell, NodeReport, good_ways
 from dtctl.errors import ConnectError, DtctlError, NodeError
 from dtctl.launch.control.link import NodeLink, error_of, open_program
 from dtctl.launch.control.messages import before_start
@@ -27,6 +27,9 @@ PROBE = (
     "dtctl.supervisor.frames",
     "dtctl.supervisor.facts",
     "dtctl.doctor.probe.devices",
+    "dtctl.doctor.probe.limits",
+    "dtctl.doctor.probe.places",
+    "dtctl.doctor.probe.python",
     "dtctl.doctor.probe.facts",
     "dtctl.doctor.probe.child",
     "dtctl.doctor.probe.shared",
@@ -35,12 +38,19 @@ PROBE = (
     "dtctl.doctor.probe.main",
 )
 ANSWER_LIMIT_S = 15.0
-FACTS_LIMIT_S = 35.0
+HELLO_LIMIT_S = 15.0
+"""For the login shell and the start of Python."""
+FACTS_LIMIT_S = 16.0
+GPU_FACTS_LIMIT_S = 35.0
 """For what a node says of itself: a driver that is not kept awake may take half a minute to find eight GPUs."""
+SHELL_LIMIT_S = 5.0
+SLOW_LOGIN_S = 3.0
+"""A login that takes longer is timed once more."""
 MEASURE_LIMIT_S = 6.0
 """What measuring a way may take beyond its seconds and what a node may be silent for: each phase ends itself."""
 CALL_TIMEOUT_S = 2.5
 """Longer than the first repetition of a lost SYN (1 s), shorter than the third."""
+SHELL_BYTES = 1 << 16
 Progress = Callable[[str], None]
 
 
@@ -53,6 +63,11 @@ class NodeQuery:
     workdir: str
     paths: tuple[str, ...] = ()
     code: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """What the spec sets for its workers."""
+    slots: int = 1
+    beside: tuple[tuple[str, str], ...] = ()
+    """Modules that the job brings along beside its script: name, path."""
 
 
 class _Node:
@@ -60,28 +75,65 @@ class _Node:
 
     def __init__(self, wanted: NodeQuery, transport: Transport) -> None:
         self.wanted = wanted
-        self.seen = NodeReport(name=wanted.target.name)
+        self.seen = NodeReport(name=wanted.target.name, target=wanted.target.address, slots=wanted.slots)
         self._transport = transport
         self._connection: Connection | None = None
         self._link: NodeLink | None = None
+        self.has_gpus = False
 
-    def begin(self, message: Mapping[str, Any]) -> None:
-        """Connect, start the probe, ask for the time and the facts."""
-        self._connection = self._transport.connect(self.wanted.target)
+    def greet(self) -> None:
+        """Connect, start the probe, ask for the time."""
+        self._connection = self._connection or self._transport.connect(self.wanted.target)
         self.seen.address = self._connection.peer_address()
+        begun = time.monotonic()
         program = bootstrap.in_memory(PROBE)
         self._link = open_program(self._connection, program, node=self.seen.name, python=self.wanted.python)
         self.ask({"op": "time"})  # the first answer comes after the start of Python and says nothing about the clock
+        self.seen.login_s.append(time.monotonic() - begun)
         before = time.time()
-        there = float(self.ask({"op": "time"})["time"])
+        said = self.ask({"op": "time"})
         after = time.time()
-        self.seen.offset_s = there - (before + after) / 2
+        self.seen.offset_s = float(said["time"]) - (before + after) / 2
         self.seen.offset_error_s = (after - before) / 2
-        asked = {"workdir": self.wanted.workdir, "paths": self.wanted.paths, "code": self.wanted.code}
-        python = self.wanted.python or "python3"
-        self.seen.facts = self.ask({"op": "facts", "python": python, **asked, **message})
+        self.has_gpus = bool(said["gpus"])
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Ask for the facts."""
+        wanted = self.wanted
+        asked: dict[str, Any] = {"workdir": wanted.workdir, "paths": wanted.paths, "code": wanted.code}
+        asked |= {"env": dict(wanted.env), "beside": wanted.beside, "python": wanted.python or "python3"}
+        self.seen.facts = self.ask({"op": "facts", **asked, **message})
         # Behind a jump host this machine does not know the address; the node knows the one that it was reached at.
         self.seen.address = self.seen.address or str(self.seen.facts["reached_at"])
+        self.seen.data_address = self.seen.meeting = self.seen.address
+
+    def try_shell(self) -> None:
+        """Let the login shell run a plain command, and see what comes of it."""
+        if self._connection is None:
+            return
+        self.seen.shell = LoginShell(answered=False)
+        word = f"dtctl-{secrets.token_hex(6)}"
+        begun = time.monotonic()
+        try:
+            stream = self._connection.open(f"echo {word}")
+        except ConnectError:
+            self.seen.shell = LoginShell(answered=False, refused=True)
+            return
+        said = b""
+        while len(said) < SHELL_BYTES and (data := stream.read(SHELL_BYTES)):
+            said += data
+        took_s = time.monotonic() - begun
+        text = said.decode(errors="replace")
+        other = " ".join((text.replace(word, "") + stream.read_stderr().decode(errors="replace")).split())
+        self.seen.shell = LoginShell(
+            answered=True, has_run=word in text, other=other[:200], status=stream.exit_status(1.0)
+        )
+        self.seen.login_s.append(took_s)
+
+    @property
+    def is_in(self) -> bool:
+        """Whether a login was accepted."""
+        return self._connection is not None
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """Send one question, wait for its answer.
@@ -109,7 +161,9 @@ class _Node:
             self._connection.close()
 
 
-def _all(nodes: Sequence[_Node], act: Callable[[_Node], None], *, limit_s: float, doing: str) -> None:
+def _all(
+    nodes: Sequence[_Node], act: Callable[[_Node], None], *, limit_s: float, doing: str, also_bad: bool = False
+) -> None:
     """Do something on all nodes that are well; whoever does not finish in time has an error from now on."""
 
     def work(node: _Node) -> None:
@@ -118,12 +172,12 @@ def _all(nodes: Sequence[_Node], act: Callable[[_Node], None], *, limit_s: float
         except DtctlError as exc:
             node.seen.error = node.seen.error or exc
 
-    well = [node for node in nodes if node.seen.error is None]
-    threads = [threading.Thread(target=work, args=(node,), daemon=True) for node in well]
+    asked = [node for node in nodes if also_bad or node.seen.error is None]
+    threads = [threading.Thread(target=work, args=(node,), daemon=True) for node in asked]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + limit_s
-    for node, thread in zip(well, threads, strict=True):
+    for node, thread in zip(asked, threads, strict=True):
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive() and node.seen.error is None:
             node.seen.error = ConnectError(
@@ -141,10 +195,16 @@ class Probes:
         self._nodes = [_Node(one, transport) for one in wanted]
         self._progress = progress
 
-    def look(self, *, rendezvous: Sequence[int], data_ports: int, measure_s: float) -> list[NodeReport]:
+    def look(
+        self, *, rendezvous: Sequence[int], data_ports: int, measure_s: float, names: Sequence[str], locate: Locate
+    ) -> list[NodeReport]:
         """Everything that the checks need, of all nodes, in their order; the arguments are those of `observe`."""
         token = secrets.token_hex(8)
-        _examine(self._nodes, rendezvous=rendezvous, data_ports=data_ports, token=token, progress=self._progress)
+        _greet(self._nodes, progress=self._progress)
+        _ask_facts(self._nodes, names)
+        locate([node.seen for node in self._nodes if node.seen.error is None])
+        if sum(node.seen.error is None for node in self._nodes) > 1 and (rendezvous or data_ports):
+            _call(self._nodes, rendezvous=rendezvous, data_ports=data_ports, token=token, progress=self._progress)
         if measure_s:
             _measure(self._nodes, measure_s, token=token, progress=self._progress)
         return [node.seen for node in self._nodes]
@@ -171,8 +231,19 @@ class Probes:
             node.close()
 
 
+Locate = Callable[[Sequence[NodeReport]], None]
+"""Fills in where the workers of these nodes will be called, and where they meet."""
+
+
 def observe(
-    wanted: Sequence[NodeQuery], transport: Transport, *, rendezvous: Sequence[int], data_ports: int, progress: Progress
+    wanted: Sequence[NodeQuery],
+    transport: Transport,
+    *,
+    rendezvous: Sequence[int],
+    data_ports: int,
+    names: Sequence[str],
+    locate: Locate,
+    progress: Progress,
 ) -> list[NodeReport]:
     """Everything that the checks need, of all nodes, in their order; nothing is measured.
 
@@ -181,23 +252,46 @@ def observe(
         transport: the way to them.
         rendezvous: candidates for the rendezvous port on the head node.
         data_ports: how many random ports each node listens on.
+        names: host names that each node looks up, besides its own.
+        locate: told of the nodes before they call each other.
         progress: told what is going on.
     """
     with contextlib.closing(Probes(wanted, transport, progress=progress)) as probes:
-        return probes.look(rendezvous=rendezvous, data_ports=data_ports, measure_s=0.0)
+        return probes.look(rendezvous=rendezvous, data_ports=data_ports, measure_s=0.0, names=names, locate=locate)
 
 
-def _examine(
-    nodes: Sequence[_Node], *, rendezvous: Sequence[int], data_ports: int, token: str, progress: Progress
-) -> None:
-    addresses = [node.wanted.target.address for node in nodes]
-    message = {"names": addresses, "peers": addresses}
+def _greet(nodes: Sequence[_Node], *, progress: Progress) -> None:
+    """Log in everywhere and start the probes; where none answers, see what the login shell does."""
     connect_s = max(node.wanted.target.connect_timeout_s for node in nodes)
     progress(f"asking {len(nodes)} nodes")
-    _all(nodes, lambda node: node.begin(message), limit_s=connect_s + FACTS_LIMIT_S, doing="asking for facts")
-    if sum(node.seen.error is None for node in nodes) < 2 or not (rendezvous or data_ports):
-        return
+    _all(nodes, _Node.greet, limit_s=connect_s + HELLO_LIMIT_S, doing="starting a program")
+    quickest = min((node.seen.login_s[0] for node in nodes if node.seen.login_s), default=0.0)
+    odd = [
+        node
+        for node in nodes
+        if (node.seen.error is not None and node.is_in)
+        or (node.seen.login_s and node.seen.login_s[0] > max(SLOW_LOGIN_S, 3 * quickest))
+    ]
+    if odd:
+        progress(f"looking at the login of {', '.join(node.seen.name for node in odd)}")
+        slow = (
+            SLOW_LOGIN_S
+            if all(node.seen.error is not None for node in odd)
+            else max(quickest, *(one for node in odd for one in node.seen.login_s))
+        )
+        _all(odd, _Node.try_shell, limit_s=SHELL_LIMIT_S + slow, doing="running `echo`", also_bad=True)
 
+
+def _ask_facts(nodes: Sequence[_Node], names: Sequence[str]) -> None:
+    addresses = [node.wanted.target.address for node in nodes]
+    message = {"names": [*dict.fromkeys((*addresses, *names))], "peers": addresses}
+    limit_s = GPU_FACTS_LIMIT_S if any(node.has_gpus for node in nodes) else FACTS_LIMIT_S
+    _all(nodes, lambda node: node.tell(message), limit_s=limit_s, doing="asking for facts")
+
+
+def _call(
+    nodes: Sequence[_Node], *, rendezvous: Sequence[int], data_ports: int, token: str, progress: Progress
+) -> None:
     def listen(node: _Node) -> None:
         first = rendezvous if node is nodes[0] else ()
         asked = [*first, *([0] * data_ports)]
@@ -211,12 +305,13 @@ def _examine(
 
     def call(node: _Node) -> None:
         at = nodes.index(node)
+        # rank 0 calls the store on its own node, and several workers of a node call each other.
+        itself = [node] if node.wanted.slots > 1 or node is nodes[0] else []
         targets = [
-            [other.seen.name, other.seen.address, port, kind]
-            for other in (*nodes[at + 1 :], *nodes[:at])
+            [other.seen.name, address, port, kind]
+            for other in (*nodes[at + 1 :], *nodes[:at], *itself)
             if other.seen.error is None
-            for kind, port in other.seen.ports.items()
-            if port > 0
+            for address, port, kind in _ears(node.seen, other.seen)
         ]
         said = node.ask({"op": "call", "token": token, "targets": targets, "timeout_s": CALL_TIMEOUT_S})
         asked = [(target[0], target[2], target[3]) for target in targets]
@@ -230,13 +325,25 @@ def _examine(
     _all(nodes, call, limit_s=longest, doing="calling the other nodes")
 
 
+def _ears(caller: NodeReport, called: NodeReport) -> Iterator[tuple[str, int, str]]:
+    """Where a node is to be called: address, port, kind."""
+    for kind, port in called.ports.items():
+        address = caller.meeting if kind == "rendezvous" else called.data_address
+        if port > 0 and address:
+            yield address, port, kind
+    if called.data_address != called.address and called.ports.get("data-0", 0) > 0:
+        yield called.address, called.ports["data-0"], REACHED
+
+
 def _measure(nodes: Sequence[_Node], seconds: float, *, token: str, progress: Progress) -> None:
     """Measure every way on which calls went well, in rounds of disjoint pairs; those that look bad once more."""
     of = {node.seen.name: node for node in nodes}
 
     def measured(node: _Node, called: NodeReport) -> dict[str, Any]:
         port = called.ports["data-0"]
-        return node.ask({"op": "measure", "address": called.address, "port": port, "token": token, "seconds": seconds})
+        return node.ask(
+            {"op": "measure", "address": called.data_address, "port": port, "token": token, "seconds": seconds}
+        )
 
     def at_once(names: Iterable[str], ask: Callable[[_Node], None]) -> None:
         # A node that has answered until now and falls silent has gone down; the others are not to wait long for it.
@@ -249,7 +356,8 @@ def _measure(nodes: Sequence[_Node], seconds: float, *, token: str, progress: Pr
 
         def ask(node: _Node) -> None:
             called = there[node.seen.name]
-            node.seen.measured.setdefault(called.name, []).append(measured(node, called))
+            answer = measured(node, called)
+            node.seen.measured.setdefault(called.name, []).append(answer)
 
         at_once(there, ask)
 

@@ -6,9 +6,11 @@ from dataclasses import asdict
 from typing import Any
 
 from dtctl.doctor.checks.environment import effective
-from dtctl.doctor.examine import wanted_of
+from dtctl.doctor.checks.used import why_not
+from dtctl.doctor.examine import given_to, locator, names_of, wanted_of
 from dtctl.doctor.node_report import NodeReport, good_ways
 from dtctl.doctor.observe import observe
+from dtctl.doctor.used import UsedInterface, named_interfaces
 from dtctl.errors import DtctlError
 from dtctl.launch.cluster import ResolvedCluster
 from dtctl.nccl import profiles
@@ -17,32 +19,52 @@ from dtctl.transport.fanout import raise_failures
 
 
 def node_settings(spec: Spec, cluster: ResolvedCluster) -> list[dict[str, Any]]:
-    """For each node: `node`, `profile`, `set` (name, value, reason), `now` (name, value, origin), `unreached`.
+    """A row a node: `node`, `profile`, `set` (name, value, reason), `now` (name, value, origin), `unusable`, ...
 
-    The last are the nodes that it cannot call on its route to them: what is to be set is tried, not only derived.
+    `unusable` is why workers will not meet by the interface that the spec names; `unreached` are the nodes that it
+    cannot call: what is to be set is tried, not only derived.
 
     Raises:
         DtctlError: a node cannot be asked.
     """
     wanted = [wanted_of(spec, one, cluster) for one in cluster.nodes]
-    seen = observe(wanted, cluster.make_transport(), rendezvous=(), data_ports=1, progress=lambda _: None)
+    jobs = {one.name: given_to(spec, one) for one in cluster.nodes}
+    seen = observe(
+        wanted,
+        cluster.make_transport(),
+        rendezvous=(),
+        data_ports=1,
+        names=names_of(spec, cluster),
+        locate=locator(spec, jobs),
+        progress=lambda _: None,
+    )
     failures: dict[str, DtctlError] = {node.name: node.error for node in seen if node.error is not None}
     raise_failures(failures)
-    jobs = {one.name: {**spec.job.env, **one.env} for one in cluster.nodes}
-    return [_of(node, seen, spec, jobs[node.name]) for node in seen]
+    used = {node.name: named_interfaces(node, spec, jobs[node.name]) for node in seen}
+    return [_of(node, seen, spec, jobs[node.name], used) for node in seen]
 
 
-def _of(node: NodeReport, seen: list[NodeReport], spec: Spec, job: dict[str, str]) -> dict[str, Any]:
+def _of(
+    node: NodeReport,
+    seen: list[NodeReport],
+    spec: Spec,
+    job: dict[str, str],
+    used: dict[str, list[UsedInterface]],
+) -> dict[str, Any]:
     ways = [way for other in seen if other is not node and (way := node.facts["ways"].get(other.address))]
     chosen = spec.network.interface
     named = chosen.get(node.name) if isinstance(chosen, dict) else None if chosen == "auto" else chosen
     network = profiles.NetworkProfile(
-        interface=named or (ways[0] if ways else ""), rdma=node.facts["rdma"], nodes=len(seen)
+        interface=named or (ways[0] if ways else ""),
+        named=named is not None,
+        rdma=node.facts["rdma"],
+        nodes=len(seen),
     )
     profile = profiles.detect(network) if spec.network.profile == "auto" else spec.network.profile
     good = good_ways([node])
     return {
         "node": node.name,
+        "unusable": next((why for one in used[node.name] if (why := why_not(node, one, seen, used))), ""),
         "unreached": [other.name for other in seen if other is not node and (node.name, other.name) not in good],
         "profile": profile,
         "set": [asdict(setting) for setting in profiles.settings(profile, network)],

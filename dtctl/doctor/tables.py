@@ -10,15 +10,16 @@ from dtctl.doctor.examine import Examination
 from dtctl.doctor.node_report import NodeReport
 
 _LAYERS = {
-    "REACH": ("reach", "host-key", "login", "python", "shell-output", "clock"),
-    "LIMITS": ("workdir", "disk", "nofile", "memlock", "shm", "path", "shared", "visibility", "time-left",
-               "requeue", "tasks"),
-    "SOFTWARE": ("python-version", "torch", "nccl", "architecture", "code"),
+    "REACH": ("reach", "host-key", "login", "start-up", "python", "shell-output", "clock", "slow-login"),
+    "LIMITS": ("workdir", "disk", "tmpdir", "nofile", "processes", "memory", "limits", "memlock", "shm", "path",
+               "shared", "visibility", "cache", "file-variable", "cpus", "time-left", "requeue", "tasks"),
+    "SOFTWARE": ("python-environment", "shadowing", "python-version", "torch", "nccl", "architecture", "code"),
     "HARDWARE": ("gpus", "gpu-xid", "gpu-ecc", "gpu-driver", "gpu-model", "gpu-links", "gpu-busy", "gpu-power",
                  "gpu-clocks", "gpu-pcie", "gpu-mig", "gpu-speed", "gpu-copies", "gpu-nccl", "rdma", "link-speed"),
-    "NETWORK": ("duplicate-address", "loopback-name", "names", "data-ports", "rendezvous-port", "large-packets", "nat",
-                "mtu", "packet-loss", "bandwidth", "latency"),
-    "SETTINGS": ("interface", "env-differs", "env-unknown", "env-dead", "env-dangerous"),
+    "NETWORK": ("duplicate-mac", "duplicate-address", "duplicate-hostname", "loopback-name", "names", "ephemeral-ports",
+                "data-ports", "rendezvous-port", "large-packets", "stream", "nat", "mtu", "packet-loss",
+                "duplicate-packets", "bandwidth", "latency"),
+    "SETTINGS": ("interface", "rendezvous-address", "env-differs", "env-unknown", "env-dead", "env-dangerous"),
     "TORCH": ("collective",),
 }  # fmt: skip
 _SHORT = {

@@ -24,6 +24,8 @@ class NetworkProfile:
 
     interface: str
     """Interface that packets to the other nodes leave by; empty when there is none or no other node."""
+    named: bool = False
+    """Whether the spec names that interface (`network.interface`), whatever way packets take by themselves."""
     rdma: Sequence[Mapping[str, str]] = ()
     """Ports of RDMA devices: device, port, state, link_layer; `verbs` is no where the job may not open the device."""
     nodes: int = 1
@@ -60,7 +62,8 @@ def settings(profile: str, network: NetworkProfile) -> list[VariableSetting]:
         return []  # GPUs of one machine find their ways themselves
     result = []
     if network.interface:
-        reason = f"{network.interface} is the interface of the route to the other nodes"
+        route = f"{network.interface} is the interface of the route to the other nodes"
+        reason = f"network.interface names {network.interface}" if network.named else route
         result = [
             VariableSetting(
                 name="NCCL_SOCKET_IFNAME", value=f"={network.interface}", reason=f"{reason}; = means exactly this one"

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - a fault is a line or two, as they are typed
 """A grammar of faults of a cluster: layers x places x directions x times, each with what an examiner has to say of it.
 
 A fault is shell text that an administrator of one host runs, changes of the spec, or files beside the job's script; its
@@ -24,7 +25,7 @@ shell_of() { sed "s#^\\(root:.*:\\)[^:]*\\$#\\1$1#" /etc/passwd >/tmp/passwd; mo
 rc() { shell_of /bin/bash; printf '%s\\n' "$1" >"$LOGIN/.bashrc"; }
 hosts() { sed "$1" /etc/hosts >/tmp/hosts; mount --bind /tmp/hosts /etc/hosts; }
 group() { mkdir -p /sys/fs/cgroup/$1/$GROUP; echo "$3" >/sys/fs/cgroup/$1/$GROUP/$2;
-          for p in $(pgrep -x sshd); do echo $p >/sys/fs/cgroup/$1/$GROUP/cgroup.procs; done; }
+          for p in $(pgrep -x sshd); do echo $p >/sys/fs/cgroup/$1/$GROUP/cgroup.procs || true; done; }
 limit() { for p in $(pgrep -x sshd); do prlimit --pid $p "$1"; done; }
 later() { (sleep $1; shift; "$@") >/dev/null 2>&1 </dev/null & }
 """
@@ -298,7 +299,7 @@ def _addresses() -> None:
          (one, f"ip link add x0 type veth peer name x1; ip addr add {_p(other)}/32 dev x0"))  # fmt: skip
     for index in range(2):
         one, other = _two()
-        do = f"ping -c 1 -W 1 {_p(other)} >/dev/null; m=$(ip neigh show {_p(other)} | sed 's/.*lladdr \\([^ ]*\\).*/\\1/'); ip link set eth0 down; ip link set eth0 address $m; ip link set eth0 up"
+        do = f"(: >/dev/tcp/{_p(other)}/22); m=$(ip neigh show {_p(other)} | sed 's/.*lladdr \\([^ ]*\\).*/\\1/'); ip link set eth0 down; ip link set eth0 address $m; ip link set eth0 up"
         _add(
             f"address: the MAC of another node, {index}",
             "addresses",
@@ -749,13 +750,13 @@ def _python() -> None:
         "python: no torch",
         "torch",
         r"install",
-        'if [ "$1" = -I ]; then exec $PY "$@"; else exec $PY -S "$@"; fi'.replace("$PY", "PYTHON"),
+        'if [ "$1" = -I ]; then exec $PY "$@"; else exec $PY -S "$@"; fi'.replace("$PY", "@PYTHON@"),
     )
     wrapped(
         "python: prints before it starts",
         "shell-output",
         r"print|output|start-up",
-        'echo loading modules; exec PYTHON "$@"',
+        'echo loading modules; exec @PYTHON@ "$@"',
     )
     wrapped("python: hangs", "reach python", r".", "exec sleep 300")
     wrapped("python: ends at once", "python", r".", "exit 3")
@@ -779,7 +780,7 @@ def _python() -> None:
     for shift in (5, -40, 4000):
         node = _host()
         text = f"import time; real = time.time; time.time = lambda: real() + {shift}"
-        body = 'case "$1" in -I) shift 3; exec PYTHON -I -S -c "import sys;sys.path.insert(0,\\"/tmp/w\\");import late;exec(sys.argv.pop(1))" "$@";; *) exec PYTHON "$@";; esac'
+        body = 'case "$1" in -I) shift 3; exec @PYTHON@ -I -S -c "import sys;sys.path.insert(0,\\"/tmp/w\\");import late;exec(sys.argv.pop(1))" "$@";; *) exec @PYTHON@ "$@";; esac'
         _add(f"clock: {shift:+d} s", "limits", "clock", [node], r"ntp|chrony",
              (node, wrap.format(body) + f"; echo '{text}' >/tmp/w/late.py"), spec=_nodes_with(node, python="/tmp/w/python3"), fatal=abs(shift) > 300)  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""Lets the doctor examine virtual hosts with a fault of the grammar, and scores what it says against what was expected."""
+"""Lets the doctor examine virtual hosts with a fault of the grammar, and scores what it says against what was
+expected."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def administer(sandbox: Sandbox, node: str, script: str) -> None:
     places |= {"PY": sys.executable, "GROUP": sandbox.name}
     places["PATH"] = "/usr/sbin:/usr/bin:/sbin:/bin"
     argv = [*faults._administrator(sandbox, host), "env", "-i", *(f"{key}={value}" for key, value in places.items())]
-    text = PRELUDE + script.replace("PYTHON", sys.executable)
+    text = PRELUDE + script.replace("@PYTHON@", sys.executable)
     done = subprocess.run([*argv, "bash", "-c", text], capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:
         raise RuntimeError(f"{node}: {script}: {done.stderr.strip()}")
@@ -69,7 +70,8 @@ def spec_of(fault: Fault, sandbox: Sandbox) -> dict[str, Any]:
 
 
 def examine(fault: Fault, *, options: Sequence[str] = ()) -> dict[str, Any]:
-    """What the doctor says of a fault: the object of `--json`, and `code`; `said` is what it printed where that is none."""
+    """What the doctor says of a fault: the object of `--json`, and `code`; `said` is what it printed where that is
+    none."""
     name = f"g{secrets.token_hex(3)}"
     with tempfile.TemporaryDirectory(dir=Path.home() / ".cache") as base, hosts_in(base, name) as sandbox:
         folder = Path(base) / "project"
@@ -139,8 +141,14 @@ def score(fault: Fault, said: Mapping[str, Any]) -> dict[str, Any]:
         if found
         else str(said.get("said") or "nothing")
     )
-    row = {"verdict": "right", "can_train": False, "first": first, "also": [f"{one['check']} ({one['status']}): {', '.join(one['nodes'])}" for one in found[1:]],
-           "summary": found[0]["summary"] if found else "", "fix": found[0]["fix"] if found else ""}  # fmt: skip
+    row = {
+        "verdict": "right",
+        "can_train": False,
+        "first": first,
+        "also": [f"{one['check']} ({one['status']}): {', '.join(one['nodes'])}" for one in found[1:]],
+        "summary": found[0]["summary"] if found else "",
+        "fix": found[0]["fix"] if found else "",
+    }
     if not fault.expected:
         row["verdict"] = "right" if not found and said["ok"] else "false alarm"
         return row

@@ -5,7 +5,7 @@ Made only where everything below holds: the nodes reach each other, and all have
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
@@ -24,6 +24,8 @@ TIMEOUT_S = {"gloo": 8.0, "nccl": 60.0}
 """Until a round has to end. The first context on each of eight GPUs takes half a minute without persistence mode."""
 GRACE_S = 6.0
 """What torch may take beyond its own limit."""
+SUSPECTS = ("GLOO_", "TORCH_", "NCCL_", "TP_", "OMP_", "MKL_", "USE_", "LD_")
+"""Beginnings of variables without which a group that fails is tried again, before anything else is blamed."""
 MAX_ROUNDS = 24
 """After these whoever has not been cleared is named."""
 
@@ -35,6 +37,8 @@ class AllReduceResult:
     findings: list[Finding] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
     """`backend`, `bytes`, `seconds` and `busbw_gb_s` of an all_reduce over all nodes."""
+    uses: dict[str, list[str]] = field(default_factory=dict)
+    """Node -> of the modules that something hides there, those that torch imports."""
 
 
 class _Gang:
@@ -54,6 +58,7 @@ class _Gang:
         self._python, self._env = python, env
         self._seen = {node.name: node for node in seen}
         self._backend = backend
+        self._unset: list[str] = []
         self._progress = progress
         self.rounds = 0
         self.broken: set[str] = set()
@@ -67,6 +72,8 @@ class _Gang:
                 "op": "start",
                 "python": self._python[name],
                 "text": text,
+                "hidden": self._hidden(name),
+                "unset": self._unset,
                 "env": dict(self._env[name]),
                 "interface": self._interface(name),
                 "limit_s": LOAD_LIMIT_S,
@@ -75,10 +82,33 @@ class _Gang:
         }
         return self._probes.ask(messages, limit_s=LOAD_LIMIT_S + GRACE_S, doing="loading torch")
 
+    def _hidden(self, name: str) -> list[str]:
+        return [row[0] for row in self._seen[name].facts["job"].get("shadows", ())]
+
     def _interface(self, name: str) -> str:
         ways = self._seen[name].facts["ways"]
         others = [node.address for node in self._seen.values() if node.name != name]
         return next((ways[address] for address in others if ways.get(address)), "")
+
+    def variables(self) -> dict[str, dict[str, str]]:
+        """Node -> variables that change what torch's collectives do, from the spec and the login."""
+        return {
+            name: {
+                key: value
+                for key, value in {**node.facts["env"], **self._env[name]}.items()
+                if key.startswith(SUSPECTS) and key not in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+            }
+            for name, node in self._seen.items()
+        }
+
+    def without(self, names: Iterable[str]) -> None:
+        """Have the workers started anew, without these variables."""
+        self._unset = list(names)
+        self.broken |= {*self._seen}
+
+    def used(self, name: str, said: Mapping[str, Any]) -> list[str]:
+        """Of the hidden modules those that torch imports; all of them where torch could not be loaded."""
+        return list(said["uses"]) if "uses" in said else self._hidden(name)
 
     def round(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         """One all_reduce over these nodes; what each says."""
@@ -91,7 +121,7 @@ class _Gang:
         port = rendezvous.port_candidates("doctor-sums", self.rounds, None)[0]
         asked = {
             "world": len(names),
-            "address": self._seen[names[0]].address,
+            "address": self._seen[names[0]].data_address,
             "port": port,
             "backend": self._backend,
             "timeout_s": TIMEOUT_S[self._backend],
@@ -148,6 +178,7 @@ def add_up(
         names = [node.name for node in seen]
         loaded = gang.start(names)
         failed = {name: loaded.get(name, {}) for name in names if loaded.get(name, {}).get("stage") != "torch"}
+        done.uses = {name: gang.used(name, loaded.get(name, {})) for name in names}
         if failed:
             done.findings.append(_no_torch(failed))
             return done
@@ -204,6 +235,14 @@ def _no_torch(failed: Mapping[str, Mapping[str, Any]]) -> Finding:
 def _failed(
     gang: _Gang, names: Sequence[str], answers: Mapping[str, Mapping[str, Any]], backend: str
 ) -> Iterator[Finding]:
+    set_there = gang.variables()
+    suspects = list(dict.fromkeys(name for variables in set_there.values() for name in variables))
+    if suspects:
+        gang.without(suspects)
+        if well(gang.round(names)):
+            yield _by_variables(names, answers, backend, set_there)
+            return
+        gang.without(())
     nodes, how = culprits(answers), "by what the nodes say"
     if not nodes:
 
@@ -223,6 +262,26 @@ def _failed(
         if wrong
         else f"on {', '.join(nodes)}: compare torch's build and the job's variables with the others' (dtctl nccl env), "
         f"then dtctl launch with TORCH_DISTRIBUTED_DEBUG=DETAIL",
+        evidence=tuple(f"{name}: {_told(one, backend)}" for name, one in list(answers.items())[:8]),
+    )
+
+
+def _by_variables(
+    names: Sequence[str],
+    answers: Mapping[str, Mapping[str, Any]],
+    backend: str,
+    set_there: Mapping[str, Mapping[str, str]],
+) -> Finding:
+    who = tuple(name for name in names if set_there.get(name))
+    told = dict.fromkeys(f"{key}={value}" for variables in set_there.values() for key, value in variables.items())
+    keys = dict.fromkeys(text.partition("=")[0] for text in told)
+    return Finding(
+        check="collective",
+        status="fail",
+        nodes=who,
+        summary=f"an all_reduce over {len(names)} nodes ({backend}) fails with {', '.join(told)}, and works without",
+        fix=f"take {', '.join(keys)} out of job.env, cluster.nodes[].env and the login"
+        + (", one after the other" if len(keys) > 1 else ""),
         evidence=tuple(f"{name}: {_told(one, backend)}" for name, one in list(answers.items())[:8]),
     )
 

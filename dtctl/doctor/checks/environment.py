@@ -1,4 +1,4 @@
-"""Variables of NCCL, torch and gloo: different, misspelt, dead or dangerous ones, and missing interfaces. Pure."""
+"""Variables of NCCL, torch and gloo: different, misspelt, dead or dangerous ones. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dtctl.doctor.findings import Finding, Status, odd_ones
 from dtctl.doctor.node_report import NodeReport
 from dtctl.nccl.catalogue import catalogue, closest_name
 
-RAN = ("interface", "env-differs", "env-unknown", "env-dead", "env-dangerous")
+RAN = ("env-differs", "env-unknown", "env-dead", "env-dangerous")
+COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+"""Numbers of threads; what is no number is not refused but counts as none, and all cores are taken by every worker."""
 _OURS = ("NCCL_", "TORCH_", "GLOO_")
 Environment = dict[str, tuple[str, str]]
 """variable -> (value, where it is set)"""
@@ -41,9 +43,32 @@ def environment(seen: Sequence[NodeReport], jobs: Mapping[str, Mapping[str, str]
         jobs: node -> what the spec sets there.
     """
     said = {node.name: effective(node, jobs.get(node.name, {})) for node in seen}
+    for name in COUNTS:
+        odd = {
+            node.name: text
+            for node in seen
+            if (text := _value(node, jobs.get(node.name, {}), name)) and not _counts(text)
+        }
+        if odd:
+            yield Finding(
+                check="env-unknown",
+                status="warn",
+                nodes=tuple(odd),
+                summary=f"{name}={next(iter(odd.values()))} is no number of threads",
+                fix=f"set {name} to 1 or more, or leave it to dtctl",
+                evidence=tuple(f"{node}: {name}={text}" for node, text in odd.items()),
+            )
     for name in dict.fromkeys(name for variables in said.values() for name in variables):
         yield from _one(name, {node: variables[name] for node, variables in said.items() if name in variables}, said)
-    yield from _interfaces(seen, said)
+
+
+def _value(node: NodeReport, job: Mapping[str, str], name: str) -> str:
+    return job.get(name) or str(node.facts["env"].get(name, ""))
+
+
+def _counts(text: str) -> bool:
+    """Whether a text is a number from 1, or a list of them, one for each level of OpenMP's nesting."""
+    return all(part.strip().isdecimal() and int(part) > 0 for part in text.split(","))
 
 
 def _one(name: str, where: Mapping[str, tuple[str, str]], said: Mapping[str, Environment]) -> Iterator[Finding]:
@@ -78,35 +103,3 @@ def _one(name: str, where: Mapping[str, tuple[str, str]], said: Mapping[str, Env
         yield finding("env-unknown", "warn", f"{name}={value} means nothing", f"use one of {known}")
     elif variable.risky and (value in variable.risky or variable.risky == ("any",)):
         yield finding("env-dangerous", "warn", f"{name}={value}: {variable.danger}", f"unset {name} for real training")
-
-
-def _interfaces(seen: Sequence[NodeReport], said: Mapping[str, Environment]) -> Iterator[Finding]:
-    missing: dict[str, str] = {}
-    for node in seen:
-        have = [interface["name"] for interface in node.facts["interfaces"]]
-        nccl = said[node.name].get("NCCL_SOCKET_IFNAME", ("", ""))[0]
-        gloo = said[node.name].get("GLOO_SOCKET_IFNAME", ("", ""))[0]
-        if nccl and not nccl.startswith("^") and not any(matches(part, nccl, have) for part in nccl.split(",")):
-            missing[node.name] = f"NCCL_SOCKET_IFNAME={nccl}"
-        if gloo and not any(part in have for part in gloo.split(",")):
-            missing[node.name] = f"GLOO_SOCKET_IFNAME={gloo}"
-    if missing:
-        yield Finding(
-            check="interface",
-            status="fail",
-            nodes=tuple(missing),
-            summary="an interface is named that the node does not have: "
-            + ", ".join(f"{node} {text}" for node, text in missing.items()),
-            fix="leave it to dtctl (network.interface: auto), or give each node its own: cluster.nodes[].env",
-            evidence=tuple(
-                f"{node.name} has {', '.join(interface['name'] for interface in node.facts['interfaces'])}"
-                for node in seen
-                if node.name in missing
-            ),
-        )
-
-
-def matches(part: str, whole: str, have: Sequence[str]) -> bool:
-    """Whether one word of NCCL_SOCKET_IFNAME fits an interface: a prefix, or with `=` in front the exact name."""
-    name = part.strip().lstrip("=").partition(":")[0]
-    return name in have if whole.startswith("=") else any(one.startswith(name) for one in have)

@@ -15,7 +15,7 @@ from dtctl.doctor.findings import Finding, Status, cover
 from dtctl.doctor.node_report import NodeReport
 from dtctl.doctor.rounds import Way
 
-RAN = ("packet-loss", "bandwidth", "latency")
+RAN = ("stream", "packet-loss", "duplicate-packets", "bandwidth", "latency")
 DOUBT = 0.6
 SLOW = 0.4
 VERY_SLOW = 0.1
@@ -24,6 +24,9 @@ MIN_MBIT_S = 100.0
 """Slow whatever the others have: no training over several nodes is worth its time on less."""
 LOSS = 0.004
 MUCH_LOSS = 0.05
+TWICE = 0.01
+BREAKS = 3
+"""How often a stream has to break off, and then always."""
 LATE_TIMES = 8.0
 LATE_MS = 0.5
 """A round trip is late when it takes this many times as long as the others', and this much longer."""
@@ -41,11 +44,14 @@ def doubtful(seen: Sequence[NodeReport]) -> list[Way]:
     usual, usual_trip = _usual(_rates(said)), _usual_trip(said)
     rank: dict[Way, float] = {}
     for way, tries in said.items():
-        if len(tries) >= TRIES:
+        if len(tries) >= TRIES or _breaks(tries):
             continue
         rate, lost, late = _rate(tries), _loss(tries), _late(tries, usual_trip)
-        if lost >= LOSS or late:
+        if lost >= LOSS or late or _twice(tries) >= TWICE:
             rank[way] = -lost
+        if _broken(tries[-1]):
+            rank[way] = -2.0
+            continue
         if rate is None or rate < max(DOUBT * usual, MIN_MBIT_S):
             rank[way] = min(rank.get(way, 0.0), (rate or 0.0) / usual - 1 if usual else -1.0)
     chosen: dict[Way, None] = {}
@@ -73,8 +79,23 @@ def links(seen: Sequence[NodeReport]) -> Iterator[Finding]:
         way: rate for way, tries in said.items() if (rate := _rate(tries)) is not None and _is_slow(rate, able[way])
     }
     late = {way: tries for way, tries in said.items() if _late(tries, trips[way])}
-    for bad in (lossy, slow, late):
+    twice = {way: tries for way, tries in said.items() if _twice(tries) >= TWICE}
+    # TCP over a link that loses packets may be silent for long, and goes on all the same.
+    ends_early = {way: tries for way, tries in said.items() if _breaks(tries) and _loss(tries) < LOSS}
+    for bad in (lossy, slow, late, twice, ends_early):
         _only_confirmed(bad, said)
+    slow = {way: rate for way, rate in slow.items() if way not in ends_early}
+    if ends_early:
+        yield _break_off(ends_early)
+    if twice:
+        yield _tell(
+            "duplicate-packets",
+            "warn",
+            {way: f"{_twice(tries):.0%} of small packets arrive twice" for way, tries in twice.items()},
+            "packets arrive twice",
+            "look for a loop or a mirrored port in the switch, and for a bond whose two ends disagree "
+            "(cat /proc/net/bonding/*; bridge link; sudo iptables -t mangle -S | grep TEE)",
+        )
     if lossy:
         yield _lossy({way: _loss(tries) for way, tries in lossy.items()}, len(said))
     if slow:
@@ -99,6 +120,19 @@ def _only_confirmed(bad: dict[Way, Any], said: Mapping[Way, Sequence[Mapping[str
 def _said(seen: Sequence[NodeReport]) -> dict[Way, list[dict[str, Any]]]:
     names = {node.name for node in seen}
     return {(node.name, other): tries for node in seen for other, tries in node.measured.items() if other in names}
+
+
+def _broken(one: Mapping[str, Any]) -> str:
+    """How a stream has broken off: stalled, reset, or what else was wrong; empty if it has not."""
+    return str(one.get("broken") or one.get("error") or "")
+
+
+def _breaks(tries: Sequence[Mapping[str, Any]]) -> bool:
+    return len(tries) >= BREAKS and all(map(_broken, tries))
+
+
+def _twice(tries: Sequence[Mapping[str, Any]]) -> float:
+    return min((int(one.get("twice") or 0) / int(one["sent"]) for one in tries if one.get("sent")), default=0.0)
 
 
 def _rate(tries: Sequence[Mapping[str, Any]]) -> float | None:
@@ -185,6 +219,32 @@ def _slow(
     )
 
 
+def _break_off(ends_early: Mapping[Way, Sequence[Mapping[str, Any]]]) -> Finding:
+    told = {}
+    words = {"stalled": "stalls after", "reset": "is reset after"}
+    for way, tries in ends_early.items():
+        carried = [int(one["carried"]) for one in tries if one.get("carried")]
+        how = _broken(tries[-1])
+        size = f" {min(carried) / 1e6:.1f} MB" if carried else " it was opened"
+        told[way] = f"a stream {words[how]}{size}" if how in words else how
+    nodes = cover(list(told))
+    return _tell(
+        "stream",
+        "fail",
+        told,
+        f"connections are made and do not last: {told[next(iter(told))]}, each of {BREAKS} times",
+        f"something limits what one connection carries{_side(nodes, told)}; look for it with sudo iptables -vnL | "
+        "grep -E 'connbytes|quota|connlimit|limit', sudo nft list ruleset, sudo conntrack -S, then in firewalls and "
+        "inspection between the nodes; as a trial without offloads: sudo ethtool -K INTERFACE tso off gso off gro off",
+    )
+
+
+def _side(nodes: Sequence[str], ways: Mapping[Way, str]) -> str:
+    if len(ways) > 1 and all(called in nodes for _, called in ways):
+        return " inbound"
+    return " outbound" if len(ways) > 1 and all(caller in nodes for caller, _ in ways) else ""
+
+
 def _repeated(tries: Sequence[Mapping[str, Any]]) -> str:
     again = sum(int(one.get("retransmitted") or 0) for one in tries)
     return f", {again} segments sent again" if again else ""
@@ -200,4 +260,5 @@ def _tell(check: str, status: Status, ways: Mapping[Way, str], what: str, fix: s
         summary=f"{', '.join(nodes)}: {what}",
         fix=f"on {', '.join(nodes)}: {fix}",
         evidence=tuple(f"{caller} -> {called}: {ways[caller, called]}" for caller, called in list(ways)[:8]),
+        ways=tuple(ways),
     )

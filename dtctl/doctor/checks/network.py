@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from ipaddress import ip_address
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from dtctl.doctor.findings import Finding, cover, odd_ones
-from dtctl.doctor.node_report import NodeReport
+from dtctl.doctor.node_report import REACHED, NodeReport
+from dtctl.doctor.used import is_loopback, route
 
-RAN = ("duplicate-address", "loopback-name", "names", "data-ports", "rendezvous-port", "large-packets", "nat", "mtu")
+RAN = ("duplicate-mac", "duplicate-address", "duplicate-hostname", "loopback-name", "names", "ephemeral-ports",
+       "data-ports", "rendezvous-port", "large-packets", "nat", "mtu")  # fmt: skip
+FEW_PORTS = 256
+SCARCE_PORTS = 2048
+"""Below the first a job of some nodes runs out of them: every connection takes one, and keeps it for a minute after."""
 _WORDS = {
     "dropped": "are dropped silently",
     "refused": "are rejected (the port is open on the node, something between says no)",
@@ -20,49 +24,109 @@ _WORDS = {
 }
 
 
-def _loopback(address: str) -> bool:
-    try:
-        return ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
+def names(seen: Sequence[NodeReport], wanted: Sequence[str] = ()) -> Iterator[Finding]:
+    """Host names: no node may take its own for a loopback address, and all have to mean the same by each.
 
-
-def names(seen: Sequence[NodeReport]) -> Iterator[Finding]:
-    """Host names: no node may take its own for a loopback address, and all have to mean the same by each."""
+    Args:
+        seen: the nodes.
+        wanted: other names that they have looked up, and that matter.
+    """
     looped = {}
     for node in seen:
         own = node.facts["looked_up"].get(node.facts["hostname"])
-        if own and all(_loopback(address) for address in own):
+        if own and is_loopback(own[0]):
             looped[node.name] = own[0]
     if looped:
         lines = tuple(f"{name}: its host name means {address} there" for name, address in looped.items())
+        hosts = {node.name: (node.facts["hostname"], node.address) for node in seen}
+        typed = "; ".join(f"on {name}: {_named_right(name, *hosts[name])}" for name in list(looped)[:2])
         yield Finding(
             check="loopback-name",
             status="fail",
             nodes=tuple(looped),
             summary=f"{', '.join(looped)}: the host name means {next(iter(looped.values()))} on the node itself, so "
             "torchrun and gloo tell the other nodes a loopback address",
-            fix="sudo sed -i '/^127\\.0\\.1\\.1/d' /etc/hosts and add the real address, or set GLOO_SOCKET_IFNAME and "
-            "torchrun --local-addr (dtctl launch does)",
+            fix=f"{typed}; or set GLOO_SOCKET_IFNAME and torchrun --local-addr (dtctl launch does)",
             evidence=lines,
         )
-    every = dict.fromkeys(name for node in seen for name in node.facts["looked_up"])
+    yield from _same_names(seen)
+    lost = {
+        node.name: ", ".join(found) or "nothing"
+        for node in seen
+        if (found := node.facts["looked_up"].get("localhost")) is not None
+        and not (found and is_loopback(found[0]))
+        and "localhost" in node.facts["looked_up"]
+    }
+    if lost:
+        yield Finding(
+            check="names",
+            status="fail",
+            nodes=tuple(lost),
+            summary="; ".join(f"{node}: localhost means {address}" for node, address in lost.items()),
+            fix=f"on {', '.join(lost)}: write the line `127.0.0.1 localhost` into /etc/hosts, and no other address "
+            f"for it",
+            evidence=tuple(f"{node}: localhost is {address}" for node, address in lost.items()),
+        )
+    hosts_of = {node.facts["hostname"] for node in seen}
+    every = dict.fromkeys(name for node in seen for name in node.facts["looked_up"] if name != "localhost")
+    bad: dict[tuple[str, ...], list[Finding]] = {}
     for name in every:
+        if name not in hosts_of and name not in wanted:
+            continue
         said = {
             node.name: ", ".join(sorted(found))
             for node in seen
-            if (found := node.facts["looked_up"].get(name)) is not None and not all(_loopback(one) for one in found)
+            if (found := node.facts["looked_up"].get(name)) is not None and not (found and is_loopback(found[0]))
         }
+        # Between two nodes, what is really the address of one of them is right.
+        real = {address for node in seen for address in node.facts["addresses"]}
         odd, usual = odd_ones(said)
+        if odd and usual is None:
+            right = {text for text in said.values() if any(part in real for part in text.split(", "))}
+            if len(right) == 1:
+                usual = right.pop()
+                odd = tuple(node for node, text in said.items() if text != usual)
         if odd:
             told = "; ".join(f"{node}: {said[node] or 'unknown'}" for node in said)
+            bad.setdefault(odd, []).append(
+                Finding(
+                    check="names",
+                    status="fail" if name in {node.facts["hostname"] for node in seen if node.name in odd} else "warn",
+                    nodes=odd,
+                    summary=f"{name} does not mean the same address everywhere ({told})",
+                    fix=f"give {name} the address {usual or 'it really has'} in /etc/hosts of {', '.join(odd)}",
+                    evidence=tuple(f"{node}: {name} is {address or 'unknown'}" for node, address in said.items()),
+                )
+            )
+    for same in bad.values():
+        yield min(same, key=lambda one: one.status)
+
+
+def _named_right(node: str, hostname: str, address: str) -> str:
+    if hostname.partition(".")[0] == "localhost":
+        return f"sudo hostnamectl set-hostname {node}, and `{address} {node}` in /etc/hosts"
+    return (
+        f"sudo sed -i -E '/^(127\\.|::1)/s/[[:space:]]{hostname}([[:space:]]|$)/ /' /etc/hosts && "
+        f"echo '{address} {hostname}' | sudo tee -a /etc/hosts"
+    )
+
+
+def _same_names(seen: Sequence[NodeReport]) -> Iterator[Finding]:
+    owners: dict[str, list[str]] = {}
+    for node in seen:
+        owners.setdefault(node.facts["hostname"], []).append(node.name)
+    for name, who in owners.items():
+        if len(who) > 1:
+            typed = "; ".join(f"on {node}: sudo hostnamectl set-hostname {node}" for node in who[:4])
             yield Finding(
-                check="names",
-                status="fail",
-                nodes=odd,
-                summary=f"{name} does not mean the same address everywhere ({told})",
-                fix=f"give {name} the address {usual or 'it really has'} in /etc/hosts of {', '.join(odd)}",
-                evidence=tuple(f"{node}: {name} is {address or 'unknown'}" for node, address in said.items()),
+                check="duplicate-hostname",
+                status="warn",
+                nodes=tuple(who),
+                summary=f"{', '.join(who)} have one host name, {name}: Slurm, MPI, logs and torchrun's c10d take "
+                f"them for "
+                "one machine",
+                fix=f"give each its own: {typed}",
+                evidence=tuple(f"{node}: hostname {name}" for node in who),
             )
 
 
@@ -75,7 +139,7 @@ def addresses(seen: Sequence[NodeReport]) -> Iterator[Finding]:
     owners: dict[str, list[str]] = {}
     for node in seen:
         for address in node.facts["addresses"]:
-            if address in used and not _loopback(address):
+            if address in used and not is_loopback(address):
                 owners.setdefault(address, []).append(node.name)
     for address, who in owners.items():
         if len(who) > 1:
@@ -87,6 +151,7 @@ def addresses(seen: Sequence[NodeReport]) -> Iterator[Finding]:
                 fix=f"take it from all but one: sudo ip addr del {address}/PREFIX dev INTERFACE",
                 evidence=tuple(f"{owner} has {address}" for owner in who),
             )
+    yield from _macs(seen)
     mtu = {node.name: size for node in seen if (size := _mtu(node, seen))}
     odd, usual = odd_ones(mtu)
     if odd:
@@ -95,9 +160,60 @@ def addresses(seen: Sequence[NodeReport]) -> Iterator[Finding]:
             status="warn",
             nodes=odd,
             summary="the MTU differs between nodes: " + ", ".join(f"{node} {size}" for node, size in mtu.items()),
-            fix=f"sudo ip link set INTERFACE mtu {usual or 1500} on {', '.join(odd)}",
+            fix="; ".join(
+                f"on {name}: sudo ip link set dev {_way_of(name, seen)} mtu {usual or min(mtu.values())}"
+                for name in odd[:4]
+                if usual or mtu[name] != min(mtu.values())
+            ),
             evidence=tuple(f"{node}: mtu {size}" for node, size in mtu.items()),
         )
+
+
+def _macs(seen: Sequence[NodeReport]) -> Iterator[Finding]:
+    """Network cards with one hardware address, of the interfaces that the nodes reach each other by."""
+    owners: dict[str, list[tuple[str, str]]] = {}
+    for node in seen:
+        way = route(node, seen)
+        for one in node.facts["interfaces"]:
+            if one["name"] == way and one["mac"].strip("0:"):
+                owners.setdefault(one["mac"], []).append((node.name, way))
+    for mac, who in owners.items():
+        if len(who) > 1:
+            names_of = tuple(name for name, _ in who)
+            yield Finding(
+                check="duplicate-mac",
+                status="fail",
+                nodes=names_of,
+                summary=f"{', '.join(names_of)} have one hardware address, {mac}: switches send to either of them",
+                fix="give a cloned machine a MAC of its own: in the settings of the virtual machine or of netplan "
+                f"(macaddress), then restart it; a trial at its console: sudo ip link set dev {who[-1][1]} address "
+                f"02:{mac[3:-2]}{(int(mac[-2:], 16) + 1) % 256:02x}",
+                evidence=tuple(f"{name}: {way} has {mac}" for name, way in who),
+            )
+
+
+def _way_of(name: str, seen: Sequence[NodeReport]) -> str:
+    return next((route(node, seen) for node in seen if node.name == name), "") or "INTERFACE"
+
+
+def ports(seen: Sequence[NodeReport]) -> Iterator[Finding]:
+    """Ranges of ephemeral ports that are too small for a job's connections."""
+    sizes = {node.name: (have[1] - have[0] + 1, have) for node in seen if len(have := node.facts["ports"]) == 2}
+    for status, low, high in (("fail", 0, FEW_PORTS), ("warn", FEW_PORTS, SCARCE_PORTS)):
+        few = {name: have for name, (size, have) in sizes.items() if low <= size < high}
+        if few:
+            first, last = next(iter(few.values()))
+            yield Finding(
+                check="ephemeral-ports",
+                status="fail" if status == "fail" else "warn",
+                nodes=tuple(few),
+                summary=f"{', '.join(few)}: only the ports {first} to {last} are given out, and each connection of "
+                f"gloo and "
+                "NCCL takes one",
+                fix=f"on {', '.join(few)}: sudo sysctl -w net.ipv4.ip_local_port_range='32768 60999', also in "
+                "/etc/sysctl.d",
+                evidence=tuple(f"{name}: net.ipv4.ip_local_port_range = {a} {b}" for name, (a, b) in few.items()),
+            )
 
 
 def _mtu(node: NodeReport, seen: Sequence[NodeReport]) -> int:
@@ -107,33 +223,67 @@ def _mtu(node: NodeReport, seen: Sequence[NodeReport]) -> int:
     return next((sizes[way] for way in ways if way in sizes), 0)
 
 
-def pairs(seen: Sequence[NodeReport], *, rendezvous: Sequence[int], fixed: bool) -> Iterator[Finding]:
+def pairs(
+    seen: Sequence[NodeReport], *, rendezvous: Sequence[int], fixed: bool, explained: Collection[str] = ()
+) -> Iterator[Finding]:
     """What the calls between all ordered pairs of nodes have told.
 
     Args:
         seen: the nodes that took part, the head node first.
         rendezvous: the rendezvous port, or candidates for it.
         fixed: whether the spec demands that port.
+        explained: nodes that are not reached for another reason, which is told already.
     """
     head = seen[0]
     port = head.ports.get("rendezvous", 1)
     if port < 0:
         yield _taken(head, rendezvous[0], -port, fixed=fixed)
-    failed: dict[str, list[tuple[str, str, Mapping[str, Any]]]] = {"data": [], "rendezvous": []}
-    alive = {node.name for node in seen}
+    failed: dict[str, list[_Call]] = {"data": [], "rendezvous": []}
+    alone: dict[str, Mapping[str, Any]] = {}
+    alive = {node.name for node in seen} - {*explained}
     for node in seen:
         for answer in node.answers:
             # A node that has gone in the meantime answers nobody, which is told already.
-            if answer["result"] in _WORDS and answer["node"] in alive:
-                kind = "rendezvous" if answer["kind"] == "rendezvous" else "data"
-                failed[kind].append((node.name, answer["node"], answer))
+            if answer["result"] not in _WORDS or answer["node"] not in alive or answer["kind"] == REACHED:
+                continue
+            if answer["node"] == node.name:
+                alone.setdefault(node.name, answer)
+                continue
+            kind = "rendezvous" if answer["kind"] == "rendezvous" else "data"
+            failed[kind].append((node.name, answer["node"], answer))
     # Where the data ports fail too, the rendezvous port is only one more of them.
     also = {(caller, called) for caller, called, _ in failed["data"]}
     failed["rendezvous"] = [one for one in failed["rendezvous"] if one[:2] not in also]
+    blamed: set[str] = set()
     for kind, calls in failed.items():
         if calls:
-            yield _blocked(kind, calls)
+            found = _blocked(kind, calls, seen)
+            blamed |= {*found.nodes}
+            yield found
+    for name, call in alone.items():
+        if name not in blamed:
+            yield _itself(next(node for node in seen if node.name == name), call)
     yield from _through(seen)
+
+
+_Call = tuple[str, str, Mapping[str, Any]]
+
+
+def _itself(node: NodeReport, answer: Mapping[str, Any]) -> Finding:
+    down = any(one["name"] == "lo" and not one["up"] for one in node.facts["interfaces"])
+    return Finding(
+        check="data-ports",
+        status="fail",
+        nodes=(node.name,),
+        summary=f"{node.name} cannot call itself at its own address: connections {_WORDS[answer['result']]}"
+        + (", and its loopback interface is down" if down else ""),
+        fix=f"on {node.name}: sudo ip link set lo up"
+        if down
+        else f"on {node.name}: let the loopback interface pass: sudo iptables -I INPUT -i lo -j ACCEPT "
+        "(sudo iptables -S; sudo nft list ruleset)",
+        evidence=(f"{node.name} -> itself:{answer['port']}: {answer['result']} ({answer.get('said', '')})",),
+        ways=((node.name, node.name),),
+    )
 
 
 def _taken(head: NodeReport, port: int, number: int, *, fixed: bool) -> Finding:
@@ -148,31 +298,89 @@ def _taken(head: NodeReport, port: int, number: int, *, fixed: bool) -> Finding:
     )
 
 
-def _blocked(kind: str, failed: Sequence[tuple[str, str, Mapping[str, Any]]]) -> Finding:
+def _blocked(kind: str, failed: Sequence[_Call], seen: Sequence[NodeReport]) -> Finding:
     ways = list(dict.fromkeys((caller, called) for caller, called, _ in failed))
-    nodes = cover(ways)
+    routed = [(caller, text) for caller, called in ways if (text := _misrouted(caller, called, seen))]
+    nodes = tuple(dict.fromkeys(caller for caller, _ in routed)) or cover(ways)
     peers = tuple(dict.fromkeys(name for way in ways for name in way if name not in nodes))
-    ports = sorted({int(answer["port"]) for _, _, answer in failed})
-    which = f"the rendezvous port {ports[0]}" if kind == "rendezvous" else "random ports, as workers use them,"
+    number = sorted({int(answer["port"]) for _, _, answer in failed})[0]
+    which = f"the rendezvous port {number}" if kind == "rendezvous" else "random ports, as workers use them,"
     by_result: dict[str, list[tuple[str, str]]] = {}
     for caller, called, answer in failed:
         by_result.setdefault(str(answer["result"]), []).append((caller, called))
     # A refusal says more than silence: a filter that knows no connections drops the answers to the way out as well.
     told = "; ".join(f"{_WORDS[word]}: {_ways(by_result[word])}" for word in reversed(_WORDS) if word in by_result)
-    open_ = f"port {ports[0]}" if kind == "rendezvous" else "ports 32768-60999 (net.ipv4.ip_local_port_range)"
+    typed = [text for _, text in routed] or _opened(ways, nodes, seen, number if kind == "rendezvous" else 0)
     return Finding(
         check="rendezvous-port" if kind == "rendezvous" else "data-ports",
         status="fail",
         nodes=nodes,
         peers=peers,
         summary=f"connections to {which} {told}",
-        fix=f"on {', '.join(nodes)}: let TCP {open_} in from the other nodes (sudo nft list ruleset; sudo iptables -S; "
-        "security group)",
+        fix="; ".join(dict.fromkeys(typed))
+        if routed
+        else f"{'; '.join(typed)}; see what is there with sudo iptables -S "
+        "and sudo nft list ruleset, and in the security group",
         evidence=tuple(
             f"{caller} -> {called}:{answer['port']}: {answer['result']} ({answer.get('said', '')})"
             for caller, called, answer in failed[:8]
         ),
+        ways=tuple(ways),
     )
+
+
+def _opened(ways: Sequence[tuple[str, str]], nodes: Sequence[str], seen: Sequence[NodeReport], port: int) -> list[str]:
+    """Commands that let these ways through, on the nodes to act on; of a single way on either of its ends."""
+    of = {node.name: node for node in seen}
+    found = []
+    for name in nodes if len(ways) > 1 else dict.fromkeys(name for way in ways for name in reversed(way)):
+        into = [caller for caller, called in ways if called == name]
+        out = [called for caller, called in ways if caller == name]
+        if into:
+            range_ = str(port) if port else ":".join(map(str, of[name].facts["ports"])) or "32768:60999"
+            sources = ",".join(of[one].address for one in into)
+            found.append(
+                f"on {name}: let TCP {range_} in from {', '.join(into)}: sudo iptables -I INPUT -p tcp -s {sources} "
+                f"--dport {range_} -j ACCEPT"
+            )
+        if out:
+            range_ = str(port) if port else "32768:60999"
+            targets = ",".join(of[one].address for one in out)
+            found.append(
+                f"on {name}: let TCP {range_} out to {', '.join(out)}: sudo iptables -I OUTPUT -p tcp -d {targets} "
+                f"--dport {range_} -j ACCEPT"
+            )
+    return found
+
+
+def _misrouted(caller: str, called: str, seen: Sequence[NodeReport]) -> str:
+    """What to type where a node's own table leads its packets astray; empty where it does not."""
+    of = {node.name: node for node in seen}
+    one, other = of[caller], of[called]
+    address = other.data_address
+    usual = next(
+        (way for node in seen if node.name not in (caller, called) if (way := one.facts["ways"].get(node.address))), ""
+    )
+    way = one.facts["ways"].get(other.address, "")
+    if address == other.address and not way:
+        return (
+            f"{caller} has no route to {called}: on {caller}: ip route get {address}; what `ip route show {address}` "
+            f"lists "
+            f"as blackhole, unreachable or prohibit goes with sudo ip route del KIND {address}"
+        )
+    if address == other.address and usual and way != usual:
+        return (
+            f"{caller} sends to {called} by {way} and to the others by {usual}: on {caller}: ip route get {address}; "
+            f"sudo ip route del {address}/32 dev {way}"
+        )
+    macs = {row["mac"] for row in other.facts["interfaces"]}
+    known = one.facts["neighbours"].get(address, "")
+    if known and known not in macs:
+        return (
+            f"{caller} sends to {called} at {known}, which is no network card of it: on {caller}: sudo ip neigh del "
+            f"{address} dev {way or 'INTERFACE'}"
+        )
+    return ""
 
 
 def _ways(ways: Sequence[tuple[str, str]]) -> str:
@@ -186,6 +394,8 @@ def _through(seen: Sequence[NodeReport]) -> Iterator[Finding]:
     for node in seen:
         for answer in node.answers:
             way = (node.name, str(answer["node"]))
+            if answer["kind"] == REACHED or answer["node"] == node.name:
+                continue
             if answer["result"] == "large-lost":
                 large.append(way)
             elif answer["result"] == "stranger":
@@ -201,9 +411,10 @@ def _through(seen: Sequence[NodeReport]) -> Iterator[Finding]:
             nodes=nodes,
             peers=tuple(dict.fromkeys(name for way in ways for name in way if name not in nodes)),
             summary=f"large packets are lost, small ones arrive: {_ways(ways)}",
-            fix="set the same MTU everywhere on the way (ip link; switch, tunnel), let ICMP `fragmentation needed` "
-            "pass, or sudo sysctl net.ipv4.tcp_mtu_probing=1",
+            fix=f"set the same MTU everywhere on the way (ip link show {_way_of(nodes[0], seen)}; switch, tunnel), let "
+            f"ICMP `fragmentation needed` pass, or on both ends: sudo sysctl -w net.ipv4.tcp_mtu_probing=1",
             evidence=tuple(f"{caller} -> {called}: connected, 256 KiB did not arrive" for caller, called in ways[:8]),
+            ways=tuple(ways),
         )
     if strange:
         yield Finding(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dtctl.doctor.findings import Finding, Status, odd_ones
 from dtctl.doctor.node_report import NodeReport
-from dtctl.errors import AuthError, DtctlError, HostKeyError, NodeError
+from dtctl.doctor.probe.places import WRITTEN, WRITTEN_ENDS
+from dtctl.errors import AuthError, ConnectError, DtctlError, HostKeyError, NodeError
 from dtctl.supervisor.frames import BrokenFrame
 
 MIB = 1 << 20
@@ -20,23 +22,101 @@ MIN_MEMLOCK = 64 * MIB
 CLOCK_WARN_S = 1.0
 CLOCK_FAIL_S = 300.0
 """munge, Slurm's authentication, refuses credentials older than this."""
-RAN_REACH = ("reach", "host-key", "login", "python", "shell-output")
-RAN = ("clock", "workdir", "disk", "nofile", "memlock", "shm", "python-version", "torch", "nccl", "architecture",
-       "code", "path")  # fmt: skip
+RAN_REACH = ("reach", "host-key", "login", "start-up", "python", "shell-output", "slow-login")
+RAN = ("clock", "workdir", "disk", "tmpdir", "nofile", "processes", "memory", "limits", "memlock", "shm", "cpus",
+       "python-environment", "shadowing", "python-version", "torch", "nccl", "architecture", "code", "path", "cache",
+       "file-variable")  # fmt: skip
+GIB = 1 << 30
+WORKER_BYTES = 300 * MIB
+"""What a worker takes that has done no more than import torch."""
+COMFORT_BYTES = GIB
+MIN_PIDS, WORKER_PIDS = 64, 16
+MIN_ADDRESS_SPACE = 16 * GIB
+MIN_FILE = GIB
+MIN_CPU_S = 24 * 3600
+TMP_FULL, TMP_LOW = 16 * MIB, 256 * MIB
+FEW_WORKERS_PER_CORE = 4
+"""More workers than this on each core wait for each other's Python, whatever the GPUs do."""
+LATE_LOGIN_S = 2.5
+NEEDED = frozenset(
+    ("torch", "numpy", "typing_extensions", "sympy", "networkx", "jinja2", "filelock", "fsspec", "mpmath", "markupsafe")
+)
+"""What torch imports besides the standard library."""
 
 
-def reach(seen: Sequence[NodeReport]) -> Iterator[Finding]:
-    """Nodes that could not be asked, one finding for each reason."""
+def reach(seen: Sequence[NodeReport], neighbours: Mapping[str, str] | None = None) -> Iterator[Finding]:
+    """Nodes that could not be asked, one finding for each reason, and logins that take long.
+
+    Args:
+        seen: the nodes.
+        neighbours: address -> hardware address, as this machine knows them.
+    """
+    twins = _twins(seen, neighbours or {})
+    if twins:
+        yield twins
     for node in seen:
         if node.error is not None:
-            yield Finding(
-                check=_reach_check(node.error),
+            check = _reach_check(node.error)
+            yield _start(node) or Finding(
+                check=check,
                 status="fail",
                 nodes=(node.name,),
                 summary=f"{node.name}: {node.error.message}",
-                fix=node.error.hint or f"try `ssh {node.name} true`",
+                fix=_login_fix(node.error) if check == "login" else node.error.hint or f"try `ssh {node.name} true`",
                 evidence=(f"{type(node.error).__name__}: {node.error.message}",),
             )
+    quick = [min(node.login_s) for node in seen if node.login_s and node.error is None]
+    if len(quick) > 1:
+        usual = sorted(quick)[(len(quick) - 1) // 2]
+        late = {
+            node.name: min(node.login_s)
+            for node in seen
+            if node.error is None and len(node.login_s) > 1 and min(node.login_s) > max(LATE_LOGIN_S, 4 * usual)
+        }
+        yield from per_node(
+            "slow-login",
+            {
+                name: f"{took_s:.1f} s until a command runs, on the others {usual:.1f} s"
+                for name, took_s in late.items()
+            },
+            "look at what the start-up files of the shell do there (time bash -ic true; ~/.bashrc, /etc/profile.d): "
+            "return at once unless interactive: case $- in *i*) ;; *) return;; esac",
+            summary="the login takes long, and every command that is started there with it",
+            status="warn",
+        )
+
+
+def _twins(seen: Sequence[NodeReport], neighbours: Mapping[str, str]) -> Finding | None:
+    """Nodes of which one does not answer, and that have one hardware address as this machine sees them."""
+    lost = [node for node in seen if isinstance(node.error, ConnectError)]
+    cards = {node.name: neighbours.get(node.target) for node in seen}
+    for node in lost:
+        same = [other for other, card in cards.items() if card and card == cards[node.name]]
+        if len(same) > 1:
+            return Finding(
+                check="duplicate-mac",
+                status="fail",
+                nodes=tuple(same),
+                summary=f"{', '.join(same)} have one hardware address, {cards[node.name]}, and {node.name} does not "
+                f"answer: "
+                "switches send to either of them",
+                fix="give a cloned machine a MAC of its own, at its console or in the settings of the virtual "
+                "machine: sudo ip "
+                "link set dev INTERFACE address 02:...; then restart it",
+                evidence=tuple(f"{other}: {cards[other]}" for other in same),
+            )
+    return None
+
+
+def _login_fix(error: DtctlError) -> str:
+    """What to try where the server says no; it tells nobody why but its own log."""
+    return (
+        f"{error.hint or 'try another key'}; the server's log has the reason (sudo journalctl -u ssh -n 20): a key "
+        f"that is "
+        "not in ~/.ssh/authorized_keys, AllowUsers, AllowGroups or PermitRootLogin of sshd (sudo sshd -T), or a "
+        "login shell "
+        "that is not there (getent passwd USER; sudo chsh -s /bin/bash USER)"
+    )
 
 
 def _reach_check(error: DtctlError) -> str:
@@ -47,6 +127,52 @@ def _reach_check(error: DtctlError) -> str:
     if isinstance(error, NodeError):
         return "shell-output" if isinstance(error.__cause__, BrokenFrame) else "python"
     return "reach"
+
+
+def _start(node: NodeReport) -> Finding | None:
+    """What keeps programs from being started behind a login that was accepted, by what a plain `echo` did."""
+    shell, error = node.shell, node.error
+    if shell is None or error is None:
+        return None
+    check, fix = "", ""
+    guard = "put `case $- in *i*) ;; *) return;; esac` at the top of ~/.bashrc (and of what /etc/profile.d has): only "
+    if shell.refused:
+        check, what = "login", "a login is accepted, and then no session is opened"
+        fix = "sudo sshd -T | grep -i maxsessions: MaxSessions in /etc/ssh/sshd_config has to allow some, then sudo "
+        fix += "systemctl reload ssh; also look at what the account may do (command=, restrict in authorized_keys)"
+    elif not shell.answered:
+        check, what = "start-up", "a login is accepted, and then not even `echo` answers"
+        fix = (
+            guard
+            + "interactive shells may wait or ask; look with ssh -t at what hangs; also at ForceCommand and command="
+        )
+    elif not shell.has_run and shell.other:
+        check, what = "login", f"the account runs something else than what it is told: {shell.other!r}"
+        fix = (
+            "look for ForceCommand (sudo sshd -T | grep -i forcecommand) and command= in ~/.ssh/authorized_keys, "
+            "and at "
+        )
+        fix += "the login shell (getent passwd USER); sudo chsh -s /bin/bash USER"
+    elif not shell.has_run:
+        check, what = "start-up", f"the login shell ends with status {shell.status} before it runs a command"
+        fix = guard + "interactive shells may `exit` or `exec`; or it is no shell: getent passwd USER; sudo chsh -s "
+        fix += "/bin/bash USER"
+    elif shell.other and isinstance(error.__cause__, BrokenFrame):
+        check, what = "shell-output", f"a start-up file prints {shell.other!r} into the output of every command"
+        fix = guard + "interactive shells may print; or print to standard error (>&2)"
+    elif isinstance(error, ConnectError) and "no answer" in error.message:
+        check, what = "python", "the login shell answers, and Python does not"
+        fix = "try the Python of cluster.python there: is it a wrapper, or on a file system that hangs?"
+    if not check:
+        return None
+    return Finding(
+        check=check,
+        status="fail",
+        nodes=(node.name,),
+        summary=f"{node.name}: {what}",
+        fix=f"on {node.name}: {fix}",
+        evidence=(f"{type(error).__name__}: {error.message}",),
+    )
 
 
 def per_node(
@@ -78,33 +204,172 @@ def limits(seen: Sequence[NodeReport]) -> Iterator[Finding]:
         "set `* - memlock unlimited` in /etc/security/limits.conf and restart sshd (or slurmd)",
         summary="RDMA may not lock enough memory",
     )
+    yield from _allowed(seen)
     shm = {n.name: n.facts["shm"] for n in seen if n.facts["shm"]["total"]}
+    small = {name: one for name, one in shm.items() if one["total"] <= MIN_SHM}
+    full = {
+        name: one
+        for name, one in shm.items()
+        if name not in small and one["free"] < max(MIN_SHM // 4, one["total"] // 100)
+    }
     yield from per_node(
         "shm",
-        {
-            name: f"{space['total'] // MIB} MiB, {space['free'] // MIB} MiB free"
-            for name, space in shm.items()
-            if space["total"] <= MIN_SHM or space["free"] < MIN_SHM // 4
-        },
-        "mount -o remount,size=50% /dev/shm; in a container --shm-size=16g or --ipc=host",
+        {name: f"{one['total'] // MIB} MiB, {one['free'] // MIB} MiB free" for name, one in small.items()},
+        "sudo mount -o remount,size=50% /dev/shm; in a container --shm-size=16g or --ipc=host",
         summary="shared memory (/dev/shm) is too small for NCCL and data loader workers",
     )
+    yield from per_node(
+        "shm",
+        {name: f"{one['free'] // MIB} of {one['total'] // MIB} MiB free" for name, one in full.items()},
+        "see what fills it and who has it open: ls -la /dev/shm; sudo fuser -v /dev/shm/*; remove what ended jobs "
+        "have left: "
+        "rm /dev/shm/nccl-* /dev/shm/torch_*",
+        summary="shared memory (/dev/shm) is full",
+    )
+    yield from per_node(
+        "shm",
+        {n.name: n.facts["shm"]["why"] for n in seen if n.facts["shm"].get("why") and n.name not in {**small, **full}},
+        "sudo mount -o remount,rw /dev/shm, or sudo mount -t tmpfs -o mode=1777,size=50% tmpfs /dev/shm",
+        summary="nothing can be written to shared memory (/dev/shm)",
+    )
+
+
+def _allowed(seen: Sequence[NodeReport]) -> Iterator[Finding]:
+    """What control groups and limits leave to the workers."""
+    free = {n.name: _memory(n) for n in seen}
+    short = {n.name for n in seen if 0 <= free[n.name] < WORKER_BYTES * n.slots}
+    tight = {n.name for n in seen if n.name not in short and 0 <= free[n.name] < COMFORT_BYTES * n.slots}
+    for status, names in (("fail", short), ("warn", tight)):
+        yield from per_node(
+            "memory",
+            {n.name: f"{free[n.name] // MIB} MiB for {n.slots} workers" for n in seen if n.name in names},
+            "raise the memory limit of the control group: --mem of Slurm, MemoryMax= of the systemd slice, --memory "
+            "of the "
+            "container (cat /proc/self/cgroup; memory.max); or end what takes the memory: free -g",
+            summary="little memory is left to a process of this login",
+            status="fail" if status == "fail" else "warn",
+        )
+    yield from per_node(
+        "processes",
+        {
+            n.name: f"{n.facts['pids_free']} more"
+            for n in seen
+            if 0 <= n.facts["pids_free"] < MIN_PIDS + WORKER_PIDS * n.slots
+        },
+        "raise TasksMax= of the systemd slice, --pids-limit of the container (pids.max of the control group)",
+        summary="too few processes and threads may be started; a worker of torch takes a dozen",
+    )
+    cores = {n.name: _cores(n) for n in seen}
+    most = max(cores.values(), default=0.0)
+    few = {
+        n.name: f"{cores[n.name]:.3g} of {n.facts['machine_cpus']} cores, for {n.slots} workers"
+        for n in seen
+        if cores[n.name] * FEW_WORKERS_PER_CORE < n.slots or cores[n.name] <= most / 2
+    }
+    yield from per_node(
+        "cpus",
+        few,
+        "see taskset -cp $$ and cpu.max of the control group: ask for more (--cpus-per-task, --cpus of the "
+        "container), take "
+        "CPUAffinity= and CPUQuota= off sshd's or slurmd's unit, or lower cluster.slots",
+        summary="few cores for the workers: threads and data loaders will wait",
+        status="warn",
+    )
+    low = {}
+    for n in seen:
+        has = n.facts["limits"]
+        for name, least, words in (
+            ("as", MIN_ADDRESS_SPACE, "address space (ulimit -v, as, LimitAS=)"),
+            ("fsize", MIN_FILE, "size of a file (ulimit -f, fsize, LimitFSIZE=)"),
+            ("cpu", MIN_CPU_S, "seconds of processor time (ulimit -t, cpu, LimitCPU=)"),
+        ):
+            soft = has.get(name, (-1, -1))[0]
+            if 0 <= soft < least:
+                low[n.name] = (soft, words)
+    for words in dict.fromkeys(words for _, words in low.values()):
+        yield from per_node(
+            "limits",
+            {name: f"{soft}" for name, (soft, of) in low.items() if of == words},
+            f"raise the limit of {words} in /etc/security/limits.conf or the unit of sshd, and log in again",
+            summary=f"a low limit of {words.partition(' (')[0]}",
+        )
+
+
+def _memory(node: NodeReport) -> int:
+    """Bytes that the workers may have; -1 if the kernel does not say."""
+    known = [value for value in (node.facts["memory_limit"], node.facts["memory_free"]) if value >= 0]
+    return min(known) if known else -1
+
+
+def _cores(node: NodeReport) -> float:
+    cores = float(node.facts["cpus"] or 0)
+    quota = float(node.facts["cpu_quota"])
+    return min(cores, quota) if quota > 0 else cores
 
 
 def storage(seen: Sequence[NodeReport], workdir: str) -> Iterator[Finding]:
     """Whether each node has room and the right to write, and the files that the job needs."""
     disks = {n.name: n.facts["disk"] for n in seen}
-    full = {n: d for n, d in disks.items() if d["free"] < MIN_DISK or (d["inodes"] and d["free_inodes"] < MIN_INODES)}
-    low = {n: d for n, d in disks.items() if n not in full and d["free"] < LOW_DISK}
+    # Of some file systems nobody knows how many inodes there are: 0.
+    none_left = {
+        n: d for n, d in disks.items() if d["inodes"] and d["free_inodes"] < MIN_INODES and d["free"] >= MIN_DISK
+    }
+    full = {n: d for n, d in disks.items() if d["free"] < MIN_DISK and d["total"]}
+    low = {n: d for n, d in disks.items() if n not in {**full, **none_left} and d["free"] < LOW_DISK and d["total"]}
+    yield from per_node(
+        "disk",
+        _spaces(none_left),
+        f"df -i {workdir}; remove many small files (caches of pip, conda, Hugging Face), or set cluster.workdir to "
+        f"another "
+        "disk",
+        summary=f"the disk of {workdir} has room, and no inodes for more files",
+    )
     fix = f"free some space (`df -h {workdir}; df -i {workdir}`), or set cluster.workdir to another disk"
-    yield from per_node("disk", _spaces(full), fix, summary=f"the disk of {workdir} is full")
+    read_only = {n.name for n in seen if "Read-only" in n.facts["writable"]}
+    yield from per_node(
+        "disk",
+        _spaces({n: d for n, d in full.items() if n not in read_only}),
+        fix,
+        summary=f"the disk of {workdir} is full",
+    )
     yield from per_node("disk", _spaces(low), fix, summary=f"the disk of {workdir} is nearly full", status="warn")
     yield from per_node(
         "workdir",
-        {n.name: n.facts["writable"] for n in seen if n.facts["writable"]},
+        {
+            n.name: n.facts["writable"]
+            for n in seen
+            if n.facts["writable"] and (n.name not in {**full, **none_left} or n.name in read_only)
+        },
         "set cluster.workdir to a folder that the login user may write to",
         summary=f"{workdir} cannot be written to",
     )
+    yield from per_node(
+        "workdir",
+        {n.name: f"{n.facts['disk']['path']} is mounted noexec" for n in seen if n.facts["disk"]["noexec"]},
+        "programs and extensions that a job builds cannot be run from it: set cluster.workdir to another disk, or "
+        "sudo mount "
+        "-o remount,exec there",
+        summary=f"nothing in {workdir} can be executed",
+        status="warn",
+    )
+    yield from _tmp(seen)
+    for check, kind, fix in (
+        ("cache", "written to", "set {names} to a folder that the login user may write to, or leave it out"),
+        ("file-variable", "found", "set {names} to a file that is there on every node, or unset it"),
+    ):
+        lost: dict[str, dict[str, str]] = {}
+        for n in seen:
+            for name, why in n.facts["files"].items():
+                if (name in WRITTEN or name.endswith(WRITTEN_ENDS)) == (check == "cache"):
+                    lost.setdefault(name, {})[n.name] = why
+        for name, said in lost.items():
+            yield from per_node(
+                check,
+                said,
+                fix.format(names=name),
+                summary=f"what {name} names cannot be {kind}: {next(iter(said.values()))}",
+                status="warn",
+            )
     yield from per_node(
         "path",
         {n.name: ", ".join(n.facts["missing"]) for n in seen if n.facts["missing"]},
@@ -112,6 +377,85 @@ def storage(seen: Sequence[NodeReport], workdir: str) -> Iterator[Finding]:
         summary="a path that the job needs does not exist: "
         + ", ".join(sorted({path for n in seen for path in n.facts["missing"]})),
     )
+
+
+def _tmp(seen: Sequence[NodeReport]) -> Iterator[Finding]:
+    """Where temporary files go: compilers, torch's inductor and data loaders use it."""
+    tmp = {n.name: n.facts["tmp"] for n in seen}
+    bad = {name: one["why"] for name, one in tmp.items() if one["why"]}
+    for name, one in tmp.items():
+        if one["total"] and one["free"] < TMP_FULL and "Read-only" not in one["why"]:
+            bad[name] = f"{one['path']} has {one['free'] >> 10} KiB left (df -h {one['path']})"
+        elif one["inodes"] and one["free_inodes"] < MIN_INODES:
+            bad[name] = f"{one['path']} has {one['free_inodes']} inodes left (df -i {one['path']})"
+    origin = {one["origin"] for name, one in tmp.items() if name in bad}
+    named = "job.env or cluster.nodes[].env" if origin == {"TMPDIR"} else "job.env: {TMPDIR: /path/with/room}"
+    yield from per_node(
+        "tmpdir",
+        bad,
+        f"set TMPDIR to a folder on a disk with room ({named}), or free some space: remove what ended jobs left there",
+        summary=f"temporary files cannot be written: {next(iter(bad.values()), '')}",
+    )
+    little = {name: one for name, one in tmp.items() if name not in bad and one["total"] and one["free"] < TMP_LOW}
+    yield from per_node(
+        "tmpdir",
+        {name: f"{one['path']} has {one['free'] // MIB} MiB left" for name, one in little.items()},
+        f"free some space there, or set TMPDIR to another disk ({named})",
+        summary="there is little room for temporary files",
+        status="warn",
+    )
+    yield from per_node(
+        "tmpdir",
+        {name: f"{one['path']} is mounted noexec" for name, one in tmp.items() if name not in bad and one["noexec"]},
+        "set TMPDIR to a folder from which programs may be run (job.env: {TMPDIR: /path}), or sudo mount -o "
+        "remount,exec /tmp",
+        summary="what Triton and torch.compile build in the folder of temporary files cannot be loaded",
+        status="warn",
+    )
+
+
+def python(seen: Sequence[NodeReport], confirmed: Mapping[str, Collection[str]]) -> Iterator[Finding]:
+    """Whether the job's Python starts with the job's variables, and finds its own modules.
+
+    Args:
+        seen: the nodes.
+        confirmed: node -> hidden modules of which torch is known to need one.
+    """
+    dead = {n.name: n.facts["job"] for n in seen if n.facts["job"].get("error")}
+    by_cause: dict[tuple[str, ...], dict[str, str]] = {}
+    for name, said in dead.items():
+        by_cause.setdefault(tuple(said.get("because", ())), {})[name] = said["error"]
+    for because, told in by_cause.items():
+        names = ", ".join(because)
+        yield from per_node(
+            "python-environment",
+            told,
+            f"take {names} out of job.env, cluster.nodes[].env and the start-up files of the shell: without it the "
+            f"job's Python "
+            "starts" + (" (sitecustomize.py on it is run first)" if "PYTHONPATH" in because else "")
+            if because
+            else "try the job's Python (cluster.python) there: python -c 'print(1)'; it does not start with its "
+            "site-packages "
+            "(.pth files, sitecustomize), or install it again",
+            summary=f"the job's Python does not start{f' with {names}' if because else ''}: "
+            f"{next(iter(told.values()))}",
+        )
+    where: dict[tuple[str, str, str], list[str]] = {}
+    for n in seen:
+        for module, path, hidden in n.facts["job"].get("shadows", ()):
+            where.setdefault((module, path, hidden), []).append(n.name)
+    for (module, path, hidden), who in where.items():
+        sure = module == "torch" or any(module in confirmed.get(name, ()) for name in who)
+        verb = "rename" if "/" not in path else "take its folder out of PYTHONPATH, or rename (mv)"
+        yield Finding(
+            check="shadowing",
+            status="fail" if sure else "warn",
+            nodes=tuple(who),
+            summary=f"{path} hides Python's own module {module} ({hidden})"
+            + (", which torch imports" if sure and module != "torch" else ""),
+            fix=f"{verb} {path}: any name but {module} that no installed module has",
+            evidence=tuple(f"{name}: import {module} finds {path} instead of {hidden}" for name in who[:8]),
+        )
 
 
 def _spaces(disks: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -123,7 +467,7 @@ def _spaces(disks: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 def alike(seen: Sequence[NodeReport]) -> Iterator[Finding]:
     """Software that has to be the same everywhere; the odd node out is named."""
-    job = {n.name: n.facts["job"] for n in seen}
+    job = {n.name: n.facts["job"] for n in seen if n.facts["job"].get("python")}
     yield from differ(
         "python-version",
         {n: ".".join(said["python"].split(".")[:2]) for n, said in job.items() if said},
@@ -133,7 +477,12 @@ def alike(seen: Sequence[NodeReport]) -> Iterator[Finding]:
     torch = {
         n: f"{said['torch']} (CUDA {said['cuda']})" if said["torch"] else "none" for n, said in job.items() if said
     }
-    yield from differ("torch", torch, "pip install torch==VERSION, the same on every node", what="torch")
+    fix = "pip install torch==VERSION, the same on every node"
+    for finding in differ("torch", torch, fix, what="torch"):
+        paths = [f"{n}: it lies in {job[n].get('torch_path')}" for n in finding.nodes if job[n].get("torch_path")]
+        hiding = [n for n in finding.nodes if any(row[0] == "torch" for row in job[n].get("shadows", ()))]
+        other = f"; on {', '.join(hiding)} take what hides the installed one out of PYTHONPATH" if hiding else ""
+        yield replace(finding, fix=fix + other, evidence=(*finding.evidence, *paths))
     nccl = {n: said.get("nccl") or "none" for n, said in job.items() if said}
     yield from differ(
         "nccl", nccl, "pip install --force-reinstall torch==VERSION, the same on every node", what="NCCL's wheel"

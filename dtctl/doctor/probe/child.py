@@ -22,7 +22,7 @@ class Child:
     """One process, its answers, and the end of what it has complained about."""
 
     def __init__(self, argv: list, env: dict) -> None:  # type: ignore[type-arg]
-        """Start it; `env` is added to this process's own environment."""
+        """Start it; `env` is its whole environment."""
         self._said = b""
         self._read = b""
         self._process = subprocess.Popen(
@@ -30,7 +30,8 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, **env},
+            env=env,
+            cwd="/",  # what lies in the home folder is not the job's
             preexec_fn=_die_with_parent,  # noqa: PLW1509 - only a system call; this process may hold locks, that one needs none
         )
         self._ear = threading.Thread(target=self._listen, daemon=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 
+from dtctl import node_facts
 from dtctl.doctor.probe import child, facts, pairs, quality, shared
 from dtctl.supervisor import frames
 
@@ -19,8 +22,8 @@ class Probe:
     _marks = None  # type: shared.Marks | None
 
     def on_time(self, _: dict) -> dict:  # type: ignore[type-arg]
-        """The clock."""
-        return {"time": time.time()}
+        """The clock, and whether there are GPUs, which take their time to be asked."""
+        return {"time": time.time(), "gpus": len(node_facts.nvidia_devices())}
 
     def on_facts(self, message: dict) -> dict:  # type: ignore[type-arg]
         """What this node says of itself."""
@@ -58,11 +61,16 @@ class Probe:
         """Start the job's Python beside this."""
         if self._worker:
             self._worker.kill()
-        env = dict(message["env"])
+        env = {**os.environ, **message["env"]}
         if message["interface"]:
-            env.setdefault("GLOO_SOCKET_IFNAME", message["interface"])
-            env.setdefault("NCCL_SOCKET_IFNAME", "=" + message["interface"])
-        worker = self._worker = child.Child([message["python"], "-c", message["text"]], env)
+            # As the supervisor does: what a login sets does not count, what the spec sets does.
+            env["GLOO_SOCKET_IFNAME"] = message["env"].get("GLOO_SOCKET_IFNAME", message["interface"])
+            env["NCCL_SOCKET_IFNAME"] = message["env"].get("NCCL_SOCKET_IFNAME", "=" + message["interface"])
+        for name in message["unset"]:
+            env.pop(name, None)
+        worker = self._worker = child.Child(
+            [message["python"], "-c", message["text"], json.dumps(message["hidden"])], env
+        )
         return worker.ask({}, message["limit_s"])
 
     def on_round(self, message: dict) -> dict:  # type: ignore[type-arg]

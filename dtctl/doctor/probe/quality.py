@@ -22,6 +22,13 @@ PHASE_LIMIT_S = 1.5
 """After this the round trips, and then the bursts, end with what there is: each loss of TCP costs 0.2 s."""
 SLICES = 5
 """Of which the median counts: TCP halves its speed once when it finds the end of the queue, and machines hesitate."""
+STALL_S = 2.0
+"""Silence in the middle of a stream after which nothing more will come: TCP has tried again three times by then."""
+ENOUGH_BYTES = 48 << 20
+"""What a stream carries at least, if it does so within `MORE_S`: what is in between may give up after some
+megabytes."""
+MORE_S = 1.0
+MANY = 4 * BURST
 CHUNK = 256 << 10
 LINE_BYTES = 64
 """Of what the other side says, which is not believed either: its lies are not to look like this node's."""
@@ -64,8 +71,10 @@ def serve(call: socket.socket) -> None:
             elif word == "count":
                 call.sendall(b"%d\n" % _count(ear))
             elif word == "stream":
-                rates = sorted(_swallow(call, float(seconds)))
-                call.sendall(b"%.2f\n" % (rates[len(rates) // 2] if rates else 0.0))
+                rates, got, word = _swallow(call, float(seconds))
+                rates.sort()
+                rate = rates[len(rates) // 2] if rates else 0.0
+                call.sendall(b"%.2f %d %s\n" % (rate, got, word.encode()))
                 _drain(call)
                 return
             else:
@@ -75,38 +84,44 @@ def serve(call: socket.socket) -> None:
 def _count(ear: socket.socket) -> int:
     """Datagrams that are here, or come within some milliseconds after the last."""
     found = 0
-    while select.select([ear], [], [], 0.005)[0]:
+    while found < MANY and select.select([ear], [], [], 0.005)[0]:
         ear.recv(2048)
         found += 1
     return found
 
 
-def _swallow(call: socket.socket, seconds: float) -> list:  # type: ignore[type-arg]
-    """Read for so long; Mbit/s in each slice of the time after the warm-up.
+def _swallow(call: socket.socket, seconds: float) -> tuple:  # type: ignore[type-arg]
+    """Read for so long; Mbit/s in each slice of the time after the warm-up, bytes in all, and `stalled` or `-`.
 
     A slice begins and ends with an arrival: bytes come in lumps, and a lump is no part of the time before it.
     """
-    call.settimeout(seconds + WARM_S + PHASE_LIMIT_S)
+    call.settimeout(STALL_S)
     begun = time.monotonic()
     found: list = []  # type: ignore[type-arg]
-    since, got = 0.0, 0
+    since, got, every = 0.0, 0, 0
     buffer = bytearray(CHUNK)
     while True:
         try:
             size = call.recv_into(buffer)
         except socket.timeout:
-            return found
+            return found, every, "stalled"
+        except OSError:
+            return found, every, "-"
         now = time.monotonic()
         if not size:
-            return found
+            return found, every, "-"
         got += size
+        every += size
+        over = WARM_S + seconds
+        if now - begun >= over and (every >= ENOUGH_BYTES or now - begun >= over + MORE_S):
+            return found, every, "-"
+        if now - begun >= over + seconds / SLICES and found:
+            continue
         if since and now - since >= seconds / SLICES:
             found.append(got * 8 / 1e6 / (now - since))
         elif since or now - begun < WARM_S:
             continue
         since, got = now, 0
-        if now - begun >= WARM_S + seconds:
-            return found
 
 
 def _drain(call: socket.socket) -> None:
@@ -129,8 +144,9 @@ def measure(address: str, port: int, token: str, seconds: float) -> dict:  # typ
         seconds: how long the stream is measured.
 
     Returns:
-        `rtt_ms` (the best and the median of several), `sent` and `lost` datagrams (None when no UDP passes), `mbit_s`
-        (payload, None when nothing arrived), `retransmitted` and `segments` of the stream; or `error`.
+        `rtt_ms` (the best and the median of several), `sent`, `lost` and `twice` datagrams (None when no UDP passes),
+        `mbit_s` (payload, None when nothing arrived), `retransmitted` and `segments` of the stream, the bytes that it
+        has `carried`, and if it has not gone on, how it is `broken`: stalled or reset; or `error`.
     """
     try:
         with socket.create_connection((address, port), timeout=PHASE_LIMIT_S + 1.0) as call:
@@ -159,46 +175,66 @@ def _round_trips(call: socket.socket) -> list:  # type: ignore[type-arg]
 
 
 def _bursts(call: socket.socket, ear: tuple) -> dict:  # type: ignore[type-arg]
-    sent = arrived = 0
+    sent = lost = twice = 0
     limit = time.monotonic() + PHASE_LIMIT_S
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as mouth:
         for _ in range(BURSTS):
-            try:
-                for _ in range(BURST):
+            gone = 0
+            for _ in range(BURST):
+                try:
                     mouth.sendto(DATAGRAM, ear)
-            except OSError:  # a filter on this side says so
+                    gone += 1
+                except OSError:  # a filter on this side says so; one that drops some loses them like any other
+                    continue
+            if not gone:
                 return {"sent": 0, "lost": None}
             sent += BURST
             call.sendall(b"count\n")
-            arrived += int(_number(_line(call), BURST))
+            arrived = int(_number(_line(call), MANY))
             if not arrived:  # no UDP passes here, which is nobody's fault
                 return {"sent": sent, "lost": None}
+            lost += max(0, BURST - arrived)
+            twice += max(0, arrived - BURST)
             if time.monotonic() > limit:
                 break
-    return {"sent": sent, "lost": max(0, sent - arrived)}
+    return {"sent": sent, "lost": lost, "twice": twice}
 
 
 def _stream(call: socket.socket, seconds: float) -> dict:  # type: ignore[type-arg]
     call.sendall(b"stream %g\n" % seconds)
     call.setblocking(False)
     data = memoryview(bytes(CHUNK))
-    limit = time.monotonic() + seconds + WARM_S + 2 * PHASE_LIMIT_S
+    limit = time.monotonic() + seconds + WARM_S + MORE_S + STALL_S + PHASE_LIMIT_S
+    broken, sent = "stalled", 0
     while time.monotonic() < limit:
         can_read, can_write, _ = select.select([call], [call], [], 0.5)
         if can_read:
+            broken = ""
             break
         if can_write:
             try:
-                call.send(data)
+                sent += call.send(data)
             except BlockingIOError:
                 continue
+            except OSError:
+                return {"mbit_s": None, "carried": sent, "broken": "reset"}
     info = call.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256) if hasattr(socket, "TCP_INFO") else b""
     again = out = 0
     if len(info) >= _TCP_INFO_DATA_OUT + 4:
         again = struct.unpack_from("=I", info, _TCP_INFO_RETRANS)[0]
         out = struct.unpack_from("=I", info, _TCP_INFO_DATA_OUT)[0]
-    call.settimeout(PHASE_LIMIT_S)
-    rate = _number(_line(call), 1e9)
+    found: dict = {"mbit_s": None, "retransmitted": again, "segments": out, "carried": sent, "broken": broken}  # type: ignore[type-arg]
+    if not broken:
+        call.settimeout(PHASE_LIMIT_S)
+        try:
+            words = _line(call).split()
+        except OSError:
+            return {**found, "broken": "reset"}
+        if len(words) != 3 or words[2] not in ("-", "stalled"):
+            raise ValueError("the other side says something that it was not asked for")
+        found["mbit_s"] = _number(words[0], 1e9) or None
+        found["carried"] = int(_number(words[1], 1e15))
+        found["broken"] = words[2].strip("-")
     # What still waits to be sent must not run beside the next measurement.
     call.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    return {"mbit_s": rate or None, "retransmitted": again, "segments": out}
+    return found

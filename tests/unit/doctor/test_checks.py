@@ -7,9 +7,9 @@ from importlib import import_module
 
 import pytest
 
-from dtctl.doctor.checks.environment import matches
 from dtctl.doctor.checks.hardware import busy_gpus, dead_ports
 from dtctl.doctor.findings import CHECKS, Finding, cover, odd_ones, ordered
+from dtctl.nccl.interfaces import choose
 
 
 @pytest.mark.parametrize(
@@ -99,11 +99,25 @@ def test_an_rdma_port_is_dead_only_beside_living_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "fits"),
-    [("eth", True), ("eth0", True), ("=eth", False), ("=eth0", True), ("ib", False), ("eth0:0", True)],
+    ("value", "chosen"),
+    [
+        ("eth", "eth0"),
+        ("eth0", "eth0"),
+        ("=eth", ""),
+        ("=eth0", "eth0"),
+        ("ib", ""),
+        ("eth0:0", "eth0"),
+        ("ib,eth", "eth0"),
+        ("^eth", "lo"),
+        ("^lo", "eth0"),
+        ("^=eth0,lo", ""),
+        ("st", "st0"),
+    ],
 )
-def test_names_of_interfaces_are_matched_as_nccl_does(value: str, fits: bool) -> None:
-    assert matches(value, value, ["lo", "eth0"]) is fits
+def test_names_of_interfaces_are_matched_as_nccl_does(value: str, chosen: str) -> None:
+    rows = [("lo", "127.0.0.1"), ("eth0", "10.0.0.1"), ("st0", "")]
+    have = [{"name": name, "address": address, "up": True} for name, address in rows]
+    assert choose(value, have) == chosen
 
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "100000", "SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_NUM_NODES": "4"}

@@ -81,6 +81,24 @@ def test_a_way_that_is_no_slower_than_its_ends_are_to_themselves_is_not_slow() -
     assert found(seen) == []
 
 
+def test_a_stream_that_breaks_off_every_time_is_told_and_not_called_slow() -> None:
+    stalled = {"mbit_s": 80.0, "carried": 8_000_000, "broken": "stalled"}
+    assert links.doubtful(cluster("abc", ab=[stalled])) == [("a", "b")]
+    assert found(cluster("abc", ab=[stalled, {}, stalled])) == [], "once it did not"
+    assert found(cluster("abc", ab=[stalled] * 3)) == [("stream", "fail", ("b",))]
+    (both,) = links.links(cluster("abc", ab=[stalled] * 3, cb=[stalled] * 3))
+    assert both.nodes == ("b",)
+    assert "inbound" in both.fix
+    assert "8.0 MB" in both.summary
+    lossy = {**stalled, "lost": 40}
+    assert "stream" not in {one.check for one in links.links(cluster("abc", ab=[lossy] * 4))}
+
+
+def test_packets_that_arrive_twice_are_told() -> None:
+    assert found(cluster("abc", ab=[{"twice": 200}] * 2)) == [("duplicate-packets", "warn", ("b",))]
+    assert found(cluster("abc", ab=[{"twice": 200}, {"twice": 0}])) == []
+
+
 def test_two_nodes_whose_only_link_is_slow_have_no_others_to_compare_with() -> None:
     slow = [{"mbit_s": 50.0}] * 2
     (one,) = links.links(cluster("ab", ab=slow, ba=slow))

@@ -1,0 +1,130 @@
+"""Whether files can be written and read where a job does: its folder, TMPDIR, what variables name. Stdlib, Python 3.8.
+
+Nothing is left: files are written without a name, or not at all.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+_NOEXEC = 8  # ST_NOEXEC of statvfs(3), which Python names on some systems only
+WRITTEN = (
+    "HF_HOME", "HF_HUB_CACHE", "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "WANDB_DIR", "XDG_CACHE_HOME", "MPLCONFIGDIR",
+    "PYTHONPYCACHEPREFIX", "CUDA_CACHE_PATH", "NCCL_DEBUG_FILE", "TORCH_FR_DUMP_TEMP_FILE",
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "NCCL_GRAPH_DUMP_FILE", "NCCL_TOPO_DUMP_FILE",
+)  # fmt: skip
+"""Besides all whose name ends in one of these:"""
+WRITTEN_ENDS = ("_CACHE", "_CACHE_DIR", "_CACHE_PATH", "_CACHE_HOME")
+_READ_ENDS = ("_FILE", "_CA_BUNDLE", "_CREDENTIALS")
+_PRELOADED = ("LD_PRELOAD", "LD_AUDIT")
+
+
+def places(workdir: str, env: dict) -> dict:  # type: ignore[type-arg]
+    """`disk`, `writable`, `tmp`, `shm`, and `files`: what variables of `env` name in vain, by their names."""
+    folder, why = usable(workdir)
+    return {
+        "shm": {**space("/dev/shm"), "why": writable("/dev/shm")},  # noqa: S108 - it is what is asked about
+        "disk": space(folder),
+        "writable": why,
+        "tmp": _tmp(env),
+        "files": _named(env),
+    }
+
+
+def nearest(path: str) -> str:
+    """The path itself or the nearest one above it that exists."""
+    while path and not os.path.lexists(path):
+        path = os.path.dirname(path.rstrip("/"))
+    return path or "/"
+
+
+def usable(path: str) -> tuple:  # type: ignore[type-arg]
+    """The nearest folder that exists, and why nothing can be written there; empty when it can."""
+    found = nearest(path)
+    if not os.path.isdir(found):
+        return os.path.dirname(found) or "/", "%s: it is a file, and no folder" % found
+    return found, writable(found)
+
+
+def space(path: str) -> dict:  # type: ignore[type-arg]
+    """Bytes and inodes of the file system below a path, and whether programs may be run from it."""
+    try:
+        stat = os.statvfs(path)
+    except OSError:
+        return {"path": path, "total": 0, "free": 0, "inodes": 0, "free_inodes": 0, "noexec": False}
+    return {
+        "path": path,
+        "total": stat.f_blocks * stat.f_frsize,
+        "free": stat.f_bavail * stat.f_frsize,
+        "inodes": stat.f_files,
+        "free_inodes": stat.f_favail,
+        "noexec": bool(stat.f_flag & _NOEXEC),
+    }
+
+
+def writable(folder: str) -> str:
+    """Why a file cannot be written here; empty when it can. The file has no name and is gone at once."""
+    try:
+        fd = os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o600)
+    except OSError as exc:
+        if exc.errno in (errno.EOPNOTSUPP, errno.EISDIR):  # this file system has no nameless files
+            return _by_rights(folder)
+        return "%s: %s" % (folder, exc.strerror)
+    try:
+        os.write(fd, b"\0" * 65_536)
+    except OSError as exc:
+        return "%s: %s" % (folder, exc.strerror)
+    finally:
+        os.close(fd)
+    return ""
+
+
+def _by_rights(folder: str) -> str:
+    try:
+        if os.statvfs(folder).f_flag & os.ST_RDONLY:
+            return "%s: %s" % (folder, os.strerror(errno.EROFS))
+    except OSError as exc:
+        return "%s: %s" % (folder, exc.strerror)
+    # The kernel's own folders let nobody make a file in them, whatever their rights say.
+    if _device(folder) in (_device("/proc"), _device("/sys")):
+        return "%s: it is the kernel's, and takes no files" % folder
+    return "" if os.access(folder, os.W_OK) else "%s: %s" % (folder, os.strerror(errno.EACCES))
+
+
+def _device(path: str) -> int:
+    try:
+        return os.stat(path).st_dev
+    except OSError:
+        return -1
+
+
+def _tmp(env: dict) -> dict:  # type: ignore[type-arg]
+    """Where temporary files go: as `space`, with `why` nothing can be written and the variable that is its `origin`."""
+    origin = "TMPDIR" if env.get("TMPDIR") else ""
+    path = env.get("TMPDIR") or "/tmp"  # noqa: S108 - it is what is asked about
+    why = writable(path) if os.path.isdir(path) else "%s: %s" % (path, os.strerror(errno.ENOENT))
+    return {**space(path), "why": why, "origin": origin}
+
+
+def _named(env: dict) -> dict:  # type: ignore[type-arg]
+    """Variable -> what is wrong with the file or folder that it names."""
+    found = {}
+    for name, value in env.items():
+        why = ""
+        if name in WRITTEN or name.endswith(WRITTEN_ENDS):
+            path = os.path.expanduser(value.split("%", 1)[0])
+            if not os.path.isabs(path):
+                continue
+            if name.endswith("_FILE"):
+                path = os.path.dirname(path)
+                why = writable(path) if os.path.isdir(path) else "%s: %s" % (path, os.strerror(errno.ENOENT))
+            else:
+                why = usable(path)[1]
+        elif name.endswith(_READ_ENDS) or name in _PRELOADED:
+            paths = value.replace(" ", ":").split(":") if name in _PRELOADED else [os.path.expanduser(value)]
+            lost = [path for path in paths if os.path.isabs(path) and not os.path.exists(path)]
+            why = "%s: %s" % (lost[0], os.strerror(errno.ENOENT)) if lost else ""
+        if why:
+            found[name] = why
+    return found

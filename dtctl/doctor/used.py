@@ -1,0 +1,108 @@
+"""What a launch of a spec will use on each node: the interfaces, the addresses on them, and where the workers meet.
+
+Pure, from what the nodes have said of themselves; the same rules as `dtctl.plan.build` and the supervisor's
+environment.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dtctl.doctor.node_report import NodeReport
+from dtctl.nccl.interfaces import choose
+from dtctl.spec.model import Spec
+
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsedInterface:
+    """An interface that something names for a node's workers."""
+
+    variable: str
+    value: str
+    origin: str
+    """What names it: the spec's key, or the variable and where it is set."""
+    name: str
+    """The interface that comes of it; empty where none of the node's fits."""
+    address: str
+    """Its IPv4 address; empty if it has none."""
+    up: bool
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address means the machine itself on every machine."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(found, "ipv4_mapped", None)
+    return bool((mapped or found).is_loopback)
+
+
+def named_interfaces(node: NodeReport, spec: Spec, env: Mapping[str, str]) -> list[UsedInterface]:
+    """The interfaces that the spec names for a node, one for gloo and one for NCCL at most; none where dtctl chooses.
+
+    Args:
+        node: the node.
+        spec: the spec.
+        env: what it sets there, `job.env` and the node's own.
+    """
+    chosen = spec.network.interface
+    name = chosen.get(node.name) if isinstance(chosen, Mapping) else chosen
+    fixed = None if name in (None, "auto") else name
+    found = []
+    for variable, exactly in ((GLOO, ""), (NCCL, "=")):
+        if variable in env:
+            value, origin = env[variable], f"{variable}={env[variable]}"
+        elif fixed is not None:
+            value, origin = exactly + fixed, f"network.interface: {fixed}"
+        else:
+            continue
+        if not value:
+            continue
+        picked = _gloo(value, node) if variable == GLOO else choose(value, node.facts["interfaces"])
+        row = next((one for one in node.facts["interfaces"] if one["name"] == picked), None)
+        found.append(
+            UsedInterface(
+                variable=variable,
+                value=value,
+                origin=origin,
+                name=picked,
+                address=row["address"] if row else "",
+                up=bool(row and row["up"]),
+            )
+        )
+    return found
+
+
+def _gloo(value: str, node: NodeReport) -> str:
+    names = {one["name"] for one in node.facts["interfaces"]}
+    return next((part for part in value.split(",") if part in names), "")
+
+
+def route(node: NodeReport, seen: Iterable[NodeReport]) -> str:
+    """The interface of a node's route to the others; empty if there is none."""
+    ways: Mapping[str, str] = node.facts["ways"]
+    return next((way for other in seen if other.name != node.name and (way := ways.get(other.address))), "")
+
+
+def data_address(node: NodeReport, used: Sequence[UsedInterface]) -> str:
+    """The address at which a node's workers will be called: of the interface that is named, else the one we came by."""
+    return next((one.address for one in used if one.address and one.variable == GLOO), node.address)
+
+
+def meeting_address(spec: Spec, head: NodeReport, caller: NodeReport) -> str:
+    """The numeric address at which a node will look for the rendezvous; empty for a name that it does not know."""
+    wanted = spec.network.rendezvous_address
+    if wanted is None:
+        return head.address
+    try:
+        return str(ipaddress.ip_address(wanted))
+    except ValueError:
+        known: Mapping[str, Any] = caller.facts["looked_up"]
+        answers = known.get(wanted) or []
+        return next((one for one in answers if ":" not in one), answers[0] if answers else "")

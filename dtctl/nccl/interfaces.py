@@ -1,0 +1,24 @@
+"""Which interface NCCL takes for a value of NCCL_SOCKET_IFNAME."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def choose(value: str, interfaces: Sequence[Mapping[str, Any]]) -> str:
+    """Name of the first interface with an address that NCCL takes; empty if there is none.
+
+    Args:
+        value: of NCCL_SOCKET_IFNAME: prefixes by commas, `=` before exact names, `^` before those to leave out.
+        interfaces: `name`, `address` and `up` of each, in the kernel's order.
+    """
+    exclude, exact = value.startswith("^"), value.lstrip("^").startswith("=")
+    words = [word.partition(":")[0] for word in value.lstrip("^").lstrip("=").split(",") if word]
+
+    def fits(name: str) -> bool:
+        return any(name == word if exact else name.startswith(word) for word in words)
+
+    able = [str(one["name"]) for one in interfaces if fits(str(one["name"])) != exclude]
+    with_address = [str(one["name"]) for one in interfaces if one["name"] in able and one["address"] and one["up"]]
+    return (with_address or ([] if exclude else able) or [""])[0]
