@@ -1,6 +1,11 @@
 """Faults of virtual hosts, and what `dtctl doctor`, torchrun alone, and ping with nc say of each.
 
     python benchmarks/doctor_faults.py [--only WORDS] [--into FILE]
+    python benchmarks/doctor_faults.py --grammar developed|held|harmless [--only WORDS] [--into FILE] [--again N]
+
+With --grammar the faults are those of tests/fault/grammar.py, each on three fresh hosts, and only the doctor is asked:
+right is the expected check as the primary one, the node or pair, and a usable fix. `held` are those on which it was not
+developed.
 
 The faults are those of tests/fault/test_doctor*.py, and the doctor is right where the test of the fault passes: it asks
 for the check, the nodes, one primary cause and a fix. While the fault is there, torchrun is started by hand on each of
@@ -37,7 +42,7 @@ import machine  # noqa: E402 - it and the tests are no packages
 
 from dtctl.sandbox import control  # noqa: E402
 from dtctl.sandbox.layout import Sandbox, SandboxNode  # noqa: E402
-from tests.fault import examining  # noqa: E402
+from tests.fault import examining, grammar, scoring  # noqa: E402
 
 LAYERS = ("network", "reach", "links", "settings", "torch", "node")
 LEFT_OUT = ("quick", "nothing_is_left", "people_see", "nccl_env", "launch", "iperf3", "torch_is_not_asked", "adds_up")
@@ -250,14 +255,49 @@ class Table:
         }
 
 
+def by_grammar(half: str, only: str, path: Path, limit_s: float, again: int) -> None:
+    """Examine the faults of one half, or what only looks like faults, and keep each verdict and the sums."""
+    chosen = list(grammar.HARMLESS) if half == "harmless" else grammar.of_half(held=half == "held")
+    chosen = [fault for fault in chosen if only in fault.name] * again
+    deadline = time.monotonic() + limit_s
+    rows: dict[str, Any] = {}
+    for number, fault in enumerate(chosen):
+        if time.monotonic() > deadline:
+            break
+        load = os.getloadavg()[0]
+        said = scoring.examine(fault)
+        name = fault.name if again == 1 else f"{fault.name} #{number}"
+        rows[name] = {"layer": fault.layer, **scoring.score(fault, said), "took_s": said["wall_s"], "load": load}
+        print(f"{rows[name]['verdict']}: {name}: {rows[name]['first']}", flush=True)
+    figures = {"date": time.strftime("%Y-%m-%d %H:%M"), half: {**sums(rows, len(chosen)), "faults": rows}}
+    machine.keep("doctor-faults", figures, path)
+
+
+def sums(rows: Mapping[str, Mapping[str, Any]], of: int) -> dict[str, Any]:
+    """How many there are of each verdict, of how many that could have been examined."""
+    verdicts = [row["verdict"] for row in rows.values()]
+    counted = {verdict: verdicts.count(verdict) for verdict in dict.fromkeys(verdicts)}
+    return {
+        "examined": len(rows),
+        "of": of,
+        "can_train": sum(bool(row["can_train"]) for row in rows.values()),
+        **counted,
+    }
+
+
 def main() -> None:
     """Run the tests, ask, keep."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="only tests that pytest's -k selects by this")
     parser.add_argument("--into", type=Path, help="put the rows into this file, made if need be")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="begin no further fault after so long")
+    parser.add_argument("--grammar", choices=("developed", "held", "harmless"), help="faults of the grammar")
+    parser.add_argument("--again", type=int, default=1, help="how often each is examined")
     asked = parser.parse_args()
     path = asked.into or machine.RESULTS / f"doctor-faults-{time.strftime('%Y%m%d-%H%M')}.json"
+    if asked.grammar:
+        by_grammar(asked.grammar, asked.only or "", path, asked.limit_s, asked.again)
+        return
     table = Table(path, asked.limit_s)
     examining.watching.append(table.watch)
     folder = ROOT / "tests" / "fault"
