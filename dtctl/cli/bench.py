@@ -93,7 +93,9 @@ def measure_and_show(spec: Spec, request: Asked, *, plot: Path | None, json_line
 
 
 def as_json(figures: Figures, owners: tuple[str, ...]) -> dict[str, Any]:
-    """`backend`, `torch`, `world_size`, `ranks` (the node of each), `results`, `pairs`, `training`, `ok`."""
+    """`backend`, `torch`, `world_size`, `ranks` (node of each), `results`, `pairs`, `training`, `conclusions`, `ok`."""
+    from dtctl.bench.conclusions import conclusions
+
     return {
         "ok": figures.wrong == 0,
         "backend": figures.backend,
@@ -103,6 +105,7 @@ def as_json(figures: Figures, owners: tuple[str, ...]) -> dict[str, Any]:
         "results": figures.results,
         "pairs": figures.pairs,
         "training": figures.training,
+        "conclusions": conclusions(figures.pairs, figures.training, owners),
     }
 
 
@@ -124,7 +127,8 @@ def _show_row(row: dict[str, Any]) -> None:
 
 
 def show_rest(figures: Figures, owners: tuple[str, ...]) -> None:
-    """The map of the pairs and the training steps."""
+    """The map of the pairs, the training steps, and what both mean."""
+    from dtctl.bench.conclusions import conclusions
     from dtctl.bench.figures import size_text
 
     if figures.pairs:
@@ -141,4 +145,8 @@ def show_rest(figures: Figures, owners: tuple[str, ...]) -> None:
             [str(row["workers"]), f"{row['step_s'] * 1e3:.2f}", f"{row['efficiency']:.0%}"] for row in figures.training
         ]
         output.table(rows, header=["WORKERS", "STEP ms", "EFFICIENCY"])
+    for said in conclusions(figures.pairs, figures.training, owners):
+        output.out(f"\n{said['summary']}", *(("yellow",) if said["fix"] else ()))
+        if said["fix"]:
+            output.out(f"  {said['fix']}")
     output.out(f"\n{figures.backend}, torch {figures.torch}, {figures.world} workers", "dim")

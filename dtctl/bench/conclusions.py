@@ -1,0 +1,70 @@
+"""What the figures of a benchmark mean: which node or pair is slow, and what to do about it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from dtctl.doctor.checks.links import SLOW
+from dtctl.doctor.findings import cover
+from dtctl.doctor.rounds import Way
+
+EFFICIENT = 0.7
+"""Part of a single worker's speed below which training on several counts as held up."""
+
+
+def conclusions(
+    pairs: Mapping[str, Any], training: Sequence[Mapping[str, Any]], owners: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Sentences about the figures, each with the `nodes` it names and what to do (`fix`, empty where all is well).
+
+    Args:
+        pairs: `gb_s` from rank (row) to rank (column), empty where it was not measured.
+        training: rows of `workers` and `efficiency`.
+        owners: the node of each rank.
+    """
+    found = []
+    rates = _between_nodes(pairs.get("gb_s") or (), owners)
+    if rates:
+        best: dict[str, float] = {}
+        for way, rate in rates.items():
+            for node in way:
+                best[node] = max(best.get(node, 0.0), rate)
+        usual = median(best.values())
+        slow = {way: rate for way, rate in rates.items() if rate < SLOW * usual}
+        if slow:
+            nodes = cover(list(slow))
+            (caller, called), rate = min(slow.items(), key=lambda item: item[1])
+            summary = f"{', '.join(nodes)}: slow between nodes, down to {rate:.3f} GB/s from {caller} to {called}; "
+            fix = "`dtctl doctor` measures the links without torch: it says whether it is the network or the node"
+            found.append({"summary": f"{summary}the usual is {usual:.3f}", "nodes": list(nodes), "fix": fix})
+        else:
+            (caller, called), rate = min(rates.items(), key=lambda item: item[1])
+            summary = (
+                f"no pair of nodes stands out: the slowest, {caller} to {called}, reaches {rate / usual:.0%} "
+                f"of the usual"
+            )
+            found.append({"summary": f"{summary} {usual:.3f} GB/s", "nodes": [], "fix": ""})
+    if training:
+        last = min(training, key=lambda row: row["efficiency"])
+        if last["efficiency"] < EFFICIENT:
+            summary = f"{last['workers']} workers train at {last['efficiency']:.0%} of one worker's speed each"
+            fix = (
+                "let the exchange cost less: a larger train.micro_batch or train.accumulate, or workers that share "
+                "no cores"
+            )
+            found.append({"summary": summary, "nodes": [], "fix": fix})
+    return found
+
+
+def _between_nodes(gb_s: Sequence[Sequence[float | None]], owners: Sequence[str]) -> dict[Way, float]:
+    """The best rate of each way between two nodes: of several workers one may have waited for its core."""
+    found: dict[Way, float] = {}
+    for sender, row in enumerate(gb_s):
+        for receiver, rate in enumerate(row):
+            if rate is None or max(sender, receiver) >= len(owners) or owners[sender] == owners[receiver]:
+                continue
+            way = (owners[sender], owners[receiver])
+            found[way] = max(found.get(way, 0.0), rate)
+    return found
