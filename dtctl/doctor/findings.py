@@ -111,6 +111,7 @@ _EXPLAINS = {
     "memory": ("collective", "python-environment"),
     "processes": ("collective", "python-environment", "data-ports"),
     "duplicate-hostname": ("names",),
+    "job-nodes": ("submit",),
     "packet-loss": ("data-ports", "rendezvous-port", "large-packets", "bandwidth", "latency"),
     "bandwidth": ("latency", "packet-loss"),
     "mtu": ("large-packets",),

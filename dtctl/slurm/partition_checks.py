@@ -14,7 +14,7 @@ from dtctl.spec.model import Slurm
 
 CHECKS: Final = ("partition", "account", "time-limit", "requeue", "job-nodes", "gres", "features", "submit")
 """What is checked before a job is submitted; the last is Slurm's own opinion (`sbatch --test-only`)."""
-_GONE: Final = re.compile(r"down|drain|fail|not_resp|maint|unk", re.IGNORECASE)
+_GONE: Final = re.compile(r"down|drain|fail|not_resp|maint|resv|reserved|unk", re.IGNORECASE)
 _UNLIMITED: Final = ("UNLIMITED", "INFINITE", "NONE", "")
 
 
@@ -30,6 +30,8 @@ class Lack:
     never: bool
     """Whether the job can never start; if not, it may have to wait for somebody to repair something."""
     evidence: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+    """The nodes to act on; empty where it is about the spec or the partition."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +160,19 @@ def _requeue(slurm: Slurm, partitions: Sequence[Mapping[str, str]]) -> Iterator[
         )  # fmt: skip
 
 
+def _repairs(nodes: Mapping[str, Node]) -> Iterator[str]:
+    """What to type about nodes that take no jobs, by why they take none."""
+    away = [node for node in nodes.values() if not node.works]
+    reserved = [node.name for node in away if re.search("resv|reserved", node.state, re.IGNORECASE)]
+    broken = [node.name for node in away if node.name not in reserved]
+    if reserved:
+        reservation = "scontrol show reservation; with the right to it: slurm.extra: {reservation: NAME}"
+        yield f"{','.join(reserved)} belong to a reservation: {reservation}"
+    if broken:
+        names = ",".join(broken)
+        yield f"sinfo -R -n {names} says why; repaired: sudo scontrol update nodename={names} state=resume"
+
+
 def _nodes(
     slurm: Slurm, needed: int, nodes: Mapping[str, Node], partitions: Sequence[Mapping[str, str]], name: str
 ) -> Iterator[Lack]:
@@ -176,7 +191,8 @@ def _nodes(
         yield Lack(
             check="job-nodes", key="cluster.nodes", never=False,
             summary=f"the job needs {needed} nodes, and {len(works)} of the {len(nodes)} of partition {name} work",
-            fix="it waits until they are repaired; or take fewer nodes", evidence=unavailable[:8],
+            fix="; ".join(["take fewer nodes, or wait", *_repairs(nodes)]), evidence=unavailable[:8],
+            nodes=tuple(node.name for node in nodes.values() if not node.works),
         )  # fmt: skip
     kind, count = _gres(slurm.gres)
     if kind:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,7 +61,7 @@ def _query_slurm(spec: Spec, site: Site) -> tuple[list[Finding], str]:
         Finding(
             check=lack.check,
             status="fail" if lack.never else "warn",
-            nodes=(site.name,),
+            nodes=lack.nodes or (site.name,),
             summary=lack.summary,
             fix=f"{lack.key}: {lack.fix}",
             evidence=lack.evidence,
@@ -73,6 +74,8 @@ def _query_slurm(spec: Spec, site: Site) -> tuple[list[Finding], str]:
     answer = login_client.ask(site, python, {"op": "test", "text": text})
     estimate = words(answer["said"])
     if answer["code"]:
+        # What Slurm says no to for want of nodes is the matter of those nodes.
+        findings = [replace(one, status="fail") if one.check == "job-nodes" else one for one in findings]
         fix = "Slurm's message names the reason; `dtctl sbatch` prints the file"
         findings.append(Finding(check="submit", status="fail", nodes=(site.name,), summary=estimate, fix=fix))
         estimate = ""

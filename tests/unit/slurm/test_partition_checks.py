@@ -138,3 +138,14 @@ def test_no_default_partition() -> None:
 )
 def test_time_limits_are_read_as_slurm_reads_them(text: str, value: float | None) -> None:
     assert minutes(text) == value
+
+
+@pytest.mark.parametrize(
+    ("state", "typed"),
+    [("drained", "sudo scontrol update nodename=c3 state=resume"), ("reserved", "scontrol show reservation")],
+)
+def test_nodes_that_take_no_jobs_are_named_with_what_brings_them_back(state: str, typed: str) -> None:
+    rows = [[*row[:2], state, *row[3:]] if row[0] == "c3" else row for row in NODES]
+    (lack,) = lacks(Slurm(), 3, {"partitions": PARTITIONS, "nodes": rows})
+    assert (lack.check, lack.nodes) == ("job-nodes", ("c3",))
+    assert typed in lack.fix
