@@ -61,7 +61,7 @@ def reach(seen: Sequence[NodeReport], neighbours: Mapping[str, str] | None = Non
                 check=check,
                 status="fail",
                 nodes=(node.name,),
-                summary=f"{node.name}: {node.error.message}",
+                summary=f"{getattr(node.error, 'node', None) or node.name}: {node.error.message}",
                 fix=_login_fix(node.error) if check == "login" else node.error.hint or f"try `ssh {node.name} true`",
                 evidence=(f"{type(node.error).__name__}: {node.error.message}",),
             )

@@ -155,6 +155,12 @@ def test_what_a_plain_command_did_tells_what_keeps_programs_from_starting(
     assert found.fix
 
 
+def test_the_jump_host_that_does_not_answer_is_named() -> None:
+    error = ConnectError("no answer", node="gpu1 (jump host bastion)")
+    (found,) = node.reach([NodeReport(name="gpu1", error=error)])
+    assert (found.nodes, found.summary) == (("gpu1",), "gpu1 (jump host bastion): no answer")
+
+
 def test_a_start_up_file_that_prints_is_quoted() -> None:
     error = NodeError("the node answered with output that is not dtctl's", node="a")
     error.__cause__ = BrokenFrame("not a frame")
