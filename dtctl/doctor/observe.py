@@ -196,7 +196,13 @@ class Probes:
         self._progress = progress
 
     def look(
-        self, *, rendezvous: Sequence[int], data_ports: int, measure_s: float, names: Sequence[str], locate: Locate
+        self,
+        *,
+        rendezvous: Sequence[int],
+        data_ports: int,
+        measure_s: float,
+        names: Sequence[str] = (),
+        locate: Locate = lambda _: None,
     ) -> list[NodeReport]:
         """Everything that the checks need, of all nodes, in their order; the arguments are those of `observe`."""
         token = secrets.token_hex(8)

@@ -66,10 +66,10 @@ class Probe:
             # As the supervisor does: what a login sets does not count, what the spec sets does.
             env["GLOO_SOCKET_IFNAME"] = message["env"].get("GLOO_SOCKET_IFNAME", message["interface"])
             env["NCCL_SOCKET_IFNAME"] = message["env"].get("NCCL_SOCKET_IFNAME", "=" + message["interface"])
-        for name in message["unset"]:
+        for name in message.get("unset", ()):
             env.pop(name, None)
         worker = self._worker = child.Child(
-            [message["python"], "-c", message["text"], json.dumps(message["hidden"])], env
+            [message["python"], "-c", message["text"], json.dumps(message.get("hidden", []))], env
         )
         return worker.ask({}, message["limit_s"])
 
