@@ -480,8 +480,8 @@ def alike(seen: Sequence[NodeReport]) -> Iterator[Finding]:
     fix = "pip install torch==VERSION, the same on every node"
     for finding in differ("torch", torch, fix, what="torch"):
         paths = [f"{n}: it lies in {job[n].get('torch_path')}" for n in finding.nodes if job[n].get("torch_path")]
-        hiding = [n for n in finding.nodes if any(row[0] == "torch" for row in job[n].get("shadows", ()))]
-        other = f"; on {', '.join(hiding)} take what hides the installed one out of PYTHONPATH" if hiding else ""
+        places = ", ".join(f"{job[n]['torch_path']} on {n}" for n in finding.nodes[:2] if job[n].get("torch_path"))
+        other = f"; it is found in {places}: is that folder meant, or to be taken out of PYTHONPATH?" if places else ""
         yield replace(finding, fix=fix + other, evidence=(*finding.evidence, *paths))
     nccl = {n: said.get("nccl") or "none" for n, said in job.items() if said}
     yield from differ(

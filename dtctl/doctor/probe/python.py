@@ -47,7 +47,9 @@ def modules(folder):
             yield name, os.path.join(folder, name, "__init__.py")
 shadows = []
 for name, path in beside + [pair for place in own + set_by for pair in modules(place)]:
-    other = hidden(name)
+    # A whole package in a folder of PYTHONPATH is another installation, and meant to be found first.
+    installed = path.endswith("__init__.py") and os.path.dirname(os.path.dirname(path)) in set_by
+    other = "" if installed and name not in standard else hidden(name)
     if other and os.path.abspath(path) != other:
         shadows.append([name, path, other])
 said = {"executable": sys.executable, "python": sys.version.split()[0], "torch": None, "cuda": None, "nccl": None}
