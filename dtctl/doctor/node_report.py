@@ -20,7 +20,9 @@ class LoginShell:
     has_run: bool = False
     """Whether the word came back."""
     other: str = ""
-    """What else it printed."""
+    """What else it printed to standard output."""
+    complaint: str = ""
+    """What it printed to standard error."""
     status: int | None = None
 
 

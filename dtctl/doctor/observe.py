@@ -124,9 +124,14 @@ class _Node:
             said += data
         took_s = time.monotonic() - begun
         text = said.decode(errors="replace")
-        other = " ".join((text.replace(word, "") + stream.read_stderr().decode(errors="replace")).split())
+        status = stream.exit_status(1.0)
+        complaint = stream.read_stderr().decode(errors="replace")
         self.seen.shell = LoginShell(
-            answered=True, has_run=word in text, other=other[:200], status=stream.exit_status(1.0)
+            answered=True,
+            has_run=word in text,
+            other=" ".join(text.replace(word, "").split())[:200],
+            complaint=" ".join(complaint.split())[:200],
+            status=status,
         )
         self.seen.login_s.append(took_s)
 

@@ -86,7 +86,8 @@ def examine(fault: Fault, *, options: Sequence[str] = ()) -> dict[str, Any]:
             key: re.sub(r"^\+(\d+)$", lambda found: str(int(time.time()) + int(found[1])), value)
             for key, value in fault.environ.items()
         }
-        command = [sys.executable, "-m", "dtctl", "doctor", "--json", *options]
+        # As a console script does, `-P` keeps the project's own modules out of dtctl's.
+        command = [sys.executable, "-P", "-m", "dtctl", "doctor", "--json", *options]
         env = {**os.environ, "DTCTL_SANDBOX": name, "DTCTL_SANDBOX_DIR": base, "NO_COLOR": "1", **environ}
         begun = time.monotonic()
         with subprocess.Popen(

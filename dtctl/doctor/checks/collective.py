@@ -180,7 +180,7 @@ def add_up(
         failed = {name: loaded.get(name, {}) for name in names if loaded.get(name, {}).get("stage") != "torch"}
         done.uses = {name: gang.used(name, loaded.get(name, {})) for name in names}
         if failed:
-            done.findings.append(_no_torch(failed))
+            done.findings.append(_no_torch(failed, gang.variables()))
             return done
         done.findings += other_nccl(
             {node.name: (node.facts["job"].get("nccl") or "", str(loaded[node.name].get("nccl", ""))) for node in seen}
@@ -220,14 +220,18 @@ def _same(wheel: str, loaded: str) -> bool:
     return wheel.split(".")[:3] == loaded.split(".")[:3]
 
 
-def _no_torch(failed: Mapping[str, Mapping[str, Any]]) -> Finding:
+def _no_torch(failed: Mapping[str, Mapping[str, Any]], variables: Mapping[str, Mapping[str, str]]) -> Finding:
     told = {name: _said(one) for name, one in failed.items()}
+    # A message that names a variable which is set there says what is to go.
+    named = dict.fromkeys(key for name, text in told.items() for key in variables[name] if key in text)
     return Finding(
         check="collective",
         status="fail",
         nodes=tuple(failed),
         summary=f"{', '.join(failed)}: torch cannot be loaded: {next(iter(told.values()))}",
-        fix="try `python -c 'import torch'` there with the job's Python (cluster.python), and install torch again",
+        fix=f"take {', '.join(named)} out of job.env, cluster.nodes[].env and the login, or set what the message asks for"
+        if named
+        else "try `python -c 'import torch'` there with the job's Python (cluster.python), and install torch again",
         evidence=tuple(f"{name}: {text}" for name, text in told.items()),
     )
 

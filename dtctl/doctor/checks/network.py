@@ -54,8 +54,7 @@ def names(seen: Sequence[NodeReport], wanted: Sequence[str] = ()) -> Iterator[Fi
         node.name: ", ".join(found) or "nothing"
         for node in seen
         if (found := node.facts["looked_up"].get("localhost")) is not None
-        and not (found and is_loopback(found[0]))
-        and "localhost" in node.facts["looked_up"]
+        and not (found and all(map(is_loopback, found)))
     }
     if lost:
         yield Finding(

@@ -62,7 +62,7 @@ def reach(seen: Sequence[NodeReport], neighbours: Mapping[str, str] | None = Non
                 status="fail",
                 nodes=(node.name,),
                 summary=f"{getattr(node.error, 'node', None) or node.name}: {node.error.message}",
-                fix=_login_fix(node.error) if check == "login" else node.error.hint or f"try `ssh {node.name} true`",
+                fix=_fix_of(check, node),
                 evidence=(f"{type(node.error).__name__}: {node.error.message}",),
             )
     quick = [min(node.login_s) for node in seen if node.login_s and node.error is None]
@@ -106,6 +106,14 @@ def _twins(seen: Sequence[NodeReport], neighbours: Mapping[str, str]) -> Finding
                 evidence=tuple(f"{other}: {cards[other]}" for other in same),
             )
     return None
+
+
+def _fix_of(check: str, node: NodeReport) -> str:
+    error = node.error
+    hint = (error.hint if error else None) or f"try `ssh {node.name} true`"
+    if check == "python" and "3.8" not in hint:
+        return f"{hint}; it has to be Python 3.8 or newer (cluster.python)"
+    return _login_fix(error) if check == "login" and error else hint
 
 
 def _login_fix(error: DtctlError) -> str:
@@ -155,6 +163,7 @@ def _start(node: NodeReport) -> Finding | None:
         fix += "the login shell (getent passwd USER); sudo chsh -s /bin/bash USER"
     elif not shell.has_run:
         check, what = "start-up", f"the login shell ends with status {shell.status} before it runs a command"
+        what += f": {shell.complaint}" if shell.complaint else ""
         fix = guard + "interactive shells may `exit` or `exec`; or it is no shell: getent passwd USER; sudo chsh -s "
         fix += "/bin/bash USER"
     elif shell.other and isinstance(error.__cause__, BrokenFrame):
