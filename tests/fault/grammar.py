@@ -26,7 +26,7 @@ rc() { shell_of /bin/bash; printf '%s\\n' "$1" >"$LOGIN/.bashrc"; }
 hosts() { sed "$1" /etc/hosts >/tmp/hosts; mount --bind /tmp/hosts /etc/hosts; }
 group() { mkdir -p /sys/fs/cgroup/$1/$GROUP; echo "$3" >/sys/fs/cgroup/$1/$GROUP/$2;
           for p in $(pgrep -x sshd); do echo $p >/sys/fs/cgroup/$1/$GROUP/cgroup.procs || true; done; }
-limit() { for p in $(pgrep -x sshd); do prlimit --pid $p "$1"; done; }
+limit() { for p in $(pgrep -x sshd); do prlimit --pid $p "$1" || true; done; }
 later() { (sleep $1; shift; "$@") >/dev/null 2>&1 </dev/null & }
 """
 """Beside it a script has P1, P2, P3 (addresses), HERE, SELF (the host's own files), LOGIN (home), PY, and GROUP."""
@@ -271,7 +271,7 @@ def _streams() -> None:
     for rate in ("20mb", "2mb"):
         node = _host()
         _add(f"slow: a policer drops above {rate}/s into one node", "streams", "bandwidth packet-loss", [node], r"ethtool|tc |polic",
-             (node, f"iptables -A INPUT -i eth0 -p tcp ! --dport 22 -m hashlimit --hashlimit-name x --hashlimit-above {rate}/s --hashlimit-burst {rate} -j DROP"),
+             (node, f"iptables -A INPUT -i eth0 -p tcp ! --dport 22 -m hashlimit --hashlimit-name x --hashlimit-above {rate}/s --hashlimit-burst 2500kb -j DROP"),
              fatal=False)  # fmt: skip
     one, other = _two()
     _add("duplicates: every packet to one peer twice", "streams", "duplicate-packets packet-loss", [one, other], r"bond|loop|spanning|mirror|switch",

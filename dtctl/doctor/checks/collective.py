@@ -229,7 +229,7 @@ def _no_torch(failed: Mapping[str, Mapping[str, Any]], variables: Mapping[str, M
         status="fail",
         nodes=tuple(failed),
         summary=f"{', '.join(failed)}: torch cannot be loaded: {next(iter(told.values()))}",
-        fix=f"take {', '.join(named)} out of job.env, cluster.nodes[].env and the login, or set what the message asks for"
+        fix=f"take {', '.join(named)} out of job.env, cluster.nodes[].env and the login, or set it as the message says"
         if named
         else "try `python -c 'import torch'` there with the job's Python (cluster.python), and install torch again",
         evidence=tuple(f"{name}: {text}" for name, text in told.items()),

@@ -484,7 +484,9 @@ def alike(seen: Sequence[NodeReport]) -> Iterator[Finding]:
         what="Python",
     )
     torch = {
-        n: f"{said['torch']} (CUDA {said['cuda']})" if said["torch"] else "none" for n, said in job.items() if said
+        n: f"{said['torch']} (CUDA {said['cuda']})" if said["torch"] else "none"
+        for n, said in job.items()
+        if said["torch"] != "unknown"  # its loading tells
     }
     fix = "pip install torch==VERSION, the same on every node"
     for finding in differ("torch", torch, fix, what="torch"):
