@@ -270,7 +270,7 @@ def by_grammar(half: str, only: str, path: Path, limit_s: float, again: int) -> 
         rows[name] = {"layer": fault.layer, **scoring.score(fault, said), "took_s": said["wall_s"], "load": load}
         print(f"{rows[name]['verdict']}: {name}: {rows[name]['first']}", flush=True)
     figures = {"date": time.strftime("%Y-%m-%d %H:%M"), half: {**sums(rows, len(chosen)), "faults": rows}}
-    machine.keep("doctor-faults", figures, path)
+    machine.keep("doctor-grammar", figures, path)
 
 
 def sums(rows: Mapping[str, Mapping[str, Any]], of: int) -> dict[str, Any]:
@@ -294,7 +294,8 @@ def main() -> None:
     parser.add_argument("--grammar", choices=("developed", "held", "harmless"), help="faults of the grammar")
     parser.add_argument("--again", type=int, default=1, help="how often each is examined")
     asked = parser.parse_args()
-    path = asked.into or machine.RESULTS / f"doctor-faults-{time.strftime('%Y%m%d-%H%M')}.json"
+    kind = "grammar" if asked.grammar else "faults"
+    path = asked.into or machine.RESULTS / f"doctor-{kind}-{time.strftime('%Y%m%d-%H%M')}.json"
     if asked.grammar:
         by_grammar(asked.grammar, asked.only or "", path, asked.limit_s, asked.again)
         return
