@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dtctl.launch.records.record import RunInfo, RunRecord
+from tests.unit.report.runs import append
 
 FILES = ("run.json", "spec.yaml", "plan.json", "events.jsonl", "ledger.json", "metrics.jsonl", "logs/a/rank-0.log")
 COMMANDS = (
@@ -66,7 +67,7 @@ def made(folder: Path) -> Path:
     record = RunRecord.create(folder, info)
     record.write_spec("cluster: {transport: local}\njob: {script: t.py}\n")
     (record.folder / "plan.json").write_text('{"nodes": [{"name": "a", "slots": 1, "first_rank": 0, "env": []}]}')
-    record.append_event({"event": "plan", "time": 1.0, "nodes": ["a"]})
+    append(record, {"event": "plan", "time": 1.0, "nodes": ["a"]})
     (record.folder / "ledger.json").write_text('{"phases_s": {}, "wall_s": 0}')
     (record.folder / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     (record.folder / "logs" / "a").mkdir()
