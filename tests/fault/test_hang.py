@@ -11,7 +11,7 @@ import pytest
 import dtctl
 from tests.hosts import Finished, Project
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(1200)]
 
 ROOT = Path(dtctl.__file__).parents[1]
 SPEC = """\

@@ -12,7 +12,7 @@ import dtctl
 from dtctl.launch.records.record import list_runs
 from tests.hosts import Project, wait_until
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(1200)]
 
 ROOT = Path(dtctl.__file__).parents[1]
 SPEC = """\

@@ -20,7 +20,7 @@ from tests.hosts import Project, wait_until
 from tests.integration.slurm_hosts import cluster, shared, state
 
 __all__ = ["cluster", "shared"]
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(1200)
 
 SPEC = """\
 cluster: {{transport: slurm, nodes: 2, slots: 2, python: {python}}}

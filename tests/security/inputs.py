@@ -238,6 +238,8 @@ def probes(_: Path) -> One:
         "workdir": "~/.dtctl",
         "paths": [],
         "python": sys.executable,
+        "env": {},
+        "beside": [],
     }
     told = json.loads(json.dumps(probe.gather({**asked, "code": ""})))
     tools = {

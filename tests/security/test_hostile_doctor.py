@@ -53,7 +53,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     return {one.check for one in examined(tmp_path_factory.mktemp("honest"), HONEST).findings if one.status == "fail"}
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("lie", liar.DOCTOR)
 def test_a_lie_of_a_probe_is_the_fault_of_its_node(
     tmp_path: Path, lie: str, usual: set[str], capsys: pytest.CaptureFixture[str]

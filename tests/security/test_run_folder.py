@@ -83,7 +83,7 @@ main()
 """
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("which", [FILES[:1], FILES[1:]], ids=["run.json", "the others"])
 def test_no_file_of_a_run_makes_a_command_hang_or_break(tmp_path: Path, kind: str, which: tuple[str, ...]) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from dtctl.cli import output
 from dtctl.cli.common.launch_view import LaunchView
 from dtctl.errors import NodeError, NodeFailures
+from dtctl.launch.records.events import JobQueued, NodeChanged, Note, OutputLine, Restarting, Stopping
 from dtctl.launch.records.logs import LONGEST_BYTES, Lines
 from dtctl.printable import printable
 from dtctl.supervisor.group import Group, Process
@@ -58,12 +59,14 @@ def test_nothing_that_prints_lets_them_through(capsys: pytest.CaptureFixture[str
     output.error(NodeError(EVIL, node=EVIL, hint=EVIL))
     output.error(NodeFailures({EVIL: NodeError(EVIL, node="n", hint=EVIL)}))
     view = LaunchView(json_lines=False)
-    for event, facts in (
-        ("log", {"node": EVIL, "rank": 0, "text": EVIL}),
-        ("note", {"node": EVIL, "text": EVIL}),
-        ("stopping", {"reason": EVIL}),
+    for event in (
+        OutputLine(node=EVIL, rank=0, text=EVIL),
+        Note(node=EVIL, text=EVIL),
+        Stopping(reason=EVIL),
+        Restarting(node=EVIL, rank=0, reason=EVIL),
+        JobQueued(job=EVIL, reason=EVIL),
     ):
-        view.event(event, facts)
+        view.event(event)
     said = capsys.readouterr()
     assert said.out
     assert said.err
@@ -74,7 +77,8 @@ def test_the_table_of_nodes_has_no_markup_of_theirs() -> None:
     from rich.console import Console
 
     view = LaunchView(json_lines=False)
-    view._states, view._details = {"a[/]": "failed"}, {"a[/]": EVIL + "[/]"}
+    view.expect(["a[/]"])
+    view.event(NodeChanged(node="a[/]", state="failed", error=EVIL + "[/]"))
     console = Console(file=io.StringIO(), width=400)
     console.print(view._table())
     shown = console.file.getvalue()  # type: ignore[attr-defined]

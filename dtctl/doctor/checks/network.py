@@ -246,7 +246,8 @@ def pairs(
             if answer["result"] not in _WORDS or answer["node"] not in alive or answer["kind"] == REACHED:
                 continue
             if answer["node"] == node.name:
-                alone.setdefault(node.name, answer)
+                if answer["result"] != "stranger":  # its address is another's, too, which is told already
+                    alone.setdefault(node.name, answer)
                 continue
             kind = "rendezvous" if answer["kind"] == "rendezvous" else "data"
             failed[kind].append((node.name, answer["node"], answer))
