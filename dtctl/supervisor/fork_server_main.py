@@ -23,6 +23,7 @@ import sys
 
 VIA_FD = "DTCTL_WARM_FD"
 PRELOAD = "DTCTL_WARM_MODULES"
+LOOKS_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 DEFERRED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -35,8 +36,12 @@ def main() -> list[str]:
     # For the workers; this one ends with its supervisor. Held back and not ignored: a signal that comes while there is
     # no worker yet is for the first one, and one to a worker that was just forked reaches it when it is one.
     signal.pthread_sigmask(signal.SIG_BLOCK, DEFERRED_SIGNALS)
+    told = LOOKS_BY_NVML in os.environ
     obstacle = load(modules)
-    tell(link, {"ready": not obstacle, "why": obstacle, "argv": ["", *sys.argv[1:]], "env": dict(os.environ)})
+    env = dict(os.environ)  # with what the modules have set
+    if not told:
+        env.pop(LOOKS_BY_NVML, None)
+    tell(link, {"ready": not obstacle, "why": obstacle, "argv": ["", *sys.argv[1:]], "env": env})
     pending = None
     while True:
         message, output = receive(link)
@@ -65,7 +70,7 @@ def load(modules: list[str]) -> str:
     import importlib
 
     # Asked by a module, torch then looks for GPUs without starting CUDA, which no fork outlives.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    os.environ.setdefault(LOOKS_BY_NVML, "1")
     for name in modules:
         try:
             importlib.import_module(name)

@@ -38,7 +38,7 @@ NOT_RUN = {
     "source .venv/bin/activate": "tests choose their Python themselves",
 }
 """Command lines that this test cannot run, and why."""
-CODES = {"dtctl doctor --log logs/": 9, "dtctl doctor --gpu": 9}
+CODES = {"dtctl doctor --log logs/": 9, "dtctl doctor --log a.log b.log --json": 9, "dtctl doctor --gpu": 9}
 """Command lines that end with another exit code than 0, as they should: these logs tell of a failure, and here is no
 GPU."""
 TALKER = """\
@@ -260,7 +260,8 @@ def to_examine(shell: Shell, lines: list[str], request: pytest.FixtureRequest) -
     (shell.folder / "dtctl.yaml").write_text("cluster: {transport: local, slots: 2}\njob: {script: train.py}\n")
     (shell.folder / "train.py").write_text("")
     (shell.folder / "logs").mkdir()
-    (shell.folder / "logs" / "rank-0.log").write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate\n")
+    for name in ("logs/rank-0.log", "a.log", "b.log"):
+        (shell.folder / name).write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate\n")
     plain(shell, lines, request)
 
 

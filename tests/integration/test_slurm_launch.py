@@ -164,9 +164,12 @@ def test_a_worker_that_is_killed_is_started_again_in_the_same_job(shared: Projec
     shared.write("dtctl.yaml", spec(restarts=1))
     shared.write(
         "train.py",
-        "import os, signal, time\n"
+        "import os, pathlib, signal, time\n"
         "print('attempt', os.environ['DTCTL_ATTEMPT'], flush=True)\n"
+        "said = pathlib.Path(os.environ['DTCTL_RUN_DIR'])\n"
+        "(said / ('said-' + os.environ['RANK'])).touch()\n"
         "if os.environ['DTCTL_ATTEMPT'] == '0':\n"
+        "    while os.environ['RANK'] == '1' and len(list(said.glob('said-*'))) < 4: time.sleep(0.01)\n"
         "    if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
         "    time.sleep(60)\n",
     )

@@ -63,6 +63,7 @@ def test_a_forked_worker_finds_what_a_fresh_one_finds(project: Project) -> None:
         of_this_run |= {"MASTER_PORT", "DTCTL_PROGRESS", "DTCTL_RUN_TOKEN", "SSH_CLIENT", "SSH_CONNECTION", "_"}
         for found in (facts, fresh[rank][1]):
             found["env"] = {name: value for name, value in found["env"].items() if name not in of_this_run}
+        assert facts["env"].items() ^ fresh[rank][1]["env"].items() == set()
         assert facts == fresh[rank][1]
 
 

@@ -43,7 +43,8 @@ def examined(folder: Path, lie: str) -> Examination:
 def blamed(done: Examination) -> set[str]:
     """The checks that the honest node fails, and that have nothing to do with the other one."""
     failed = [one for one in done.findings if one.status == "fail"]
-    found = {one.check for one in failed if "a" in one.nodes and "b" not in {*one.nodes, *one.peers}}
+    alone = [one for one in failed if "a" in one.nodes and "b" not in {*one.nodes, *one.peers}]
+    found = {one.check for one in alone if not one.follows}
     return found - {"rendezvous-port"}  # which another test of this machine may have just now
 
 
