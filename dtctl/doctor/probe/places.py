@@ -17,6 +17,11 @@ WRITTEN = (
 """Besides all whose name ends in one of these:"""
 WRITTEN_ENDS = ("_CACHE", "_CACHE_DIR", "_CACHE_PATH", "_CACHE_HOME")
 _READ_ENDS = ("_FILE", "_CA_BUNDLE", "_CREDENTIALS")
+_READ_OF = (
+    "NCCL_", "TORCH", "GLOO_", "UCX_", "FI_", "CUDA_", "AWS_", "AZURE_", "GOOGLE_", "SSL_", "REQUESTS_", "CURL_", "HF_",
+    "WANDB_", "MLFLOW_", "COMET_", "DEEPSPEED_", "OMPI_", "SLURM_", "PMIX_",
+)  # fmt: skip
+"""Whose files a training reads; others (`TF_CLI_CONFIG_FILE`) are of tools that take no part in it."""
 _PRELOADED = ("LD_PRELOAD", "LD_AUDIT")
 
 
@@ -121,7 +126,7 @@ def _named(env: dict) -> dict:  # type: ignore[type-arg]
                 why = writable(path) if os.path.isdir(path) else "%s: %s" % (path, os.strerror(errno.ENOENT))
             else:
                 why = usable(path)[1]
-        elif name.endswith(_READ_ENDS) or name in _PRELOADED:
+        elif (name.endswith(_READ_ENDS) and name.startswith(_READ_OF)) or name in _PRELOADED:
             paths = value.replace(" ", ":").split(":") if name in _PRELOADED else [os.path.expanduser(value)]
             lost = [path for path in paths if os.path.isabs(path) and not os.path.exists(path)]
             why = "%s: %s" % (lost[0], os.strerror(errno.ENOENT)) if lost else ""
