@@ -7,8 +7,8 @@ BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 # Without compiled files each of the thousand processes that tests start would compile dtctl again.
 unexport PYTHONDONTWRITEBYTECODE
-# Tests on virtual hosts mostly wait for processes, so one more than there are cores; each has a sandbox of its own.
-HOSTS_TESTS := -n $(shell expr $$(nproc) + 1) --dist loadfile --durations=15
+# Tests on virtual hosts often wait for processes, so two more than there are cores; each has a sandbox of its own.
+HOSTS_TESTS := -n $(shell expr $$(nproc) + 2) --dist loadfile --durations=15
 
 .PHONY: help demo test check unit integration test-frameworks soak fuzz bench gpu clean
 .DEFAULT_GOAL := help
