@@ -1,11 +1,16 @@
 """What all tests share: with CI=true nothing may be skipped quietly."""
 
 import os
+import signal
 
 import pytest
 from hypothesis import settings
 
 pytest_plugins = ["tests.hosts"]
+
+# Shells start what runs in the background with SIGINT ignored; commands that a test interrupts would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

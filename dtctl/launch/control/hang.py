@@ -24,7 +24,7 @@ from dtctl.launch.control.failure import Failure
 from dtctl.launch.control.progress import ReportedPhase, Standing, standings, unheard
 from dtctl.launch.records.record import write_private
 
-ANSWER_S = 6.0
+ANSWER_S = 10.0
 """How long the nodes may take to tell where their workers stand."""
 FRESH_S = 4.0
 """Older news of a node is no ground for a verdict; whether the node is lost is somebody else's question."""
