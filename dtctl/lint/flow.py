@@ -15,13 +15,13 @@ _MOST = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class CallFrame:
     """A call on the way to a value: it says what the parameters of its function were given."""
 
     function: ast.AST
     call: ast.Call
     module: SourceFile
-    above: Frame | None
+    above: CallFrame | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,12 @@ class Value:
 
     module: SourceFile
     node: ast.expr
-    frame: Frame | None = None
+    frame: CallFrame | None = None
     item: int | None = None
     """Which item of it is meant."""
 
 
-def origins(module: SourceFile, node: ast.expr, frame: Frame | None = None) -> list[Value]:
+def origins(module: SourceFile, node: ast.expr, frame: CallFrame | None = None) -> list[Value]:
     """The expressions that a value may come from; the node itself where nothing more is known.
 
     The number of a process that mp.spawn starts comes from the call of mp.spawn.
@@ -155,7 +155,7 @@ def _returned(value: Value, depth: int, seen: set[tuple[int, int]]) -> Iterator[
     if not results or len(results) > _MOST:
         yield value
         return
-    frame = Frame(target.node, call, module, value.frame)
+    frame = CallFrame(target.node, call, module, value.frame)
     for result in results:
         yield from _followed(Value(target.module, result, frame), depth - 1, seen)
 
@@ -190,7 +190,7 @@ def _named(value: Value, depth: int, seen: set[tuple[int, int]]) -> Iterator[Val
             yield value
 
 
-def _frame_at(value: Value, node: ast.expr) -> Frame | None:
+def _frame_at(value: Value, node: ast.expr) -> CallFrame | None:
     """The frame of a value, if a node is in its function too."""
     frame = value.frame
     return frame if frame is not None and value.module.within(node, frame.function) else None

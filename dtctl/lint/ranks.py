@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dtctl.lint import names
-from dtctl.lint.flow import Frame, Value, origins
+from dtctl.lint.flow import CallFrame, Value, origins
 from dtctl.lint.source_file import Function, SourceFile, constant, key
 
 RankKind = Literal["global", "local", "spawned"]
@@ -47,7 +47,7 @@ class RankGuard:
         return RankGuard(self.rank, not self.at_zero, self.test, early, sure=self.sure_not, sure_not=self.sure)
 
 
-def rank_kind(module: SourceFile, node: ast.expr, frame: Frame | None = None) -> RankKind | None:
+def rank_kind(module: SourceFile, node: ast.expr, frame: CallFrame | None = None) -> RankKind | None:
     """Whether an expression is the rank in the world or in the node; None for ranks in groups and anything else.
 
     It is followed through assignments, helper functions and their arguments.
@@ -59,7 +59,7 @@ def rank_kind(module: SourceFile, node: ast.expr, frame: Frame | None = None) ->
     return module.facts[fact]  # type: ignore[return-value]  # facts of this kind are such
 
 
-def _rank_kind(module: SourceFile, node: ast.expr, frame: Frame | None) -> RankKind | None:
+def _rank_kind(module: SourceFile, node: ast.expr, frame: CallFrame | None) -> RankKind | None:
     if not isinstance(
         node, ast.Name | ast.Attribute | ast.Call | ast.Subscript | ast.BinOp | ast.IfExp | ast.NamedExpr
     ):
@@ -125,7 +125,7 @@ def _counts(module: SourceFile, node: ast.Name) -> bool:
     )
 
 
-def _rank_of_call(module: SourceFile, call: ast.Call, frame: Frame | None) -> RankKind | None:
+def _rank_of_call(module: SourceFile, call: ast.Call, frame: CallFrame | None) -> RankKind | None:
     name = key(call.func) or ""
     last = name.rpartition(".")[2]
     if last == "int":
@@ -165,7 +165,7 @@ def _of_variable(name: object) -> RankKind | None:
     return None
 
 
-def guard(module: SourceFile, test: ast.AST, frame: Frame | None = None, depth: int = 4) -> RankGuard | None:
+def guard(module: SourceFile, test: ast.AST, frame: CallFrame | None = None, depth: int = 4) -> RankGuard | None:
     """What a condition says about the rank; None when it does not depend on it."""
     fact = ("guard", test, frame)
     if fact not in module.facts:
@@ -174,7 +174,7 @@ def guard(module: SourceFile, test: ast.AST, frame: Frame | None = None, depth: 
     return module.facts[fact]  # type: ignore[return-value]  # facts of this kind are such
 
 
-def _guard(module: SourceFile, test: ast.AST, frame: Frame | None, depth: int) -> RankGuard | None:
+def _guard(module: SourceFile, test: ast.AST, frame: CallFrame | None, depth: int) -> RankGuard | None:
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         below = guard(module, test.operand, frame, depth)
         return replace(below.negated(), test=test) if below else None
@@ -198,7 +198,7 @@ def _guard(module: SourceFile, test: ast.AST, frame: Frame | None, depth: int) -
 
 
 def _guard_of_name(
-    module: SourceFile, test: ast.Name | ast.Attribute | ast.Call, frame: Frame | None, depth: int
+    module: SourceFile, test: ast.Name | ast.Attribute | ast.Call, frame: CallFrame | None, depth: int
 ) -> RankGuard | None:
     name = key(test.func if isinstance(test, ast.Call) else test) or ""
     last = name.rpartition(".")[2]
@@ -227,7 +227,7 @@ def _guard_of_name(
     return None
 
 
-def _compared(module: SourceFile, test: ast.Compare, frame: Frame | None) -> RankGuard | None:
+def _compared(module: SourceFile, test: ast.Compare, frame: CallFrame | None) -> RankGuard | None:
     left, op, right = test.left, test.ops[0], test.comparators[0]
     kind = rank_kind(module, left, frame)
     if kind is None:

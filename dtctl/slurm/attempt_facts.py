@@ -58,7 +58,7 @@ class AttemptFacts:
                 self.taken_back = self.taken_back or event.reason  # a requeue by the script says so too
             case batchlog.StepEnded():
                 self.ended = event.time
-            case job_record.Progress():
+            case job_record.RecordedProgress():
                 self.first_step, self.last_step = event.worker.first, event.worker.step
             case job_record.LeftEarly():
                 self._left_early = event.workers

@@ -250,7 +250,7 @@ class Follower:
                             time=at, node=event.node, rank=rank, exit_code=event.exit_code, signal=event.signal
                         )
                     )
-            case job_record.Progress():
+            case job_record.RecordedProgress():
                 self.ledger.progress(at, event.worker)
                 if event.worker.saved > max(event.worker.first, self._saved_step):
                     self._saved_step = event.worker.saved

@@ -28,7 +28,7 @@ from dtctl.slurm import batchlog
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RecordedProgress:
     """How far the worker of the smallest rank is, which stands for all."""
 
     attempt: int
@@ -60,7 +60,7 @@ class Verdict:
     silent_s: float
 
 
-Recorded: TypeAlias = Progress | LeftEarly | Hang | Verdict
+Recorded: TypeAlias = RecordedProgress | LeftEarly | Hang | Verdict
 Event: TypeAlias = Recorded | batchlog.Event
 
 _FAILURE: Final = form(
@@ -92,7 +92,7 @@ def read(line: str) -> tuple[float, Recorded] | None:
         return None
     time, attempt = facts["time"], facts["attempt"]
     if op == "progress":
-        return time, Progress(attempt, facts["worker"])
+        return time, RecordedProgress(attempt, facts["worker"])
     if op == "left-early":
         return time, LeftEarly(attempt, tuple(facts["workers"]))
     if op == "hang":

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from dtctl.doctor.explain import activity, collective, kinds, launchers, signatures
 from dtctl.doctor.explain.activity import Activity
 from dtctl.doctor.explain.interfaces import Interfaces
-from dtctl.doctor.explain.launchers import Exit
+from dtctl.doctor.explain.launchers import ReportedExit
 from dtctl.doctor.explain.lines import PROGRESS, LogLine, parse
 from dtctl.doctor.explain.signatures import Signature
-from dtctl.doctor.explain.tracebacks import Raised, Reader
+from dtctl.doctor.explain.tracebacks import Raised, TracebackReader
 
 UNLABELLED = 5
 """Lines of progress after a traceback whose rank is not said, until it counts as survived: ranks die one after
@@ -133,7 +133,7 @@ class Hit:
     """The exception that it is."""
     weight: int = 3
     """How much it says; see kinds.Explained."""
-    end: Exit | None = None
+    end: ReportedExit | None = None
     """The end of a process that it is."""
     before: Activity | None = None
     """What the program had said just before."""
@@ -170,7 +170,7 @@ COMPLAINT = Signature(
 class _Stream:
     """What the lines of one process in one file have said so far."""
 
-    reader: Reader = field(default_factory=Reader)
+    reader: TracebackReader = field(default_factory=TracebackReader)
 
 
 @dataclass(slots=True)
@@ -456,7 +456,7 @@ def _survive(line: LogLine, state: _File, *, ordinary: bool) -> None:
     state.complaining = any(hit.signature is COMPLAINT or _said(hit) for hit, _ in state.open)
 
 
-def _of_exit(end: Exit, line: LogLine) -> Hit:
+def _of_exit(end: ReportedExit, line: LogLine) -> Hit:
     by_signal = {9: "killed", 11: "segfault", 7: "bus-error", 6: "aborted", 15: "stopped", 2: "stopped", 1: "hangup"}
     if end.out_of_memory:
         id_ = "oom-killer"

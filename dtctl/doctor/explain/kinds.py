@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dtctl.doctor.explain import signatures
 from dtctl.doctor.explain.signatures import Signature
-from dtctl.doctor.explain.tracebacks import Frame, Raised
+from dtctl.doctor.explain.tracebacks import Raised, TracebackFrame
 
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/(?P<name>[^/]+)")
 _STANDARD = re.compile(
@@ -190,7 +190,7 @@ class Explained:
     """How much it says: 3 a known text, 2 a kind, 1 an exception of the program, 0 of a library, -1 a consequence."""
 
 
-def library_of(frame: Frame) -> str:
+def library_of(frame: TracebackFrame) -> str:
     """The package that a file belongs to; empty for a file of the user's."""
     path = frame.path.replace("\\", "/")
     if found := _INSTALLED.search(path):

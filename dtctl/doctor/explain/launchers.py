@@ -84,7 +84,7 @@ _GATE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exit:
+class ReportedExit:
     """How a process ended."""
 
     code: int
@@ -108,7 +108,7 @@ class Table:
     rank: int | None = None
     root: bool = False
 
-    def follow(self, text: str) -> Exit | None:
+    def follow(self, text: str) -> ReportedExit | None:
         """The exit that a line of torchrun's or an mpirun's summary completes."""
         if text.startswith("Root Cause (first observed failure)"):
             self.root = True
@@ -132,7 +132,7 @@ class Table:
         return () if self.rank is None else (self.rank,)
 
 
-def exit_of(line: LogLine, table: Table) -> Exit | None:
+def exit_of(line: LogLine, table: Table) -> ReportedExit | None:
     """The end of a process that this line tells, None where it tells none or a good one."""
     text = line.text
     if not any(word in text for word in _GATE):
@@ -150,19 +150,19 @@ def exit_of(line: LogLine, table: Table) -> Exit | None:
     return None
 
 
-def _srun(found: re.Match[str]) -> Exit | None:
+def _srun(found: re.Match[str]) -> ReportedExit | None:
     tasks = expand(found["tasks"])
     number = SIGNALS.get(found["how"], 0)
     nodes = found["nodes"]
     node = nodes if "[" not in nodes and "," not in nodes else None
     if found["how"] == "Out Of Memory":
-        return Exit(code=0, signal=9, ranks=tasks, node=node, out_of_memory=True)
+        return ReportedExit(code=0, signal=9, ranks=tasks, node=node, out_of_memory=True)
     return _exit(int(found["code"] or 0), number, ranks=tasks, node=node, root=False)
 
 
-def _of_form(groups: dict[str, str], table: Table) -> Exit | None:
+def _of_form(groups: dict[str, str], table: Table) -> ReportedExit | None:
     if "OOMKilled" in groups.values():
-        return Exit(code=137, signal=9, out_of_memory=True)
+        return ReportedExit(code=137, signal=9, out_of_memory=True)
     number = int(groups.get("signal", 0))
     if name := groups.get("name"):
         number = getattr(signal, name, signal.Signals(9)).value
@@ -181,14 +181,14 @@ def _of_form(groups: dict[str, str], table: Table) -> Exit | None:
 
 def _exit(
     code: int, number: int, *, ranks: tuple[int, ...], node: str | None, root: bool, local: bool = False
-) -> Exit | None:
+) -> ReportedExit | None:
     if code < 0:
         number, code = -code, 0
     elif not number and code - 128 in _FATAL:
         number = code - 128
     if not code and not number:
         return None
-    return Exit(code=code, signal=number, ranks=ranks, node=node, root=root, local=local)
+    return ReportedExit(code=code, signal=number, ranks=ranks, node=node, root=root, local=local)
 
 
 def expand(tasks: str) -> tuple[int, ...]:

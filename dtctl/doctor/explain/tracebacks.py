@@ -128,7 +128,7 @@ _NUMBERS = re.compile(r"\d+(?:[:.,/-]\d+)+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class TracebackFrame:
     """One call of a traceback."""
 
     path: str
@@ -150,7 +150,7 @@ class Raised:
     """With its modules, as it was printed."""
     message: str
     line: LogLine
-    frames: tuple[Frame, ...] = ()
+    frames: tuple[TracebackFrame, ...] = ()
     """The innermost last."""
     detail: list[str] = field(default_factory=list)
     """Further lines of its message."""
@@ -188,12 +188,12 @@ class Raised:
 
 
 @dataclass(slots=True)
-class Reader:
+class TracebackReader:
     """Finds the exceptions in the lines of one process, or of several that write into one stream."""
 
     opened: int = 0
     """Tracebacks that have begun, and whose exception has not come yet."""
-    frames: list[Frame] = field(default_factory=list)
+    frames: list[TracebackFrame] = field(default_factory=list)
     gap: int = 0
     """Lines since the last one that belongs to a traceback."""
     adjacent: bool = False
@@ -304,7 +304,9 @@ class Reader:
             self.opened, self.frames = 1, []
         groups = found.groupdict()
         self.frames.append(
-            Frame(path=groups["path"], line=int(groups["line"] or 0), function=(groups["function"] or "").strip())
+            TracebackFrame(
+                path=groups["path"], line=int(groups["line"] or 0), function=(groups["function"] or "").strip()
+            )
         )
         if len(self.frames) > 400:
             del self.frames[100:200]
@@ -333,7 +335,7 @@ class Reader:
         if text[:1] in (" ", "\t", "|", "+") or (not text.strip() and self.adjacent):
             if self.adjacent and self.frames and text.strip() and not self.frames[-1].source:
                 last = self.frames[-1]
-                self.frames[-1] = Frame(
+                self.frames[-1] = TracebackFrame(
                     path=last.path, line=last.line, function=last.function, source=text.strip()[:200]
                 )
             indented = re.match(r"^[\s|+]+(?=\S)", text)
@@ -402,7 +404,7 @@ class Reader:
 _AT_THE_END = ("_run_exitfuncs", "_exit_function", "_cleanup")
 
 
-def _at_the_end(frames: list[Frame]) -> bool:
+def _at_the_end(frames: list[TracebackFrame]) -> bool:
     """Whether an exception came out of what Python calls when an object or the process ends: it ignores those."""
     if not frames:
         return False

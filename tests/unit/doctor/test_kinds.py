@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dtctl.doctor.explain import kinds, signatures
+from dtctl.doctor.explain import kinds, signatures, tracebacks
 from dtctl.doctor.explain.diagnose import explain_all
 
 CASES: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "logs" / "kinds.yaml").read_text())
@@ -151,4 +151,4 @@ def test_no_line_of_a_healthy_log_is_a_failure_even_alone(tmp_path: Path, line: 
     ],
 )
 def test_the_package_of_a_file(path: str, library: str) -> None:
-    assert kinds.library_of(kinds.Frame(path=path, line=1, function="f")) == library
+    assert kinds.library_of(tracebacks.TracebackFrame(path=path, line=1, function="f")) == library

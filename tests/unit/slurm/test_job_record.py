@@ -12,7 +12,7 @@ from dtctl.launch.control.failure import Failure
 from dtctl.launch.control.progress import ReportedPhase, Standing
 from dtctl.slurm import batchlog, job_record
 from dtctl.slurm.job_ledger import JobLedger
-from dtctl.slurm.job_record import Hang, LeftEarly, Progress, Verdict
+from dtctl.slurm.job_record import Hang, LeftEarly, RecordedProgress, Verdict
 
 WORKER = Standing(
     node="node1", rank=0, pid=7, phase=ReportedPhase.STEPPING, step=3, place=0, first=0, saved=0, until=99,
@@ -30,7 +30,7 @@ def line(op: str, **facts: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "meaning"),
     [
-        (line("progress", worker=asdict(WORKER)), Progress(1, WORKER)),
+        (line("progress", worker=asdict(WORKER)), RecordedProgress(1, WORKER)),
         (line("left-early", workers=[asdict(WORKER)]), LeftEarly(1, (WORKER,))),
         (line("hang", silent_s=30.5), Hang(1, 30.5)),
         (line("verdict", failure=asdict(FAILURE), silent_s=30.5), Verdict(1, FAILURE, 30.5)),
@@ -72,8 +72,8 @@ def test_the_log_and_the_record_of_several_starts_are_put_in_order() -> None:
     record = [line("hang", silent_s=1.0, attempt=0, time=15.0), line("progress", worker=asdict(WORKER), time=30.0)]
     events = job_record.in_order(log, record, now=40.0)
     assert [(at, type(event).__name__) for at, event in events] == [
-        (10.0, "Start"), (15.0, "Hang"), (20.0, "Ended"), (20.0, "StepEnded"), (21.0, "Start"), (30.0, "Progress"),
-        (40.0, "Ended"),
+        (10.0, "Start"), (15.0, "Hang"), (20.0, "Ended"), (20.0, "StepEnded"), (21.0, "Start"),
+        (30.0, "RecordedProgress"), (40.0, "Ended"),
     ]  # fmt: skip
     assert events[2][1] == batchlog.Ended("n1", 3, 137, 9)
 

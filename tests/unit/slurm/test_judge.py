@@ -95,7 +95,7 @@ def test_a_hang_is_recorded_and_the_workers_of_all_nodes_are_ended(rig: Rig) -> 
     assert [link.recv(100) for link in links] == [b'{"op": "kill"}\n'] * 2
     for link in links:
         link.close()
-    *_, hang, verdict = [event for event in rig.records() if not isinstance(event, job_record.Progress)]
+    *_, hang, verdict = [event for event in rig.records() if not isinstance(event, job_record.RecordedProgress)]
     assert isinstance(hang, job_record.Hang)
     assert isinstance(verdict, job_record.Verdict)
     assert (verdict.attempt, verdict.failure.node, verdict.failure.rank) == (2, "node2", 1)
