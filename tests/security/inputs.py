@@ -108,8 +108,7 @@ def logs(_: Path) -> One:
     def one(folder: Path, chance: random.Random) -> object:
         for name in ("rank-0.log", "rank-1.log")[: chance.choice((1, 2))]:
             (folder / name).write_bytes(bent(chance.choice(real), chance))
-        found, _ = explain_all([folder])
-        return [one.as_json() for one in found]
+        return [diagnosis.as_json() for diagnosis in explain_all([folder]).diagnoses]
 
     return one
 
