@@ -41,6 +41,8 @@ def sandbox_env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 
 @pytest.fixture(scope="session")
 def session_sandbox(sandbox_env: dict[str, str]) -> Iterator[Sandbox]:
+    if control.find("main") is not None:  # a launch in a test before has started it
+        control.down("main")
     yield control.up("main", nodes=3)
     control.down("main")
 
