@@ -1,6 +1,7 @@
-"""What `dtctl advise` says beside what is published: memory, speed and mesh of 283 trainings; three minutes.
+"""What `dtctl advise` says beside what is published: memory, speed and mesh of 375 trainings; three minutes.
 
     python benchmarks/advise.py --half learn
+    python benchmarks/advise.py --half held --round 2
     python benchmarks/advise.py --half both --eleuther calc_transformer_mem.py
 
 The trainings are those of data/advise_published.json. The formulas were fitted to the half `learn`; `held` scores them.
@@ -171,11 +172,11 @@ def scored(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return score
 
 
-def halves(names: tuple[str, ...]) -> dict[str, Any]:
+def halves(names: tuple[str, ...], turn: int) -> dict[str, Any]:
     """Each half, scored, and told."""
     found = {}
     for name in names:
-        rows = [compared(case) for case in published(name)]
+        rows = [compared(case) for case in published(name, turn)]
         score = scored(rows)
         found[name] = {"score": score, "cases": rows}
         for figure, bars in BARS.items():
@@ -196,11 +197,12 @@ def main() -> None:
     """Compare and keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--half", choices=["learn", "held", "both"], default="both")
+    parser.add_argument("--round", type=int, default=0, help="only the trainings that came in this round")
     parser.add_argument("--note", default="", help="kept with the result")
     parser.add_argument("--eleuther", type=Path)
     parser.add_argument("--python", type=Path, default=PEERS, help="the one that has deepspeed")
     given = parser.parse_args()
-    found = halves(("learn", "held") if given.half == "both" else (given.half,))
+    found = halves(("learn", "held") if given.half == "both" else (given.half,), given.round)
     rows = []
     for case in CASES:
         model = transformer(**case.shape, gated=True)

@@ -58,6 +58,9 @@ class Side:
         own = {"PYTHONPATH": str(tree), "DTCTL_SANDBOX_DIR": str(base / "sandboxes"), "DTCTL_SANDBOX": base.name}
         self.env = {**os.environ, **own, "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
         self.env["XDG_STATE_HOME"] = str(base / "state")
+        self.env.pop("PYTHONDONTWRITEBYTECODE", None)
+        # As an installed package is; what was edited or checked out a moment ago would be compiled at each start.
+        subprocess.run([sys.executable, "-m", "compileall", "-q", str(tree / "dtctl")], env=self.env, check=True)
 
     def python(self, *words: str, cwd: Path) -> str:
         """Run this side's code; what it prints."""

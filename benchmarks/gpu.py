@@ -32,6 +32,8 @@ from benchmarks.machine import RESULTS
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET_S = 535.0
 """For all checks: nine minutes, less what the start and the end of this program take."""
+BUSY = 6
+"""How many times as long checks may take on CPUs, where others may be at work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +187,8 @@ def programme(numbers: list[int], out: Path, *, cpu: bool, budget_s: float) -> i
                 }
             )  # fmt: skip
         else:
-            checks.append(run_one(check, cpu=cpu, limit_s=min(check.limit_s, left_s)))
+            limit_s = check.limit_s * (BUSY if cpu else 1)
+            checks.append(run_one(check, cpu=cpu, limit_s=min(limit_s, left_s)))
         kept["took_s"] = round(time.monotonic() - begun, 1)
         keep(kept, out)
         print(told(checks[-1]), flush=True)

@@ -340,9 +340,7 @@ def main() -> None:
             print(f"\ndtctl --help: {statistics.median(series.wall_s):.3f} s")
         finally:
             bench.close()
-    path = keep("launch", kept)
-    if (PEERS / "bin" / "python").exists():
-        subprocess.run([str(PEERS / "bin" / "python"), str(HERE / "plot.py"), str(path)], check=False)
+    keep("launch", kept)
 
 
 if __name__ == "__main__":

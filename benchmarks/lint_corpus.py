@@ -38,7 +38,7 @@ RULES = {
     "seed-same": "DT008",
     "find-unused": "DT010",
     "load-no-map-location": "DT052 DT007",
-    "log-all-ranks": "DT054 DT018",
+    "log-all-ranks": "DT054 DT018 DT014",
     "no-destroy": "DT030",
     "metric-not-reduced": "DT018 DT020 DT019 DT053 DT054",
     "no-set-epoch": "DT004",
@@ -53,7 +53,8 @@ RULES = {
     "sync-each-step": "DT032 DT046",
     "save-all-ranks": "DT014 DT015",
     "makedirs-race": "DT055",
-    "scaler-misuse": "DT049 DT039 DT031",
+    "scaler-misuse": "DT049 DT039 DT031 DT077",
+    "no-zero-grad": "DT078",
     "early-exit": "DT013 DT033 DT045",
     "no-no-sync": "DT009",
     "device-wrong": "DT007 DT017 DT016 DT006",
@@ -70,7 +71,8 @@ RULES = {
     "clip": "DT031 DT061",
     "bypass-ddp": "DT059",
     "split-random": "DT058",
-    "fsdp-clip": "DT061",
+    "fsdp-clip": "DT061 DT074",
+    "fsdp-wrap": "DT075 DT048",
     "fsdp-save": "DT012",
     "module-prefix": "DT022",
     "write-all-ranks": "DT014",
@@ -83,14 +85,21 @@ RULES = {
     "backend": "DT068",
     "resume-incomplete": "DT069",
     "result-thrown-away": "DT044",
-    "seed-differs": "DT008",
+    "seed-differs": "DT008 DT058",
     "opt-order": "DT023",
     "no-barrier-after-prep": "DT067",
     "policy": "DT048",
+    "hook-step": "DT047",
+    "timeout": "DT073",
+    "uneven-steps": "DT076 DT013 DT045",
     "result-discarded": "DT044",
 }
 """Kind of mistake -> the rules for it. A kind that is not here has no rule."""
-SOME = {"crash": "DT000 DT021 DT025 DT026 DT027 DT044 DT048 DT067"}
+SOME = {
+    "crash": "DT000 DT021 DT025 DT026 DT027 DT044 DT048 DT067 DT070",
+    "waste": "DT072",
+    "partial-data": "DT071 DT076",
+}
 """Kinds of which rules find some: those that they find have a rule, the others have none."""
 
 

@@ -28,7 +28,7 @@ CLASSES: dict[str, str] = {
     "disk-or-quota": "storage-failed disk-full write-failed read-only evicted",
     "permission": "permission not-executable read-only port-invalid",
     "network-interface": "no-interface gloo-no-interface loopback-advertised no-common-subnet "
-                         "virtual-interfaces no-route connect-refused gloo-connect "
+                         "virtual-interfaces no-route connect-refused gloo-connect connect-aborted "
     "connect-timeout network-error address-not-local",
     "network-connect": "store-unreachable connect-refused connect-timeout data-ports-dropped no-route "
                        "gloo-connect connect-aborted ib-retry-exceeded "
@@ -37,24 +37,25 @@ CLASSES: dict[str, str] = {
     "address-not-local peer-closed remote-error mixed-link-types memlock",
     "name-resolution": "name-resolution ssh-name store-unreachable",
     "rendezvous": "store-barrier rendezvous-host rendezvous-timeout clients-missing store-unreachable "
-                  "init-twice init-missing",
+                  "init-twice init-missing tasks-missing",
     "environment-variable": "rendezvous-variables environment-variable store-unreachable",
     "port-in-use": "port-taken",
     "ssh": "ssh-login ssh-host-key ssh-refused ssh-unreachable ssh-key-mode ssh-name",
     "scheduler": "slurm-launch slurm-refused slurm-communication requeued preempted cancelled time-limit node-failed "
-                 "mpi-pmi mpi-slots pod-unscheduled evicted",
+                 "mpi-pmi mpi-slots pod-unscheduled evicted container-start",
     "preemption-or-time-limit": "time-limit preempted requeued",
     "node-failure": "node-failed mpi-daemon-lost slurm-communication",
     "cancelled-or-signalled": "segfault cancelled agent-signalled hangup interrupted stopped preempted killed "
-                              "peer-closed",
-    "command-missing": "command-missing not-executable",
+                              "peer-closed worker-failed",
+    "command-missing": "command-missing not-executable container-start conda-missing",
     "collective-mismatch": "collective-mismatch nccl-settings-differ store-barrier ddp-models-differ "
                            "sizes-differ watchdog-timeout rank-behind gloo-timeout",
-    "collective-timeout-straggler": "watchdog-timeout rank-silent rank-behind gloo-timeout heartbeat-timeout "
+    "collective-timeout-straggler": "watchdog-timeout rank-silent rank-behind gloo-timeout "
+    "heartbeat-timeout peer-late tasks-missing "
                                     "watchdog-stuck monitored-barrier "
     "clients-missing store-barrier nccl-id-missing collective-mismatch",
     "device-usage": "invalid-device duplicate-gpu world-too-large gpu-busy backend-device devices-differ "
-                    "no-nccl device-map fork-cuda device-unknown",
+                    "no-nccl device-map fork-cuda device-unknown no-bf16",
     "gpu-hardware": "gpu-fell-off nvml nvls",
     "driver": "driver-too-old driver-mismatch fabric-manager nvml nvls no-nccl",
     "version-conflict": "gpu-architecture version-conflict undefined-symbol no-kernel-image "
@@ -65,25 +66,26 @@ CLASSES: dict[str, str] = {
                      "circular-import",
     "missing-module": "missing-module import-failed command-missing",
     "compile": "gpu-architecture compile-failed build-failed missing-header cuda-toolkit-missing cuda-toolkit-differs",
-    "checkpoint": "checkpoint-damaged shapes-differ world-size-changed checkpoint-missing lfs-pointer "
+    "checkpoint": "missing-file checkpoint-damaged shapes-differ world-size-changed checkpoint-missing lfs-pointer "
                   "weights-only bad-data write-failed",
     "download": "offline hub-forbidden hub-missing rate-limited server-error tls download-failed name-resolution",
     "dataset-or-file": "sample-error bad-sample missing-file no-data bad-data checkpoint-missing missing-script "
-                       "storage-failed permission hub-missing",
+                       "storage-failed permission hub-missing missing-key",
     "dataloader": "loader-exited bad-sample loader-killed loader-timeout open-files shm-full bad-data segfault",
-    "configuration": "not-divisible bad-arguments bad-configuration local-rank-argument command-missing "
-                     "world-too-large mpi-slots mpi-root exception "
+    "configuration": "shell-syntax not-divisible bad-arguments bad-configuration local-rank-argument command-missing "
+                     "world-too-large mpi-slots mpi-root exception no-bf16 "
     "library-error assertion not-supported version-conflict rendezvous-variables missing-script port-invalid "
     "store-barrier device-map",
     "nan-or-loss-scale": "loss-scale loss-nan",
     "ddp-usage": "ddp-unused-parameters ddp-ready-twice ddp-no-gradients ddp-models-differ ddp-attribute "
                  "autograd syncbn-cpu",
     "fsdp-or-sharding-usage": "fsdp-mixed sizes-differ library-error types-differ shapes-differ assertion",
-    "program-error": "sample-error exception sizes-differ device-assert index-range types-differ "
-                     "devices-differ autograd "
+    "program-error": "missing-key bad-sample sample-error exception sizes-differ device-assert index-range "
+                     "types-differ devices-differ autograd "
                      "library-error batch-of-one recompute-differs "
     "init-twice init-missing circular-import ddp-attribute fork-cuda assertion bad-configuration",
-    "library-error": "library-error exception assertion not-supported version-conflict segfault compile-failed "
+    "library-error": "torch-internal library-error exception assertion not-supported version-conflict segfault "
+    "compile-failed "
                      "launch-failure illegal-access recompute-differs "
     "sizes-differ autograd types-differ ddp-attribute",
     "segfault": "segfault crashed aborted illegal-access launch-failure",

@@ -1,47 +1,82 @@
-"""Draws a result of benchmarks/launch.py; run with the peers' environment, which has matplotlib."""
+"""Draws the figures of the newest results for the README and the documentation, for light and for dark pages.
+
+    python benchmarks/plot.py          writes docs/pictures/NAME.light.svg and NAME.dark.svg
+
+The same results give the same files, byte by byte; tests/unit/benchmarks holds the committed ones to that.
+"""
 
 from __future__ import annotations
 
-import json
-import sys
+import io
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import matplotlib as mpl
+
+if TYPE_CHECKING:
+    from questions import Chart
+
+PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
+IN_README = ("recovery", "step-tiny", "launch-8", "damage")
+THEMES = {
+    "light": {"text": "#1f2328", "ours": "#3f51b5", "others": "#b8bec8"},
+    "dark": {"text": "#e6edf3", "ours": "#8c9eff", "others": "#5b6370"},
+}
+"""Text and bars of each; the ground is transparent."""
+
+
+def drawn(chart: Chart, theme: str) -> str:
+    """A chart as SVG."""
+    mpl.use("svg")
+    from matplotlib import pyplot as plt
+
+    colours = THEMES[theme]
+    bars = chart.sorted()
+    with mpl.rc_context(
+        {"svg.hashsalt": chart.name, "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10}
+    ):
+        figure, axes = plt.subplots(figsize=(7.2, 0.75 + 0.34 * len(bars)))
+        axes.barh(
+            [bar.name for bar in bars],
+            [bar.value for bar in bars],
+            color=[colours["ours" if bar.ours else "others"] for bar in bars],
+            height=0.62,
+        )
+        axes.invert_yaxis()
+        axes.set_title(chart.title, loc="left", color=colours["text"], fontsize=11)
+        axes.set_xlabel(chart.unit, color=colours["text"], loc="left", fontsize=9)
+        axes.margins(x=0.32)
+        for index, bar in enumerate(bars):
+            figures = [f"{bar.value:,.{chart.digits}f}", *filter(None, [bar.remark])]
+            told = {"va": "center", "color": colours["text"], "fontsize": 9}
+            axes.annotate(" · ".join(figures), (bar.value, index), (5, 0), textcoords="offset points", **told)
+        axes.tick_params(colors=colours["text"], length=0)
+        axes.set_xticks([])
+        axes.spines[:].set_visible(False)
+        figure.tight_layout()
+        written = io.StringIO()
+        figure.savefig(
+            written, format="svg", transparent=True, metadata={"Date": None, "Creator": "benchmarks/plot.py"}
+        )
+        plt.close(figure)
+    return "\n".join(line.rstrip() for line in written.getvalue().splitlines()) + "\n"
+
+
+def charts() -> list[Chart]:
+    """Those of all questions."""
+    from questions import answers
+
+    return [chart for answer in answers() for chart in answer.charts]
 
 
 def main() -> None:
-    """Write a picture beside the JSON file named on the command line."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    path = Path(sys.argv[1])
-    kept = json.loads(path.read_text())
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    rows = {name: row["median_s"] for name, row in kept["true on 16 nodes"].items() if "median_s" in row}
-    colours = ["#2f6fde" if name == "dtctl" else "#b8bec8" for name in rows]
-    left.barh(list(rows), list(rows.values()), color=colours)
-    left.invert_yaxis()
-    left.set_title("`true` on 16 nodes, fresh process")
-    left.set_xlabel("seconds (median)")
-    for index, value in enumerate(rows.values()):
-        left.text(value, index, f" {value:.2f}", va="center", fontsize=9)
-    sizes = [int(n) for n in kept["growth"]]
-    for name, colour in (("bare paramiko", "#8a93a3"), ("dtctl", "#2f6fde")):
-        right.plot(
-            sizes, [kept["growth"][str(n)][name]["median_s"] for n in sizes], marker="o", color=colour, label=name
-        )
-    right.set_xscale("log", base=2)
-    right.set_xticks(sizes, [str(n) for n in sizes])
-    right.set_ylim(bottom=0)
-    right.set_xlabel("nodes (all on one 2-core machine)")
-    right.set_ylabel("seconds (median)")
-    right.set_title("how it grows")
-    right.legend(frameon=False)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=130)
-    print(f"drawn in {path.with_suffix('.png')}")
+    """Draw the README's."""
+    PICTURES.mkdir(exist_ok=True)
+    for chart in charts():
+        if chart.name in IN_README:
+            for theme in THEMES:
+                (PICTURES / f"{chart.name}.{theme}.svg").write_text(drawn(chart, theme), encoding="utf-8")
+    print(f"drawn in {PICTURES}")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ An entry has its source, a name, the model's numbers, the GPUs, the mesh, how it
 published: `memory_gib` with what it counts (`allocated` or `reserved` by torch, `device` as nvidia-smi shows it), and
 `tokens_per_s_per_gpu`. `half` is decided by the first hex digit of sha1(source + name): even ones are learned from, odd
 ones are scored. `seen` marks those that earlier versions of the formulas were fitted to; they are always learned from.
+
+    python benchmarks/published.py      # writes the table of mixtures into docs/guides/experts.md anew
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from dtctl.estimate.memory import GIB, Layout, Recipe, memory
 from dtctl.estimate.model import Model
 
 FILE = Path(__file__).parent / "data" / "advise_published.json"
+GUIDE = Path(__file__).parent.parent / "docs" / "guides" / "experts.md"
+BEGIN, END = "<!-- mixtures: benchmarks/published.py -->", "<!-- end of mixtures -->"
 NETWORK = 400.0
 """GB/s of a node where the training has one node only, or the source is silent."""
 # Frameworks that dtctl has no word for -> the one that holds a model in the same way.
@@ -57,9 +61,10 @@ class Case:
         return speed(self.model, self.layout, self.hardware, self.recipe, **options).tokens_per_s_per_gpu
 
 
-def cases(half: str) -> list[Case]:
-    """All of one half."""
-    return [_case(entry) for entry in json.loads(FILE.read_text(encoding="utf-8")) if entry["half"] == half]
+def cases(half: str, turn: int = 0) -> list[Case]:
+    """All of one half, or those of it that came in one round."""
+    entries = json.loads(FILE.read_text(encoding="utf-8"))
+    return [_case(entry) for entry in entries if entry["half"] == half and turn in (0, entry.get("round", 1))]
 
 
 def _case(entry: dict[str, Any]) -> Case:
@@ -73,16 +78,23 @@ def _case(entry: dict[str, Any]) -> Case:
         model = replace(model, block_kept=(model.block_kept + model.block_input) / 2)
     framework = entry["framework"]
     recipe = held(FRAMEWORKS[NEAR.get(framework, framework)], entry["precision"])
-    changes: dict[str, Any] = {key: entry[key] for key in ("reshard", "loss_parallel") if key in entry}
+    changes: dict[str, Any] = {
+        key: entry[key] for key in ("reshard", "loss_parallel", "loss_copies", "cache") if key in entry
+    }
     changes["sequence_parallel"] = entry.get("sequence_parallel", False)
     if "attention" in entry:
         changes["attention"] = entry["attention"]
     if entry.get("compiled_loss"):
         changes["fused_loss"] = True
     if entry.get("chunked_loss"):
-        changes["loss_parts"] = 8
+        changes["loss_parts"] = 8  # those that do so have fused kernels for the blocks too
+        changes["sharded"] = tuple(pair for pair in recipe.sharded if pair[0] != "fused")
+    if entry.get("no_sync"):  # gradients of all micro batches are added up whole
+        changes |= {"whole_gradients": True, "whole_bytes": 4}
     if entry.get("reduce") == "bf16":
         changes["gradient_bytes"] = 2
+    if entry.get("moments") == "bf16":  # Megatron-LM's precision-aware optimizer
+        changes["optimizer_bytes"] = 4
     if entry.get("async_tp") or (framework == "megatron" and entry.get("sequence_parallel")):
         changes["tp_overlap"] = True
     zero = entry.get("zero", 0)
@@ -108,3 +120,43 @@ def _case(entry: dict[str, Any]) -> Case:
         ),
         recipe=replace(recipe, **changes),
     )
+
+
+def mixtures() -> str:
+    """A table of all trainings of mixtures: what is published beside what is computed."""
+    found = sorted((case for half in ("learn", "held") for case in cases(half) if case.model.experts), key=_by_model)
+    return "\n".join([
+        "| training | mesh | GiB, published | computed | tokens/s of a GPU, published | computed |",
+        "|---|---|---|---|---|---|",
+        *(_row(case) for case in found),
+    ])  # fmt: skip
+
+
+def _by_model(case: Case) -> tuple[float, int, str]:
+    return case.model.params, case.layout.workers, case.name
+
+
+def _row(case: Case) -> str:
+    entry = case.entry
+    mesh = " x ".join(
+        f"{axis} {degree}" for axis in ("dp", "tp", "pp", "ep") if (degree := getattr(case.layout, axis)) > 1
+    )
+    cells = [entry["name"].split(",")[0].replace("_", " ") + (" (fp8)" if entry.get("fp8") else ""), mesh]
+    for key, compute in (("memory_gib", case.memory_gib), ("tokens_per_s_per_gpu", case.tokens)):
+        published = entry.get(key)
+        cells += [f"{published:g}", _beside(compute(), published)] if published else ["", ""]
+    return f"| {' | '.join(cells)} |"
+
+
+def _beside(computed: float, published: float) -> str:
+    return f"{computed:.0f} ({computed / published - 1:+.0%})"
+
+
+def with_mixtures(text: str) -> str:
+    """The guide with its table as it is now."""
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n{mixtures()}\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    GUIDE.write_text(with_mixtures(GUIDE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -39,7 +39,12 @@ BARS = (
     ("stall", "dtctl", "dcp.async_save", 0.75),
     ("whole", "dtctl", "torch.save + fsync", 1.3),
     ("load", "dtctl", "dcp.load", 1.0),
+    ("stall", "dtctl in memory", "bare copy", 1.25),
+    ("stall", "dtctl in memory", "dcp.async_save", 1.0),
+    ("load", "dtctl in memory", "bare copy", 1.2),
 )
+IN_MEMORY = "/dev/shm"
+"""Where `train.snapshot.memory` puts them."""
 
 
 def state(size_bytes: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -77,6 +82,8 @@ class Round:
         self.folder = folder
         self.copies = [torch.empty_like(tensor) for tensor in self.flat.values()]
         self.saver = Saver(folder / "dtctl", keep=1, complain=lambda error: print(error.message))
+        self.near = Path(tempfile.mkdtemp(dir=IN_MEMORY, prefix="dtctl-bench-"))
+        self.near_saver = Saver(self.near, keep=1, complain=lambda error: print(error.message))
         self.step = 0
         self.times: dict[str, dict[str, list[float]]] = {"stall": {}, "whole": {}, "load": {}}
 
@@ -95,6 +102,10 @@ class Round:
         self.saver.finish()
         self.note("whole", "dtctl", time.perf_counter() - began)
         began = time.perf_counter()
+        self.near_saver.save(self.step, self.parts, facts={})
+        self.note("stall", "dtctl in memory", time.perf_counter() - began)
+        self.near_saver.finish()
+        self.note("whole", "dtctl in memory", time.perf_counter() - began)
         shutil.rmtree(self.folder / "async", ignore_errors=True)
         began = time.perf_counter()
         future = dcp.async_save(self.flat, checkpoint_id=self.folder / "async", no_dist=True)
@@ -102,6 +113,11 @@ class Round:
         future.result()
         self.note("whole", "dcp.async_save", time.perf_counter() - began)
         self.note("whole", "torch.save + fsync", timed(self._torch_save))
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.near_saver.close()
+        shutil.rmtree(self.near)
 
     def _torch_save(self) -> None:
         with (self.folder / "state.pt").open("wb") as file:
@@ -120,8 +136,8 @@ class Round:
             for tensor in targets.values():
                 tensor.zero_()
 
-        def ours() -> None:
-            found = load.newest(self.folder / "dtctl", into=nested)
+        def ours(folder: Path) -> None:
+            found = load.newest(folder, into=nested)
             assert found is not None
 
         def torchs() -> None:
@@ -129,7 +145,12 @@ class Round:
             for name, tensor in flat(loaded).items():
                 targets[name].copy_(tensor)
 
-        self.note("load", "dtctl", timed(ours))
+        sources = list(self.flat.values())
+        self.note("load", "bare copy", timed(lambda: torch._foreach_copy_(list(targets.values()), sources)))
+        check()
+        self.note("load", "dtctl", timed(lambda: ours(self.folder / "dtctl")))
+        check()
+        self.note("load", "dtctl in memory", timed(lambda: ours(self.near)))
         check()
         self.note(
             "load", "dcp.load", timed(lambda: dcp.load(targets, checkpoint_id=self.folder / "async", no_dist=True))
@@ -172,6 +193,7 @@ def measure(mib: int, repetitions: int, folder: Path) -> dict[str, object]:
     for _ in range(repetitions):
         found.saves()
         found.loads()
+    found.close()
     print(f"\n{mib} MiB, {len(found.flat)} tensors, median of {repetitions}")
     medians = {
         what: {who: statistics.median(times) for who, times in by_program.items()}

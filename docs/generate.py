@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages to those on disk."""
-    pages = {"commands": commands(), "spec": spec(), "errors": errors(), "benchmarks": benchmarks()}
+    pages = {"commands": commands(), "spec": spec(), "errors": errors()}
     pages |= {"variables": variables(), "signatures": signatures(), "rules": rules()}
     pages["doctor-faults"] = doctor_faults()
     for name, text in pages.items():
         files.append(File.generated(config, f"reference/{name}.md", content=text))
+    for file in benchmarks(config):
+        files.append(file)
     return files
 
 
@@ -173,42 +175,51 @@ def rules() -> str:
     return "\n".join(parts)
 
 
-def benchmarks() -> str:
-    """The newest result of every benchmark that was kept."""
-    parts = [
-        "# Benchmarks\n\nEvery table is made from a kept result in `benchmarks/results/`, which one command makes "
-        "anew: `python benchmarks/NAME.py`. All programs of a table ran in turn on one otherwise idle machine; figures "
-        "are medians.\n"
-    ]
-    newest: dict[str, Path] = {}
-    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
-        newest[_benchmark_of(path)] = path
-    newest.pop(FAULTS, None)  # has a page of its own
-    newest.pop("logs", None)  # is told in the guide of the doctor
-    for name, path in newest.items():
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        machine = ", ".join(f"{key} {value}" for key, value in kept.get("versions", {}).items())
-        when = "".join(f"{text}. " for text in (kept.get("date", ""), machine) if text).strip()
-        if isinstance(kept.get("checks"), list):
-            parts.append(f"## {name}\n\n{_gpu_checks(kept)}")
-            continue
-        parts.append(f"## {name}\n\n{when}\n")
-        parts += [_rows(title, rows) for title, rows in kept.items() if isinstance(rows, dict) and title != "versions"]
-    return "\n".join(parts)
+def benchmarks(config: MkDocsConfig) -> Iterator[File]:
+    """A page for each question that kept results answer, with its plots, and one that lists them."""
+    with _benchmarks_folder():
+        from plot import THEMES, drawn
+        from questions import answers
+        from readme import section
+
+        rows = []
+        for answer in answers():
+            plots = []
+            for chart in (chart for chart in answer.charts if chart.plotted):
+                for theme in THEMES:
+                    yield File.generated(config, f"benchmarks/{chart.name}.{theme}.svg", content=drawn(chart, theme))
+                    plots.append(f"![{chart.title}]({chart.name}.{theme}.svg#only-{theme})")
+            text = section(answer, plots="\n".join(plots), level=1)
+            yield File.generated(config, f"benchmarks/{answer.slug}.md", content=text)
+            rows.append(f"| [{answer.question}]({answer.slug}.md) | {_cell(answer.answer)} |")
+        head = (
+            "# Benchmarks\n\nEvery page is made from kept results in `benchmarks/results/`. All programs of a table "
+            "ran in turn on one otherwise idle machine; figures are medians. What was missed stands on each page.\n\n"
+            "| question | answer |\n|---|---|\n"
+        )
+        yield File.generated(config, "benchmarks/index.md", content=head + "\n".join(rows) + "\n" + gpu_checks())
 
 
-def _gpu_checks(kept: dict[str, Any]) -> str:
-    """The table of `make gpu`."""
-    sys.path.insert(0, str(ROOT))
+def gpu_checks() -> str:
+    """The table of `make gpu`, if a result of it is kept."""
+    kept = max((ROOT / "benchmarks" / "results").glob("gpu-*.json"), default=None)
+    if kept is None:
+        return "\n## On a GPU\n\nNothing of this has run on a GPU yet; `make gpu` does it, in 16 checks.\n"
+    from benchmarks.gpu import table
+
+    return f"\n## make gpu\n\n{table(json.loads(kept.read_text(encoding='utf-8')))}"
+
+
+@contextmanager
+def _benchmarks_folder() -> Iterator[None]:
+    """Modules of benchmarks/ can be imported, as its programs do."""
+    folders = [str(ROOT / "benchmarks"), str(ROOT)]
+    sys.path[:0] = folders
     try:
-        from benchmarks.gpu import table
+        yield
     finally:
-        sys.path.remove(str(ROOT))
-    return table(kept)
-
-
-def _benchmark_of(path: Path) -> str:
-    return re.sub(r"-\d{8}-\d{4}$", "", path.stem)
+        for folder in folders:
+            sys.path.remove(folder)
 
 
 FAULTS = "doctor-faults"
@@ -258,36 +269,3 @@ def _together(says: str) -> str:
     """What nodes say, once where all say the same."""
     told = [text.partition(": ")[2] for text in says.split("; node")]
     return f"on all nodes: {told[0]}" if len(told) > 1 and len(set(told)) == 1 else says
-
-
-COLUMNS = 8
-"""A table with more would not fit on a page; raw samples are left to the file."""
-
-
-def _rows(title: str, rows: dict[str, Any]) -> str:
-    """A table of what was kept under one title: a row for each thing that was measured, a column for each figure."""
-    if not any(isinstance(row, dict) for row in rows.values()):
-        rows = {title: rows}
-    flat = {
-        (f"{name} nodes: {inner}" if str(name).isdigit() else f"{name}: {inner}"): row
-        for name, outer in rows.items()
-        if isinstance(outer, dict) and any(isinstance(row, dict) for row in outer.values())
-        for inner, row in outer.items()
-        if isinstance(row, dict)
-    } or {name: row for name, row in rows.items() if isinstance(row, dict)}
-    plain = {
-        name: {key: value for key, value in row.items() if isinstance(value, str | int | float)}
-        for name, row in flat.items()
-    }
-    columns = list(dict.fromkeys(key for row in plain.values() for key in row))[:COLUMNS]
-    if not columns:
-        return ""
-    head = f"| | {' | '.join(_cell(key) for key in columns)} |\n|---|{'--:|' * len(columns)}\n"
-    lines = [
-        f"| {_cell(name)} | {' | '.join(_figure(row.get(key)) for key in columns)} |" for name, row in plain.items()
-    ]
-    return f"### {title}\n\n{head}" + "\n".join(lines) + "\n"
-
-
-def _figure(value: object) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else _cell(str(value))

@@ -1,12 +1,28 @@
-"""`python -m dtctl` is the command `dtctl`."""
+"""The command `dtctl`, also as `python -m dtctl`."""
 
-import os
-import sys
+from dtctl.interrupt import leave_when_interrupted
+
+leave_when_interrupted()
+
+import os  # noqa: E402
+import sys  # noqa: E402
 
 # Python puts the working folder first, whose modules are not ours; see children.py.
 if sys.path and sys.path[0] == os.getcwd() != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):  # noqa: PTH100, PTH109, PTH120
     del sys.path[0]
 
-from dtctl.cli.main import main
 
-main()
+def main() -> None:
+    """Run the command line and end the process."""
+    if sys.getfilesystemencoding() != "utf-8":  # a locale of another time, in which most names cannot be written
+        from dtctl import children
+
+        python, *rest = children.module(sys.executable, "dtctl", *sys.argv[1:])
+        os.execv(python, [python, "-X", "utf8", *rest])
+    from dtctl.cli.main import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
+import zlib
 
 MARKER = ".dtctl"
 """A file of this name says that dtctl made the folder that it lies in. Nothing is removed below a folder without it."""
@@ -23,7 +24,7 @@ class Foreign(OSError):
         self.fix = fix
 
     def __str__(self) -> str:
-        return "%s: %s; mend it with `%s`" % (self.filename, self.strerror, self.fix)
+        return "%s: %s; fix it with `%s`" % (self.filename, self.strerror, self.fix)
 
 
 class NotRegular(OSError):
@@ -283,3 +284,9 @@ def mount_of(fd: int) -> object:
     except OSError:
         pass
     return os.fstat(fd).st_dev
+
+
+def memory_folder(run_dir: str) -> str:
+    """Where a run may keep snapshots in memory on this node, from its start to its end."""
+    digest = zlib.crc32(os.fsencode(run_dir))
+    return "/dev/shm/dtctl-%d-%s-%08x" % (os.getuid(), os.path.basename(run_dir), digest)  # noqa: S108 - made private

@@ -73,9 +73,9 @@ def address_towards(peer: str) -> str:
 def interface_of(address: str) -> str:
     """Name of the interface whose primary address this is; empty when there is none."""
     if ":" in address:
-        wanted = socket.inet_pton(socket.AF_INET6, address.split("%", 1)[0]).hex()
+        packed = socket.inet_pton(socket.AF_INET6, address.split("%", 1)[0]).hex()
         rows = [row.split() for row in read("/proc/net/if_inet6").splitlines()]
-        return next((row[5] for row in rows if row[0] == wanted), "")
+        return next((row[5] for row in rows if row[0] == packed), "")
     names = [str(name) for _, name in socket.if_nameindex()] if address else []
     return next((name for name in names if ipv4_of(name) == address), "")
 
@@ -102,12 +102,12 @@ def interface_towards(peer: str) -> str:
 
 def neighbours(flags: int = 0) -> dict:  # type: ignore[type-arg]
     """IPv4 address -> hardware address of machines that this one has sent to; with `flags`, of rows that have them."""
-    found = {}
+    addresses = {}
     for line in read("/proc/net/arp").splitlines()[1:]:
         row = line.split()
         if len(row) > 3 and int(row[2], 16) & flags == flags and row[3].strip("0:"):
-            found[row[0]] = row[3]
-    return found
+            addresses[row[0]] = row[3]
+    return addresses
 
 
 def read(path: str) -> str:
@@ -140,8 +140,8 @@ def nvidia_devices() -> list:  # type: ignore[type-arg]
 
     In a job of Slurm all of a node's are there, and the control group lets a process open its own.
     """
-    found = [name for name in _listed("/dev") if name.startswith("nvidia") and name[6:].isdigit()]
-    return [name for name in sorted(found, key=lambda name: int(name[6:])) if _opens(os.path.join("/dev", name))]
+    devices = [name for name in _listed("/dev") if name.startswith("nvidia") and name[6:].isdigit()]
+    return [name for name in sorted(devices, key=lambda name: int(name[6:])) if _opens(os.path.join("/dev", name))]
 
 
 def amd_devices() -> list:  # type: ignore[type-arg]
@@ -174,26 +174,77 @@ def count_gpus(environ: Mapping[str, str]) -> int:
     Of NVIDIA's, as many as can be opened and are shown by CUDA_VISIBLE_DEVICES or given by Slurm; but one where some
     are cut up (MIG), since CUDA shows a process one instance only. Else those of AMD.
     """
-    found = len(nvidia_devices())
-    if found:
+    count = len(nvidia_devices())
+    if count:
         gpus = "/proc/driver/nvidia/capabilities"
         parts = [name for gpu in _listed(gpus) for name in _listed(os.path.join(gpus, gpu, "mig"))]
         if any(name.startswith("gi") for name in parts):
-            found = 1
+            count = 1
     else:
-        found = len(amd_devices())
-    return min(found, visible_gpus(environ, found))
+        count = len(amd_devices())
+    return min(count, visible_gpus(environ, count))
 
 
-def visible_gpus(environ: Mapping[str, str], found: int) -> int:
-    """How many of `found` GPUs variables leave to a process."""
+def visible_gpus(environ: Mapping[str, str], count: int) -> int:
+    """How many of `count` GPUs variables leave to a process."""
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if name in environ:
             entries = [entry.strip() for entry in environ[name].split(",")]
             hidden = [place for place, entry in enumerate(entries) if entry in ("", "-1", "NoDevFiles")]
-            found = min(found, hidden[0] if hidden else len(entries))  # what comes after is hidden, too
-    given = environ.get("SLURM_GPUS_ON_NODE", "")
-    return min(found, int(given)) if given.isdigit() and int(given) else found
+            count = min(count, hidden[0] if hidden else len(entries))  # what comes after is hidden, too
+    allocated = environ.get("SLURM_GPUS_ON_NODE", "")
+    return min(count, int(allocated)) if allocated.isdigit() and int(allocated) else count
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: those it is bound to, and no more than its control groups grant it, at least 1.
+
+    A container with `--cpus 2` on a machine of 64 cores still sees 64; torch starts 64 threads there.
+    """
+    quota = cpu_quota()
+    return bound_cores() if quota < 0 else max(1, min(bound_cores(), int(quota)))
+
+
+def bound_cores() -> int:
+    """Cores that this process is bound to. Two processors of one core count once, as they do for torch."""
+    processors = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    topology = "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list"
+    return len({read(topology % processor).strip() or processor for processor in processors})
+
+
+def cpu_quota() -> float:
+    """Processors whose time the control groups of this process grant it, of both versions; -1 without a limit."""
+    quotas = [_quota_of(folder) for folder in control_groups("cpu")]
+    return min((quota for quota in quotas if quota >= 0), default=-1)
+
+
+def _quota_of(folder: str) -> float:
+    """The limit of one control group."""
+    words = read(os.path.join(folder, "cpu.max")).split()
+    if len(words) != 2:
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        words = [read(os.path.join(folder, name)).strip() for name in names]
+    quota, period = words
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else -1
+
+
+def control_groups(controller: str) -> list:  # type: ignore[type-arg]
+    """Folders of the control groups that hold this process, innermost first, of both versions."""
+    folders = []
+    for line in read("/proc/self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        if number == "0" and not names:
+            roots = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"]
+        elif controller in names.split(","):
+            roots = ["/sys/fs/cgroup/" + controller, "/sys/fs/cgroup/" + names]
+        else:
+            continue
+        # In a container the path may be that of the machine outside, and the group itself lies at the root.
+        parts = path.strip("/").split("/") if path.strip("/") else []
+        for root in roots:
+            folders += [os.path.join(root, *parts[:count]) for count in range(len(parts), -1, -1)]
+    return folders
 
 
 def _listed(folder: str) -> list:  # type: ignore[type-arg]
@@ -234,16 +285,16 @@ def process(pid: int | str) -> tuple[str, int, int] | None:
 
 def state(pid: int) -> str:
     """The kernel's letter for what a process does; empty when there is none."""
-    found = process(pid)
-    return "" if found is None else found[0]
+    fields = process(pid)
+    return "" if fields is None else fields[0]
 
 
 def start_ticks(pid: int) -> int:
     """When a process started, in clock ticks since boot; 0 when it has ended, -1 where the system does not say."""
-    found = process(pid)
-    if found is None:
+    fields = process(pid)
+    if fields is None:
         return 0 if os.path.exists("/proc/self/stat") else -1
-    return 0 if found[0] in "ZX" else found[2]
+    return 0 if fields[0] in "ZX" else fields[2]
 
 
 def prctl(option: int, value: int) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
@@ -28,9 +29,19 @@ def quote(text: str) -> str:
     return shlex.quote(text)
 
 
+def program(path: str) -> str:
+    """One shell word that names a program: as `quote`, but that `~/` at its beginning is the home folder there."""
+    return f"~/{quote(path[2:])}" if path.startswith("~/") else quote(path)
+
+
+def words(argv: Iterable[str]) -> list[str]:
+    """Each word of a command as shell text; the first one names a program."""
+    return [quote(word) if at else program(word) for at, word in enumerate(argv)]
+
+
 def join(argv: Iterable[str]) -> str:
     """A shell command that runs `argv`, word for word."""
-    return " ".join(quote(word) for word in argv)
+    return " ".join(words(argv))
 
 
 def split(text: str) -> list[str]:
@@ -40,6 +51,52 @@ def split(text: str) -> list[str]:
         ValueError: a quotation mark is not closed.
     """
     return shlex.split(text)
+
+
+_OPERATOR = re.compile(r"&&|\|\||\|&|&>>?|>>|>&|<<|[<>&|;()\n*]")
+_EXPANSION = re.compile(r"\$\(|\$\{?[\w@*#?$!-]+\}?|`")
+_AT_A_WORD = re.compile(r"~(?=[/\s]|\Z)|#")
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=\S*(?=\s)")
+
+
+def shell_syntax(line: str) -> str:
+    """The first part of a line that only a shell would act upon: `&&`, `>`, `$HOME`, `*`; empty if there is none.
+
+    What is quoted, or follows a backslash, is as plain to a shell as it is without one.
+    """
+    line = line.strip()
+    if assignment := _ASSIGNMENT.match(line):
+        return assignment[0]
+    at, quotation, after_blank = 0, "", False
+    while at < len(line):
+        sign, match = line[at], None
+        if sign == "\\" and quotation != "'":
+            at += 1
+        elif sign in ("'", '"') and quotation in ("", sign):
+            quotation = "" if quotation else sign
+        elif quotation != "'":
+            match = _EXPANSION.match(line, at)
+            if not (match or quotation):
+                match = _OPERATOR.match(line, at) or (_AT_A_WORD.match(line, at) if after_blank else None)
+        if match:
+            return match[0].replace("\n", "a line break")
+        after_blank = sign.isspace()
+        at += 1
+    return ""
+
+
+OPERATORS = frozenset({"&&", "||", "|", ";", "&", ">", ">>", "<", "2>&1", "&>", "|&"})
+
+
+def operator_among(argv: Sequence[str]) -> str:
+    """The first word of a command that is an operator of a shell and not the value of an option; empty without one.
+
+    `cut -d '|'` has none, nor has `find ... -exec ... ;`.
+    """
+    for before, word in pairwise(argv):
+        if word in OPERATORS and not before.startswith("-") and not (word == ";" and "-exec" in argv):
+            return word
+    return ""
 
 
 def is_env_name(name: str) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import io
 import json
 import os
@@ -129,15 +130,21 @@ def _stop(server: subprocess.Popen[str]) -> None:
     assert server.stdin
     assert server.stdout
     server.stdin.close()
-    server.wait()
+    try:
+        server.wait(10)
+    except subprocess.TimeoutExpired:  # one who was interrupted has left workers that still run
+        server.kill()
+        server.wait()
     server.stdout.close()
 
 
 def _serve() -> None:
     _die_with_parent()
     sys.path[0] = ""  # not the folder of this file
+    gc.disable()  # a third of the time of such imports is a search for garbage that is not there
     for name in IMPORTED:
         __import__(name)
+    gc.enable()
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process with threads must not be forked"
     for line in sys.stdin:
         asked = json.loads(line)

@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -19,8 +20,10 @@ import pytest
 
 from dtctl.sandbox import control, faults
 from dtctl.sandbox.layout import Sandbox, SandboxNode
+from tests import command_line
 
 DTCTL = [sys.executable, "-m", "dtctl"]
+_HAS_FAILED: Final = pytest.StashKey[bool]()
 
 
 @pytest.fixture(scope="session")
@@ -47,9 +50,19 @@ def session_sandbox(sandbox_env: dict[str, str]) -> Iterator[Sandbox]:
     control.down("main")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    item.stash[_HAS_FAILED] = report.failed or item.stash.get(_HAS_FAILED, False)
+    return report
+
+
 @pytest.fixture
-def sandbox(session_sandbox: Sandbox) -> Iterator[Sandbox]:
-    """Three hosts; whatever a test breaks is healed afterwards, and whatever it leaves running fails it."""
+def sandbox(session_sandbox: Sandbox, request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+    """Three hosts; whatever a test breaks is healed afterwards, and whatever it leaves running fails it.
+
+    What a test leaves that has failed already is killed: it may not end by itself, and its end would prove nothing.
+    """
     found = control.find(session_sandbox.name)  # not the one of the start: a host that was healed has another init
     assert found is not None
     yield found
@@ -60,8 +73,9 @@ def sandbox(session_sandbox: Sandbox) -> Iterator[Sandbox]:
         faults.record(current, [])
         current = control.find("main")
         assert current is not None
+    look = partial(kill_workers, current) if request.node.stash[_HAS_FAILED] else partial(has_workers, current)
     with contextlib.suppress(AssertionError):
-        wait_until(lambda: not any(workers(node) for node in current.nodes), 20.0)
+        wait_until(lambda: not look(), 20.0)
     left = {node.name: workers(node) for node in current.nodes}
     assert left == {node.name: {} for node in current.nodes}, "a test has left processes behind"
 
@@ -76,6 +90,19 @@ def workers(node: SandboxNode) -> dict[int, str]:
     }
 
 
+def has_workers(sandbox: Sandbox) -> bool:
+    return any(workers(node) for node in sandbox.nodes)
+
+
+def kill_workers(sandbox: Sandbox) -> bool:
+    """As `has_workers`, and kills them."""
+    pids = [pid for node in sandbox.nodes for pid in workers(node)]
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return bool(pids)
+
+
 PATIENCE: Final = 10
 """Limits in tests end what would wait for ever; a busy machine may take so many times as long."""
 LIMIT_S: Final = 900.0
@@ -83,12 +110,17 @@ LIMIT_S: Final = 900.0
 
 
 def wait_until(condition: Callable[[], object], limit_s: float = 60.0, what: str = "a condition") -> float:
-    """Seconds until `condition` was true; looks often, and gives up after `PATIENCE` times `limit_s`."""
-    begun = time.monotonic()
+    """Seconds until `condition` was true; looks often, and gives up after `PATIENCE` times `limit_s`.
+
+    Looking takes at most a fifth of the time, since what is waited for needs the processor, too.
+    """
+    begun = looked = time.monotonic()
     while not condition():
-        if time.monotonic() - begun > PATIENCE * limit_s:
+        now = time.monotonic()
+        if now - begun > PATIENCE * limit_s:
             raise AssertionError(f"not within {PATIENCE * limit_s:g} s: {what}")
-        time.sleep(0.02)
+        time.sleep(min(1.0, max(0.02, 4 * (now - looked))))
+        looked = time.monotonic()
     return time.monotonic() - begun
 
 
@@ -127,18 +159,25 @@ class Project:
         return path
 
     def run(self, *arguments: str, timeout_s: float = LIMIT_S, env: dict[str, str] | None = None) -> Finished:
-        done = subprocess.run(
-            [*DTCTL, *arguments],
-            cwd=self.folder,
-            env={**self.env, **(env or {})},
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        """Run a command to its end, in a process that is forked from one which has loaded dtctl."""
+        environ = {**self.env, **(env or {})}
+        done = command_line.dtctl_in(environ, *arguments, cwd=self.folder, timeout=timeout_s)
         return Finished(done.returncode, done.stdout, done.stderr)
 
+    def printed(self, run: str) -> str:
+        """What all workers of a run have printed."""
+        folder = self.folder / ".dtctl" / "runs" / run / "logs"
+        return "".join(path.read_text() for path in folder.rglob("rank-*.log"))
+
+    def digest(self, run: str) -> dict[str, object]:
+        """What `snapshot digest --json` says of a run's newest snapshot."""
+        done = self.run("snapshot", "digest", run, "--json")
+        assert done.out, done.err
+        digest: dict[str, object] = json.loads(done.out)
+        return digest
+
     def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start a command as a user does."""
         process = subprocess.Popen(
             [*DTCTL, *arguments],
             cwd=self.folder,
@@ -156,9 +195,11 @@ class Project:
 
     def close(self) -> None:
         for process in self._running:
-            if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
-            process.communicate()
+            process.kill()
+            process.wait()
+            for stream in (process.stdout, process.stderr):  # not to its end: who has inherited it may live on
+                assert stream is not None
+                stream.close()
 
 
 @pytest.fixture

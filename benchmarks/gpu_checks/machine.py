@@ -18,6 +18,7 @@ from dtctl.doctor.checks import hardware
 from dtctl.doctor.checks.known_gpus import normal
 from dtctl.doctor.node_report import NodeReport
 from dtctl.doctor.probe import devices
+from dtctl.runtime.distributed import affinity
 from dtctl.runtime.telemetry.hardware import peak_flops
 
 FREE_GIB = 30
@@ -98,6 +99,14 @@ def identities(on: Ground) -> Iterator[Point]:
         found = process.communicate()[0].strip()
         expected = cases[name][1] if on.gpu else "cpu"
         yield judged(name, expected, found, ok=found == expected)
+    near = affinity.near(on.device) if on.gpu else affinity.parsed("0-1")
+    before, kept = os.sched_getaffinity(0), affinity.bind(near)
+    os.sched_setaffinity(0, before)
+    figure = f"{len(near)} cores near it, {len(kept)} of {len(before)} kept"
+    if on.gpu and not near:
+        yield shown("bind_cores", "the system does not say which cores are near")
+    else:
+        yield judged("bind_cores", "none but cores near the GPU", figure, ok=kept <= near or not near & before)
 
 
 def speed(on: Ground) -> Iterator[Point]:
@@ -127,6 +136,33 @@ def speed(on: Ground) -> Iterator[Point]:
         ok = bool(torch.equal(here[:4096].cpu(), host[:4096])) if "host" in what else True
         figure = f"{size_bytes / took_s / 1e9:.1f} GB/s"
         yield shown(what, figure) if ok else judged(what, "the same bytes", "other bytes", ok=False)
+    yield _convolutions(on)
+
+
+def _convolutions(on: Ground) -> Point:
+    """What `channels_last` and `cudnn_benchmark` give a convolution network in bf16."""
+    channels, side, count = (256, 56, 32) if on.gpu else (4, 8, 2)
+    told, kept = [], torch.backends.cudnn.benchmark
+    try:
+        for form, measured in ((None, False), (torch.channels_last, False), (torch.channels_last, True)):
+            torch.backends.cudnn.benchmark = measured
+            layers = [torch.nn.Conv2d(channels, channels, 3, padding=1) for _ in range(4)]
+            model = torch.nn.Sequential(*layers).to(on.device)
+            images = torch.randn(count, channels, side, side, device=on.device)
+            if form is not None:
+                model = model.to(memory_format=form)  # type: ignore[call-overload]
+
+            def step(model: torch.nn.Module = model, images: torch.Tensor = images) -> None:
+                with torch.autocast(on.device.type, dtype=torch.bfloat16):
+                    loss = model(images).float().square().mean()
+                loss.backward()
+                model.zero_grad()
+
+            name = "cudnn_benchmark" if measured else "channels_last" if form is not None else "plain"
+            told.append(f"{name} {count / _timed(on, step, 10 if on.gpu else 1):,.0f} images/s")
+    finally:
+        torch.backends.cudnn.benchmark = kept
+    return shown("convolutions in bf16", ", then ".join(told))
 
 
 def _timed(on: Ground, action: object, times: int) -> float:

@@ -89,10 +89,11 @@ def _reasons(task: Task, best: Choice, alternatives: tuple[Choice, ...]) -> list
         f"needs {memory.total / GIB:.1f} GiB of the {budget_gib:.1f} that can be used on each GPU; {RESERVE:.0%} are "
         "kept for what the formulas do not see"
     )
-    if layout.offload:
+    if memory.host:
+        given = "" if task.hardware.host_memory else " if it has twice that of its GPUs (--host-memory)"
         reasons.append(
-            f"{memory.host / GIB:.0f} GiB for each GPU lie in the host's memory, of {best.host_budget / GIB:.0f} that "
-            f"can be used{'' if task.hardware.host_memory else ' if it has twice that of its GPUs (--host-memory)'}"
+            f"{memory.host / GIB:.0f} GiB for each GPU ({_in_host(task, layout)}) lie in the host's memory, of "
+            f"{best.host_budget / GIB:.0f} that can be used{given}"
         )
     reasons.append(_batch(task, layout))
     simple = next((choice for choice in alternatives if choice.strategy == "ddp"), None)
@@ -161,7 +162,7 @@ def _what_helps(task: Task, best: Choice) -> str:
     memory = best.memory
     if memory.total <= best.budget:
         return (
-            f"what is offloaded needs {memory.host / GIB:.0f} GiB of the host's memory for each GPU, and "
+            f"{_in_host(task, best.layout)} need {memory.host / GIB:.0f} GiB of the host's memory for each GPU, and "
             f"{best.host_budget / GIB:.0f} can be used (--host-memory)"
         )
     parts = {
@@ -174,13 +175,15 @@ def _what_helps(task: Task, best: Choice) -> str:
     return f"most of it are {largest}: {parts[largest] / GIB:.1f} GiB on {task.hardware.gpu.name}"
 
 
+def _in_host(task: Task, layout: Layout) -> str:
+    """What lies in the host's memory."""
+    kept = [("offloaded states", layout.offload), ("snapshots", task.recipe_of(layout).snapshots)]
+    return " and ".join(name for name, is_there in kept if is_there)
+
+
 def described(layout: Layout) -> str:
     """`fsdp 8 x tp 2, full recomputation, micro batch 4`."""
-    axes = " x ".join(
-        f"{name} {getattr(layout, name)}"
-        for name in ("dp", "fsdp", "tp", "pp", "cp", "ep")
-        if getattr(layout, name) > 1
-    )
+    axes = " x ".join(f"{name} {degree}" for name, degree in layout.mesh.items() if degree > 1)
     axes = axes.replace("dp", "zero1", 1) if layout.zero else axes
     parts = [axes or "one GPU"]
     if layout.recompute != "none":
@@ -199,7 +202,7 @@ def as_json(shown: Choice, reasons: tuple[str, ...] = ()) -> dict[str, Any]:
     parts = ("total", "states", "activations", "logits", "temporary", "overhead")
     return {
         "strategy": shown.strategy,
-        "mesh": {name: getattr(layout, name) for name in ("dp", "fsdp", "tp", "pp", "cp", "ep")},
+        "mesh": layout.mesh,
         "micro_batch": layout.micro_batch,
         "accumulate": layout.accumulate,
         "global_batch": layout.micro_batch * layout.accumulate * layout.data,
@@ -244,14 +247,13 @@ def settings(task: Task, chosen: Choice) -> dict[str, Any]:
         UsageError: the runtime has no such axis.
     """
     layout = chosen.layout
-    if layout.ep > 1:
-        raise UsageError("dtctl.runtime has no ep, so this cannot be written", hint="leave out --beyond")
+    if layout.fsdp % layout.ep:
+        raise UsageError("dtctl.runtime has ep beside fsdp only, so this cannot be written", hint="leave out --beyond")
     if layout.cp > 1 and layout.pp > 1:
         raise UsageError("dtctl.runtime has no cp in a pipeline, so this cannot be written", hint="leave out --beyond")
     values: dict[str, Any] = {"strategy": chosen.strategy}
     if chosen.strategy in ("mesh", "hsdp"):
-        degrees = {name: getattr(layout, name) for name in ("dp", "fsdp", "tp", "pp", "cp")}
-        values["strategy"] = {name: degree for name, degree in degrees.items() if degree > 1}
+        values["strategy"] = {name: degree for name, degree in layout.mesh.items() if degree > 1}
     # What the spec says of formats is the user's; advice was computed with it.
     if "precision" not in task.settled:
         values["precision"] = layout.precision

@@ -91,8 +91,8 @@ _KEYS = {
             "ffn_hidden_size"),
     "vocab": ("vocab_size", "vocab"),
     "seq": ("max_position_embeddings", "n_positions", "n_ctx", "context", "seq"),
-    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "experts_used": ("num_experts_per_tok", "experts_per_token"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts", "experts"),
+    "experts_used": ("num_experts_per_tok", "experts_per_token", "top_k"),
     "expert_ffn": ("moe_intermediate_size",),
     "decoder": ("decoder_layers", "num_decoder_layers"),
 }  # fmt: skip
@@ -117,7 +117,7 @@ def read_config(path: Path, *, seq: int | None) -> Model:
     except (ValueError, RecursionError) as exc:
         raise UsageError(f"{path} is not JSON: {exc}", hint="a config.json in Hugging Face's format") from exc
     if not isinstance(data, dict):
-        raise UsageError(f"{path} holds no object", hint="a config.json in Hugging Face's format")
+        raise UsageError(f"{path} does not hold a JSON object", hint="a config.json in Hugging Face's format")
     name = path.absolute().parent.name if path.name == "config.json" else path.stem
     return from_config(data, source=str(path), seq=seq, name=name or path.stem)
 
@@ -134,6 +134,10 @@ def from_config(data: Mapping[str, Any], *, source: str, seq: int | None, name: 
     kind = str(data.get("model_type") or outer.get("model_type") or "")
     family = _family(kind, data, source)
     values = {key: value for key in _KEYS if (value := _integer(data, _KEYS[key], source)) is not None}
+    of_template = not kind and data.get("embed") is not None and data.get("hidden") is not None
+    if of_template:  # as in `dtctl init --template moe`, whose `hidden` is the inner width of dtctl.runtime.MoE
+        values["ffn"] = values["hidden"]
+        values["hidden"] = _integer(data, ("embed",), source) or 0
     missing = [key for key in _NEEDED if key not in values]
     if missing:
         raise UsageError(
@@ -143,7 +147,7 @@ def from_config(data: Mapping[str, Any], *, source: str, seq: int | None, name: 
     doubts = [f"{part}: only the text part is counted"
               for part in ("vision_config", "audio_config") if outer.get(part)]  # fmt: skip
     doubts += _fill(values, family, family_known=bool(kind))
-    gated = family.gated or str(data.get("feed_forward_proj", "")).startswith("gated")
+    gated = family.gated or of_template or str(data.get("feed_forward_proj", "")).startswith("gated")
     tied = outer.get("tie_word_embeddings", data.get("tie_word_embeddings", family.tied))
     if family.pair:
         doubts.append("an encoder and a decoder: as many tokens go into the one as into the other")
@@ -189,9 +193,9 @@ def _integer(data: Mapping[str, Any], names: tuple[str, ...], source: str) -> in
         if value is None:
             continue
         if not isinstance(value, int) or isinstance(value, bool):
-            raise UsageError(f"{name} is no whole number: {value!r}", where=source)
+            raise UsageError(f"{name} is not a whole number: {value!r}", where=source)
         if not abs(value) < 2**53:
-            raise UsageError(f"{name} is no size of a model: {value}", where=source)
+            raise UsageError(f"{name} is not a valid size of a model: {value}", where=source)
         return value
     return None
 

@@ -23,12 +23,13 @@ from dtctl.advise.sizes import count, gibibytes
 from dtctl.advise.usual import usual
 from dtctl.errors import PlanError, UsageError
 from dtctl.estimate.frameworks import FRAMEWORKS, held
-from dtctl.estimate.memory import Layout, MemoryEstimate, Precision, Recipe, memory
+from dtctl.estimate.memory import Layout, MemoryEstimate, Precision, Recipe, memory, of_mesh
 from dtctl.estimate.model import Model, from_inspection
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import resolve_nodes
 from dtctl.train.batch import DEFAULT_MICRO_BATCH, derive
-from dtctl.train.mesh import AXES, Degrees, resolve
+from dtctl.train.config import MemorySnapshotConfig
+from dtctl.train.mesh import Degrees, resolve
 
 INSPECT_S = 120.0
 """Seconds that building a model on the meta device may take."""
@@ -109,8 +110,14 @@ def task(options: AdviseOptions, spec: Spec | None) -> Task:
     compiled = options.compiled or bool(written.get("compile"))
     usual_ones = spec is None and options.framework is None
     name = "fsdp" if usual_ones else _framework(options, spec)
+    model, mesh = _model(options, spec), _mesh(options, hardware)
+    layout = _written(written, hardware)
+    if mesh is not None and (reason := _undivided(model, of_mesh(mesh), FRAMEWORKS[name])):
+        raise UsageError(reason, where="--mesh", hint=_OF_EXPERTS)
+    if layout is not None and (reason := _undivided(model, layout, FRAMEWORKS[name])):
+        model, layout = replace(model, doubts=(*model.doubts, f"the spec's strategy is not priced: {reason}")), None
     return Task(
-        model=_model(options, spec),
+        model=model,
         hardware=hardware,
         global_batch=options.batch or written.get("global_batch"),
         precision=precision,
@@ -120,9 +127,9 @@ def task(options: AdviseOptions, spec: Spec | None) -> Task:
         recipe=_recipe(options, written, precision, name),
         # The kernels are no reason for an axis: they are the same for all meshes.
         parallel=replace(_recipe(options, written, precision, "megatron"), fused=False) if usual_ones else None,
-        mesh=_mesh(options, hardware),
+        mesh=mesh,
         pinned=_pinned(options),
-        written=_written(written, hardware),
+        written=layout,
         settled=frozenset(written),
     )
 
@@ -166,10 +173,12 @@ def _recipe(options: AdviseOptions, written: Mapping[str, Any], precision: Preci
         raise UsageError(f"states are kept in fp32 or bf16, and not in {options.states}", where="--states")
     if written.get("kernel") in ("foreach", "loop"):
         recipe = replace(recipe, step_bytes=moments)
+    in_memory = (written.get("snapshot") or {}).get("memory")
     sharding = written.get("fsdp") or {}
     parallel = written.get("tp") or {}
     return replace(
         recipe,
+        snapshots=0 if in_memory is None else MemorySnapshotConfig(copies=in_memory.get("copies", 1)).most_held,
         reshard=recipe.reshard and sharding.get("reshard_after_forward", True),
         sequence_parallel=recipe.sequence_parallel or parallel.get("sequence_parallel", False),
     )
@@ -184,11 +193,24 @@ def _mesh(options: AdviseOptions, hardware: Hardware) -> Degrees | None:
     rest = re.sub(r"(\w+)\s*[=:]\s*(-?\d+)", "", text).strip(" ,x*")
     strategy: str | dict[str, int] = {axis: int(degree) for axis, degree in pairs} if pairs else text
     if pairs and rest:
-        raise UsageError(f"{rest} is no axis with its degree", where="--mesh", hint="as in fsdp=8,tp=4")
+        raise UsageError(f"{rest} is not an axis with its degree", where="--mesh", hint="as in fsdp=8,tp=4")
     try:
         return resolve(strategy, workers=hardware.gpus, per_node=min(hardware.per_node, hardware.gpus))
     except PlanError as exc:
         raise UsageError(exc.message, where="--mesh", hint=exc.hint) from None
+
+
+_OF_EXPERTS: Final = "--config or --experts says how many there are; ep x tp (in Megatron-LM ep) has to divide them"
+
+
+def _undivided(model: Model, layout: Layout, recipe: Recipe) -> str | None:
+    """Why ep cannot divide the model's experts; None if it can, or there is no ep."""
+    if layout.ep == 1:
+        return None
+    parts = layout.ep if recipe.split_experts else layout.ep * layout.tp
+    if not model.experts:
+        return "ep divides experts, and the model has none"
+    return f"{model.experts} experts cannot be divided into {parts} parts" if model.experts % parts else None
 
 
 def estimate(spec: Spec) -> tuple[Layout, MemoryEstimate] | None:
@@ -223,8 +245,8 @@ def _written(written: Mapping[str, Any], hardware: Hardware) -> Layout | None:
     except PlanError:
         return None
     recompute = written.get("checkpointing", "none")
-    return Layout(
-        **{axis: getattr(degrees, axis) for axis in AXES},
+    return replace(
+        of_mesh(degrees),
         zero=1 if strategy == "zero1" else 0,
         micro_batch=micro or DEFAULT_MICRO_BATCH,
         accumulate=accumulate or (2 * degrees.pp if degrees.pp > 1 else 1),
@@ -300,6 +322,12 @@ def _model(options: AdviseOptions, spec: Spec | None) -> Model:
             name=options.params or "model",
         )
     if options.params is not None:
+        if options.experts is not None:
+            raise UsageError(
+                f"{options.params} parameters do not say how wide {options.experts} experts are",
+                where="--experts",
+                hint="give --layers, --hidden and --ffn (of an expert) too, or --config with a config.json",
+            )
         return usual(
             count(options.params), seq=options.seq or 2048, name=options.params, layers=options.layers,
             hidden=options.hidden, heads=options.heads, kv_heads=options.kv_heads, ffn=options.ffn,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+import signal
 import subprocess
 import sys
 import tempfile
@@ -88,10 +88,11 @@ def measure(
     # What libraries take is found out with a model of next to nothing, and is not the model's.
     least = {"layers": 1, "hidden": 8, "heads": 1, "ffn": 8, "vocab": 16, "tied": True}
     trained = {"strategy": strategy, "micro_batch": micro_batch, "steps": STEPS, "log_every": STEPS}
-    peaks = [
-        _peak({"module": of, "shape": form, "vocab": form["vocab"], "seq": seq, "train": trained}, workers, python)
+    trainings = [
+        {"module": of, "shape": form, "vocab": form["vocab"], "seq": seq, "train": trained}
         for of, form, seq in ((None, least, 8), (module, shape, model.seq))
     ]
+    peaks = _peaks(trainings, workers, python)
     settings = {"module": module, "shape": shape, "seq": model.seq, "train": trained}
     tracked, untracked = track({**settings, "workers": workers}, python)
     return Measured(
@@ -120,11 +121,14 @@ def track(settings: dict[str, Any], python: str) -> tuple[float | None, str | No
     return (float(result["peak"]), None) if "peak" in result else (None, str(result["error"]))
 
 
-def _peak(settings: dict[str, Any], workers: int, python: str) -> float:
-    """Bytes of the fullest worker."""
+def _peaks(trainings: list[dict[str, Any]], workers: int, python: str) -> list[float]:
+    """Bytes of the fullest worker of each."""
     with tempfile.TemporaryDirectory(prefix="dtctl-measure-") as folder:
-        _run({**settings, "out": folder}, workers, python, Path(folder))
-        return float(max(json.loads(path.read_text())["peak"] for path in Path(folder).glob("*.json")))
+        _run({"trainings": trainings, "workers": workers, "out": folder}, python, Path(folder))
+        return [
+            float(max(json.loads(path.read_text())["peak"] for path in Path(folder).glob(f"{number}-*.json")))
+            for number in range(len(trainings))
+        ]
 
 
 def _path() -> str:
@@ -133,34 +137,38 @@ def _path() -> str:
     return os.pathsep.join(entry for entry in (root, os.environ.get("PYTHONPATH")) if entry)
 
 
-def _run(settings: dict[str, Any], workers: int, python: str, folder: Path) -> None:
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
-    common = {
-        **os.environ, "PYTHONPATH": _path(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers), "OMP_NUM_THREADS": "1",
-        "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1",
+def _run(settings: dict[str, Any], python: str, folder: Path) -> None:
+    """Start `trial` and wait for its end.
+
+    Raises:
+        WorkerFailed: one of its workers failed, or they take too long.
+    """
+    environ = {
+        **os.environ, "PYTHONPATH": _path(), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_ARENA_MAX": "1",
     }  # fmt: skip
     argv = children.module(python, "dtctl.advise.trial", json.dumps(settings), last=str(Path.cwd()))
-    running = []
-    for rank in range(workers):
-        env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
-        with (folder / f"{rank}.log").open("wb") as log:
-            running.append(subprocess.Popen(argv, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT))
+    # A session of its own, whose processes are ended together.
+    process = subprocess.Popen(
+        argv, cwd=folder, env=environ, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
     try:
-        for rank, process in enumerate(running):
-            if process.wait(timeout=LIMIT_S):
-                last = (folder / f"{rank}.log").read_text(errors="replace").strip().splitlines() or [
-                    "it printed nothing"
-                ]
-                raise WorkerFailed(f"the measurement failed: {last[-1]}", where=f"rank {rank}")
+        told, complaint = process.communicate(timeout=LIMIT_S * len(settings["trainings"]))
     except subprocess.TimeoutExpired as exc:
         raise WorkerFailed(
             f"the measurement takes more than {LIMIT_S:.0f} s", hint="a smaller --batch or --seq"
         ) from exc
     finally:
-        for process in running:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    if process.returncode:
+        rank, text = None, complaint
+        if told.strip():
+            failed = json.loads(told.strip().splitlines()[-1])
+            rank = failed["rank"]
+            text = (folder / f"{failed['training']}-{rank}.log").read_text(errors="replace")
+        last = text.strip().splitlines() or ["it printed nothing"]
+        where = None if rank is None else f"rank {rank}"
+        raise WorkerFailed(f"the measurement failed: {last[-1]}", where=where)

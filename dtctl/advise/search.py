@@ -9,7 +9,7 @@ from typing import Any
 
 from dtctl.advise.hardware import Hardware
 from dtctl.advise.speed import Speed, speed
-from dtctl.estimate.memory import BUDGET, GIB, RUNTIME, Layout, MemoryEstimate, Precision, Recipe, memory
+from dtctl.estimate.memory import BUDGET, GIB, RUNTIME, Layout, MemoryEstimate, Precision, Recipe, memory, of_mesh
 from dtctl.estimate.model import Model
 from dtctl.train.mesh import Degrees
 
@@ -47,7 +47,7 @@ class Task:
     compiled: bool = False
     fp8: bool = False
     beyond: bool = False
-    """Whether layouts are tried that dtctl.runtime does not have: ep, and cp in a pipeline."""
+    """Whether layouts are tried that dtctl.runtime does not have: ep over copies (dp), and cp in a pipeline."""
     recipe: Recipe = RUNTIME
     parallel: Recipe | None = None
     """How layouts with tp or pp are held. None: as the others."""
@@ -62,7 +62,8 @@ class Task:
 
     def recipe_of(self, layout: Layout) -> Recipe:
         """How this layout is held."""
-        return self.parallel if self.parallel is not None and layout.tp * layout.pp > 1 else self.recipe
+        chosen = self.parallel if self.parallel is not None and layout.tp * layout.pp > 1 else self.recipe
+        return chosen.at(layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,7 @@ class Choice:
     def strategy(self) -> str:
         """Its name in a spec; `mesh` when only degrees say it."""
         layout = self.layout
-        axes = [name for name in ("dp", "fsdp", "tp", "pp", "cp", "ep") if getattr(layout, name) > 1]
+        axes = [name for name, degree in layout.mesh.items() if degree > 1]
         if not axes:
             return "single"
         if axes == ["dp"]:
@@ -105,7 +106,7 @@ class Choice:
     def axes(self) -> int:
         """The complexity of a choice: axes, recomputation, offloading."""
         layout = self.layout
-        degrees = sum(int(getattr(layout, name) > 1) for name in ("dp", "fsdp", "tp", "pp", "cp", "ep"))
+        degrees = sum(int(degree > 1) for degree in layout.mesh.values())
         extras = (layout.recompute != "none") + 2 * layout.offload + (layout.fsdp > 1) + (layout.zero > 0)
         extras += 2 * (layout.pp > 1) + (layout.chunks > 1)
         crowded = layout.workers == layout.dp > 1 and self.memory.states > COPIES * self.budget
@@ -114,7 +115,7 @@ class Choice:
 
 def choices(task: Task) -> list[Choice]:
     """Every way that can run, whether it fits or not; micro batches only up to the first that does not fit."""
-    return [found for base in _bases(task) for found in _until_full(task, base)]
+    return [option for base in _bases(task) for option in _until_full(task, base)]
 
 
 def choice(task: Task, layout: Layout) -> Choice:
@@ -135,9 +136,9 @@ def choice(task: Task, layout: Layout) -> Choice:
 
 def _until_full(task: Task, base: Layout) -> Iterator[Choice]:
     for layout in _batches(task, base):
-        found = choice(task, layout)
-        yield found
-        if found.memory.total > found.budget:
+        option = choice(task, layout)
+        yield option
+        if option.memory.total > option.budget:
             return
 
 
@@ -181,9 +182,7 @@ def _meshes(task: Task) -> Iterator[Layout]:
     """All products of degrees that give the number of GPUs and suit the model, or the one that was asked for."""
     model, hardware = task.model, task.hardware
     if task.mesh is not None:
-        asked = task.mesh
-        degrees = {axis: getattr(asked, axis) for axis in ("dp", "fsdp", "tp", "pp", "cp")}
-        yield Layout(**degrees, ep=getattr(asked, "ep", 1))
+        yield of_mesh(task.mesh)
         return
     for tp in _divisors(min(hardware.gpus, hardware.per_node)):
         if hardware.gpus % tp or model.heads % tp or model.kv_heads % tp:
@@ -203,11 +202,23 @@ def _meshes(task: Task) -> Iterator[Layout]:
 
 
 def _parted(task: Task, layout: Layout) -> Iterator[Layout]:
-    """A layout, and the same with its experts parted: over the GPUs of a node, and over all that hold the same."""
+    """A layout, and the same with its experts parted: over a node, over all that hold the same, one on each GPU.
+
+    dtctl.runtime has ep within fsdp, and divides whole experts over ep x tp. Others have it within dp, too.
+    """
     yield layout
-    if task.beyond and task.model.experts:
-        degrees = sorted({min(layout.data, task.hardware.per_node), layout.data})
-        yield from (replace(layout, ep=ep) for ep in degrees if ep > 1 and task.model.experts % ep == 0)
+    recipe = task.recipe_of(layout)
+    together = 1 if recipe.split_experts else layout.tp
+    # dtctl.runtime refuses ep where tensor parallel workers have a part of each sample.
+    apart = layout.tp > 1 and recipe.sequence_parallel and not recipe.free
+    if not task.model.experts or task.model.experts % together or apart:
+        return
+    most = layout.data if task.beyond else layout.fsdp
+    near = max(1, task.hardware.per_node // layout.tp)
+    degrees = {most, math.gcd(most, near), math.gcd(most, task.model.experts // together)}
+    yield from (
+        replace(layout, ep=ep) for ep in sorted(degrees) if ep > 1 and task.model.experts % (ep * together) == 0
+    )
 
 
 def _sequences(task: Task, pp: int) -> bool:
@@ -254,6 +265,6 @@ def families(options: list[Choice]) -> list[Choice]:
     first_by_family: dict[tuple[object, ...], Choice] = {}
     for choice in options:
         layout = choice.layout
-        shape = tuple(getattr(layout, name) > 1 for name in ("dp", "fsdp", "tp", "pp", "cp", "ep"))
+        shape = tuple(degree > 1 for degree in layout.mesh.values())
         first_by_family.setdefault((shape, layout.zero), choice)
     return list(first_by_family.values())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dtctl.advise.sizes import short_count
 from dtctl.errors import UsageError
 from dtctl.estimate.model import Model
 
@@ -110,6 +111,7 @@ def model_of(shape: Shape, *, params: float | None = None, doubts: tuple[str, ..
     many = shape.layers - shape.dense if shape.experts > 1 else 0
     few = shape.layers - many
     width = shape.embed or shape.hidden
+    routed = _mlp(shape, float((shape.expert_ffn or shape.ffn) * shape.experts_used))
     looked_up = float(shape.vocab * width)
     root = looked_up * (1 if shape.tied else 2) + shape.positions * shape.hidden
     root += 2.0 * shape.embed * shape.hidden
@@ -147,6 +149,8 @@ def model_of(shape: Shape, *, params: float | None = None, doubts: tuple[str, ..
         experts=shape.experts if many else 0,
         experts_used=shape.experts_used if many else 0,
         expert_width=(shape.expert_ffn or shape.ffn) if many else 0,
+        expert_kept=2.0 * many * routed.saved / shape.layers,
+        expert_products=2.0 * many * (routed.products - shape.hidden) / shape.layers,
         ffn=shape.ffn if shape.plain and params is None else 0,
         assumed=_description(shape, total, active),
         doubts=doubts,
@@ -209,8 +213,8 @@ def _description(shape: Shape, params: float, active_params: float) -> str:
         inner += f" and {shape.shared_ffn} that all use" if shape.shared_ffn else ""
         inner += f" in {shape.layers - shape.dense} blocks" if shape.dense else ""
     ties = "output tied to the embedding" if shape.tied else "untied output"
-    active = f", {active_params / 1e9:.3g}B of them at work for a token" if shape.experts > 1 else ""
+    active = f", {short_count(active_params)} of them at work for a token" if shape.experts > 1 else ""
     return (
         f"{blocks} of width {shape.hidden}, {heads}, {inner}, vocabulary {shape.vocab}, {ties}: "
-        f"{params / 1e9:.3g}B parameters{active}"
+        f"{short_count(params)} parameters{active}"
     )

@@ -30,6 +30,14 @@ def gibibytes(text: str) -> float:
     return _number(text, _SIZE, "a size such as 80GiB") / 2**30
 
 
+def short_count(number: float) -> str:
+    """A number of things in three digits: `7.24M`, `8.03B`."""
+    for letter, unit in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= unit * 0.9995:
+            return f"{number / unit:.3g}{letter}"
+    return f"{number:.0f}"
+
+
 def _number(text: str, units: dict[str, float], expected: str) -> float:
     match = re.fullmatch(r"\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = units.get(match[2].lower()) if match else None

@@ -83,6 +83,7 @@ def speed(
     fp8: bool = False,
 ) -> Speed:
     """Time of a step and its parts."""
+    recipe = recipe.at(layout)
     block, output = _block(model, layout, hardware, recipe, compiled=compiled, fp8=fp8)
     blocks = -(-model.layers // layout.pp)
     even = (model.layers * block + output) / layout.pp
@@ -118,17 +119,20 @@ def _block(
     tokens = layout.micro_batch * model.seq / layout.cp
     peak = (gpu.half * gpu.products if half else gpu.single * max(gpu.products, 0.7)) * 1e12
     faster = FP8 if fp8 and half else 1.0
+    expert_split = recipe.expert_split(layout)
     # A product is as wide as its narrower side lets it: experts are narrow.
-    width = min(float(model.hidden), model.expert_width * EXPERTS) if model.expert_width else float(model.hidden)
-    width /= layout.tp**0.5
+    width = model.hidden / layout.tp**0.5
+    if model.expert_width:
+        width = min(width, model.expert_width * EXPERTS / (layout.tp**0.5 if recipe.split_experts else 1.0))
     peak *= width / (width + SMALL)
     peak *= tokens / (tokens + FEW)
     if model.hidden % (64 * layout.tp):
         peak *= ODD
     logits = float(model.vocab * model.hidden)
-    inner = max(0.0, model.active_params - logits) / model.layers
+    inner = max(0.0, model.active_params - logits - model.expert_params_used) / model.layers / layout.tp
+    inner += model.expert_params_used / model.layers / expert_split
     again = {"none": 1.0, "selective": 1.0 + 0.5 / 3, "full": 4 / 3}[layout.recompute]
-    products = 6 * inner * again * tokens / layout.tp / (peak * faster)
+    products = 6 * inner * again * tokens / (peak * faster)
     # Causal attention has half of the scores; fused kernels compute them again in the backward pass.
     again_attention = {"none": 1.0, "selective": 1.0, "full": 9 / 7}[layout.recompute]
     scores = model.seq * tokens / layout.tp
@@ -143,7 +147,8 @@ def _block(
     split = layout.tp if recipe.sequence_parallel else 1
     stream = min(4 * model.block_input, model.block_kept)
     eager = not (compiled or recipe.fused)
-    kept = (stream + (model.block_upcast if eager and half else 0.0)) / split + (model.block_kept - stream) / layout.tp
+    kept = (stream + (model.block_upcast if eager and half else 0.0)) / split
+    kept += (model.block_kept - stream - model.expert_kept) / layout.tp + model.expert_kept / expert_split
     passes = PASSES if eager else FUSED
     between = passes * again * (1.0 if half else 2.0) * kept * tokens / (gpu.hbm * 1e9)
     total = products + attention + between
@@ -160,7 +165,8 @@ def _block(
 
 def _exchange(model: Model, layout: Layout, hardware: Hardware, recipe: Recipe) -> tuple[float, float]:
     """Seconds in which weights and gradients are exchanged over dp and fsdp: in each micro batch, and in the last."""
-    replica = model.params / (layout.tp * layout.pp)
+    experts = model.expert_params / (recipe.expert_split(layout) * layout.pp)
+    replica = (model.params - model.expert_params) / (layout.tp * layout.pp) + experts
     blocks = -(-model.layers // layout.pp)
     inner = layout.tp * layout.cp
     each = last = 0.0
@@ -169,7 +175,10 @@ def _exchange(model: Model, layout: Layout, hardware: Hardware, recipe: Recipe) 
         half = layout.precision != "fp32"
         weight = 2 if half and not recipe.autocast else 4
         bandwidth, wait = _link(hardware, shards, layout.tp)
-        moved = replica * (shards - 1) / shards / bandwidth
+        moved = (replica - experts) * (shards - 1) / shards / bandwidth
+        # Experts are gathered from the workers that have the same ones, which lie ep apart.
+        same = max(1, shards // layout.ep)
+        moved += experts / layout.ep * (same - 1) / same / _link(hardware, same, layout.tp * layout.ep)[0]
         wait *= blocks * recipe.collectives
         gathers = 1 if not recipe.reshard else 2
         reduce = recipe.gradient_bytes * moved + wait
@@ -186,7 +195,11 @@ def _exchange(model: Model, layout: Layout, hardware: Hardware, recipe: Recipe) 
         # All-reduce, or reduce-scatter of gradients and all-gather of the weights that were updated.
         gathered = recipe.weight_bytes if layout.zero else recipe.gradient_bytes
         moved = (layout.dp - 1) / layout.dp * replica / shards / bandwidth
-        last += (recipe.gradient_bytes + gathered) * moved + wait * blocks
+        if layout.zero > 1:  # gradients that are divided cannot be added up before they are exchanged
+            each += recipe.gradient_bytes * moved + wait * blocks
+            last += gathered * moved
+        else:
+            last += (recipe.gradient_bytes + gathered) * moved + wait * blocks
     return each, last
 
 
@@ -217,8 +230,14 @@ def _inside(model: Model, layout: Layout, hardware: Hardware, recipe: Recipe) ->
         # Tokens go to their experts and come back, forward and backward.
         near = min(1.0, hardware.per_node / (layout.ep * layout.tp))
         link = hardware.gpu.link * near + hardware.network_per_gpu * (1 - near)
-        moved = 4 * model.block_input * model.experts_used * tokens / layout.tp * (layout.ep - 1) / layout.ep
+        members = layout.ep if recipe.split_experts else layout.ep * layout.tp
+        rows = model.block_input * model.experts_used * tokens
+        moved = 4 * rows / layout.tp * (members - 1) / members
         seconds += SENT * blocks * (moved / (link * WIRE * 1e9) + 4 * LATENCY)
+        if layout.tp > 1 and not recipe.split_experts:
+            # Each sends a part of the rows that all of them have, so the results of all parts are gathered.
+            moved = 2 * rows * (layout.tp - 1) / layout.tp
+            seconds += blocks * (moved / (hardware.gpu.link * WIRE * 1e9) + 2 * LATENCY)
     if layout.cp > 1:
         inside = layout.cp * layout.tp <= hardware.per_node
         link = (hardware.gpu.link if inside else hardware.network_per_gpu) * WIRE * 1e9
@@ -232,7 +251,8 @@ def _inside(model: Model, layout: Layout, hardware: Hardware, recipe: Recipe) ->
 
 def _update(model: Model, layout: Layout, hardware: Hardware, recipe: Recipe) -> float:
     """Seconds of the optimizer's step: states go through memory once, on the GPU or on the host."""
-    params = model.params / (layout.shards * layout.tp * layout.pp)
+    params = (model.params - model.expert_params) / layout.tp + model.expert_params / recipe.expert_split(layout)
+    params /= layout.shards * layout.pp
     if layout.offload:  # gradients out, the optimizer on the host, weights in: 4 + 4 bytes over the bus, 28 in memory
         per_node = min(hardware.per_node, layout.workers)
         return params * 8 / (hardware.gpu.host * 1e9) + params * 28 * per_node / 200e9

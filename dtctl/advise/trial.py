@@ -1,14 +1,19 @@
-"""A few steps of the real training, to see what memory it needs: one worker of it, under the job's Python.
+"""A few steps of real trainings, to see what memory they need, under the job's Python.
 
-Reads its settings as JSON from the first argument, trains with dtctl.runtime on random tokens, and writes the peak of
-its memory to a file for each rank. On a GPU that is what torch has allocated at most; on a processor the growth of the
-process from before the model was made, with an allocator that gives back what it does not use (MALLOC_MMAP_THRESHOLD_).
+Reads settings as JSON from the first argument: `workers`, `out` (a folder) and `trainings`, which run one after the
+other. This process imports torch once and forks the workers of each, which train with dtctl.runtime on random tokens
+and write the peak of their memory to a file `TRAINING-RANK.json`. On a GPU that is what torch has allocated at most; on
+a processor the growth of the process from before the model was made, with an allocator that gives back what it does
+not use (MALLOC_MMAP_THRESHOLD_).
 """
 
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +88,8 @@ def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch
     return nn.functional.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
 
-def main(settings: dict[str, Any]) -> int:
-    """Train and write the peak."""
+def train_and_note(settings: dict[str, Any], out: Path) -> int:
+    """Be one worker of a training, and write the peak; the exit code."""
     seq = settings["seq"]
 
     def train(config: TrainConfig, worker: Worker) -> Outcome:
@@ -107,10 +112,56 @@ def main(settings: dict[str, Any]) -> int:
             return loss_of(model, batch)
 
         outcome = Trainer(config, worker, model, loss, TensorData(tokens[:, :-1], tokens[:, 1:])).run()
-        Path(settings["out"], f"{worker.rank}.json").write_text(json.dumps({"peak": peaks[-1]}), encoding="ascii")
+        out.write_text(json.dumps({"peak": peaks[-1]}), encoding="ascii")
         return outcome
 
     return run(train, defaults=settings["train"])
+
+
+def main(settings: dict[str, Any]) -> int:
+    """Run the trainings; the exit code of the first worker that failed, whose peers are ended."""
+    for number, training in enumerate(settings["trainings"]):
+        running = _fork(training, settings["workers"], Path(settings["out"]), number)
+        while running:
+            pid, status = os.waitpid(-1, 0)
+            rank = running.pop(pid)
+            if status:
+                for left in running:
+                    os.kill(left, 9)
+                sys.stdout.write(json.dumps({"training": number, "rank": rank}) + "\n")
+                return os.waitstatus_to_exitcode(status) or 1
+    return 0
+
+
+def _fork(training: dict[str, Any], workers: int, out: Path, number: int) -> dict[int, int]:
+    """Start the workers of a training; process -> rank."""
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0"}
+    common |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(workers))
+    own = out / str(number)  # where nothing is to be resumed
+    own.mkdir()
+    running = {}
+    for rank in range(workers):
+        pid = os.fork()
+        if pid:
+            running[pid] = rank
+            continue
+        code = 1
+        try:
+            os.environ.update(common, RANK=str(rank), LOCAL_RANK=str(rank))
+            log = os.open(out / f"{number}-{rank}.log", os.O_WRONLY | os.O_CREAT, 0o600)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.chdir(own)
+            code = train_and_note(training, out / f"{number}-{rank}.json")
+        except BaseException:  # noqa: BLE001 - it ends the process
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    return running
 
 
 if __name__ == "__main__":

@@ -70,15 +70,17 @@ def usual(params: float, *, seq: int, name: str, **numbers: int | None) -> Model
     Raises:
         UsageError: the numbers do not fit together.
     """
-    known: dict[str, Any] = {key: value for key, value in numbers.items() if value is not None}
+    numbers_given: dict[str, Any] = {key: value for key, value in numbers.items() if value is not None}
     nearest = min(FAMILIES, key=lambda shape: abs(math.log(model_of(shape).params / params)))
     fits = max(params / model_of(nearest).params, model_of(nearest).params / params) <= NEAR
-    shape = nearest if fits and not known.keys() & {"layers", "hidden"} else _proportioned(params, known)
-    if known:
-        shape = replace(shape, **known)
-        if "heads" in known or "hidden" in known:
+    shape = (
+        nearest if fits and not numbers_given.keys() & {"layers", "hidden"} else _proportioned(params, numbers_given)
+    )
+    if numbers_given:
+        shape = replace(shape, **numbers_given)
+        if "heads" in numbers_given or "hidden" in numbers_given:
             shape = replace(shape, head_dim=shape.hidden / shape.heads)
-        if "heads" in known and "kv_heads" not in known:
+        if "heads" in numbers_given and "kv_heads" not in numbers_given:
             shape = replace(shape, kv_heads=shape.heads)
     model = model_of(replace(shape, seq=seq, name=name), params=params)
     return replace(model, assumed=f"the shape of {nearest.name}: {model.assumed}") if shape is nearest else model

@@ -24,7 +24,7 @@ def conclusions(
         training: rows of `workers` and `efficiency`.
         owners: the node of each rank.
     """
-    found = []
+    sentences = []
     rates = _between_nodes(pairs.get("gb_s") or (), owners)
     if rates:
         best: dict[str, float] = {}
@@ -38,33 +38,33 @@ def conclusions(
             (caller, called), rate = min(slow.items(), key=lambda item: item[1])
             summary = f"{', '.join(nodes)}: slow between nodes, down to {rate:.3f} GB/s from {caller} to {called}; "
             fix = "`dtctl doctor` measures the links without torch: it says whether it is the network or the node"
-            found.append({"summary": f"{summary}the usual is {usual:.3f}", "nodes": list(nodes), "fix": fix})
+            sentences.append({"summary": f"{summary}the usual is {usual:.3f}", "nodes": list(nodes), "fix": fix})
         else:
             (caller, called), rate = min(rates.items(), key=lambda item: item[1])
             summary = (
                 f"no pair of nodes stands out: the slowest, {caller} to {called}, reaches {rate / usual:.0%} "
                 f"of the usual"
             )
-            found.append({"summary": f"{summary} {usual:.3f} GB/s", "nodes": [], "fix": ""})
+            sentences.append({"summary": f"{summary} {usual:.3f} GB/s", "nodes": [], "fix": ""})
     if training:
         last = min(training, key=lambda row: row["efficiency"])
         if last["efficiency"] < EFFICIENT:
             summary = f"{last['workers']} workers train at {last['efficiency']:.0%} of one worker's speed each"
             fix = (
-                "let the exchange cost less: a larger train.micro_batch or train.accumulate, or workers that share "
+                "make the exchange cheaper: a larger train.micro_batch or train.accumulate, or workers that share "
                 "no cores"
             )
-            found.append({"summary": summary, "nodes": [], "fix": fix})
-    return found
+            sentences.append({"summary": summary, "nodes": [], "fix": fix})
+    return sentences
 
 
 def _between_nodes(gb_s: Sequence[Sequence[float | None]], owners: Sequence[str]) -> dict[Way, float]:
     """The best rate of each way between two nodes: of several workers one may have waited for its core."""
-    found: dict[Way, float] = {}
+    rates: dict[Way, float] = {}
     for sender, row in enumerate(gb_s):
         for receiver, rate in enumerate(row):
             if rate is None or max(sender, receiver) >= len(owners) or owners[sender] == owners[receiver]:
                 continue
             way = (owners[sender], owners[receiver])
-            found[way] = max(found.get(way, 0.0), rate)
-    return found
+            rates[way] = max(rates.get(way, 0.0), rate)
+    return rates

@@ -14,8 +14,8 @@ from typing import Any
 from dtctl.bench.figures import result, training_row
 from dtctl.launch.assemble import CodePush, job_of
 from dtctl.launch.cluster import cluster_of
+from dtctl.launch.control.controller import Result
 from dtctl.launch.control.run import launch
-from dtctl.launch.job import Result
 from dtctl.launch.records.events import Event, OutputLine
 from dtctl.launch.records.ledger import Ledger
 from dtctl.launch.records.record import RunInfo, RunRecord, new_run_id

@@ -145,8 +145,8 @@ def show_rest(figures: Figures, owners: tuple[str, ...]) -> None:
             [str(row["workers"]), f"{row['step_s'] * 1e3:.2f}", f"{row['efficiency']:.0%}"] for row in figures.training
         ]
         output.table(rows, header=["WORKERS", "STEP ms", "EFFICIENCY"])
-    for said in conclusions(figures.pairs, figures.training, owners):
-        output.out(f"\n{said['summary']}", *(("yellow",) if said["fix"] else ()))
-        if said["fix"]:
-            output.out(f"  {said['fix']}")
+    for sentence in conclusions(figures.pairs, figures.training, owners):
+        output.out(f"\n{sentence['summary']}", *(("yellow",) if sentence["fix"] else ()))
+        if sentence["fix"]:
+            output.out(f"  {sentence['fix']}")
     output.out(f"\n{figures.backend}, torch {figures.torch}, {figures.world} workers", "dim")

@@ -93,7 +93,7 @@ def examine_cluster(path: Path, *, skip: Sequence[str], gpu: bool, yes: bool, js
         raise Interrupted(
             "stopped before the examination was over: nothing is known of these nodes",
             signal=signal.SIGINT,
-            hint="what it had started there ends with its links",
+            hint="what it had started there ends when its links close",
         ) from None
     took_s = round(time.monotonic() - begun, 2)
     if json_lines:
@@ -101,6 +101,7 @@ def examine_cluster(path: Path, *, skip: Sequence[str], gpu: bool, yes: bool, js
         output.emit_json(
             {
                 "ok": examination.ok,
+                "can_train": examination.can_train,
                 "nodes": [node.name for node in examination.seen],
                 "took_s": took_s,
                 "findings": findings,

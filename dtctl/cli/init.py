@@ -35,6 +35,5 @@ def init(
     output.err(f"created {folder} from template {template}: {len(files)} files")
     for path in files:
         output.err(f"  {path}", "dim")
-    run = "dtctl sbatch --submit" if launcher == "slurm" else "dtctl launch"
     place = str(folder) if not str(folder).startswith("-") else f"./{folder}"
-    output.out(f"next: cd {shell.quote(place)} && {run}")
+    output.out(f"next: cd {shell.quote(place)} && dtctl launch")

@@ -170,7 +170,12 @@ def _show(problems: Sequence[Problem], format_: Format, *, read: int) -> None:
             output.out(rest)
         counts = Counter(item.severity for item in problems)
         fixable = sum(bool(item.edits) for item in problems)
-        summary = ", ".join(f"{counts[name]} {name}" for name in ("error", "warning", "info") if counts[name])
+        plural = {"error": "errors", "warning": "warnings"}
+        summary = ", ".join(
+            f"{count} {plural.get(name, name) if count > 1 else name}"
+            for name in ("error", "warning", "info")
+            if (count := counts[name])
+        )
         output.err(
             (summary or ("nothing found" if read else "there was no file to read"))
             + (f"; {fixable} can be fixed with --fix" if fixable else "")

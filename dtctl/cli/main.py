@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-import gc
 import os
+import signal
 import sys
 
-from dtctl.cli import output
-from dtctl.errors import DtctlError, Interrupted
+from dtctl.interrupt import leave, leave_when_interrupted
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from dtctl.errors import DtctlError
+
+
+_INTERRUPTED = {"watch": "stopped watching; the run continues", "logs": "stopped following; the run is not touched"}
+"""Command -> what Ctrl-C has ended, where that is not what the command is about."""
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run `dtctl ARGV` and end the process with its exit code."""
+    leave_when_interrupted()
+    import gc
+
     # Loading modules makes tens of thousands of objects that all stay; looking for garbage among them takes 10 ms.
     gc.set_threshold(200_000)
     arguments = sys.argv[1:] if argv is None else argv
@@ -25,6 +35,12 @@ def main(argv: list[str] | None = None) -> None:
     sys.exit(code)
 
 
+def _interrupt(number: int, _frame: object) -> None:
+    """Let the command end in order; whoever asks again does not want to wait."""
+    signal.signal(number, leave)
+    raise KeyboardInterrupt
+
+
 def _open_closed() -> None:
     """Give standard output and error something to write to where the caller has closed them (`>&-`)."""
     for name in ("stdout", "stderr"):
@@ -36,11 +52,16 @@ def run(arguments: list[str]) -> int:
     """Run one command; its exit code."""
     import typer
 
+    from dtctl.cli import output
     from dtctl.cli.app import app_of, split_rest
+    from dtctl.errors import DtctlError, Interrupted, LaunchError
 
     before, rest = split_rest(arguments)
+    app = app_of(before)
     try:
-        result = app_of(before)(before, standalone_mode=False, prog_name="dtctl", obj=rest)
+        if signal.getsignal(signal.SIGINT) is leave:
+            signal.signal(signal.SIGINT, _interrupt)
+        result = app(before, standalone_mode=False, prog_name="dtctl", obj=rest)
     except Interrupted as exc:
         output.error(exc)
         return 128 + exc.signal
@@ -48,19 +69,27 @@ def run(arguments: list[str]) -> int:
         output.error(exc)
         return _exit_code(exc)
     except (KeyboardInterrupt, typer.Abort):
-        output.err("stopped")
+        output.err(_INTERRUPTED.get(before[0] if before else "", "stopped"))
         return 130
     except Exception as exc:
         # A usage error of the command line library, whichever version of it typer brings along.
         show, code = getattr(exc, "show", None), getattr(exc, "exit_code", None)
         if callable(show) and isinstance(code, int):
             show(file=sys.stderr)
+            if before[:1] == ["launch"] and rest is None and len(before) > 1:
+                words = " ".join(before[1:])
+                output.hint(f"what is meant for the script follows two dashes: `dtctl launch -- {words}`")
             return code
         import traceback
 
         traceback.print_exc()
         output.error(DtctlError(f"{type(exc).__name__}: {exc}", hint="this is a bug in dtctl; please report it"))
         return DtctlError.exit_code
+    if result in (0, None) and output.is_cut() and before[:1] != ["launch"]:
+        return LaunchError.exit_code  # a job is worth more than what was to be shown of it; all else is only shown
+    if result == 130 and signal.getsignal(signal.SIGINT) is leave:
+        # The command line library has made an exit code of Ctrl-C, without a word.
+        output.err(_INTERRUPTED.get(before[0] if before else "", "stopped"))
     return result if isinstance(result, int) else 0
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dtctl.nccl.catalogue import NcclVariable
 
 app = typer.Typer(
-    help="Variables of NCCL, torch and gloo: what they mean, and which ones a cluster needs.",
+    help="Variables of NCCL, RCCL, torch and gloo: what they mean, and which ones a cluster needs.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -30,15 +30,15 @@ def explain(
     ],
     json_: Json = False,
 ) -> None:
-    """Say what variables of NCCL, torch, gloo, launchers and CUDA mean, their defaults, and what is dangerous."""
+    """Say what variables of NCCL, RCCL, torch, gloo, launchers and CUDA mean, their defaults, and what is dangerous."""
     from dataclasses import asdict
 
     from dtctl.errors import UsageError
     from dtctl.nccl.catalogue import catalogue, closest_name
 
     variables = catalogue()
-    asked = [word.partition("=")[::2] for name in names_ for word in name.split(",") if word.strip()]
-    settings = [(name.strip().upper(), value) for name, value in asked]
+    settings_asked = [word.partition("=")[::2] for name in names_ for word in name.split(",") if word.strip()]
+    settings = [(name.strip().upper(), value) for name, value in settings_asked]
     known = [(variables[name], value) for name, value in settings if name in variables]
     unknown = list(dict.fromkeys(name for name, _ in settings if name not in variables))
     if json_:
@@ -60,6 +60,7 @@ def _explain(variable: NcclVariable, value: str) -> None:
     output.out(f"  {variable.meaning}")
     rows = {"default": variable.default, "since": variable.since, "values": ", ".join(variable.values)}
     rows |= {"danger": variable.danger, "use instead": variable.instead}
+    rows["with RCCL"] = variable.rccl
     rows["on nodes"] = "may differ" if variable.differ else ""
     for label, text in rows.items():
         if text:

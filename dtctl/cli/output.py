@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from typing import IO
 
@@ -26,9 +27,23 @@ _STYLES = {
 }
 
 
+def size(number: float) -> str:
+    """A number of bytes for people: `640 B`, `3.1 MiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} GiB"
+
+
 def is_terminal(stream: IO[str]) -> bool:
     """Whether people look at this stream, in a terminal that can move its cursor."""
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def columns() -> int:
+    """Characters of a line of standard output; many where it is no terminal."""
+    return shutil.get_terminal_size().columns if is_terminal(sys.stdout) else 1 << 20
 
 
 def styled(text: str, *styles: str, stream: IO[str]) -> str:
@@ -49,17 +64,55 @@ def err(text: str, *styles: str) -> None:
     _write(sys.stderr, styled(printable(text), *styles, stream=sys.stderr) + "\n")
 
 
+_last: list[str] = []
+_refused: list[str] = []
+"""The line that stands below all others, if there is one."""
+
+
+def stand(text: str) -> None:
+    """Let one line stand below all that is printed from now on; empty: none any more. On a terminal only."""
+    if not is_terminal(sys.stderr):
+        return
+    shown = printable(text)[: shutil.get_terminal_size().columns - 1]
+    if [shown] == _last or not (shown or _last):
+        return
+    _last[:] = [shown] if shown else []
+    _write(sys.stderr, "" if shown else "\r\x1b[K")
+
+
 def raw(text: str) -> None:
     """Result text that brings its own line ends, a script or a page: as it is, but for a terminal."""
     _write(sys.stdout, printable(text) if sys.stdout.isatty() else text)
 
 
+def pass_on(data: bytes, *, as_is: bool = False, err: bool = False) -> None:
+    """What a command on a node prints: untouched into a file or a pipe, without commands for a terminal otherwise.
+
+    Args:
+        data: a piece of it.
+        as_is: whether it is a terminal of its own that prints, a shell whose user wants all of it.
+        err: to standard error.
+    """
+    stream = sys.stderr if err else sys.stdout
+    if not as_is and stream.isatty():
+        _write(stream, printable(data.decode(errors="replace")))
+        return
+    try:
+        stream.flush()
+        stream.buffer.write(data)
+        stream.flush()
+    except BrokenPipeError:
+        _discard(stream)
+
+
 def emit_json(value: object) -> None:
-    """One JSON value on one line of standard output."""
-    _write(sys.stdout, json.dumps(value, separators=(", ", ": ")) + "\n")
+    """One JSON value on one line of standard output; a Record in it as an object with all of its keys."""
+    _write(sys.stdout, json.dumps(value, separators=(", ", ": "), default=vars) + "\n")
 
 
 def _write(stream: IO[str], text: str) -> None:
+    if _last and stream.isatty():
+        text = f"\r\x1b[K{text}{styled(_last[0], 'dim', stream=stream)}"
     try:
         stream.write(text)
         stream.flush()
@@ -70,9 +123,15 @@ def _write(stream: IO[str], text: str) -> None:
         # A full disk behind `> train.log`. What is shown must not end what is running; the run's folder has it too.
         _discard(stream)
         if stream is not sys.stderr:
+            _refused.append(exc.strerror or "")
             err(f"warning: no more is shown on standard output: {exc.strerror}", "yellow")
     except UnicodeEncodeError:
         stream.write(text.encode("ascii", "replace").decode("ascii"))
+
+
+def is_cut() -> bool:
+    """Whether something was not shown on standard output because it could not be written."""
+    return bool(_refused)
 
 
 def _discard(stream: IO[str]) -> None:
@@ -82,13 +141,22 @@ def _discard(stream: IO[str]) -> None:
     os.close(null)
 
 
-def table(rows: list[list[str]], *, header: list[str]) -> None:
-    """Columns of text, as wide as they need to be; no lines, so that it can be cut and pasted."""
-    rows = [[printable(cell) for cell in row] for row in rows]
+def table(rows: list[list[str]], *, header: list[str], cut: bool = False) -> None:
+    """Columns of text, as wide as they need to be; no lines, so that it can be cut and pasted.
+
+    Args:
+        rows: cells.
+        header: names of the columns.
+        cut: whether a terminal shows as much of a row as fits on one of its lines.
+    """
+    rows = [[printable(" ".join(cell.splitlines())) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
 
+    room = columns() if cut else 1 << 20
+
     def line(row: list[str]) -> str:
-        return "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        text = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        return f"{text[: room - 1]}…" if room < len(text) else text
 
     out(line(header), "bold")
     for row in rows:
@@ -113,6 +181,11 @@ def _error(message: str, where: str | None, hint: str | None) -> None:
         _labelled("", "where:", where, "bold")
     if hint:
         _labelled("", "hint: ", hint, "cyan")
+
+
+def hint(text: str) -> None:
+    """What to do next."""
+    _labelled("", "hint: ", text, "cyan")
 
 
 def _labelled(before: str, label: str, text: str, *styles: str) -> None:

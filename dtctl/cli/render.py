@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dtctl import names
 from dtctl.cli import output
 from dtctl.cli.common.files import write_named
+from dtctl.cli.common.unfollowed import tell_unmeasured
+
+if TYPE_CHECKING:
+    from dtctl.spec.model import Spec
 
 TARGETS = ("kubernetes",)
 
@@ -23,19 +26,25 @@ def render(
         Path | None, typer.Option(help="Write the file here.  [default: print it]", show_default=False)
     ] = None,
     name: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Name of the run.  [default: a new one]", show_default=False)
+        str | None,
+        typer.Option(metavar="RUN", help="Name of the run.  [default: by the spec's content]", show_default=False),
     ] = None,
+    apply: Annotated[bool, typer.Option("--apply", help="Hand it over to `kubectl apply`.")] = False,
+    delete: Annotated[bool, typer.Option("--delete", help="Hand it over to `kubectl delete`.")] = False,
+    logs: Annotated[bool, typer.Option("--logs", help="Follow the output of its pods with `kubectl logs`.")] = False,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the spec.")
     ] = None,
 ) -> None:
-    """Write the job as a file for Kubernetes.
+    """Write the job as a file for Kubernetes, or hand it over to kubectl.
 
-    The nodes of the spec are only counted: one pod each. The code comes from the image, or from a volume.
+    The nodes of the spec are only counted: one pod each. The code comes from the image, or from a volume. The same spec
+    gives the same file.
     """
     from dtctl.errors import UsageError
     from dtctl.kubernetes import jobset
-    from dtctl.launch.records.record import check_run_name, new_run_id
+    from dtctl.launch.first_plan import source
+    from dtctl.launch.records.record import check_run_name
     from dtctl.plan.build import PlanFacts, build
     from dtctl.spec.load import load_spec
     from dtctl.spec.nodes import resolve_nodes
@@ -45,15 +54,38 @@ def render(
             f"there is no target {target}",
             hint="there is kubernetes; for Slurm there is `dtctl sbatch`, for scripts `dtctl launch --dry-run --out`",
         )
+    if apply + delete + logs > 1 or (out is not None and (apply or delete or logs)):
+        raise UsageError("only one of --out, --apply, --delete and --logs may be given")
     checked = load_spec(spec, set_ or ())
+    tell_unmeasured(checked)
     if name is not None:
         check_run_name(name)
-    run = name or new_run_id(checked.job.name, now=time.time())
+    run = name or jobset.stable_run(checked)
     # The address is one of a pod, which nobody knows yet.
-    plan = build(checked, resolve_nodes(checked), run=run, facts=PlanFacts(environ=os.environ, address="pod-0"))
+    facts = PlanFacts(environ=os.environ, address="pod-0", source=source(checked))
+    plan = build(checked, resolve_nodes(checked), run=run, facts=facts)
     text = jobset.text(checked, plan)
+    if apply or delete or logs:
+        _hand_over(checked, text, apply=apply, delete=delete)
+        return
     if out is None:
         output.raw(text)
         return
     write_named(out, text, option="--out", private=True)
     output.err(f"wrote {out}; start it with: kubectl apply --filename {out}")
+
+
+def _hand_over(spec: Spec, text: str, *, apply: bool, delete: bool) -> None:
+    """Give the objects, or their name, to kubectl."""
+    import yaml
+
+    from dtctl.kubernetes import kubectl
+    from dtctl.launch import trust
+
+    if apply or delete:
+        if apply:
+            for item in trust.sent_items(spec):
+                output.err(item, "yellow")
+        kubectl.hand_over(kubectl.apply_argv() if apply else kubectl.delete_argv(), stdin=text)
+    else:
+        kubectl.hand_over(kubectl.logs_argv(yaml.safe_load(text)))

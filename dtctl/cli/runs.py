@@ -5,21 +5,45 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dtctl.cli import output
 
+if TYPE_CHECKING:
+    from dtctl.launch.records.state import RunState
 
-def runs(json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False) -> None:
+
+def runs(
+    spec: Annotated[
+        Path | None, typer.Argument(help="With --nodes, the spec.  [default: dtctl.yaml]", show_default=False)
+    ] = None,
+    nodes: Annotated[
+        bool, typer.Option("--nodes", help="The runs that the nodes of the spec know, whoever has launched them.")
+    ] = False,
+    json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
+) -> int:
     """List the runs launched from this folder, the newest last."""
+    if nodes:
+        from dtctl.cli.common.elsewhere_view import show_runs
+
+        return show_runs(spec, json_=json_)
+    _of_this_folder(json_=json_)
+    return 0
+
+
+def _of_this_folder(*, json_: bool) -> None:
     from dtctl.launch.records.record import list_runs
     from dtctl.launch.records.state import state_of
 
-    states = [state_of(record) for record in list_runs(Path.cwd())]
+    records = list_runs(Path.cwd())
+    states = [state_of(record) for record in records]
+    commands = [record.info().command_line for record in records]
     if json_:
-        output.emit_json({"runs": [asdict(state) for state in states]})
+        output.emit_json(
+            {"runs": [asdict(state) | {"command": line} for state, line in zip(states, commands, strict=True)]}
+        )
         return
     if not states:
         output.err("no run was launched from this folder")
@@ -31,10 +55,26 @@ def runs(json_: Annotated[bool, typer.Option("--json", help="JSON on standard ou
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.started)),
             f"{state.duration_s:.0f} s",
             str(len(state.nodes)),
+            "" if state.done is None else str(state.done.exit_code),
+            _why(state) or command,
         ]
-        for state in states
+        for state, command in zip(states, commands, strict=True)
     ]
-    output.table(rows, header=["RUN", "STATUS", "STARTED", "DURATION", "NODES"])
+    output.table(
+        rows, header=["RUN", "STATUS", "STARTED", "DURATION", "NODES", "CODE", "COMMAND, OR WHY IT FAILED"], cut=True
+    )
+
+
+def _why(state: RunState) -> str:
+    """The first failure of a run that has failed, or why it was never started."""
+    end = state.done
+    if end is None or end.status != "failed":
+        return ""
+    failure = end.first_failure
+    if failure is None:
+        return end.error or ""
+    subject = f"rank {failure.rank} on {failure.node}" if failure.rank is not None else f"{failure.node}"
+    return f"{subject}: {failure.summary or 'failed'}"
 
 
 def _ago(looked: float) -> str:

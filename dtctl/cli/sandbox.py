@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dtctl import shell
 from dtctl.cli import output
 from dtctl.errors import SandboxError, UsageError
 
@@ -79,7 +81,7 @@ def exec_(
     command: Annotated[list[str], typer.Argument(metavar="-- CMD...", help="The command and its arguments.")],
     name: Name = None,
 ) -> int:
-    """Run a command on a host, as its login user."""
+    """Run a command on a host, as its login user; one word with blanks or `;` in it is run by a shell."""
     import subprocess
 
     from dtctl.sandbox import control
@@ -88,6 +90,8 @@ def exec_(
     words = command[1:] if command[:1] == ["--"] else command
     if not words:
         raise UsageError("there is no command", hint="dtctl sandbox exec node1 -- hostname")
+    if len(words) == 1 and (shell.shell_syntax(words[0]) or " " in words[0].strip()):
+        words = ["sh", "-c", words[0]]
     status = subprocess.run(control.enter_argv(sandbox, sandbox.node(node), words), check=False).returncode
     return status if status >= 0 else 128 - status
 
@@ -106,12 +110,25 @@ def heal(
     faults.record(sandbox, remaining)
 
 
+SHOWN_RUNS = 3
+
+
 @app.command("down")
-def down(name: Name = None) -> None:
+def down(
+    name: Name = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask, whatever lies on its hosts.")] = False,
+) -> None:
     """Stop the sandbox and remove everything it created."""
     from dtctl.sandbox import control
 
     sandbox_name = name or control.default_name()
+    runs = [] if yes or not (sys.stdin.isatty() and sys.stderr.isatty()) else control.runs_on(sandbox_name)
+    if runs:
+        output.err(f"with it goes what its hosts have of {len(runs)} runs: {', '.join(runs[-SHOWN_RUNS:])}", "yellow")
+        output.err("`dtctl fetch RUN` and `dtctl snapshot export RUN` bring it here; remove the sandbox? [y/N] ")
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            output.err("nothing was removed")
+            return
     output.err(
         f"sandbox {sandbox_name} is removed" if control.down(sandbox_name) else f"sandbox {sandbox_name} was not up"
     )

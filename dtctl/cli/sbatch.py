@@ -12,6 +12,7 @@ import typer
 from dtctl import names
 from dtctl.cli import output
 from dtctl.cli.common.agreement import Yes, agreed
+from dtctl.cli.common.unfollowed import tell_unmeasured
 
 if TYPE_CHECKING:
     from dtctl.spec.model import Spec
@@ -37,6 +38,7 @@ def sbatch(
     from dtctl.spec.load import load_spec
 
     checked = load_spec(spec, set_ or ())
+    tell_unmeasured(checked)
     run = new_run_id(checked.job.name, now=time.time())
     if submit:
         agreed(checked, yes=yes)
@@ -59,7 +61,9 @@ def _text(spec: Spec, run: str) -> str:
 
     plan = first_plan(spec, cluster_of(spec, start=False), run=run)
     base = spec.base_dir.resolve()
-    return batch.text(spec, plan, chdir=base, output=Path(batch.literal(base)) / f"{run}-%j.log")
+    job = "%A_%a" if spec.slurm is not None and spec.slurm.array is not None else "%j"
+    output_file = Path(batch.literal(base)) / f"{run}-{job}.log"
+    return batch.text(spec, plan, chdir=base, output=output_file, folder=base / names.STATE_DIR / "slurm" / run)
 
 
 def _submit(spec: Spec, run: str, *, out: Path | None, as_json: bool) -> None:
@@ -69,8 +73,11 @@ def _submit(spec: Spec, run: str, *, out: Path | None, as_json: bool) -> None:
     from dtctl.slurm.submit import BATCH_FILE, submit
 
     with closing(site_of(spec)) as site:
-        ref = submit(spec, site, run, CodePush(spec) if spec.pushes else None, followed=False, out=out)
-    log = f"{ref.folder}/{ref.job}.log"
+        submission = submit(spec, site, run, CodePush(spec) if spec.pushes else None, followed=False, out=out)
+    ref = submission.ref
+    for note in submission.notes:
+        output.err(note, "yellow")
+    log = f"{ref.folder}/{ref.job}{'_%a' if submission.tasks else ''}.log"
     if as_json:
         file = str(out or Path(ref.folder) / BATCH_FILE)
         output.emit_json({"job": ref.job, "run": run, "file": file, "log": log})

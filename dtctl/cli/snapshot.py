@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from dtctl import names
 from dtctl.cli import output
 from dtctl.errors import DtctlError, LaunchError, SnapshotError
+from dtctl.launch.records.snapshot_answers import (
+    A,
+    ContentDigest,
+    Contents,
+    Exported,
+    Listing,
+    NewestGood,
+    Parts,
+    Pruned,
+    Removed,
+    Verification,
+)
+from dtctl.schema import Record
 
 if TYPE_CHECKING:
     from dtctl.launch.records.collect_snapshot import PruneRule
     from dtctl.launch.records.snapshots import RunSnapshots
 
+Newest = TypeVar("Newest", bound=NewestGood)
 app = typer.Typer(help="Inspect snapshots in a folder, or those of a run on its nodes.", no_args_is_help=True)
 
 
@@ -54,8 +69,8 @@ Json = Annotated[bool, typer.Option("--json", help="JSON on standard output.")]
 @app.command("ls")
 def ls(place: Place = None, json_: Json = False) -> int:
     """List snapshots; nothing is verified."""
-    answer, silent = _all("ls", place, [])
-    rows = _merged(answer)
+    answers, silent = _all(Listing, place, [])
+    rows = _by_step((node, row) for node, answer in answers.items() for row in answer.snapshots)
     if json_:
         output.emit_json({"snapshots": rows})
     else:
@@ -74,11 +89,11 @@ def verify(place: Place = None, json_: Json = False) -> int:
     from dtctl.launch.records.collect_snapshot import combine
 
     if snapshots.is_folder(place):
-        answers, silent = _all("verify", place, [])
-        rows = _merged(answers)
+        verified, silent = _all(Verification, place, [])
+        rows = _by_step((node, row) for node, answer in verified.items() for row in answer.snapshots)
     else:
-        answers, silent = _all("pieces", place, [])
-        rows = [snapshot.row() for snapshot in combine(answers)]
+        parts, silent = _of_all_nodes(Parts, _of_run(place), [])
+        rows = [snapshot.row() for snapshot in combine(parts)]
     good = [row["path"] for row in rows if row["status"] == "ok"]
     newest = good[0] if good else None
     if json_:
@@ -97,16 +112,16 @@ def verify(place: Place = None, json_: Json = False) -> int:
 @app.command("show")
 def show(place: Place = None, json_: Json = False) -> int:
     """Show what the newest good snapshot consists of, and what it was made with."""
-    answer = _newest("show", place, [])
+    answer, places = _newest(Contents, place, [])
     if json_:
-        output.emit_json(answer)
+        output.emit_json(_document(answer) | places)
         return 0
-    output.out(f"step {answer['step']}: {_where(answer)}", "bold")
-    for key, value in answer["facts"].get("circumstances", {}).items():
+    output.out(f"step {answer.step}: {_where(_document(answer) | places)}", "bold")
+    for key, value in answer.facts.get("circumstances", {}).items():
         output.out(f"  {key}: {value}")
-    rows = [[name, str(file["size_bytes"]), file["digest"]] for name, file in answer["files"].items()]
-    output.table(rows, header=["FILE", "BYTES", answer["hash"].upper()])
-    tensors = [[name, tensor["dtype"], str(tensor["shape"])] for name, tensor in answer["tensors"].items()]
+    rows = [[name, str(file.size_bytes), file.digest] for name, file in answer.files.items()]
+    output.table(rows, header=["FILE", "BYTES", answer.hash.upper()])
+    tensors = [[name, tensor.dtype, str(tensor.shape)] for name, tensor in answer.tensors.items()]
     output.table(tensors, header=["TENSOR", "DTYPE", "SHAPE"])
     return 0
 
@@ -114,11 +129,11 @@ def show(place: Place = None, json_: Json = False) -> int:
 @app.command("digest")
 def digest(place: Place = None, json_: Json = False) -> int:
     """Print the digest of the newest good snapshot's model and optimizer; the same whatever the number of ranks."""
-    answer = _newest("digest", place, [])
+    answer, _ = _newest(ContentDigest, place, [])
     if json_:
-        output.emit_json({"step": answer["step"], "digest": answer["digest"]})
+        output.emit_json({"step": answer.step, "digest": answer.digest})
     else:
-        output.out(f"{answer['digest']}  step {answer['step']}")
+        output.out(f"{answer.digest}  step {answer.step}")
     return 0
 
 
@@ -140,10 +155,9 @@ def prune(
         options = ["--keep", str(keep)] if keep is not None else []
         options += ["--every-s", str(every_h * 3600)] if every_h is not None else []
         options += ["--no-best"] if no_best else []
-        answers, silent = _all("prune", place, [*options, *(["--dry-run"] if dry_run else [])])
-        results = [
-            {"kept": answer["kept"], "removed": answer["removed"], "left": answer.get("left", [])}
-            for answer in answers.values()
+        answers, silent = _all(Pruned, place, [*options, *(["--dry-run"] if dry_run else [])])
+        results: list[dict[str, Any]] = [
+            {"kept": answer.kept, "removed": answer.removed, "left": answer.left} for answer in answers.values()
         ]
     else:
         from dtctl.launch.records.collect_snapshot import PruneRule
@@ -167,9 +181,9 @@ def prune(
 
 def _prune_run(run: RunSnapshots, rule: PruneRule, *, dry_run: bool) -> tuple[list[dict[str, Any]], list[DtctlError]]:
     """Prune by what the nodes hold together, since each may hold a part of a snapshot; what each keeps and loses."""
-    from dtctl.launch.records import collect_snapshot, snapshots
+    from dtctl.launch.records import collect_snapshot
 
-    answers, silent = _all("pieces", None, [], run)
+    answers, silent = _of_all_nodes(Parts, run, [])
     snapshots_found = collect_snapshot.combine(answers)
     rows = []
     for node, answer in answers.items():
@@ -177,14 +191,12 @@ def _prune_run(run: RunSnapshots, rule: PruneRule, *, dry_run: bool) -> tuple[li
         steps = {snapshot.step for snapshot in outdated}
         unremoved: list[str] = []
         if steps and not dry_run:
-            reply = run.ask("remove", [word for step in sorted(steps) for word in ("--step", str(step))], [node])[node]
-            if isinstance(reply, DtctlError):
-                raise reply
-            if "error" in reply.answer:
-                raise snapshots.error_of(reply)
-            unremoved = reply.answer.get("left", [])
-        remaining = [row["path"] for row in answer["rows"] if row["step"] not in steps]
-        removed = [row["path"] for row in answer["rows"] if row["step"] in steps and row["path"] not in unremoved]
+            removal = run.ask(Removed, [word for step in sorted(steps) for word in ("--step", str(step))], [node])[node]
+            if isinstance(removal, DtctlError):
+                raise removal
+            unremoved = removal.left
+        remaining = [row.path for row in answer.rows if row.step not in steps]
+        removed = [row.path for row in answer.rows if row.step in steps and row.path not in unremoved]
         rows.append({"kept": remaining, "removed": removed, "left": unremoved, "node": node})
     return rows, silent
 
@@ -200,19 +212,22 @@ def export(
     from dtctl.launch.records import snapshots
 
     if snapshots.is_folder(place):
-        answer = _newest("export", place, ["--part", part, "--out", str(out)])
+        answer, places = _newest(Exported, place, ["--part", part, "--out", str(out)])
     else:
-        answer = {**_of_nodes("export", _of_run(place), ["--part", part], out), "out": str(out)}
+        answer, places = _of_nodes(Exported, _of_run(place), ["--part", part], out)
+        places |= {"out": str(out)}
     if json_:
-        output.emit_json(answer)
+        output.emit_json(_document(answer) | places)
     else:
-        output.out(f"{answer['out']}: {part} of step {answer['step']}, {answer['size_bytes'] / 2**20:.1f} MiB")
+        file = places.get("out", answer.out)
+        output.out(f"{file}: {part} of step {answer.step}, {answer.size_bytes / 2**20:.1f} MiB")
     return 0
 
 
-def _fetch(source: RunSnapshots, node: str, options: Sequence[str], out: Path, *, limit_bytes: int) -> dict[str, Any]:
+def _fetch(
+    source: RunSnapshots, node: str, kind: type[Newest], options: Sequence[str], out: Path, *, limit_bytes: int
+) -> Newest:
     from dtctl import folders
-    from dtctl.launch.records import snapshots
 
     draft = out.with_name(f".{out.name}.{os.getpid()}.draft")
     created = False
@@ -224,12 +239,10 @@ def _fetch(source: RunSnapshots, node: str, options: Sequence[str], out: Path, *
             os.close(folder)
         created = True
         with os.fdopen(fd, "wb") as stream:
-            reply = source.fetch(node, "export", [*options, "--out", "-"], stream, limit_bytes=limit_bytes)
+            answer = source.fetch(node, kind, [*options, "--out", "-"], stream, limit_bytes=limit_bytes)
             stream.flush()
             os.fsync(stream.fileno())
-        if "error" in reply.answer:
-            raise snapshots.error_of(reply)
-        if draft.stat().st_size != reply.answer["size_bytes"]:
+        if not isinstance(answer, Exported) or draft.stat().st_size != answer.size_bytes:
             raise SnapshotError("the export arrived incomplete", where=f"node {node}", hint="try again")
         draft.replace(out)
         folders.sync_folder(str(out.absolute().parent))
@@ -238,11 +251,10 @@ def _fetch(source: RunSnapshots, node: str, options: Sequence[str], out: Path, *
     finally:
         if created:
             draft.unlink(missing_ok=True)
-    return dict(reply.answer)
+    return answer
 
 
 EXPORT_HEADER_BYTES = 64 << 20
-Answers = dict[Any, Mapping[str, Any]]
 
 
 def _of_run(place: str | None) -> RunSnapshots:
@@ -257,9 +269,7 @@ def _of_run(place: str | None) -> RunSnapshots:
         raise SnapshotError(f"{place} is neither a folder nor a run", where=exc.where, hint=exc.hint) from exc
 
 
-def _all(
-    verb: str, place: str | None, options: Sequence[str], run: RunSnapshots | None = None
-) -> tuple[Answers, list[DtctlError]]:
+def _all(kind: type[A], place: str | None, options: Sequence[str]) -> tuple[dict[str | None, A], list[DtctlError]]:
     """The answers by node (None: this machine), and the errors of nodes that could not be asked.
 
     Raises:
@@ -267,47 +277,45 @@ def _all(
     """
     from dtctl.launch.records import snapshots
 
-    if run is None and snapshots.is_folder(place):
-        reply = snapshots.run_here([verb, str(place), *options])
-        if "error" in reply.answer:
-            raise snapshots.error_of(reply)
-        return {None: reply.answer}, []
-    replies = (run or _of_run(place)).ask(verb, options)
-    silent = [reply for reply in replies.values() if isinstance(reply, DtctlError)]
-    answers: Answers = {}
-    empty: list[DtctlError] = []
-    for node, word in replies.items():
-        if isinstance(word, DtctlError):
-            continue
-        if "error" in word.answer:  # a node without snapshots is in order: in many runs only the first has them
-            empty.append(snapshots.error_of(word))
-        else:
-            answers[node] = word.answer
+    if snapshots.is_folder(place):
+        return {None: snapshots.run_here(kind, [str(place), *options])}, []
+    answers, silent = _of_all_nodes(kind, _of_run(place), options)
+    return dict[str | None, A](answers.items()), silent
+
+
+def _of_all_nodes(kind: type[A], run: RunSnapshots, options: Sequence[str]) -> tuple[dict[str, A], list[DtctlError]]:
+    """The same for a run."""
+    replies = run.ask(kind, options)
+    answers = {node: reply for node, reply in replies.items() if not isinstance(reply, DtctlError)}
+    errors = [reply for reply in replies.values() if isinstance(reply, DtctlError)]
+    # A node without snapshots is in order: in many runs only the first has them.
+    silent = [error for error in errors if not isinstance(error, SnapshotError)]
     if not answers:
-        raise (silent or empty)[0]
+        raise (silent or errors)[0]
     for error in silent:
         output.error(error)
     return answers, silent
 
 
-def _newest(verb: str, place: str | None, options: Sequence[str]) -> dict[str, Any]:
-    """The answer with the newest good snapshot; says which newer ones were skipped."""
+def _newest(kind: type[Newest], place: str | None, options: Sequence[str]) -> tuple[Newest, dict[str, str]]:
+    """The answer with the newest good snapshot, and where that lies on a run's nodes; tells of those passed over."""
     from dtctl.launch.records import snapshots
 
     if not snapshots.is_folder(place):
-        return _of_nodes(verb, _of_run(place), options)
-    answers, _ = _all(verb, place, options)
-    answer = answers[None]
-    for reason in answer["rejected"]:
+        return _of_nodes(kind, _of_run(place), options)
+    answer = snapshots.run_here(kind, [str(place), *options])
+    for reason in answer.rejected:
         output.err(f"skipped: {reason}", "yellow")
-    return dict(answer)
+    return answer, {}
 
 
-def _of_nodes(verb: str, run: RunSnapshots, options: Sequence[str], out: Path | None = None) -> dict[str, Any]:
+def _of_nodes(
+    kind: type[Newest], run: RunSnapshots, options: Sequence[str], out: Path | None = None
+) -> tuple[Newest, dict[str, str]]:
     """The same for a run: where one node has all of the snapshot, there; else here, with what the nodes send."""
     from dtctl.launch.records import collect_snapshot, snapshots
 
-    answers, _ = _all("pieces", None, [], run)
+    answers, _ = _of_all_nodes(Parts, run, [])
     candidates = collect_snapshot.combine(answers)
     chosen = next((snapshot for snapshot in candidates if snapshot.is_readable), None)
     newer = candidates[: candidates.index(chosen)] if chosen is not None else candidates
@@ -317,34 +325,39 @@ def _of_nodes(verb: str, run: RunSnapshots, options: Sequence[str], out: Path | 
     ]
     if chosen is None:
         reason = f"there is no good snapshot: {'; '.join(reasons)}" if reasons else "there is no snapshot"
-        raise SnapshotError(reason, where=", ".join(map(str, answers)))
+        raise SnapshotError(reason, where=", ".join(answers))
     for reason in reasons:
         output.err(f"skipped: {reason}", "yellow")
     if not chosen.complete:
         with collect_snapshot.fetched(run, chosen) as folder:
-            reply = snapshots.run_here([verb, str(folder), *options, *(["--out", str(out)] if out else [])])
-        if "error" in reply.answer:
-            text = reply.answer["error"]
-            senders = {node for name, node in chosen.holders.items() if name in text} or {*chosen.holders.values()}
-            raise SnapshotError(text, where=f"sent by {', '.join(sorted(senders))}", hint=reply.answer.get("hint"))
-    elif out is not None:
+            try:
+                to_file = ["--out", str(out)] if out else []
+                answer = snapshots.run_here(kind, [str(folder), *options, *to_file])
+            except SnapshotError as exc:
+                holders = chosen.holders
+                senders = {node for name, node in holders.items() if name in exc.message} or {*holders.values()}
+                raise SnapshotError(exc.message, where=f"sent by {', '.join(sorted(senders))}", hint=exc.hint) from exc
+        return answer, {"path": chosen.path, "node": ", ".join(chosen.nodes)}
+    node = chosen.complete[0]
+    if out is not None:
         # Tensors are written without gaps, with a header that is shorter than those of the files.
         limit_bytes = sum(chosen.sizes.values()) + EXPORT_HEADER_BYTES
-        fetched = _fetch(run, chosen.complete[0], options, out, limit_bytes=limit_bytes)
-        return {**fetched, "node": chosen.complete[0]}
-    else:
-        word = run.ask(verb, options, chosen.complete[:1])[chosen.complete[0]]
-        if isinstance(word, DtctlError):
-            raise word
-        reply = word
-    if "error" in reply.answer:
-        raise snapshots.error_of(reply)
-    return {**reply.answer, "path": chosen.path, "node": ", ".join(chosen.complete[:1] or chosen.nodes)}
+        return _fetch(run, node, kind, options, out, limit_bytes=limit_bytes), {"node": node}
+    reply = run.ask(kind, options, [node])[node]
+    if isinstance(reply, DtctlError):
+        raise reply
+    return reply, {"path": chosen.path, "node": node}
 
 
-def _merged(answers: Answers) -> list[dict[str, Any]]:
-    rows = [{**row, **_node(node)} for node, answer in answers.items() for row in answer["snapshots"]]
-    return sorted(rows, key=lambda row: -int(row["step"]))
+def _document(record: Record) -> dict[str, Any]:
+    """An answer as JSON."""
+    document: dict[str, Any] = json.loads(json.dumps(record, default=Record.to_json))
+    return document
+
+
+def _by_step(rows: Iterable[tuple[str | None, Record]]) -> list[dict[str, Any]]:
+    documents = [{**_document(row), **_node(node)} for node, row in rows]
+    return sorted(documents, key=lambda row: -int(row["step"]))
 
 
 def _node(node: str | None) -> dict[str, str]:

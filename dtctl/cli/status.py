@@ -2,36 +2,57 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dtctl.cli import output
+from dtctl.cli.common.completion import Run
+
+if TYPE_CHECKING:
+    from dtctl.launch.records.record import RunInfo, RunRecord
+    from dtctl.launch.records.state import RunState
+
+SHOWN_HEALS = 5
+"""Replacements of lost workers that are listed, the newest; a long run may have hundreds."""
 
 
 def status(
-    run: Annotated[str | None, typer.Argument(help="The run.  [default: the newest]", show_default=False)] = None,
+    run: Run = None,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> None:
     """Show the state of a run and of its nodes."""
+    from dtctl.cli.common.elsewhere_view import find_elsewhere, show_status
+    from dtctl.cli.common.progress_line import metrics_of, steps_of
     from dtctl.launch.records.record import find_run
     from dtctl.launch.records.state import state_of, where_the_time_went
 
+    elsewhere = find_elsewhere(run)
+    if elsewhere is not None:
+        show_status(elsewhere[1], json_=json_)
+        return
     record = find_run(Path.cwd(), run)
     if record.info().slurm:
         from dtctl.cli.common.launch_slurm import refresh
 
         refresh(record)
     state = state_of(record)
+    if state.status == "unattended":
+        state = _as_nodes_tell(record, state)
+    rows, steps, info = metrics_of(record), steps_of(record), record.info()
     if json_:
-        output.emit_json({**asdict(state), "done": state.done and state.done.to_json()})
+        progress = {"step": int(rows[-1]["step"]), "steps": steps, **_progress(rows[-1])} if rows else None
+        facts = {"progress": progress, "launcher_pid": info.pid, "command": info.command}
+        output.emit_json({**asdict(state), "done": state.done and state.done.to_json(), **facts})
         return
     colour = {"succeeded": "green", "running": "green", "failed": "red"}.get(state.status, "yellow")
     output.out(
         f"run {state.run}: {state.status} after {state.duration_s:.0f} s, attempt {state.attempt}", colour, "bold"
     )
+    _show_training(info, state, rows, steps)
     if state.waits is not None:
         from dtctl.cli.common.launch_view import waits
 
@@ -39,8 +60,9 @@ def status(
     output.table([[node, condition] for node, condition in state.nodes.items()], header=["NODE", "STATE"])
     if state.ledger is not None:
         output.out(f"time: {where_the_time_went(state.ledger)}")
-    for number, reason in enumerate(state.restarts, 1):
-        output.out(f"restart {number}: {reason}", "yellow")
+    _show_recoveries(state)
+    for alert, text in state.alerts.items():
+        output.out(f"alert {alert}: {text}", "red")
     failure = state.done and state.done.first_failure
     if failure:
         subject = f"rank {failure.rank} on {failure.node}" if failure.rank is not None else failure.node
@@ -48,9 +70,75 @@ def status(
         if failure.log:
             output.out(f"log: {failure.log}")
     for node, lost in state.done.lost_output.items() if state.done is not None else ():
-        output.out(f"output lost: {lost:,} bytes from {node} could not be stored", "red")
+        output.out(f"output lost: {lost:,} bytes from {node} could not be stored on this machine", "red")
+    if state.done is not None and state.done.outputs:
+        from dtctl.cli.common.launcher import outputs_line
+
+        is_local = record.plan().get("transport") == "local"
+        output.out(outputs_line(state.run, state.done.outputs, is_local=is_local))
     if state.done is not None and state.done.left_behind is None:
         output.out("not every node could be checked for remaining processes; `dtctl stop` checks again", "yellow")
-    if state.status == "abandoned":
-        advice = "`dtctl watch` starts a new one, " if record.info().detached else ""
-        output.out(f"its launcher ended unexpectedly; {advice}`dtctl stop` ends the remaining processes")
+    _show_left(record)
+
+
+def _progress(row: dict[str, Any]) -> dict[str, Any]:
+    """The loss of a row of metrics, and what it says of experts where the model has any."""
+    experts = ("expert_load", "expert_tokens", "expert_tokens_max", "experts_idle", "tokens_dropped")
+    return {"loss": row.get("loss")} | {key: row[key] for key in experts if key in row}
+
+
+def _as_nodes_tell(record: RunRecord, state: RunState) -> RunState:
+    """The state of a run that goes on without a launcher: what its nodes say, where they can be asked."""
+    from dataclasses import replace
+
+    from dtctl.errors import DtctlError
+    from dtctl.launch.assemble import cluster_of_run
+    from dtctl.launch.elsewhere import RunElsewhere
+
+    try:
+        runs, _ = RunElsewhere(cluster_of_run(record)).runs()
+    except DtctlError:
+        return state
+    if state.run not in runs:
+        return state
+    run = runs[state.run]
+    states = {name: "running" if node.is_running else "ended" for name, node in run.nodes.items()}
+    attempt = max(node.attempt for node in run.nodes.values())
+    duration_s = time.time() - state.started if run.status == "running" else state.duration_s
+    return replace(state, status=run.status, nodes={**state.nodes, **states}, attempt=attempt, duration_s=duration_s)
+
+
+def _show_left(record: RunRecord) -> None:
+    """What to do about a run that has no launcher."""
+    from dtctl.launch.records.state import LEFT, state_of
+
+    if state_of(record).status not in LEFT:
+        return
+    if record.info().detached:
+        output.out("no launcher follows it: `dtctl watch` starts one, `dtctl stop` ends it", "yellow")
+    else:
+        output.out("its launcher ended unexpectedly; `dtctl stop` ends the remaining processes")
+
+
+def _show_recoveries(state: RunState) -> None:
+    for number, reason in enumerate(state.restarts, 1):
+        output.out(f"restart {number}: {reason}", "yellow")
+    shown = state.heals[-SHOWN_HEALS:]
+    for number, text in enumerate(shown, len(state.heals) - len(shown) + 1):
+        output.out(f"heal {number}: {text}", "yellow")
+
+
+def _show_training(info: RunInfo, state: RunState, rows: list[dict[str, Any]], steps: int | None) -> None:
+    """How far the training is, and who launched it."""
+    from dtctl.cli.common.progress_line import experts_line, loss_text, progress_line
+
+    if info.resumes:
+        output.out(f"continues run {info.resumes}")
+    if rows:
+        loss = loss_text(rows[-1])
+        line = progress_line(rows[-1], steps=steps, runs=state.status == "running")
+        output.out(f"{line}  loss {loss}" if loss else line)
+        if experts := experts_line(rows[-1]):
+            output.out(experts)
+    if not state.over:
+        output.out(f"launched by process {info.pid}: {info.command_line}", "dim")

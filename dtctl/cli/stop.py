@@ -3,23 +3,46 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dtctl.cli import output
+from dtctl.cli.common.completion import Run
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dtctl.errors import DtctlError
+    from dtctl.launch.records.record import RunRecord
 
 
 def stop(
-    run: Annotated[str | None, typer.Argument(help="The run.  [default: the newest]", show_default=False)] = None,
+    run: Run = None,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
-    """Stop a run on all its nodes; works when its launcher is gone, too."""
+    """Stop a run on all its nodes; works when its launcher is gone, too.
+
+    The name of a job array stops all its tasks.
+    """
+    from dtctl.launch.records.record import find_run, tasks_of
+
+    tasks = tasks_of(Path.cwd(), run) if run is not None else []
+    if tasks:
+        return max(_stop(record, json_=json_) for record in tasks)
+    from dtctl.cli.common.elsewhere_view import find_elsewhere, stop_run
+
+    elsewhere = find_elsewhere(run)
+    if elsewhere is not None:
+        return _tell(elsewhere[1].run, stop_run(*elsewhere), json_=json_)
+    return _stop(find_run(Path.cwd(), run), json_=json_)
+
+
+def _stop(record: RunRecord, *, json_: bool) -> int:
+    """Stop one run."""
     from dtctl.launch import stop as stopping
     from dtctl.launch.assemble import cluster_of_run
-    from dtctl.launch.records.record import find_run
 
-    record = find_run(Path.cwd(), run)
     if record.info().slurm:
         from dtctl.cli.common.launch_slurm import stop_job
 
@@ -29,16 +52,19 @@ def stop(
     # Looked at on the nodes in any case: the launcher's word is good, a look is better.
     cluster = cluster_of_run(record)
     stopped = stopping.on_nodes(record, cluster.targets, cluster.make_transport(), note=not launcher)
-    counts = [answer for answer in stopped.left.values() if isinstance(answer, int)]
-    silent = {node: answer for node, answer in stopped.left.items() if not isinstance(answer, int)}
+    return _tell(record.run, stopped.left, json_=json_)
+
+
+def _tell(run: str, left: Mapping[str, int | DtctlError], *, json_: bool) -> int:
+    """Say how many processes are left on each node; the exit code."""
+    counts = [answer for answer in left.values() if isinstance(answer, int)]
+    silent = {node: answer for node, answer in left.items() if not isinstance(answer, int)}
     if json_:
         output.emit_json(
             {
-                "run": record.run,
+                "run": run,
                 "left_behind": None if silent else sum(counts),
-                "nodes": {
-                    node: answer if isinstance(answer, int) else str(answer) for node, answer in stopped.left.items()
-                },
+                "nodes": {node: answer if isinstance(answer, int) else str(answer) for node, answer in left.items()},
             }
         )
     else:

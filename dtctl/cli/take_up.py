@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) -> int:
     """Watch a run that continues by itself, and restart its workers when they fail, until it is over."""
     from dtctl.cli.common import launcher
-    from dtctl.launch.assemble import attempt_of_run, job_of_run
+    from dtctl.launch.assemble import attempt_of_run, job_of_run, spec_of_run
     from dtctl.launch.control.run import launch
     from dtctl.launch.records.ledger import Ledger
     from dtctl.launch.records.record import RunRecord
@@ -36,9 +36,10 @@ def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) 
         emit = launcher.take_up(record, attempt=under_way.attempt)
         begun = time.monotonic() - (time.time() - record.info().started)
         ledger = Ledger(time.monotonic, begun=begun, phase="run")
-        with launcher.caught_signals() as signals:
-            result = launch(job, record, emit=emit, signals=signals, ledger=ledger, under_way=under_way)
-        return launcher.finish(result, emit, record)
+        with launcher.measured(spec_of_run(record), record, emit):
+            with launcher.caught_signals() as signals:
+                result = launch(job, record, emit=emit, signals=signals, ledger=ledger, under_way=under_way)
+            return launcher.finish(result, emit, record)
 
 
 def take_up_if_alone(record: RunRecord) -> None:
@@ -54,7 +55,7 @@ def take_up_if_alone(record: RunRecord) -> None:
     if record.info().slurm:
         if state_of(record).over or record.has_launcher():
             return
-    elif state_of(record).status != "abandoned" or not record.info().detached or not record.plan():
+    elif state_of(record).status != "unattended" or not record.plan():
         return
     else:
         output.err(f"the launcher of run {record.run} has ended; starting a new one", "yellow")

@@ -60,19 +60,20 @@ def validate(
         return
     nodes = "1 node" if len(plan.nodes) == 1 else f"{len(plan.nodes)} nodes"
     workers = "1 worker" if plan.world_size == 1 else f"{plan.world_size} workers"
-    output.out(f"{spec} can be planned: {plan.job}, {plan.kind} over {plan.transport}, {nodes}, {workers}")
+    output.out(f"{spec} can be planned: {plan.job}, {plan.kind} over {plan.transport}, {nodes}, {workers}", "green")
     for note in plan.notes:
-        output.out(f"note: {note}")
+        output.out(f"note: {note}", "cyan")
     if estimate is not None:
         parts = ", ".join(f"{part} {estimate[f'{part}_gib']}" for part in ("states", "activations", "overhead"))
         output.out(f"estimate: {estimate['total_gib']} GiB of each GPU for {estimate['layout']} ({parts})")
-    output.out(f"not examined: {', '.join(NOT_EXAMINED)}", "dim")
+    open_questions = NOT_EXAMINED if estimate is None else NOT_EXAMINED[:-1]
+    output.out(f"not examined: {', '.join(open_questions)}", "dim")
 
 
 def _planned(spec: Path, changes: Sequence[str]) -> tuple[Plan, dict[str, Any] | None]:
     """The plan that a launch would begin with, had it asked the nodes nothing; the memory that it needs, if known."""
-    from dtctl.launch.assemble import check_program_files
     from dtctl.launch.cluster import cluster_of
+    from dtctl.launch.files.program import check_program_files
     from dtctl.launch.files.tree import scan
     from dtctl.launch.first_plan import first_plan
     from dtctl.spec.load import load_spec
@@ -93,12 +94,12 @@ def _estimate(spec: Spec) -> dict[str, Any] | None:
     from dtctl.estimate.memory import GIB
 
     try:
-        found = estimate(spec)
+        estimated = estimate(spec)
     except UsageError:  # a `train.model` of the program's own, which says nothing to the formulas
         return None
-    if found is None:
+    if estimated is None:
         return None
-    layout, need = found
+    layout, need = estimated
     sizes = {
         "total_gib": need.total,
         "states_gib": need.states,

@@ -1,4 +1,4 @@
-"""What a probe may answer: one schema per question, like dtctl/launch/control/messages.py."""
+"""What a probe may answer: one schema per question, by the checks of dtctl/schema.py."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from dtctl.errors import NodeError
-from dtctl.launch.control.messages import (
+from dtctl.launch.control.link import checked, quoted
+from dtctl.schema import (
     Check,
     InvalidMessage,
     address,
-    checked,
     flag,
     form,
     integer,
@@ -20,7 +20,6 @@ from dtctl.launch.control.messages import (
     nullable,
     number,
     prose,
-    quoted,
     text,
 )
 
@@ -32,12 +31,12 @@ _LIMIT: Final = integer(-1, 1 << 64)
 _ROWS: Final = 4096
 
 
-def _pair(check: Check) -> Check:
+def _pair(check: Check[Any]) -> Check[Any]:
     def check_both(value: Any) -> list[Any]:
-        found: list[Any] = list_of(check, 2)(value)
-        if len(found) != 2:
+        items: list[Any] = list_of(check, 2)(value)
+        if len(items) != 2:
             raise InvalidMessage("not two")
-        return found
+        return items
 
     return check_both
 
@@ -55,8 +54,8 @@ def _time(value: Any) -> float:
 
 def _tool(value: Any) -> str:
     # What looks through it reads numbers: digits of other scripts, and more of them than a number has, are none.
-    found: str = _WORDS(value)
-    return _LONG_NUMBER.sub("?", found.encode("ascii", "replace").decode())
+    name: str = _WORDS(value)
+    return _LONG_NUMBER.sub("?", name.encode("ascii", "replace").decode())
 
 
 def _conf(value: Any) -> str:
@@ -67,11 +66,11 @@ def _conf(value: Any) -> str:
 
 
 def _job(value: Any) -> dict[str, Any]:
-    found: dict[str, Any] = _JOB(value)
-    return {"python": "", "torch": None, "cuda": None, **found} if found else {}
+    facts: dict[str, Any] = _JOB(value)
+    return {"python": "", "torch": None, "cuda": None, **facts} if facts else {}
 
 
-def _above(low: float) -> Check:
+def _above(low: float) -> Check[Any]:
     def check(value: Any) -> float:
         if number(value) < low:
             raise InvalidMessage(f"less than {low:g}")
@@ -81,17 +80,17 @@ def _above(low: float) -> Check:
 
 
 def _call(value: Any) -> dict[str, Any]:
-    found: dict[str, Any] = _CALL(value)
-    if found["result"] not in _RESULTS or ("seen" in found) != ("own" in found):
-        raise InvalidMessage(f"no result of a call: {quoted(found['result'])}")
-    return {"said": "", **found}
+    call: dict[str, Any] = _CALL(value)
+    if call["result"] not in _RESULTS or ("seen" in call) != ("own" in call):
+        raise InvalidMessage(f"no result of a call: {quoted(call['result'])}")
+    return {"said": "", **call}
 
 
 def _measured(value: Any) -> dict[str, Any]:
-    found: dict[str, Any] = _MEASURED(value)
-    if found.get("lost") is not None and not found["lost"] <= found.get("sent", 0):
+    measurement: dict[str, Any] = _MEASURED(value)
+    if measurement.get("lost") is not None and not measurement["lost"] <= measurement.get("sent", 0):
         raise InvalidMessage("more datagrams were lost than sent")
-    return found
+    return measurement
 
 
 def _three(value: Any) -> list[str]:
@@ -156,10 +155,11 @@ _FACTS: Final = form(
         _ROWS,
     ),
 )  # fmt: skip
-_ANSWERS: Final[Mapping[str, Check]] = {
+_ANSWERS: Final[Mapping[str, Check[Any]]] = {
     "time": form(time=_time, gpus=integer(0, 4096)),
     "facts": _FACTS,
     "listen": form(ports=list_of(integer(-4096, 65_535), 64)),
+    "spread": form(spread=list_of(integer(1, 65_535), 64), meeting=list_of(integer(1, 65_535), 64)),
     "call": form(answers=list_of(_call, 1 << 20)),
     "measure": _measured,
     "mark": form(folders=list_of(text(4096), _ROWS)),
@@ -170,14 +170,13 @@ _GPU: Final = form(
     name=_NAME, error=prose,
     optional={"tflops": _above(0.0), "to_gb_s": _above(0.0), "from_gb_s": _above(0.0), "within_gb_s": _above(0.0)},
 )  # fmt: skip
-_WORKER: Final = form(
-    optional={
-        "gpus": list_of(_GPU, 64), "busbw_gb_s": nullable(_above(0.0)),
-        "stage": text(40), "silent": flag, "complained": _WORDS, "error": prose, "wrong": nullable(_COUNT),
-        "seconds": number, "bytes": _COUNT, "nccl": nullable(text(64)), "uses": list_of(_NAME, 64),
-    }
-)  # fmt: skip
-"""Of the job's own Python, which the probe passes on."""
+_TOLD: Final = {
+    "gpus": list_of(_GPU, 64), "busbw_gb_s": nullable(_above(0.0)), "devices": integer(0, 4096),
+    "stage": text(40), "silent": flag, "complained": _WORDS, "error": prose, "wrong": nullable(_COUNT),
+    "seconds": number, "bytes": _COUNT, "nccl": nullable(text(64)), "uses": list_of(_NAME, 64),
+}  # fmt: skip
+_WORKER: Final = form(optional={**_TOLD, "each": list_of(form(optional=_TOLD), 64)})
+"""Of the job's own Python, which the probe passes on; `each` where there are several."""
 
 
 def answer(message: Mapping[str, Any], said: Mapping[str, Any], *, node: str) -> dict[str, Any]:
@@ -189,17 +188,18 @@ def answer(message: Mapping[str, Any], said: Mapping[str, Any], *, node: str) ->
     op = message["op"]
     if said.get("op") != op:
         raise NodeError(f"the node answered {quoted(said.get('op'))}, and was asked {op!r}", node=node)
-    found = checked(_ANSWERS.get(op, _WORKER), said, subject=f"its answer to `{op}`", node=node)
-    if found.get("stage") == "done":
-        checked(form(seconds=_above(1e-9), bytes=_COUNT), found, subject="its worker's answer", node=node)
-    asked = {"look": "wanted", "listen": "ports"}.get(op)
+    reply: dict[str, Any] = checked(_ANSWERS.get(op, _WORKER), said, subject=f"its answer to `{op}`", node=node)
+    for one in (reply, *reply.get("each", ())):
+        if one.get("stage") == "done":
+            checked(form(seconds=_above(1e-9), bytes=_COUNT), one, subject="its worker's answer", node=node)
+    asked = {"look": "wanted", "listen": "ports"}.get(op, "asks" if "each" in reply and op == "round" else None)
     if asked is not None:
-        value = found["seen" if op == "look" else "ports"]
+        value = reply[{"look": "seen", "listen": "ports"}.get(op, "each")]
         checked(_as_many(len(message[asked])), value, subject=f"its answer to `{op}`", node=node)
-    return found
+    return reply
 
 
-def _as_many(count: int) -> Check:
+def _as_many(count: int) -> Check[Any]:
     def check(value: Any) -> Any:
         if len(value) != count:
             raise InvalidMessage(f"not {count}, as there were asked for")

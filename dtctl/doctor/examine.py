@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from dtctl import node_facts
+from dtctl.doctor import coverage
 from dtctl.doctor.checks import collective, environment, hardware, links, network, node, scheduler, shared_folders
 from dtctl.doctor.checks import used as checks_of_used
 from dtctl.doctor.findings import Finding, ordered
@@ -25,6 +26,9 @@ from dtctl.spec.nodes import NodeSpec
 DATA_PORTS = 3
 """Random ports that each node listens on: a rule for a part of the range is found with luck, for all of it always."""
 QUICK_DATA_PORTS = 1
+STRETCHES = 12
+QUICK_STRETCHES = 4
+"""Into which each range of ports is divided, with a port of each called: a rule for twice as much is always found."""
 MAX_BESIDE = 1000
 MEASURE_S = 0.3
 """How long the bandwidth of a way is measured: within 10 % of what iperf3 finds in seconds, and 16 nodes take 15 s."""
@@ -42,7 +46,8 @@ class Examination:
     findings: tuple[Finding, ...]
     seen: tuple[NodeReport, ...]
     sums: dict[str, Any] = field(default_factory=dict)
-    """`backend`, `bytes`, `seconds` and `busbw_gb_s` of an all_reduce over all nodes; empty when there was none."""
+    """`backend`, `workers`, `bytes`, `seconds` and `busbw_gb_s` of an all_reduce over all nodes; empty when there was
+    none."""
     gpus: tuple[dict[str, Any], ...] = ()
     """With `--gpu`, for each GPU: `node`, `gpu` (its index), `name`, `tflops`, `to_gb_s` and `from_gb_s` (from and to
     the host), `within_gb_s`, and `busbw_gb_s` of an all_reduce over the GPUs of its node."""
@@ -51,6 +56,16 @@ class Examination:
     def ok(self) -> bool:
         """Whether nothing has failed of what was examined."""
         return not any(finding.status == "fail" for finding in self.findings)
+
+    @property
+    def can_train(self) -> bool | None:
+        """Whether these nodes can run a launch of the spec, as far as a doctor can tell.
+
+        False: something has failed. None: nothing has, and something that a launch needs was not looked at.
+        """
+        if not self.ok:
+            return False
+        return None if any(finding.missing for finding in self.findings) else True
 
     @property
     def not_examined(self) -> tuple[str, ...]:
@@ -80,84 +95,56 @@ def examine(
     quick = set(skip) >= set(COSTLY)
     envs = {one.name: given_to(spec, one) for one in cluster.nodes}
     with contextlib.closing(Probes(wanted, cluster.make_transport(), progress=progress)) as probes:
-        seen = probes.look(
+        reports = probes.look(
             rendezvous=candidates,
             data_ports=QUICK_DATA_PORTS if quick else DATA_PORTS,
             measure_s=0.0 if "links" in skip else MEASURE_S,
             names=names_of(spec, cluster),
             locate=locator(spec, envs),
+            spread=QUICK_STRETCHES if quick else STRETCHES,
         )
-        found, ran = _judge(spec, cluster, seen, candidates, envs, measured="links" not in skip)
+        findings, ran = _judge(spec, cluster, reports, candidates, envs, measured="links" not in skip)
         folders = list(dict.fromkeys(path for one in wanted for path in one.paths))
-        if folders and not quick and len(seen) > 1:
-            found += shared_folders.judge(shared_folders.look(probes, seen, folders))
+        if folders and not quick and len(reports) > 1:
+            findings += shared_folders.judge(shared_folders.look(probes, reports, folders))
             ran += shared_folders.RAN
         python = {one.name: one.python or "python3" for one in cluster.nodes}
         gpus: tuple[dict[str, Any], ...] = ()
         if gpu:
             from dtctl.doctor.checks import gpu_speed
 
-            found += gpu_speed.required(seen)
-            measured = gpu_speed.measure(probes, seen, python=python, env=envs, progress=progress)
-            found += gpu_speed.judge(measured)
+            findings += gpu_speed.required(reports)
+            measured = gpu_speed.measure(probes, reports, python=python, env=envs, progress=progress)
+            findings += gpu_speed.judge(measured)
             ran += gpu_speed.RAN if measured else ()
             gpus = gpu_speed.rows(measured)
         sums = collective.AllReduceResult()
         confirmed: dict[str, Collection[str]] = {}
-        if "collective" not in skip and _can_add_up(seen, found):
+        if "collective" not in skip and _can_add_up(reports, findings, every_gpu=gpu):
             variables = {one.name: launched_with(spec, one) for one in cluster.nodes}
-            sums = collective.add_up(probes, seen, python=python, env=variables, progress=progress)
+            sums = collective.add_up(probes, reports, python=python, env=variables, progress=progress, every_gpu=gpu)
             confirmed.update(sums.uses)
             # A node that was lost on the way is not a matter of sums.
-            found += list(node.reach([one for one in seen if one.error is not None])) or sums.findings
+            findings += list(node.reach([one for one in reports if one.error is not None])) or sums.findings
             ran += collective.RAN
-        if any(one.error is None for one in seen):
-            found += node.python([one for one in seen if one.error is None and one.facts], confirmed)
-    left_out = _left_out(seen, skip, ran)
+        if any(one.error is None for one in reports):
+            findings += node.python([one for one in reports if one.error is None and one.facts], confirmed)
+    lost = coverage.unexamined(reports, skip=skip, ran=ran, rendezvous=bool(candidates), found=findings)
     return Examination(
-        findings=tuple(ordered(found, ran=ran, left_out=left_out)),
-        seen=tuple(seen),
+        findings=tuple(ordered(findings, ran=ran, unexamined=lost)),
+        seen=tuple(reports),
         sums=sums.figures,
         gpus=gpus,
     )
 
 
-def _left_out(seen: Collection[NodeReport], skip: Collection[Costly], ran: Collection[str]) -> dict[str, str]:
-    """Checks that were not made, or had nothing to look at -> why."""
-    well = [one for one in seen if one.error is None]
-    found: dict[str, str] = {}
-    if len(seen) < 2:
-        alone = "there is one node, and nothing between nodes to look at"
-        found |= dict.fromkeys((*network.RAN, *links.RAN, *collective.RAN), alone)
-    elif "links" in skip:
-        found |= dict.fromkeys(links.RAN, "bandwidth, loss and delay between nodes were left out")
-    if len(seen) > 1 and "collective" not in ran:
-        without = [one.name for one in well if not one.facts["job"].get("torch")]
-        if "collective" in skip:
-            why = "torch was not run"
-        elif without:
-            why = f"torch was not run: the job's Python has none on {', '.join(without)}"
-        else:
-            why = "torch was not run, because of what has failed"
-        found["collective"] = why
-    if well and not any(one.facts["gpus"] for one in well):
-        found |= dict.fromkeys((name for name in hardware.RAN if name.startswith("gpu")), "no node shows a GPU")
-    silent = [one.name for one in well if one.facts["gpus"] and not one.facts["xid_source"]]
-    if silent:
-        found["gpu-xid"] = (
-            f"the kernel's messages may not be read on {', '.join(silent)}: GPU errors were not looked for"
-        )
-    if well and not any(one.facts["rdma"] for one in well):
-        found["rdma"] = "no node has an InfiniBand or RoCE port"
-    return found
-
-
-def _can_add_up(seen: list[NodeReport], found: list[Finding]) -> bool:
-    """Whether everything below holds: several nodes, all well, all with torch."""
-    if len(seen) < 2 or any(one.status == "fail" for one in found):
+def _can_add_up(reports: list[NodeReport], found: list[Finding], *, every_gpu: bool) -> bool:
+    """Whether everything below holds: several nodes, or one whose GPUs add up, all well, all with torch."""
+    alone = len(reports) < 2 and not (every_gpu and all(one.error is None and one.facts["gpus"] > 1 for one in reports))
+    if alone or any(one.status == "fail" for one in found):
         return False
     return all(
-        one.error is None and one.facts["job"].get("torch") and not one.facts["job"].get("error") for one in seen
+        one.error is None and one.facts["job"].get("torch") and not one.facts["job"].get("error") for one in reports
     )
 
 
@@ -177,24 +164,24 @@ def launched_with(spec: Spec, one: NodeSpec) -> dict[str, str]:
 def names_of(spec: Spec, cluster: ResolvedCluster) -> list[str]:
     """Host names that the nodes should know alike: the spec's, and the rendezvous address if it is one."""
     meeting = spec.network.rendezvous_address
-    return [*(one.name for one in cluster.nodes), "localhost", *([meeting] if meeting else [])]
+    return [*(spec_node.name for spec_node in cluster.nodes), "localhost", *([meeting] if meeting else [])]
 
 
 def _used(
-    seen: Iterable[NodeReport], spec: Spec, envs: Mapping[str, Mapping[str, str]]
+    reports: Iterable[NodeReport], spec: Spec, envs: Mapping[str, Mapping[str, str]]
 ) -> dict[str, list[UsedInterface]]:
-    return {node.name: named_interfaces(node, spec, envs[node.name]) for node in seen}
+    return {node.name: named_interfaces(node, spec, envs[node.name]) for node in reports}
 
 
 def locator(spec: Spec, envs: Mapping[str, Mapping[str, str]]) -> Locate:
     """Fills in where workers are called and where they meet, by this spec."""
 
-    def locate(seen: Sequence[NodeReport]) -> None:
-        used = _used(seen, spec, envs)
-        for one in seen:
-            one.data_address = data_address(one, used[one.name])
-        for one in seen:
-            one.meeting = meeting_address(spec, seen[0], one)
+    def locate(reports: Sequence[NodeReport]) -> None:
+        used = _used(reports, spec, envs)
+        for report in reports:
+            report.data_address = data_address(report, used[report.name])
+        for report in reports:
+            report.meeting = meeting_address(spec, reports[0], report)
 
     return locate
 
@@ -202,26 +189,26 @@ def locator(spec: Spec, envs: Mapping[str, Mapping[str, str]]) -> Locate:
 def _judge(
     spec: Spec,
     cluster: ResolvedCluster,
-    seen: list[NodeReport],
+    reports: list[NodeReport],
     candidates: tuple[int, ...],
     envs: Mapping[str, Mapping[str, str]],
     *,
     measured: bool,
 ) -> tuple[list[Finding], list[str]]:
     """The findings, and the names of the checks that were made."""
-    found = list(node.reach(seen, node_facts.neighbours()))
-    well = [one for one in seen if one.error is None]
+    findings = list(node.reach(reports, node_facts.neighbours()))
+    well = [one for one in reports if one.error is None]
     ran = list(node.RAN_REACH)
     if well:
         slots = {one.name: one.slots for one in cluster.nodes if isinstance(one.slots, int)}
-        found += _of_nodes(well, spec, slots)
-        found += environment.environment(well, envs)
+        findings += _of_nodes(well, spec, slots)
+        findings += environment.environment(well, envs)
         fixed = spec.network.rendezvous_port
-        found += scheduler.scheduler(
+        findings += scheduler.scheduler(
             os.environ,
             scheduler.job_of(os.environ),
             node=well[0].name,
-            nodes=len(seen),
+            nodes=len(reports),
             kind=spec.job.kind,
             now=time.time(),
             fixed_port=fixed if isinstance(fixed, int) else None,
@@ -229,27 +216,27 @@ def _judge(
         ran += [*node.RAN, *hardware.RAN, *environment.RAN, *(scheduler.RAN if "SLURM_JOB_ID" in os.environ else ())]
         used = list(checks_of_used.interfaces(well, _used(well, spec, envs)))
         explained = {name for finding in used for name in finding.nodes}
-        head_is_well = well[0] is seen[0]
+        head_is_well = well[0] is reports[0]
         meeting: list[Finding] = []
         if head_is_well:
             meeting = list(checks_of_used.meeting(well, spec.network.rendezvous_address))
             used += meeting
-        found += used
+        findings += used
         ran += checks_of_used.RAN
     if len(well) > 1:
-        found += network.names(well, [one.name for one in cluster.nodes])
-        found += network.addresses(well)
-        found += network.ports(well)
+        findings += network.names(well, [one.name for one in cluster.nodes])
+        findings += network.addresses(well)
+        findings += network.ports(well)
         if head_is_well:
             fixed = spec.network.rendezvous_port
             judged = list(network.pairs(well, rendezvous=candidates, fixed=isinstance(fixed, int), explained=explained))
             # Where the address itself is wrong, its port says nothing.
-            found += [one for one in judged if not (meeting and one.check == "rendezvous-port" and one.peers)]
+            findings += [one for one in judged if not (meeting and one.check == "rendezvous-port" and one.peers)]
         else:  # the head node is away; the others are tested all the same
-            found += network.pairs(well, rendezvous=(), fixed=False, explained=explained)
-        found += links.links(well)
+            findings += network.pairs(well, rendezvous=(), fixed=False, explained=explained)
+        findings += links.links(well)
         ran += [*network.RAN, *(links.RAN if measured else ())]
-    return found, ran
+    return findings, ran
 
 
 def _of_nodes(well: list[NodeReport], spec: Spec, slots: dict[str, int]) -> list[Finding]:
@@ -265,15 +252,14 @@ def _of_nodes(well: list[NodeReport], spec: Spec, slots: dict[str, int]) -> list
 def wanted_of(spec: Spec, one: NodeSpec, cluster: ResolvedCluster) -> NodeQuery:
     """What to ask about a node of the spec."""
     data = spec.settings.get("data", {})
-    root = spec.job.files.root
     # Relative ones may lie in the code that a launch brings; only absolute ones have to be there now.
     absolute = [value for value in data.values() if isinstance(value, str) and value.startswith(("/", "~"))]
     return NodeQuery(
         target=cluster.targets[one.name],
         python=one.python,
         workdir=one.workdir,
-        paths=(*absolute, *(() if spec.pushes else (root,))),
-        code="" if spec.pushes else root,
+        paths=(*absolute, *(() if spec.pushes else (spec.code_folder,))),
+        code="" if spec.pushes else spec.code_folder,
         env=launched_with(spec, one),
         slots=one.slots if isinstance(one.slots, int) else 1,
         beside=tuple(_beside(spec)) if spec.pushes else (),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from dtctl.launch.control.messages import prose
+from dtctl.schema import prose
 
 Status = Literal["ok", "warn", "fail", "skip"]
 Value = TypeVar("Value")
@@ -51,21 +51,21 @@ class Finding:
     primary: bool = False
     follows: str = ""
     """The check whose failure explains this one."""
+    missing: bool = False
+    """With status `skip`: whether a launch needs what was not looked at; else there was nothing to look at."""
 
     def as_json(self) -> dict[str, Any]:
         """As `dtctl doctor --json` prints it."""
         return asdict(self)
 
 
-def ordered(
-    found: Iterable[Finding], *, ran: Iterable[str], left_out: Mapping[str, str] | None = None
-) -> list[Finding]:
+def ordered(found: Iterable[Finding], *, ran: Iterable[str], unexamined: Iterable[Finding] = ()) -> list[Finding]:
     """All findings, the primary one first, then by severity; checks that ran and found nothing are ok.
 
     Args:
         found: warnings and failures.
         ran: names of the checks that were made.
-        left_out: those that were not, or had nothing to look at -> why; they are neither ok nor wrong.
+        unexamined: what was not looked at, or had nothing to look at; it is neither ok nor wrong.
     """
     bad = sorted(map(_short, found), key=lambda finding: (_SEVERITY[finding.status], CHECKS.index(finding.check)))
     if bad:
@@ -73,13 +73,11 @@ def ordered(
         bad[0] = replace(bad[0], primary=True)
         bad[1:] = [_fold(finding, bad[0]) for finding in bad[1:]]
     named = {finding.check for finding in bad}
-    skipped = {check: why for check, why in (left_out or {}).items() if check not in named}
-    ok = set(ran) - named - skipped.keys()
-    return [
-        *bad,
-        *(Finding(check=check, status="skip", summary=skipped[check]) for check in CHECKS if check in skipped),
-        *(Finding(check=check, status="ok") for check in CHECKS if check in ok),
-    ]
+    # Of a check that has found something, what was not looked at for want of anything there is no news.
+    skipped = [_short(one) for one in unexamined if one.missing or one.check not in named]
+    skipped.sort(key=lambda finding: CHECKS.index(finding.check))
+    ok = set(ran) - named - {one.check for one in skipped}
+    return [*bad, *skipped, *(Finding(check=check, status="ok") for check in CHECKS if check in ok)]
 
 
 def _short(finding: Finding) -> Finding:

@@ -42,6 +42,8 @@ class NodeReport:
     error: DtctlError | None = None
     login_s: list[float] = field(default_factory=list)
     """From the connection to the first answer of a program, once or twice."""
+    python_s: list[float] = field(default_factory=list)
+    """How long Python took to start, twice; asked only where the first time was long."""
     shell: LoginShell | None = None
     """How its login shell has run a plain command; asked only where a program of ours has not answered."""
     facts: dict[str, Any] = field(default_factory=dict)
@@ -58,14 +60,16 @@ class NodeReport:
     """What was measured on its way to itself beside each repetition: what its own load leaves over."""
 
 
+SPREAD, MEETING = "spread", "meeting"
+"""Kinds of calls to many ports of a node: of those that workers are given, and of those at which they may meet."""
 REACHED = "reached"
 """Kind of a call to the address that we came by, where the workers will be called at another one."""
 
 
-def good_ways(seen: Sequence[NodeReport]) -> set[tuple[str, str]]:
+def good_ways(reports: Sequence[NodeReport]) -> set[tuple[str, str]]:
     """The (caller, called) ways on which every call went well."""
     said: dict[tuple[str, str], bool] = {}
-    for node in seen:
+    for node in reports:
         for answer in node.answers:
             if answer["kind"] == REACHED:
                 continue

@@ -13,19 +13,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dtctl import node_facts
 from dtctl.doctor import answers, rounds
 from dtctl.doctor.checks import links
-from dtctl.doctor.node_report import REACHED, LoginShell, NodeReport, good_ways
+from dtctl.doctor.node_report import MEETING, REACHED, SPREAD, LoginShell, NodeReport, good_ways
 from dtctl.errors import ConnectError, DtctlError, NodeError
-from dtctl.launch.control.link import NodeLink, error_of, open_program
-from dtctl.launch.control.messages import before_start
+from dtctl.launch.control.link import NodeLink, checked, error_of, open_program
+from dtctl.shell import program
 from dtctl.supervisor import bootstrap
+from dtctl.supervisor.messages import Refusal
 from dtctl.transport.base import Connection, Target, Transport
 
 PROBE = (
     "dtctl.node_facts",
     "dtctl.supervisor.frames",
     "dtctl.supervisor.facts",
+    "dtctl.doctor.probe.amd",
     "dtctl.doctor.probe.devices",
     "dtctl.doctor.probe.limits",
     "dtctl.doctor.probe.places",
@@ -51,6 +54,8 @@ MEASURE_LIMIT_S = 6.0
 CALL_TIMEOUT_S = 2.5
 """Longer than the first repetition of a lost SYN (1 s), shorter than the third."""
 SHELL_BYTES = 1 << 16
+EVERYBODY = 16
+"""Up to so many nodes each calls all ports of each other; of more, each its part of them."""
 Progress = Callable[[str], None]
 
 
@@ -86,16 +91,16 @@ class _Node:
         self._connection = self._connection or self._transport.connect(self.wanted.target)
         self.seen.address = self._connection.peer_address()
         begun = time.monotonic()
-        program = bootstrap.in_memory(PROBE)
-        self._link = open_program(self._connection, program, node=self.seen.name, python=self.wanted.python)
+        probe = bootstrap.in_memory(PROBE)
+        self._link = open_program(self._connection, probe, node=self.seen.name, python=self.wanted.python)
         self.ask({"op": "time"})  # the first answer comes after the start of Python and says nothing about the clock
         self.seen.login_s.append(time.monotonic() - begun)
         before = time.time()
-        said = self.ask({"op": "time"})
+        reply = self.ask({"op": "time"})
         after = time.time()
-        self.seen.offset_s = float(said["time"]) - (before + after) / 2
+        self.seen.offset_s = float(reply["time"]) - (before + after) / 2
         self.seen.offset_error_s = (after - before) / 2
-        self.has_gpus = bool(said["gpus"])
+        self.has_gpus = bool(reply["gpus"])
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """Ask for the facts."""
@@ -134,6 +139,12 @@ class _Node:
             status=status,
         )
         self.seen.login_s.append(took_s)
+        if word in text and self.seen.error is None:  # the shell is quick, and the start of Python took long
+            begun = time.monotonic()
+            again = self._connection.open(f"{program(self.wanted.python or 'python3')} -c pass")
+            while again.read(SHELL_BYTES):
+                pass
+            self.seen.python_s = [self.seen.login_s[0], time.monotonic() - begun]
 
     @property
     def is_in(self) -> bool:
@@ -149,19 +160,20 @@ class _Node:
         if self._link is None:
             raise ConnectError("there is no link", node=self.seen.name)
         with contextlib.suppress(ConnectError):
-            self._link.send_json(message)
-        said = self._link.receive_json()
-        if said is None:
+            self._link.send(message)
+        reply = self._link.receive_json()
+        if reply is None:
             raise self._link.closed_error()
-        if said.get("op") == "error":
-            raise error_of(before_start(said, node=self.seen.name), self.seen.name)
-        return answers.answer(message, said, node=self.seen.name)
+        if reply.get("op") == "error":
+            refusal = checked(Refusal.parse, reply, subject="its message 'error'", node=self.seen.name)
+            raise error_of(refusal, self.seen.name)
+        return answers.answer(message, reply, node=self.seen.name)
 
     def close(self) -> None:
         """Drop the link; the probe ends with it."""
         if self._link is not None:
             with contextlib.suppress(DtctlError):
-                self._link.send_json({"op": "quit"})
+                self._link.send({"op": "quit"})
         if self._connection is not None:
             self._connection.close()
 
@@ -197,7 +209,7 @@ class Probes:
 
     def __init__(self, wanted: Sequence[NodeQuery], transport: Transport, *, progress: Progress) -> None:
         """`wanted`: the nodes, the first is the head node; `progress` is told what is going on."""
-        self._nodes = [_Node(one, transport) for one in wanted]
+        self._nodes = [_Node(query, transport) for query in wanted]
         self._progress = progress
 
     def look(
@@ -208,14 +220,20 @@ class Probes:
         measure_s: float,
         names: Sequence[str] = (),
         locate: Locate = lambda _: None,
+        spread: int = 0,
     ) -> list[NodeReport]:
-        """Everything that the checks need, of all nodes, in their order; the arguments are those of `observe`."""
+        """Everything that the checks need, of all nodes, in their order; the arguments are those of `observe`.
+
+        `spread` is in how many stretches the ranges of ports are divided, of each of which a port is called.
+        """
         token = secrets.token_hex(8)
         _greet(self._nodes, progress=self._progress)
         _ask_facts(self._nodes, names)
         locate([node.seen for node in self._nodes if node.seen.error is None])
         if sum(node.seen.error is None for node in self._nodes) > 1 and (rendezvous or data_ports):
             _call(self._nodes, rendezvous=rendezvous, data_ports=data_ports, token=token, progress=self._progress)
+            if spread:
+                _knock(self._nodes, spread, token=token, fixed=len(rendezvous) == 1, progress=self._progress)
         if measure_s:
             _measure(self._nodes, measure_s, token=token, progress=self._progress)
         return [node.seen for node in self._nodes]
@@ -228,13 +246,13 @@ class Probes:
             limit_s: whoever takes longer counts as lost from now on.
             doing: what for, for people.
         """
-        found: dict[str, dict[str, Any]] = {}
+        answers: dict[str, dict[str, Any]] = {}
 
         def ask(node: _Node) -> None:
-            found[node.seen.name] = node.ask(messages[node.seen.name])
+            answers[node.seen.name] = node.ask(messages[node.seen.name])
 
         _all([node for node in self._nodes if node.seen.name in messages], ask, limit_s=limit_s, doing=doing)
-        return dict(found)
+        return dict(answers)
 
     def close(self) -> None:
         """Drop all links; the probes end with them."""
@@ -274,7 +292,7 @@ def observe(
 def _greet(nodes: Sequence[_Node], *, progress: Progress) -> None:
     """Log in everywhere and start the probes; where none answers, see what the login shell does."""
     connect_s = max(node.wanted.target.connect_timeout_s for node in nodes)
-    progress(f"asking {len(nodes)} nodes")
+    progress(f"asking {len(nodes)} node{'s' * (len(nodes) != 1)}")
     _all(nodes, _Node.greet, limit_s=connect_s + HELLO_LIMIT_S, doing="starting a program")
     quickest = min((node.seen.login_s[0] for node in nodes if node.seen.login_s), default=0.0)
     odd = [
@@ -288,7 +306,7 @@ def _greet(nodes: Sequence[_Node], *, progress: Progress) -> None:
         slow = (
             SLOW_LOGIN_S
             if all(node.seen.error is not None for node in odd)
-            else max(quickest, *(one for node in odd for one in node.seen.login_s))
+            else max(quickest, *(login_s for node in odd for login_s in node.seen.login_s))
         )
         _all(odd, _Node.try_shell, limit_s=SHELL_LIMIT_S + slow, doing="running `echo`", also_bad=True)
 
@@ -306,10 +324,10 @@ def _call(
     def listen(node: _Node) -> None:
         first = rendezvous if node is nodes[0] else ()
         asked = [*first, *([0] * data_ports)]
-        said = node.ask({"op": "listen", "name": node.seen.name, "token": token, "ports": asked})["ports"]
+        reply = node.ask({"op": "listen", "name": node.seen.name, "token": token, "ports": asked})["ports"]
         if first:
-            node.seen.ports["rendezvous"] = next((port for port in said[: len(first)] if port > 0), said[0])
-        node.seen.ports.update({f"data-{i}": port for i, port in enumerate(said[len(first) :])})
+            node.seen.ports["rendezvous"] = next((port for port in reply[: len(first)] if port > 0), reply[0])
+        node.seen.ports.update({f"data-{i}": port for i, port in enumerate(reply[len(first) :])})
 
     progress("opening ports")
     _all(nodes, listen, limit_s=ANSWER_LIMIT_S, doing="opening ports")
@@ -324,16 +342,70 @@ def _call(
             if other.seen.error is None
             for address, port, kind in _ears(node.seen, other.seen)
         ]
-        said = node.ask({"op": "call", "token": token, "targets": targets, "timeout_s": CALL_TIMEOUT_S})
+        reply = node.ask({"op": "call", "token": token, "targets": targets, "timeout_s": CALL_TIMEOUT_S})
         asked = [(target[0], target[2], target[3]) for target in targets]
-        if [(one["node"], one["port"], one["kind"]) for one in said["answers"]] != asked:
-            raise NodeError("the node told of calls that it was not asked for", node=node.seen.name)
-        node.seen.answers = said["answers"]
+        if [(answer["node"], answer["port"], answer["kind"]) for answer in reply["answers"]] != asked:
+            raise NodeError("the node reported calls that it was not asked to make", node=node.seen.name)
+        node.seen.answers = reply["answers"]
 
     # Every call may run into its limit twice, and each node makes some at a time.
     longest = 2 * CALL_TIMEOUT_S * (1 + len(nodes) * (data_ports + 1) // 24) + ANSWER_LIMIT_S
     progress("testing every pair of nodes")
     _all(nodes, call, limit_s=longest, doing="calling the other nodes")
+
+
+def _knock(nodes: Sequence[_Node], count: int, *, token: str, fixed: bool, progress: Progress) -> None:
+    """Call ports from all over the ranges that a launch may use, on the ways on which the first calls went well.
+
+    The head node is called at ports at which workers may meet, and each other node as well: if the head node is lost,
+    the next attempt's workers meet at another one.
+    """
+    there = [node for node in nodes if node.seen.error is None]
+    ports: dict[str, dict[str, list[int]]] = {}
+
+    def listen(node: _Node) -> None:
+        reply = node.ask({"op": "spread", "count": count, "meeting": [node_facts.FIRST_PORT, node_facts.LAST_PORT]})
+        # A port that the spec demands has been called at the head node, and no other will be used.
+        ports[node.seen.name] = {SPREAD: reply["spread"], MEETING: [] if fixed else reply["meeting"]}
+
+    progress("opening more ports")
+    _all(there, listen, limit_s=ANSWER_LIMIT_S, doing="opening ports")
+    good = good_ways([node.seen for node in nodes])
+
+    def call(node: _Node) -> None:
+        targets = [
+            [called.seen.name, _at(node.seen, called.seen, kind, nodes[0].seen), port, kind]
+            for place, called in enumerate(one for one in there if one is not node)
+            if called.seen.error is None and (node.seen.name, called.seen.name) in good
+            for kind, known in ports.get(called.seen.name, {}).items()
+            for port in _part(known, nodes.index(node) + place, len(there))
+        ]
+        if not targets:
+            return
+        reply = node.ask({"op": "call", "token": token, "targets": targets, "timeout_s": CALL_TIMEOUT_S})
+        if [(one["node"], one["port"], one["kind"]) for one in reply["answers"]] != [
+            (target[0], target[2], target[3]) for target in targets
+        ]:
+            raise NodeError("the node reported calls that it was not asked to make", node=node.seen.name)
+        node.seen.answers += reply["answers"]
+
+    progress("testing ports from all over their ranges")
+    # Each node's share of calls, some at a time, each of which may run into its limit twice, and twice again.
+    most = 2 * len(_part(range(count), 0, len(there))) * len(there)
+    limit_s = 4 * CALL_TIMEOUT_S * (1 + most // 24) + ANSWER_LIMIT_S
+    _all(there, call, limit_s=limit_s, doing="calling the other nodes")
+
+
+def _at(caller: NodeReport, called: NodeReport, kind: str, head: NodeReport) -> str:
+    return caller.meeting if kind == MEETING and called is head and caller.meeting else called.data_address
+
+
+def _part(ports: Sequence[int], place: int, nodes: int) -> Sequence[int]:
+    """Those that one of many callers tries, so that all of them together try every one."""
+    if nodes <= EVERYBODY or not ports:
+        return ports
+    each = -(-len(ports) // (nodes - 1))
+    return [ports[(place * each + offset) % len(ports)] for offset in range(each)]
 
 
 def _ears(caller: NodeReport, called: NodeReport) -> Iterator[tuple[str, int, str]]:

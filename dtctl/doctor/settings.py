@@ -27,9 +27,9 @@ def node_settings(spec: Spec, cluster: ResolvedCluster) -> list[dict[str, Any]]:
     Raises:
         DtctlError: a node cannot be asked.
     """
-    wanted = [wanted_of(spec, one, cluster) for one in cluster.nodes]
-    jobs = {one.name: given_to(spec, one) for one in cluster.nodes}
-    seen = observe(
+    wanted = [wanted_of(spec, spec_node, cluster) for spec_node in cluster.nodes]
+    jobs = {spec_node.name: given_to(spec, spec_node) for spec_node in cluster.nodes}
+    reports = observe(
         wanted,
         cluster.make_transport(),
         rendezvous=(),
@@ -38,34 +38,36 @@ def node_settings(spec: Spec, cluster: ResolvedCluster) -> list[dict[str, Any]]:
         locate=locator(spec, jobs),
         progress=lambda _: None,
     )
-    failures: dict[str, DtctlError] = {node.name: node.error for node in seen if node.error is not None}
+    failures: dict[str, DtctlError] = {node.name: node.error for node in reports if node.error is not None}
     raise_failures(failures)
-    used = {node.name: named_interfaces(node, spec, jobs[node.name]) for node in seen}
-    return [_of(node, seen, spec, jobs[node.name], used) for node in seen]
+    used = {node.name: named_interfaces(node, spec, jobs[node.name]) for node in reports}
+    return [_of(node, reports, spec, jobs[node.name], used) for node in reports]
 
 
 def _of(
     node: NodeReport,
-    seen: list[NodeReport],
+    reports: list[NodeReport],
     spec: Spec,
     job: dict[str, str],
     used: dict[str, list[UsedInterface]],
 ) -> dict[str, Any]:
-    ways = [way for other in seen if other is not node and (way := node.facts["ways"].get(other.address))]
+    ways = [way for other in reports if other is not node and (way := node.facts["ways"].get(other.address))]
     chosen = spec.network.interface
     named = chosen.get(node.name) if isinstance(chosen, dict) else None if chosen == "auto" else chosen
     network = profiles.NetworkProfile(
         interface=named or (ways[0] if ways else ""),
         named=named is not None,
         rdma=node.facts["rdma"],
-        nodes=len(seen),
+        nodes=len(reports),
     )
     profile = profiles.detect(network) if spec.network.profile == "auto" else spec.network.profile
     good = good_ways([node])
     return {
         "node": node.name,
-        "unusable": next((why for one in used[node.name] if (why := why_not(node, one, seen, used))), ""),
-        "unreached": [other.name for other in seen if other is not node and (node.name, other.name) not in good],
+        "unusable": next(
+            (why for interface in used[node.name] if (why := why_not(node, interface, reports, used))), ""
+        ),
+        "unreached": [other.name for other in reports if other is not node and (node.name, other.name) not in good],
         "profile": profile,
         "set": [asdict(setting) for setting in profiles.settings(profile, network)],
         "now": [

@@ -30,16 +30,21 @@ MAX_MATRIX = 40
 
 
 def node_table(done: Examination) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: each node's worst result in each layer; `-` where nothing was examined."""
+    """Header and rows: each node's worst result in each layer.
+
+    `-` where nothing was examined, `partly` where nothing is wrong and something that a launch needs was not looked at.
+    """
     rows = []
-    made = {one.check for one in done.findings}
     for seen in done.seen:
         cells = []
         for checks in _LAYERS.values():
-            bad = [one for one in done.findings if one.check in checks and seen.name in one.nodes]
-            worst = "fail" if any(one.status == "fail" for one in bad) else "warn"
-            gone = not made & {*checks} or (seen.error is not None and "reach" not in checks)
-            cells.append("-" if gone else worst if bad else "ok")
+            of_layer = [one for one in done.findings if one.check in checks]
+            here = [one for one in of_layer if seen.name in one.nodes]
+            said = {one.status for one in here}
+            looked_at = any(one.status != "skip" for one in of_layer)
+            gone = not looked_at or (seen.error is not None and "reach" not in checks)
+            worst = next((status for status in ("fail", "warn") if status in said), "")
+            cells.append("-" if gone else worst or ("partly" if any(one.missing for one in here) else "ok"))
         rows.append([seen.name, seen.address, *cells])
     return ["NODE", "ADDRESS", *_LAYERS], rows
 
@@ -49,9 +54,9 @@ def gpu_table(done: Examination) -> tuple[list[str], list[list[str]]] | None:
     if not done.gpus:
         return None
     rows = []
-    for one in done.gpus:
-        cells = [_figure(one.get(name)) for name in ("tflops", "to_gb_s", "from_gb_s", "within_gb_s", "busbw_gb_s")]
-        rows.append([one["node"], str(one["gpu"]), one["name"], *cells])
+    for gpu in done.gpus:
+        cells = [_figure(gpu.get(name)) for name in ("tflops", "to_gb_s", "from_gb_s", "within_gb_s", "busbw_gb_s")]
+        rows.append([gpu["node"], str(gpu["gpu"]), gpu["name"], *cells])
     return ["NODE", "GPU", "KIND", "TFLOPS", "HOST TO GPU", "GPU TO HOST", "WITHIN GPU", "NCCL OF NODE"], rows
 
 
@@ -71,22 +76,22 @@ def pair_table(done: Examination) -> tuple[list[str], list[list[str]]] | None:
         return None
     known = {(seen.name, answer["node"]) for seen in done.seen for answer in seen.answers}
     rows = [
-        [one, *("" if one == other else _SHORT[worst.get((one, other), "ok")] if (one, other) in known else "?"
+        [name, *("" if name == other else _SHORT[worst.get((name, other), "ok")] if (name, other) in known else "?"
                 for other in names)]
-        for one in names
+        for name in names
     ]  # fmt: skip
     return ["FROM \\ TO", *names], rows
 
 
-def links_of(seen: Sequence[NodeReport]) -> list[dict[str, Any]]:
+def links_of(reports: Sequence[NodeReport]) -> list[dict[str, Any]]:
     """What was measured, an object a way: `from`, `to`, `mbit_s`, `rtt_ms`, `sent`, `lost`; the better of two tries."""
-    found = []
-    for node in seen:
+    links = []
+    for node in reports:
         for other, tries in node.measured.items():
             best = max(tries, key=lambda one: one.get("mbit_s") or 0.0)
             facts = {name: best.get(name) for name in ("mbit_s", "sent", "lost")}
-            found.append({"from": node.name, "to": other, "rtt_ms": (best.get("rtt_ms") or [None])[0], **facts})
-    return found
+            links.append({"from": node.name, "to": other, "rtt_ms": (best.get("rtt_ms") or [None])[0], **facts})
+    return links
 
 
 def link_table(done: Examination) -> tuple[list[str], list[list[str]]] | None:

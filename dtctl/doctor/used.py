@@ -36,11 +36,11 @@ class UsedInterface:
 def is_loopback(address: str) -> bool:
     """Whether an address means the machine itself on every machine."""
     try:
-        found = ipaddress.ip_address(address.partition("%")[0])
+        parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return False
-    mapped = getattr(found, "ipv4_mapped", None)
-    return bool((mapped or found).is_loopback)
+    mapped = getattr(parsed, "ipv4_mapped", None)
+    return bool((mapped or parsed).is_loopback)
 
 
 def named_interfaces(node: NodeReport, spec: Spec, env: Mapping[str, str]) -> list[UsedInterface]:
@@ -54,7 +54,7 @@ def named_interfaces(node: NodeReport, spec: Spec, env: Mapping[str, str]) -> li
     chosen = spec.network.interface
     name = chosen.get(node.name) if isinstance(chosen, Mapping) else chosen
     fixed = None if name in (None, "auto") else name
-    found = []
+    interfaces = []
     for variable, exactly in ((GLOO, ""), (NCCL, "=")):
         if variable in env:
             value, origin = env[variable], f"{variable}={env[variable]}"
@@ -65,8 +65,8 @@ def named_interfaces(node: NodeReport, spec: Spec, env: Mapping[str, str]) -> li
         if not value:
             continue
         picked = _gloo(value, node) if variable == GLOO else choose(value, node.facts["interfaces"])
-        row = next((one for one in node.facts["interfaces"] if one["name"] == picked), None)
-        found.append(
+        row = next((interface for interface in node.facts["interfaces"] if interface["name"] == picked), None)
+        interfaces.append(
             UsedInterface(
                 variable=variable,
                 value=value,
@@ -76,18 +76,18 @@ def named_interfaces(node: NodeReport, spec: Spec, env: Mapping[str, str]) -> li
                 up=bool(row and row["up"]),
             )
         )
-    return found
+    return interfaces
 
 
 def _gloo(value: str, node: NodeReport) -> str:
-    names = {one["name"] for one in node.facts["interfaces"]}
+    names = {interface["name"] for interface in node.facts["interfaces"]}
     return next((part for part in value.split(",") if part in names), "")
 
 
-def route(node: NodeReport, seen: Iterable[NodeReport]) -> str:
+def route(node: NodeReport, reports: Iterable[NodeReport]) -> str:
     """The interface of a node's route to the others; empty if there is none."""
     ways: Mapping[str, str] = node.facts["ways"]
-    return next((way for other in seen if other.name != node.name and (way := ways.get(other.address))), "")
+    return next((way for other in reports if other.name != node.name and (way := ways.get(other.address))), "")
 
 
 def data_address(node: NodeReport, used: Sequence[UsedInterface]) -> str:
@@ -105,4 +105,4 @@ def meeting_address(spec: Spec, head: NodeReport, caller: NodeReport) -> str:
     except ValueError:
         known: Mapping[str, Any] = caller.facts["looked_up"]
         answers = known.get(wanted) or []
-        return next((one for one in answers if ":" not in one), answers[0] if answers else "")
+        return next((answer for answer in answers if ":" not in answer), answers[0] if answers else "")

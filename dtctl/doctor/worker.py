@@ -1,8 +1,8 @@
 """What a node's Python runs for the doctor: torch, and one collective after another, as asked in JSON lines.
 
 Sent as text, never imported by the control plane. Each line of input asks for one round: rank, world, address, port,
-backend, timeout_s; or, with `what: gpus`, for figures of this node's GPUs. The answers name the stage that was reached;
-the last of a round has `final`.
+backend, timeout_s, and `gpu`, where each GPU of a node has a process of its own; or, with `what: gpus`, for figures of
+this node's GPUs. The answers name the stage that was reached; the last of a round has `final`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def main() -> None:
     versions: Any = torch.cuda.nccl
     loaded = ".".join(map(str, versions.version())) if torch.cuda.is_available() else ""
     hidden = json.loads(sys.argv[1]) if len(sys.argv) > 1 else []
-    say(stage="torch", nccl=loaded, uses=[name for name in hidden if name in sys.modules], final=True)
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    used = [name for name in hidden if name in sys.modules]
+    say(stage="torch", nccl=loaded, devices=devices, uses=used, final=True)
     for line in sys.stdin:
         asked = json.loads(line)
         try:
@@ -60,11 +62,12 @@ def all_reduce(asked: dict[str, Any], say: Any, torch: Any, dist: Any) -> None:
     store = dist.TCPStore(asked["address"], asked["port"], world, rank == 0, limit)
     say(stage="store")
     backend, on_gpu = asked["backend"], asked["backend"] == "nccl"
-    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    device = torch.device("cuda", asked.get("gpu", 0)) if on_gpu else torch.device("cpu")
     bad = 0
     if on_gpu:
-        bad = wrong_gpus(torch)
-        say(wrong=bad)
+        if "gpu" not in asked:
+            bad = wrong_gpus(torch)
+            say(wrong=bad)
         # Without both, barrier() takes the GPU of the rank's number, and the next sum waits on another.
         torch.cuda.set_device(device)
     bound = {"device_id": device} if on_gpu else {}
@@ -92,13 +95,13 @@ def all_reduce(asked: dict[str, Any], say: Any, torch: Any, dist: Any) -> None:
 
 
 def wrong_gpus(torch: Any) -> int:
-    """How many of this node's GPUs cannot add up numbers by themselves; only the first takes part in the exchange."""
+    """How many of this node's GPUs cannot add up numbers by themselves, where only the first takes part."""
     count = COUNT["gloo"]
     right = sum(place % PERIOD for place in range(count))
     sums = [
         int((torch.arange(count, device=f"cuda:{index}") % PERIOD).sum()) for index in range(torch.cuda.device_count())
     ]
-    return sum(found != right for found in sums)
+    return sum(total != right for total in sums)
 
 
 WIDTH = 8192

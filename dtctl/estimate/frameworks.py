@@ -13,22 +13,30 @@ from typing import Final
 from dtctl.estimate.memory import RUNTIME, TORCHTITAN, Recipe
 
 _MIXED: Final = replace(
-    RUNTIME, autocast=False, weight_bytes=2, master_bytes=4, gradients_stay=True, whole_gradients=False, free=True
+    RUNTIME,
+    autocast=False,
+    weight_bytes=2,
+    master_bytes=4,
+    gradients_stay=True,
+    whole_gradients=False,
+    free=True,
+    split_experts=True,
 )
 """Weights in half precision, beside an fp32 copy in the optimizer."""
 
 FRAMEWORKS: Final[Mapping[str, Recipe]] = {
     "runtime": RUNTIME,
     # FSDP and FSDP2 with a mixed precision policy: shards in fp32, gathered in half precision.
-    "fsdp": replace(TORCHTITAN, loss_parallel=False, sequence_parallel=False, free=True),
+    "fsdp": replace(TORCHTITAN, loss_parallel=False, sequence_parallel=False, free=True, shards_copied=True),
     # docs/source/api-guide/dist_optimizer.md: 18 bytes, or 6 + 12/d with the distributed optimizer.
     "megatron": replace(_MIXED, gradient_bytes=4, loss_parallel=True, sequence_parallel=True, fused=True),
     # ZeRO (https://arxiv.org/abs/1910.02054) counts 2 + 2 + 12. Gradients and weights have flat fp32 copies besides:
     # BLOOM's tables (bigscience, train/tr11-176B-ml/chronicles-prequel.md) show 4 + 21/d.
+    # Stages 2 and 3 have no such copies of gradients: 2 + 2 + 12, and models' own layers, not Megatron's kernels.
     # Its defaults stage3_max_live_parameters and stage3_max_reuse_distance are 1e9 each.
     "deepspeed": replace(
         _MIXED, gradient_bytes=2, master_bytes=13, live_params=2e9, fused=True, loss_parallel=True, collectives=12,
-        overlap=0.1, stage_pace=1.15,
+        overlap=0.1, stage_pace=1.15, sharded=(("master_bytes", 4), ("fused", False)),
     ),
     # doc/en/train_performance.md of InternEvo: 30 to 33 bytes for each parameter, buffers of its flat copies included.
     "internevo": replace(_MIXED, gradient_bytes=6, step_bytes=12, fused=True, whole_gradients=False),
@@ -36,7 +44,7 @@ FRAMEWORKS: Final[Mapping[str, Recipe]] = {
     "accelerate": replace(RUNTIME, step_bytes=8, bucket_bytes=4),
     # Everything in half precision (`bf16-true` of LitGPT, torchtune's `dtype: bf16`).
     "pure": replace(RUNTIME, autocast=False, weight_bytes=2, gradient_bytes=2, optimizer_bytes=4, whole_gradients=False,
-                    kept_products=0.5, free=True),
+                    kept_products=0.5, free=True, split_experts=True, shards_copied=True),
 }  # fmt: skip
 
 

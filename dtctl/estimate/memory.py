@@ -7,8 +7,8 @@ hold is in frameworks.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from dtctl.estimate.model import Model
 from dtctl.train.mesh import Degrees
@@ -57,20 +57,34 @@ class Recipe:
     """Of what the optimizer's step needs for itself, as torch's foreach kernels do."""
     bucket_bytes: int = 0
     """Of a second copy of the gradients, in the buckets in which ddp exchanges them."""
+    sharded: tuple[tuple[str, Any], ...] = ()
+    """What is otherwise where gradients or weights are divided over workers too, as in ZeRO's stages 2 and 3."""
     gradients_stay: bool = False
     """Gradients have a room of their own from the first step to the last."""
     free: bool = False
     """Axes go together that dtctl.runtime keeps apart: ZeRO with tp and pp, cp with pipelines and compiled blocks."""
     whole_gradients: bool = True
     """Sharded workers add up gradients of several micro batches whole, and exchange them once."""
+    whole_bytes: int = 0
+    """Of gradients that are added up whole, where that is not their width when exchanged. These have no room of their
+    own until then. 0: they have that width, and that room."""
     loss_parallel: bool = False
     """Logits stay split over tensor parallel workers."""
     fused_loss: bool = False
     """The loss is compiled, and makes no fp32 copy of the logits."""
     loss_parts: int = 1
     """Into how many parts a micro batch is divided for its loss."""
+    loss_copies: float = 2.5
+    """The logits in fp32, this many times, while the loss of a micro batch in half precision is computed; 4.5 in
+    transformers before 4.45, which shifts a copy and makes it contiguous."""
+    cache: bool = False
+    """Keys and values of every block stay beside its checkpoint, as transformers' `use_cache` has it where something
+    else than its own `gradient_checkpointing` wraps the blocks."""
     sequence_parallel: bool = False
     """What is between the matrices is split over tensor parallel workers too."""
+    split_experts: bool = False
+    """Tensor parallel workers split every expert. False: they divide experts among them where there is ep, and each has
+    and computes all of them where there is none."""
     attention: Literal["fused", "first", "square"] = "fused"
     """first: FlashAttention's first version and its likes, half as fast; square: it keeps its scores, the square of the
     sequence, for the backward pass."""
@@ -90,16 +104,30 @@ class Recipe:
     """Parameters whose weights stay gathered besides, at most, where they are sharded."""
     reshard: bool = True
     """Sharded blocks are given up between forward and backward pass."""
+    snapshots: int = 0
+    """How many times a worker's share of a snapshot lies in the memory of the nodes: those that are kept and the one
+    that is written, each with its copies."""
+    shards_copied: bool = False
+    """Of what lies in the host's memory a worker copies its shard, and gathers on the GPU."""
     context: float = CONTEXT
     """Bytes that a worker needs before it has a tensor."""
     exchange: float = EXCHANGE
     """Bytes of the buffers that it exchanges with others through."""
 
+    def at(self, layout: Layout) -> Recipe:
+        """What holds for a layout."""
+        return replace(self, **dict(self.sharded)) if layout.zero > 1 or layout.fsdp > 1 else self
+
+    def expert_split(self, layout: Layout) -> int:
+        """Over how many tensor parallel workers experts, and the rows that they compute, are divided."""
+        return layout.tp if self.split_experts or layout.ep > 1 else 1
+
 
 RUNTIME = Recipe()
 TORCHTITAN = Recipe(
-    autocast=False, loss_parallel=True, sequence_parallel=True, kept_products=0.5, whole_gradients=False
-)
+    autocast=False, loss_parallel=True, sequence_parallel=True, split_experts=True, kept_products=0.5,
+    whole_gradients=False,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +135,7 @@ class Layout(Degrees):
     """One layout of a training on GPUs, a worker on each."""
 
     ep: int = 1
-    """Workers that divide the experts; it lies within dp and fsdp."""
+    """Workers that divide the experts; unlike the axis of a mesh it lies within dp and fsdp, as Megatron-LM counts."""
     zero: Stage = 0
     """What is divided over dp: with 1 the optimizer's state, with 2 gradients too."""
     recompute: Recompute = "none"
@@ -119,6 +147,35 @@ class Layout(Degrees):
     chunks: int = 1
     """Stages that each worker of a pipeline has; more than 1 is an interleaved schedule."""
     precision: Precision = "bf16"
+
+    @property
+    def workers(self) -> int:
+        """Their number."""
+        return self.pp * self.dp * self.fsdp * self.cp * self.tp
+
+    @property
+    def data(self) -> int:
+        """Into how many parts a batch is divided."""
+        return self.dp * self.fsdp
+
+    @property
+    def shards(self) -> int:
+        """Over how many workers parameters are sharded, other than those of experts."""
+        return self.fsdp * self.cp
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Degrees as a spec has them, where ep is an axis; as they are here if no mesh of dtctl.runtime is like it."""
+        degrees = {axis: getattr(self, axis) for axis in ("dp", "fsdp", "tp", "pp", "cp", "ep")}
+        return degrees | ({"fsdp": self.fsdp // self.ep} if self.fsdp % self.ep == 0 else {})
+
+
+def of_mesh(degrees: Degrees) -> Layout:
+    """The layout of a mesh; one that is a layout already as it is."""
+    if isinstance(degrees, Layout):
+        return degrees
+    fsdp = degrees.fsdp * degrees.ep
+    return Layout(dp=degrees.dp, fsdp=fsdp, tp=degrees.tp, pp=degrees.pp, cp=degrees.cp, ep=degrees.ep)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +222,7 @@ def memory(
     model: Model, layout: Layout, recipe: Recipe = RUNTIME, *, compiled: bool = False, fp8: bool = False
 ) -> MemoryEstimate:
     """MemoryEstimate of the fullest GPU: of a pipeline the first stage, which has most under way, or the last one."""
+    recipe = recipe.at(layout)
     per_token = _kept(model, layout, recipe, compiled=compiled, fp8=fp8)
     first = _stage(model, layout, recipe, per_token, last=layout.pp == 1, flying=_flying(layout))
     if layout.pp == 1:
@@ -189,27 +247,33 @@ def _stage(
     root = model.root_params / layout.tp / table_share
     blocks = -(-model.layers // layout.pp)
     # Experts are parted over workers that otherwise hold copies (dp) or shards (fsdp) of the same: over dp there are
-    # fewer copies, over fsdp nothing less lies on a worker, but less is gathered.
-    experts = model.expert_params / (model.layers * model.block_params) if layout.ep > 1 else 0.0
-    parted = min(layout.ep, layout.dp * layout.tp) if layout.shards == 1 else 1
-    block = model.block_params / layout.tp
-    own = block * (1 - experts + experts / parted)
-    params = root + blocks * own
-    block *= 1 - experts + experts / layout.ep
+    # fewer copies, over fsdp nothing less lies on a worker, but less is gathered. tp divides experts already, so a
+    # stage's experts lie on dp x tp workers at most, also where ep is larger than dp.
+    experts = model.expert_params / model.layers / recipe.expert_split(layout)
+    parted = min(layout.ep, layout.dp) if layout.shards == 1 else 1
+    dense = model.dense_block_params / layout.tp
+    params = root + blocks * (dense + experts / parted)
+    whole = root + blocks * (dense + experts)
+    block = dense + experts / layout.ep
     trained = params * (1 - model.frozen / model.params if model.params else 1.0)
     activations, working = _activations(model, layout, recipe, per_token, blocks * flying)
     logits = _logits(model, layout, recipe) if last else 0.0
     gradients = trained * recipe.gradient_bytes / layout.shards / (layout.dp if layout.zero > 1 else 1)
+    if recipe.whole_bytes and _whole(layout, recipe):
+        gradients = 0.0
     optimizer = trained * (recipe.optimizer_bytes + recipe.master_bytes) / layout.shards
     if layout.zero:  # what is parted already has fewer workers to divide it among
-        whole = root + blocks * model.block_params / layout.tp
         optimizer *= whole / params / layout.dp
-    kept = (params * recipe.weight_bytes + trained * recipe.average_bytes) / layout.shards
-    state, host = kept + gradients + optimizer, 0.0
-    temporary = _temporary(layout, recipe, params=params, block=block, root=root)
+    weight_bytes = (params * recipe.weight_bytes + trained * recipe.average_bytes) / layout.shards
+    state, host = weight_bytes + gradients + optimizer, 0.0
+    gathered = root + blocks * block if layout.shards > 1 else params  # of experts only this worker's
+    temporary = _temporary(layout, recipe, params=gathered, block=block, root=root)
     if layout.offload:
         state, host = 0.0, state
-        temporary += 2 * block * recipe.weight_bytes
+        temporary += 2 * block * recipe.weight_bytes / (layout.shards if recipe.shards_copied else 1)
+    # Of what several have, each writes a part; the optimizer of zero1 is divided over dp already.
+    stored = (weight_bytes + optimizer * (layout.dp if layout.zero else 1)) / layout.dp
+    host += recipe.snapshots * stored
     work = activations + max(logits, working)
     # Gradients are made while activations are given back, and given back before the next pass: they share their room,
     # unless those of earlier micro batches are added up, or they never go.
@@ -239,8 +303,10 @@ def _kept(model: Model, layout: Layout, recipe: Recipe, *, compiled: bool, fp8: 
     stream = min(4 * model.block_input, model.block_kept)
     # Between the matrices (norms, what enters a block) nothing is split by tensor parallelism alone.
     stream_split = layout.tp if recipe.sequence_parallel else 1
-    kept = share * ((stream + extra) / stream_split + (model.block_kept - stream) / layout.tp)
-    return kept * (1.0 if half else 2.0)
+    inside = (model.block_kept - stream - model.expert_kept) / layout.tp
+    inside += model.expert_kept / recipe.expert_split(layout)
+    kept_bytes = share * ((stream + extra) / stream_split + inside)
+    return kept_bytes * (1.0 if half else 2.0)
 
 
 def _activations(model: Model, layout: Layout, recipe: Recipe, per_token: float, blocks: float) -> tuple[float, float]:
@@ -252,10 +318,13 @@ def _activations(model: Model, layout: Layout, recipe: Recipe, per_token: float,
     # Under autocast the stream between blocks stays fp32, as the weights are.
     entering = scale * model.block_input * (2 if recipe.autocast and scale == 1.0 else 1)
     entering /= layout.tp if recipe.sequence_parallel else 1
+    cached = 4 * model.hidden * model.kv_heads / model.heads / layout.tp if recipe.cache else 0.0
+    products = (model.block_products - model.expert_products) / layout.tp
+    products += model.expert_products / recipe.expert_split(layout)
     per_block = {
         "none": per_token + scores,
-        "selective": min(per_token, entering + scale * recipe.kept_products * model.block_products / layout.tp),
-        "full": entering,
+        "selective": min(per_token, entering + scale * recipe.kept_products * products),
+        "full": entering + scale * cached,
     }[layout.recompute]
     working = 0.0 if layout.recompute == "none" else (per_token + scores) * tokens
     return per_block * tokens * blocks, working
@@ -265,13 +334,15 @@ def _logits(model: Model, layout: Layout, recipe: Recipe) -> float:
     """Bytes of the output over the vocabulary while the loss is computed.
 
     In half precision once, in fp32 as the loss sees it and as log-softmax keeps it; split over workers, torch's loss
-    makes two more.
+    makes two more, which frameworks with a loss of their own do not.
     """
     tokens = layout.micro_batch * model.seq / layout.cp / recipe.loss_parts
     split = layout.tp if recipe.loss_parallel else 1
     if recipe.fused_loss:
         return 2 * 2 * tokens * model.vocab / split
-    copies = 4.5 if recipe.loss_parallel and layout.tp > 1 else 3.0 if layout.precision == "fp32" else 2.5
+    copies = max(recipe.loss_copies, 3.0) if layout.precision == "fp32" else recipe.loss_copies
+    if recipe.loss_parallel and layout.tp > 1 and not recipe.fused:
+        copies = max(copies, 4.5)
     return copies * 4 * tokens * model.vocab / split
 
 
@@ -291,5 +362,11 @@ def _temporary(layout: Layout, recipe: Recipe, *, params: float, block: float, r
     two_blocks = 2 * block + root
     live = max(two_blocks, min(params, recipe.live_params))
     gathered = weight * (live if recipe.reshard else params)
-    whole = layout.accumulate > 1 and recipe.whole_gradients
-    return casts + gathered + recipe.gradient_bytes * (params if whole else two_blocks)
+    if _whole(layout, recipe):
+        return casts + gathered + (recipe.whole_bytes or recipe.gradient_bytes) * params
+    return casts + gathered + recipe.gradient_bytes * two_blocks
+
+
+def _whole(layout: Layout, recipe: Recipe) -> bool:
+    """Whether sharded workers add up whole gradients of several micro batches."""
+    return layout.accumulate > 1 and recipe.whole_gradients and layout.shards > 1

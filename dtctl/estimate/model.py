@@ -43,6 +43,10 @@ class Model:
     """Those that a token is sent to."""
     expert_width: int = 0
     """Inner width of an expert."""
+    expert_kept: float = 0.0
+    """Part of `block_kept` that is in experts."""
+    expert_products: float = 0.0
+    """Part of `block_products` that is in experts."""
     frozen: float = 0.0
     """Part of `params` that is not trained: it has neither gradients nor optimizer state."""
     ffn: int = 0
@@ -56,6 +60,16 @@ class Model:
     def tied(self) -> bool:
         """Whether the output shares its weight with the embedding, in a model without experts."""
         return self.active_params == self.params
+
+    @property
+    def expert_params_used(self) -> float:
+        """Part of `active_params` that is in experts."""
+        return self.expert_params * self.experts_used / self.experts if self.experts else 0.0
+
+    @property
+    def dense_block_params(self) -> float:
+        """Part of `block_params` that is not in experts."""
+        return max(0.0, self.block_params - self.expert_params / self.layers)
 
     @property
     def root_params(self) -> float:

@@ -1,8 +1,8 @@
 """A plan as a JobSet of Kubernetes (https://jobset.sigs.k8s.io). Pure: the same spec gives the same text.
 
 One indexed job: a pod per node, found by the others through the headless service that JobSet makes. What a pod runs is
-a script in a ConfigMap; the argv and the variables in it are those of a launch over SSH. What only the pod knows (its
-index, the address of the first pod, which start this is) the script finds out there.
+a script that it carries itself; the argv and the variables in it are those of a launch over SSH. What only the pod
+knows (its index, the address of the first pod, which start this is) the script finds out there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ import yaml
 import dtctl
 from dtctl import names, shell
 from dtctl.errors import PlanError
-from dtctl.plan.model import Plan
+from dtctl.kubernetes import patch, pod
+from dtctl.kubernetes.pod import WORKERS
+from dtctl.plan import environment
+from dtctl.plan.build import digest
+from dtctl.plan.model import EnvGroup, EnvVar, NodePlan, Plan
 from dtctl.render import render, template_folders
 from dtctl.render.standalone import standalone
 from dtctl.spec.model import Kubernetes, Spec
@@ -25,17 +29,19 @@ from dtctl.spec.nodes import resolve_nodes
 
 TEMPLATE: Final = "pod.sh.j2"
 API: Final = "jobset.x-k8s.io/v1alpha2"
-WORKERS: Final = "workers"
-"""Name of the one replicated job, and of its container."""
-SCRIPT_FOLDER: Final = "/etc/dtctl"
-SCRIPT: Final = "pod.sh"
 PLACE: Final = "dtctl: place in the job"
 NAME_LIMIT: Final = 40
 """Of a JobSet's name: a pod's has its job's, two indexes and a random part behind it, and may have 63 characters."""
 QUANTITY: Final = re.compile(r"\d+(\.\d+)?([munkMGTPE]|[KMGTPE]i|[eE]\d+)?")
 """An amount of a resource. Source: Kubernetes, API conventions, resource.Quantity."""
-ATTEMPT_LABEL: Final = "jobset.sigs.k8s.io/restart-attempt"
+LABEL: Final = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
+"""The value of a label. Source: Kubernetes, Labels and Selectors."""
+SCRIPT_BYTES: Final = 100_000
+"""All annotations of an object may have 256 KiB, and `kubectl apply` keeps the whole object in one of them."""
 QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
+EXCLUSIVE: Final = "alpha.jobset.sigs.k8s.io/exclusive-topology"
+SHUTDOWN_MARGIN_S: Final = 5
+"""Before the end of a pod, for torchrun to kill who does not end by itself."""
 LATE_OPTIONS: Final = {
     "--node-rank": shell.Late("--node-rank=$JOB_COMPLETION_INDEX"),
     "--master-addr": shell.Late("--master-addr=$MASTER_ADDR"),
@@ -45,8 +51,14 @@ LATE_OPTIONS: Final = {
 """Options of torchrun whose values are known only in the pod."""
 
 
+def stable_run(spec: Spec) -> str:
+    """A run id that depends on nothing but the spec: the same spec gives the same objects, for what compares files."""
+    stem = re.sub(r"[^A-Za-z0-9_]+", "-", spec.job.name).strip("-_") or "job"
+    return f"{stem[:32]}-{digest(spec)[:8]}"
+
+
 def text(spec: Spec, plan: Plan) -> str:
-    """The file: a ConfigMap with the script, and the JobSet.
+    """The file with the JobSet.
 
     Args:
         spec: the spec.
@@ -58,7 +70,6 @@ def text(spec: Spec, plan: Plan) -> str:
     """
     settings = spec.kubernetes or Kubernetes()
     _check(spec, plan, settings)
-    name = object_name(plan.run)
     source = f"the claim {settings.claim}" if settings.claim else f"the image {settings.image}"
     head = (
         f"# Made by dtctl {dtctl.__version__} for run {plan.run}: {len(plan.nodes)} pods with {plan.head.slots} "
@@ -66,21 +77,37 @@ def text(spec: Spec, plan: Plan) -> str:
         f"# The job's code is in {source}, in folder {settings.workdir}; dtctl brings nothing there. JobSet has to be\n"
         "# installed in the cluster. Apply it with: kubectl apply --filename FILE\n"
     )
-    metadata = {"name": name, **({"namespace": settings.namespace} if settings.namespace else {})}
-    script = {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": metadata,
-        "data": {SCRIPT: _script(spec, plan, name)},
-    }
-    queue = {"labels": {QUEUE_LABEL: settings.queue}} if settings.queue else {}
-    jobset = {
+    return head + _yaml(jobset(spec, plan, settings))
+
+
+def jobset(spec: Spec, plan: Plan, settings: Kubernetes) -> dict[str, Any]:
+    """The JobSet, with the spec's patch applied.
+
+    Raises:
+        PlanError: the script is too long, or the patch does not fit.
+        RenderError: the template is missing or wrong.
+    """
+    name = object_name(plan.run)
+    script = _script(spec, plan, name)
+    if len(script.encode()) > SCRIPT_BYTES:
+        raise PlanError(
+            f"the script of a pod has {len(script.encode())} bytes, and a pod can carry {SCRIPT_BYTES}",
+            where=spec.written_at("job.env"),
+            hint="put long values into a file of the image, or of a volume",
+        )
+    labels, annotations = dict(settings.labels), dict(settings.annotations)
+    if settings.queue:
+        labels[QUEUE_LABEL] = settings.queue
+    if settings.exclusive_topology:
+        annotations[EXCLUSIVE] = settings.exclusive_topology
+    optional = {"namespace": settings.namespace, "labels": labels, "annotations": annotations}
+    document = {
         "apiVersion": API,
         "kind": "JobSet",
-        "metadata": {**metadata, **queue},
-        "spec": _jobset(plan, settings, name),
+        "metadata": {"name": name, **{key: value for key, value in optional.items() if value}},
+        "spec": _jobset(plan, settings, name, script),
     }
-    return head + "---\n".join(_yaml(document) for document in (script, jobset))
+    return patch.merge(document, settings.extra, at="kubernetes.extra")
 
 
 def object_name(run: str) -> str:
@@ -94,7 +121,7 @@ def object_name(run: str) -> str:
     return f"j{mark}-{slug[-room:].strip('-')}"
 
 
-def _jobset(plan: Plan, settings: Kubernetes, name: str) -> dict[str, Any]:
+def _jobset(plan: Plan, settings: Kubernetes, name: str, script: str) -> dict[str, Any]:
     rules = [{"name": "stopped", "action": "RestartJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
     if plan.max_restarts == 0:
         rules.append({"name": "failed", "action": "FailJobSet"})
@@ -113,53 +140,20 @@ def _jobset(plan: Plan, settings: Kubernetes, name: str) -> dict[str, Any]:
                 {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             ]
         },
-        "template": {"spec": _pod(plan, settings, name)},
+        "template": pod.template(plan, settings, script),
     }
+    ttl = {} if settings.ttl_s is None else {"ttlSecondsAfterFinished": settings.ttl_s}
     return {
+        **ttl,
         "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
         "failurePolicy": {"maxRestarts": settings.restarts + plan.max_restarts, "rules": rules},
         "replicatedJobs": [{"name": WORKERS, "replicas": 1, "template": {"spec": job}}],
     }
 
 
-def _pod(plan: Plan, settings: Kubernetes, name: str) -> dict[str, Any]:
-    volumes: list[dict[str, Any]] = [
-        {"name": "script", "configMap": {"name": name}},
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shm}},  # of data loaders and NCCL
-    ]
-    mounts: list[dict[str, Any]] = [
-        {"name": "script", "mountPath": SCRIPT_FOLDER, "readOnly": True},
-        {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - where programs look for it
-    ]
-    if settings.claim:
-        volumes.append({"name": "code", "persistentVolumeClaim": {"claimName": settings.claim}})
-        mounts.append({"name": "code", "mountPath": settings.workdir})
-    amounts = dict(settings.resources)
-    if settings.gpu:
-        amounts[settings.gpu] = str(plan.head.slots)
-    attempt = {"fieldRef": {"fieldPath": f"metadata.labels['{ATTEMPT_LABEL}']"}}
-    env = [{"name": names.ATTEMPT, "valueFrom": attempt}]
-    for secret in plan.secrets:
-        reference = {"name": settings.secret, "key": secret}
-        env.append({"name": secret, "valueFrom": {"secretKeyRef": reference}})
-    container: dict[str, Any] = {
-        "name": WORKERS,
-        "image": settings.image,
-        "command": ["bash", f"{SCRIPT_FOLDER}/{SCRIPT}"],
-        "workingDir": settings.workdir,
-        "env": env,
-        **({"resources": {"limits": amounts, "requests": amounts}} if amounts else {}),
-        "volumeMounts": mounts,
-    }
-    pod: dict[str, Any] = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": int(plan.grace_s) + 30,
-        "containers": [container],
-        "volumes": volumes,
-    }
-    if settings.node_selector:
-        pod["nodeSelector"] = dict(settings.node_selector)
-    return pod
+def _python(spec: Spec, node: NodePlan) -> str:
+    """The image's Python: what the spec names, and never the one that a transport takes from this machine."""
+    return (node.python if spec.cluster.python else "") or "python3"
 
 
 def _script(spec: Spec, plan: Plan, name: str) -> str:
@@ -169,15 +163,25 @@ def _script(spec: Spec, plan: Plan, name: str) -> str:
         "names": names,
         "plan": plan,
         "node": node,
-        "groups": [group for group in node.env_by_origin if group.origin != PLACE],
-        "python": node.python or "python3",
+        "groups": [*_threads(node), *(group for group in node.env_by_origin if group.origin != PLACE)],
+        "python": _python(spec, node),
         "head": f"{name}-{WORKERS}-0-0.{name}",
         "port": plan.rendezvous.port,
         "meeting": standalone(Path(__file__).with_name("pick_endpoint.py")),
         "argv": _with_late_values(node.argv) if plan.kind == "torchrun" else node.argv,
         "grace_s": plan.grace_s,
+        # torchrun itself takes 30 s; it reads its options from the environment, too, and older ones ignore this.
+        "shutdown_s": max(1, pod.termination_s(plan, spec.kubernetes or Kubernetes()) - SHUTDOWN_MARGIN_S),
     }
     return render(TEMPLATE, values, folders=template_folders(spec.base_dir))
+
+
+def _threads(node: NodePlan) -> list[EnvGroup]:
+    """One thread for each of several workers: nobody can tell how many cores a pod will get."""
+    if node.slots == 1 or any(variable.name == environment.THREADS for variable in node.env):
+        return []
+    origin = "dtctl: as torchrun does when several workers share a node"
+    return [EnvGroup(origin=origin, variables=(EnvVar(name=environment.THREADS, value="1", origin=origin),))]
 
 
 def _with_late_values(argv: tuple[str, ...]) -> list[str]:
@@ -213,6 +217,15 @@ def _check(spec: Spec, plan: Plan, settings: Kubernetes) -> None:
                 where=spec.written_at("kubernetes.resources"),
                 hint="as Kubernetes writes it: 32, 500m, 256Gi",
             )
+    for key, labels in (("labels", settings.labels), ("node_selector", settings.node_selector)):
+        for label, value in labels.items():
+            if not LABEL.fullmatch(value):
+                raise PlanError(
+                    f"{value!r} cannot be the value of the label {label}",
+                    where=spec.written_at(f"kubernetes.{key}"),
+                    hint="at most 63 letters, digits, `-`, `_` and `.`, with a letter or digit at both ends",
+                )
+    pod.check(spec, settings)
     if plan.secrets and not settings.secret:
         raise PlanError(
             f"{', '.join(plan.secrets)} must come from a Secret of the cluster",

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import secrets
+import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from dtctl import folders, names
+from dtctl import folders, names, shell
 from dtctl.errors import PlanError, SpecError
 from dtctl.launch import first_plan as first
 from dtctl.launch.cluster import ResolvedCluster, cluster_of
 from dtctl.launch.control.link import NodeLink
 from dtctl.launch.files import push as pushing
 from dtctl.launch.files.tree import Tree, scan
-from dtctl.launch.job import LaunchJob
+from dtctl.launch.records.events import PushProgress
 from dtctl.launch.records.record import RunRecord
 from dtctl.plan.build import PlanFacts, build
 from dtctl.plan.environment import check_text
-from dtctl.plan.model import Plan
+from dtctl.plan.model import Plan, Threads
 from dtctl.spec.model import Spec
+from dtctl.spec.nodes import NodeSpec
+from dtctl.supervisor.messages import RunOrigin
 
 SPEC_BYTES = 4 << 20
 """Of a run's copy of its spec."""
+COMMAND_CHARACTERS = 4000
+"""Of a command line that nodes remember."""
 if TYPE_CHECKING:
+    from dtctl.launch.control.run import LaunchJob
     from dtctl.plan.model import NodePlan
 
 
@@ -65,7 +74,8 @@ def job_of_run(record: RunRecord) -> LaunchJob:
     spec = spec_of_run(record)
     cluster = cluster_of(spec, start=False)
     info = record.info()
-    return job_of(spec, cluster, run=record.run, keep=True, code=None, token=info.token, snapshots=info.snapshots)
+    job = job_of(spec, cluster, run=record.run, keep=True, code=None, token=info.token, snapshots=info.snapshots)
+    return replace(job, origin=origin(info.command_line, info.started))
 
 
 def attempt_of_run(record: RunRecord, job: LaunchJob) -> Plan:
@@ -77,7 +87,10 @@ def attempt_of_run(record: RunRecord, job: LaunchJob) -> Plan:
     facts = record.whole_plan()
     rendezvous = facts["rendezvous"]
     slots = {node["name"]: int(node["slots"]) for node in facts["nodes"]}
-    return job.make_plan(int(facts["attempt"]), rendezvous["address"], int(rendezvous["port"]), slots, list(slots))
+    threads = Threads(**facts["threads"]) if facts.get("threads") else None
+    return job.make_plan(
+        int(facts["attempt"]), list(slots), rendezvous["address"], int(rendezvous["port"]), gpus=slots, threads=threads
+    )
 
 
 def read_secrets(spec: Spec) -> dict[str, str]:
@@ -96,6 +109,20 @@ def read_secrets(spec: Spec) -> dict[str, str]:
     for name in spec.job.secrets:
         check_text(name, os.environ[name], where="job.secrets")
     return {name: os.environ[name] for name in spec.job.secrets}
+
+
+def this_user() -> str:
+    """User and machine."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError, ImportError):  # nobody has this number
+        user = "?"
+    return f"{user}@{socket.gethostname()}"
+
+
+def origin(command: str, started: float) -> RunOrigin:
+    """What the nodes are told; `started` in seconds since the epoch."""
+    return RunOrigin(launched_from=this_user(), command=command[:COMMAND_CHARACTERS], started=started)
 
 
 class CodePush:
@@ -123,40 +150,10 @@ class CodePush:
         """The scanned tree; waits for the scan."""
         return self._tree.result()
 
-    def __call__(self, link: NodeLink, progress: Callable[[int], None]) -> dict[str, Any]:
+    def __call__(self, link: NodeLink, progress: Callable[[int], None]) -> PushProgress:
         """Bring the tree to one node; what was done."""
         result = pushing.push(link, self.tree, shared=self._payloads, progress=progress)
-        return {"path": result.path, "files": result.files_sent, "bytes": result.bytes_sent, "state": result.state}
-
-
-def check_program_files(spec: Spec, tree: Tree) -> None:
-    """Refuse a job whose script is not among the files that are pushed.
-
-    Raises:
-        PlanError: the script does not exist, or is left out of the push.
-    """
-    script = spec.job.script
-    if script is None or Path(script).is_absolute():
-        return
-    script_path = os.path.normpath(script)
-    if any(os.fsdecode(entry.path) == script_path for entry in tree.files):
-        return
-    path = Path(spec.base_dir) / spec.job.files.root / script
-    if script_path.startswith(".."):
-        raise PlanError(
-            f"{script} lies outside of the folder that is pushed",
-            where=str(path),
-            hint="move it there, or name a folder above both as `job.files.root`",
-        )
-    if path.is_dir():
-        raise PlanError(f"{script} is a folder", where=str(path), hint="name the script in it, or use `job.module`")
-    if path.exists():
-        raise PlanError(
-            f"{script} is not among the files that are pushed",
-            where=str(path),
-            hint="take it out of .gitignore and .dtctlignore, or name it in `job.files.include`",
-        )
-    raise PlanError(f"there is no {script}", where=str(path), hint="`job.script` is relative to the folder of the spec")
+        return PushProgress(path=result.path, files=result.files_sent, bytes=result.bytes_sent, state=result.state)
 
 
 def job_of(
@@ -168,14 +165,17 @@ def job_of(
     code: CodePush | None,
     token: str | None = None,
     snapshots: Mapping[str, str] | None = None,
+    earlier: str = "",
 ) -> LaunchJob:
     """Everything that a launch needs, decided; `token` is that of a run that is under way already.
 
-    `snapshots` are the folders, by node, of a run that is gone on from.
+    `snapshots` are the folders, by node, of a run that is gone on from, and `earlier` is its name.
 
     Raises:
         DtctlError: of the class that says what is wrong; nothing was started.
     """
+    from dtctl.launch.control.run import LaunchJob
+
     plan = first.first_plan(spec, cluster, run=run)
     values = read_secrets(spec)
     fixed = spec.network.rendezvous_port
@@ -183,12 +183,28 @@ def job_of(
 
     known_nodes = {node.name: node for node in (*cluster.nodes, *cluster.spares)}
 
-    def make_plan(attempt: int, address: str, port: int, gpus: Mapping[str, int], nodes: Sequence[str]) -> Plan:
-        facts = PlanFacts(environ=os.environ, address=address, port=port, gpus=gpus, share=share, source=source)
+    def make_plan(
+        attempt: int,
+        nodes: Sequence[str],
+        address: str,
+        port: int,
+        *,
+        gpus: Mapping[str, int],
+        cores: Mapping[str, int] | None = None,
+        threads: Threads | None = None,
+    ) -> Plan:
+        facts = PlanFacts(
+            environ=os.environ, address=address, port=port, gpus=gpus, cores=cores or {}, threads=threads, share=share,
+            source=source,
+        )  # fmt: skip
         return build(spec, [known_nodes[name] for name in nodes], run=run, attempt=attempt, facts=facts)
 
-    spare_facts = PlanFacts(environ=os.environ, share=share)
-    spare_plans = build(spec, cluster.spares, run=run, facts=spare_facts).nodes if cluster.spares else ()
+    def spare_plan(spare: NodeSpec) -> NodePlan:
+        """A spare as it would be in the place of a node like it: a plan of spares alone would be another training."""
+        nodes = list(cluster.nodes)
+        nodes[max(range(len(nodes)), key=lambda index: (nodes[index].slots == spare.slots, index))] = spare
+        plan = build(spec, nodes, run=run, facts=PlanFacts(environ=os.environ, share=share))
+        return next(node for node in plan.nodes if node.name == spare.name)
 
     def make_script(plan: Plan, node: NodePlan) -> str:
         from dtctl.render import node_script  # loaded while the nodes are being connected
@@ -203,18 +219,24 @@ def job_of(
         make_script=make_script,
         transport=cluster.make_transport(),
         targets=cluster.targets,
-        spares={node.name: node for node in spare_plans},
+        spares={spare.name: spare_plan(spare) for spare in cluster.spares},
         min_nodes=spec.cluster.min_nodes or len(cluster.nodes),
         return_s=spec.cluster.return_s,
         push=code,
+        code_folder="" if spec.pushes else spec.code_folder,
         fixed_address=spec.network.rendezvous_address is not None,
         fixed_port=fixed if isinstance(fixed, int) else None,
         secrets=values,
         link_timeout_s=spec.cluster.link_timeout_s,
         hang_s=spec.job.hang_s,
         hang_start_s=spec.job.hang_start_s,
+        heal_s=spec.job.heal_s,
         time_s=spec.job.time_s,
         trains=spec.train is not None,
         snapshots=snapshots or {},
+        outputs=tuple(spec.job.outputs),
+        earlier=earlier,
+        log_bytes=spec.job.log_mib << 20,
+        origin=origin(shell.join(["dtctl", *sys.argv[1:]]), time.time()),
         keep=keep,
     )

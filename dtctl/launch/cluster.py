@@ -132,7 +132,8 @@ def _sandbox(spec: Spec, *, start: bool) -> ResolvedCluster:
         raise PlanError(
             f"the sandbox that is up has no node {', '.join(missing)} (it has {', '.join(hosts)})",
             where="cluster.nodes",
-            hint=f"`dtctl sandbox down`, then `dtctl sandbox up --nodes {len(required)}`",
+            hint=f"nodes are names here, such as {next(iter(hosts))}; more of them: `dtctl sandbox down`, then "
+            f"`dtctl sandbox up --nodes {len(required)}`",
         )
     placed = tuple(_placed(node, hosts[node.name].address) for node in required)
     targets = {

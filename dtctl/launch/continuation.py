@@ -10,12 +10,14 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Mapping
 
-from dtctl.errors import LaunchError
+from dtctl.errors import DtctlError, LaunchError, SnapshotError
 from dtctl.launch.assemble import spec_of_run
 from dtctl.launch.records.record import RunRecord
-from dtctl.launch.records.snapshots import Reply, RunSnapshots
+from dtctl.launch.records.snapshot_answers import Listing
+from dtctl.launch.records.snapshots import RunSnapshots
 from dtctl.launch.records.state import state_of
 from dtctl.spec.model import Spec, Train
+from dtctl.supervisor import work
 
 
 def command(run: str) -> str:
@@ -39,11 +41,12 @@ def continued(spec: Spec, earlier: RunRecord) -> tuple[Spec, Mapping[str, str]]:
     """The spec and the folders of snapshots, by node, of a run that goes on from an earlier one.
 
     Raises:
-        LaunchError: the earlier run has no snapshot.
+        LaunchError: the earlier run has no snapshot, and the job keeps nothing else.
         SpecError: the copy of its spec is gone or broken.
         TransportError: none of its nodes can be asked.
     """
-    _require_snapshot(earlier)
+    if spec.train is not None or not spec.job.outputs:
+        _require_snapshot(earlier)
     folder = spec_of_run(earlier).snapshot_dir
     if folder is not None and ("://" in folder or posixpath.isabs(folder)):
         return with_folder(spec, folder), {}
@@ -51,15 +54,14 @@ def continued(spec: Spec, earlier: RunRecord) -> tuple[Spec, Mapping[str, str]]:
 
 
 def folders(earlier: RunRecord, job_folder: str | None) -> dict[str, str]:
-    """Node -> folder on it that holds a run's snapshots; `own` is relative to its code."""
+    """Node -> folder on it that holds a run's snapshots; `job_folder` is relative to where its programs start."""
     code, inherited = earlier.code_folders(), earlier.info().snapshots
     folder_of = {}
     for node in earlier.whole_plan()["nodes"]:
         name = node["name"]
-        usual = posixpath.join(node["workdir"], "runs", earlier.run, "snapshots")
-        folder_of[name] = (
-            posixpath.join(code[name], job_folder) if job_folder and name in code else inherited.get(name, usual)
-        )
+        run_dir = posixpath.join(node["workdir"], "runs", earlier.run)
+        own = inherited.get(name, posixpath.join(run_dir, "snapshots"))
+        folder_of[name] = posixpath.join(run_dir, work.FOLDER, job_folder) if job_folder and name in code else own
     return folder_of
 
 
@@ -83,16 +85,17 @@ def with_folder(spec: Spec, folder: str | None) -> Spec:
 
 def _require_snapshot(earlier: RunRecord) -> None:
     """Refuse a run without snapshots: its successor would begin anew without a word."""
-    answers = RunSnapshots(earlier).ask("ls", [])
-    replies = [answer for answer in answers.values() if isinstance(answer, Reply)]
-    if any(row["committed"] for answer in replies for row in answer.answer.get("snapshots", [])):
+    answers = RunSnapshots(earlier).ask(Listing, [])
+    if any(row.committed for answer in answers.values() if isinstance(answer, Listing) for row in answer.snapshots):
         return
-    errors = [answer for answer in answers.values() if not isinstance(answer, Reply)]
-    if errors and not replies:
+    # A node that answers that there is no folder has been asked.
+    errors = [each for each in answers.values() if isinstance(each, DtctlError) and not isinstance(each, SnapshotError)]
+    if errors and len(errors) == len(answers):
         raise errors[0]
     silent = f"; {len(errors)} of its nodes cannot be asked" if errors else ""
     raise LaunchError(
         f"run {earlier.run} has no snapshot to resume from{silent}",
         where=str(earlier.folder),
-        hint="`dtctl snapshot ls RUN` lists those of a run",
+        hint="`dtctl snapshot ls RUN` lists those of a run; files of the program itself are kept where "
+        "`job.outputs` names them, in the spec of the earlier run or of this one",
     )

@@ -40,6 +40,8 @@ def by_launcher(record: RunRecord, *, wait_s: float) -> bool:
     while time.monotonic() < deadline:
         if state_of(record).over:
             return True
+        if not record.has_launcher():
+            return False  # it could not
         time.sleep(0.05)
     raise LaunchError(
         f"the launcher of run {record.run} did not stop it within {wait_s:g} s",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dtctl.errors import DtctlError
 from dtctl.launch.control.link import SilenceLimit, open_supervisor
+from dtctl.supervisor.messages import Sweep, Swept
 from dtctl.transport.base import Target, Transport
 from dtctl.transport.fanout import fan_out
 
@@ -25,7 +25,7 @@ class SweepTarget:
 
 
 def sweep(
-    nodes: Sequence[SweepTarget], transport: Transport, *, run: str, token: str, grace_s: float
+    nodes: Sequence[SweepTarget], transport: Transport, *, run: str, token: str, grace_s: float, by: str = ""
 ) -> Mapping[str, int | DtctlError]:
     """End a run on all nodes at once: node -> processes left there, or why the node could not be asked.
 
@@ -35,8 +35,9 @@ def sweep(
         run: run id.
         token: the mark of the run's processes.
         grace_s: seconds between SIGTERM and SIGKILL.
+        by: who wants it, for the run's launcher; empty when that is gone or knows.
     """
-    message = {"op": "sweep", "run": run, "token": token, "grace_s": grace_s}
+    message = Sweep(run=run, token=token, grace_s=grace_s, by=by)
 
     def sweep_one(node: SweepTarget) -> int:
         return _sweep_node(node, transport, message)
@@ -44,13 +45,13 @@ def sweep(
     return fan_out({node.target.name: node for node in nodes}, sweep_one)
 
 
-def _sweep_node(node: SweepTarget, transport: Transport, message: dict[str, Any]) -> int:
+def _sweep_node(node: SweepTarget, transport: Transport, message: Sweep) -> int:
     connection = transport.connect(node.target)
-    clock = SilenceLimit(connection, message["grace_s"] + ANSWER_S)
+    clock = SilenceLimit(connection, message.grace_s + ANSWER_S)
     try:
         link = open_supervisor(connection, message, node=node.target.name, python=node.python, workdir=node.workdir)
         try:
-            return int(link.expect("swept")["left"])
+            return link.expect(Swept).left
         finally:
             clock.check(node.target.name)
     finally:

@@ -37,6 +37,12 @@ def reach(spec: Spec) -> list[str]:
     root = Path(os.path.realpath(spec.base_dir / spec.job.files.root))
     if spec.pushes and root != base and base not in root.parents:
         phrases.append(f"the files of {root} are sent to the nodes (job.files.root)")
+    if spec.metrics is not None:
+        phrases += [
+            f"{secret.file} is read, and sent to a server that the spec names ({key})"
+            for key, secret in spec.metrics.secrets.items()
+            if secret.file is not None and key in ("metrics.headers", "metrics.alerts.mail.password")
+        ]
     config = spec.cluster.ssh_config
     if config is not None and str(config) != "none" and not _is_own(config):
         phrases += _commands(config)
@@ -70,6 +76,8 @@ def sent_items(spec: Spec) -> list[str]:
     if spec.pushes:
         phrases.append(f"the files of {os.path.realpath(spec.base_dir / spec.job.files.root)} are sent (job.files)")
     phrases += [f"{name} of this machine is sent (job.secrets)" for name in spec.job.secrets]
+    used = spec.metrics.secrets if spec.metrics is not None else {}
+    phrases += [f"{secret.env} of this machine is used ({key})" for key, secret in used.items() if secret.env]
     if (
         spec.cluster.known_hosts is not None
         and Path(os.path.realpath(spec.base_dir)) in Path(os.path.realpath(spec.cluster.known_hosts)).parents

@@ -60,7 +60,7 @@ def _own_nodes(function: ast.AST) -> list[ast.AST]:
 def _collective(module: SourceFile, function: ast.AST, depth: int) -> str | None:
     calls = [node for node in _own_nodes(function) if isinstance(node, ast.Call)]
     left = _left_before(function)
-    calls = [call for call in calls if call.lineno < left]
+    calls = [call for call in calls if call.lineno < left and not _if_wanted(module, call, function)]
     for call in calls:
         name = module.name(call.func) or ""
         if name in names.COLLECTIVES and not takes_a_group(name, call) and not _for_some(module, call, calls):
@@ -134,6 +134,21 @@ def _models_run(module: SourceFile, function: ast.AST, depth: int) -> list[ast.e
                             found.append(given)
         cached = module.facts[fact] = found
     return cached  # type: ignore[return-value]  # facts of this kind are such lists
+
+
+def _if_wanted(module: SourceFile, call: ast.Call, function: ast.AST) -> bool:
+    """Whether a call stands under a parameter of its function: `if reduce:`; its caller decides then."""
+    if not isinstance(function, Function):
+        return False
+    flags = {one.arg for one in (*function.args.args, *function.args.kwonlyargs)}
+    for parent, child in module.chain(call):
+        if parent is function:
+            return False
+        if isinstance(parent, ast.If | ast.IfExp) and child is not parent.test:
+            tests = parent.test.values if isinstance(parent.test, ast.BoolOp) else [parent.test]
+            if any(isinstance(test, ast.Name) and test.id in flags for test in tests):
+                return True
+    return False
 
 
 def _left_before(function: ast.AST) -> float:

@@ -13,15 +13,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dtctl.lint import names, source, versions
+from dtctl.lint import names, newer, source, versions
 from dtctl.lint.check import Check, Checker
 from dtctl.lint.checks import (
+    absent,
     accumulating,
     data,
     devices,
     diverging,
     environment,
     exits,
+    extent,
+    figures,
     launching,
     legacy,
     loading,
@@ -34,6 +37,7 @@ from dtctl.lint.checks import (
     steps,
     tensors,
     together,
+    units,
     wrapping,
 )
 from dtctl.lint.model import LEVELS, ClusterFacts, Problem
@@ -46,7 +50,9 @@ PARALLEL_FROM = 100
 """Files from which several processes are worth starting."""
 FAMILIES = (
     wrapping, data, sharding, loading, devices, steps, repeated, precision, accumulating, together, tensors, diverging,
-    exits, saving, numbers, sharded, launching, legacy, environment,
+    exits, absent, saving, figures, numbers, sharded, units, launching, legacy, environment,
+    extent,
+    figures,
 )  # fmt: skip
 """The modules of checkers."""
 PYTHON_CHECKS: tuple[Checker, ...] = tuple(checker for family in FAMILIES for checker in family.CHECKS)
@@ -200,16 +206,18 @@ def _python(path: Path, text: str, cluster: ClusterFacts, project: Project) -> l
 
 
 def _checked(path: Path, text: str, cluster: ClusterFacts, project: Project) -> list[Problem]:
+    whole = True
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)
-            warnings.simplefilter("ignore", DeprecationWarning)
-            tree = ast.parse(text)
+        tree = _parsed(text)
     except SyntaxError as exc:
-        reason = versions.reason(text, exc)
-        return [unreadable(path, exc.lineno or 1, exc.offset or 1, reason or f"is not Python: {exc.msg}")]
+        again = newer.older(text)
+        older_tree = _parsed_or_none(again) if again is not None else None
+        if again is None or older_tree is None:
+            reason = versions.reason(text, exc)
+            return [unreadable(path, exc.lineno or 1, exc.offset or 1, reason or f"is not Python: {exc.msg}")]
+        text, tree, whole = again, older_tree, False
     except MemoryError:
-        return [unreadable(path, 1, 1, "is nested deeper than Python's parser goes")]
+        return [unreadable(path, 1, 1, "is nested deeper than Python's parser allows")]
     except ValueError as exc:
         return [unreadable(path, 1, 1, f"is not Python: {exc}")]
     if not any(word in text for word in names.RELEVANT):
@@ -222,7 +230,22 @@ def _checked(path: Path, text: str, cluster: ClusterFacts, project: Project) -> 
     problems: list[Problem] = []
     for checker in PYTHON_CHECKS:
         problems += _guarded(functools.partial(checker, check), path, checker.__name__)
-    return problems
+    problems = [problem for problem in problems if not module.is_dead(problem.line)]
+    return problems if whole else [replace(problem, edits=()) for problem in problems]
+
+
+def _parsed(text: str) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return ast.parse(text)
+
+
+def _parsed_or_none(text: str) -> ast.Module | None:
+    try:
+        return _parsed(text)
+    except SyntaxError:
+        return None
 
 
 def _guarded(work: Callable[[], Iterable[Problem]], path: Path, name: str) -> list[Problem]:

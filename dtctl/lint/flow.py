@@ -104,6 +104,39 @@ def argument(call: ast.Call, function: ast.AST, parameter: str, *, bound: bool) 
     return call.args[at]
 
 
+def names_given(module: SourceFile, call: ast.Call) -> set[str | None]:
+    """The names of the arguments of a call, those of `**settings` that are written out too; None for others."""
+    given: set[str | None] = {passed.arg for passed in call.keywords if passed.arg is not None}
+    for passed in call.keywords:
+        if passed.arg is None:
+            given |= _keys(module, passed.value)
+    return given
+
+
+def _keys(module: SourceFile, mapping: ast.expr) -> set[str | None]:
+    """The keys of a dictionary wherever it is written out, and those that it is given later; None for unknown ones."""
+    name, found = key(mapping), set[str | None]()
+    updates = [
+        call for call in module.methods.get("update", ())
+        if isinstance(call.func, ast.Attribute) and key(call.func.value) == name
+    ]  # fmt: skip
+    tables = [value.node for value in origins(module, mapping)]
+    tables += [argument for call in updates for value in call.args for argument in module.values(value)]
+    for table in tables:
+        if isinstance(table, ast.Dict):
+            found |= {text if isinstance(text := constant(item), str) else None for item in table.keys}
+        elif isinstance(table, ast.Call) and key(table.func) == "dict" and not table.args:
+            found |= {one.arg for one in table.keywords}
+        else:
+            found.add(None)
+    for node in module.nodes_of(ast.Assign):
+        for target in node.targets:
+            if isinstance(target, ast.Subscript) and key(target.value) == name:
+                text = constant(target.slice)
+                found.add(text if isinstance(text, str) else None)
+    return found
+
+
 def is_bound(module: SourceFile, function: ast.AST) -> bool:
     """Whether a function is a method that gets its object first."""
     if not isinstance(function, Function) or not isinstance(module.parents.get(function), ast.ClassDef):

@@ -18,6 +18,15 @@ SPAWNS: Final = frozenset(
 STARTS: Final = SPAWNS | {"torch.multiprocessing.Process", "multiprocessing.Process"}
 """Those, and calls `Process(target=function, args=...)`."""
 WRAPPERS: Final = frozenset({DDP, FSDP, FULLY_SHARD})
+ENGINES: Final = frozenset(
+    [
+        "accelerate.Accelerator",
+        "accelerate.accelerator.Accelerator",
+        "deepspeed.initialize",
+        "deepspeed.init_distributed",
+    ]
+)
+"""Calls by which a program's own loop becomes a distributed one, with the help of a framework."""
 
 _SAME: Final = {
     "torch.nn.parallel.distributed.DistributedDataParallel": DDP,
@@ -62,7 +71,7 @@ RELEVANT: Final = (
 """A file without any of these has nothing to look at. Most files have none, and need not be indexed."""
 TRAINS: Final = (
     "init_process_group DistributedDataParallel FullyShardedDataParallel fully_shard DistributedSampler LOCAL_RANK "
-    "dist.all_reduce dist.broadcast dist.barrier dist.get_rank dist.all_gather"
+    "dist.all_reduce dist.broadcast dist.barrier dist.get_rank dist.all_gather Accelerator( deepspeed.init"
 ).split()
 """A file that takes part in distributed training has one of these somewhere."""
 

@@ -22,7 +22,11 @@ MAX_IMPORTERS = 8
 _IMPORT = re.compile(
     r"^[ \t]*(?:from[ \t]+(?P<base>[.\w]+)[ \t]+)?import[ \t]+(?P<names>\([^)]*\)|[^\n#;]+)", re.MULTILINE
 )
-_BEGINS = re.compile("init_process_group|DistributedDataParallel|FullyShardedDataParallel|fully_shard")
+_BEGINS = re.compile(
+    r"init_process_group|DistributedDataParallel|FullyShardedDataParallel|fully_shard|Accelerator\(|deepspeed\.init"
+)
+_WRAPS = (names.INIT, *names.WRAPPERS, *names.ENGINES)
+"""Calls after which a program is a distributed one."""
 _DOTTED = re.compile(r"\w[\w.]*")
 
 
@@ -145,7 +149,7 @@ class Project:
 
     def _begins(self, module: SourceFile) -> bool:
         """Whether a module starts a process group or wraps a model, or calls a function elsewhere that does."""
-        if any(module.calls.get(name) for name in (names.INIT, *names.WRAPPERS)):
+        if any(module.calls.get(name) for name in _WRAPS):
             return True
         for name, qualified in module.aliases.items():
             if qualified.partition(".")[0] in _ELSEWHERE or name not in module.used:
@@ -169,7 +173,7 @@ class Project:
         module = definition.module
         if fact not in module.facts:
             module.facts[fact] = False  # for functions that call each other
-            calls = [call for name in (names.INIT, *names.WRAPPERS) for call in module.calls.get(name, ())]
+            calls = [call for name in _WRAPS for call in module.calls.get(name, ())]
             found = any(module.within(call, definition.node) for call in calls)
             if not found and depth:
                 for name, others in module.functions.items():
@@ -191,9 +195,22 @@ class Project:
         return bool(module.facts[fact])
 
     def framework(self, module: SourceFile) -> bool:
-        """Whether a framework does the distribution: samplers, devices and saving are its part."""
+        """Whether a framework divides the data and wraps the model.
+
+        One that is imported beside torch's own process group or sampler is an alternative to them, not their place.
+        """
+        if self.runs_loop(module):
+            return True
+        own = any(self.calls(module, name) for name in (names.INIT, names.SAMPLER))
+        return not own and self._uses(module, _ENGINES)
+
+    def runs_loop(self, module: SourceFile) -> bool:
+        """Whether a framework has the training loop: what is logged and saved, and by which rank, is its part too."""
+        return not module.calls.get(names.INIT) and self._uses(module, _FRAMEWORKS)
+
+    def _uses(self, module: SourceFile, packages: frozenset[str]) -> bool:
         return any(
-            name.partition(".")[0] in _FRAMEWORKS
+            name.partition(".")[0] in packages
             for path in self.reach(module)[:4]
             for name, dots in self._imports(path)
             if not dots
@@ -418,9 +435,9 @@ class Project:
         return self._entries[folder]
 
 
-_FRAMEWORKS = frozenset(
-    "accelerate lightning pytorch_lightning deepspeed horovod ray composer ignite colossalai megatron fastai".split()
-)
+_FRAMEWORKS = frozenset("lightning pytorch_lightning ray composer ignite colossalai megatron fastai".split())
+_ENGINES = frozenset(("accelerate", "deepspeed", "horovod"))
+"""Frameworks that a program's own loop calls."""
 
 
 _ELSEWHERE = frozenset(

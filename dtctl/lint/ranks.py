@@ -10,7 +10,7 @@ from typing import Literal
 
 from dtctl.lint import names
 from dtctl.lint.flow import CallFrame, Value, origins
-from dtctl.lint.source_file import Function, SourceFile, constant, key
+from dtctl.lint.source_file import Function, SourceFile, constant, key, keyword
 
 RankKind = Literal["global", "local", "spawned"]
 """Of the world, of the node, or the number of a process that mp.spawn started: both where there is one node."""
@@ -18,7 +18,8 @@ RankKind = Literal["global", "local", "spawned"]
 _GLOBAL = re.compile(r"(?:global_|world_|ddp_|dist_|my_|distributed_)?rank\Z|RANK\Z|process_(?:index|rank)\Z")
 _LOCAL = re.compile(r"(?:ddp_|args_)?local_?rank\Z|LOCAL_RANK\Z|local_process_index\Z|gpu(?:_id)?\Z")
 _MAIN = re.compile(
-    r"(?:is_)?(?:local_)?(?:main|master|primary)_(?:process|rank|proc|worker)\Z|is_(?:main|master|primary|chief)\Z"
+    r"(?:is_)?(?:local_)?(?:main|master|primary|leader)_(?:process|rank|proc|worker)\Z"
+    r"|is_(?:main|master|primary|chief|leader)\Z"
     r"|(?:is_)?(?:global_)?rank_?(?:0|zero)\Z|is_global_zero\Z|is_(?:rank_?zero|dist_master|logging_process)\Z"
 )
 _DECORATORS = re.compile(r"rank_?(?:0|zero)|main_process|master_only|main_only|on_main|only_rank")
@@ -91,6 +92,9 @@ def _may_be_rank(module: SourceFile, node: ast.expr) -> bool:
 
 def _kind_by_name(node: ast.expr) -> RankKind | None:
     last = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name | ast.Attribute):  # config["local_rank"]
+        last = str(constant(node.slice) or "")
+        last = "" if last.lower() == "rank" else last  # LoRA has one too
     return "local" if _LOCAL.match(last) else "global" if _GLOBAL.match(last) else None
 
 
@@ -102,7 +106,7 @@ def _kind_of_origin(value: Value, node: ast.expr) -> RankKind | None:
             return "spawned"
         return _rank_of_call(module, origin, value.frame) if value.item is None else None
     if isinstance(origin, ast.Subscript):
-        return _of_variable(constant(origin.slice)) if _is_environ(module, origin.value) else None
+        return _of_variable(constant(origin.slice)) if _is_environ(module, origin.value) else _kind_by_name(origin)
     if isinstance(origin, ast.BinOp):
         if isinstance(origin.op, ast.Mod) and rank_kind(module, origin.left, value.frame) == "global":
             return "local"
@@ -137,7 +141,7 @@ def _rank_of_call(module: SourceFile, call: ast.Call, frame: CallFrame | None) -
     if call.args or call.keywords:  # the rank in a group
         return None
     if last in ("get_rank", "get_world_rank", "get_global_rank", "Get_rank", "get_ordinal"):
-        return None if "mesh" in name else "global"
+        return "global"  # of a mesh too: its own numbers are get_local_rank()
     if name in ("hvd.rank", "horovod.rank", "idist.get_rank"):
         return "global"
     if last in ("get_local_rank", "get_node_local_rank", "get_local_ordinal") or name in ("hvd.local_rank",):
@@ -149,7 +153,10 @@ def _is_group_rank(value: ast.expr) -> bool:
     return (
         isinstance(value, ast.Call)
         and (key(value.func) or "").rpartition(".")[2] in ("get_rank", "get_local_rank", "get_group_rank")
-        and (bool(value.args or value.keywords) or "mesh" in (key(value.func) or ""))
+        and (
+            bool(value.args or value.keywords)
+            or ("mesh" in (key(value.func) or "") and not (key(value.func) or "").endswith("get_rank"))
+        )
     )
 
 
@@ -298,6 +305,15 @@ def for_some(module: SourceFile, node: ast.AST, depth: int = 3) -> RankGuard | N
     return above[0] if above and all(above) else None
 
 
+def by_turns(module: SourceFile, node: ast.AST) -> bool:
+    """Whether the function of a node is called by rank 0 in one branch and by the others in the other one."""
+    function = module.scope(node)
+    if not isinstance(function, Function) or module.neighbours is None or next(guards(module, node), None) is not None:
+        return False
+    calls = module.neighbours.callers(module, function)[:20]
+    return {one.at_zero for caller, call in calls if (one := for_some(caller, call, 1)) is not None} == {True, False}
+
+
 _ONE = re.compile(
     r"\bnot \(?\s*[\w.]*(?:is_initialized\(\)|is_available\(\)|distributed|use_ddp|ddp|is_dist\w*|use_dist\w*)"
     r"|(?:world_size|n_gpus?|num_gpus|nprocs|ngpus\w*)(?:\(\))? *(?:==|<=) *1\b|(?:world_size|n_gpus?)(?:\(\))? *< *2\b"
@@ -319,6 +335,14 @@ def for_one_process(module: SourceFile, node: ast.AST) -> bool:
         if (body and _ONE.search(text)) or (not body and _MANY.search(text)):
             return True
     return _instead_of_ranks(module, module.scope(node))
+
+
+def one_process(module: SourceFile) -> bool:
+    """Whether the process group of a file has one rank, as in tests and benchmarks."""
+    sizes = [(keyword(start, "world_size"), keyword(start, "rank")) for start in module.calls_of(names.INIT)]
+    return any(constant(size) == 1 and constant(rank) == 0 for size, rank in sizes) or (
+        bool(sizes) and all(constant(size) == 1 for size, _ in sizes)
+    )
 
 
 def _instead_of_ranks(module: SourceFile, function: ast.AST) -> bool:
@@ -356,9 +380,13 @@ def by_launcher(module: SourceFile, node: ast.AST) -> bool:
     ]
     starts += [call for call in module.methods.get("notebook_launcher", ()) if module.scope(call) is scope]
     if not starts and isinstance(scope, ast.Module):
-        return bool(module.calls_of(*names.SPAWNS))  # below `if __name__ == "__main__"`
-    if any(module.scope(call) is scope for call in module.calls_of(names.INIT)):
-        return False
+        # What stands outside of `if __name__ == "__main__"` is run by every process that is spawned, too.
+        main = any(
+            isinstance(parent, ast.If) and "__name__" in ast.unparse(parent.test) for parent, _ in module.chain(node)
+        )
+        return main and bool(module.calls_of(*names.SPAWNS))
+    if any(module.scope(call) is scope for call in module.calls_of(names.INIT, *names.WRAPPERS)):
+        return False  # what trains may start other programs
     return bool(starts)
 
 

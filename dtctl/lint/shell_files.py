@@ -20,7 +20,7 @@ _ASSIGNED = re.compile(
     r"(?:^|[\s;&|(])(?:export\s+|-x\s+|--env[ =]|-e\s+)?(?P<name>[A-Z][A-Z0-9_]*)="
     r"(?P<value>\"[^\"]*\"|'[^']*'|[^\s;&|)]*)"
 )
-_RELEVANT = re.compile(r"NCCL_|GLOO_|TORCH_FR_|MASTER_|master[_-]|torch\.distributed\.launch|#SBATCH ")
+_RELEVANT = re.compile(r"[NR]CCL_|GLOO_|TORCH_FR_|MASTER_|master[_-]|torch\.distributed\.launch|#SBATCH ")
 _PYTHON = re.compile(r"(?:\S*/)?python[\d.]*")
 _LAUNCH = re.compile(r"\S*python[\d.]*\s+(?:-\S+\s+)*?-m\s+torch\.distributed\.launch\b")
 _PORT = re.compile(

@@ -205,6 +205,17 @@ class SourceFile:
         return self.text.split("\n")
 
     @functools.cached_property
+    def _dead(self) -> list[tuple[int, int]]:
+        """The first and the last lines of what stands under `if False:`."""
+        blocks = [node.body if not constant(node.test) else node.orelse for node in self.nodes_of(ast.If)
+                  if isinstance(node.test, ast.Constant)]  # fmt: skip
+        return [(block[0].lineno, block[-1].end_lineno or block[-1].lineno) for block in blocks if block]
+
+    def is_dead(self, line: int) -> bool:
+        """Whether a line is never run."""
+        return any(first <= line <= last for first, last in self._dead)
+
+    @functools.cached_property
     def started(self) -> dict[str, list[ast.Call]]:
         """Name of a function -> calls that start processes with it: mp.spawn(main), Process(target=main)."""
         found: dict[str, list[ast.Call]] = defaultdict(list)
@@ -437,7 +448,7 @@ _WANTED = frozenset(
     [
         ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign,
         ast.AugAssign, ast.NamedExpr, ast.For, ast.AsyncFor, ast.While, ast.With, ast.If, ast.Try, ast.ExceptHandler,
-        ast.Attribute, ast.Subscript, ast.BinOp, ast.Return, ast.Continue, ast.Break,
+        ast.Attribute, ast.Subscript, ast.BinOp, ast.Return, ast.Continue, ast.Break, ast.Dict,
     ]
 )  # fmt: skip
 _STARRED = names.COLLECTIVES | names.WRAPPERS | {names.INIT, names.SAMPLER, names.LOADER, "torch.distributed.get_rank"}

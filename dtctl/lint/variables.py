@@ -1,4 +1,4 @@
-"""What is wrong with a variable of NCCL, torch or gloo; for Python and for shell."""
+"""What is wrong with a variable of NCCL, RCCL, torch or gloo; for Python and for shell."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from dtctl.lint.model import Severity
 from dtctl.nccl.catalogue import catalogue, closest_name
 
-NAME = re.compile(r"(?:NCCL|TORCH_NCCL|TORCH_FR|GLOO)_[A-Z0-9_]+\Z")
+NAME = re.compile(r"(?:NCCL|RCCL|TORCH_NCCL|TORCH_FR|GLOO)_[A-Z0-9_]+\Z")
 
 MAX_PORT = 65535
 

@@ -33,7 +33,7 @@ def reason(text: str, error: SyntaxError) -> str | None:
         if here < version and pattern.search(line + "\n" + _line(text, (error.lineno or 0) + 1)):
             return _newer(version, what)
     if here < (3, 12) and _quotes_in_quotes(text, error):
-        return _newer((3, 12), "quotes of the same kind, or a line end, inside an f-string")
+        return _newer((3, 12), "quotes of the same kind, or a line break, inside an f-string")
     if _OLD.search(line):
         return f"is of Python 2 (line {error.lineno})"
     return None

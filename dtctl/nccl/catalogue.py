@@ -28,6 +28,8 @@ class NcclVariable:
     """Values to warn of; `any` for all."""
     differ: bool = False
     """Whether nodes may have different values."""
+    rccl: str = ""
+    """What AMD's RCCL does with one that NCCL does not read any more; empty if neither does."""
 
 
 @functools.cache

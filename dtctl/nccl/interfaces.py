@@ -19,6 +19,10 @@ def choose(value: str, interfaces: Sequence[Mapping[str, Any]]) -> str:
     def fits(name: str) -> bool:
         return any(name == word if exact else name.startswith(word) for word in words)
 
-    able = [str(one["name"]) for one in interfaces if fits(str(one["name"])) != exclude]
-    with_address = [str(one["name"]) for one in interfaces if one["name"] in able and one["address"] and one["up"]]
+    able = [str(interface["name"]) for interface in interfaces if fits(str(interface["name"])) != exclude]
+    with_address = [
+        str(interface["name"])
+        for interface in interfaces
+        if interface["name"] in able and interface["address"] and interface["up"]
+    ]
     return (with_address or ([] if exclude else able) or [""])[0]

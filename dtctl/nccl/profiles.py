@@ -135,7 +135,8 @@ _PROFILES = {
 }
 NOTES = {
     "gcp-tcpxo": "source the plug-in's own nccl-env-profile.sh in job.setup; its values change with its version",
-    "roce": "the traffic class (NCCL_IB_TC) is the site's: ask its administrator; leave NCCL_IB_GID_INDEX unset",
+    "roce": "the traffic class (NCCL_IB_TC) is the site's: ask its administrator; leave NCCL_IB_GID_INDEX unset; "
+    "on GCP's A3 Ultra and A4 source the script of the gIB plug-in in job.setup, which sets NCCL_NET itself",
     "azure": "set NCCL_TOPO_FILE to the file of your machine size in /opt/microsoft",
 }
 """What a profile needs that cannot be decided here."""

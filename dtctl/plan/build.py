@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import posixpath
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from dtctl import node_facts
 from dtctl.errors import PlanError
 from dtctl.plan import environment as env
-from dtctl.plan.commands import Program, node_argv
+from dtctl.plan.commands import Program, interpreter_of, node_argv
 from dtctl.plan.model import (
     WORKER_KINDS,
     EnvVar,
@@ -19,6 +22,7 @@ from dtctl.plan.model import (
     Placement,
     Plan,
     Rendezvous,
+    Threads,
     place,
     require_equal_slots,
     world_size,
@@ -26,6 +30,9 @@ from dtctl.plan.model import (
 from dtctl.plan.rendezvous import numeric, port_candidates, rendezvous
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import NodeSpec
+
+if TYPE_CHECKING:
+    from dtctl.plan.recovery import Recovery
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +47,18 @@ class PlanFacts:
     """Port found free on the head node; None: the one that is tried first."""
     gpus: Mapping[str, int] = field(default_factory=dict)
     """Node -> GPUs found on it, for `slots: auto`; a node that is not here counts as one without GPUs."""
+    cores: Mapping[str, int] = field(default_factory=dict)
+    """Node -> cores that its processes may use, as found on it."""
+    threads: Threads | None = None
+    """What an earlier attempt of the run has made of them, which holds for all attempts."""
     share: env.Share | None = None
     """What each node has of the control machine; None: the nodes are machines of their own."""
     source: str = ""
     """Text of the job's script, for the modules that it imports; empty when there is none."""
+
+
+_TAKES_ARGUMENTS = re.compile(r"\$\{?[@*1-9#]")
+"""In a line for a shell."""
 
 
 def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, facts: PlanFacts | None = None) -> Plan:
@@ -60,7 +75,7 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
         PlanError: no job can be made of this, or its workers would refuse their mesh or batch.
     """
     facts = facts or PlanFacts()
-    kind = _kind(spec)
+    kind = _kind(spec, facts.source)
     _check_transport(spec, nodes)
     placements = place({node.name: _slots(node, facts, {**spec.job.env, **node.env}) for node in nodes})
     if kind == "torchrun":
@@ -74,7 +89,8 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
     total = world_size(placements)
     slots_known = all(isinstance(node.slots, int) or node.name in facts.gpus for node in nodes)
     generated = _generated(spec, kind, placements, slots_known=slots_known)
-    program = _program(spec, generated)
+    program = _program(spec, generated, facts.source)
+    threads = None if facts.share else facts.threads or env.threads_of(facts.cores, placements)
     training: list[str] = []
     # Later attempts may have fewer workers, and the script may mean that; the workers decide.
     if generated.runtime and slots_known and attempt == 0:
@@ -91,7 +107,9 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
         program=program,
         generated=generated,
         total=total,
+        threads=threads,
     )
+    costs = _recovery(spec, kind, workers=total)
     return Plan(
         run=run,
         job=spec.job.name,
@@ -106,10 +124,27 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
         rendezvous=meeting,
         world_size=total,
         grace_s=spec.job.grace_s,
+        threads=threads,
         secrets=tuple(spec.job.secrets),
         spec_digest=digest(spec),
-        notes=(*_notes(spec, nodes, meeting, facts), *generated.notes, *training),
+        live=costs is not None and costs.live,
+        notes=(
+            *([costs.note] if costs is not None and costs.note else []),
+            *_notes(spec, kind, nodes, meeting, facts),
+            *_program_notes(spec, kind, program),
+            *generated.notes,
+            *training,
+        ),
     )
+
+
+def _recovery(spec: Spec, kind: Kind, *, workers: int) -> Recovery | None:
+    """What a lost worker will cost; None for what is no training."""
+    if spec.train is None and spec.job.recovery != "live":
+        return None
+    from dtctl.plan.recovery import recovery
+
+    return recovery(spec, kind, workers=workers)
 
 
 def digest(spec: Spec) -> str:
@@ -134,6 +169,7 @@ class _Shared:
     program: Program
     generated: Generated
     total: int
+    threads: Threads | None
 
 
 def _node(node: NodeSpec, placement: Placement, shared: _Shared, facts: PlanFacts, *, count: int) -> NodePlan:
@@ -147,7 +183,7 @@ def _node(node: NodeSpec, placement: Placement, shared: _Shared, facts: PlanFact
         rendezvous=shared.meeting,
     )
     variables = env.merge(
-        env.defaults(kind=kind, slots=placement.slots, share=facts.share),
+        env.defaults(kind=kind, slots=placement.slots, share=facts.share, threads=shared.threads),
         env.generated(shared.generated.env, framework=kind),
         env.from_environ(spec.job.env_from, facts.environ),
         _interface(spec, node),
@@ -162,6 +198,7 @@ def _node(node: NodeSpec, placement: Placement, shared: _Shared, facts: PlanFact
             nodes=count,
             world_size=shared.total,
             rendezvous=shared.meeting,
+            rack=node.rack,
         ),
     )
     script = spec.job.script
@@ -177,7 +214,9 @@ def _node(node: NodeSpec, placement: Placement, shared: _Shared, facts: PlanFact
         env=tuple(variable for variable in variables if variable.name not in spec.job.secrets),
         python=node.python,
         setup=tuple(spec.job.setup),
-        preload=_preload(spec, kind, placement, facts),
+        path=posixpath.dirname(node.python) if kind == "command" and node.python else "",
+        gres=node.gres,
+        preload=_preload(spec, kind, placement, facts) if shared.program.is_python else (),
         files=(script,) if script else (),
         # With setup lines the PATH is not known before they have run.
         programs=() if spec.job.setup else (argv[0],),
@@ -187,7 +226,7 @@ def _node(node: NodeSpec, placement: Placement, shared: _Shared, facts: PlanFact
 def _preload(spec: Spec, kind: Kind, placement: Placement, facts: PlanFacts) -> tuple[str, ...]:
     """Modules to import once for all workers of a node; none where that gains nothing or the set-up knows ranks."""
     job = spec.job
-    shared = kind == "direct" and not job.command and (placement.slots > 1 or job.max_restarts > 0)
+    shared = kind == "direct" and (placement.slots > 1 or job.max_restarts > 0 or job.recovery == "live")
     if not shared or any("RANK" in line for line in job.setup):
         return ()
     if job.preload is not None:
@@ -197,8 +236,10 @@ def _preload(spec: Spec, kind: Kind, placement: Placement, facts: PlanFacts) -> 
     return modules_of(facts.source)
 
 
-def _kind(spec: Spec) -> Kind:
-    return spec.job.kind or ("command" if spec.job.command else "torchrun")
+def _kind(spec: Spec, source: str) -> Kind:
+    job = spec.job
+    other = job.command or (job.script and interpreter_of(job.script, source))
+    return job.kind or ("command" if other else "torchrun")
 
 
 def _generated(spec: Spec, kind: Kind, placements: Sequence[Placement], *, slots_known: bool) -> Generated:
@@ -210,7 +251,7 @@ def _generated(spec: Spec, kind: Kind, placements: Sequence[Placement], *, slots
     return generate(spec, kind, placements, slots_known=slots_known)
 
 
-def _program(spec: Spec, generated: Generated) -> Program:
+def _program(spec: Spec, generated: Generated, source: str) -> Program:
     job = spec.job
     if not (job.script or job.module or job.command):
         raise PlanError(
@@ -218,8 +259,21 @@ def _program(spec: Spec, generated: Generated) -> Program:
             where="job",
             hint="set one of `job.script`, `job.module` and `job.command`",
         )
-    command = tuple(job.command or ())
-    return Program(script=job.script, module=job.module, command=command, args=(*generated.args, *job.args))
+    args = (*generated.args, *job.args)
+    if job.shell and args and not _TAKES_ARGUMENTS.search(job.command[0] if job.command else ""):
+        raise PlanError(
+            "the shell line of the job has no place for arguments",
+            where="job.command",
+            hint='write `"$@"` into it where they belong',
+        )
+    return Program(
+        script=job.script,
+        module=job.module,
+        command=tuple(job.command or ()),
+        args=args,
+        shell=job.shell,
+        interpreter=interpreter_of(job.script, source) if job.script else (),
+    )
 
 
 def _slots(node: NodeSpec, facts: PlanFacts, given: Mapping[str, str]) -> int:
@@ -253,16 +307,31 @@ def _check_transport(spec: Spec, nodes: Sequence[NodeSpec]) -> None:
         )
 
 
-def _notes(spec: Spec, nodes: Sequence[NodeSpec], meeting: Rendezvous, facts: PlanFacts) -> list[str]:
+def _program_notes(spec: Spec, kind: Kind, program: Program) -> list[str]:
+    if not program.interpreter:
+        return []
+    often = "once per worker" if kind in WORKER_KINDS else "once per node"
+    return [f"{spec.job.script} is run by {program.interpreter[0]}, {often}"]
+
+
+def _notes(spec: Spec, kind: Kind, nodes: Sequence[NodeSpec], meeting: Rendezvous, facts: PlanFacts) -> list[str]:
     notes = []
     unknown = [node.name for node in nodes if not isinstance(node.slots, int) and node.name not in facts.gpus]
-    if unknown:
+    if unknown and spec.cluster.transport == "slurm":
+        notes.append("slots: auto is the number of GPUs in slurm.gres; there is none, so one worker a node is started")
+    elif unknown:
         notes.append(f"slots: auto is counted on the nodes at launch; 1 is shown for {', '.join(unknown)}")
     if facts.port is None and not isinstance(spec.network.rendezvous_port, int):
-        notes.append(f"port {meeting.port} is tried first on {nodes[0].name}; a launch takes another if it is in use")
+        low, high = node_facts.FIRST_PORT, node_facts.LAST_PORT
+        notes.append(
+            f"a launch takes a port from {low} to {high} that is free on {nodes[0].name} then, another one for each "
+            "run and attempt (network.rendezvous_port fixes it)"
+        )
+    if spec.cluster.transport == "ssh" and not (facts.cores or facts.threads or env.THREADS in spec.job.env):
+        notes.append(f"{env.THREADS} is each worker's share of its node's cores, which are counted there at launch")
     if spec.network.interface == "auto":
         notes.append(f"every node finds its interface towards {meeting.address} when it starts")
-    if spec.settings.get("strategy") == "auto" and _kind(spec) in ("torchrun", "direct"):
+    if spec.settings.get("strategy") == "auto" and kind in ("torchrun", "direct"):
         notes.append(
             "strategy: auto is decided by the workers, which see model and memory: the first of ddp, zero1, hsdp and "
             "fsdp that fits"

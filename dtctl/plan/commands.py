@@ -3,9 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Final
 
 from dtctl.errors import PlanError
 from dtctl.plan.model import Placement, Rendezvous
+
+SHELL: Final = ("bash", "-e", "-o", "pipefail", "-c")
+SHELLS: Final = {".sh": "bash", ".bash": "bash", ".zsh": "zsh", ".ksh": "ksh", ".fish": "fish"}
+"""Ending of a script's name -> what runs it where its first line does not say."""
+
+
+def interpreter_of(script: str, source: str) -> tuple[str, ...]:
+    """What runs a script that is not Python, by its first line or its name; empty for Python.
+
+    Args:
+        script: its path.
+        source: its text; empty when that is not known here.
+    """
+    if PurePosixPath(script).suffix == ".py":
+        return ()
+    first_line = source.partition("\n")[0].rstrip("\r")
+    words = first_line[2:].split() if first_line.startswith("#!") else []
+    if words and PurePosixPath(words[0]).name == "env":
+        words = [word for word in words[1:] if word != "-S"]
+    if words:
+        return () if PurePosixPath(words[0]).name.startswith(("python", "pypy")) else tuple(words)
+    by_name = SHELLS.get(PurePosixPath(script).suffix)
+    return (by_name,) if by_name else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,11 +41,24 @@ class Program:
     module: str | None = None
     command: tuple[str, ...] = ()
     args: tuple[str, ...] = ()
+    shell: bool = False
+    """Whether the command is a line for bash."""
+    interpreter: tuple[str, ...] = ()
+    """What runs the script, where that is not Python."""
+
+    @property
+    def is_python(self) -> bool:
+        """Whether a Python runs it, so that torchrun can start it."""
+        return not (self.command or self.interpreter)
 
     def with_python(self, python: str) -> tuple[str, ...]:
-        """The argv that runs this under the interpreter `python`, or as it is when it is a command."""
+        """The argv that runs this under the interpreter `python`, or under its own."""
+        if self.shell:
+            return (*SHELL, *self.command, SHELL[0], *self.args)
         if self.command:
             return (*self.command, *self.args)
+        if self.interpreter:
+            return (*self.interpreter, str(self.script), *self.args)
         target = ("-m", self.module) if self.module else (str(self.script),)
         return (python, "-u", *target, *self.args)
 
@@ -49,11 +87,14 @@ def node_argv(
 def _torchrun(
     program: Program, *, python: str | None, placement: Placement, nodes: int, rendezvous: Rendezvous
 ) -> tuple[str, ...]:
-    if program.command:
+    if not program.is_python:
+        subject = (
+            f"{program.script} is one of {program.interpreter[0]}" if program.interpreter else "the job has a command"
+        )
         raise PlanError(
-            "torchrun starts a Python script or module, and the job has a command",
-            where="job.command",
-            hint="use `job.script`, or `job.kind: command` to run the command once per node",
+            f"torchrun starts a Python script or module, and {subject}",
+            where="job.kind",
+            hint="`job.kind: command` runs it once per node, `direct` once per worker",
         )
     start = (python, "-m", "torch.distributed.run") if python else ("torchrun",)
     options = (

@@ -7,18 +7,20 @@ own `env`. What gives a worker its place in the job (ranks, rendezvous) is not f
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from dtctl import names, shell
 from dtctl.errors import PlanError
-from dtctl.plan.model import WORKER_KINDS, EnvVar, Placement, Rendezvous
+from dtctl.plan.model import WORKER_KINDS, EnvVar, Placement, Rendezvous, Threads
 
 RANK_PREFIX = "[dtctl:${rank}] "
 """Prefix that torchrun puts before each line of a worker, for the supervisor to sort lines by rank."""
 
+THREADS = "OMP_NUM_THREADS"
+"""Number of threads of OpenMP, which torch takes over."""
 RESERVED = frozenset(
     {
         names.RANK,
@@ -44,38 +46,64 @@ class Share:
     """OMP_NUM_THREADS of the shell that launches, where workers inherit it."""
 
 
-def defaults(*, kind: str, slots: int, share: Share | None) -> list[EnvVar]:
+def defaults(*, kind: str, slots: int, share: Share | None, threads: Threads | None) -> list[EnvVar]:
     """What dtctl sets unless somebody else does; as little as possible.
 
     Args:
         kind: of the job.
         slots: workers of the node.
         share: what the node has of the control machine, if it lies there.
+        threads: of each worker, if the nodes were asked for their cores.
     """
     variables = [EnvVar(name="PYTHONUNBUFFERED", value="1", origin="dtctl: lines reach the log when they are printed")]
-    variables += _threads(slots, share)
+    if share is not None:
+        variables += _share_of_machine(slots, share)
+    elif threads is not None:
+        variables.append(_number_of(threads))
     if kind == "torchrun":
         origin = "dtctl: tells the ranks' lines apart"
         variables.append(EnvVar(name="TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", value=RANK_PREFIX, origin=origin))
     return variables
 
 
-def _threads(slots: int, share: Share | None) -> list[EnvVar]:
-    """OMP_NUM_THREADS where several workers share cores, of which torch would take all for each of them.
-
-    On a machine of its own a node does as torchrun does. It is asked for its cores only when it is connected, and its
-    share may not depend on the attempt: other numbers of threads may add up in another order, and give other bits.
-    """
-    name = "OMP_NUM_THREADS"
-    if slots * (share.nodes if share else 1) == 1:
+def _share_of_machine(slots: int, share: Share) -> list[EnvVar]:
+    """OMP_NUM_THREADS where several workers share this machine's cores, of which torch would take all for each."""
+    if slots * share.nodes == 1:
         return []
-    if share is None:
-        return [EnvVar(name=name, value="1", origin="dtctl: as torchrun does when several workers share a node")]
     if share.threads is not None:
-        return [EnvVar(name=name, value=share.threads, origin="set in the launching shell")]
+        return [EnvVar(name=THREADS, value=share.threads, origin="set in the launching shell")]
     workers = f"{slots} workers" if share.nodes == 1 else f"{share.nodes} nodes of {slots} worker{'s' * (slots > 1)}"
     origin = f"dtctl: {workers} share this machine's {share.cores} core{'s' * (share.cores > 1)}"
-    return [EnvVar(name=name, value=str(max(1, share.cores // (share.nodes * slots))), origin=origin)]
+    return [EnvVar(name=THREADS, value=str(max(1, share.cores // (share.nodes * slots))), origin=origin)]
+
+
+def _number_of(threads: Threads) -> EnvVar:
+    """OMP_NUM_THREADS as counted from the nodes' cores; what a node's own set-up says of it is kept."""
+    value = shell.Late(f"${{{THREADS}:-{threads.number}}}")
+    return EnvVar(name=THREADS, value=value, origin=f"dtctl: {threads.reason}, unless the node sets it")
+
+
+def threads_of(cores: Mapping[str, int], placements: Sequence[Placement]) -> Threads | None:
+    """The threads of each worker: its share of the cores of the node that has the fewest for each of its own.
+
+    A step is over when the slowest worker is, so that more threads elsewhere would gain little.
+
+    Args:
+        cores: node -> cores that its processes may use.
+        placements: the workers of each node.
+
+    Returns:
+        None if a node has not said how many cores it has.
+    """
+    if not all(cores.get(placement.node) for placement in placements):
+        return None
+    least = min(placements, key=lambda placement: cores[placement.node] / placement.slots)
+    count = cores[least.node]
+    workers = "1 worker has" if least.slots == 1 else f"{least.slots} workers share"
+    reason = f"{workers} the {count} core{'s' * (count > 1)} of {least.node}"
+    if len(placements) > 1:
+        reason += ", and no node has fewer for each"
+    return Threads(number=max(1, count // least.slots), reason=reason)
 
 
 def from_environ(patterns: Iterable[str], environ: Mapping[str, str]) -> list[EnvVar]:
@@ -134,6 +162,7 @@ def identity(
     nodes: int,
     world_size: int,
     rendezvous: Rendezvous,
+    rack: str | None = None,
 ) -> list[EnvVar]:
     """The node's place in the job, the same for all of its workers; `worker_variables` has what differs."""
     values = {
@@ -144,6 +173,8 @@ def identity(
         names.NODES: str(nodes),
         names.SLOTS: str(placement.slots),
     }
+    if rack is not None:
+        values[names.RACK] = rack
     if kind != "torchrun":  # torchrun gives these to its workers itself
         values |= {
             names.MASTER_ADDR: rendezvous.address,

@@ -40,6 +40,19 @@ class EnvVar:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Threads:
+    """How many threads each worker of a run has.
+
+    One number for all workers and attempts, and on nodes that replace others: sums over another number of threads may
+    have other bits.
+    """
+
+    number: int
+    reason: str
+    """One phrase."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EnvGroup:
     """Variables that follow each other and have one origin; what a script shows under one comment."""
 
@@ -88,8 +101,12 @@ class NodePlan:
     """Variables exported by the node script, in the order of the script; names are unique."""
     python: str | None = None
     """Interpreter on the node, for the program and for dtctl's own part; None: `python3` from its PATH."""
+    path: str = ""
+    """Folder that comes first on the command's PATH: that of `cluster.python`; empty: none."""
     setup: tuple[str, ...] = ()
     """Shell lines that the node script runs before the command (`module load`, `source activate`)."""
+    gres: str | None = None
+    """Under Slurm: the node's generic resources."""
 
     preload: tuple[str, ...] = ()
     """Modules imported once per node, in a process that the workers are forked from; none: workers start afresh."""
@@ -130,6 +147,10 @@ class Plan:
     world_size: int
     grace_s: float
     """Seconds between SIGTERM and SIGKILL when a run is stopped."""
+    threads: Threads | None = None
+    """Of each worker; None: they are not counted from the nodes' cores, or not yet."""
+    live: bool = False
+    """Whether lost workers are replaced while the others stay."""
     secrets: tuple[str, ...] = ()
     """Names of variables whose values are read on the control machine at launch and never written down."""
     spec_digest: str = ""

@@ -9,6 +9,9 @@ WORTH = ("torch", "numpy", "dtctl.runtime")
 """Slow to import, and safe to fork after: they start no threads and touch no GPU by being imported."""
 WITH_TORCH = "torch._dynamo"
 """Imported by the first optimizer or DDP that is made; half as slow as torch itself."""
+RUNTIME = "dtctl.runtime"
+TRAINING = {"Trainer": f"{RUNTIME}.loop", "run": f"{RUNTIME}.main"}
+"""What importing a name from `dtctl.runtime` loads, which by itself loads nothing; each of them a hundred modules."""
 
 
 def modules_of(source: str) -> tuple[str, ...]:
@@ -35,6 +38,8 @@ def _imported(body: Iterable[ast.stmt]) -> Iterator[str]:
         match statement:
             case ast.Import(names=names):
                 yield from (alias.name for alias in names)
+            case ast.ImportFrom(module=module, level=0, names=names) if module == RUNTIME:
+                yield from (TRAINING.get(alias.name, RUNTIME) for alias in names)
             case ast.ImportFrom(module=str(module), level=0, names=names):
                 yield from (f"{module}.{alias.name}" for alias in names if f"{module}.{alias.name}" in WORTH)
                 yield module

@@ -30,13 +30,21 @@ def check_training(spec: Spec, *, workers: int, per_node: int) -> list[str]:
         SpecError: an argument of the job that begins with `--train.` is wrong.
     """
     values = settings.merge(spec.settings, settings.from_argv(spec.job.args))
+    if spec.cluster.transport == "slurm" and values.get("snapshot", {}).get("memory") is not None:
+        raise PlanError(
+            "snapshots in memory need a supervisor on each node, which a job of Slurm has not",
+            where=spec.written_at("train.snapshot.memory"),
+            hint="leave it out, or reach the nodes over SSH",
+        )
     if "strategy" not in values:
         return []
     config = settings.build(TrainConfig, values, at="train", where="the spec")
     try:
         degrees = resolve(config.strategy, workers=workers, per_node=per_node)
         accumulate = config.accumulate or config.pipeline.micro_batches
-        if sum(key in values for key in SIZES) > 1:
+        if config.shares:  # what the nodes have is not known yet
+            pass
+        elif sum(key in values for key in SIZES) > 1:
             accumulate = batch(config, degrees.data, stages=degrees.pp).accumulate
         else:
             derive(None, config.global_batch, None, workers=degrees.data)

@@ -7,6 +7,7 @@ scripts of other nodes, since starting Python for each would cost more than rend
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import json
@@ -72,7 +73,9 @@ class _Renderer:
 
 @functools.cache
 def _renderer() -> _Renderer:
-    return _Renderer()
+    renderer = _Renderer()
+    atexit.register(renderer.close)
+    return renderer
 
 
 def render(name: str, values: Mapping[str, object], *, folders: Sequence[Path]) -> str:

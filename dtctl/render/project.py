@@ -6,6 +6,7 @@ shown by `dtctl init --list`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from dataclasses import dataclass
@@ -63,29 +64,35 @@ def create(folder: Path, *, template: str, launcher: str, force: bool) -> list[P
     if folder.is_dir() and any(folder.iterdir()) and not force:
         raise UsageError(f"{folder} is not empty", hint="name another folder, or use --force to write into it")
     values = {"name": folder.resolve().name, "launcher": launcher, "version": dtctl.__version__}
+    made: list[Path] = []
     try:
-        return _write(by_name[template].folder, folder, values)
+        files = _write(by_name[template].folder, folder, values, made)
     except OSError as exc:
+        for path in reversed(made):  # on a full disk they would stay, empty
+            with contextlib.suppress(OSError):
+                path.rmdir() if path.is_dir() else path.unlink()
         raise UsageError(f"cannot write the project: {exc.strerror}", where=str(exc.filename or folder)) from exc
+    if not files:
+        raise RenderError("the template has no files", where=str(by_name[template].folder))
+    return files
 
 
-def _write(source: Path, folder: Path, values: dict[str, str]) -> list[Path]:
-    paths = []
+def _write(source: Path, folder: Path, values: dict[str, str], made: list[Path]) -> list[Path]:
+    """Write the project; its files, relative to `folder`. `made` receives the folders and files that are new."""
+    files = []
     for path in sorted(source.rglob("*")):
         relative = path.relative_to(source)
         if not path.is_file() or relative == Path(ABOUT) or "__pycache__" in relative.parts:
             continue
         rendered = relative.suffix == ".j2"
         target = folder / (relative.with_suffix("") if rendered else relative)
+        text = render(path.name, values, folders=[path.parent]).encode() if rendered else path.read_bytes()
+        made += [parent for parent in reversed(target.parents) if not parent.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
-        if rendered:
-            text = render(path.name, values, folders=[path.parent])
-            target.write_text(text, encoding="utf-8")
-        else:
-            target.write_bytes(path.read_bytes())
+        if not target.exists():
+            made.append(target)
+        target.write_bytes(text)
         if os.access(path, os.X_OK):
             target.chmod(0o755)
-        paths.append(target.relative_to(folder))
-    if not paths:
-        raise RenderError("the template has no files", where=str(source))
-    return paths
+        files.append(target.relative_to(folder))
+    return files

@@ -4,6 +4,7 @@ Every `{{ value }}` becomes one shell word that means exactly that value. A temp
 with a filter, each of which is safe in its place:
 
     | argv        a sequence as a command, one option a line
+    | program     the path of a program or its folder, in which `~/` is the home folder there
     | comment     text for a comment: on one line, whatever it holds
     | ranks       a range of ranks: `0-3`
     | yaml        one value of a YAML file
@@ -111,7 +112,11 @@ def _comment(value: object) -> Verbatim:
 def _argv(words: Sequence[str]) -> Verbatim:
     if not words:
         raise RenderError("a template printed an empty command")
-    return Verbatim(" \\\n  ".join(shell.quote(word) for word in words))
+    return Verbatim(" \\\n  ".join(shell.words(words)))
+
+
+def _program(path: str) -> Verbatim:
+    return Verbatim(shell.program(path))
 
 
 def _yaml(value: str) -> Verbatim:
@@ -135,7 +140,9 @@ def _environment(folders: tuple[str, ...]) -> ImmutableSandboxedEnvironment:
         keep_trailing_newline=True,
         autoescape=False,  # shell text, not HTML: `_finalize` quotes
     )
-    environment.filters.update(argv=_argv, comment=_comment, ranks=_ranks, verbatim=Verbatim, yaml=_yaml)
+    environment.filters.update(
+        argv=_argv, program=_program, comment=_comment, ranks=_ranks, verbatim=Verbatim, yaml=_yaml
+    )
     return environment
 
 

@@ -52,6 +52,22 @@ PLOTS = (
         keys={"slowest_own_s": "slowest", "median_own_s": "median"},
         note="time of a step that a worker is busy without waiting for others",
     ),
+    Plot(
+        name="data", title="Waiting for data", keys={"data_wait": "the worker that waited most"}, unit="%", scale=100.0,
+        note="share of the time of steps; above some percent, more train.data_workers",
+    ),
+    Plot(
+        name="experts", title="The busiest expert", keys={"expert_load": "of all layers"}, unit="x",
+        note="what it got, in multiples of the mean of its layer; 1 is even",
+    ),
+    Plot(
+        name="expert-tokens", title="Tokens of an expert", unit="tokens",
+        keys={"expert_tokens_max": "the busiest", "expert_tokens": "mean"}, note="how many chose it in a step",
+    ),
+    Plot(
+        name="choices", title="Experts left out", unit="%", scale=100.0,
+        keys={"experts_idle": "experts that got nothing", "tokens_dropped": "choices that were dropped"},
+    ),
     Plot(name="mfu", title="Use of the hardware (MFU)", keys={"mfu": "all workers"}, unit="%", scale=100.0),
     Plot(name="grad", title="Norm of the gradient", keys={"grad_norm": "before clipping"}),
     Plot(name="lr", title="Learning rate", keys={"lr": "learning rate"}),
@@ -134,7 +150,10 @@ def _step_at(run: RunFacts, time_s: float) -> float:
 def _goodput(runs: Sequence[RunFacts]) -> dict[str, Any]:
     series = []
     for number, run in enumerate(runs):
-        curve = goodput(run.metrics, run.state.started) if run.metrics else None
+        if run.metrics is None:
+            continue
+        total = run.state.ledger.goodput if run.state.ledger is not None and run.state.over else None
+        curve = goodput(run.metrics, run.state.started, total=total, length_s=run.state.duration_s)
         if curve is not None:
             series_name = "useful share so far" if len(runs) == 1 else run.state.run
             series.append({"label": series_name, "run": number, "dash": 0, **_numbers(curve, 1.0)})
@@ -145,10 +164,19 @@ def _goodput(runs: Sequence[RunFacts]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def goodput(metrics: MetricsTable, started: float) -> Curve | None:
+def goodput(
+    metrics: MetricsTable, started: float, *, total: float | None = None, length_s: float = 0.0
+) -> Curve | None:
     """The share of time spent on steps that count, by seconds since the start, in percent.
 
-    Steps that had to be done again are not in metrics.jsonl any more, so what is there is what counts.
+    Steps that had to be done again are not in metrics.jsonl any more, so what is there is what counts; those of an
+    earlier run, which this one continues, are not this one's.
+
+    Args:
+        metrics: of the run.
+        started: seconds since the epoch.
+        total: share of the whole run as its ledger has it, with which the curve ends; None: it is not over.
+        length_s: of the whole run.
     """
     times, steps = metrics.curves.get("time"), metrics.curves.get("step_s")
     if times is None or steps is None:
@@ -159,10 +187,15 @@ def goodput(metrics: MetricsTable, started: float) -> Curve | None:
         # Of a bucket the step is its first one: its mean is that of the steps up to the next bucket.
         behind = steps.steps[number - 1] if number else 0.0
         used_s = steps.values[number - 1] if number and steps.low else mean_s
-        useful_s += used_s * (step - behind) if math.isfinite(used_s) else 0.0
         passed_s = at.get(step, math.nan) - started
+        if passed_s < 0:
+            continue
+        useful_s += used_s * (step - behind) if math.isfinite(used_s) else 0.0
         if passed_s > before:
             before = passed_s
             wall.append(passed_s)
             share.append(100.0 * min(1.0, useful_s / passed_s))
+    if wall and total is not None and length_s > wall[-1]:
+        wall.append(length_s)
+        share.append(100.0 * total)
     return Curve(steps=tuple(wall), values=tuple(share)) if wall else None

@@ -10,10 +10,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from dtctl.launch.records.events import (
+    AlertChanged,
     AttemptStarting,
     Event,
     FirstFailure,
+    Healed,
     Hung,
+    LauncherAway,
     NodeChanged,
     NodeLeftOut,
     NodeReplaced,
@@ -153,19 +156,28 @@ def _description(event: Event, *, consequence: bool) -> tuple[str, str]:
             return "hang", f"no progress for {event.silent_s:g} s"
         case Stopping():
             return "stop", f"all nodes are stopped: {event.reason}"
-        case NodeReplaced():
-            return "failure", f"replaced by {event.by}: {event.reason}"
-        case NodeLeftOut():
-            return "failure", f"is left out, {event.nodes} nodes continue: {event.reason}"
+        case Healed() | NodeReplaced() | NodeLeftOut():
+            return _change(event)
         case TakenUp():
             return "note", "a new launcher takes over the run"
+        case LauncherAway():
+            return "restart", f"the launcher did not run for {event.away_s:.0f} s; attempt {event.attempt} follows"
         case TimeIsUp():
             return "stop", "the job's time limit is reached (job.time_s)"
-        case Note():
-            return "note", event.text
+        case Note(text=told) | AlertChanged(told=told):
+            return "note", told
         case RunEnded():
             return "end", event.status
     return "", ""
+
+
+def _change(event: Healed | NodeReplaced | NodeLeftOut) -> tuple[str, str]:
+    """Kind and text of the mark of who has taken whose place, or whose place is empty."""
+    if isinstance(event, NodeReplaced):
+        return "failure", f"replaced by {event.by}: {event.reason}"
+    if isinstance(event, NodeLeftOut):
+        return "failure", f"is left out, {event.nodes} nodes continue: {event.reason}"
+    return "restart", event.told
 
 
 def subject_of(failure: Restarting | FirstFailure) -> str:
@@ -178,6 +190,6 @@ def subject_of(failure: Restarting | FirstFailure) -> str:
 def ending(failure: WorkerExited | FirstFailure) -> str:
     """`was ended by signal 9 (SIGKILL)`, `ended with exit code 1`, `was lost`."""
     if failure.signal:
-        name = next((f" ({known.name})" for known in signal.Signals if known == failure.signal), "")
+        name = next((f" ({number.name})" for number in signal.Signals if number == failure.signal), "")
         return f"was ended by signal {failure.signal}{name}"
     return "was lost" if failure.exit_code is None else f"ended with exit code {failure.exit_code}"

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import dtctl
-from dtctl.launch.records.ledger import PHASES
+from dtctl.launch.records.ledger import PHASES, LedgerFacts
+from dtctl.launch.records.state import LEFT
 from dtctl.render import builtin_templates
 from dtctl.report.charts import charts
 from dtctl.report.history import TOLD, Mark, ending, subject_of
@@ -24,7 +25,8 @@ EVENTS = 400
 PHASE_NAMES = {
     "connect": "connecting", "push": "sending code", "start": "starting workers", "run": "job without progress told",
     "useful": "steps that count", "stall": "waiting for snapshots", "evaluation": "evaluation",
-    "lost": "steps done again or lost", "hang": "standing still", "restart": "restarting", "idle": "waiting to restart",
+    "lost": "steps done again or lost", "hang": "standing still", "detect": "noticing a lost worker",
+    "heal": "replacing a lost worker", "restart": "restarting", "idle": "waiting to restart",
     "stop": "stopping",
 }  # fmt: skip
 
@@ -110,7 +112,7 @@ def render(name: str, values: Mapping[str, Any], data: Mapping[str, Any], *, now
 
 def card(run: RunFacts, number: int) -> dict[str, Any]:
     """What the page says of one run, as text."""
-    state, plan, ledger = run.state, run.plan, run.state.ledger or {}
+    state, plan, ledger = run.state, run.plan, run.state.ledger or LedgerFacts()
     nodes = [node["name"] for node in plan.get("nodes", [])]
     return {
         "number": number,
@@ -131,7 +133,7 @@ def card(run: RunFacts, number: int) -> dict[str, Any]:
         "where": f"{plan.get('kind', 'job')} over {plan.get('transport', '?')}, "
         f"{_count(plan.get('world_size', 0), 'worker')} on {_count(len(nodes), 'node')}",
         "started": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.started)),
-        "command": " ".join(run.info.command),
+        "command": run.info.command_line if run.info.command else "",
         "spec": run.spec,
         "notes": plan.get("notes", []),
         "environment": run.environment,
@@ -141,13 +143,26 @@ def card(run: RunFacts, number: int) -> dict[str, Any]:
 
 def verdict(run: RunFacts) -> str:
     """What became of the run and why, in a sentence or two."""
+    earlier = run.info.resumes
+    return f"{_ending(run)} Continues run {earlier}{_first_step(run)}." if earlier else _ending(run)
+
+
+def _first_step(run: RunFacts) -> str:
+    """`, from step 120 on`: the first step that this run has done itself."""
+    times = run.metrics.curves.get("time") if run.metrics is not None else None
+    own = (step for step, at in zip(times.steps, times.values, strict=True) if at >= run.state.started) if times else ()
+    first = next(iter(own), None)
+    return "" if first is None else f"; its first line of metrics is step {int(first):,}"
+
+
+def _ending(run: RunFacts) -> str:
     state = run.state
     took = clock(state.duration_s)
     failure = state.done and state.done.first_failure
     if failure:
         summary = f": {failure.summary}" if failure.summary else ""
         first = f"Failed after {took}: {subject_of(failure)} {ending(failure)}{summary}."
-    elif state.status == "abandoned":
+    elif state.status in LEFT:
         first = f"Its launcher ended unexpectedly after {took}."
     elif state.over:
         first = f"{state.status.capitalize()} after {took}."
@@ -163,10 +178,10 @@ def verdict(run: RunFacts) -> str:
 
 def tiles(run: RunFacts) -> list[tuple[str, str, str]]:
     """The figures to see first: name, value, what it is beside."""
-    state, ledger, metrics = run.state, run.state.ledger or {}, run.metrics
+    state, ledger, metrics = run.state, run.state.ledger or LedgerFacts(), run.metrics
     items = [("wall time", clock(state.duration_s), _count(len(run.history.of("restart")) + 1, "attempt"))]
-    goodput = ledger.get("goodput")
-    lost = ledger.get("steps_lost") or 0
+    goodput = ledger.goodput
+    lost = ledger.steps_lost or 0
     items.append(("goodput", "–" if goodput is None else f"{goodput:.1%}", f"{_count(lost, 'step')} done again"))
     target_steps = run.settings.get("train.steps")
     if metrics is not None:
@@ -211,10 +226,19 @@ def _speed(metrics: MetricsTable) -> list[tuple[str, str, str]]:
         if values:
             items.append(("throughput", f"{percentile(values, 0.5):,.0f}", f"{unit}, median"))
             break
-    if metrics.step_s:
+    medians = sorted(filter(math.isfinite, _values(metrics, "step_p50_s")))
+    if medians:  # as the plot has it
+        usual, slow = percentile(medians, 0.5) * 1e3, _greatest(metrics, "step_p95_s") * 1e3
+        items.append(("step", f"{_figure(usual)} ms", f"median; 95% within {_figure(slow)} ms"))
+    elif metrics.step_s:
         p50, p95, p99 = (percentile(metrics.step_s, share) * 1e3 for share in (0.5, 0.95, 0.99))
         items.append(("step", f"{p50:.3g} ms", f"95% {p95:.3g}, 99% {p99:.3g} ms"))
     return items
+
+
+def _figure(value: float) -> str:
+    """Three digits, and no powers of ten."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _values(metrics: MetricsTable, key: str) -> Sequence[float]:
@@ -247,9 +271,9 @@ def _greatest(metrics: MetricsTable, key: str) -> float:
     return 0.0 if curve is None else max(filter(math.isfinite, curve.high or curve.values), default=0.0)
 
 
-def phases(ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
+def phases(ledger: LedgerFacts) -> list[dict[str, Any]]:
     """Where the time went: every phase that took any, with its share."""
-    seconds = ledger.get("phases_s", {})
+    seconds = ledger.phases_s
     total = sum(seconds.values())
     if total <= 0:
         return []

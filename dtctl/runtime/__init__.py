@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from dtctl.runtime.evaluation import evaluate
     from dtctl.runtime.loop import Trainer
     from dtctl.runtime.main import run
+    from dtctl.runtime.moe.layer import MoE
     from dtctl.runtime.stop import Outcome
     from dtctl.train.config import SnapshotConfig, TrainConfig, load
     from dtctl.train.settings import build
 
 __all__ = [
+    "MoE",
     "Outcome",
     "SnapshotConfig",
     "TensorData",
@@ -37,6 +39,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "MoE": "dtctl.runtime.moe.layer",
     "Outcome": "dtctl.runtime.stop",
     "SnapshotConfig": "dtctl.train.config",
     "TensorData": "dtctl.runtime.data_loading.datasets",

@@ -24,6 +24,7 @@ from dtctl.estimate.model import Model, from_inspection
 from dtctl.runtime.console import say
 from dtctl.runtime.data_loading import datasets
 from dtctl.runtime.data_loading.reading import Reader
+from dtctl.runtime.data_loading.shares import shares_of_all
 from dtctl.runtime.distributed import capacity
 from dtctl.runtime.distributed.run_forked import apart
 from dtctl.runtime.distributed.worker import Worker
@@ -59,6 +60,8 @@ class Settled:
     degrees: Degrees
     kept: dict[str, Any] | None
     """What a snapshot keeps of a choice, JSON; None if there was none."""
+    shares: list[int]
+    """Of each rank, if they differ; see `train.shares`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,29 +85,35 @@ def settle(config: TrainConfig, worker: Worker, subject: Subject, folder: Place)
     Raises:
         PlanError: nothing fits the memory, or the strategy is not possible with these workers.
     """
+    shares = shares_of_all(config, worker)
     named = resolve(config.strategy, workers=worker.world_size, per_node=worker.local_world_size)
     if config.strategy != "auto" or config.exact == "elastic":
-        return Settled(config=config, degrees=named, kept=None)
-    sizes = batch(config, worker.world_size)
-    asked = _asked(config, worker, sizes)
+        return Settled(config=config, degrees=named, kept=None, shares=shares)
+    sizes = batch(config, worker.world_size, shares=tuple(shares))
+    if shares:  # memory is that of the worker that takes most
+        sizes = Batch(micro=sizes.micro * max(shares), accumulate=sizes.accumulate, world_size=worker.world_size)
+    request = _asked(config, worker, sizes)
     looks = worker.is_first if isinstance(folder, Remote) else worker.local_rank == 0
     mine = {
         "budget": config.memory_gib * GIB if config.memory_gib else capacity.of_worker(worker) * BUDGET,
         "slots": worker.local_world_size,
         "before": _before(folder) if looks else None,
     }
-    told = gathered_json(mine, worker)
-    answer = spread_json(_decide(config, worker, subject, sizes, told, asked) if worker.is_first else None, worker, 0)
+    facts = gathered_json(mine, worker)
+    answer = spread_json(
+        _decide(config, worker, subject, sizes, facts, request) if worker.is_first else None, worker, 0
+    )
     if answer["error"]:
         raise PlanError(answer["error"], where=answer["where"], hint=answer["hint"])
     if worker.is_first and answer["line"]:
         say(answer["line"])
     if worker.world_size == 1:
-        return Settled(config=config, degrees=named, kept=None)
+        return Settled(config=config, degrees=named, kept=None, shares=shares)
     return Settled(
         config=dataclasses.replace(config, strategy=answer["strategy"]),
         degrees=Degrees(**answer["mesh"]),
-        kept={"strategy": answer["strategy"], "mesh": answer["mesh"], "asked": asked},
+        kept={"strategy": answer["strategy"], "mesh": answer["mesh"], "asked": request},
+        shares=shares,
     )
 
 
@@ -133,20 +142,24 @@ def _before(folder: Place) -> dict[str, Any] | None:
 
 
 def _decide(
-    config: TrainConfig, worker: Worker, subject: Subject, sizes: Batch, told: list[Any], asked: Mapping[str, Any]
+    config: TrainConfig, worker: Worker, subject: Subject, sizes: Batch, facts: list[Any], request: Mapping[str, Any]
 ) -> dict[str, Any]:
     """On rank 0: strategy, mesh and a line for the log; errors are values here, so that the others hear of them."""
     answer: dict[str, Any] = {"error": None, "where": "train.strategy", "hint": None, "line": None}
-    before = max((one["before"] for one in told if one["before"]), key=lambda one: one["step"], default=None)
+    before = max(
+        (rank_facts["before"] for rank_facts in facts if rank_facts["before"]),
+        key=lambda rank_facts: rank_facts["step"],
+        default=None,
+    )
     chosen = before and before["chosen"]
-    if chosen and chosen["asked"] == asked:
-        kept = {"strategy": chosen["strategy"], "mesh": chosen["mesh"]}
-        return answer | kept | {"line": f"strategy: {chosen['strategy']}, as the snapshot's run has chosen"}
-    slots = {one["slots"] for one in told}
+    if chosen and chosen["asked"] == request:
+        settled = {"strategy": chosen["strategy"], "mesh": chosen["mesh"]}
+        return answer | settled | {"line": f"strategy: {chosen['strategy']}, as the snapshot's run has chosen"}
+    slots = {rank_facts["slots"] for rank_facts in facts}
     setting = choice.TrainingSetting(
         workers=worker.world_size,
         per_node=slots.pop() if len(slots) == 1 else 0,
-        budget=min(one["budget"] for one in told),
+        budget=min(rank_facts["budget"] for rank_facts in facts),
         unit="GPU" if worker.device.type == "cuda" else "worker",
         micro_batch=sizes.micro,
         accumulate=sizes.accumulate,
@@ -165,43 +178,46 @@ def _decide(
     if not verdict.fits and not alone:
         return answer | {"error": f"no strategy fits the memory: {verdict.reason}", "hint": verdict.hint}
     if alone:
-        line = "" if verdict.fits else f"warning: memory may not do: {verdict.reason}; {verdict.hint}"
+        line = "" if verdict.fits else f"warning: memory may not suffice: {verdict.reason}; {verdict.hint}"
     return answer | {"strategy": name, "mesh": {"dp": degrees.dp, "fsdp": degrees.fsdp}, "line": line}
 
 
 def _verdict(config: TrainConfig, subject: Subject, setting: choice.TrainingSetting) -> choice.StrategyVerdict:
     """The choice, with no closer look at the model than it needs."""
-    found: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}
     if isinstance(subject.model, nn.Module):
-        found = _sizes(subject.model, config)
-        quick = choice.small(_model(found, config), setting)
+        sizes = _sizes(subject.model, config)
+        quick = choice.small(_model(sizes, config), setting)
         if quick is not None:
             return quick
     try:
-        found = apart(lambda: _seen(subject, config, setting), limit_s=LIMIT_S)
+        sizes = apart(lambda: _seen(subject, config, setting), limit_s=LIMIT_S)
     except WorkerFailed as exc:
-        found["unseen"] = exc.message
-    if "params" not in found:
+        sizes["unseen"] = exc.message
+    if "params" not in sizes:
         plain = choice.candidates(from_inspection(NOTHING, name="model"), setting)[0]
-        reason = f"since nothing is known of the model ({found['unseen']})"
+        reason = f"since nothing is known about the model ({sizes['unseen']})"
         return choice.StrategyVerdict(candidate=plain, fits=True, reason=reason)
-    model = _model(found, config)
+    model = _model(sizes, config)
     setting = dataclasses.replace(
-        setting, divisible=found["divisible"], precision=setting.precision if found["single"] else "fp32"
+        setting, divisible=sizes["divisible"], precision=setting.precision if sizes["single"] else "fp32"
     )
-    return choice.small(model, setting) or choice.choose(model, setting, unseen=found.get("unseen"))
+    return choice.small(model, setting) or choice.choose(model, setting, unseen=sizes.get("unseen"))
 
 
 def _sizes(model: nn.Module, config: TrainConfig) -> dict[str, Any]:
     """What is known of a model that was not run."""
     parts = blocks.find(model, config.blocks)
-    found = look.sizes(model, parts.modules if parts else [model])
+    figures = look.sizes(model, parts.modules if parts else [model])
     try:
         blocks.require_apart(model, parts.modules if parts else [])
     except PlanError:
-        return found | {"divisible": False, "single": True}
+        return figures | {"divisible": False, "single": True}
     # Of a model that is in half precision already, nothing is cast.
-    return found | {"divisible": True, "single": any(one.dtype == torch.float32 for one in model.parameters())}
+    return figures | {
+        "divisible": True,
+        "single": any(parameter.dtype == torch.float32 for parameter in model.parameters()),
+    }
 
 
 def _seen(subject: Subject, config: TrainConfig, setting: choice.TrainingSetting) -> dict[str, Any]:
@@ -210,9 +226,9 @@ def _seen(subject: Subject, config: TrainConfig, setting: choice.TrainingSetting
     if not isinstance(model, nn.Module):
         with torch.device("meta"):
             model = model()
-    found = _sizes(model, config)
-    if choice.small(_model(found, config), setting) is not None:
-        return found
+    figures = _sizes(model, config)
+    if choice.small(_model(figures, config), setting) is not None:
+        return figures
     parts = blocks.find(model, config.blocks)
     try:
         count = min(setting.micro_batch, datasets.size(subject.samples), SEEN)
@@ -220,32 +236,32 @@ def _seen(subject: Subject, config: TrainConfig, setting: choice.TrainingSetting
         samples = Reader(subject.samples, config.seed)(indices, indices)
         with FakeTensorMode(allow_non_fake_inputs=True):
             _empty(model)
-            found |= look.forward(
+            figures |= look.forward(
                 model, parts.modules if parts else [model], lambda: subject.loss(model, samples), samples=count
             )
     except Exception as exc:  # noqa: BLE001  # the user's code, in surroundings that it does not know
-        found["unseen"] = f"{type(exc).__name__}: {(str(exc).splitlines() or [''])[0]}"
-    return found
+        figures["unseen"] = f"{type(exc).__name__}: {(str(exc).splitlines() or [''])[0]}"
+    return figures
 
 
 def _empty(model: nn.Module) -> None:
     """Give a model tensors that a fake tensor mode makes up, on the processor; shared ones stay shared."""
-    made: dict[torch.Tensor, torch.Tensor] = {}
+    copies: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, value in tensors.items():
                 if value is None:
                     continue
-                if value not in made:
+                if value not in copies:
                     new = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cpu")
                     kind = isinstance(value, nn.Parameter)
-                    made[value] = nn.Parameter(new, requires_grad=value.requires_grad) if kind else new
-                tensors[name] = made[value]  # type: ignore[assignment]
+                    copies[value] = nn.Parameter(new, requires_grad=value.requires_grad) if kind else new
+                tensors[name] = copies[value]  # type: ignore[assignment]
 
 
-def _model(found: Mapping[str, Any], config: TrainConfig) -> Model:
+def _model(figures: Mapping[str, Any], config: TrainConfig) -> Model:
     """The figures, with what the blocks keep that are computed again."""
-    model, every = from_inspection(found, name="model"), config.checkpointing
+    model, every = from_inspection(figures, name="model"), config.checkpointing
     if isinstance(every, int) and every > 1:
         model = dataclasses.replace(model, block_kept=((every - 1) * model.block_kept + model.block_input) / every)
     return model

@@ -54,7 +54,8 @@ class Best:
             )
         value = scores[name]
         if value == value:
-            self._seen = sorted([*self._seen, (self._sign * value, step)])[: max(1, self._keep)]
+            others = [row for row in self._seen if row[1] != step]  # a step may be evaluated again
+            self._seen = sorted([*others, (self._sign * value, step)])[: max(1, self._keep)]
         return step in self.steps
 
     def state(self) -> dict[str, Any]:

@@ -43,21 +43,21 @@ def find(model: nn.Module) -> dict[str, nn.Module]:
     They are the members of its ModuleLists that hold parameters; without any, those children of its Sequentials of
     which there are at least two of one class.
     """
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     for kind in (nn.ModuleList, nn.Sequential):
         for path, parent in model.named_modules():
-            if not isinstance(parent, kind) or any(path == name or path.startswith(f"{name}.") for name in found):
+            if not isinstance(parent, kind) or any(path == name or path.startswith(f"{name}.") for name in blocks):
                 continue
             wanted = {name: child for name, child in parent.named_children() if any(True for _ in child.parameters())}
             often = Counter(type(child) for child in wanted.values())
-            found |= {
+            blocks |= {
                 f"{path}.{name}" if path else name: child
                 for name, child in wanted.items()
                 if kind is nn.ModuleList or often[type(child)] > 1
             }
-        if found:
-            return found
-    return found
+        if blocks:
+            return blocks
+    return blocks
 
 
 def prepare(model: nn.Module, config: TrainConfig) -> None:
@@ -69,18 +69,18 @@ def prepare(model: nn.Module, config: TrainConfig) -> None:
     every = {"none": None, "full": 1, "selective": 1}.get(str(config.checkpointing), config.checkpointing)
     if every is None and not config.compile:
         return
-    found = find(model)
-    if not found:
+    blocks = find(model)
+    if not blocks:
         raise PlanError(
             "the model has no repeated blocks to checkpoint or compile",
             where="train.checkpointing" if every else "train.compile",
             hint="keep its blocks in a torch.nn.ModuleList",
         )
     if every is not None:
-        for name, block in list(found.items())[int(every) - 1 :: int(every)]:
+        for name, block in list(blocks.items())[int(every) - 1 :: int(every)]:
             _checkpoint(name, block, selective=config.checkpointing == "selective")
     if config.compile:
-        for block in found.values():
+        for block in blocks.values():
             block.compile(backend="inductor" if config.compile is True else config.compile)
 
 

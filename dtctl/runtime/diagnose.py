@@ -36,16 +36,16 @@ def placement(model: nn.Module, batch: object = None) -> list[str]:
     if not tensors:
         return []
     usual, _ = Counter(tensor.device for _, tensor in tensors).most_common(1)[0]
-    found = [f"{name} is on {tensor.device}, and most of the model on {usual}" for name, tensor in tensors
+    problems = [f"{name} is on {tensor.device}, and most of the model on {usual}" for name, tensor in tensors
              if tensor.device != usual]  # fmt: skip
-    found += [
+    problems += [
         f"{path} of the batch is on {tensor.device}, and the model on {usual}"
         for path, tensor in _leaves(batch, "[]")
         if tensor.device != usual
     ]
     if usual.type == "cpu" and torch.cuda.is_available():
-        found.append(f"the model is on the CPU, and there are {torch.cuda.device_count()} GPUs")
-    return found
+        problems.append(f"the model is on the CPU, and there are {torch.cuda.device_count()} GPUs")
+    return problems
 
 
 def unused(model: nn.Module) -> list[str]:
@@ -88,7 +88,7 @@ def _differing(what: str, tensors: Named, all_names: list[str]) -> list[str]:
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     table = torch.stack(everyone).cpu()
-    found = []
+    problems = []
     for index, name in enumerate(sums):
         column = table[:, index].tolist()
         usual, _ = Counter(column).most_common(1)[0]
@@ -96,8 +96,8 @@ def _differing(what: str, tensors: Named, all_names: list[str]) -> list[str]:
         if others:
             missing = [rank for rank in range(len(column)) if column[rank] == -1]
             detail = f"none on rank {_ranks(missing)}" if missing else f"rank {_ranks(others)} has another than most"
-            found.append(f"the {what} of {name} is not the same on all workers: {detail}")
-    return found
+            problems.append(f"the {what} of {name} is not the same on all workers: {detail}")
+    return problems
 
 
 def _checksum(tensor: torch.Tensor) -> int:

@@ -59,21 +59,23 @@ def evaluate(
     sums: dict[str, torch.Tensor] = {}
     was_training = model.training
     model.eval()
-    with torch.no_grad():
-        for index in range(max(1, passes)):
-            indices = mine[index * batch : (index + 1) * batch]
-            # A worker without a share scores one sample and counts none of it: to learn the names, or for its peers.
-            idle = len(indices) == 0
-            if idle:
-                indices = np.zeros(1, dtype=np.int64)
-            with autocast or nullcontext():
-                scores = score(model, datasets.to_device(read(indices), worker.device))
-            for name, values in scores.items():
-                total = values.double().sum()
-                if idle or not counts:
-                    total = torch.zeros_like(total)
-                sums[name] = sums[name] + total if name in sums else total
-    model.train(was_training)
+    try:
+        with torch.no_grad():
+            for index in range(max(1, passes)):
+                indices = mine[index * batch : (index + 1) * batch]
+                # A worker without a share scores one sample and counts none of it: for the names, or for its peers.
+                idle = len(indices) == 0
+                if idle:
+                    indices = np.zeros(1, dtype=np.int64)
+                with autocast or nullcontext():
+                    scores = score(model, datasets.to_device(read(indices), worker.device))
+                for name, values in scores.items():
+                    total = values.double().sum()
+                    if idle or not counts:
+                        total = torch.zeros_like(total)
+                    sums[name] = sums[name] + total if name in sums else total
+    finally:
+        model.train(was_training)  # also for whoever goes on after a peer was lost
     names = sorted(sums)
     totals = worker.sum(torch.stack([sums[name].cpu() for name in names]))
     return {name: float(value) / len(samples) for name, value in zip(names, totals, strict=True)}

@@ -27,7 +27,7 @@ KNOWN: Final = (
     ),
     (
         "fully_shard doesn't support scalar parameters",
-        "the model has a parameter without dims, which fully_shard cannot divide",
+        "the model has a zero-dimensional parameter, which fully_shard cannot divide",
         "train.strategy",
         "make it a tensor of one element, torch.zeros(1), or use ddp or zero1",
     ),
@@ -39,7 +39,7 @@ KNOWN: Final = (
     ),
     (
         "does not have a deterministic implementation",
-        "the model or the loss uses an operation whose kernel gives other bits each time, and has no other one",
+        "the model or the loss uses an operation whose kernel gives other bits each time and has no deterministic form",
         "train.deterministic",
         "use another operation, or `train.deterministic: false` and do without bits that repeat",
     ),

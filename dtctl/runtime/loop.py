@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from dtctl import names
 from dtctl.errors import PlanError, SnapshotError, WorkerFailed
-from dtctl.runtime import blocks, diagnose, optim, resume, snapshot_saver
+from dtctl.runtime import blocks, diagnose, kernels, optim, resume, snapshot_saver
 from dtctl.runtime.automatic import Subject, settle
 from dtctl.runtime.best import Best
 from dtctl.runtime.console import say
@@ -31,6 +33,7 @@ from dtctl.runtime.data_loading import datasets
 from dtctl.runtime.data_loading.feed import Feed
 from dtctl.runtime.data_loading.order import InSequence, Order, Schedule
 from dtctl.runtime.data_loading.reading import Reader
+from dtctl.runtime.data_loading.shares import of_replicas
 from dtctl.runtime.distributed.agreement import Agreement
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.ema import Ema
@@ -40,13 +43,18 @@ from dtctl.runtime.exactness.consistency import fingerprint, require_equal, sett
 from dtctl.runtime.guards.nonfinite import NonFiniteGuard
 from dtctl.runtime.guards.oom import MemoryWatch, enough_memory, smaller
 from dtctl.runtime.guards.origin import spoilt
+from dtctl.runtime.live import recovery
+from dtctl.runtime.memory_snapshots import MemorySnapshots
+from dtctl.runtime.moe.balance import Balance, counted
 from dtctl.runtime.precision import LossScale, autocast, multiply
 from dtctl.runtime.snapshot.json_collectives import gathered_json
+from dtctl.runtime.snapshot.saver import Saver
 from dtctl.runtime.snapshot.state import configured
-from dtctl.runtime.step import Loss, Passes, Step
+from dtctl.runtime.step import Loss, Passes, Step, StepResult
 from dtctl.runtime.stop import Outcome, StopRequest
-from dtctl.runtime.strategies import choose, deferred_init
+from dtctl.runtime.strategies import Lasting, Strategy, choose, deferred_init
 from dtctl.runtime.strategies.frozen import Frozen
+from dtctl.runtime.strategies.single import Single
 from dtctl.runtime.telemetry.profile import Profiler, kept_buffers
 from dtctl.runtime.telemetry.report import Report
 from dtctl.runtime.token_weighting import correction
@@ -54,6 +62,8 @@ from dtctl.runtime.training_state import TrainingState
 from dtctl.train.batch import Batch, batch, length
 from dtctl.train.config import DEFAULT_SNAPSHOT_S, TrainConfig
 from dtctl.train.mesh import Coordinate
+
+Data = datasets.Samples | datasets.Batches | datasets.SampleStream
 
 
 class Trainer:
@@ -67,6 +77,8 @@ class Trainer:
         steps: length of the training.
         position: samples consumed, over all workers and attempts.
         began_at: step that this attempt began after.
+        newest: what the newest step has shown; None before the first one.
+        is_owed: whether what is due after the newest step has not been done yet.
     """
 
     def __init__(
@@ -75,7 +87,7 @@ class Trainer:
         worker: Worker,
         model: nn.Module | Callable[[], nn.Module],
         loss: Loss,
-        samples: datasets.Samples | datasets.Batches | datasets.SampleStream,
+        samples: Data,
         *,
         validation: datasets.Samples | datasets.Batches | None = None,
         score: Score | None = None,
@@ -103,77 +115,179 @@ class Trainer:
             extra_state: what else belongs to the state of the training, by name: objects with `state_dict` and
                 `load_state_dict` (a module, an optimizer, a scheduler), or random generators of torch, NumPy or
                 Python. Every snapshot has it, of each worker its own where they differ, and a resume puts it back.
-            tensorboard: folder for TensorBoard's event files. None: none are written.
+            tensorboard: folder for TensorBoard's event files, if `train.tensorboard` names none. None: none is
+                written.
 
         Raises:
             PlanError: the configuration does not fit these workers or this data, or the workers differ.
             SpecError: the configuration asks for what this version does not have.
         """
+        self._settle(config, worker, Subject(model=model, loss=loss, samples=samples))
+        self._build(model, samples, tensorboard)
+        self._optimize(optimizer, rate)
+        self._watch()
+        self._order(samples)
+        self._keep(extra_state or {})
+        self.validation, self.score = validation, score
+        self.profiler = Profiler(self.config.profile, worker)
+        self.step = self.position = self.began_at = 0
+        self.newest: StepResult | None = None
+        self.is_owed = False
+        self.agreement: Agreement | None = None
+        self.constants: int | None = None
+        self.scale_before: Mapping[str, Any] = {}
+        self._account: account.Account | None = None
+
+    def _settle(self, config: TrainConfig, worker: Worker, subject: Subject) -> None:
+        """What all workers have to agree on: configuration, mesh, batch and length; collective."""
         require_equal(settings(config), worker)
-        if determinism.is_wanted(config, worker.device.type):  # for scripts that call `start` themselves
-            determinism.apply()
-        if config.tf32:
-            torch.set_float32_matmul_precision("high")
+        kernels.choose(config, worker.device.type)
         self.folder = snapshot_saver.folder(config.snapshot, os.environ)
-        self.settled = settle(config, worker, Subject(model=model, loss=loss, samples=samples), self.folder)
-        config, degrees = self.settled.config, self.settled.degrees
-        self.config, self.worker, self.loss = config, worker, loss
-        self.place = Coordinate(degrees=degrees, rank=worker.rank)
-        self.batch = self.asked = batch(config, degrees.data, stages=degrees.pp)
-        self.samples, tokens = datasets.size(samples), getattr(samples, "tokens_per_sample", None)
-        self.steps, self.end = length(config, samples=self.samples, batch=self.batch)
+        self.settled = settle(config, worker, subject, self.folder)
+        self.config, self.worker = self.settled.config, worker
+        self.loss: Loss = subject.loss
+        self.elastic = self.config.exact == "elastic"
+        self.place = Coordinate(degrees=self.settled.degrees, rank=worker.rank)
+        degrees = self.place.degrees
+        shares = of_replicas(self.settled.shares, degrees)
+        self.batch = self.asked = batch(self.config, degrees.data, stages=degrees.pp, shares=shares)
+        self.samples = datasets.size(subject.samples)
+        self.steps, self.end = length(self.config, samples=self.samples, batch=self.batch)
+
+    def _build(self, model: nn.Module | Callable[[], nn.Module], samples: Data, board: Path | None) -> None:
+        """The model as this worker trains it, what feeds it, and what reports on it; collective."""
+        config, worker, degrees = self.config, self.worker, self.place.degrees
         self.model = deferred_init.build(model, worker, degrees)
+        kernels.lay_out(self.model, config, degrees)
         require_equal(fingerprint(self.model, degrees, samples=self.samples, steps=self.steps), worker)
         blocks.prepare(self.model, config)
         self.feed = Feed(Reader(samples, config.seed), config, worker.device)
-        self.report = Report(config, worker, self.model, tokens_per_sample=tokens, board=tensorboard)
-        self.strategy = choose(config, worker, degrees, self.batch, self.model, self._probe)
+        tokens = getattr(samples, "tokens_per_sample", None)
+        self.report = Report(config, worker, self.model, tokens_per_sample=tokens, board=board)
+        mixtures = counted(self.model)
+        self.strategy = self._spread()
+        self.balance = Balance(mixtures, self.model, worker, self.place) if mixtures else None
+
+    def _spread(self) -> Strategy:
+        """The model over the workers; collective."""
+        with self.worker.making_groups():
+            return choose(self.config, self.worker, self.place.degrees, self.batch, self.model, self._probe)
+
+    def _optimize(
+        self, optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None, rate: Callable[[int], float] | None
+    ) -> None:
+        """The optimizer, its learning rate, and number formats."""
+        config = self.config
         self.optimizer = optimizer(self.model) if optimizer else optim.optimizer(config, self.model)
+        self._take_parameters()
+        self.rate = optim.LearningRate(config, self.optimizer, self.steps, own=rate)
+        self.autocast = autocast(config.precision, self.worker.device)
+        self.loss_scale = LossScale() if config.precision == "fp16" else None
+
+    def _take_parameters(self) -> None:
+        """What follows from the parameters that the optimizer has; collective."""
         self.parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self.strategy.prepare(self.optimizer)
         self.configured = configured(self.optimizer)
-        self.configured_rate, self.rate_factor = optim.schedule(config, self.steps), 1.0
-        self.rate = rate or self.configured_rate
-        self.scales = [group["lr"] / config.lr for group in self.optimizer.param_groups]
-        self.autocast = autocast(config.precision, worker.device)
-        self.loss_scale = LossScale() if config.precision == "fp16" else None
+        self.ema = Ema(self.model, self.config.ema) if self.config.ema else None
+
+    def _watch(self) -> None:
+        """What watches the passes: gradients that are not finite, thawed parameters, and memory that runs out."""
+        config, worker = self.config, self.worker
         blame = partial(spoilt, self.model, self.optimizer.param_groups)
         self.guard = NonFiniteGuard(config.on_nan, self.loss_scale, worker, blame)
-        self.ema = Ema(self.model, config.ema) if config.ema else None
-        self.elastic = config.exact == "elastic"
-        exchanging = worker.backend is not None and not self.elastic
-        self.frozen = Frozen(self.model, self.strategy.name) if exchanging else None
-        halve = config.on_oom == "halve" and not self.elastic
-        self.memory = MemoryWatch(self.strategy.module, self.parameters, worker, wanted=halve)
+        self._watch_strategy()
         self.passes = Passes(
-            loss=loss,
+            loss=self.loss,
             feed=self.feed,
             worker=worker,
             autocast=self.autocast,
             loss_scale=self.loss_scale,
             clock=self.report.progress,
             mark=self.report.clock.mark,
-            poison=self.memory.poison,
+            poison=self._poison,
+            load=self.balance.load if self.balance is not None else None,
         )
-        self.order = InSequence() if isinstance(samples, datasets.SampleStream) else Order(self.samples, config.seed)
+
+    def _watch_strategy(self) -> None:
+        """What watches the model as the strategy has wrapped it."""
+        exchanging = self.worker.backend is not None and not self.elastic
+        self.frozen = Frozen(self.model, self.strategy.name) if exchanging else None
+        halve = self.config.on_oom == "halve" and not self.elastic
+        self.memory = MemoryWatch(self.strategy.module, self.parameters, self.worker, wanted=halve)
+
+    def _poison(self, loss: torch.Tensor) -> torch.Tensor:
+        return self.memory.poison(loss)
+
+    def let_go(self) -> None:
+        """Unwrap the model, before the process group is left."""
+        self.strategy.release()
+        if not isinstance(self.strategy, Lasting):
+            self.strategy = Single(self.model)
+        self._watch_strategy()
+        if self.agreement is not None:
+            self.agreement.forget()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def spread_again(self) -> None:
+        """Spread the model over a new process group, as at the start of an attempt; collective."""
+        if isinstance(self.strategy, Lasting):
+            with self.worker.making_groups():
+                self.strategy.rejoin(self.worker, self.place.degrees)
+        else:
+            whole = dict(self.model.named_parameters())
+            self.strategy = self._spread()
+            if isinstance(self.strategy, Lasting):
+                optim.exchange(self.optimizer, whole, dict(self.model.named_parameters()))
+                self._take_parameters()
+                self._account = self._take_account(replace(self.worker, backend=None))
+            else:
+                self.strategy.prepare(self.optimizer)
+        self._watch_strategy()
+        if snapshot_saver.is_in_pieces(self.config.snapshot, sharded_state=self.strategy.sharded_state):
+            self._write_together()
+        self.account.program.load(self._warm_up())
+
+    def _order(self, samples: Data) -> None:
+        """Which samples and which random numbers each step has."""
+        is_stream = isinstance(samples, datasets.SampleStream)
+        self.draws = randomness.StepStream(self.config.seed, self.place.stream, self.worker.device)
+        self.order = InSequence() if is_stream else Order(self.samples, self.config.seed)
         self.schedule = Schedule(self.order, self.batch, rank=self.place.data, end=self.end)
-        self.validation, self.score = validation, score
+
+    def _keep(self, extra_state: Mapping[str, Any]) -> None:
+        """What writes snapshots, when, and what they hold beside the model; collective."""
+        config, worker = self.config, self.worker
         self.best = Best(config.best, keep=config.snapshot.keep_best) if config.best else None
-        self.profiler = Profiler(config.profile, worker)
-        self.saver = snapshot_saver.saver(
-            config.snapshot, self.folder, worker, self.model, progress=self.report.progress,
-            sharded_state=self.strategy.sharded_state,
-        )  # fmt: skip
+        with worker.making_groups():
+            self.saver: Saver = self._saver()
+        memory = config.snapshot.memory
+        self.in_memory = MemorySnapshots(memory, worker, self.model) if memory is not None else None
         self.every_s = config.snapshot.every_s
         if self.every_s is None and config.snapshot.every_steps is None:
             self.every_s = DEFAULT_SNAPSHOT_S
-        self.extra_state = dict(extra_state or {})
+        self.saved_s = time.monotonic()
+        self.extra_state = dict(extra_state)
         account.require_stateful(self.extra_state)
         self.circumstances = circumstances.settings(config, worker, self.batch, samples=self.samples, steps=self.steps)
-        self.circumstances |= {} if self.elastic else {"mesh": str(degrees)}
-        self.step = self.position = self.began_at = 0
-        self._account: account.Account | None = None
-        self.saved_s = time.monotonic()
+        self.circumstances |= {} if self.elastic else {"mesh": str(self.place.degrees)}
+
+    def _saver(self) -> Saver:
+        return snapshot_saver.saver(
+            self.config.snapshot, self.folder, self.worker, self.model, progress=self.report.progress,
+            sharded_state=self.strategy.sharded_state,
+        )  # fmt: skip
+
+    def _write_together(self) -> None:
+        """Make what writes snapshots anew, if all workers write them; collective."""
+        with self.worker.making_groups():
+            if self.saver.collective:
+                self.saver.rejoin()
+            else:  # of one that comes anew, which was alone so far
+                self.saver.close()
+                self.saver = self._saver()
+        snapshot_saver.begin(self.saver, self.worker)
 
     def run(self) -> Outcome:
         """Train until all steps are done or a signal asks to stop; there is a snapshot of the end in both cases.
@@ -187,57 +301,106 @@ class Trainer:
             return self._train()
         finally:
             self.saver.close()
+            if self.in_memory is not None:
+                self.in_memory.close()
 
     def _train(self) -> Outcome:
         if self.config.profile.communication:  # before the state is restored, since it costs passes
             self._measure_communication()
-        self._resume()
+        recovery.prepare(self)
+        if self.worker.replaces:
+            recovery.enter(self)
+        else:
+            self._resume()
+        recovery.begin(self)
         self.began_at = self.step
-        config, first, outcome = self.config, self.worker.is_first, Outcome.FINISHED
-        agreement, report = Agreement(self.worker, step=self.step), self.report
+        outcome, error = Outcome.FINISHED, None
         listening = StopRequest().listening()
-        reporting, saving = report.open(self.step, self.steps), self.saver
-        with listening as asked, self.profiler.listening(), self.feed.running(), reporting, saving:
-            while self.step < self.steps:
-                last = self.step + 1 == self.steps
-                evaluated = self.validation is not None and (last or _due(self.step + 1, config.eval_every))
-                logged = last or evaluated or _due(self.step + 1, config.log_every)
-                self.profiler.before(self.step + 1)
-                lr = self._set_rate()
-                loss = self.backward()
-                self.guard.note(self.step + 1, loss)
-                norm = self._clip(logged)
-                verdict = self.guard.judge(self.step + 1, norm, wanted=logged or self.guard.always)
-                if verdict == "rollback":
-                    self._go_back()
-                    agreement.restart(self.step)
-                    report.rewind(self.step)
-                    continue
-                if verdict == "take":
-                    self._update()
-                else:
-                    self.strategy.discard()
-                self.position += self.schedule.samples(self.position)
-                self.step += 1
-                if self.ema is not None:
-                    self.ema.update(self.step)
-                report.step(self.step)
-                self.profiler.after(self.step)
-                scores = self.evaluate() if evaluated else {}
-                if logged:
-                    report.log(self.step, loss, lr, norm, self.batch, scores)
-                best = bool(scores) and self.best is not None and self.best.take(self.step, scores)
-                decision = agreement.after(self.step, stop=asked.signal is not None, save=first and self._is_time())
-                if last or best or decision.stop or decision.save or _due(self.step, config.snapshot.every_steps):
-                    self.save(needed=last or best or decision.stop)
-                if decision.stop and not last:
-                    outcome = asked.granted()
+        reporting = self.report.open(self.step, self.steps, kept=self.step - self.is_owed)
+        with listening as asked, self.profiler.listening(), self.feed.running(), reporting, self.saver:
+            while True:
+                self.agreement = Agreement(self.worker, step=self.step)
+                try:
+                    outcome = self._steps(asked)
+                    self.report.through()
+                    self.agreement.close()
+                    recovery.end(self)
                     break
-            report.through()
-            agreement.close()
-        if first and outcome is Outcome.STOPPED:
+                except Exception as exc:  # noqa: BLE001  # what a lost peer looks like depends on where it is noticed
+                    error = exc
+                # Not in the handler, which would hold on to the passes that are to be repeated.
+                if not recovery.heal(self, error):
+                    raise error
+        if self.worker.is_first and outcome is Outcome.STOPPED:
             say(f"stopped after step {self.step} of {self.steps}, with a snapshot")
         return outcome
+
+    def _steps(self, asked: StopRequest) -> Outcome:
+        """Step after step, to the end or until all agree to stop."""
+        while self.is_owed or self.step < self.steps:
+            if not self.is_owed and not self._advance():
+                continue
+            stop = self._attend(asked)
+            self.is_owed = False
+            if stop and self.step < self.steps:
+                return asked.granted()
+        return Outcome.FINISHED
+
+    def _advance(self) -> bool:
+        """One optimizer step; False if it went back to a snapshot instead. Until the end the state is that before."""
+        recovery.before_step(self)
+        number = self.step + 1
+        self.draws.begin(self.step)
+        self.profiler.before(number)
+        lr = self.rate.set(self.step)
+        loss = self.backward()
+        self.guard.note(number, loss)
+        is_logged = self._is_logged(number)
+        norm = self._clip(is_logged)
+        verdict = self.guard.judge(number, norm, wanted=is_logged or self.guard.always)
+        if verdict == "rollback":
+            self._go_back()
+            assert self.agreement is not None  # noqa: S101  # for the type checker
+            self.agreement.restart(self.step)
+            self.report.rewind(self.step)
+            return False
+        # Before the optimizer's step: a worker that is lost here leaves the state as it was before.
+        use = self.balance.after(taken=verdict == "take", logged=is_logged) if self.balance is not None else {}
+        if verdict == "take":
+            self._update()
+        else:
+            self.strategy.discard()
+        self.position += self.schedule.samples(self.position)
+        self.step += 1
+        if self.ema is not None:
+            self.ema.update(self.step)
+        self.newest, self.is_owed = StepResult(loss, lr, norm, use), True
+        return True
+
+    def _attend(self, asked: StopRequest) -> bool:
+        """What is due after a step: evaluation, a line of metrics, a snapshot; whether all stop. May be repeated."""
+        agreement, newest = self.agreement, self.newest
+        assert agreement is not None and newest is not None  # noqa: S101, PT018  # for the type checker
+        last = self.step == self.steps
+        self.report.step(self.step)
+        self.profiler.after(self.step, last=last)
+        scores = self.evaluate() if self._is_evaluated(self.step) else {}
+        if self._is_logged(self.step):
+            self.report.log(self.step, newest.loss, newest.lr, newest.norm, self.batch, scores, newest.use)
+        best = bool(scores) and self.best is not None and self.best.take(self.step, scores)
+        save = self.worker.is_first and self._is_time()
+        decision = agreement.after(self.step, stop=asked.signal is not None, save=save)
+        if last or best or decision.stop or decision.save or _due(self.step, self.config.snapshot.every_steps):
+            self.save(needed=last or best or decision.stop)
+        elif self.in_memory is not None and self.in_memory.is_due(self.step):
+            self._save_in_memory(self.in_memory)
+        return decision.stop
+
+    def _is_evaluated(self, step: int) -> bool:
+        return self.validation is not None and (step == self.steps or _due(step, self.config.eval_every))
+
+    def _is_logged(self, step: int) -> bool:
+        return step == self.steps or self._is_evaluated(step) or _due(step, self.config.log_every)
 
     def _probe(self, model: nn.Module) -> torch.Tensor:
         """The loss of the first samples, the same on all workers."""
@@ -254,6 +417,8 @@ class Trainer:
         while True:
             for parameter in self.parameters:  # as `zero_grad` does it, which spends 15 us on being profiled
                 parameter.grad = None
+            if self.balance is not None:
+                self.balance.load.clear()
             step = self._next_step()
             loss, short = self.memory.attempt(
                 partial(self.strategy.gradients, step), partial(step.spoil, self.strategy.module)
@@ -261,12 +426,13 @@ class Trainer:
             if loss is not None and not short:
                 break
             self.strategy.discard()
-            self._use(smaller(self.batch))
+            self.use(smaller(self.batch))
             if self.worker.is_first:
                 ranks = ", ".join(map(str, short))
                 say(f"out of memory on rank {ranks} in step {self.step + 1}: again with {self.batch.describe()}")
         if step.own is not None:
             self.report.times.own(*step.own)
+        self.report.times.waited(step.waited_s)
         if self.frozen is not None:
             self.frozen.require(self.step)
         self.strategy.finish()
@@ -289,16 +455,14 @@ class Trainer:
             replicas=self.place.degrees.data,
         )
 
-    def _use(self, sizes: Batch) -> None:
+    def use(self, sizes: Batch) -> None:
         """Go on from here with these sizes of a batch; by epochs the number of steps follows them."""
         self.batch = sizes
         if self.config.steps is not None:
             self.end = self.position + (self.steps - self.step) * sizes.total
         else:
             self.steps = self.step - (self.position - self.end) // sizes.total
-            own = self.rate is not self.configured_rate
-            self.configured_rate = optim.schedule(self.config, self.steps)
-            self.rate = self.rate if own else self.configured_rate
+            self.rate.stretch(self.steps)
         self.schedule = Schedule(self.order, sizes, rank=self.place.data, end=self.end)
 
     def _measure_communication(self) -> None:
@@ -313,26 +477,13 @@ class Trainer:
         """Of the parameters that have one."""
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
-    def _set_rate(self) -> float:
-        rate = self.rate(self.step) * self.rate_factor
-        if len(self.optimizer.param_groups) != len(self.scales):
-            raise WorkerFailed(
-                f"the optimizer had {len(self.scales)} parameter groups when training began, and has "
-                f"{len(self.optimizer.param_groups)} before step {self.step + 1}",
-                where="optimizer.add_param_group",
-                hint="clipping, other workers and snapshots know the groups of the beginning: make all of them there",
-            )
-        for group, scale in zip(self.optimizer.param_groups, self.scales, strict=True):
-            group["lr"] = rate * scale
-        return rate
-
-    def _clip(self, wanted: bool) -> torch.Tensor | None:
+    def _clip(self, is_due: bool) -> torch.Tensor | None:
         """Scale the gradient down if it is too long. Its length before that; None if neither clipping nor wanted."""
         if self.loss_scale is not None:
             multiply(self.gradients(), 1 / self.loss_scale.scale)
         limit = self.config.clip_norm
         if limit is None:
-            return self._norm() if wanted or self.guard.always else None
+            return self._norm() if is_due or self.guard.always else None
         norm = self._norm()
         if norm.device.type != "cpu" or not norm + 1e-6 <= limit:  # a GPU would have to be waited for to know
             self.strategy.clip(limit, norm)
@@ -359,7 +510,7 @@ class Trainer:
         hint = "an evaluation takes `micro_batch` samples at a time: lower it, or let `score` keep less"
         enough = enough_memory(f"the evaluation after step {self.step}", hint, self.worker)
         with enough, drawn, self.report.evaluating(), self.ema.applied() if self.ema and averaged else nullcontext():
-            found = evaluate(
+            evaluated = evaluate(
                 self.strategy.inference,
                 self.validation,
                 self.score,
@@ -369,7 +520,7 @@ class Trainer:
                 place=self.place,
                 lockstep=self.strategy.lockstep,
             )
-        return {f"val_{name}": value for name, value in found.items()}
+        return {f"val_{name}": value for name, value in evaluated.items()}
 
     def save(self, *, needed: bool = True) -> None:
         """Begin a snapshot of this step; collective over all workers, which write beside training (snapshot_saver.py).
@@ -383,40 +534,56 @@ class Trainer:
             parts, facts = self.state.collect(in_pieces=self.saver.in_pieces)
             if self.worker.is_first or self.saver.collective:
                 best = self.best.steps if self.best else ()
-                self.saver.save(self.step, parts, facts={**self._counters(), **facts}, best=best, needed=needed)
+                self.saver.save(self.step, parts, facts={**self.counters(), **facts}, best=best, needed=needed)
         self.saved_s = time.monotonic()
+
+    def _save_in_memory(self, memory: MemorySnapshots) -> None:
+        """Begin a snapshot of this step in the memory of the nodes; collective over all workers."""
+        began_s = time.perf_counter()
+        with self.report.saving():
+            if not self.guard.always:
+                self.guard.judge(self.step, self._norm())
+            parts, facts = self.state.collect(in_pieces=True)
+            memory.save(self.step, parts, {**self.counters(), **facts}, began_s=began_s)
+
+    def _newest_snapshot(self) -> resume.ResumePoint:
+        """The newest good snapshot, in memory or on disk; collective over all workers."""
+        return resume.find(self.folder, self.worker, memory=self.in_memory.folder if self.in_memory else None)
 
     def full_weights(self) -> dict[str, Any]:
         """The whole model's state on rank 0, whatever the strategy; empty elsewhere. Collective over all workers."""
         return self.state.full_weights()
 
-    def _counters(self) -> dict[str, Any]:
+    def counters(self) -> dict[str, Any]:
         """What a snapshot keeps of the loop itself; JSON."""
         return {
             "position": self.position,
             "circumstances": self.circumstances,
             "batch": resume.sizes(self.asked, self.batch),
-            "rate_factor": self.rate_factor,
+            "rate_factor": self.rate.factor,
             "chosen": self.settled.kept,
             "best": self.best and self.best.state(),
             "loss_scale": self.loss_scale and self.loss_scale.state(),
         }
 
+    def _take_account(self, worker: Worker) -> account.Account:
+        subject = account.AccountSubject(
+            model=self.model,
+            loss=self.loss,
+            optimizer=self.optimizer,
+            rate=self.rate.own,
+            extra_state=self.extra_state,
+            apart=[self, self.config, self.config.data, self.config.model],
+            feed=self.feed,
+            first=np.asarray(self.schedule.positions(0)[0]),
+        )
+        return account.take(subject, worker, elastic=self.elastic)
+
     @property
     def account(self) -> account.Account:
         """What this program was before its first step; taken when first asked for, collective over all workers."""
         if self._account is None:
-            subject = account.AccountSubject(
-                model=self.model,
-                loss=self.loss,
-                optimizer=self.optimizer,
-                rate=None if self.rate is self.configured_rate else self.rate,
-                extra_state=self.extra_state,
-                apart=[self, self.config, self.config.data, self.config.model],
-                feed=self.feed,
-                first=np.asarray(self.schedule.positions(0)[0]),
-            )
-            self._account = account.take(subject, self.worker, elastic=self.elastic)
+            self._account = self._take_account(self.worker)
         return self._account
 
     @property
@@ -440,14 +607,21 @@ class Trainer:
 
     def _resume(self) -> None:
         """Take the newest good snapshot, or begin; and say which on rank 0."""
-        found = resume.find(self.folder, self.worker)
-        lines = [f"snapshot passed over: {reason}" for reason in found.rejected]
-        resumed = self.restore(found) if found.path is not None else None
+        point = self._newest_snapshot()
+        lines = [f"snapshot skipped: {reason}" for reason in point.rejected]
+        resumed = self.restore(point) if point.path is not None else None
         lines.append(self.report.introduction(self.strategy.name, self.batch, self.steps))
         if resumed is None:
             randomness.begin(self.config.seed, self.place.stream)
+            if os.environ.get(names.ATTEMPT, "0") != "0":
+                lines.append("there is no snapshot yet: this attempt begins at step 0 again")
         else:
-            lines.append(f"resumed at step {self.step} of {self.steps}: {resumed}")
+            origin = " from memory" if point.is_in_memory else ""
+            lines.append(f"resumed at step {self.step} of {self.steps}{origin}: {resumed}")
+            if self.step >= self.steps:
+                lines.append(
+                    f"nothing is left to do: raise `train.steps` to go on, or start over without {self.folder}"
+                )
         if self.worker.is_first:
             say("\n".join(lines))
 
@@ -455,15 +629,17 @@ class Trainer:
         """To the newest snapshot, and past the samples that were seen since: among them is what spoilt the gradient."""
         step, position = self.step + 1, self.position + self.schedule.samples(self.position)
         self.saver.wait()  # the newest may still be on its way
-        found = resume.find(self.folder, self.worker)
-        if found.path is None:
+        if self.in_memory is not None:
+            self.in_memory.saver.wait()
+        point = self._newest_snapshot()
+        if point.path is None:
             raise WorkerFailed(f"the gradient of step {step} is not finite, and there is no snapshot to go back to")
-        self.restore(found, going_back=True)
+        self.restore(point, going_back=True)
         if self.worker.is_first:
             skipped = position - self.position
             say(f"the gradient of step {step} is not finite: back to step {self.step}, {skipped} samples are left out")
         self.position = position
-        self._use(self.batch)
+        self.use(self.batch)
 
     def restore(self, found: resume.ResumePoint, *, going_back: bool = False) -> str:
         """Go on from a snapshot, one of this process's own if it is `going_back`.
@@ -472,20 +648,11 @@ class Trainer:
             Whether that is exact, and why not.
         """
         self.step, self.position = found.step, found.facts["position"]
-        sizes, factor = resume.batch(self.config, self.asked, found.facts)
-        self.rate_factor = factor
-        self._use(sizes)
+        sizes, self.rate.factor = resume.batch(self.config, self.asked, found.facts)
+        self.use(sizes)
         if self.loss_scale is not None and found.facts.get("loss_scale"):
             self.loss_scale.load(found.facts["loss_scale"])
-        held: dict[str, Any] = {}
-        if self.strategy.has_warm_up and self.step < self.steps:
-            # Before anything is restored, so that what it changes (gradients, buffers, random state) is put right.
-            held = self.account.program.hold()
-            step = self._next_step()
-            step.backward(self.strategy.module, step.first_alone(), 1.0, 1)
-            self.strategy.finish()
-            for parameter in self.parameters:
-                parameter.grad = None
+        held = self._warm_up()  # before anything is restored, so that what it changes is put right
         parts = found.parts(self.model, self.optimizer, self.worker)
         if self.best is not None:
             self.best.load(found.facts.get("best"))
@@ -493,8 +660,8 @@ class Trainer:
         differing += account.differences(self.account, parts, found.facts, self.worker.rank)
         if self.worker.is_first:
             differing += circumstances.differences(found.facts["circumstances"], self.circumstances)
-        told = gathered_json(differing, self.worker)  # else one worker might stop where the others go on
-        differing = list(dict.fromkeys(phrase for phrases in told for phrase in phrases))
+        reports = gathered_json(differing, self.worker)  # else one worker might stop where the others go on
+        differing = list(dict.fromkeys(phrase for phrases in reports for phrase in phrases))
         doubt = determinism.doubt(self.worker, elastic=self.elastic)
         if doubt is not None and self.config.require_exact:
             differing.append(doubt)
@@ -502,9 +669,25 @@ class Trainer:
             raise SnapshotError(
                 f"going on from step {self.step} would not be exact: {'; '.join(differing)}",
                 where=found.path,
-                hint="undo these differences, or do without `train.require_exact`",
+                hint="undo these differences, or remove `train.require_exact`",
             )
         return (doubt or "exact") if not differing else "not exact: " + "; ".join(differing)
+
+    def _warm_up(self) -> dict[str, Any]:
+        """A pass that is thrown away, if the strategy needs one: it changes gradients, buffers and random state.
+
+        Returns:
+            What the program had before.
+        """
+        if not self.strategy.has_warm_up or not 0 < self.step < self.steps:  # the first step of a run has had none
+            return {}
+        held = self.account.program.hold()
+        step = self._next_step()
+        step.backward(self.strategy.module, step.first_alone(), 1.0, 1)
+        self.strategy.finish()
+        for parameter in self.parameters:
+            parameter.grad = None
+        return held
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -6,13 +6,17 @@ if __name__ == "__main__":
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+import dtctl
+from dtctl import names
 from dtctl.errors import DtctlError
-from dtctl.runtime.console import complain
+from dtctl.runtime.console import complain, say
 from dtctl.runtime.distributed.process_group import record_failure, start
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.exactness import determinism
@@ -34,9 +38,24 @@ def run(train: Callable[[TrainConfig, Worker], Outcome], *, defaults: Mapping[st
     try:
         config = load(defaults)
         same_bits = determinism.is_wanted(config, "cuda" if torch.cuda.is_available() else "cpu")
-        with start(seed=config.seed, timeout_s=config.timeout_s, deterministic=same_bits) as worker:
+        with start(
+            seed=config.seed, timeout_s=config.timeout_s, deterministic=same_bits, bind_cores=config.bind_cores
+        ) as worker:
+            if worker.local_rank == 0 and (warning := other_version()):
+                say(warning)
             return train(config, worker).exit_code
     except DtctlError as exc:
         record_failure(exc)
         complain(exc)
         return exc.exit_code
+
+
+def other_version() -> str:
+    """What to say where this node has another dtctl than the machine that launched the run; mostly nothing."""
+    launched_by = os.environ.get(names.VERSION, dtctl.__version__)
+    if launched_by == dtctl.__version__:
+        return ""
+    return (
+        f"warning: this node has dtctl {dtctl.__version__}, and dtctl {launched_by} launched the run: "
+        f"{sys.executable} -m pip install dtctl=={launched_by}"
+    )

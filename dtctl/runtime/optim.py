@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
+from dtctl.errors import WorkerFailed
 from dtctl.train.config import TrainConfig
 
 
@@ -56,3 +57,60 @@ def schedule(config: TrainConfig, steps: int) -> Callable[[int], float]:
         return floor + (peak - floor) * left
 
     return rate
+
+
+def exchange(
+    optimizer: torch.optim.Optimizer, before: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]
+) -> None:
+    """Give an optimizer that has taken no step the parameters that have come into the places of its own, by name."""
+    new = {parameter: now[name] for name, parameter in before.items()}
+    for group in optimizer.param_groups:
+        group["params"] = [new.get(parameter, parameter) for parameter in group["params"]]
+
+
+class LearningRate:
+    """The learning rates of an optimizer's groups, set before each step.
+
+    Attributes:
+        own: the user's function of the step; None: the schedule that the configuration names.
+        factor: what all rates are multiplied by, since a run that goes on with other workers may scale them.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        optimizer: torch.optim.Optimizer,
+        steps: int,
+        own: Callable[[int], float] | None,
+    ) -> None:
+        self.own, self.factor = own, 1.0
+        self._config, self._optimizer = config, optimizer
+        self._scales = [group["lr"] / config.lr for group in optimizer.param_groups]
+        self._schedule = schedule(config, steps)
+
+    def stretch(self, steps: int) -> None:
+        """Follow a training whose length is now `steps`."""
+        self._schedule = schedule(self._config, steps)
+
+    def __call__(self, step: int) -> float:
+        """The rate of a step, from 0, that a group with `lr` has."""
+        return (self.own or self._schedule)(step) * self.factor
+
+    def set(self, step: int) -> float:
+        """Set the rate of a step in all groups, which keep their ratio to `lr`; returns what `lr` became.
+
+        Raises:
+            WorkerFailed: the optimizer has other groups than when training began.
+        """
+        rate = self(step)
+        groups = self._optimizer.param_groups
+        if len(groups) != len(self._scales):
+            raise WorkerFailed(
+                f"the optimizer had {len(self._scales)} parameter groups when training began, and has "
+                f"{len(groups)} before step {step + 1}",
+                where="optimizer.add_param_group",
+                hint="clipping, other workers and snapshots know the groups of the beginning: make all of them there",
+            )
+        for group, scale in zip(groups, self._scales, strict=True):
+            group["lr"] = rate * scale
+        return rate

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,6 +46,8 @@ class ResumePoint:
     """Newer snapshots that were passed over, each with the reason."""
     chosen: Chosen
     """What has been read of it, by whom."""
+    is_in_memory: bool = False
+    """Whether it lies in the memory of the nodes."""
 
     def parts(self, model: nn.Module, optimizer: torch.optim.Optimizer, worker: Worker) -> dict[str, Any]:
         """Its parts, once, as far as this worker needs them; collective over all workers.
@@ -58,23 +60,47 @@ class ResumePoint:
         return deliver(self.chosen, _wanted(model, optimizer, worker, self.facts.get("late", ())), worker)
 
 
-def find(folder: Place, worker: Worker) -> ResumePoint:
+def find(folder: Place, worker: Worker, *, memory: Path | None = None) -> ResumePoint:
     """The newest snapshot that all workers together can read and verify.
+
+    Those on disk are not read if one in memory is as new as the newest that was committed there.
+
+    Args:
+        folder: of those on disk.
+        worker: this worker.
+        memory: of those in memory, if there are any.
 
     Raises:
         SnapshotError: the folder cannot be read, or what it has is damaged, all of it; on every worker.
     """
-    chosen = choose(folder, worker)
-    if chosen.path is None and chosen.rejected:
-        raise SnapshotError(
-            "this run has trained before, and none of its snapshots is good: " + "; ".join(chosen.rejected),
-            where=str(folder),
-            hint="bring back what is missing, or begin anew with another `train.snapshot.dir`",
-        )
-    if chosen.path is None:
-        _require_beginning(folder, worker)
+    near = _point(choose(memory, worker), is_in_memory=True) if memory is not None else None
+    if near is not None and near.path is not None and near.step >= _committed(folder, worker):
+        return near
+    rejected = () if near is None else near.rejected
+    try:
+        point = _point(choose(folder, worker))
+        if point.path is None and point.rejected:
+            raise SnapshotError(
+                "this run has trained before, and none of its snapshots is good: " + "; ".join(point.rejected),
+                where=str(folder),
+                hint="bring back what is missing, or start over with another `train.snapshot.dir`",
+            )
+        if point.path is None:
+            _require_beginning(folder, worker)
+    except SnapshotError:
+        if near is None or near.path is None:
+            raise
+        return near
+    if near is not None and near.path is not None and near.step >= point.step:
+        return near
+    return replace(point, rejected=(*rejected, *point.rejected))
+
+
+def _point(chosen: Chosen, *, is_in_memory: bool = False) -> ResumePoint:
     step, facts = (chosen.manifest.step, chosen.manifest.facts) if chosen.manifest is not None else (0, {})
-    return ResumePoint(path=chosen.path, step=step, facts=facts, rejected=chosen.rejected, chosen=chosen)
+    return ResumePoint(
+        path=chosen.path, step=step, facts=facts, rejected=chosen.rejected, chosen=chosen, is_in_memory=is_in_memory
+    )
 
 
 def marker(folder: Place, progress: Progress) -> Callable[[int], None]:
@@ -95,22 +121,28 @@ def marker(folder: Place, progress: Progress) -> Callable[[int], None]:
     return note
 
 
+def _committed(folder: Place, worker: Worker) -> int:
+    """The newest step of this run that anybody knows to be on disk; 0 for none. Collective over all workers."""
+    mine = int(os.environ.get(names.COMMITTED_STEP, "0"))
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        kept = json.loads((Path(os.environ[names.RUN_DIR]) / MARKER).read_text())
+        mine = int(kept["step"]) if kept["dir"] == str(folder) else mine
+    known: list[int] = gathered_json(mine, worker)
+    return max(known)
+
+
 def _require_beginning(folder: Place, worker: Worker) -> None:
     """See that a run without snapshots has none to miss; collective over all workers.
 
     Raises:
         SnapshotError: an earlier attempt of this run has committed one.
     """
-    mine = int(os.environ.get(names.COMMITTED_STEP, "0")) or None
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        kept = json.loads((Path(os.environ[names.RUN_DIR]) / MARKER).read_text())
-        mine = int(kept["step"]) if kept["dir"] == str(folder) else mine
-    steps = [step for step in gathered_json(mine, worker) if step is not None]
-    if steps:
+    step = _committed(folder, worker)
+    if step:
         raise SnapshotError(
-            f"this run has written a snapshot of step {max(steps)}, and there is none now",
+            f"this run has written a snapshot of step {step}, and there is none now",
             where=str(folder),
-            hint="bring it back (a disk that is not mounted, a node that is gone?), or launch a new run to begin anew; "
+            hint="bring it back (a disk that is not mounted, a node that is gone?), or launch a new run to start over; "
             "`train.snapshot.replicas: 1` keeps a copy on another node",
         )
 
@@ -140,7 +172,7 @@ def _wanted(model: nn.Module, optimizer: torch.optim.Optimizer, worker: Worker, 
 
 def sizes(asked: Batch, used: Batch) -> dict[str, list[int]]:
     """What a snapshot keeps of the sizes of a batch: those asked for, and those that memory allowed; JSON."""
-    return {name: [of.micro, of.accumulate, of.world_size] for name, of in (("asked", asked), ("used", used))}
+    return {name: [of.micro, of.accumulate, of.parts] for name, of in (("asked", asked), ("used", used))}
 
 
 def batch(config: TrainConfig, asked: Batch, facts: Mapping[str, Any]) -> tuple[Batch, float]:
@@ -156,12 +188,12 @@ def batch(config: TrainConfig, asked: Batch, facts: Mapping[str, Any]) -> tuple[
     if then is None:
         return asked, factor
     now = sizes(asked, asked)["asked"]
-    micro, accumulate, workers = then["used"]
+    micro, accumulate, parts = then["used"]
     if then["asked"] == now:
-        return Batch(micro=micro, accumulate=accumulate, world_size=workers), factor
-    if asked.world_size == workers or config.global_batch is not None or then["asked"][:2] != now[:2]:
+        return replace(asked, micro=micro, accumulate=accumulate), factor
+    if asked.parts == parts or config.global_batch is not None or then["asked"][:2] != now[:2]:
         return asked, factor
-    total = micro * accumulate * workers
+    total = micro * accumulate * parts
     if config.on_resize == "keep":
         return _keeping(total, asked), factor
     ratio = asked.total / total
@@ -170,13 +202,14 @@ def batch(config: TrainConfig, asked: Batch, facts: Mapping[str, Any]) -> tuple[
 
 def _keeping(total: int, asked: Batch) -> Batch:
     """The sizes that make this global batch, in passes no larger than asked for."""
-    workers = asked.world_size
-    if total % workers:
+    parts = asked.parts
+    if total % parts:
+        workers = f"{parts} workers" if not asked.shares else f"shares of {parts}"
         raise PlanError(
-            f"the run's global batch of {total} cannot be kept with {workers} workers",
+            f"the run's global batch of {total} cannot be kept with {workers}",
             where="train.on_resize",
             hint="use a number of workers that divides it, or `on_resize: linear` or `sqrt`",
         )
-    share = total // workers
+    share = total // parts
     micro = next(size for size in range(min(asked.micro, share), 0, -1) if share % size == 0)
-    return Batch(micro=micro, accumulate=share // micro, world_size=workers)
+    return replace(asked, micro=micro, accumulate=share // micro)

@@ -30,6 +30,11 @@ def folder(config: SnapshotConfig, environ: Mapping[str, str]) -> Place:
     return place(config.dir or environ.get(names.SNAPSHOT_DIR) or "snapshots")
 
 
+def is_in_pieces(config: SnapshotConfig, *, sharded_state: bool) -> bool:
+    """Whether each of several workers writes what it has."""
+    return sharded_state if config.layout == "auto" else config.layout == "sharded"
+
+
 def saver(
     config: SnapshotConfig, folder: Place, worker: Worker, model: nn.Module, *, progress: Progress, sharded_state: bool
 ) -> Saver:
@@ -46,7 +51,7 @@ def saver(
     Raises:
         SnapshotError: at a URL that a worker cannot write or see, of which training should hear before its first step.
     """
-    in_pieces = sharded_state if config.layout == "auto" else config.layout == "sharded"
+    in_pieces = is_in_pieces(config, sharded_state=sharded_state)
     replicas = config.replicas
     if isinstance(folder, Remote):
         stores(folder, worker)

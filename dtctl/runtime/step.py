@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ from dtctl.runtime.data_loading.feed import Feed
 from dtctl.runtime.data_loading.order import Indices, Schedule
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.explain import explained
+from dtctl.runtime.moe import accounting
+from dtctl.runtime.moe.accounting import Load
 from dtctl.runtime.precision import LossScale
 from dtctl.runtime.token_weighting import Weighted
 from dtctl.train.batch import Batch
@@ -35,6 +38,19 @@ class Clock(Protocol):
         """A backward pass begins."""
 
 
+@dataclass(slots=True)
+class StepResult:
+    """What a step has shown, for its line of metrics."""
+
+    loss: torch.Tensor | None
+    """This worker's share of the mean; None for one that has taken over the step from another worker."""
+    lr: float
+    norm: torch.Tensor | None
+    """Of the gradient, before clipping."""
+    use: Mapping[str, float] = field(default_factory=dict)
+    """How evenly experts were used, if the model has any."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Passes:
     """How the passes of a training are made; the same in all of its steps."""
@@ -49,6 +65,8 @@ class Passes:
     """What time it is, for `StepTimes`."""
     poison: Callable[[torch.Tensor], torch.Tensor]
     """Makes a loss whose gradient is NaN on all workers."""
+    load: Load | None = None
+    """Counts what experts are sent."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,6 +94,8 @@ class Step:
     """Mark of when the last forward pass was done."""
     own: tuple[Any, Any] | None = None
     """From when to when this worker waited for no other: to the end of the last forward pass."""
+    waited_s: float = 0.0
+    """How long it waited for data."""
 
     def __post_init__(self) -> None:
         """Look up whose turn it is."""
@@ -91,7 +111,10 @@ class Step:
         indices, feed = self.micro_batches[index], self.passes.feed
         if not len(indices):
             return self.stand_in()
-        return datasets.to_device(feed.batch(indices, self.schedule, self.position, index), self.passes.worker.device)
+        asked_s = time.perf_counter()
+        batch = feed.batch(indices, self.schedule, self.position, index)
+        self.waited_s += time.perf_counter() - asked_s
+        return datasets.to_device(batch, self.passes.worker.device)
 
     def first_alone(self) -> Any:
         """The first micro batch, read out of turn, on the worker's device."""
@@ -102,23 +125,24 @@ class Step:
         """A micro batch for a pass that does not count, on the worker's device."""
         return datasets.to_device(self.passes.feed.single(self.schedule.stand_in), self.passes.worker.device)
 
-    def loss(self, model: nn.Module, batch: Any, samples: int) -> torch.Tensor:
+    def loss(self, model: nn.Module, batch: Any, samples: int, weight: float) -> torch.Tensor:
         """The mean loss of a micro batch; a loss with weights is divided by the samples, and the weight noted.
 
         Args:
             model: what the loss function is called with.
             batch: the micro batch, on the worker's device.
             samples: how many of it count; 0 for a stand-in.
+            weight: what the backward pass multiplies the loss with.
         """
-        with self.passes.autocast:
+        with self.passes.autocast, accounting.counting(weight, samples, self.passes.load):
             loss = self.passes.loss(model, batch)
         if not isinstance(loss, tuple):
             return loss
-        total, weight = loss
-        if not samples or not isinstance(weight, torch.Tensor):
+        total, amount = loss
+        if not samples or not isinstance(amount, torch.Tensor):
             # Filled there: to copy a number of the host's to a GPU waits for all that it has to do.
-            weight = torch.full((), float(weight) if samples else 0.0, device=total.device)
-        self.weights.append(weight.detach().to(total.device, torch.float32))
+            amount = torch.full((), float(amount) if samples else 0.0, device=total.device)
+        self.weights.append(amount.detach().to(total.device, torch.float32))
         return total / max(1, samples)
 
     def backward(
@@ -148,7 +172,8 @@ class Step:
         passes = self.passes
         try:
             passes.clock.forward()
-            loss = self.loss(model, batch, samples)
+            scale = 1.0 if passes.loss_scale is None else passes.loss_scale.scale
+            loss = self.loss(model, batch, samples, weight * scale)
             if weight != weight:
                 loss = passes.poison(loss)
             elif weight != 1.0:

@@ -85,8 +85,8 @@ class TrainingState:
         )
         if self.ema is not None:
             self.ema.load(parts.get("ema"), absent_keys=self.strategy.absent_keys)
-        kept = self.strategy.load_state(parts.get("strategy", {}).get(str(self.worker.rank), {}))
-        differing += [kept] if kept else []
+        difference = self.strategy.load_state(parts.get("strategy", {}).get(str(self.worker.rank), {}))
+        differing += [difference] if difference else []
         self.account.program.load(held)
         differing += self.account.load(parts, self.worker.rank, going_back=going_back)
         # Last, since all of the above may draw random numbers.
@@ -117,12 +117,12 @@ class TrainingState:
             {key: checksum(value) for key, value in state.group_values(group).items()} if group["params"] else None
             for group in self.optimizer.param_groups
         ]
-        told = gathered_json([checksum(mine) if mine else None, lost, groups], worker)
-        _require_alike([rows for _, _, rows in told], self.strategy.name)
-        everywhere = list(dict.fromkeys(path for _, paths, _ in told for path in paths))
-        if all(one is None for one, _, _ in told):
+        reports = gathered_json([checksum(mine) if mine else None, lost, groups], worker)
+        _require_alike([rows for _, _, rows in reports], self.strategy.name)
+        everywhere = list(dict.fromkeys(path for _, paths, _ in reports for path in paths))
+        if all(digest is None for digest, _, _ in reports):
             return {}, everywhere
-        if all(one == told[0][0] for one, _, _ in told):
+        if all(digest == reports[0][0] for digest, _, _ in reports):
             return ({EVERYONE: mine} if worker.is_first else {}), everywhere
         own = {str(worker.rank): mine}
         return (own if in_pieces else gathered(own, worker) or {}), everywhere
@@ -161,20 +161,20 @@ class TrainingState:
         return parts if worker.is_first else {}
 
 
-def _require_alike(told: list[list[dict[str, int] | None]], strategy: str) -> None:
+def _require_alike(reports: list[list[dict[str, int] | None]], strategy: str) -> None:
     """See that what the optimizer counts for its groups is the same on all workers, of which each may have a part.
 
     Raises:
         WorkerFailed: on every worker, if it is not.
     """
-    if len({len(groups) for groups in told}) > 1:  # stages of a pipeline, whose tensors lie on several meshes
+    if len({len(groups) for groups in reports}) > 1:  # stages of a pipeline, whose tensors lie on several meshes
         return
-    for number, row in enumerate(zip(*told, strict=True)):
-        there = [values for values in row if values is not None]
-        for key in there[0] if there else ():
-            if len({values.get(key) for values in there}) > 1:
+    for number, row in enumerate(zip(*reports, strict=True)):
+        present = [values for values in row if values is not None]
+        for key in present[0] if present else ():
+            if len({values.get(key) for values in present}) > 1:
                 raise WorkerFailed(
-                    f"the workers' optimizers have come apart: param_groups[{number}] has another `{key}` on each",
+                    f"the workers' optimizers have diverged: param_groups[{number}] has another `{key}` on each",
                     where=f"train.strategy ({strategy})",
                     hint="an optimizer that counts over all parameters needs all of them on each worker: use ddp",
                 )

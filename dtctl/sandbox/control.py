@@ -187,6 +187,13 @@ def _start_keeper(state: Path, name: str, nodes: int, *, with_slurm: bool) -> No
     keeper.returncode = 0  # it stays; Popen must not warn that it does
 
 
+def runs_on(name: str) -> list[str]:
+    """Runs that have left snapshots or a working folder on the hosts of a sandbox, in order of their names."""
+    folders_of_runs = (layout.state_dir(name) / "hosts").glob("*/home/.dtctl/node/runs/*")
+    held = {run.name for run in folders_of_runs if any((run / "snapshots").glob("*")) or (run / "work").exists()}
+    return sorted(held)
+
+
 def down(name: str) -> bool:
     """End a sandbox and remove everything of it, however broken it is; whether there was anything.
 
@@ -310,19 +317,19 @@ def host_processes(node: SandboxNode) -> dict[int, str]:
     """Processes of a host, by this machine's ids -> command line; its init is among them."""
     namespace = _pid_namespace(node.pid) if is_on(node) else None
     commands = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and namespace and _pid_namespace(int(entry.name)) == namespace:
+    for name in os.listdir("/proc") if namespace else ():  # noqa: PTH208 - hundreds of paths, looked at often
+        if name.isdigit() and _pid_namespace(int(name)) == namespace:
             try:
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                line = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue
-            if node_facts.start_ticks(int(entry.name)):
-                commands[int(entry.name)] = line.strip()
+            if node_facts.start_ticks(int(name)):
+                commands[int(name)] = line.strip()
     return commands
 
 
 def _pid_namespace(pid: int) -> str | None:
     try:
-        return str(Path(f"/proc/{pid}/ns/pid").readlink())
+        return os.readlink(f"/proc/{pid}/ns/pid")  # noqa: PTH115 - the same
     except OSError:
         return None

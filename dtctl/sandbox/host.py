@@ -68,8 +68,7 @@ def _mounts(host: Host) -> None:
     kernel.bind(state / "hosts" / host.name, state / "self")
     kernel.mount("none", state / "hosts", "tmpfs", 0, "size=4k,mode=0700")
     _own_etc(state / "self" / "etc")
-    if not _needed_under_tmp(state):
-        kernel.mount("tmp", Path("/tmp"), "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=1777")  # noqa: S108
+    _own_tmp(_needed(state))
     if Path("/run/sshd").is_dir() or os.access("/run", os.W_OK):
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
 
@@ -88,11 +87,23 @@ def _own_etc(own: Path) -> None:
                 kernel.bind(path, Path("/etc", path.name))
 
 
-def _needed_under_tmp(state: Path) -> bool:
-    """Whether the host needs files that lie in /tmp: its own, or the Python that runs dtctl."""
+def _own_tmp(needed: list[Path]) -> None:
+    """An empty /tmp, in which only folders of the machine's own that the host cannot do without are seen."""
     tmp = Path(tempfile.gettempdir()).resolve()
-    needed = (state, Path(sys.prefix), Path(sys.base_prefix), Path(__file__))
-    return any(tmp == path or tmp in path.resolve().parents for path in needed)
+    below = [path for path in needed if tmp in path.parents]
+    outermost = [path for path in below if not any(other in path.parents for other in below)]
+    held = {path: os.open(path, os.O_PATH) for path in outermost}
+    kernel.mount("tmp", tmp, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=1777")
+    for path, fd in held.items():
+        path.mkdir(parents=True)
+        kernel.bind(Path(f"/proc/self/fd/{fd}"), path)
+        os.close(fd)
+
+
+def _needed(state: Path) -> list[Path]:
+    """Folders that a host uses: its own, and those of the Python that runs dtctl."""
+    folders = (state, Path(sys.prefix), Path(sys.base_prefix), Path(__file__).parents[2], *map(Path, sys.path))
+    return [path for path in dict.fromkeys(folder.resolve() for folder in folders) if path.is_dir()]
 
 
 def _network(host: Host) -> None:

@@ -149,7 +149,7 @@ def start_control(state: Path) -> None:
     """Start munge and the controller, as children of the keeper that end with it.
 
     Raises:
-        SandboxError: munge does not come up.
+        SandboxError: munge did not start.
     """
     munge = state / "slurm" / "munge"
     names = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
@@ -159,7 +159,7 @@ def start_control(state: Path) -> None:
     deadline = time.monotonic() + READY_LIMIT_S
     while not (munge / "socket").exists():
         if time.monotonic() > deadline:
-            raise SandboxError("munge does not come up", where=str(munge / "log"))
+            raise SandboxError("munge did not start", where=str(munge / "log"))
         time.sleep(0.01)
     _start(
         ["slurmctld", "-D", "-f", str(config_file(state))],
@@ -193,9 +193,7 @@ def wait_ready(sandbox: Sandbox) -> None:
             summary = (
                 ", ".join(f"{name} is {state}" for name, state in states.items()) or "the controller does not answer"
             )
-            raise SandboxError(
-                f"Slurm does not come up: {summary}", where=str(sandbox.state / "slurm" / "slurmctld.log")
-            )
+            raise SandboxError(f"Slurm did not start: {summary}", where=str(sandbox.state / "slurm" / "slurmctld.log"))
         time.sleep(0.05)
 
 

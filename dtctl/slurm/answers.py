@@ -1,4 +1,4 @@
-"""What login_agent.py may answer from the machine of Slurm's commands: one schema per request."""
+"""What login_agent.py may answer from the machine of Slurm's commands: one type per request."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import binascii
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, ClassVar, Final, TypeVar
 
-from dtctl.launch.control.messages import (
-    Check,
+from dtctl.launch.control.link import checked, quoted
+from dtctl.schema import (
     InvalidMessage,
-    checked,
+    Record,
     file_name,
-    form,
     integer,
     list_of,
     mapping_of,
     nullable,
     number,
+    pair,
     path,
     prose,
-    quoted,
     text,
+    value,
 )
 
 BYTES: Final = 256 << 20
 """Of one answer: a piece of a megabyte from each rank's log."""
 _FIELD: Final = text(4096)
-_JOB: Final = re.compile(r"\d{1,18}\Z")
+_JOB: Final = re.compile(r"\d{1,18}(_\d{1,9})?\Z")
 _LOG: Final = re.compile(r"(?:agent|rank-\d{1,9})\.log\Z")
 _STACK: Final = re.compile(r"rank-\d{1,9}\.txt\Z|trace_rank_\d{1,9}\.json\Z")
 _ATTEMPT: Final = re.compile(r"attempt-\d{1,9}\Z")
@@ -53,77 +53,187 @@ def _kept_file(value: Any) -> str:
     return str(value)
 
 
-def _file_part(value: Any) -> list[Any]:
-    if not isinstance(value, list) or len(value) != 2:
-        raise InvalidMessage("not a part of a file")
+def _contents(value: Any) -> bytes:
     try:
-        base64.b64decode(value[1], validate=True)
+        return base64.b64decode(value, validate=True)
     except (binascii.Error, TypeError, ValueError):
         raise InvalidMessage("not a part of a file") from None
-    return [integer(0)(value[0]), value[1]]
 
 
 def _partition(value: Any) -> dict[str, str]:
-    form(PartitionName=_FIELD)(value)
-    fields: dict[str, str] = mapping_of(text(256), _FIELD)(value)
+    fields = mapping_of(text(256), _FIELD)(value)
+    if "PartitionName" not in fields:
+        raise InvalidMessage("PartitionName is missing")
     return fields
 
 
 def _row(value: Any) -> list[str]:
-    fields: list[str] = list_of(_FIELD, 16)(value)
+    fields = list_of(_FIELD, 16)(value)
     if len(fields) < 5:
         raise InvalidMessage("not a row that describes a node")
     return fields
 
 
-_STATE: Final = form(
-    JobState=text(64),
-    optional={
-        **dict.fromkeys(("Reason", "StartTime", "NodeList", "Partition", "TimeLimit", "Account", "QOS"), prose),
-        "ExitCode": text(32), "Restarts": text(32), "ids": list_of(_job, 1000), "nodes": list_of(file_name, 100_000),
-        "start": nullable(number),
-    },
-)  # fmt: skip
-_SBATCH_OUTPUT: Final = {"code": integer(-255, 255), "said": prose}
-_ANSWERS: Final[Mapping[str, Check]] = {
-    "offer": form(
-        partitions=list_of(_partition, 10_000),
-        nodes=list_of(_row, 1_000_000),
-    ),
-    "place": form(folder=path),
-    "fill": form(),
-    "submit": form(code=_SBATCH_OUTPUT["code"], optional={"said": prose, "job": _job}),
-    "test": form(code=_SBATCH_OUTPUT["code"], said=prose),
-    "look": form(job=_STATE, files=mapping_of(_kept_file, _file_part)),
-    "state": form(job=_STATE),
-    "left": form(left=mapping_of(file_name, nullable(integer(0, 1 << 22))), how=prose),
-}
-_NO: Final = form(error=prose)
+class JobFacts(Record):
+    """What Slurm says of a job."""
+
+    state: str = value(text(64))
+    """Slurm's word, such as RUNNING."""
+    reason: str = value(prose, default="")
+    exit_code: str = value(text(32), default="")
+    """CODE:SIGNAL of the batch script; empty while it is not known."""
+    partition: str = value(prose, default="")
+    account: str = value(prose, default="")
+    qos: str = value(prose, default="")
+    ids: list[str] = value(list_of(_job, 1000), default=[])
+    """One for each component of a heterogeneous job."""
+    nodes: list[str] = value(list_of(file_name, 100_000), default=[])
+    """Empty while it has none."""
+    node_list: str = value(text(1 << 20), default="")
+    """As Slurm writes them; (null) of a job that has none, empty where Slurm does not say."""
+    restarts: str = value(text(32), default="0")
+    start: float | None = value(nullable(number), default=None)
+    """When it has started, or is expected to, in seconds since the epoch."""
+    end: float | None = value(nullable(number), default=None)
+    """When it has ended, or has to at the latest."""
 
 
-def answer(request: Mapping[str, Any], output: str, *, node: str) -> dict[str, Any]:
-    """The answer to a request, or an `error`.
+_OWN_NAMES: Final = {
+    "JobState": "state", "Reason": "reason", "ExitCode": "exit_code", "Partition": "partition", "Account": "account",
+    "QOS": "qos", "NodeList": "node_list", "Restarts": "restarts",
+}  # fmt: skip
+
+
+def _job_facts(document: Any) -> JobFacts:
+    if not isinstance(document, dict):
+        raise InvalidMessage("not an object")
+    return JobFacts.parse({_OWN_NAMES.get(name, name): item for name, item in document.items()})
+
+
+class AgentAnswer(Record):
+    """An answer to the request `op`."""
+
+    op: ClassVar[str]
+
+
+class Offer(AgentAnswer):
+    """What the cluster has."""
+
+    op = "offer"
+    partitions: list[dict[str, str]] = value(list_of(_partition, 10_000))
+    """Fields of `scontrol show partition`."""
+    nodes: list[list[str]] = value(list_of(_row, 1_000_000))
+    """Columns of sinfo: name, partition, state, gres, features."""
+
+
+class RunPlace(AgentAnswer):
+    """The run's folder is there."""
+
+    op = "place"
+    folder: str = value(path)
+
+
+class Filled(AgentAnswer):
+    """The run's folder has its files."""
+
+    op = "fill"
+
+
+class Submitted(AgentAnswer):
+    """What sbatch did."""
+
+    op = "submit"
+    code: int = value(integer(-255, 255))
+    ignored: list[str] = value(list_of(text(256), 1000))
+    """Variables of the shell there that would have changed the job, and were not used."""
+    used: list[str] = value(list_of(text(256), 1000))
+    """Those that were."""
+    said: str = value(prose, default="")
+    job: str = value(_job, default="")
+    """Its id, if it was accepted."""
+
+
+class JobFound(AgentAnswer):
+    """The numbers of the jobs that a batch file has become; None where Slurm does not say."""
+
+    op = "find"
+    jobs: list[str] | None = value(nullable(list_of(_job, 10_000)))
+
+
+class OutputsCounted(AgentAnswer):
+    """What a run has put out in its working folder."""
+
+    op = "outputs"
+    files: int = value(integer(0))
+    bytes: int = value(integer(0))
+
+
+class Tested(AgentAnswer):
+    """What sbatch would do."""
+
+    op = "test"
+    code: int = value(integer(-255, 255))
+    said: str = value(prose)
+
+
+class JobLook(AgentAnswer):
+    """How the job is, and what its files hold beyond what is known."""
+
+    op = "look"
+    job: JobFacts = value(_job_facts)
+    files: dict[str, tuple[int, bytes]] = value(mapping_of(_kept_file, pair(integer(0), _contents)))
+    """File -> offset, and what stands there."""
+
+
+class JobAsked(AgentAnswer):
+    """How the job is."""
+
+    op = "state"
+    job: JobFacts = value(_job_facts)
+
+
+class Counted(AgentAnswer):
+    """Node -> processes of the job on it; None where nobody could look."""
+
+    op = "left"
+    left: dict[str, int | None] = value(mapping_of(file_name, nullable(integer(0, 1 << 22))))
+    how: str = value(prose)
+
+
+class _Error(Record):
+    error: str = value(prose)
+
+
+A = TypeVar("A", bound=AgentAnswer)
+
+
+def parse(kind: type[A], request: Mapping[str, Any], output: str, *, node: str) -> A:
+    """The answer to a request.
 
     Raises:
-        Wrong: there is none.
+        InvalidMessage: there is none.
         NodeError: it has not the form that was asked for.
+        AgentRefused: it says that it cannot be done.
     """
     if len(output) > BYTES:
         raise InvalidMessage("no answer")
     try:
-        parsed = json.loads(output)
+        document = json.loads(output)
     except (ValueError, RecursionError):
         raise InvalidMessage("no answer") from None
-    op = request["op"]
-    subject = f"its answer to `{op}`"
-    if isinstance(parsed, dict) and "error" in parsed:
-        return checked(_NO, parsed, subject=subject, node=node)
-    answer = checked(_ANSWERS[op], parsed, subject=subject, node=node)
-    if op == "place":
-        checked(lambda folder: _is_place(folder, request), answer["folder"], subject=subject, node=node)
-    if op == "submit" and not answer["code"] and "job" not in answer:
-        checked(_job, None, subject=subject, node=node)
+    subject = f"its answer to `{kind.op}`"
+    if isinstance(document, dict) and "error" in document:
+        raise AgentRefused(checked(_Error.parse, document, subject=subject, node=node).error)
+    answer = checked(kind.parse, document, subject=subject, node=node)
+    if isinstance(answer, RunPlace):
+        checked(lambda folder: _is_place(folder, request), answer.folder, subject=subject, node=node)
+    if isinstance(answer, Submitted) and not answer.code:
+        checked(_job, answer.job, subject=subject, node=node)
     return answer
+
+
+class AgentRefused(Exception):
+    """The machine cannot do what was asked for; the text says why."""
 
 
 def _is_place(folder: str, request: Mapping[str, Any]) -> Any:

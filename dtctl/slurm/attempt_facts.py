@@ -61,7 +61,7 @@ class AttemptFacts:
             case job_record.RecordedProgress():
                 self.first_step, self.last_step = event.worker.first, event.worker.step
             case job_record.LeftEarly():
-                self._left_early = event.workers
+                self._left_early = tuple(event.workers)
             case job_record.Verdict():
                 self.hangs = True
                 self.failures.append(event.failure)
@@ -83,7 +83,7 @@ class AttemptFacts:
         return AGENT if rank is None else rank
 
 
-def begin(event: Start, *, workers_apart: bool, slots: Sequence[int]) -> AttemptFacts:
-    """An attempt that begins with this event; `slots`: workers of each node."""
-    ranks = placement.first_ranks(event.nodes, slots)
+def begin(event: Start, *, workers_apart: bool, components: Sequence[placement.Component]) -> AttemptFacts:
+    """An attempt that begins with this event."""
+    ranks = placement.first_ranks(event.nodes, components)
     return AttemptFacts(number=event.attempt, begun=event.time, workers_apart=workers_apart, first_ranks=ranks)

@@ -18,18 +18,18 @@ from typing import Final
 import dtctl
 from dtctl import names, shell
 from dtctl.errors import PlanError
+from dtctl.plan import environment
 from dtctl.plan.model import Plan
 from dtctl.render import render, template_folders
 from dtctl.render.standalone import standalone
 from dtctl.slurm import placement
 from dtctl.spec.model import Slurm, Spec
-from dtctl.supervisor import processes
+from dtctl.supervisor import processes, work
 
 TEMPLATE: Final = "job.sbatch.j2"
 PLACE: Final = "dtctl: place in the job"
 _RUN: Final = "import sys; sys.path.append(sys.path.pop(0)); from dtctl.slurm.{} import main; main()"
 """Python code: modules of the job's own code, which is the working folder, come last."""
-_TIME: Final = re.compile(r"\d+(:\d\d){0,2}\Z|\d+-\d\d?(:\d\d){0,2}\Z|(?i:infinite|unlimited)\Z")
 _KEY: Final = re.compile(r"[a-z][a-z0-9-]*\Z")
 LATE_OPTIONS: Final = {
     "--node-rank": shell.Late("--node-rank=$SLURM_NODEID"),
@@ -40,7 +40,7 @@ LATE_OPTIONS: Final = {
 """Options of torchrun whose values are known only inside the allocation."""
 
 
-def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path | None = None) -> str:
+def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path, followed: bool = False) -> str:
     """The file.
 
     Args:
@@ -48,8 +48,9 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path | No
         plan: what it comes to; its nodes are only counted.
         chdir: folder of the code, which all nodes see.
         output: file for the output of the job; `%j` in it is the job's id.
-        folder: folder of the run, which all nodes see: for metrics, snapshots, and a log per worker. None: what workers
-            print goes to `output`, and the rest where they put it.
+        folder: folder of the run, which all nodes see: for what the job finds out of itself.
+        followed: whether somebody follows the run, so that each worker's output has a file of its own, and metrics and
+            snapshots are in `folder`. If not, what workers print goes to `output`, and the rest where they put it.
 
     Raises:
         PlanError: a key of the spec cannot be said to Slurm.
@@ -62,25 +63,41 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path | No
     fixed_port = spec.network.rendezvous_port
     component_list = components(slurm, plan, chdir=chdir, output=output)
     several = len(component_list) > 1
+    own_folder = slurm.array is not None and chdir == folder / work.FOLDER
+    options, wrapper = _container(slurm, chdir=chdir, folder=folder, own_folder=own_folder)
     values = {
         "version": dtctl.__version__,
         "names": names,
         "plan": plan,
         "node": node,
+        "notes": ignored_names(spec),
+        "secret_words": {name: "${" + name + "+set}" for name in plan.secrets},
         "groups": [group for group in node.env_by_origin if group.origin != PLACE],
         "components": component_list,
-        "each": " or ".join(str(part.slots) for part in component_list),
+        "each": " or ".join(dict.fromkeys(str(part.slots) for part in component_list)),
         # Of several kinds of nodes, each task is told its own number.
-        "slots": shell.Late("$1") if several else node.slots,
+        "slots": shell.Late("$slots") if several else node.slots,
         "unit": "worker" if direct else "node",
-        "srun": list(slurm.srun),
-        "python": node.python or "python3",
+        "array": slurm.array is not None,
+        "srun": [*_srun_options(slurm), *options, *slurm.srun],
+        "container": wrapper,
+        "python": spec.cluster.python or "python3" if slurm.container else node.python or "python3",
+        "task_python": node.python or "python3",
         "port": fixed_port if isinstance(fixed_port, int) else 0,
         "meeting": standalone(package_folder / "pick_endpoint.py"),
+        "threads": _threads(slurm, plan),
+        "count_threads": standalone(package_folder / "count_threads.py"),
         "route": standalone(package_folder / "find_interface.py"),
         "argv": _with_late_values(node.argv) if plan.kind == "torchrun" else node.argv,
         "mark": f"TASK_{hashlib.blake2b(repr(node).encode(), digest_size=6).hexdigest()}",
-        "folder": str(folder) if folder else "",
+        "folder": str(folder),
+        # What one task writes is not for the others.
+        "own_folder": own_folder,
+        "code": str(chdir),
+        "seen": str(folder if followed else chdir),
+        "followed": followed,
+        # Tasks of an array would go on from each other's snapshots.
+        "own_files": followed or slurm.array is not None,
         "log": shell.Late("rank-$SLURM_PROCID.log") if direct else "agent.log",
         "monitor": _RUN.format("monitor"),
         "next_start": _RUN.format("next_start"),
@@ -88,18 +105,27 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path | No
         "run_token": processes.TOKEN,
         "hang_s": str(spec.job.hang_s),
         "hang_start_s": str(spec.job.hang_start_s),
-        "placement": placement.to_text([node.slots for node in plan.nodes]),
+        "placement": placement.to_text(_placement(plan)),
         "restarts": plan.max_restarts,
-        "requeues": slurm.requeues,
+        "requeues": slurm.requeues if slurm.requeue else 0,
         "requeue_exit": names.REQUEUE_EXIT,
     }
     return render(TEMPLATE, values, folders=template_folders(spec.base_dir))
 
 
+def ignored_names(spec: Spec) -> list[str]:
+    """A sentence if the spec names nodes that Slurm is not asked for."""
+    nodes = spec.cluster.nodes
+    if isinstance(nodes, int) or not nodes or (spec.slurm and (spec.slurm.nodelist or "nodelist" in spec.slurm.extra)):
+        return []
+    return ["Slurm chooses the nodes; those of cluster.nodes are only counted, slurm.nodelist asks for some by name"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Component:
+class BatchComponent:
     """Nodes of one kind: what Slurm calls a component of a heterogeneous job, or all of the job."""
 
+    nodes: int
     slots: int
     tasks: int
     """Per node."""
@@ -107,31 +133,41 @@ class Component:
     """What follows `#SBATCH `, an option each."""
 
 
-def components(slurm: Slurm, plan: Plan, *, chdir: Path, output: Path) -> list[Component]:
-    """The nodes in runs of equal numbers of workers, in the order of their ranks.
+def components(slurm: Slurm, plan: Plan, *, chdir: Path, output: Path) -> list[BatchComponent]:
+    """The nodes in runs of equal numbers of workers and equal resources, in the order of their ranks.
 
     Raises:
         PlanError: a value cannot be said in a batch file.
     """
-    result: list[Component] = []
-    for slots, nodes in groupby(plan.nodes, key=lambda node: node.slots):
-        tasks = slots if plan.per_worker else 1
-        options = _node_options(slurm, nodes=len(list(nodes)), tasks=tasks)
+    result: list[BatchComponent] = []
+    for (slots, gres), alike in groupby(plan.nodes, key=lambda node: (node.slots, node.gres)):
+        tasks, nodes = slots if plan.per_worker else 1, len(list(alike))
+        options = _node_options(slurm, nodes=nodes, tasks=tasks, gres=gres)
         if not result:  # what is said of the job as a whole stands before its first nodes
             options = {"job-name": plan.job, **options, **_job_options(slurm, chdir=chdir, output=output)}
-        result.append(Component(slots=slots, tasks=tasks, directives=tuple(_lines({**options, **slurm.extra}))))
+        result.append(
+            BatchComponent(nodes=nodes, slots=slots, tasks=tasks, directives=tuple(_lines({**options, **slurm.extra})))
+        )
     return result
 
 
-def _node_options(slurm: Slurm, *, nodes: int, tasks: int) -> dict[str, object]:
+def _placement(plan: Plan) -> list[placement.Component]:
+    return placement.components((node.slots, node.gres) for node in plan.nodes)
+
+
+def _node_options(slurm: Slurm, *, nodes: int, tasks: int, gres: str | None) -> dict[str, object]:
     return {
         "partition": slurm.partition,
         "account": slurm.account,
         "qos": slurm.qos,
         "time": slurm.time,
         "nodes": nodes,
+        "nodelist": slurm.nodelist,
         "ntasks-per-node": tasks,
-        "gres": slurm.gres,
+        "cpus-per-task": slurm.cpus_per_task,
+        "mem": slurm.mem,
+        "exclusive": slurm.exclusive,
+        "gres": gres,
     }
 
 
@@ -141,9 +177,44 @@ def _job_options(slurm: Slurm, *, chdir: Path, output: Path) -> dict[str, object
         "chdir": str(chdir),
         "output": str(output),
         "open-mode": "append",  # a job that is started again goes on in the same file
-        "requeue": True,
+        "requeue": slurm.requeue,
+        "no-requeue": not slurm.requeue,  # the site's default may be either
         "signal": f"B:USR1@{slurm.warn_s}",  # to the batch script alone, before the time is over
     }
+
+
+def _threads(slurm: Slurm, plan: Plan) -> int | None:
+    """Threads of each worker; 0: to be counted where the job runs, None: the spec sets them."""
+    node = plan.head
+    if any(variable.name == environment.THREADS for variable in node.env):
+        return None
+    if slurm.cpus_per_task is None:
+        return 0
+    return max(1, slurm.cpus_per_task // (1 if plan.per_worker else node.slots))
+
+
+def _srun_options(slurm: Slurm) -> list[str]:
+    return [] if slurm.cpus_per_task is None else [f"--cpus-per-task={slurm.cpus_per_task}"]
+
+
+def _container(slurm: Slurm, *, chdir: Path, folder: Path, own_folder: bool) -> tuple[list[str], list[str]]:
+    """What brings the tasks into their container: options of srun, and words before the tasks' shell."""
+    container = slurm.container
+    if container is None:
+        return [], []
+    own = [str(path) for path in dict.fromkeys((chdir, folder)) if not (path == folder and chdir in folder.parents)]
+    begin = shell.Late(f"${names.RUN_DIR}/{work.FOLDER}") if own_folder else str(chdir)
+    mounts = [*(f"{path}:{path}" for path in own), *container.mounts]
+    if container.runtime == "pyxis":
+        return [
+            f"--container-image={container.image}",
+            f"--container-mounts={','.join(mounts)}",
+            type(begin)(f"--container-workdir={begin}"),
+        ], []
+    return [], [
+        "apptainer", "exec", *(f"--bind={mount}" for mount in mounts), type(begin)(f"--pwd={begin}"),
+        *container.options, container.image,
+    ]  # fmt: skip
 
 
 def _lines(options: Mapping[str, object]) -> list[str]:
@@ -185,22 +256,28 @@ def _with_late_values(argv: Sequence[str]) -> list[str]:
 
 def _check(spec: Spec, plan: Plan) -> None:
     slots = {node.slots for node in plan.nodes}
+    parts = _placement(plan)
     if len(slots) > 1 and not plan.per_worker:
         raise PlanError(
             f"nodes with {' and '.join(map(str, sorted(slots)))} workers are more than one kind of node",
             where="cluster.nodes",
             hint="with `kind: direct` they are the components of a heterogeneous job",
         )
-    if len(slots) > 1 and spec.slurm and spec.slurm.array:
+    if len(parts) > 1 and spec.slurm and spec.slurm.array:
         raise PlanError(
             "Slurm has no arrays of heterogeneous jobs",
             where=spec.written_at("slurm.array"),
-            hint="give all nodes the same slots",
+            hint="give all nodes the same slots and gres",
         )
-    time = spec.slurm.time if spec.slurm else None
-    if time is not None and not _TIME.match(time):
+    if spec.slurm and spec.slurm.array and spec.snapshot_dir:
         raise PlanError(
-            f"{time!r} is not a time limit of Slurm",
-            where=spec.written_at("slurm.time"),
-            hint='write minutes, H:MM:SS or D-HH:MM:SS, as text: `time: "12:00:00"`',
+            "all tasks of the array would go on from the same snapshots",
+            where=spec.written_at("train.snapshot.dir"),
+            hint="leave it out: each task then has a folder of its own",
+        )
+    if spec.slurm and spec.slurm.container and plan.transport != "slurm":
+        raise PlanError(
+            "the container of the workers is Slurm's to start",
+            where=spec.written_at("slurm.container"),
+            hint="set `cluster.transport: slurm`",
         )

@@ -69,6 +69,14 @@ class ScriptEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOnNode:
+    """The job's last step has ended what was left of the workers on a node, and counted what still is."""
+
+    node: str
+    processes: int
+
+
+@dataclass(frozen=True, slots=True)
 class NotRestarted:
     """No start follows one that has failed, although there are some left."""
 
@@ -84,21 +92,22 @@ class Waiting:
 
 _START: Final = re.compile(r"dtctl: run \S+, start (\d+) on (\S+), rendezvous (\S+:\d+), (\S+)$")
 _STEP_OVER: Final = re.compile(r"dtctl: start (\d+) is over with exit code (\d+), (\S+)$")
-_OVER: Final = re.compile(r"dtctl: ended with exit code (\d+)$")
+_OVER: Final = re.compile(r"dtctl: ended with exit code (\d+)(?:, \S+)?$")
 _ABORTED: Final = re.compile(
     r"srun: (?:Job step aborted|(?:launch/slurm: \w+: )?Terminating (?:StepId|job step)|First task exited)"
 )
+_LEFT: Final = re.compile(r"dtctl: left on (\S+): (\d{1,7})$")
 _NOT_RESTARTED: Final = "dtctl: not restarted: "
 _WAIT: Final = re.compile(r"dtctl: exit code \d+, the workers are started again in ([\d.]{1,9}) s$")
 _TASK: Final = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
 _NODE: Final = re.compile(r"srun: error: Node failure on (\S+)")
 _CODE: Final = re.compile(r"Exited with exit code (\d+)")
-_DUE: Final = re.compile(r"\*\*\* (?:JOB|STEP) .* DUE TO ([A-Z ]+?) \*\*\*")
+_DUE: Final = re.compile(r"\*\*\* (?:JOB|STEP) .* DUE TO ([A-Z ]+?)(?:, [^*]*)? \*\*\*")
 _WARNED: Final = "dtctl: the time is nearly over"
 _SIGNALS: Final = {signal.strsignal(number): number for number in signal.valid_signals()}
 
 
-Event: TypeAlias = Start | StepEnded | Ended | Aborted | TakenBack | ScriptEnded | NotRestarted | Waiting
+Event: TypeAlias = Start | StepEnded | Ended | Aborted | TakenBack | ScriptEnded | LeftOnNode | NotRestarted | Waiting
 
 
 def read(line: str) -> Sequence[Event]:
@@ -112,6 +121,8 @@ def read(line: str) -> Sequence[Event]:
         return [StepEnded(int(match[1]), moment, int(match[2]))]
     if match := _OVER.match(line):
         return [ScriptEnded(int(match[1]))]
+    if (match := _LEFT.match(line)) and folders.is_name(match[1]):
+        return [LeftOnNode(match[1], int(match[2]))]
     if _ABORTED.match(line):
         return [Aborted()]
     if line.startswith(_NOT_RESTARTED):
@@ -128,6 +139,7 @@ def read(line: str) -> Sequence[Event]:
             "TIME LIMIT": "its time limit was reached",
             "PREEMPTION": "it was preempted",
             "NODE FAILURE": "a node failed",
+            "JOB REQUEUE": "it was requeued (scontrol requeue)",
         }
         return [TakenBack(reasons.get(match[1], match[1].lower()))]
     return [TakenBack("its time limit was near")] if line.startswith(_WARNED) else []

@@ -7,14 +7,12 @@ the local copies.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
 import signal
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,8 +20,8 @@ from dtctl import folders, names
 from dtctl.errors import LaunchError
 from dtctl.launch.assemble import spec_of_run
 from dtctl.launch.control import failure as failures
+from dtctl.launch.control.controller import Result
 from dtctl.launch.control.failure import AGENT, Failure
-from dtctl.launch.job import Result
 from dtctl.launch.records.events import (
     AttemptRunning,
     AttemptStarting,
@@ -44,12 +42,16 @@ from dtctl.launch.records.ledger import WRITE_S
 from dtctl.launch.records.logs import BEGUN_FILE, METRICS, Logs
 from dtctl.launch.records.record import RUN_BYTES, RunRecord, write_private
 from dtctl.launch.records.state import progress_of
-from dtctl.slurm import batchlog, job_record, login_client
+from dtctl.slurm import batchlog, job_record, login_client, placement
+from dtctl.slurm.answers import JobFacts, JobLook
 from dtctl.slurm.attempt_facts import AttemptFacts, begin
 from dtctl.slurm.job_ledger import JobLedger
 from dtctl.slurm.job_output import JOB_LOG, by_rank
+from dtctl.slurm.job_ref import JobRef
 from dtctl.slurm.left import Left, look
-from dtctl.slurm.site import Site
+from dtctl.slurm.outputs import count_outputs
+from dtctl.slurm.site import LocalSite, Site
+from dtctl.supervisor import work
 
 STATE_FILE: Final = "slurm.json"
 
@@ -58,25 +60,12 @@ WAITING: Final = frozenset(
 )
 RUNNING: Final = frozenset({"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "STOPPED", "RESIZING", "UNKNOWN"})
 """States in which the job goes on. All others are ends."""
+ERROR_MARK: Final = "dtctl: error: "
+"""Before a line of the batch file that says why it could not start the workers."""
 TIME_IS_UP: Final = frozenset({"TIMEOUT", "DEADLINE"})
 SETTLE_S: Final = 3.0
 TAKEN_S: Final = 60.0
 """How long to wait before an end counts as final: any end, and that of a job whose log says that it was requeued."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobRef:
-    """A job and where it keeps its files."""
-
-    job: str
-    folder: str
-    """On the machine that runs Slurm's commands."""
-    python: str
-    """Interpreter there."""
-    workers_apart: bool
-    """Whether each worker is a task of its own (kind direct); if not, torchrun marks their lines."""
-    slots: int
-    max_attempts: int
 
 
 class Follower:
@@ -92,6 +81,8 @@ class Follower:
         self.nodes: list[str] = []
         self._all_nodes: set[str] = set()
         """All nodes that the job was ever given."""
+        self._counted: dict[str, int | None] = {}
+        """Node -> processes that the job's own last step has found left there, unless workers were started since."""
         self.attempt: AttemptFacts | None = None
         """The newest one."""
         self._last_attempt = ref.max_attempts
@@ -102,6 +93,8 @@ class Follower:
         """Nodes none of whose workers has printed anything: still at the rendezvous, for all we see."""
         self._early: list[tuple[float, job_record.Event]] = []
         """What was recorded of an attempt whose start was not read yet."""
+        self.is_asked_to_stop = False
+        """Whether `dtctl stop` has asked for its end."""
         self.launch_s: float | None = None
         self.ledger = JobLedger(record.info().started)
         self._ledger_written = 0.0
@@ -109,7 +102,8 @@ class Follower:
         """How long the batch file waits before the next start."""
         self._silent = False
         """Whether events are those of an earlier follower."""
-        self.state: dict[str, Any] = {}
+        self.state: JobFacts | None = None
+        """None before the first look."""
         self._script_code: int | None = None
         self._over_since: float | None = None
         self._shown_state = ""
@@ -125,20 +119,19 @@ class Follower:
             LaunchError: the machine that runs Slurm's commands reports an error.
             ConnectError: it cannot be reached.
         """
-        request = {"op": "look", "job": self.ref.job, "folder": self.ref.folder, "have": self._offsets}
-        answer = login_client.ask(self.site, self.ref.python, request)
-        self.state = answer["job"]
-        self.nodes = self.state.get("nodes") or self.nodes
+        answer = login_client.ask(
+            self.site, self.ref.python, JobLook, job=self.ref.job, folder=self.ref.folder, have=self._offsets
+        )
+        self.state, files = answer.job, answer.files
+        self.nodes = self.state.nodes or self.nodes
         self._all_nodes.update(self.nodes)
-        files: dict[str, Any] = answer["files"]
         over = self.over
         if not over:
             self._over_since = None
         elif self._over_since is None:
             self._over_since = time.monotonic()
         arrived: dict[str, tuple[int, bytes]] = {}
-        for name in files:
-            offset, data = files[name][0], base64.b64decode(files[name][1])
+        for name, (offset, data) in files.items():
             complete = data if over else data[: max(data.rfind(b"\n"), data.rfind(b"\r")) + 1]
             arrived[name] = offset, complete
             self._offsets[name] = offset + len(complete)
@@ -161,16 +154,21 @@ class Follower:
     @property
     def over(self) -> bool:
         """Whether Slurm says that the job has ended."""
-        return bool(self.state) and not is_on(self.state)
+        return self.state is not None and not is_on(self.state)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether Slurm has not started it, or will start it again."""
+        return self.state is not None and self.state.state in WAITING
 
     @property
     def settled(self) -> bool:
         """Whether it has ended for good: one that is being requeued looks cancelled for a moment."""
-        if not self.over or self._over_since is None:
+        if self.state is None or not self.over or self._over_since is None:
             return False
         # A lost node ends the script, too, and its job is requeued all the same.
-        by_itself = self._script_code is not None and self.state["JobState"] in ("COMPLETED", "FAILED")
-        patience_s = TAKEN_S if self.taken_back and self.state["JobState"] != "TIMEOUT" else SETTLE_S
+        by_itself = self._script_code is not None and self.state.state in ("COMPLETED", "FAILED")
+        patience_s = TAKEN_S if self.taken_back and self.state.state != "TIMEOUT" else SETTLE_S
         return by_itself or time.monotonic() - self._over_since >= patience_s
 
     def _read_logs(self, arrived: dict[str, tuple[int, bytes]], *, before: int | None = None) -> None:
@@ -219,6 +217,8 @@ class Follower:
             self._tell(Note(time=at, node=first.node if first else None, text=f"not restarted: {event.reason}"))
         elif isinstance(event, batchlog.Waiting):
             self._wait_s = event.seconds
+        elif isinstance(event, batchlog.LeftOnNode):
+            self._counted[event.node] = event.processes
         elif getattr(event, "attempt", self.number) > self.number:
             self._early.append((at, event))
         elif self.attempt is not None and getattr(event, "attempt", self.number) == self.number:
@@ -267,14 +267,19 @@ class Follower:
             if first is not None and not taken_back:
                 cause = Restarting(reason=failures.describe(first), node=first.node, rank=first.rank)
             else:
-                cause = Restarting(reason=taken_back or "Slurm requeued it")
+                lost = first if first is not None and first.exit_code is None else None
+                cause = Restarting(reason=taken_back or "Slurm requeued it", node=lost.node if lost else None)
+                self._last_attempt = event.attempt + self.ref.max_attempts
+            if event.attempt > self._last_attempt:  # Slurm has started the job again, and the budget with it
                 self._last_attempt = event.attempt + self.ref.max_attempts
             self._tell(
                 replace(cause, time=event.time, attempt=event.attempt, of=self._last_attempt, wait_s=self._wait_s)
             )
-        slots = [node.get("slots", 0) for node in self.record.plan().get("nodes", [])]
-        self.attempt = begin(event, workers_apart=self.ref.workers_apart, slots=slots)
+        components = placement.of_plan(self.record.plan())
+        self.attempt = begin(event, workers_apart=self.ref.workers_apart, components=components)
         self._script_code = None
+        for node in event.nodes:
+            self._counted.pop(node, None)
         self.ledger.start(event.time, event.attempt, idle_s=self._wait_s)
         self._wait_s = 0.0
         self.launch_s = self.launch_s or max(0.0, event.time - self.record.info().started)
@@ -333,14 +338,16 @@ class Follower:
             self.emit(event)
 
     def _tell_state(self) -> None:
-        state, reason = self.state["JobState"], self.state.get("Reason", "")
+        if self.state is None:
+            return
+        state, reason = self.state.state, self.state.reason
         shown_state = f"{state} {reason}"
         if shown_state == self._shown_state:
             return
         self._shown_state = shown_state
         if state in WAITING:
             self.nodes = []
-            self.emit(JobQueued(job=self.ref.job, state=state, reason=reason, start=self.state.get("start")))
+            self.emit(JobQueued(job=self.ref.job, state=state, reason=reason, start=self.state.start))
 
     # -- what is kept -----------------------------------------------------------------------------------------------
 
@@ -351,27 +358,13 @@ class Follower:
     def _node(self, index: int) -> str:
         return self.nodes[index] if index < len(self.nodes) else ""
 
-    def _copies(self) -> dict[str, int]:
-        """Size of each copy here."""
-        folder = self.record.folder
-        paths = [*(folder / names.LOGS_DIR).glob("*/*.log"), *(folder / names.HANGS_DIR).glob("*/*/*")]
-        paths += [folder / name for name in (JOB_LOG, names.METRICS_FILE, names.PROGRESS_FILE)]
-        return {str(path.relative_to(folder)): path.stat().st_size for path in paths if path.exists()}
-
     def _save_position(self) -> None:
-        position = {"have": self._offsets, "copies": self._copies()}
+        position = {"have": self._offsets, "copies": _copies(self.record.folder)}
         write_private(self.record.folder / STATE_FILE, json.dumps(position, indent=1) + "\n")
 
     def _restore_position(self) -> None:
         """Be where the last follower was: by what it has copied, whose events it has emitted."""
-        try:
-            position = json.loads(folders.read_regular(str(self.record.folder / STATE_FILE), RUN_BYTES))
-        except (OSError, ValueError, RecursionError):
-            position = {"have": {}, "copies": {}}
-        self._offsets = position["have"]
-        # What was copied and not noted before the last follower died is copied again.
-        for name in self._copies():
-            os.truncate(self.record.folder / name, position["copies"].get(name, 0))
+        self._offsets = drop_unnoted(self.record.folder)
         texts = [_text_of(self.record.folder / name) for name in (JOB_LOG, names.PROGRESS_FILE)]
         self._silent = True
         for at, event in job_record.in_order(*(text.splitlines() for text in texts), now=round(time.time(), 3)):
@@ -397,7 +390,8 @@ class Follower:
             failure = replace(failure, log=str(folder / f"rank-{failure.rank}.txt"))
         if not failure.log or Path(failure.log).is_file():
             return failure
-        return replace(failure, log="" if failure.hang else str(self._job_log))
+        summary = failure.summary or job_error(_text_of(self._job_log))
+        return replace(failure, log="" if failure.hang else str(self._job_log), summary=summary)
 
     def result(self, *, stopped_by: int | None) -> Result:
         """How it ended; call it when it is over.
@@ -405,15 +399,17 @@ class Follower:
         Args:
             stopped_by: signal that has ended it, if it was one to the launcher.
         """
-        state, code = self.state["JobState"], self._exit_code()
-        failure = self._first_failure()
-        status, exit_code = "failed", 8
+        state, code = self._facts.state, self._exit_code()
+        failure, asked_to_stop, is_success = self._first_failure(), False, False
         if state in ("COMPLETED", "FORGOTTEN") and code == 0:
-            status, exit_code = "succeeded", 0
+            failure, stopped_by, is_success = None, None, True
         elif stopped_by is not None or state == "CANCELLED":
-            status, exit_code = "stopped", 128 + (stopped_by or signal.SIGTERM)
+            if stopped_by is None and not self.is_asked_to_stop:
+                text = f"job {self.ref.job} was cancelled, by scancel or the site, and not by this launcher"
+                self.emit(Note(node=self.site.name, text=text))
+            stopped_by = stopped_by or signal.SIGTERM
         elif code == names.REQUEUE_EXIT or state == "PREEMPTED":
-            status, exit_code = "stopped", names.REQUEUE_EXIT
+            asked_to_stop = True
         elif state in TIME_IS_UP:  # who was ended by that has not failed
             reason = self.taken_back or "its time limit was reached"
             code = 128 + signal.SIGTERM
@@ -423,7 +419,7 @@ class Follower:
         elif failure is None:
             failure = self._without_a_word(state)
         duration_s = self._duration_s()
-        self.ledger.close(self.record.info().started + duration_s, succeeded=status == "succeeded")
+        self.ledger.close(self.record.info().started + duration_s, succeeded=is_success)
         with contextlib.suppress(LaunchError):  # a full disk changes nothing about how the run ended
             self._write_ledger(at_once=True)
         left_behind = self.left_behind()
@@ -433,49 +429,89 @@ class Follower:
             self.emit(Note(node=self.site.name, text=left_behind.describe()))
         return Result(
             run=self.record.run,
-            status=status,
-            exit_code=exit_code,
+            failure=failure,
+            stopped_by=stopped_by,
+            asked_to_stop=asked_to_stop,
             attempts=max(0, self.number) + 1,
-            first_failure=failure if status == "failed" else None,
             launch_s=self.launch_s,
             duration_s=duration_s,
             left_behind=left_behind.total,
             lost_output=dict(self.logs.lost),
+            outputs=count_outputs(self.site, self.ref, spec_of_run(self.record).job.outputs),
+            is_local=isinstance(self.site, LocalSite),
             nodes=len(self.nodes),
-            goodput=self.ledger.ledger.facts()["goodput"],
+            goodput=self.ledger.ledger.facts().goodput,
         )
+
+    @property
+    def _facts(self) -> JobFacts:
+        """What Slurm said at the last look."""
+        return self.state or JobFacts(state="UNKNOWN")
 
     def left_behind(self) -> Left:
         """What is left of the job on the nodes that it was given; call it when it is over."""
-        return look(self.site, self.ref.python, self.ref.job, self.state, sorted(self._all_nodes))
+        counted = {node: self._counted[node] for node in sorted(self._all_nodes) if node in self._counted}
+        if counted and len(counted) == len(self._all_nodes):
+            return Left(counts=counted, evidence="counted by the job's last step")
+        others = look(self.site, self.ref.python, self.ref.job, self._facts, sorted(self._all_nodes - counted.keys()))
+        return Left(counts={**counted, **others.counts}, evidence=others.evidence)
 
     def _duration_s(self) -> float:
         """From the launch to the end, as Slurm has it; to now where Slurm does not know it any more."""
-        return max(0.0, (self.state.get("end") or time.time()) - self.record.info().started)
+        return max(0.0, (self._facts.end or time.time()) - self.record.info().started)
 
     def _exit_code(self) -> int:
         """Exit code of the batch script, 128 + N for a signal; that in its log where Slurm has forgotten the job."""
-        code, _, number = str(self.state.get("ExitCode", "")).partition(":")
+        code, _, number = self._facts.exit_code.partition(":")
         if code.isdigit():
             return 128 + int(number) if number.isdigit() and int(number) else int(code)
         return 1 if self._script_code is None else self._script_code
 
     def _without_a_word(self, state: str) -> Failure:
         """The failure of a job of which no task is known to have failed."""
-        if self._job_log.exists():
-            tail = failures.last_lines(self._job_log.read_text(errors="replace"))
-            summary = f"job {self.ref.job} ended as {state}" + (f": {self.taken_back}" if self.taken_back else "")
+        tail, log = failures.last_lines(_text_of(self._job_log)), ""
+        if tail:
+            reason = self.taken_back or job_error("\n".join(tail))
+            summary = f"job {self.ref.job} ended as {state}" + (f": {reason}" if reason else "")
             log = str(self._job_log)
         else:
-            tail, log = (), ""
             summary = (
                 f"job {self.ref.job} ended as {state} and wrote nothing: do the nodes see {self.ref.folder}? "
                 "it must be on a disk that all of them share"
             )
+        code = None if state == "NODE_FAIL" else self._exit_code() or None
         return Failure(
-            node=self.nodes[0] if self.nodes else self.site.name, rank=None, exit_code=None, signal=None, time=0.0,
+            node=self.nodes[0] if self.nodes else self.site.name, rank=None, exit_code=code, signal=None, time=0.0,
             log=log, summary=summary, tail=tail,
         )  # fmt: skip
+
+
+def drop_unnoted(folder: Path) -> dict[str, int]:
+    """Cut off what a follower had copied and not noted when it died, so that it is copied again, once.
+
+    Before anybody is told that the job is followed again: whoever reads the copies meanwhile would see them shrink, and
+    the same lines twice.
+
+    Args:
+        folder: of the run, here.
+
+    Returns:
+        File of the job -> bytes of it that are here.
+    """
+    try:
+        position = json.loads(folders.read_regular(str(folder / STATE_FILE), RUN_BYTES))
+    except (OSError, ValueError, RecursionError):
+        position = {"have": {}, "copies": {}}
+    for name in _copies(folder):
+        os.truncate(folder / name, position["copies"].get(name, 0))
+    return dict(position["have"])
+
+
+def _copies(folder: Path) -> dict[str, int]:
+    """Size of each copy of a job's files."""
+    paths = [*(folder / names.LOGS_DIR).glob("*/*.log"), *(folder / names.HANGS_DIR).glob("*/*/*")]
+    paths += [folder / name for name in (JOB_LOG, names.METRICS_FILE, names.PROGRESS_FILE)]
+    return {str(path.relative_to(folder)): path.stat().st_size for path in paths if path.exists()}
 
 
 def _attempt_of(name: str) -> int:
@@ -491,9 +527,15 @@ def _text_of(path: Path) -> str:
         return ""
 
 
-def is_on(state: Mapping[str, Any]) -> bool:
+def job_error(log: str) -> str:
+    """Why the batch file could not start the workers, by its own words; empty when it says nothing of that."""
+    marks = [line.removeprefix(ERROR_MARK) for line in log.splitlines() if line.startswith(ERROR_MARK)]
+    return marks[-1] if marks else ""
+
+
+def is_on(job: JobFacts) -> bool:
     """Whether a job waits or runs."""
-    return state["JobState"] in WAITING | RUNNING
+    return job.state in WAITING | RUNNING
 
 
 def nodes_of(record: RunRecord) -> list[str]:
@@ -534,7 +576,7 @@ def snapshot_folder(record: RunRecord) -> str:
     ref, snapshot_dir = reference(record), spec_of_run(record).snapshot_dir
     if snapshot_dir and "://" in snapshot_dir:
         return snapshot_dir
-    folder = Path(ref.folder) / "code" / snapshot_dir if snapshot_dir else Path(ref.folder) / "snapshots"
+    folder = Path(ref.folder) / work.FOLDER / snapshot_dir if snapshot_dir else Path(ref.folder) / "snapshots"
     if not folder.is_dir():
         raise LaunchError(
             "this machine sees no snapshots of the run",

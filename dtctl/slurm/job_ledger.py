@@ -41,6 +41,7 @@ class JobLedger:
             between_s = self._now - self._ended_at
             self.ledger.move("stop", "idle", min(idle_s, between_s))
             self.ledger.move("stop", "restart", between_s - min(idle_s, between_s))
+            self.ledger.mark("restart", self._ended_at)
         self.ledger.enter("start")
         self.ledger.started()
         self._runs, self._over_at, self._failed, self._hung_s = True, None, False, 0.0

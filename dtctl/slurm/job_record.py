@@ -3,102 +3,83 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from dtctl.launch.control.failure import Failure
-from dtctl.launch.control.messages import (
-    COUNT,
-    RANK,
-    WORKER,
-    WORKERS,
-    Check,
-    InvalidMessage,
-    file_name,
-    form,
-    integer,
-    list_of,
-    nullable,
-    number,
-    prose,
-)
 from dtctl.launch.control.progress import Standing, standings
+from dtctl.schema import Record, file_name, list_of, nullable, number, prose, value
 from dtctl.slurm import batchlog
+from dtctl.supervisor.messages import COUNT, EXIT_CODE, RANK, SIGNAL, WORKERS, Message, WorkerProgress
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedProgress:
+def _standing(document: Any) -> Standing:
+    worker = WorkerProgress.parse(document)
+    return standings(file_name(document.get("node")), [worker])[0]
+
+
+class _RecordedFailure(Record):
+    node: str = value(file_name)
+    rank: int | None = value(nullable(RANK))
+    exit_code: int | None = value(nullable(EXIT_CODE))
+    signal: int | None = value(SIGNAL)
+    time: float = value(number)
+    summary: str = value(prose)
+    tail: list[str] = value(list_of(prose, 20))
+
+
+def _hang_failure(document: Any) -> Failure:
+    recorded = vars(_RecordedFailure.parse(document))
+    return Failure(**{**recorded, "tail": tuple(recorded["tail"]), "hang": True})
+
+
+class Recorded(Message):
+    """One line; `time` is in seconds since the epoch."""
+
+    attempt: int = value(COUNT)
+    time: float = value(number)
+
+
+class RecordedProgress(Recorded):
     """How far the worker of the smallest rank is, which stands for all."""
 
-    attempt: int
-    worker: Standing
+    op = "progress"
+    worker: Standing = value(_standing)
 
 
-@dataclass(frozen=True, slots=True)
-class LeftEarly:
+class LeftEarly(Recorded):
     """All workers of the attempt that have left although their training has steps left."""
 
-    attempt: int
-    workers: tuple[Standing, ...]
+    op = "left-early"
+    workers: list[Standing] = value(list_of(_standing, WORKERS))
 
 
-@dataclass(frozen=True, slots=True)
-class Hang:
+class Hang(Recorded):
     """The attempt hangs, and the workers' stacks are being collected."""
 
-    attempt: int
-    silent_s: float
+    op = "hang"
+    silent_s: float = value(number)
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Recorded):
     """Why it hangs; its workers are ended."""
 
-    attempt: int
-    failure: Failure
-    silent_s: float
+    op = "verdict"
+    failure: Failure = value(_hang_failure)
+    silent_s: float = value(number)
 
 
-Recorded: TypeAlias = RecordedProgress | LeftEarly | Hang | Verdict
 Event: TypeAlias = Recorded | batchlog.Event
-
-_FAILURE: Final = form(
-    node=file_name, rank=nullable(RANK), exit_code=nullable(integer(0, 255)), signal=nullable(integer(1, 64)),
-    time=number, summary=prose, tail=list_of(prose, 20),
-)  # fmt: skip
+_KINDS: Final[Mapping[str, type[Recorded]]] = {kind.op: kind for kind in Recorded.__subclasses__()}
 
 
-def _standing(value: Any) -> Standing:
-    checked = form(node=file_name)(value)
-    return standings(checked["node"], [WORKER(value)])[0]
-
-
-_CHECKS: Final[dict[str, Check]] = {
-    "progress": form(attempt=COUNT, time=number, worker=_standing),
-    "left-early": form(attempt=COUNT, time=number, workers=list_of(_standing, WORKERS)),
-    "hang": form(attempt=COUNT, time=number, silent_s=number),
-    "verdict": form(attempt=COUNT, time=number, failure=_FAILURE, silent_s=number),
-}
-
-
-def read(line: str) -> tuple[float, Recorded] | None:
-    """When something was recorded, in seconds since the epoch, and what; None for a line that is none."""
+def read(line: str) -> Recorded | None:
+    """What was recorded; None for a line that is none."""
     try:
-        record = json.loads(line)
-        op = record["op"]
-        facts = _CHECKS[op](record)
-    except (ValueError, RecursionError, KeyError, TypeError, InvalidMessage):
+        document = json.loads(line)
+        return _KINDS[document["op"]].parse(document)
+    except (ValueError, RecursionError, KeyError, TypeError):
         return None
-    time, attempt = facts["time"], facts["attempt"]
-    if op == "progress":
-        return time, RecordedProgress(attempt, facts["worker"])
-    if op == "left-early":
-        return time, LeftEarly(attempt, tuple(facts["workers"]))
-    if op == "hang":
-        return time, Hang(attempt, facts["silent_s"])
-    failure = Failure(**{**facts["failure"], "tail": tuple(facts["failure"]["tail"]), "hang": True})
-    return time, Verdict(attempt, failure, facts["silent_s"])
 
 
 def in_order(log_lines: Iterable[str], record_lines: Iterable[str], *, now: float) -> list[tuple[float, Event]]:
@@ -109,9 +90,9 @@ def in_order(log_lines: Iterable[str], record_lines: Iterable[str], *, now: floa
         record_lines: what was read of the record.
         now: the time of what has none, in seconds since the epoch.
     """
-    events: list[tuple[float, Event]] = [entry for line in record_lines if (entry := read(line)) is not None]
+    recorded = [event for line in record_lines if (event := read(line)) is not None]
     logged = [event for line in log_lines for event in batchlog.read(line)]
-    return sorted([*events, *_with_times(logged, now)], key=lambda entry: entry[0])
+    return sorted([*((event.time, event) for event in recorded), *_with_times(logged, now)], key=lambda entry: entry[0])
 
 
 def _with_times(events: Sequence[batchlog.Event], now: float) -> list[tuple[float, batchlog.Event]]:

@@ -14,18 +14,26 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
-from dtctl import folders, names
-from dtctl.errors import NodeError
+from dtctl import names
 from dtctl.launch.control.hang import HangLimit, HangMonitor
-from dtctl.launch.control.messages import while_running
-from dtctl.launch.control.progress import ReportedPhase, Standing
+from dtctl.launch.control.progress import ReportedPhase, Standing, standings
+from dtctl.schema import InvalidMessage
 from dtctl.slurm import placement
-from dtctl.slurm.monitor_link import LINE_BYTES, proof
-from dtctl.supervisor import processes
+from dtctl.slurm.monitor_link import LINE_BYTES, Greeting, Kill, Welcome, proof
+from dtctl.supervisor import frames, processes
+from dtctl.supervisor.messages import (
+    WHILE_RUNNING,
+    Message,
+    ProgressReport,
+    Stacks,
+    StacksEnd,
+    WorkerStack,
+    parse,
+)
 
 TICK_S: Final = 0.2
 SUSPENDED_S: Final = 5.0
@@ -51,7 +59,7 @@ def judge_attempt(hang_s: str, hang_start_s: str, workers: str) -> None:
     hosts = (run_dir / "nodes").read_text(encoding="utf-8").split()
     record = AttemptRecord(run_dir / names.PROGRESS_FILE, int(os.environ[names.ATTEMPT]))
     hang_monitor = HangMonitor(
-        node_of_rank=dict(enumerate(_node_of_worker(hosts, placement.from_text(workers)))),
+        node_of_rank=dict(enumerate(_node_of_worker(hosts, placement.slots(placement.from_text(workers))))),
         limit=_limit(hang_s),
         start_limit=_limit(hang_start_s),
         folder=run_dir / names.HANGS_DIR / f"attempt-{record.attempt}",
@@ -74,10 +82,10 @@ def _node_of_worker(hosts: Sequence[str], slots: Sequence[int]) -> list[str]:
     return [host for host, count in zip(hosts, slots, strict=True) for _ in range(count)]
 
 
-def _moment(value: object) -> float:
+def _moment(reported: float | None) -> float:
     """When a node has looked, by its clock; where that is off, or says nothing, now."""
     now = time.time()
-    return value if isinstance(value, float) and now - LATE_S <= value <= now else now
+    return reported if reported is not None and now - LATE_S <= reported <= now else now
 
 
 class AttemptRecord:
@@ -130,10 +138,10 @@ class _Peer:
         self.since = time.monotonic()
         self.received = b""
 
-    def send(self, op: str, **facts: str) -> bool:
+    def send(self, message: Message) -> bool:
         """Whether the message has left."""
         try:
-            self.link.sendall(json.dumps({"op": op, **facts}).encode() + b"\n")
+            self.link.sendall(frames.encode(message) + b"\n")
         except OSError:
             return False
         return True
@@ -222,45 +230,43 @@ class Judge:
         try:
             for line in lines:
                 self._on_message(peer, json.loads(line))
-        except (ValueError, RecursionError, NodeError):
+        except (ValueError, RecursionError):
             data = b""
         if not data or len(peer.received) > (LINE_BYTES if peer.node else GREETING_BYTES):
             self._drop(peer)
 
-    def _on_message(self, peer: _Peer, message: Any) -> None:
+    def _on_message(self, peer: _Peer, document: Any) -> None:
         """Act on one message.
 
         Raises:
-            ValueError: it is from somebody who does not belong to the job.
-            NodeError: it has not the form that it should have.
+            ValueError: it is none, or from somebody who does not belong to the job.
         """
-        if not isinstance(message, dict):
-            raise ValueError("not a message")
+        if not isinstance(document, dict):
+            raise InvalidMessage("not a message")
         if not peer.node:
-            self._on_hello(peer, message)
+            self._on_greeting(peer, Greeting.parse(document))
             return
-        checked = while_running(message, node=peer.node)
-        if checked["op"] == "progress":
+        message = parse(document, WHILE_RUNNING)
+        if isinstance(message, ProgressReport):
             if self.hang_monitor.silent_s is None:  # then it takes no further reports
-                self._reported_at[peer.node] = _moment(message.get("time"))
+                self._reported_at[peer.node] = _moment(message.time)
             silent_s = time.monotonic() - self._resumed
-            workers = [{**worker, "stale_s": min(worker["stale_s"], silent_s)} for worker in checked["workers"]]
-            self.hang_monitor.update(peer.node, workers)
+            reports = standings(peer.node, message.workers)
+            self.hang_monitor.update(
+                [replace(worker, stale_s=min(worker.stale_s, silent_s)) for worker in reports], node=peer.node
+            )
             self._note_progress()
-        elif checked["op"] == "stack":
-            if checked["rank"] in self.hang_monitor.workers:
-                self.hang_monitor.add_stack(checked)
-        elif checked["op"] == "stacks-end":
+        elif isinstance(message, WorkerStack):
+            if message.rank in self.hang_monitor.workers:
+                self.hang_monitor.add_stack(message)
+        elif isinstance(message, StacksEnd):
             self.hang_monitor.node_finished(peer.node)
 
-    def _on_hello(self, peer: _Peer, message: dict[str, Any]) -> None:
-        node, nonce, shown = (message.get(key) for key in ("node", "nonce", "proof"))
-        if not (isinstance(nonce, str) and isinstance(shown, str) and folders.is_name(node)):
-            raise ValueError("not a greeting")
-        if not hmac.compare_digest(shown, proof(self.token, "monitor", nonce)):
-            raise ValueError("not of this job")
-        peer.node = str(node)
-        peer.send("welcome", proof=proof(self.token, "judge", nonce))
+    def _on_greeting(self, peer: _Peer, greeting: Greeting) -> None:
+        if not hmac.compare_digest(greeting.proof.encode(), proof(self.token, "monitor", greeting.nonce).encode()):
+            raise InvalidMessage("not of this job")
+        peer.node = greeting.node
+        peer.send(Welcome(proof=proof(self.token, "judge", greeting.nonce)))
 
     def _note_progress(self, *, last: bool = False) -> None:
         workers = self.hang_monitor.workers
@@ -275,11 +281,11 @@ class Judge:
     def _judge(self, now: float) -> None:
         if self.hang_monitor.hangs(now):
             self.record.append("hang", silent_s=round(self.hang_monitor.silent_s or 0.0, 1))
-            self.hang_monitor.begin_collecting({peer.node for peer in self._nodes() if peer.send("stacks")})
+            self.hang_monitor.begin_collecting({peer.node for peer in self._nodes() if peer.send(Stacks())})
         failure = self.hang_monitor.verdict(now)
         if failure is not None:
             self._note_progress(last=True)
             self.record.append("verdict", failure=asdict(failure), silent_s=self.hang_monitor.silent_s)
             for peer in self._nodes():
-                peer.send("kill")
+                peer.send(Kill())
             self._decided = True

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dtctl.errors import LaunchError, TransportError
 from dtctl.slurm import login_client
+from dtctl.slurm.answers import Counted, JobFacts
 from dtctl.slurm.site import Site
 
 
@@ -23,21 +23,25 @@ class Left:
     @property
     def total(self) -> int | None:
         """On all nodes; None if they could not be counted on one of them."""
+        if not self.counts and self.evidence:
+            return None
         counted = [count for count in self.counts.values() if count is not None]
         return sum(counted) if len(counted) == len(self.counts) else None
 
     def describe(self) -> str:
         """For people."""
         nodes = "1 node" if len(self.counts) == 1 else f"{len(self.counts)} nodes"
-        if not self.counts:
+        if not self.counts and not self.evidence:
             return "0 processes left: the job was never given a node"
+        if not self.counts:
+            return f"the processes left could not be counted: {self.evidence}"
         if self.total is None:
             blind = ", ".join(node for node, count in self.counts.items() if count is None)
             return f"the processes left on {blind} could not be counted: {self.evidence}"
         return f"{self.total} processes left on {nodes}: {self.evidence}"
 
 
-def look(site: Site, python: str, job: str, state: Mapping[str, Any], nodes: Sequence[str]) -> Left:
+def look(site: Site, python: str, job: str, state: JobFacts, nodes: Sequence[str]) -> Left:
     """Count and end the processes that a job has left on its nodes.
 
     Args:
@@ -48,14 +52,14 @@ def look(site: Site, python: str, job: str, state: Mapping[str, Any], nodes: Seq
         nodes: all that it was ever given.
     """
     if not nodes:
-        return Left(counts={}, evidence="")
-    options = {key: state.get(name, "") for key, name in _FIELDS.items()}
-    request = {"op": "left", "ids": state.get("ids") or [job], "nodes": list(nodes), **options}
+        # Only a record of Slurm's without a node, and without another start before it, says that there was none.
+        never = state.node_list == "(null)" and state.restarts == "0"
+        return Left(counts={}, evidence="" if never else "Slurm does not say any more which nodes the job had")
     try:
-        answer = login_client.ask(site, python, request)
+        answer = login_client.ask(
+            site, python, Counted,
+            ids=state.ids or [job], nodes=list(nodes), partition=state.partition, account=state.account, qos=state.qos,
+        )  # fmt: skip
     except (LaunchError, TransportError) as exc:
         return Left(counts=dict.fromkeys(nodes), evidence=str(exc))
-    return Left(counts=answer["left"], evidence=str(answer["how"]))
-
-
-_FIELDS = {"partition": "Partition", "account": "Account", "qos": "QOS"}
+    return Left(counts=answer.left, evidence=answer.how)

@@ -1,6 +1,7 @@
 """Runs on the machine that has Slurm's commands, one request at a time. Stdlib only, Python 3.8.
 
-Sent as text; the request is JSON on standard input, the answer JSON on standard output.
+Sent as text; the request is JSON on standard input, the answer JSON on standard output. Started twice a second
+while a job runs, so what takes long to import is imported by the requests that need it.
 """
 
 from __future__ import annotations
@@ -26,9 +27,20 @@ PROGRESS_BYTES = 1 << 26
 """The same of the record of the workers' progress, which is put in order with the job's log: of some weeks."""
 
 
-def run(*argv: str, env: dict[str, str] | None = None, text: str = "") -> subprocess.CompletedProcess[str]:
-    """A command to its end, with `text` on its standard input."""
-    return subprocess.run(argv, env=env, input=text, capture_output=True, text=True, check=False)
+MOST_COPIED_BYTES = 1 << 30
+"""Of a folder that was not pushed; as supervisor/work.py."""
+ANSWER_S = 10
+"""A controller that has not said how a job is by then is down, as far as anybody waits for it."""
+
+
+def run(
+    *argv: str, env: dict[str, str] | None = None, text: str = "", limit_s: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A command to its end, with `text` on its standard input; exit code 124 if that takes longer than the limit."""
+    try:
+        return subprocess.run(argv, env=env, input=text, capture_output=True, text=True, check=False, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(argv, 124, "", "%s did not answer within %d s" % (argv[0], limit_s or 0))
 
 
 def offer(_: Json) -> Json:
@@ -57,31 +69,155 @@ def place(request: Json) -> Json:
 
 
 def fill(request: Json) -> Json:
-    """Put files, and a copy of the code that was pushed, into the folder: an edit must not change a job that waits."""
+    """Put files, and a copy of the code, into the folder: an edit must not change a job that waits."""
     os.umask(0o077)
-    if request["code"]:
-        shutil.copytree(request["code"], os.path.join(request["folder"], "code"), symlinks=True)
+    top = os.path.join(request["folder"], "work")
+    if request["code"] and request["pushed"]:
+        shutil.copytree(request["code"], top, symlinks=True)
+    elif request["code"]:
+        code = os.path.realpath(os.path.expanduser(request["code"]))
+        if not os.path.isdir(code):
+            return {"error": "%s does not exist, and `job.files.push` is false" % code}
+        too_large = copy_folder(code, top, os.path.dirname(request["folder"]))
+        if too_large:
+            return {"error": too_large}
+    os.makedirs(top, exist_ok=True)
+    record = json.dumps({"how": "copy", "code": "", "files": rows(top)}, separators=(",", ":"))
+    for name in request["folders"]:
+        os.mkdir(os.path.join(request["folder"], name))
     for name, text in request["files"].items():
         with open(os.path.join(request["folder"], name), "w", encoding="utf-8") as file:
             file.write(text)
+    for name in ("", *request["folders"]):
+        with open(os.path.join(request["folder"], name, "work.json"), "w", encoding="utf-8") as file:
+            file.write(record)
+    for path in request["outputs"] if request["earlier"] else ():
+        go_on(path, top, os.path.join(request["earlier"], "work"))
     return {}
+
+
+def copy_folder(code: str, top: str, runs: str) -> str:
+    """Copy the user's own folder, without dtctl's records and the folder of all runs; why that is refused.
+
+    Links that lead out of it lead to the same place.
+    """
+
+    def ignored(base: str, names: list[str]) -> list[str]:
+        return [name for name in names if name == ".dtctl" or os.path.join(base, name) == runs]
+
+    size, links = 0, []
+    for base, folders, names in os.walk(code):
+        folders[:] = [name for name in folders if name not in ignored(base, folders)]
+        for path in (os.path.join(base, name) for name in (*names, *folders)):
+            if not os.path.islink(path):
+                size += os.lstat(path).st_size
+            elif not os.path.isabs(os.readlink(path)):
+                target = os.path.normpath(os.path.join(base, os.readlink(path)))
+                if not (target + "/").startswith(code + "/"):
+                    links.append((os.path.relpath(path, code), target))
+    if size > MOST_COPIED_BYTES:
+        return "%s holds %d MiB, too much to be copied for a run: name a smaller folder as `job.files.root`" % (
+            code, size >> 20,
+        )  # fmt: skip
+    shutil.copytree(code, top, symlinks=True, ignore=ignored)
+    for name, target in links:
+        os.unlink(os.path.join(top, name))
+        os.symlink(target, os.path.join(top, name))
+    return ""
+
+
+def rows(top: str) -> list[tuple[str, int, int]]:
+    """Path, size and time (ns) of all files, by which what the job writes is told from them; as supervisor/work.py."""
+    listed = []
+    for base, folders, names in os.walk(os.fsencode(top)):
+        for name in (*names, *(name for name in folders if os.path.islink(os.path.join(base, name)))):
+            path = os.path.join(base, name)
+            info = os.lstat(path)
+            listed.append((os.path.relpath(path, os.fsencode(top)).decode("latin-1"), info.st_size, info.st_mtime_ns))
+    return listed
+
+
+def outputs(request: Json) -> Json:
+    """Number and bytes of the files that a run has made or changed, or of those below some paths."""
+    top = os.path.join(request["folder"], "work")
+    with open(os.path.join(request["folder"], "work.json"), encoding="utf-8") as file:
+        pushed = {tuple(row) for row in json.load(file)["files"]}
+    below = [path.strip("/") for path in request["paths"]]
+    sizes = [
+        size
+        for tree in ([os.path.realpath(os.path.join(top, path)) for path in below] or [top])
+        for path, size, mtime in rows(tree)
+        if below or ((path, size, mtime) not in pushed and "__pycache__" not in path)
+    ]
+    return {"files": len(sizes), "bytes": sum(sizes)}
+
+
+def go_on(path: str, top: str, earlier: str) -> None:
+    """Let the run go on in what an earlier one has put out, where it lies."""
+    theirs, ours = os.path.realpath(os.path.join(earlier, path)), os.path.join(top, path.rstrip("/"))
+    if not os.path.exists(theirs):
+        return
+    if os.path.isdir(ours) and not os.path.islink(ours):
+        shutil.rmtree(ours)
+    elif os.path.lexists(ours):
+        os.unlink(ours)
+    os.makedirs(os.path.dirname(ours), exist_ok=True)
+    os.symlink(theirs, ours)
 
 
 def submit(request: Json) -> Json:
     """Test the batch file and submit it; secrets come with the request, so that no argument list shows them."""
-    env = {**os.environ, **request["env"]}
     file = os.path.join(request["folder"], "job.sbatch")
-    # First only to try: Slurm takes a job that can never start, for more nodes than there are, and lets it wait.
-    for option in ("--test-only", "--parsable"):
+    with open(file, encoding="utf-8") as opened:
+        env, ignored, used = environment(opened.read())
+    env.update(request["env"])
+    variables = {"ignored": ignored, "used": used}
+    # First only to try: Slurm takes a job that can never start, for more nodes than there are, and lets it wait. Not
+    # where nodes are away that will be back: Slurm says of that, too, that it can never start, and lets it wait.
+    for option in ("--test-only", "--parsable") if request["test"] else ("--parsable",):
         done = run("sbatch", option, file, env=env)
         if done.returncode:
-            return {"code": done.returncode, "said": done.stderr}
-    return {"code": 0, "job": done.stdout.strip().partition(";")[0]}
+            return {"code": done.returncode, "said": done.stderr, **variables}
+    return {"code": 0, "job": done.stdout.strip().partition(";")[0], **variables}
+
+
+COMMANDS = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS")
+"""Variables that say which Slurm is meant."""
+DEFAULTS = {
+    "SBATCH_ACCOUNT": "account", "SBATCH_PARTITION": "partition", "SBATCH_QOS": "qos", "SBATCH_TIMELIMIT": "time",
+    "SBATCH_RESERVATION": "reservation", "SBATCH_CONSTRAINT": "constraint", "SBATCH_WCKEY": "wckey",
+    "SBATCH_CLUSTERS": "clusters",
+}  # fmt: skip
+"""Variables with which sites and users say what every job asks for, and the options that they stand for."""
+
+
+def environment(text: str) -> tuple[dict[str, str], list[str], list[str]]:
+    """The variables for sbatch, which would obey some before the batch file; those that are left out, and that count.
+
+    Those of an allocation that this process is in (SLURM_*, SRUN_*) would be the new job's, and are left out unsaid.
+    """
+    env: dict[str, str] = {}
+    ignored: list[str] = []
+    used: list[str] = []
+    options = set(re.findall(r"^#SBATCH --([a-z-]+)", text, re.MULTILINE))
+    for name, value in os.environ.items():
+        if name.startswith("SBATCH_"):
+            counts = name in DEFAULTS and DEFAULTS[name] not in options
+            (used if counts else ignored).append(name)
+            if not counts:
+                continue
+        elif name == "SLURM_EXPORT_ENV":
+            ignored.append(name)
+            continue
+        elif name.startswith(("SLURM_", "SRUN_", "SALLOC_")) and name not in COMMANDS:
+            continue
+        env[name] = value
+    return env, sorted(ignored), sorted(used)
 
 
 def test(request: Json) -> Json:
     """Slurm's opinion of a batch file that was not written to disk."""
-    done = run("sbatch", "--test-only", text=request["text"])
+    done = run("sbatch", "--test-only", env=environment(request["text"])[0], text=request["text"])
     return {"code": done.returncode, "said": done.stderr}
 
 
@@ -98,7 +234,7 @@ def standing(request: Json) -> Json:
 
 def state(job: str) -> Json:
     """Some fields of `scontrol show job`; of sacct when the controller has forgotten the job; none when both have."""
-    done = run("scontrol", "show", "job", "-o", job)
+    done = run("scontrol", "show", "job", "-o", job, limit_s=ANSWER_S)
     if done.returncode == 0 and done.stdout.strip():
         fields = dict(re.findall(r"(?:^|\s)(%s)=(\S*)" % "|".join(FIELDS), done.stdout.splitlines()[0]))
         # A line for each component of a heterogeneous job; the first stands for all but the nodes.
@@ -112,21 +248,48 @@ def state(job: str) -> Json:
     if "Invalid job id" not in done.stderr:
         return {"JobState": "UNKNOWN", "Reason": (done.stderr.strip().splitlines() or ["scontrol printed nothing"])[-1]}
     try:
-        accounting = run("sacct", "-j", job, "-X", "-n", "-P", "-o", "State,ExitCode,End")
+        accounting = run("sacct", "-j", job, "-X", "-n", "-P", "-o", "State,ExitCode,End,NodeList", limit_s=ANSWER_S)
     except OSError:
         return {"JobState": "FORGOTTEN"}
-    job_state, code, end = (accounting.stdout.strip().splitlines() or ["||"])[-1].split("|")[:3]
-    return (
-        {"JobState": job_state.split()[0], "ExitCode": code, "end": moment(end)}
-        if job_state
-        else {"JobState": "FORGOTTEN"}
-    )
+    job_state, code, end, nodes = (accounting.stdout.strip().splitlines() or ["|||"])[-1].split("|")[:4]
+    if not job_state:
+        return {"JobState": "FORGOTTEN"}
+    known = {"JobState": job_state.split()[0], "ExitCode": code, "end": moment(end)}
+    if nodes == "None assigned":
+        return {**known, "NodeList": "(null)"}
+    return {**known, "nodes": run("scontrol", "show", "hostnames", nodes).stdout.split()}
+
+
+def find(request: Json) -> Json:
+    """The numbers of the jobs that a batch file has become, or null where Slurm does not say.
+
+    Those that Slurm has forgotten are found by the first line of their output.
+    """
+    done = run("scontrol", "show", "job", "-o", limit_s=ANSWER_S)
+    if done.returncode:
+        return {"jobs": None}
+    jobs = set()
+    for line in done.stdout.splitlines():
+        fields = dict(re.findall(r"(?:^|\s)(JobId|ArrayJobId)=(\d+)", line))
+        command = re.search(r"\sCommand=(.*?) WorkDir=", line)
+        if command and command[1] == request["script"]:
+            jobs.add(fields.get("ArrayJobId", fields["JobId"]))
+    folder = os.path.dirname(request["script"])
+    for name in ("job.log", *(os.path.join(each, "job.log") for each in request["folders"])):
+        try:
+            with open(os.path.join(folder, name), encoding="utf-8", errors="replace") as file:
+                told = re.match(r"dtctl: job (\d+)\S* of run ", file.readline(4096))
+        except OSError:
+            continue
+        if told:
+            jobs.add(told[1])
+    return {"jobs": sorted(jobs)}
 
 
 def moment(text: str) -> float | None:
     """Seconds since the epoch of a time as Slurm writes it; None of none."""
     try:
-        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S").timestamp()
+        return datetime.fromisoformat(text).timestamp()
     except ValueError:
         return None
 
@@ -201,13 +364,14 @@ echo "left $SLURMD_NODENAME $(look "$1" | wc -l)"
 """Ends what is left of a job on a node and counts what still is: processes with its number in their environment."""
 GONE = ("DOWN", "NOT_RESPONDING", "POWERED_DOWN", "POWERING", "FAIL", "UNKNOWN")
 LOOK_S = 10
+SSH = ("BatchMode=yes", "ConnectTimeout=5", "StrictHostKeyChecking=yes", "ForwardAgent=no", "ForwardX11=no")
+"""Ask nobody, and trust no node that is not known."""
 
 
 def left(request: Json) -> Json:
     """Processes of a job that has ended which are left on its nodes, null where nobody could look; how it was found.
 
-    With proctrack/cgroup a job has not ended for Slurm before its control groups are empty, or it says "Kill task
-    failed". Other plugins lose sight of daemons; there a small job looks, if the nodes are free for it at once.
+    A small job looks, if the nodes are free for it at once: what Slurm says of a job that it has ended is no look.
     """
     nodes, counts = request["nodes"], dict.fromkeys(request["nodes"])
     node_records = run("scontrol", "show", "node", "-o", ",".join(nodes))
@@ -227,9 +391,6 @@ def left(request: Json) -> Json:
         if unreachable
         else ""
     )
-    track = re.search(r"^ProctrackType\s*=\s*(\S+)", config, re.MULTILINE)
-    if track and track[1] == "proctrack/cgroup":
-        return {"left": {**counts, **dict.fromkeys(up, 0)}, "how": reason or "the job's control groups are empty"}
     if not up:
         return {"left": counts, "how": reason}
     options = [
@@ -252,16 +413,41 @@ def left(request: Json) -> Json:
         node, _, number = values.partition(" ")
         if mark == "left" and node in counts and number.strip().isdigit():
             counts[node] = int(number)
-    if any(counts[node] is None for node in up):
+    blind = [node for node in up if counts[node] is None]
+    counts.update(over_ssh(blind, "|".join(request["ids"])))
+    if blind and all(counts[node] is not None for node in up):
+        return {"left": counts, "how": reason or "counted on the nodes, over SSH"}
+    if blind:
         error = (done.stderr.strip().splitlines() or ["srun printed nothing"])[-1]
         reason = "no job to count them could be started at once: %s" % error
+        if re.search(r"^ProctrackType\s*=\s*proctrack/cgroup", config, re.MULTILINE):
+            reason += "; Slurm says that the job's control groups are empty"
     return {"left": counts, "how": reason or "counted on the nodes"}
 
 
+def over_ssh(nodes: list[str], ids: str) -> dict[str, int | None]:
+    """The same over SSH, where nodes let their users in; null where they do not."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    if not nodes or shutil.which("ssh") is None:
+        return {}
+    options = [word for option in SSH for word in ("-o", option)]
+
+    def look_at(node: str) -> int | None:
+        done = run("ssh", *options, node, "env SLURMD_NODENAME=%s sh -s '%s'" % (node, ids), text=LEFT, limit_s=LOOK_S)
+        told = re.search(r"^left \S+ (\d+)$", done.stdout, re.MULTILINE)
+        return int(told[1]) if told else None
+
+    with ThreadPoolExecutor(32) as pool:
+        looks = {node: pool.submit(look_at, node) for node in nodes}
+    return {node: found.result() for node, found in looks.items()}
+
+
 OPS = {
-    "offer": offer, "place": place, "fill": fill, "submit": submit, "test": test, "look": look, "state": standing,
-    "left": left,
+    "offer": offer, "place": place, "fill": fill, "submit": submit, "find": find, "test": test, "look": look,
+    "state": standing, "left": left, "outputs": outputs,
 }  # fmt: skip
+os.environ["SLURM_TIME_FORMAT"] = "standard"
 request = json.load(sys.stdin)
 try:
     answer = OPS[request["op"]](request)

@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from dtctl.errors import ConnectError, LaunchError
 from dtctl.launch.assemble import CodePush
 from dtctl.launch.control.gang import PUSH_SILENCE_S
 from dtctl.launch.control.link import SilenceLimit, open_supervisor
-from dtctl.launch.control.messages import InvalidMessage
-from dtctl.slurm import answers
+from dtctl.schema import InvalidMessage
+from dtctl.slurm.answers import A, AgentRefused, parse
 from dtctl.slurm.site import LoginSite, Site
+from dtctl.supervisor.messages import Hello, NodeDescription
 
 _AGENT: Final = Path(__file__).with_name("login_agent.py")
 
 
-def ask(site: Site, python: str, request: dict[str, Any]) -> dict[str, Any]:
-    """The answer to one request.
+def ask(site: Site, python: str, kind: type[A], **request: object) -> A:
+    """The answer to one request, whose `op` is that of the answer.
 
     Raises:
         LaunchError: it cannot be done there: no Slurm, no Python, no place.
         ConnectError: the machine cannot be reached.
     """
     program = _AGENT.read_text(encoding="utf-8")
-    done = site.run([python, "-I", "-c", program], stdin=json.dumps(request).encode())
+    done = site.run([python, "-I", "-S", "-c", program], stdin=json.dumps({"op": kind.op, **request}).encode())
     try:
-        answer = answers.answer(request, done.out, node=site.name)
+        return parse(kind, request, done.out, node=site.name)
+    except AgentRefused as exc:
+        if str(exc).startswith(("sbatch:", "scontrol:")):
+            raise missing(site) from None
+        raise LaunchError(str(exc), where=site.name) from None
     except InvalidMessage:
         errors = done.err.strip().splitlines()
         if any("sbatch" in line or "scontrol" in line for line in errors[-1:]):
@@ -37,11 +42,6 @@ def ask(site: Site, python: str, request: dict[str, Any]) -> dict[str, Any]:
             where=site.name,
             hint="`cluster.python` names the Python to use; 3.8 or newer",
         ) from None
-    if "error" in answer:
-        if answer["error"].startswith(("sbatch:", "scontrol:")):
-            raise missing(site)
-        raise LaunchError(str(answer["error"]), where=site.name)
-    return answer
 
 
 def missing(site: Site) -> LaunchError:
@@ -56,15 +56,14 @@ def push(site: LoginSite, code: CodePush, *, python: str, workdir: str) -> str:
     Raises:
         TransportError: of the class that says what went wrong.
     """
-    hello = {"op": "hello", "ports": []}
-    link = open_supervisor(site.connection(), hello, node=site.name, python=python, workdir=workdir)
+    link = open_supervisor(site.connection(), Hello(), node=site.name, python=python, workdir=workdir)
     clock = SilenceLimit(site.connection(), PUSH_SILENCE_S)
     try:
-        link.expect("hello")
+        link.expect(NodeDescription)
         clock.reset()
-        pushed = str(code(link, lambda _sent: clock.reset())["path"])
+        pushed = code(link, lambda _sent: clock.reset())
         clock.check(site.name)
-        return pushed
+        return pushed.path or ""
     except ConnectError as exc:
         raise ConnectError("the link was lost in the push", node=site.name) from exc
     finally:

@@ -21,11 +21,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from dtctl import names
-from dtctl.slurm.monitor_link import proof
-from dtctl.supervisor import processes, progress
+from dtctl.slurm.monitor_link import FROM_JUDGE, Greeting, Kill, Welcome, proof
+from dtctl.supervisor import frames, processes, progress
+from dtctl.supervisor.messages import Message, ProgressReport, Stacks, StacksEnd, parse
 from dtctl.supervisor.stacks import StackDump
 
 REPORT_S: Final = 1.0
@@ -105,34 +106,35 @@ class NodeMonitor:
         while True:
             over = self._over()
             if over or time.monotonic() >= next_report:
-                self._send({"op": "progress", "time": time.time(), "workers": progress.read(str(self.folder))})
+                self._send(ProgressReport(workers=progress.read(str(self.folder)), time=time.time()))
                 next_report = time.monotonic() + REPORT_S
             if over:
                 return
             for message in self._messages():
-                if message.get("op") == "stacks":
+                if isinstance(message, Stacks):
                     self.stack_dump = StackDump(str(self.folder), self.token)
-                elif message.get("op") == "kill":
+                elif isinstance(message, Kill):
                     processes.kill(self.token, self.helpers)
             if self.stack_dump is not None and self.stack_dump.ready():
                 for answer in self.stack_dump.answers():
                     self._send(answer)
-                self._send({"op": "stacks-end"})
+                self._send(StacksEnd())
                 self.stack_dump = None
 
     def _over(self) -> bool:
         """Whether no worker of this node lives; the first one's task says so most cheaply that one does."""
         return os.getppid() != self.task and not processes.find(self.token, self.helpers)
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: Message) -> None:
         """Send, if there is a judge; the next report calls again where there is none."""
         try:
             if self.link is None:
                 self.link = socket.create_connection(self.judge, timeout=5.0)
                 self._nonce = secrets.token_hex(16)
-                said = {"nonce": self._nonce, "proof": proof(self.token, "monitor", self._nonce)}
-                self.link.sendall(_line({"op": "hello", "node": os.environ[names.NODE], **said}))
-            self.link.sendall(_line(message))
+                own_proof = proof(self.token, "monitor", self._nonce)
+                greeting = Greeting(node=os.environ[names.NODE], nonce=self._nonce, proof=own_proof)
+                self.link.sendall(frames.encode(greeting) + b"\n")
+            self.link.sendall(frames.encode(message) + b"\n")
         except OSError:
             self._hang_up()
 
@@ -141,7 +143,7 @@ class NodeMonitor:
             self.link.close()
         self.link, self._received = None, b""
 
-    def _messages(self) -> Iterator[dict[str, Any]]:
+    def _messages(self) -> Iterator[Message]:
         """What the judge has sent; waits for a moment."""
         if self.link is None:
             time.sleep(WAIT_S)
@@ -161,15 +163,16 @@ class NodeMonitor:
             return
         *lines, self._received = (self._received + data).split(b"\n")
         for line in lines:
-            message = json.loads(line)
-            if not self._nonce:
+            try:
+                message = parse(json.loads(line), FROM_JUDGE)
+            except ValueError:
+                message = None
+            if not self._nonce and message is not None:
                 yield message
-            elif not hmac.compare_digest(str(message.get("proof")), proof(self.token, "judge", self._nonce)):
+            elif isinstance(message, Welcome) and hmac.compare_digest(
+                message.proof.encode(), proof(self.token, "judge", self._nonce).encode()
+            ):
+                self._nonce = ""
+            else:
                 self._hang_up()  # another program has the port
                 return
-            else:
-                self._nonce = ""
-
-
-def _line(message: dict[str, Any]) -> bytes:
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"

@@ -23,25 +23,27 @@ from dtctl.slurm.job_output import JOB_LOG, AttemptOutput
 def main() -> None:
     """Print `wait SECONDS` or `stop REASON`; the arguments are those that the batch file has, see `decide`."""
     folder, apart, workers, trains = sys.argv[1:5]
-    slots = placement.from_text(workers)
-    decision = decide(Path(folder), workers_apart=apart == "apart", slots=slots, trains=trains == "trains")
+    components = placement.from_text(workers)
+    decision = decide(Path(folder), workers_apart=apart == "apart", components=components, trains=trains == "trains")
     if decision.give_up_reason:
         sys.stdout.write(f"stop {decision.give_up_reason}\n")
     else:
         sys.stdout.write(f"wait {decision.wait_s:g}\n")
 
 
-def decide(folder: Path, *, workers_apart: bool, slots: Sequence[int], trains: bool) -> RestartDecision:
+def decide(
+    folder: Path, *, workers_apart: bool, components: Sequence[placement.Component], trains: bool
+) -> RestartDecision:
     """What to do after the last attempt.
 
     Args:
         folder: of the run, which all nodes see.
         workers_apart: whether each worker is a task of its own (kind direct).
-        slots: workers of each node.
+        components: of the job.
         trains: whether the job is a training with dtctl.runtime, whose exit codes have a meaning.
     """
     policy, decision = RestartPolicy(trains=trains), RestartDecision()
-    for attempt in attempts(folder, workers_apart=workers_apart, slots=slots):
+    for attempt in attempts(folder, workers_apart=workers_apart, components=components):
         failure = attempt.first_failure(AttemptOutput(folder, attempt.number))
         if failure is not None and not attempt.taken_back:
             lasted_s = _failed_at(attempt, failure) - attempt.begun
@@ -49,16 +51,16 @@ def decide(folder: Path, *, workers_apart: bool, slots: Sequence[int], trains: b
     return decision
 
 
-def attempts(folder: Path, *, workers_apart: bool, slots: Sequence[int]) -> list[AttemptFacts]:
+def attempts(folder: Path, *, workers_apart: bool, components: Sequence[placement.Component]) -> list[AttemptFacts]:
     """All attempts of a job so far, in their order."""
     texts = [_text(folder / name) for name in (JOB_LOG, names.PROGRESS_FILE)]
-    found: list[AttemptFacts] = []
+    facts: list[AttemptFacts] = []
     for at, event in job_record.in_order(*(text.splitlines() for text in texts), now=time.time()):
         if isinstance(event, Start):
-            found.append(begin(event, workers_apart=workers_apart, slots=slots))
-        elif found and getattr(event, "attempt", found[-1].number) == found[-1].number:
-            found[-1].apply(at, event)
-    return found
+            facts.append(begin(event, workers_apart=workers_apart, components=components))
+        elif facts and getattr(event, "attempt", facts[-1].number) == facts[-1].number:
+            facts[-1].apply(at, event)
+    return facts
 
 
 def _failed_at(attempt: AttemptFacts, failure: Failure) -> float:

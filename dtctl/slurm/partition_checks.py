@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
+from dtctl.slurm.answers import Offer
 from dtctl.spec.model import Slurm
 
 CHECKS: Final = ("partition", "account", "time-limit", "requeue", "job-nodes", "gres", "features", "submit")
@@ -49,15 +50,15 @@ class Node:
         return not _GONE.search(self.state) and not self.state.endswith("*")
 
 
-def lacks(slurm: Slurm, nodes: int, offer: Mapping[str, Any]) -> Iterator[Lack]:
+def lacks(slurm: Slurm, nodes: int, offer: Offer) -> Iterator[Lack]:
     """What stands in the way of a job.
 
     Args:
         slurm: the section of the spec.
         nodes: how many the job needs.
-        offer: answer of login_agent.py to `offer`.
+        offer: what the cluster has.
     """
-    partitions = {row["PartitionName"]: row for row in offer["partitions"]}
+    partitions = {row["PartitionName"]: row for row in offer.partitions}
     name = slurm.partition or next((name for name, row in partitions.items() if row.get("Default") == "YES"), None)
     if name is None:
         if partitions:
@@ -86,7 +87,7 @@ def lacks(slurm: Slurm, nodes: int, offer: Mapping[str, Any]) -> Iterator[Lack]:
     yield from _account(slurm, named_partitions, name)
     yield from _time(slurm, named_partitions, name)
     yield from _requeue(slurm, named_partitions)
-    rows = [_node(row) for row in offer["nodes"] if row[1].rstrip("*") in named]
+    rows = [_node(row) for row in offer.nodes if row[1].rstrip("*") in named]
     yield from _nodes(slurm, nodes, {node.name: node for node in rows}, named_partitions, name)
 
 

@@ -1,37 +1,56 @@
-"""Which workers are on which node of a job: as text for the programs inside it, and by component. Pure."""
+"""Which workers are on which node of a job: as text for the programs inside it, and by component. Pure.
+
+Neighbouring nodes that ask for the same are one component of the job; srun numbers the tasks of each component from 0.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import Any, NamedTuple
 
 
-def to_text(slots: Sequence[int]) -> str:
-    """Workers per node, in the order of the nodes: `4x8,1x2` for four nodes with eight and one with two."""
-    return ",".join(f"{len(list(nodes))}x{count}" for count, nodes in groupby(slots))
+class Component(NamedTuple):
+    """Nodes of one kind."""
+
+    nodes: int
+    slots: int
+    """Workers on each."""
 
 
-def from_text(text: str) -> list[int]:
+def components(nodes: Iterable[tuple[int, str | None]]) -> list[Component]:
+    """The components of nodes, each with its workers and its generic resources."""
+    return [Component(len(list(alike)), slots) for (slots, _), alike in groupby(nodes)]
+
+
+def of_plan(plan: dict[str, Any]) -> list[Component]:
+    """The components of a recorded plan."""
+    return components((node.get("slots", 0), node.get("gres")) for node in plan.get("nodes", []))
+
+
+def to_text(parts: Iterable[Component]) -> str:
+    """Workers per node: `4x8,1x2` for four nodes with eight and one with two."""
+    return ",".join(f"{part.nodes}x{part.slots}" for part in parts)
+
+
+def from_text(text: str) -> list[Component]:
+    """The components of such a text."""
+    return [Component(*map(int, part.split("x"))) for part in text.split(",")]
+
+
+def slots(parts: Iterable[Component]) -> list[int]:
     """The workers of each node."""
-    slots: list[int] = []
-    for part in text.split(","):
-        nodes, _, count = part.partition("x")
-        slots += [int(count)] * int(nodes)
-    return slots
+    return [part.slots for part in parts for _ in range(part.nodes)]
 
 
-def first_ranks(nodes: Sequence[str], slots: Sequence[int]) -> dict[str, int]:
-    """Node -> rank of the first task of its component: srun numbers the tasks of each component from 0.
-
-    Nodes with equal numbers of workers are one component. Empty when the two do not match.
-    """
+def first_ranks(nodes: Sequence[str], parts: Sequence[Component]) -> dict[str, int]:
+    """Node -> rank of the first task of its component. Empty when the two do not match."""
+    if len(nodes) != sum(part.nodes for part in parts):
+        return {}
     ranks: dict[str, int] = {}
-    if len(nodes) != len(slots):
-        return ranks
-    rank = begin = 0
-    for index, (node, count) in enumerate(zip(nodes, slots, strict=True)):
-        if index and count != slots[index - 1]:
-            begin = rank
-        ranks[node] = begin
-        rank += count
+    begin = at = 0
+    for part in parts:
+        ranks.update(dict.fromkeys(nodes[at : at + part.nodes], begin))
+        at += part.nodes
+        begin += part.nodes * part.slots
     return ranks

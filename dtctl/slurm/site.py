@@ -12,12 +12,13 @@ from typing import Protocol
 from dtctl import shell
 from dtctl.errors import ConnectError, LaunchError
 from dtctl.launch import trust
-from dtctl.launch.control.messages import STDERR_BYTES
 from dtctl.slurm.answers import BYTES
 from dtctl.spec.model import Spec
 from dtctl.transport.base import ByteStream, Connection, Target, Transport
 
 LIMIT_S = 60.0
+STDERR_BYTES = 1 << 20
+"""Of what a command has printed beside its answer; more is not read."""
 SANDBOX = "sandbox"
 """Value of `cluster.login` that means the sandbox which was started with --slurm."""
 
@@ -48,6 +49,16 @@ class Site(Protocol):
         """
         ...
 
+    @property
+    def target(self) -> Target:
+        """The machine, for `transport`."""
+        ...
+
+    @property
+    def transport(self) -> Transport:
+        """The way there."""
+        ...
+
     def close(self) -> None:
         """Close the connection to the machine."""
         ...
@@ -74,6 +85,18 @@ class LocalSite:
             return Done(code=127, out="", err=f"{argv[0]}: not found")
         return Done(code=done.returncode, out=_text(done.stdout), err=_text(done.stderr))
 
+    @property
+    def target(self) -> Target:
+        """See `Site`."""
+        return Target(name="slurm", address="")
+
+    @property
+    def transport(self) -> Transport:
+        """See `Site`."""
+        from dtctl.transport.local import LocalTransport
+
+        return LocalTransport()
+
     def close(self) -> None:
         """See `Site`."""
 
@@ -82,14 +105,14 @@ class LoginSite:
     """A login node; the connection is made again when it was lost."""
 
     def __init__(self, target: Target, transport: Transport) -> None:
-        self._target = target
-        self._transport = transport
+        self.target = target
+        self.transport = transport
         self._connection: Connection | None = None
 
     @property
     def name(self) -> str:
         """See `Site`."""
-        return self._target.name
+        return self.target.name
 
     def connection(self) -> Connection:
         """The open connection.
@@ -99,7 +122,7 @@ class LoginSite:
         """
         if self._connection is None or not self._connection.alive():
             self.close()
-            self._connection = self._transport.connect(self._target)
+            self._connection = self.transport.connect(self.target)
         return self._connection
 
     def run(self, argv: Sequence[str], *, stdin: bytes = b"", limit_s: float = LIMIT_S) -> Done:

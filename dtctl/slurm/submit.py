@@ -7,26 +7,45 @@ import re
 import shutil
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from dtctl import names
 from dtctl.errors import LaunchError, PlanError, UsageError
-from dtctl.launch.assemble import CodePush, check_program_files, read_secrets
+from dtctl.launch.assemble import CodePush, read_secrets
 from dtctl.launch.cluster import cluster_of
+from dtctl.launch.files.program import check_program_files
 from dtctl.launch.files.tree import Tree
 from dtctl.launch.first_plan import first_plan
 from dtctl.launch.records.record import state_folder
-from dtctl.slurm import batch, login_client
-from dtctl.slurm.follow import JobRef
+from dtctl.slurm import arrays, batch, login_client
+from dtctl.slurm.answers import Filled, Offer, RunPlace, Submitted
 from dtctl.slurm.job_output import JOB_LOG
+from dtctl.slurm.job_ref import JobRef
 from dtctl.slurm.partition_checks import lacks
-from dtctl.slurm.site import LoginSite, Site
+from dtctl.slurm.site import LocalSite, LoginSite, Site
 from dtctl.spec.load import dump_spec
 from dtctl.spec.model import Slurm, Spec
+from dtctl.supervisor import work
 
 BATCH_FILE = "job.sbatch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A job that Slurm has taken."""
+
+    ref: JobRef
+    tasks: tuple[int, ...]
+    """Indexes of the tasks, if it is an array."""
+    notes: tuple[str, ...]
+    """What the spec, or the shell, says and Slurm was not asked for; a sentence each."""
+
+    def job_of(self, index: int) -> JobRef:
+        """One task of the array, as the job that it is."""
+        job = arrays.job_of_task(self.ref.job, index)
+        return replace(self.ref, job=job, folder=f"{self.ref.folder}/{index}")
 
 
 def python_at(spec: Spec, site: Site) -> str:
@@ -35,8 +54,16 @@ def python_at(spec: Spec, site: Site) -> str:
 
 
 def submit(
-    spec: Spec, site: Site, run: str, code: CodePush | None, *, followed: bool, out: Path | None = None
-) -> JobRef:
+    spec: Spec,
+    site: Site,
+    run: str,
+    code: CodePush | None,
+    *,
+    followed: bool,
+    out: Path | None = None,
+    earlier: str = "",
+    before: Callable[[JobRef], None] | None = None,
+) -> Submission:
     """Submit the job of a spec.
 
     Args:
@@ -46,58 +73,114 @@ def submit(
         code: the scanned code; None when the job needs none.
         followed: whether somebody follows the run: then each worker's output has a file of its own.
         out: a further place for the batch file.
+        earlier: folder of the run in whose outputs this one goes on; empty for none.
+        before: is told of the job, which has no number yet, before Slurm is.
 
     Raises:
         DtctlError: of the class that says what is wrong; nothing was submitted.
     """
-    if followed and spec.slurm is not None and spec.slurm.array is not None:
-        raise PlanError(
-            "a launch follows one job, and a job array is many",
-            where=spec.written_at("slurm.array"),
-            hint="`dtctl sbatch --submit` submits it",
-        )
+    tasks = array_of(spec)
+    if followed:
+        _check_allocation(site, os.environ)
     plan = first_plan(spec, cluster_of(spec, start=False), run=run)
     secrets = read_secrets(spec)
     if code is not None:
         check_program_files(spec, code.tree)
     python = python_at(spec, site)
-    check_offer(spec, len(plan.nodes), login_client.ask(site, python, {"op": "offer"}))
+    away = check_offer(spec, len(plan.nodes), login_client.ask(site, python, Offer))
     workdir = spec.cluster.workdir if isinstance(site, LoginSite) else str(state_folder(spec.base_dir, "slurm").parent)
-    folder = Path(login_client.ask(site, python, {"op": "place", "workdir": workdir, "run": run})["folder"])
-    pushed = _bring(site, code, folder, python=python, workdir=workdir)
+    folder = Path(login_client.ask(site, python, RunPlace, workdir=workdir, run=run).folder)
+    code_folder = _bring(site, code, folder, python=python, workdir=workdir) if code is not None else spec.code_folder
     text = batch.text(
         spec,
         plan,
-        chdir=folder / "code" if code is not None else folder,
-        output=Path(batch.literal(folder)) / (JOB_LOG if followed else "%j.log"),
-        folder=folder if followed else None,
+        chdir=folder / work.FOLDER,
+        output=Path(batch.literal(folder)) / _output(followed=followed, array=bool(tasks)),
+        folder=folder,
+        followed=followed,
     )
     files = {BATCH_FILE: text, names.RUN_SPEC_FILE: dump_spec(spec)}
-    login_client.ask(site, python, {"op": "fill", "folder": str(folder), "code": pushed, "files": files})
+    task_folders = [str(index) for index in tasks] if followed else []
+    login_client.ask(
+        site, python, Filled, folder=str(folder), code=code_folder, pushed=code is not None, files=files,
+        folders=task_folders, earlier=earlier, outputs=list(spec.job.outputs),
+    )  # fmt: skip
     if out is not None:
         write(out, text)
-    answer = login_client.ask(site, python, {"op": "submit", "folder": str(folder), "env": secrets})
-    if answer["code"]:
-        raise LaunchError(f"Slurm refuses the job: {words(answer['said'])}", where=str(out or folder / BATCH_FILE))
-    return JobRef(
-        job=answer["job"],
+    ref = JobRef(
+        job="",
         folder=str(folder),
         python=python,
         workers_apart=plan.per_worker,
         slots=plan.head.slots,
         max_attempts=plan.max_restarts,
     )
+    if before is not None:
+        before(ref)
+    answer = login_client.ask(site, python, Submitted, folder=str(folder), env=secrets, test=not away)
+    if answer.code:
+        raise LaunchError(f"Slurm refuses the job: {words(answer.said)}", where=str(out or folder / BATCH_FILE))
+    return Submission(
+        ref=replace(ref, job=answer.job),
+        tasks=tuple(tasks),
+        notes=(*batch.ignored_names(spec), *away, *_about_variables(answer)),
+    )
 
 
-def check_offer(spec: Spec, nodes: int, offer: Mapping[str, Any]) -> None:
-    """Refuse a job that can never start on this cluster.
+def _about_variables(answer: Submitted) -> list[str]:
+    """What became of the variables of the submitting shell that sbatch would have obeyed."""
+    notes = []
+    if answer.ignored:
+        notes.append(f"{', '.join(answer.ignored)} of the environment is not used: the spec says what the job asks for")
+    if answer.used:
+        notes.append(f"{', '.join(answer.used)} of the environment is used: the spec says nothing about it")
+    return notes
+
+
+def _check_allocation(site: Site, environ: Mapping[str, str]) -> None:
+    """Refuse to submit from inside an allocation: the job would wait until it ends, which may be for this very command.
+
+    Raises:
+        LaunchError: this process is inside one; says how to use it.
+    """
+    job = environ.get("SLURM_JOB_ID")
+    if job and isinstance(site, LocalSite) and not site.env:
+        here = "dtctl sbatch --out job.sbatch && srun --overlap --nodes=1 --ntasks=1 bash job.sbatch"
+        raise LaunchError(
+            f"this shell is inside job {job}, and a launch would queue another job behind it",
+            where="SLURM_JOB_ID",
+            hint=f"in this allocation: `{here}`; to queue another job all the same: env -u SLURM_JOB_ID dtctl launch",
+        )
+
+
+def array_of(spec: Spec) -> list[int]:
+    """The tasks of the job array that a spec asks for; none where it asks for one job.
+
+    Raises:
+        PlanError: what it says is none.
+    """
+    array = spec.slurm.array if spec.slurm is not None else None
+    return [] if array is None else arrays.indexes(array, where=spec.written_at("slurm.array"))
+
+
+def _output(*, followed: bool, array: bool) -> str:
+    """File of the job's output in the folder of the run."""
+    if followed:
+        return f"%a/{JOB_LOG}" if array else JOB_LOG
+    return "%A_%a.log" if array else "%j.log"
+
+
+def check_offer(spec: Spec, nodes: int, offer: Offer) -> list[str]:
+    """Refuse a job that can never start on this cluster; a sentence if it has to wait for nodes that are away.
 
     Raises:
         PlanError: it asks for what is not there; names the key.
     """
-    for lack in lacks(spec.slurm or Slurm(), nodes, offer):
+    found = list(lacks(spec.slurm or Slurm(), nodes, offer))
+    for lack in found:
         if lack.never:
             raise PlanError(lack.summary, where=spec.written_at(lack.key), hint=lack.fix)
+    return [f"{lack.summary}; it waits for them: {lack.fix}" for lack in found if lack.check == "job-nodes"]
 
 
 def write(path: Path, text: str) -> None:
@@ -106,6 +189,7 @@ def write(path: Path, text: str) -> None:
     Raises:
         UsageError: it cannot be written.
     """
+    is_new = not path.exists()
     try:
         # It holds the job's variables, which are nobody else's business.
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -114,17 +198,17 @@ def write(path: Path, text: str) -> None:
                 os.fchmod(fd, 0o600)
             file.write(text)
     except OSError as exc:
+        if is_new:  # on a full disk it would stay, empty
+            path.unlink(missing_ok=True)
         raise UsageError(f"the file cannot be written: {exc.strerror}", where=str(path)) from exc
 
 
-def _bring(site: Site, code: CodePush | None, folder: Path, *, python: str, workdir: str) -> str:
+def _bring(site: Site, code: CodePush, folder: Path, *, python: str, workdir: str) -> str:
     """Bring the code; the folder there that is to be copied into the run's, empty if it is in that already."""
-    if code is None:
-        return ""
     if isinstance(site, LoginSite):
         return login_client.push(site, code, python=python, workdir=workdir)
     try:
-        _copy(code.tree, folder / "code")
+        _copy(code.tree, folder / work.FOLDER)
     except OSError as exc:
         raise UsageError(f"the code cannot be copied: {exc.strerror}", where=str(exc.filename or folder)) from exc
     return ""

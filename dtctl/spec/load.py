@@ -37,6 +37,13 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> Spec:
         return parse_spec(text, source=STDIN, base_dir=Path.cwd(), overrides=overrides)
     if path.is_dir():
         path = path / SPEC_FILE
+    if path.suffix in (".py", ".sh"):
+        raise SpecError(
+            f"{path} is a script, and a spec is expected",
+            where=str(path),
+            hint=f"name it as `job.script` in a {SPEC_FILE}, or without a spec: "
+            f"`dtctl launch --nodes localhost -- {path}`; what is meant for the spec's script follows `--`",
+        )
     try:
         if path.is_fifo():  # whoever opens it waits until somebody writes
             raise SpecError("the spec is a pipe", where=str(path), hint="`-` reads standard input")

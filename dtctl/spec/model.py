@@ -1,17 +1,20 @@
 """The keys of a spec: every key with its meaning, its default and its unit.
 
 The text under a field is its documentation: `dtctl validate --schema` takes it from here (see schema.py).
-Unknown keys are refused everywhere but in `train.model`, `train.data`, `job.deepspeed` and `slurm.extra`, which belong
-to others.
+Unknown keys are refused everywhere but in `train.model`, `train.data`, `job.deepspeed`, `slurm.extra`,
+`kubernetes.affinity` and `kubernetes.extra`, which belong to others.
 """
 
 from __future__ import annotations
 
+import posixpath
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, StrictBool, ValidationInfo, field_validator, model_validator
 
 from dtctl import shell
 from dtctl.names import DEFAULT_WORKDIR
@@ -20,14 +23,20 @@ from dtctl.spec.section import Count, CountOrZero, Port, Positive, PositiveOrZer
 from dtctl.spec.training import Train
 
 __all__ = [  # the sections
+    "Alerts",
     "Cluster",
+    "Container",
     "Files",
     "Job",
     "Kubernetes",
+    "Mail",
+    "Metrics",
     "Network",
     "NodeEntry",
+    "Secret",
     "Slurm",
     "Spec",
+    "Toleration",
     "Train",
 ]
 
@@ -35,6 +44,48 @@ TransportName = Literal["local", "ssh", "slurm", "sandbox"]
 KindName = Literal["torchrun", "direct", "deepspeed", "accelerate", "command"]
 Slots = Annotated[int, Field(strict=True, ge=1, le=65_536)] | Literal["auto"]
 _OR_TEXT: dict[str, Any] = {"type": ["array", "string"]}
+
+
+def _address(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ValueError("expected the URL of a server, such as http://collector:4318")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError("a URL here has no user and no password, since specs are stored; use `metrics.headers`")
+    return url.rstrip("/")
+
+
+def _written(pattern: str, expected: str) -> AfterValidator:
+    """The check that text is written as a program wants it, before that program refuses it minutes later."""
+
+    def check(text: str) -> str:
+        if re.fullmatch(pattern, text) is None:
+            raise ValueError(f"expected {expected}")
+        return text
+
+    return AfterValidator(check)
+
+
+SlurmTime = Annotated[
+    Word,
+    _written(
+        r"\d+(:\d\d){0,2}|\d+-\d\d?(:\d\d){0,2}|(?i:infinite|unlimited)",
+        'minutes, H:MM:SS or D-HH:MM:SS, as text: "12:00:00"',
+    ),
+]
+"""A time limit as sbatch(1) reads it."""
+SlurmMemory = Annotated[Word, _written(r"\d+[KMGTkmgt]?", "a size as Slurm writes it: 200G, 500M, or 0 for all of it")]
+SlurmArray = Annotated[
+    Word, _written(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", "the indexes of an array: 0-9%2, or 1,3,5")
+]
+SlurmGres = Annotated[Word, _written(r"[A-Za-z][^\s]*", "a resource with its number: gpu:8, or gpu:a100:4,nic:1")]
+Url = Annotated[Word, AfterValidator(_address)]
+"""URL of a server, without credentials."""
+Drop = Annotated[float, Field(strict=True, gt=0, lt=1, allow_inf_nan=False)]
 
 
 class NodeEntry(Section):
@@ -56,6 +107,11 @@ class NodeEntry(Section):
     """Login user."""
     workdir: Word | None = None
     """Folder for everything that dtctl writes on this node."""
+    rack: Word | None = None
+    """What shares power or a switch with this node: copies of its snapshots are kept in another rack. Not used under
+    Slurm."""
+    gres: SlurmGres | None = None
+    """Under Slurm: generic resources of this node, instead of `slurm.gres`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -119,13 +175,20 @@ class Files(Section):
     """Which files are copied to the nodes."""
 
     push: bool = True
-    """Whether files are copied at all. false: the job's folder is already there, at `root` on every node."""
+    """Whether files are copied at all. false: the job's folder is already on every node, at `root`. A run starts in a
+    working folder of its own all the same, in which that folder appears."""
     root: Word = "."
-    """Folder to copy, relative to the spec."""
+    """Folder to copy, relative to the spec. With `push: false`, where it lies on every node: `/opt/app`, `~/code`, or,
+    relative to the spec, under the same path as here."""
     include: tuple[Word, ...] = ()
     """Patterns, as in .gitignore, of files to copy although .gitignore or dtctl's list of secrets leaves them out."""
     exclude: tuple[Word, ...] = ()
     """Patterns, as in .gitignore, of files to exclude."""
+
+
+def _for_a_shell(found: str) -> str:
+    """Why a command is refused: part of it means something to a shell alone, and would be an argument."""
+    return f"{found} is shell syntax, and no shell runs this; add `shell: true`, or quote it to pass it on"
 
 
 class Job(Section):
@@ -134,11 +197,16 @@ class Job(Section):
     name: Word = "job"
     """Name of the job; run ids begin with it."""
     script: Word | None = None
-    """Python script, relative to the folder that is copied to the nodes."""
+    """Python script, relative to the folder that is copied to the nodes. A script of another language (`run.sh`, or by
+    its first line, `#!/usr/bin/env bash`) is run by its own interpreter, once per node unless `kind` says otherwise."""
     module: Word | None = None
     """Python module, instead of a script."""
+    shell: bool = False
+    """Whether `command` is a line for bash, in which `&&`, `|`, `>` and `$NAME` have their meaning. The first command
+    that fails ends it (`-e -o pipefail`); arguments of the command line are `"$@"`."""
     command: Annotated[tuple[Text, ...], Field(min_length=1, json_schema_extra=_OR_TEXT)] | None = None
-    """Any program and its arguments, instead of a script; as text it is split as a shell would."""
+    """Any program and its arguments, instead of a script; as text it is split as a shell would. The folder of
+    `cluster.python` comes first on its PATH, so that `python3` is that Python."""
     args: tuple[Text, ...] = ()
     """Arguments of the script or module."""
     add_args: tuple[Literal["local_rank", "deepspeed_config", "megatron"], ...] | None = None
@@ -155,6 +223,12 @@ class Job(Section):
     """Names of variables to take from the environment of `dtctl launch` but never to store or print."""
     files: Files = Field(default_factory=Files.model_construct)
     """Which files are copied to the nodes."""
+    outputs: tuple[Word, ...] = ()
+    """Files and folders that the job writes and that are worth keeping, relative to its working folder: `[out/]`.
+    `dtctl fetch` brings them, and `dtctl launch --resume` goes on in them. Default: all that was written is brought."""
+    log_mib: CountOrZero = 1024
+    """Most MiB that are kept of the output of a worker, on its node and here. More is cut out of the middle, and how
+    much is said there. 0: no limit."""
     max_restarts: CountOrZero = 0
     """How often all workers are restarted after a failure."""
     setup: tuple[str, ...] = ()
@@ -173,6 +247,13 @@ class Job(Section):
     hang_start_s: Positive | Literal["auto", "off"] = "auto"
     """The same before the first steps are measured: from the start through compilation to the first steps of an
     attempt. auto: 1800; never less than `hang_s`."""
+    recovery: Literal["auto", "live", "restart"] = "auto"
+    """What happens when a worker is lost. live: it is replaced and the others stay; the step under way is done again
+    (dtctl.runtime, kind direct, ddp or hsdp). restart: all workers are restarted from the newest snapshot, as often as
+    `max_restarts` allows. auto: live wherever it can be done, if `max_restarts` is not 0. `dtctl launch --dry-run` says
+    what it comes to, and why."""
+    heal_s: Positive = 60.0
+    """Seconds that replacing a lost worker may take; after that all workers are restarted."""
     time_s: Positive | None = None
     """Seconds after which the job is stopped as by SIGUSR1: workers with dtctl.runtime end with a snapshot, and `dtctl
     launch` with exit code 75, which asks for another launch. Default: no limit."""
@@ -188,6 +269,14 @@ class Job(Section):
             )
         return patterns
 
+    @field_validator("outputs")
+    @classmethod
+    def _inside(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
+        for path in paths:
+            if path.startswith(("/", "~")) or not path.strip("./") or ".." in path.split("/"):
+                raise ValueError(f"{path!r} is not a path inside the job's working folder")
+        return tuple(path.removeprefix("./") for path in paths)
+
     @field_validator("hang_s", "hang_start_s", mode="before")
     @classmethod
     def _off_is_a_word(cls, value: object) -> object:
@@ -195,19 +284,37 @@ class Job(Section):
 
     @field_validator("command", mode="before")
     @classmethod
-    def _words(cls, value: object) -> object:
+    def _words(cls, value: object, info: ValidationInfo) -> object:
         if not isinstance(value, str):
             return value
+        if info.data.get("shell"):
+            return [value]
+        if found := shell.shell_syntax(value):
+            raise ValueError(_for_a_shell(found))
         try:
             return shell.split(value)
         except ValueError:
             raise ValueError("a quotation mark is not closed") from None
+
+    @field_validator("command")
+    @classmethod
+    def _no_operators(cls, words: tuple[str, ...] | None, info: ValidationInfo) -> tuple[str, ...] | None:
+        if words is None:
+            return None
+        if info.data.get("shell"):
+            if len(words) > 1:
+                raise ValueError("with `shell: true` it is one line of text, and this is a list")
+        elif found := shell.operator_among(words):
+            raise ValueError(_for_a_shell(found))
+        return words
 
     @model_validator(mode="after")
     def _one_program(self) -> Job:
         programs = [key for key in ("script", "module", "command") if getattr(self, key)]
         if len(programs) > 1:
             raise ValueError(f"only one of script, module and command may be set, and these are: {', '.join(programs)}")
+        if self.shell and not self.command:
+            raise ValueError("`shell` is about `command`, which is not set")
         return self
 
 
@@ -224,6 +331,21 @@ class Network(Section):
     """Address of the head node on the network between the nodes. Default: the address at which dtctl reaches it."""
 
 
+class Container(Section):
+    """The container that the workers of a Slurm job run in; what surrounds them runs on the nodes themselves."""
+
+    image: Word
+    """Image, as the runtime names it: `nvcr.io#nvidia/pytorch:25.09-py3` or a .sqsh for pyxis, a .sif for apptainer."""
+    runtime: Literal["pyxis", "apptainer"] = "pyxis"
+    """pyxis: srun's own options, where the site has the plugin. apptainer: the program of this name."""
+    mounts: tuple[Word, ...] = ()
+    """Folders of the nodes to mount, `SOURCE:TARGET`, besides those of the code and of the run, which always are."""
+    python: Word = "python3"
+    """Python in the container; `cluster.python` is that of the nodes."""
+    options: tuple[Word, ...] = ()
+    """Further options of `apptainer exec`: `["--nv"]`. For pyxis there is `slurm.srun`."""
+
+
 class Slurm(Section):
     """What a Slurm job asks for."""
 
@@ -231,22 +353,49 @@ class Slurm(Section):
     """Partition."""
     account: str | None = None
     """Account."""
-    time: str | None = None
+    time: SlurmTime | None = None
     """Time limit as Slurm writes it: `1-12:00:00`."""
     qos: str | None = None
     """Quality of service."""
-    gres: str | None = None
-    """Generic resources per node: `gpu:8`."""
-    array: str | None = None
-    """Indexes of a job array: `0-9%2`; each runs the whole job."""
+    gres: SlurmGres | None = None
+    """Generic resources per node: `gpu:8`. With `slots: auto` there is a worker per GPU."""
+    cpus_per_task: Count | None = None
+    """Cores per task: per node with kind torchrun, per worker otherwise. Default: the site's, often 1."""
+    mem: SlurmMemory | None = None
+    """Memory per node: `200G`, `0` for all of it. Default: the site's."""
+    exclusive: bool = False
+    """Whether the nodes are for this job alone."""
+    nodelist: Word | None = None
+    """Nodes that the job must have: `gpu[01-04]`."""
+    container: Container | None = None
+    """Container for the workers. Default: none."""
+    array: SlurmArray | None = None
+    """Indexes of a job array: `0-9%2`; each task is a run of its own, `RUN.INDEX`."""
+    requeue: bool = True
+    """Whether the job is started again after a warning of the time limit, a preemption or the loss of a node."""
     requeues: int = Field(default=10, ge=0)
     """How often a job that was stopped before its end is started again, from its snapshot."""
     warn_s: int = Field(default=120, ge=1)
     """Seconds before the end of the time limit at which the workers are asked to save and exit."""
     srun: list[str] = Field(default=[])
-    """Further options of srun: `["--container-image=docker://pytorch/pytorch"]`."""
+    """Further options of srun: `["--mpi=pmix"]`."""
     extra: dict[str, str | int | float | bool] = Field(default={})
     """Further directives: `{constraint: h100}`."""
+
+
+class Toleration(Section):
+    """A taint that pods tolerate, in Kubernetes' own words."""
+
+    key: Word | None = None
+    """Key of the taint. Default: every key, with operator Exists."""
+    operator: Literal["Exists", "Equal"] | None = None
+    """How `value` is compared. Default: Equal."""
+    value: Text | None = None
+    """Value of the taint, with operator Equal."""
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """Effect of the taint. Default: every effect."""
+    tolerationSeconds: CountOrZero | None = None  # noqa: N815 - Kubernetes spells it so
+    """Seconds for which an effect NoExecute is tolerated. Default: for ever."""
 
 
 class Kubernetes(Section):
@@ -254,12 +403,20 @@ class Kubernetes(Section):
 
     image: Word | None = None
     """Image of the pods, with Python and torch, and with the job's code unless `claim` has it. Needed."""
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    """When the image is pulled. Default: Kubernetes' own rule."""
+    image_pull_secrets: tuple[Word, ...] = ()
+    """Secrets with the credentials of the image's registry."""
     workdir: Word = "/workspace"
     """Folder with the job's code in the container."""
     claim: Word | None = None
     """PersistentVolumeClaim with the job's code, mounted at `workdir`. Default: the code is in the image."""
     namespace: Word | None = None
     """Namespace. Default: that of kubectl."""
+    labels: dict[str, Text] = Field(default={})
+    """Labels of the JobSet and of its pods."""
+    annotations: dict[str, Text] = Field(default={})
+    """Annotations of the JobSet and of its pods."""
     gpu: str = "nvidia.com/gpu"
     """Resource that a pod asks one of per worker. Empty: none, for training on CPUs."""
     resources: dict[str, Text] = Field(default={})
@@ -268,6 +425,31 @@ class Kubernetes(Section):
     """Largest size of /dev/shm, which data loaders and NCCL use."""
     node_selector: dict[str, Text] = Field(default={})
     """Labels of the nodes that the pods may run on."""
+    affinity: dict[str, Any] = Field(default={})
+    """Affinity of the pods, as Kubernetes writes it: `{nodeAffinity: {...}}`."""
+    tolerations: tuple[Toleration, ...] = ()
+    """Taints that the pods tolerate: `[{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}]`."""
+    priority_class: Word | None = None
+    """PriorityClass of the pods."""
+    service_account: Word | None = None
+    """ServiceAccount of the pods. Default: the namespace's."""
+    pod_security: Literal["privileged", "baseline", "restricted"] = "privileged"
+    """Pod Security Standard that the namespace enforces. restricted: the pods run without root, capabilities and
+    privilege escalation, under the runtime's seccomp profile. baseline, privileged: nothing is set."""
+    run_as_user: CountOrZero | None = None
+    """Number of the user that the workers run as. Default: the image's."""
+    run_as_group: CountOrZero | None = None
+    """Number of the workers' group. Default: the image's."""
+    fs_group: CountOrZero | None = None
+    """Number of the group that owns the volumes' files."""
+    capabilities: tuple[Word, ...] = ()
+    """Capabilities that the container gets: `[IPC_LOCK]` where RDMA pins memory and nothing else lifts the limit."""
+    host_network: bool = False
+    """Whether the pods use the network of their nodes, as some RDMA fabrics need."""
+    networks: tuple[Word, ...] = ()
+    """Secondary networks (Multus): names of NetworkAttachmentDefinitions, `NAMESPACE/NAME` for those of others."""
+    exclusive_topology: Word | None = None
+    """Label of nodes whose every value is one domain, which the job has for itself: `cloud.google.com/gke-nodepool`."""
     queue: Word | None = None
     """Queue of Kueue."""
     secret: Word | None = None
@@ -275,6 +457,125 @@ class Kubernetes(Section):
     restarts: CountOrZero = 10
     """How often all pods are started again after one was stopped before its end (exit code 75) or taken off its node;
     `job.max_restarts` is added to it."""
+    termination_s: Count | None = None
+    """Seconds that a pod which is stopped has for its snapshot, all of them (terminationGracePeriodSeconds). Default:
+    `job.grace_s` and 30."""
+    ttl_s: Count | None = None
+    """Seconds after its end at which the JobSet is removed with its pods and their logs. Default: never."""
+    extra: dict[str, Any] = Field(default={})
+    """Patch of the JobSet (strategic merge, as kustomize's) for everything else:
+    `{spec: {suspend: true}}`."""
+
+
+class Secret(Section):
+    """What names a value that is written into no spec: a variable or a file."""
+
+    env: Word | None = None
+    """Variable in the environment of `dtctl launch`."""
+    file: Path | None = None
+    """File that holds the value alone, for its owner alone (mode 0600); not one that is pushed to the nodes."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Secret:
+        if (self.env is None) == (self.file is None):
+            raise ValueError("expected either env or file")
+        return self
+
+
+class Mail(Section):
+    """How alerts are sent by mail."""
+
+    to: Annotated[tuple[Word, ...], Field(min_length=1)]
+    """Addresses of the recipients."""
+    sender: Word
+    """Address of the sender."""
+    host: Word
+    """SMTP server."""
+    port: Port | None = None
+    """Port of the server. Default: 587, with security tls 465, with none 25."""
+    security: Literal["starttls", "tls", "none"] = "starttls"
+    """starttls: encrypted after the first words; tls: from the first byte; none: not at all."""
+    user: Word | None = None
+    """User name at the server. Default: none is given."""
+    password: Secret | None = None
+    """Password of `user`; never sent without encryption."""
+
+    @field_validator("to", "sender")
+    @classmethod
+    def _is_address(cls, value: tuple[str, ...] | str) -> tuple[str, ...] | str:
+        for address in (value,) if isinstance(value, str) else value:
+            if "@" not in address or not address.isprintable() or set(address) & set(" <>,;"):
+                raise ValueError("expected an address such as team@example.org")
+        return value
+
+    @model_validator(mode="after")
+    def _password_is_kept(self) -> Mail:
+        if (self.user is None) != (self.password is None):
+            raise ValueError("user and password belong together")
+        if self.password is not None and self.security == "none":
+            raise ValueError("a password is not sent without encryption; set security: starttls or tls")
+        return self
+
+
+class Alerts(Section):
+    """What is told while a run runs, once when it begins and once when it is over, and to whom."""
+
+    no_step_s: Positive | Literal["off"] = 600.0
+    """Seconds without a new optimizer step. Counts from the first step of an attempt, or from its start if the spec
+    has a section `train`."""
+    loss_not_finite: StrictBool = True
+    """Whether a loss or a gradient that is infinite or not a number is told."""
+    restarts: Count | Literal["off"] = 1
+    """The restart from which on every restart is told; over once training takes steps again."""
+    throughput_drop: Drop | Literal["off"] = 0.2
+    """Share by which the median speed of five logged steps may fall below the best of the run, which is the highest
+    median of twenty."""
+    failed: StrictBool = True
+    """Whether the failure of the run is told."""
+    webhook: Secret | None = None
+    """URL that receives alerts as JSON, in the format of Prometheus Alertmanager's webhooks."""
+    slack: Secret | None = None
+    """URL of an incoming webhook of Slack, or of what takes the same (Mattermost, Rocket.Chat)."""
+    mail: Mail | None = None
+    """How alerts are sent by mail. Default: they are not."""
+
+    @field_validator("no_step_s", "restarts", "throughput_drop", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        return "off" if value is False else value  # YAML takes it for a truth value
+
+
+class Metrics(Section):
+    """Where figures of the run go while it runs. They are collected beside the launcher, never in a worker."""
+
+    port: Port | Literal["auto"] | None = None
+    """Port of a page `/metrics` for Prometheus, on the machine of the launcher. auto: a free one, named in
+    `.dtctl/prometheus/RUN.json` for Prometheus to find. Default: nothing listens."""
+    address: Word = "127.0.0.1"
+    """Address that the page listens at. The page has no password: others than 127.0.0.1 are for networks you trust."""
+    pushgateway: Url | None = None
+    """URL of a Prometheus Pushgateway that receives the same figures."""
+    otlp: Url | None = None
+    """URL of an OpenTelemetry collector (OTLP over HTTP, port 4318) that receives figures, and the ledger as spans."""
+    headers: Secret | None = None
+    """HTTP headers for `pushgateway` and `otlp`, such as credentials: `Name=value,Name=value`, the values URL-encoded,
+    as in OTEL_EXPORTER_OTLP_HEADERS."""
+    interval_s: Annotated[float, Field(strict=True, ge=1, allow_inf_nan=False)] = 15.0
+    """Seconds between two reports to `pushgateway` and `otlp`; at least 1."""
+    alerts: Alerts | None = None
+    """What is told when something is wrong, and to whom. Default: nothing; `{}`: all rules, on the terminal alone."""
+
+    @property
+    def secrets(self) -> dict[str, Secret]:
+        """Key -> what names its value, of all secrets that are used."""
+        alerts = self.alerts or Alerts.model_construct()
+        secret_values = {
+            "metrics.headers": self.headers,
+            "metrics.alerts.webhook": alerts.webhook,
+            "metrics.alerts.slack": alerts.slack,
+            "metrics.alerts.mail.password": alerts.mail.password if alerts.mail is not None else None,
+        }
+        return {key: secret for key, secret in secret_values.items() if secret is not None}
 
 
 class Spec(Section):
@@ -293,6 +594,8 @@ class Spec(Section):
     """What a Slurm job asks for."""
     kubernetes: Kubernetes | None = None
     """What a JobSet of Kubernetes asks for."""
+    metrics: Metrics | None = None
+    """Where figures of the run go while it runs, and who is told when something is wrong."""
     base_dir: Path = Field(default=Path(), exclude=True)
     """Folder of the spec, to which relative paths refer. Set by dtctl; not a key of the file."""
     _places: Places = PrivateAttr(default_factory=Places)
@@ -301,6 +604,12 @@ class Spec(Section):
     def pushes(self) -> bool:
         """Whether code is copied to the nodes."""
         return self.job.files.push
+
+    @property
+    def code_folder(self) -> str:
+        """Where the code lies on every node, if it is not pushed; may begin with `~`."""
+        root = self.job.files.root
+        return root if root.startswith("~") else posixpath.normpath(self.base_dir.absolute() / root)
 
     @property
     def settings(self) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dtctl.errors import SpecError
-from dtctl.spec.model import Cluster, NodeEntry, Spec
+from dtctl.spec.model import NodeEntry, Spec
 
 # A node's name becomes the name of a folder and of a script; an address, like a name, an argument of programs.
 _NAME = re.compile(r"[^\W][^\s/\\\[\],]*\Z")
@@ -39,6 +39,10 @@ class NodeSpec:
     """Interpreter on the node; None: `python3` from its PATH."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables for the workers of this node alone."""
+    rack: str | None = None
+    """Where nodes of the same name are lost together; None: nothing is known of it."""
+    gres: str | None = None
+    """Under Slurm: its generic resources."""
 
 
 def resolve_nodes(spec: Spec) -> tuple[NodeSpec, ...]:
@@ -82,7 +86,7 @@ def resolve_spares(spec: Spec) -> tuple[NodeSpec, ...]:
         key = f"cluster.spares[{index}]"
         where = spec.written_at(key)
         for name in _expanded(text, key, where):
-            node = _node(spec.cluster, _entry(name), name)
+            node = _node(spec, _entry(name), name)
             _check_words(node, key, where)
             spares.append(node)
     return tuple(spares)
@@ -107,11 +111,11 @@ def _entries(spec: Spec) -> Iterator[tuple[NodeSpec, str, str]]:
         from dtctl.spec import hostfile
 
         for line in hostfile.read(cluster.hostfile):
-            yield _node(cluster, _entry(line.name, line.slots), line.name), "cluster.hostfile", line.where
+            yield _node(spec, _entry(line.name, line.slots), line.name), "cluster.hostfile", line.where
         return
     if isinstance(cluster.nodes, int) or not cluster.nodes:
         for name in _numbered_names(spec):
-            yield _node(cluster, _entry(name), name), "cluster.nodes", spec.written_at("cluster.nodes")
+            yield _node(spec, _entry(name), name), "cluster.nodes", spec.written_at("cluster.nodes")
         return
     for index, item in enumerate(cluster.nodes):
         key = f"cluster.nodes[{index}]"
@@ -121,7 +125,7 @@ def _entries(spec: Spec) -> Iterator[tuple[NodeSpec, str, str]]:
         if len(names) > 1 and entry.address is not None:
             raise SpecError("one address cannot belong to a range of nodes", where=where, key=f"{key}.address")
         for name in names:
-            yield _node(cluster, entry, name), key, where
+            yield _node(spec, entry, name), key, where
 
 
 def _numbered_names(spec: Spec) -> Iterable[str]:
@@ -160,20 +164,45 @@ def _expanded(text: str, key: str, where: str) -> list[str]:
         raise SpecError(exc.message, where=where, key=key, hint=exc.hint) from None
 
 
-def _node(cluster: Cluster, entry: NodeEntry, name: str) -> NodeSpec:
+def gpus_of_gres(text: str) -> int:
+    """The GPUs in a request of generic resources: `gpu:8`, `gpu:a100:4,nic:1`; 0 without."""
+    total = 0
+    for item in text.split(","):
+        kind, *rest = re.split(r"[:=]", item.strip().removeprefix("gres/"))
+        if kind == "gpu":
+            total += int(rest[-1]) if rest and rest[-1].isdigit() else 1
+    return total
+
+
+def _slots(spec: Spec, entry: NodeEntry, gres: str | None) -> int | Literal["auto"]:
+    """Workers of a node; under Slurm `auto` is what the job asks for, since nobody can count before it runs."""
+    slots = entry.slots or spec.cluster.slots
+    if slots != "auto" or spec.cluster.transport != "slurm":
+        return slots
+    extra = spec.slurm.extra if spec.slurm else {}
+    return gpus_of_gres(gres or "") or gpus_of_gres(f"gpu:{extra.get('gpus-per-node', 0)}") or "auto"
+
+
+def _node(spec: Spec, entry: NodeEntry, name: str) -> NodeSpec:
+    cluster = spec.cluster
     # As with ssh and rsync, `me@gpu1` names the user too.
     user, _, name = name.rpartition("@")
     local = cluster.transport == "local"
     interpreter = sys.executable if cluster.transport in ("local", "sandbox") else None
+    slurm = spec.slurm if cluster.transport == "slurm" else None
+    gres = entry.gres or (spec.slurm.gres if spec.slurm else None)
+    container = slurm.container if slurm else None
     return NodeSpec(
         name=name,
         address=entry.address or ("127.0.0.1" if local else name),
-        slots=entry.slots or cluster.slots,
+        slots=_slots(spec, entry, gres),
         workdir=entry.workdir or cluster.workdir,
         user=user or entry.user or cluster.user,
         port=entry.port or cluster.port,
-        python=entry.python or cluster.python or interpreter,
+        python=container.python if container else entry.python or cluster.python or interpreter,
         env=dict(entry.env),
+        rack=None if slurm else entry.rack,
+        gres=gres,
     )
 
 

@@ -68,11 +68,7 @@ def unknown(path: Path) -> str:
     """The message for an unknown key: the nearest key, or all that are allowed there."""
     import difflib
 
-    models = _models_at(path[:-1])
-    for model in models:
-        if path[-1] in model.absent:
-            return f"unknown key: {model.absent[str(path[-1])]}"
-    legal = sorted({name for model in models for name in model.model_fields} - {"base_dir"})
+    legal = sorted({name for model in _models_at(path[:-1]) for name in model.model_fields} - {"base_dir"})
     matches = difflib.get_close_matches(str(path[-1]), legal, n=1)
     return f"unknown key; did you mean `{matches[0]}`?" if matches else f"unknown key; allowed here: {', '.join(legal)}"
 

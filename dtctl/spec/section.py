@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -40,9 +39,6 @@ Share = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
 
 class Section(BaseModel):
     """A part of the spec: closed, unchangeable, documented field by field (see schema.py)."""
-
-    absent: ClassVar[Mapping[str, str]] = {}
-    """Keys that people look for -> why they are not here."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 

@@ -70,9 +70,7 @@ def _section_of(config: type) -> type[Section]:
         schema_extra = {} if field.default is MISSING else {"default": field.default}
         optional = annotation | None if annotation is not Any else Any
         keys[field.name] = (optional, Field(default=None, json_schema_extra=schema_extra))
-    section = create_model(config.__name__.removesuffix("Config"), __base__=Section, __doc__=config.__doc__, **keys)
-    section.absent = getattr(config, "absent", {})
-    return section
+    return create_model(config.__name__.removesuffix("Config"), __base__=Section, __doc__=config.__doc__, **keys)
 
 
 def _annotation(hint: Any, rules: Mapping[str, Any]) -> Any:

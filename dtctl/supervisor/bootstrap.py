@@ -24,11 +24,13 @@ from dtctl import shell
 MODULES = (
     "dtctl.folders",
     "dtctl.node_facts",
+    "dtctl.schema",
     *(
         f"dtctl.supervisor.{name}"
         for name in (
-            "exit_cause", "worker_start", "environment", "facts", "frames", "group", "link", "main", "metrics",
-            "fork_server", "processes", "progress", "receive", "stacks", "supervisor", "fork_server_main",
+            "exit_cause", "work", "worker_start", "environment", "facts", "frames", "group", "link", "main", "messages",
+            "metrics", "output_log", "fork_server", "live", "processes", "progress", "receive", "stacks", "supervisor",
+            "fork_server_main",
         )
     ),
 )  # fmt: skip

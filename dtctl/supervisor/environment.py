@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import os
 
-from dtctl import node_facts
+from dtctl import folders
+from dtctl.supervisor.messages import StartAttempt
 
 
-def complete(message: dict, run_dir: str) -> dict:  # type: ignore[type-arg]  # typing is slow to import on a node
-    """A start message with this node's folders and the interface towards its peers filled in.
+def of_workers(start: StartAttempt, run_dir: str, interface: str) -> dict[str, str]:
+    """The variables of an attempt, with this node's folders and its interface towards the head node.
 
     What the message already sets stays: a user who names an interface knows better than the routing table.
     """
     env = {
         "DTCTL_RUN_DIR": run_dir,
         "DTCTL_METRICS": os.path.join(run_dir, "metrics.jsonl"),
-        "DTCTL_SNAPSHOT_DIR": os.path.expanduser(message.get("snapshots", "")) or os.path.join(run_dir, "snapshots"),
-        "DTCTL_PROGRESS": os.path.join(run_dir, f"attempt-{message['attempt']}", "progress"),
+        "DTCTL_SNAPSHOT_DIR": os.path.expanduser(start.snapshots) or os.path.join(run_dir, "snapshots"),
+        "DTCTL_MEMORY_DIR": folders.memory_folder(run_dir),
+        "DTCTL_PROGRESS": os.path.join(run_dir, f"attempt-{start.attempt}", "progress"),
         # Where torchrun puts its own files, which would otherwise stay behind in /tmp.
-        "PET_LOG_DIR": os.path.join(run_dir, f"attempt-{message['attempt']}", "torchrun"),
+        "PET_LOG_DIR": os.path.join(run_dir, f"attempt-{start.attempt}", "torchrun"),
     }
-    interface = node_facts.interface_towards(message["peer"]) if message["peer"] else ""
     if interface:
         env["GLOO_SOCKET_IFNAME"] = interface
         env["NCCL_SOCKET_IFNAME"] = "=" + interface  # "=": this one, not all whose names begin like it
-    return {
-        **message,
-        "env": {**env, **message["env"]},
-        "cwd": message["cwd"] or os.path.expanduser("~"),
-        "interface": interface,
-    }
+    return {**env, **start.env}

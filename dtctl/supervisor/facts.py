@@ -1,35 +1,9 @@
-"""What a node says about itself before a job starts on it. Stdlib only, Python 3.8; nothing is installed or changed."""
+"""Words for what the system says or refuses, for the control machine. Stdlib only, Python 3.8."""
 
 from __future__ import annotations
 
 import errno
 import os
-import socket
-import sys
-import time
-
-from dtctl import node_facts
-
-
-def hello(workdir: str, ports: list[int]) -> dict:  # type: ignore[type-arg]  # typing is slow to import
-    """The node's answer to `hello`.
-
-    Args:
-        workdir: absolute path of the folder that dtctl may write to.
-        ports: candidates for the rendezvous, in order of preference; empty on all nodes but the head.
-    """
-    return {
-        "op": "hello",
-        "python": ".".join(str(part) for part in sys.version_info[:3]),
-        "hostname": socket.gethostname(),
-        "workdir": workdir,
-        "pid": os.getpid(),
-        "cpus": os.cpu_count(),
-        "gpus": node_facts.count_gpus(os.environ),
-        "address": server_address(),
-        "port": node_facts.first_free(ports),
-        "time": time.time(),
-    }
 
 
 def server_address() -> str:

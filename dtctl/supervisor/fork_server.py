@@ -42,6 +42,11 @@ def _warm() -> bytes:
 class ForkServerUnavailable(Exception):
     """The fork server cannot be used; the text says why."""
 
+    def __init__(self, why: str, is_final: bool = False) -> None:
+        """With `is_final`, another one would not do better."""
+        super().__init__(why)
+        self.is_final = is_final
+
 
 class ForkServer:
     """One fork server, from its start to its end, and the program that its workers are to run."""
@@ -61,6 +66,8 @@ class ForkServer:
         self._captured = b""
         self._capture_fd: int | None = None
         self._capture_pid = 0
+        self._is_captured = False
+        """Whether the program is that of another attempt than the one this was started for."""
 
     def start(self, script: str, cwd: str, env: dict[str, str], modules: list[str], output_fd: int) -> None:
         """Start the fork server by the node script; what it prints goes to `output_fd`."""
@@ -80,7 +87,7 @@ class ForkServer:
 
     def capture_program(self, script: str, cwd: str, env: dict[str, str], output_fd: int) -> None:
         """Run the node script of another attempt to capture its program and variables."""
-        self.argv, self.env, self._captured = [], {}, b""
+        self.argv, self.env, self._captured, self._is_captured = [], {}, b"", True
         read_end, write_end = os.pipe()
         env = {**env, "DTCTL_VIA": self.via}
         self._capture_pid = processes.spawn(["bash", script], cwd, env, {1: output_fd, 2: output_fd, 3: write_end})
@@ -97,12 +104,11 @@ class ForkServer:
         """Process what has arrived; whether workers can be forked now.
 
         Raises:
-            Cold: they never will be.
+            ForkServerUnavailable: they never will be.
         """
         if self._link is None:
             raise ForkServerUnavailable("the fork server has exited")
-        if not self.ready:
-            self._receive(self._link)
+        self._receive(self._link)
         if self._capture_fd is not None:
             self._read_capture(self._capture_fd)
         return self.ready and bool(self.argv)
@@ -112,6 +118,8 @@ class ForkServer:
             data = link.recv(1 << 16)
         except BlockingIOError:
             return
+        except ConnectionError:
+            data = b""
         if not data:
             raise ForkServerUnavailable("the fork server has exited")
         self._received += data
@@ -120,9 +128,10 @@ class ForkServer:
         message = json.loads(self._received.decode())
         self._received = b""
         if not message["ready"]:
-            raise ForkServerUnavailable(str(message["why"]))
+            raise ForkServerUnavailable(str(message["why"]), True)
         self.ready = True
-        self.argv, self.env = message["argv"], _cleaned(message["env"])
+        if not self._is_captured:
+            self.argv, self.env = message["argv"], _cleaned(message["env"])
 
     def _read_capture(self, fd: int) -> None:
         while True:
@@ -137,7 +146,7 @@ class ForkServer:
         self._capture_fd = None
         fields = self._captured.decode("utf-8", "surrogateescape").split("\0")[:-1]
         if not fields:
-            raise ForkServerUnavailable("the node script ended before it came to the program")
+            raise ForkServerUnavailable("the node script ended before it came to the program", True)
         count = int(fields[0])
         self.argv = fields[1 : 1 + count]
         pairs = (field.partition("=") for field in fields[1 + count :])
@@ -147,7 +156,7 @@ class ForkServer:
         """A new worker: a child of this process with these variables on top, printing to `output_fd`; its id.
 
         Raises:
-            Cold: the warm process does not do it.
+            ForkServerUnavailable: the fork server does not do it.
         """
         link = self._link
         if link is None:
@@ -167,7 +176,8 @@ class ForkServer:
                 reply += data
             link.setblocking(False)
         except OSError as exc:
-            raise ForkServerUnavailable(f"the fork server does not answer: {exc}") from exc
+            why = f"the fork server does not answer: {exc}"
+            raise ForkServerUnavailable(why, isinstance(exc, socket.timeout)) from exc
         return int(json.loads(reply.decode())["pid"])
 
     def cancel_capture(self) -> None:

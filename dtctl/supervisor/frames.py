@@ -28,9 +28,14 @@ def pack(kind: bytes, payload: bytes, rank: int = -1) -> bytes:
     return HEADER.pack(kind, rank, len(payload)) + payload
 
 
+def encode(message: object) -> bytes:
+    """The JSON of a message: a dictionary, or of messages.py."""
+    return json.dumps(message, separators=(",", ":"), default=lambda record: record.to_json()).encode()
+
+
 def pack_json(message: object) -> bytes:
     """The bytes of one JSON frame."""
-    return pack(JSON, json.dumps(message, separators=(",", ":")).encode())
+    return pack(JSON, encode(message))
 
 
 def decode(payload: bytes) -> dict:  # type: ignore[type-arg]  # typing is slow to import on a node

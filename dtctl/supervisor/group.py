@@ -1,7 +1,7 @@
 """The processes of one attempt on one node: started, read from, and reaped. Stdlib only, Python 3.8.
 
-Output goes to one file per rank in the run's folder and from there to whoever is linked, by offset. The file is the
-buffer: a slow or absent reader costs disk, not memory, and a reader that comes back asks for what it has not seen.
+Output goes to one log per rank (output_log.py) and from there to whoever is linked, by offset; a reader that comes back
+asks for what it has not seen.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 from dtctl.supervisor import processes
+from dtctl.supervisor.output_log import Log
 
 AGENT = -1
 """Rank under which the output of torchrun's agent, or of a command that is not a worker, is kept."""
@@ -16,30 +17,6 @@ LONGEST = 1 << 16
 """Bytes of a line that are waited for; a longer one is stored in parts."""
 RANK_MARK = b"[dtctl:"
 """How torchrun, told by TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, begins a line that worker R printed: `[dtctl:R] `."""
-
-
-class Log:
-    """Output of one rank: a file on the node, and how much of it the link has been given."""
-
-    def __init__(self, path: str) -> None:
-        """Append to the file at `path`, which is made with mode 0600."""
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self.size = os.fstat(self.fd).st_size
-        self.sent = 0
-        self.lost = 0
-
-    def write(self, data: bytes) -> None:
-        """Append `data`; what a full disk refuses is counted in `lost`, and the workers go on."""
-        try:
-            written = os.write(self.fd, data)  # on a disk that is nearly full, a part of it
-        except OSError:
-            written = 0
-        self.size += written
-        self.lost += len(data) - written
-
-    def unsent(self, limit: int) -> bytes:
-        """Up to `limit` bytes that the link has not been given yet."""
-        return os.pread(self.fd, min(limit, self.size - self.sent), self.sent)
 
 
 class Process:
@@ -59,8 +36,14 @@ class Process:
 class Group:
     """All processes of one attempt on this node."""
 
-    def __init__(self, folder: str, split_ranks: bool) -> None:
-        """Keep logs in `folder`; with `split_ranks`, sort torchrun's output into ranks by its line prefix."""
+    def __init__(self, folder: str, split_ranks: bool, limit_bytes: int = 0) -> None:
+        """Keep logs in `folder`, of each rank no more than the limit.
+
+        With `split_ranks`, sort torchrun's output into ranks by its line prefix.
+        """
+        self.limit_bytes = limit_bytes
+        self.is_linked = True
+        """Whether somebody takes what the disk refuses."""
         self.folder = folder
         self.split_ranks = split_ranks
         self.processes: list[Process] = []
@@ -70,7 +53,7 @@ class Group:
         """The log of a rank, opened at first use."""
         if rank not in self.logs:
             name = "agent.log" if rank == AGENT else f"rank-{rank}.log"
-            self.logs[rank] = Log(os.path.join(self.folder, name))
+            self.logs[rank] = Log(os.path.join(self.folder, name), self.limit_bytes)
         return self.logs[rank]
 
     def start(self, argv: list[str], cwd: str, env: dict[str, str], rank: int) -> None:
@@ -114,24 +97,28 @@ class Group:
         """Append output to the log of its rank; with torchrun, line by line to the rank that the prefix names."""
         if not self.split_ranks:
             if data:
-                self.log(process.rank).write(data)
+                self.log(process.rank).write(data, self.is_linked)
             return
         lines = (process.partial + data).split(b"\n")
         process.partial = b"" if last else lines.pop()
         chunks: dict[int, list[bytes]] = {}
         for line in lines:
             if line or not last:
-                rank, text = (process.midst, line) if process.midst is not None else split_prefix(line)
-                chunks.setdefault(rank, []).append(text + b"\n")
+                for rank, text in split_marks(line + b"\n", process.midst):
+                    chunks.setdefault(rank, []).append(text)
                 process.midst = None
         if len(process.partial) > LONGEST:  # not kept until it ends, if it ever does
-            rank, text = (
-                (process.midst, process.partial) if process.midst is not None else split_prefix(process.partial)
-            )
-            chunks.setdefault(rank, []).append(text)
-            process.midst, process.partial = rank, b""
+            for rank, text in split_marks(process.partial, process.midst):
+                chunks.setdefault(rank, []).append(text)
+                process.midst = rank
+            process.partial = b""
         for rank, texts in chunks.items():
-            self.log(rank).write(b"".join(texts))
+            self.log(rank).write(b"".join(texts), self.is_linked)
+
+    def readable(self) -> dict[int, Process]:
+        """Pipes from which output may be read now, each with the process that it comes from."""
+        waits = self.is_linked and any(log.is_full() for log in self.logs.values())
+        return {} if waits else {process.pipe: process for process in self.processes if process.pipe is not None}
 
     def collect(self) -> list[Process]:
         """The started processes that have ended since the last call, with `status` set; strays are reaped too."""
@@ -167,6 +154,28 @@ def split_prefix(line: bytes) -> tuple[int, bytes]:
             text = line[end + 1 :]
             return int(digits), text[1:] if text[:1] == b" " else text
     return AGENT, line
+
+
+def split_marks(line: bytes, rank: "int | None" = None) -> list:  # type: ignore[type-arg]
+    """The parts of a line as (rank, text); `rank` is that of its beginning, if that is known.
+
+    torchrun begins a new line with the prefix whenever it finds a piece of one, and what redraws its line (tqdm) comes
+    in pieces: their marks stand in the middle of a line, and the pieces of several workers between each other.
+    """
+    if rank is None:
+        rank, line = split_prefix(line)
+    parts: list = []  # type: ignore[type-arg]
+    begin = 0
+    while True:
+        begin = line.find(RANK_MARK, begin)
+        if begin < 0:
+            return [*parts, (rank, line)]
+        next_rank, rest = split_prefix(line[begin:])
+        if next_rank == AGENT:
+            begin += 1
+        else:
+            parts.append((rank, line[:begin]))
+            rank, line, begin = next_rank, rest, 0
 
 
 def exit_facts(status: int) -> tuple[int, int | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from dtctl.supervisor import frames
+from dtctl.supervisor import frames, messages
 
 CHUNK = 1 << 16
 
@@ -25,8 +25,13 @@ class ControlLink:
         os.set_blocking(read_fd, False)
         os.set_blocking(write_fd, False)
 
-    def read(self) -> list[dict] | None:  # type: ignore[type-arg]
-        """Messages that have arrived; None when the other end is gone."""
+    def read(self) -> list[messages.Message] | None:
+        """Messages that have arrived; None when the other end is gone.
+
+        Raises:
+            BrokenFrame: the stream is not ours.
+            InvalidMessage: a message has not the form of its kind.
+        """
         received, self.ready = self.ready, []
         try:
             data = os.read(self.read_fd, CHUNK)
@@ -38,7 +43,10 @@ class ControlLink:
             pass
         except OSError:
             return None
-        return [frames.decode(payload) for kind, _, payload in received if kind == frames.JSON]
+        documents = [frames.decode(payload) for kind, _, payload in received if kind == frames.JSON]
+        # A launcher of a newer version may ask for more than this supervisor, which the older one has sent, knows.
+        requests = [document for document in documents if document.get("op") in messages.REQUESTS]
+        return [messages.parse(document, messages.REQUESTS) for document in requests]
 
     def flush(self) -> bool:
         """Write what fits; False when the other end is gone."""

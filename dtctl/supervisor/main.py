@@ -10,12 +10,14 @@ import errno
 import os
 import signal
 import socket
+import sys
 import time
 
 from dtctl import folders, node_facts
-from dtctl.supervisor import facts, frames, processes
+from dtctl.schema import InvalidMessage
+from dtctl.supervisor import facts, frames, messages, output_log, processes, work
 from dtctl.supervisor.link import ControlLink
-from dtctl.supervisor.supervisor import Supervisor
+from dtctl.supervisor.supervisor import EXIT_RECORD, STOP_REQUEST, Supervisor, write_atomically
 
 IDLE_LIMIT_S = 120.0
 """Seconds without a word from the control machine before a run has started; it pings nodes that are ready."""
@@ -39,15 +41,15 @@ def main(workdir: str) -> int:
         claim(workdir)
         return serve(link, workdir)
     except Stop as exc:
-        link.send_json({"op": "error", "code": exc.code, "message": str(exc)})
+        link.send_json(messages.Refusal(code=exc.code, message=str(exc)))
     except folders.Foreign as exc:
-        link.send_json({"op": "error", "code": "foreign", "message": str(exc)})
+        link.send_json(messages.Refusal(code="foreign", message=str(exc)))
     except OSError as exc:
         if exc.errno == errno.EPIPE:
             return 1  # the control machine is gone
-        link.send_json({"op": "error", "code": facts.code_of(exc), "message": facts.describe(exc)})
-    except frames.BrokenFrame as exc:
-        link.send_json({"op": "error", "code": "protocol", "message": str(exc)})
+        link.send_json(messages.Refusal(code=facts.code_of(exc), message=facts.describe(exc)))
+    except (frames.BrokenFrame, InvalidMessage) as exc:
+        link.send_json(messages.Refusal(code="protocol", message=str(exc)))
     return 1
 
 
@@ -72,79 +74,110 @@ def claim(workdir: str) -> None:
 def serve(link: frames.FdLink, workdir: str) -> int:
     """Answer until the run starts or the control machine has nothing more to say."""
     while True:
-        message = link.receive_json()
-        if message is None or message["op"] == "quit":
+        document = link.receive_json()
+        request = messages.Quit() if document is None else messages.parse(document, messages.REQUESTS)
+        if isinstance(request, messages.Quit):
             return 0
-        op = message["op"]
-        if op == "hello":
-            link.send_json(facts.hello(workdir, message.get("ports", [])))
-        elif op == "push":
+        if isinstance(request, messages.Hello):
+            link.send_json(describe_node(workdir, request.ports))
+        elif isinstance(request, messages.PushTree):
             from dtctl.supervisor import receive
 
             try:
-                receive.receive(link, {**message, "workdir": workdir})
+                receive.receive(link, workdir, request.tree)
             except receive.Refused:
                 return 1  # the control machine has been told why
-        elif op == "prepare":
-            prepare(workdir, message)
-            link.send_json({"op": "ready"})
-        elif op == "probe":
-            link.send_json({"op": "probed", "port": node_facts.first_free(message["ports"])})
-        elif op == "start":
-            return run(link, workdir, message)
-        elif op == "attach":
-            return attach(link, os.path.join(workdir, "runs", message["run"]), message)
-        elif op == "sweep":
-            link.send_json({"op": "swept", **sweep(os.path.join(workdir, "runs", message["run"]), message)})
+        elif isinstance(request, messages.Prepare):
+            prepare(workdir, request)
+            link.send_json(messages.Ready())
+        elif isinstance(request, messages.ProbePorts):
+            link.send_json(messages.PortProbed(port=node_facts.first_free(request.ports)))
+        elif isinstance(request, messages.StartAttempt):
+            return run(link, workdir, request)
+        elif isinstance(request, messages.Attach):
+            return attach(link, os.path.join(workdir, "runs", request.run), request)
+        elif isinstance(request, messages.Sweep):
+            link.send_json(sweep(os.path.join(workdir, "runs", request.run), request))
 
 
-def prepare(workdir: str, message: dict) -> None:  # type: ignore[type-arg]
+def describe_node(workdir: str, ports: list[int]) -> messages.NodeDescription:
+    """What this node says about itself; `ports`: candidates for the rendezvous, in order of preference."""
+    return messages.NodeDescription(
+        gpus=node_facts.count_gpus(os.environ),
+        cores=node_facts.usable_cores(),
+        address=facts.server_address(),
+        port=node_facts.first_free(ports),
+        python=".".join(str(part) for part in sys.version_info[:3]),
+        workdir=workdir,
+    )
+
+
+def _absent(path: str, kind: str) -> str:
+    """Why something cannot be used as a folder or a file."""
+    return f"{path} is not a {kind}" if os.path.exists(path) else f"{path} does not exist"
+
+
+def prepare(workdir: str, message: messages.Prepare) -> None:
     """Check now, before any node has started anything, for whatever would make the start fail.
 
     Raises:
         Stop: the run exists already, the disk is full, or a file or program that the job needs is missing.
     """
-    run_dir = os.path.join(workdir, "runs", message["run"])
-    if message["fresh"] and os.path.exists(run_dir):
+    run_dir = os.path.join(workdir, "runs", message.run)
+    if message.fresh and os.path.exists(run_dir):
         raise Stop("run-exists", f"{run_dir} already exists")
     stat = os.statvfs(workdir)
     if stat.f_bavail * stat.f_frsize < MIN_FREE_BYTES:
         raise Stop("disk-full", f"{stat.f_bavail * stat.f_frsize >> 20} MiB are left on the disk of {workdir}")
     folders.make_private(run_dir)
-    cwd = message["cwd"] or os.path.expanduser("~")
-    for path in message["files"]:
+    cwd = os.path.expanduser(message.cwd)
+    if not os.path.isdir(cwd):
+        raise Stop("missing-folder", _absent(cwd, "folder"))
+    for path in message.files:
         if not os.path.isfile(os.path.join(cwd, path)):
-            raise Stop("missing-file", f"{os.path.join(cwd, path)} does not exist")
-    for program in ["bash", *message["programs"]]:
-        if not which(program, cwd):
+            code = "missing-file" if message.pushed else "missing-there"
+            raise Stop(code, _absent(os.path.join(cwd, path), "file"))
+    for program in ["bash", *message.programs]:
+        if not which(program, cwd, message.path):
             raise Stop("missing-program", program)
+    if message.pushed:
+        from dtctl.supervisor import receive
+
+        receive.hold(cwd)  # this process may not be the one that has taken the push
+    earlier_dir = os.path.join(workdir, "runs", message.earlier) if message.earlier else ""
+    try:
+        work.prepare(run_dir, cwd, message.outputs, earlier_dir, message.pushed)
+    except work.TooLarge as exc:
+        raise Stop("too-large", f"{cwd} cannot be copied into the working folder of the run: {exc}") from exc
 
 
-def which(program: str, cwd: str) -> str:
-    """Path of the program that this name starts; empty when there is none."""
+def which(program: str, cwd: str, first: str = "") -> str:
+    """Path of the program that this name starts, looked for in the folder `first` before PATH; empty without one."""
+    program = os.path.expanduser(program) if program.startswith("~/") else program
     if "/" in program:
         path = os.path.join(cwd, program)
         return path if os.access(path, os.X_OK) and os.path.isfile(path) else ""
-    for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
+    folders_of_path = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    for folder in [os.path.expanduser(first), *folders_of_path] if first else folders_of_path:
         path = os.path.join(folder, program)
         if os.access(path, os.X_OK) and os.path.isfile(path):
             return path
     return ""
 
 
-def run(link: frames.FdLink, workdir: str, message: dict) -> int:  # type: ignore[type-arg]
+def run(link: frames.FdLink, workdir: str, message: messages.StartAttempt) -> int:
     """Become a supervisor and its guard; returns in the guard, when all is over."""
-    message["run_dir"] = os.path.join(workdir, "runs", message["run"])
-    listener = listen(message["run_dir"]) if message["keep"] else None
+    run_dir = os.path.join(workdir, "runs", message.run)
+    listener = listen(run_dir) if message.keep else None
     processes.become_subreaper()
     guard_pid = os.getpid()
     supervisor = os.fork()
     if supervisor:
-        return guard(supervisor, message["token"])
+        return guard(supervisor, message.token)
     status = 1
     try:
         # A message may have come with the one that started us.
-        server = Supervisor(message, ControlLink(link.read_fd, link.write_fd, link), listener, guard_pid)
+        server = Supervisor(message, run_dir, ControlLink(link.read_fd, link.write_fd, link), listener, guard_pid)
         server.try_start(message)
         server.run()
         status = 0
@@ -191,7 +224,7 @@ def listen(run_dir: str) -> int:
     return int(fd)
 
 
-def attach(link: frames.FdLink, run_dir: str, message: dict) -> int:  # type: ignore[type-arg]
+def attach(link: frames.FdLink, run_dir: str, message: messages.Attach) -> int:
     """Pass bytes between the link and a kept run's supervisor; tell the end of the run if that is over."""
     import select
 
@@ -200,7 +233,7 @@ def attach(link: frames.FdLink, run_dir: str, message: dict) -> int:  # type: ig
         os.chdir(run_dir)
         server.connect(SOCKET)
     except OSError:
-        replay(link, run_dir, message)
+        replay(link, run_dir, message.offsets)
         return 0
     fd = server.fileno()
     _write_all(fd, frames.pack_json(message))
@@ -216,48 +249,61 @@ def attach(link: frames.FdLink, run_dir: str, message: dict) -> int:  # type: ig
             _write_all(destination[source], data)
 
 
-def replay(link: frames.FdLink, run_dir: str, message: dict) -> None:  # type: ignore[type-arg]
+def replay(link: frames.FdLink, run_dir: str, offsets: dict[str, int]) -> None:
     """Send what an ended run has left in its folder: the unseen part of its last logs, and its exit record."""
     attempts = [name for name in os.listdir(run_dir) if name.startswith("attempt-")] if os.path.isdir(run_dir) else []
     attempts.sort(key=lambda name: int(name[8:]))
     if not attempts:
         raise Stop("no-run", f"{run_dir} does not exist")
     folder = os.path.join(run_dir, attempts[-1])
+    try:
+        with open(os.path.join(folder, EXIT_RECORD), "rb") as file:
+            record = messages.AttemptStopped.parse(frames.decode(file.read()))
+    except (OSError, frames.BrokenFrame, InvalidMessage):
+        record = messages.AttemptStopped(left=0, exits=[])
     for name in sorted(os.listdir(folder)):
         if not name.endswith(".log"):
             continue
         rank = -1 if name == "agent.log" else int(name[5:-4])
+        segments, offset = record.segments.get(str(rank), []), offsets.get(str(rank), 0)
         with open(os.path.join(folder, name), "rb") as file:
-            file.seek(int(message.get("offsets", {}).get(str(rank), 0)))
-            for data in iter(lambda: file.read(1 << 16), b""):
+            for missing, data in output_log.read_from(file.fileno(), segments, offset):
+                if missing:
+                    link.send_json(messages.LogGap(rank=rank, bytes=missing))
                 link.send_frame(frames.LOG, data, rank)
-    try:
-        with open(os.path.join(folder, "exit.json"), "rb") as file:
-            record = frames.decode(file.read())
-    except (OSError, frames.BrokenFrame):
-        record = {"op": "stopped", "left": 0, "killed": True, "exits": [], "lost": True}
-    link.send_json({**record, "attempt": int(attempts[-1][8:]), "gone": True})
+    link.send_json(
+        messages.AttemptStopped(
+            left=record.left,
+            exits=record.exits,
+            log_bytes_lost=record.log_bytes_lost,
+            log_bytes_unstored=record.log_bytes_unstored,
+            outputs=record.outputs,
+            gone=True,
+        )
+    )
 
 
-def sweep(run_dir: str, message: dict) -> dict:  # type: ignore[type-arg]
+def sweep(run_dir: str, message: messages.Sweep) -> messages.Swept:
     """End a run whose launcher is gone: its supervisor first, which ends the rest, then whatever is still there."""
-    deadline = time.monotonic() + message["grace_s"] + 3
+    deadline = time.monotonic() + message.grace_s + 3
     try:
         with open(os.path.join(run_dir, "supervisor.json"), "rb") as file:
             record = frames.decode(file.read())
         supervisor = int(record["pid"])
         # The id may belong to somebody else by now.
-        is_supervisor = (
-            record["token"] == message["token"] and processes.identity(supervisor) == record["identity"] != ""
-        )
+        is_supervisor = record["token"] == message.token and processes.identity(supervisor) == record["identity"] != ""
     except (OSError, ValueError, KeyError, TypeError, frames.BrokenFrame):
         supervisor, is_supervisor = 0, False
     if is_supervisor:
+        if message.by:
+            write_atomically(os.path.join(run_dir, STOP_REQUEST), message.by.encode())
         processes.send([supervisor], signal.SIGTERM)
         while time.monotonic() < deadline and os.path.exists(f"/proc/{supervisor}"):
             time.sleep(0.02)
-    running = len(processes.find(message["token"]))
-    return {"found": running, "left": processes.kill(message["token"])}
+    running = len(processes.find(message.token))
+    swept = messages.Swept(found=running, left=processes.kill(message.token))
+    folders.remove_tree(folders.memory_folder(run_dir))
+    return swept
 
 
 def _write_all(fd: int, data: bytes) -> None:

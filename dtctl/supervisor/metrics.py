@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from dtctl.supervisor import frames
+from dtctl.supervisor import frames, messages
 from dtctl.supervisor.link import CHUNK, ControlLink
 
 METRICS = -2
@@ -33,7 +33,7 @@ class MetricsTail:
                 if not data:
                     return
                 if self.sent == 0:
-                    link.out += frames.pack_json({"op": "metrics-begin"})
+                    link.out += frames.pack_json(messages.MetricsBegin())
                 self.sent += len(data)
                 link.out += frames.pack(frames.LOG, data, METRICS)
         finally:

@@ -11,6 +11,7 @@ import struct
 import time
 
 from dtctl import node_facts
+from dtctl.supervisor.messages import WorkerProgress
 
 FIELDS = (
     "pid", "signal", "phase", "step", "place", "noted_ns", "first", "begun_ns", "slowest_ns", "stall_ns",
@@ -20,8 +21,8 @@ RECORD = struct.Struct(f"@8s{len(FIELDS)}Q")
 MAGIC = b"dtctl-p3"
 
 
-def read(folder: str) -> list:  # type: ignore[type-arg]
-    """What each worker that tells its progress has noted last, as `facts` has it; in no particular order."""
+def read(folder: str) -> list[WorkerProgress]:
+    """What each worker that tells its progress has noted last, in no particular order."""
     try:
         file_names = os.listdir(folder)
     except OSError:
@@ -35,28 +36,28 @@ def read(folder: str) -> list:  # type: ignore[type-arg]
             except OSError:
                 continue
             if len(data) == RECORD.size and data[:8] == MAGIC:
-                reports.append(facts(int(name[5:]), RECORD.unpack(data)[1:], time.monotonic_ns()))
+                reports.append(report(int(name[5:]), RECORD.unpack(data)[1:], time.monotonic_ns()))
     return reports
 
 
-def facts(rank: int, numbers: tuple, now_ns: int) -> dict:  # type: ignore[type-arg]
+def report(rank: int, numbers: tuple[int, ...], now_ns: int) -> WorkerProgress:
     """A worker's record for the control machine; clocks are the node's, so times are sent as ages in seconds."""
     record = dict(zip(FIELDS, numbers))  # noqa: B905 - `strict` is newer than Python 3.8
-    return {
-        "rank": rank,
-        "pid": record["pid"],
-        "signal": record["signal"],
-        "phase": record["phase"],
-        "step": record["step"],
-        "place": record["place"],
-        "first": record["first"],
-        "saved": record["saved"],
-        "until": record["until"],
-        "committed": record["committed"],
-        "begun_s": max(0, now_ns - record["begun_ns"]) / 1e9,
-        "stale_s": max(0, now_ns - record["noted_ns"]) / 1e9,
-        "slowest_s": record["slowest_ns"] / 1e9,
-        "stall_s": record["stall_ns"] / 1e9,
-        "evaluation_s": record["evaluation_ns"] / 1e9,
-        "state": node_facts.state(record["pid"]),
-    }
+    return WorkerProgress(
+        rank=rank,
+        pid=record["pid"],
+        signal=record["signal"],
+        phase=record["phase"],
+        step=record["step"],
+        place=record["place"],
+        first=record["first"],
+        saved=record["saved"],
+        until=record["until"],
+        committed=record["committed"],
+        begun_s=max(0, now_ns - record["begun_ns"]) / 1e9,
+        stale_s=max(0, now_ns - record["noted_ns"]) / 1e9,
+        slowest_s=record["slowest_ns"] / 1e9,
+        stall_s=record["stall_ns"] / 1e9,
+        evaluation_s=record["evaluation_ns"] / 1e9,
+        state=node_facts.state(record["pid"]),
+    )

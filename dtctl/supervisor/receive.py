@@ -22,6 +22,7 @@ import zlib
 
 from dtctl import folders
 from dtctl.supervisor import facts, frames
+from dtctl.supervisor.messages import PushEnd, PushManifestEnd, PushState
 
 LINK_MODE = 0o120000
 KEPT_TREES = 3
@@ -42,15 +43,15 @@ class _Problem(Exception):
         self.code = code
 
 
-def receive(link: frames.FdLink, request: dict[str, object]) -> str:
-    """Bring the tree that `request` names to this node; the folder it lies in, which stays while this process lives.
+def receive(link: frames.FdLink, workdir: str, tree: str) -> str:
+    """Bring a tree to this node, by its digest; the folder it lies in, which stays while this process lives.
 
     Raises:
         Refused: it could not be done. Nothing half-written is left, and the sender knows why.
     """
-    store = os.path.join(str(request["workdir"]), "code")
+    store = os.path.join(workdir, "code")
     try:
-        return _Push(link, store, str(request.get("tree"))).run()
+        return _Push(link, store, tree).run()
     except _Problem as exc:
         code, text = exc.code, str(exc)
     except folders.Foreign as exc:
@@ -61,7 +62,7 @@ def receive(link: frames.FdLink, request: dict[str, object]) -> str:
         code, text = facts.code_of(exc), f"{exc.strerror} in {store}"
     except zlib.error as exc:
         code, text = "digest", f"the stream is damaged: {exc}"
-    link.send_json({"op": "push", "state": "error", "code": code, "message": text})
+    link.send_json(PushState(state="error", code=code, message=text))
     raise Refused(text)
 
 
@@ -120,11 +121,11 @@ class _Push:
         with self._lock(fcntl.LOCK_SH):
             path = self._find()
         if path:
-            self.link.send_json({"op": "push", "state": "have", "path": path})
+            self.link.send_json(PushState(state="have", path=path))
             return path
-        self.link.send_json({"op": "push", "state": "want-manifest"})
+        self.link.send_json(PushState(state="want-manifest"))
         inflate = zlib.decompressobj()
-        manifest = inflate.decompress(b"".join(self._pieces("push-manifest-end")), MAX_MANIFEST_BYTES)
+        manifest = inflate.decompress(b"".join(self._pieces(PushManifestEnd.op)), MAX_MANIFEST_BYTES)
         if inflate.unconsumed_tail:
             raise _Problem("escape", "the manifest is larger than it may be")
         files = _parse_manifest(manifest, self.tree)
@@ -139,8 +140,7 @@ class _Push:
                 path = self._make(files, seal)
             finally:
                 _remove_part(self.partial_path)
-        summary = {"digest": self.tree, "files": len(files), "bytes": sum(file[2] for file in files)}
-        self.link.send_json({"op": "push", "state": "done", "path": path, **summary})
+        self.link.send_json(PushState(state="done", path=path, digest=self.tree))
         return path
 
     def _lock(self, kind: int) -> _Lock:
@@ -183,7 +183,7 @@ class _Push:
                 if file[3] in missing and file[1] != LINK_MODE:
                     first.setdefault(file[3], index)  # what several files hold is sent once
             need = sorted(first.values())
-            self.link.send_json({"op": "push", "state": "need", "indexes": need})
+            self.link.send_json(PushState(state="need", indexes=need))
             self._receive_contents([files[index] for index in need])
             for index, file in enumerate(files):
                 if first.get(file[3], index) != index and file[1] != LINK_MODE:
@@ -197,7 +197,7 @@ class _Push:
 
     def _reuse(self, files: list) -> set[str]:  # type: ignore[type-arg]
         """Copy what other trees on this node have; digests of what none of them has whole."""
-        known: dict[str, tuple[int, bytes]] = {}
+        sources: dict[str, tuple[int, bytes]] = {}
         opened = []
         with self._lock(fcntl.LOCK_SH):
             for name in _sealed(self.store)[:KEPT_TREES]:
@@ -205,10 +205,10 @@ class _Push:
                 if os.path.isdir(path):
                     opened += [hold(path), os.open(path, os.O_RDONLY | os.O_CLOEXEC)]
                     for row in _read_seal(path) or ():
-                        known.setdefault(row[3], (opened[-1], row[0]))
+                        sources.setdefault(row[3], (opened[-1], row[0]))
         missing = set()
         for file in files:
-            if file[1] != LINK_MODE and not (file[3] in known and self._fill(file, _contents(*known[file[3]]))):
+            if file[1] != LINK_MODE and not (file[3] in sources and self._fill(file, _contents(*sources[file[3]]))):
                 missing.add(file[3])
         for fd in opened:
             os.close(fd)
@@ -232,7 +232,7 @@ class _Push:
 
     def _receive_contents(self, files: list) -> None:  # type: ignore[type-arg]
         """Write what is sent, one file after the other out of one zlib stream."""
-        sent = self._pieces("push-end")
+        sent = self._pieces(PushEnd.op)
         inflate = zlib.decompressobj()
         data = memoryview(b"")
 

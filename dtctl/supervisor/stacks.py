@@ -12,6 +12,7 @@ import time
 
 from dtctl import node_facts
 from dtctl.supervisor import processes, progress
+from dtctl.supervisor.messages import WorkerProgress, WorkerStack
 
 LIMIT_S = 2.0
 """How long the workers have to answer."""
@@ -28,19 +29,21 @@ class StackDump:
     def __init__(self, folder: str, token: str) -> None:
         """Ask; `folder` is where they note their progress."""
         self.folder = folder
-        self.reports = [fact for fact in progress.read(folder) if fact["pid"] and processes.carries(fact["pid"], token)]
+        self.reports = [
+            report for report in progress.read(folder) if report.pid and processes.carries(report.pid, token)
+        ]
         self.tool_of_rank = {}
         self.deadline = time.monotonic() + LIMIT_S
         self.sizes = (-1, 0.0)
-        for fact in self.reports:
-            self.tool_of_rank[fact["rank"]] = self._ask(fact)
+        for report in self.reports:
+            self.tool_of_rank[report.rank] = self._ask(report)
 
     def path(self, rank: int, kind: str) -> str:
         """Where the answer of a rank lies: `stack` or `flight`."""
         return os.path.join(self.folder, f"rank-{rank}.{kind}")
 
-    def _ask(self, fact: dict) -> str:  # type: ignore[type-arg]
-        rank, pid = fact["rank"], fact["pid"]
+    def _ask(self, report: WorkerProgress) -> str:
+        rank, pid = report.rank, report.pid
         stack = os.open(self.path(rank, "stack"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         try:
             try:
@@ -55,9 +58,9 @@ class StackDump:
                 return "py-spy"
         finally:
             os.close(stack)
-        if fact["state"] == "T" or not fact["signal"]:
+        if report.state == "T" or not report.signal:
             return "none"
-        processes.send([pid], fact["signal"])
+        processes.send([pid], report.signal)
         return "faulthandler"
 
     def ready(self) -> bool:
@@ -70,19 +73,17 @@ class StackDump:
             self.sizes = (total, now)
         return now >= self.deadline or (all(sizes) and now - self.sizes[1] >= SETTLED_S)
 
-    def answers(self) -> list:  # type: ignore[type-arg]
+    def answers(self) -> list[WorkerStack]:
         """One message for each worker."""
         return [
-            {
-                "op": "stack",
-                "rank": fact["rank"],
-                "pid": fact["pid"],
-                "state": node_facts.state(fact["pid"]),
-                "how": self.tool_of_rank[fact["rank"]],
-                "text": _text(self.path(fact["rank"], "stack"), TEXT_BYTES),
-                "flight": _flight(self.path(fact["rank"], "flight")),
-            }
-            for fact in self.reports
+            WorkerStack(
+                rank=report.rank,
+                state=node_facts.state(report.pid),
+                how=self.tool_of_rank[report.rank],
+                text=_text(self.path(report.rank, "stack"), TEXT_BYTES),
+                flight=_flight(self.path(report.rank, "flight")),
+            )
+            for report in self.reports
         ]
 
 

@@ -5,24 +5,12 @@ standard input and output, and listens on no port. Whatever happens to the other
 notices, ends the run's processes and itself. With `keep` it goes on alone instead and takes a new link through a unix
 socket in the run's folder. Stdlib only, Python 3.8.
 
-One thread, one poll loop; every wait has a deadline. Messages are JSON with the key `op`:
-
-    from the control machine             to the control machine
-    hello    who are you                 hello    facts about the node
-    push ... bring the code (receive.py) push     ...
-    start    run this                    started  process ids, interface
-    stop     end the attempt             exit     rank, code, signal, time      (at once)
-    quit     and end yourself            stopped  processes left                (after all output)
-    probe    which port is free          probed   port
-                                         progress as in pong, before an exit and a stop
-    attach   I know logs up to here      log frames from there on
-    stacks   where do the workers stand  stack    of one worker, then stacks-end
-    ping     are you there               pong     how far the workers are (progress.py)
+One thread, one poll loop; every wait has a deadline. What is said in both directions stands in messages.py.
 """
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 import select
 import signal
@@ -30,19 +18,32 @@ import socket
 import time
 
 from dtctl import folders, node_facts
-from dtctl.supervisor import environment, exit_cause, facts, frames, processes, progress
-from dtctl.supervisor.fork_server import ForkServer
+from dtctl.schema import InvalidMessage
+from dtctl.supervisor import environment, exit_cause, facts, frames, messages, processes, progress, work
+from dtctl.supervisor.fork_server import ForkServer, ForkServerUnavailable
 from dtctl.supervisor.group import AGENT, Group, Process, exit_facts
 from dtctl.supervisor.link import CHUNK, ControlLink
+from dtctl.supervisor.live import LIVE, LIVE_EPOCH, Live, end_session
+from dtctl.supervisor.messages import StartAttempt
 from dtctl.supervisor.metrics import MetricsTail
 from dtctl.supervisor.worker_start import WorkerStart
 
 TYPE_CHECKING = False  # typing is slow to import on a node
 if TYPE_CHECKING:
+    from dtctl.supervisor.output_log import Log
     from dtctl.supervisor.stacks import StackDump
 
+EXIT_RECORD = "exit.json"
+RECORD_BYTES = 64 << 10
+"""Room for an exit record: some 300 workers."""
+STOP_REQUEST = "stop-request"
+"""File in the run's folder that says who wants the run to end; written before the supervisor gets SIGTERM."""
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""Signals that ask a worker to end: who is ended by one is not lost."""
 STRAY_GRACE_S = 1.0
 """Seconds that processes which outlived the workers get between SIGTERM and SIGKILL."""
+FORK_SERVER_TRIES = 3
+"""Fork servers in a row that have ended before they were ready: another one would, too."""
 
 
 def write_atomically(path: str, data: bytes) -> None:
@@ -56,29 +57,69 @@ def write_atomically(path: str, data: bytes) -> None:
     folders.sync_folder(os.path.dirname(path))
 
 
+def reserve(path: str, size: int) -> None:
+    """Take room on the disk for a record that has to be written at the end, however full the disk is then.
+
+    Raises:
+        OSError: there is none.
+    """
+    fd = os.open(path + ".reserved", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except (AttributeError, OSError) as exc:
+        if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        os.pwrite(fd, bytes(size), 0)  # not Linux, or a file system that cannot
+    finally:
+        os.close(fd)
+
+
+def write_reserved(path: str, data: bytes) -> None:
+    """Write a record into the room that was taken for it, and give it its name.
+
+    Raises:
+        OSError: it is longer, and the disk is full.
+    """
+    fd = os.open(path + ".reserved", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+        os.ftruncate(fd, os.lseek(fd, 0, os.SEEK_CUR))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.replace(path + ".reserved", path)
+    folders.sync_folder(os.path.dirname(path))
+
+
 class Supervisor:
     """One run on one node, over any number of attempts."""
 
-    def __init__(self, start: dict, link: ControlLink | None, listener_fd: int | None, guard: int) -> None:  # type: ignore[type-arg]
-        """Serve the run of the first `start` message; `listener_fd` takes new links (`keep`), `guard` is our parent."""
+    def __init__(
+        self, start: StartAttempt, run_dir: str, link: ControlLink | None, listener_fd: int | None, guard: int
+    ) -> None:
+        """Serve the run of the first StartAttempt; `listener_fd` takes new links (`keep`), `guard` is our parent."""
         self.guard = guard
-        self.run_dir: str = start["run_dir"]
-        self.token: str = start["token"]
-        self.grace_s: float = start["grace_s"]
-        self.keep: bool = start["keep"]
-        self.link_timeout_s: float = start["link_timeout_s"]
+        self.run_dir = run_dir
+        self.token = start.token
+        self.grace_s = start.grace_s
+        self.keep = start.keep
+        self.link_timeout_s = start.link_timeout_s
         self.link: ControlLink | None = link
         self.listener_fd = listener_fd
         self.group: Group | None = None
         self.attempt_dir = ""
-        self.exits: list[dict] = []  # type: ignore[type-arg]
+        self.put_out: messages.OutputSummary | None = None
+        self.outputs = start.outputs
+        self.exits: list[messages.WorkerExit] = []
         self.metrics = MetricsTail(self.run_dir)
         self.progress_dir = ""
         self.stack_dump: StackDump | None = None
         self.memory: exit_cause.OomCounters | None = None
         self.deadline: float | None = None  # of the SIGTERM phase, while an attempt is being ended
         self.stray_deadline: float | None = None
-        self.stopped: dict | None = None  # type: ignore[type-arg]  # goes out when all output has
+        self.stopped: messages.AttemptStopped | None = None  # goes out when all output has
+        self.stopped_sent = False
         self.leaving = False
         self.wake_fd, write_end = os.pipe()
         os.set_blocking(self.wake_fd, False)
@@ -91,8 +132,10 @@ class Supervisor:
         signal.signal(signal.SIGUSR1, lambda *_: None)
         self.adopts = processes.become_subreaper()
         self.worker_start: WorkerStart | None = None
+        self.live: Live | None = None
         self.fork_server: ForkServer | None = None
-        self.cold_reason = ""  # why the fork server is no longer used
+        self.fork_server_ends = 0  # in a row, of those that have never been ready
+        self.cold_reason = ""  # why no fork server is used any more
 
     @property
     def helpers(self) -> frozenset[int]:
@@ -105,52 +148,71 @@ class Supervisor:
     def _on_signal(self, number: int, _frame: object) -> None:
         if number == signal.SIGHUP and self.keep:
             return
+        if number == signal.SIGTERM and os.path.exists(os.path.join(self.run_dir, STOP_REQUEST)):
+            with open(os.path.join(self.run_dir, STOP_REQUEST), encoding="utf-8") as file:
+                self.send(messages.StopRequested(by=file.read(1000)))
         self.leaving = True
         self.end_attempt()
 
     # -- one attempt ------------------------------------------------------------------------------------------------
 
-    def start(self, message: dict) -> None:  # type: ignore[type-arg]
+    def start(self, message: StartAttempt) -> None:
         """Start the processes of an attempt, as the message says.
 
         Raises:
             OSError: a file could not be written or a process not be made.
         """
-        message = environment.complete(message, self.run_dir)
-        self.attempt_dir = os.path.join(self.run_dir, f"attempt-{message['attempt']}")
+        interface = node_facts.interface_towards(message.peer) if message.peer else ""
+        env = environment.of_workers(message, self.run_dir, interface)
+        self.attempt_dir = os.path.join(self.run_dir, f"attempt-{message.attempt}")
         os.makedirs(self.attempt_dir, mode=0o700, exist_ok=True)
-        self.progress_dir = message["env"]["DTCTL_PROGRESS"]
+        self.progress_dir = env["DTCTL_PROGRESS"]
         os.makedirs(self.progress_dir, mode=0o700, exist_ok=True)
         self.memory = exit_cause.OomCounters()
         script = os.path.join(self.attempt_dir, "node.sh")
         fd = os.open(script, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o700)
         with os.fdopen(fd, "w", encoding="utf-8") as file:
-            file.write(message["script"])
-        self.exits, self.stopped, self.deadline, self.stray_deadline = [], None, None, None
+            file.write(message.script)
+        self.exits, self.stopped, self.stopped_sent, self.deadline, self.stray_deadline = [], None, False, None, None
         self.metrics.sent = 0
-        group = Group(self.attempt_dir, message["split_ranks"])
+        reserve(os.path.join(self.attempt_dir, EXIT_RECORD), RECORD_BYTES)
+        group = Group(self.attempt_dir, message.split_ranks, message.log_bytes)
         self.group = group
-        base = {**os.environ, **message["env"], processes.TOKEN: self.token}
-        self.worker_start = WorkerStart(group, script, message["cwd"], base, message["workers"])
-        self._start_workers(message.get("preload", []))
+        base = {**os.environ, **env, processes.TOKEN: self.token}
+        cwd = work.folder_of(self.run_dir)
+        self.live = None
+        if message.live:
+            self.live = Live(os.path.join(self.attempt_dir, "live"), [worker.rank for worker in message.workers])
+            base[LIVE] = self.live.folder
+            if message.live_epoch:
+                base[LIVE_EPOCH] = str(message.live_epoch)
+                for log in self._own_logs(group):
+                    log.sent = log.size  # what is there was sent by the supervisor before this one, or is asked for
+        self.worker_start = WorkerStart(group, script, cwd, base, message.workers)
+        self._start_workers(message.preload)
         write_atomically(
             os.path.join(self.run_dir, "supervisor.json"),
-            json.dumps(
+            frames.encode(
                 {
                     "pid": os.getpid(),
                     "identity": processes.identity(os.getpid()),
-                    "attempt": message["attempt"],
+                    "attempt": message.attempt,
                     "keep": self.keep,
                     "token": self.token,
+                    "origin": message.origin,
                 }
-            ).encode(),
+            ),
         )
-        pids = [process.pid for process in group.processes]
-        self.send({"op": "started", "attempt": message["attempt"], "pids": pids, "interface": message["interface"]})
+        self.send(messages.Started(interface=interface))
 
     def _start_workers(self, modules: list[str]) -> None:
         if self.worker_start is None:
             return
+        try:
+            if self.fork_server is not None:
+                self.fork_server.poll()
+        except ForkServerUnavailable as exc:  # since the attempt before
+            self._lose_fork_server(exc)
         if not modules or self.cold_reason:
             self.worker_start.start_fresh()
             return
@@ -160,13 +222,37 @@ class Supervisor:
 
     def _continue_worker_start(self, worker_start: WorkerStart, fork_server: ForkServer) -> None:
         try:
-            self.cold_reason = worker_start.step(fork_server)
-            if self.cold_reason:
-                self.send({"op": "cold", "why": self.cold_reason})
+            worker_start.step(fork_server)
+        except ForkServerUnavailable as exc:
+            self._lose_fork_server(exc)
+            self.send(messages.Cold(why=str(exc)))
         except OSError as exc:
             self._abort(exc)
 
-    def try_start(self, message: dict) -> None:  # type: ignore[type-arg]
+    def _lose_fork_server(self, exc: ForkServerUnavailable) -> None:
+        """The fork server is of no use any more; whether another one would be is noted."""
+        server, self.fork_server = self.fork_server, None
+        if server is None:
+            return
+        server.close()
+        self.fork_server_ends = 0 if server.ready else self.fork_server_ends + 1
+        if exc.is_final or self.fork_server_ends >= FORK_SERVER_TRIES:
+            self.cold_reason = str(exc)
+
+    def _keep_warm(self, start: WorkerStart) -> None:
+        """Have a fork server for the next lost worker, which would have to import everything itself without one."""
+        if start.waiting or not start.modules or self.cold_reason:
+            return
+        if self.fork_server is not None:
+            try:
+                self.fork_server.poll()
+            except ForkServerUnavailable as exc:
+                self._lose_fork_server(exc)
+        if self.fork_server is None and not self.cold_reason:
+            self.fork_server = ForkServer(self.run_dir)
+            start.warm_up(self.fork_server)
+
+    def try_start(self, message: StartAttempt) -> None:
         """Start an attempt, or say why it cannot be started, and leave."""
         try:
             self.start(message)
@@ -174,7 +260,7 @@ class Supervisor:
             self._abort(exc)
 
     def _abort(self, exc: OSError) -> None:
-        self.send({"op": "error", "code": facts.code_of(exc), "message": facts.describe(exc)})
+        self.send(messages.Refusal(code=facts.code_of(exc), message=facts.describe(exc)))
         self.leaving = True
         self.end_attempt()
 
@@ -183,6 +269,8 @@ class Supervisor:
         if self.group is None or self.deadline is not None or self.stopped is not None:
             return
         self.deadline = time.monotonic() + self.grace_s
+        if self.live is not None:
+            self.live.end()
         if self.worker_start is not None:
             self.worker_start.cancel(self.fork_server)
         # Only those that we started: torchrun passes it on, and a worker needs its data loaders for the last snapshot.
@@ -198,40 +286,99 @@ class Supervisor:
             self._continue_worker_start(self.worker_start, self.fork_server)
         for process in group.collect():
             group.drain(process)
-            if self._report_exit(process):
+            if self._report_exit(process) and not self._may_be_replaced(process):
                 self.end_attempt()
+        self._replace_lost(group)
         now = time.monotonic()
+        if self.live is not None and (self.live.undecided or self.live.missing):
+            return
         if group.running() or (self.worker_start is not None and self.worker_start.waiting):
             if self.deadline is not None and now >= self.deadline:
-                self._close_attempt(processes.kill(self.token, self.helpers), killed=True)
+                self._close_attempt(processes.kill(self.token, self.helpers))
             return
         self.end_attempt()
         strays = self._strays()
         if not strays:
-            self._close_attempt(0, killed=False)
+            self._close_attempt(0)
         elif self.stray_deadline is None:
             self.stray_deadline = now + STRAY_GRACE_S
             processes.send(strays, signal.SIGTERM)
         elif now >= self.stray_deadline:
-            self._close_attempt(processes.kill(self.token, self.helpers), killed=True)
+            self._close_attempt(processes.kill(self.token, self.helpers))
+
+    def _may_be_replaced(self, process: Process) -> bool:
+        """Whether the launcher is to say what follows from the end of a worker; until it does, nothing is ended."""
+        live = self.live
+        killed = os.WIFSIGNALED(process.status or 0) and os.WTERMSIG(process.status or 0) not in STOPS
+        if live is None or self.link is None or self.deadline is not None or not killed:
+            return False
+        if process.rank not in live.missing:
+            live.undecided.add(process.rank)
+        return True
+
+    def _replace_lost(self, group: Group) -> None:
+        """Start workers in the places of lost ones that have ended, as soon as nothing of those is left."""
+        live, start = self.live, self.worker_start
+        if live is None or start is None:
+            return
+        for report in live.read():
+            self.send(report)
+        if self.deadline is not None:
+            return
+        try:
+            self._keep_warm(start)
+            self._start_missing(group, live, start)
+        except OSError as exc:
+            self._abort(exc)
+
+    def _start_missing(self, group: Group, live: Live, start: WorkerStart) -> None:
+        running = {process.rank: process for process in group.running()}
+        for rank in list(live.missing):
+            if rank in running:
+                processes.send([running[rank].pid], signal.SIGKILL)  # frozen, or cut off: it is not to write any more
+                continue
+            server = self.fork_server
+            if server is not None and not server.ready:
+                continue  # it imports, and a fresh worker would take as long for that
+            for process in group.processes:
+                if process.rank == rank:
+                    end_session(process.pid, self.token, self.helpers)
+            try:
+                start.start_again(rank, live.environment(), server)
+            except ForkServerUnavailable as exc:
+                self._lose_fork_server(exc)
+                continue  # as soon as there is another one
+            live.missing.remove(rank)
+            # What has ended for good is told at the end of the attempt once more; this one has not.
+            self.exits = [worker_exit for worker_exit in self.exits if worker_exit.rank != rank]
+            if server is None and start.modules:
+                self.send(messages.Cold(why=self.cold_reason))
 
     def _report_exit(self, process: Process) -> int:
         """Report how a process ended, and what the node knows about the cause; its exit code."""
         code, number = exit_facts(process.status or 0)
-        fact = {"op": "exit", "rank": process.rank, "code": code, "signal": number, "time": time.time(), "why": ""}
-        # From outside, to a worker that does not listen to it.
-        fact["asked"] = number in (signal.SIGTERM, signal.SIGUSR1) and self.deadline is None
-        fact["told"] = self.deadline is not None  # it may have ended because it was asked to
-        self.send({"op": "progress", "workers": self._progress()})
+        ended_at, reason = time.time(), ""
+        self.send(messages.ProgressReport(workers=self._progress()))
         if code and self.deadline is None:  # a process that we ended needs no explanation
             if number == signal.SIGKILL and self.memory is not None:
-                fact["why"] = self.memory.reason(process.pid)
-            fact["why"] = fact["why"] or exit_cause.full_disk(self.run_dir)
-        self.exits.append(fact)
-        self.send(fact)
+                reason = self.memory.reason(process.pid)
+            reason = reason or exit_cause.full_disk(self.run_dir)
+        self.exits.append(
+            messages.WorkerExit(
+                rank=process.rank,
+                code=code,
+                signal=number,
+                why=reason,
+                # From outside, to a worker that does not listen to it.
+                asked=number in (signal.SIGTERM, signal.SIGUSR1) and self.deadline is None,
+                told=self.deadline is not None,  # it may have ended because it was asked to
+                time=ended_at,
+            )
+        )
+        self.send(self.exits[-1])
         return code
 
-    def _progress(self) -> list:  # type: ignore[type-arg]
+    def _progress(self) -> list[messages.WorkerProgress]:
         """How far the workers of the attempt are, as far as they tell."""
         return progress.read(self.progress_dir) if self.group is not None and self.stopped is None else []
 
@@ -246,7 +393,7 @@ class Supervisor:
             return
         for answer in self.stack_dump.answers():
             self.send(answer)
-        self.send({"op": "stacks-end"})
+        self.send(messages.StacksEnd())
         self.stack_dump = None
 
     def _strays(self) -> list[int]:
@@ -255,29 +402,40 @@ class Supervisor:
             return []  # whatever a worker left behind would be our child by now
         return processes.find(self.token, self.helpers)
 
-    def _close_attempt(self, left_behind: int, killed: bool) -> None:
+    def _close_attempt(self, left_behind: int) -> None:
         group = self.group
         if group is None:
             return
         for process in group.collect():
             self._report_exit(process)
         group.close()
-        lost = sum(log.lost for log in group.logs.values())
-        self.stopped = {
-            "op": "stopped",
-            "left": left_behind,
-            "killed": killed,
-            "exits": self.exits,
-            "log_bytes_lost": lost,
-        }
+        if self.live is not None:
+            self.live.close()
+            self.live = None
+        self.put_out = work.summary(self.run_dir, self.outputs)
+        segments = {str(rank): log.segments for rank, log in group.logs.items() if log.unstored or log.cut}
+        record = self._ended(group, left_behind, segments=segments)
+        unrecorded = ""
         try:
-            write_atomically(os.path.join(self.attempt_dir, "exit.json"), json.dumps(self.stopped).encode())
+            write_reserved(os.path.join(self.attempt_dir, EXIT_RECORD), frames.encode(record))
         except OSError as exc:
-            self.stopped["record"] = f"exit record not written: {exc.strerror}"
+            unrecorded = f"exit record not written: {exc.strerror}"
+        self.stopped = self._ended(group, left_behind, record=unrecorded)
+
+    def _ended(self, group: Group, left_behind: int, **more) -> messages.AttemptStopped:  # type: ignore[no-untyped-def]
+        logs = group.logs.values()
+        return messages.AttemptStopped(
+            left=left_behind,
+            exits=self.exits,
+            log_bytes_lost=sum(log.lost(is_linked=self.link is not None) for log in logs),
+            log_bytes_unstored=sum(log.unstored for log in logs),
+            outputs=self.put_out,
+            **more,
+        )
 
     # -- the link ---------------------------------------------------------------------------------------------------
 
-    def send(self, message: dict) -> None:  # type: ignore[type-arg]
+    def send(self, message: messages.Message) -> None:
         """Queue a message for the control machine, if it is there."""
         if self.link is not None:
             self.link.out += frames.pack_json(message)
@@ -290,13 +448,16 @@ class Supervisor:
         logs = list(self.group.logs.items()) if self.group else []
         for rank, log in logs:
             while log.sent < log.size and len(link.out) < CHUNK:
-                data = log.unsent(CHUNK)
-                log.sent += len(data)
+                missing, data = log.take(CHUNK)
+                if missing:
+                    self.send(messages.LogGap(rank=rank, bytes=missing))
+                if not (missing or data):
+                    break  # somebody has made the file shorter
                 link.out += frames.pack(frames.LOG, data, rank)
         self.metrics.feed(link)
-        if self.stopped is not None and not self.stopped.get("told") and all(log.sent >= log.size for _, log in logs):
+        if self.stopped is not None and not self.stopped_sent and all(log.sent >= log.size for _, log in logs):
             self.send(self.stopped)
-            self.stopped["told"] = True
+            self.stopped_sent = True
 
     def receive(self) -> None:
         """Act on the control machine's messages; if it is silent for too long, the link counts as lost."""
@@ -304,50 +465,58 @@ class Supervisor:
         if link is None:
             return
         try:
-            messages = link.read()
-        except frames.BrokenFrame:
-            messages = None
-        if messages is None or time.monotonic() - link.last_heard > self.link_timeout_s:
+            requests = link.read()
+        except (frames.BrokenFrame, InvalidMessage):
+            requests = None
+        if requests is None or time.monotonic() - link.last_heard > self.link_timeout_s:
             self.lose_link()
             return
-        for message in messages:
-            op = message.get("op")
-            if op == "ping":
-                self.send({"op": "pong", "time": time.time(), "sent": message.get("time"), "workers": self._progress()})
-            elif op == "start":
-                self.try_start(message)
-            elif op == "stop":
-                self.send({"op": "progress", "workers": self._progress(), "before_stop": True})
-                self.end_attempt()
-                if message.get("now") and self.deadline is not None:
-                    self.deadline = time.monotonic()
-            elif op == "probe":
-                self.send({"op": "probed", "port": node_facts.first_free(message["ports"])})
-            elif op == "stacks":
-                self._begin_stack_dump()
-            elif op == "attach":
-                link.is_synced = True
-                self._rewind(message.get("offsets", {}))
-            elif op == "quit":
-                self.leaving = True
-                self.end_attempt()
+        for request in requests:
+            self._answer(request, link)
 
-    def _rewind(self, offsets: dict) -> None:  # type: ignore[type-arg]
+    def _answer(self, request: messages.Message, link: ControlLink) -> None:
+        if isinstance(request, messages.Ping):
+            self.send(messages.Pong(workers=self._progress()))
+        elif isinstance(request, StartAttempt):
+            self.try_start(request)
+        elif isinstance(request, messages.StopAttempt):
+            self.send(messages.ProgressReport(workers=self._progress(), before_stop=True))
+            self.end_attempt()
+            if request.now and self.deadline is not None:
+                self.deadline = time.monotonic()
+        elif isinstance(request, messages.Heal) and self.live is not None and self.deadline is None:
+            self.live.heal(request)
+        elif isinstance(request, messages.Join) and self.live is not None:
+            self.live.join(request)
+        elif isinstance(request, messages.ProbePorts):
+            self.send(messages.PortProbed(port=node_facts.first_free(request.ports)))
+        elif isinstance(request, messages.Stacks):
+            self._begin_stack_dump()
+        elif isinstance(request, messages.Attach):
+            link.is_synced = True
+            self._rewind(request.offsets)
+        elif isinstance(request, messages.Quit):
+            self.leaving = True
+            self.end_attempt()
+
+    def _rewind(self, offsets: dict[str, int]) -> None:
         """A new link says how much of each log it has; it is given the rest, and the end again if there was one."""
         if self.group is not None:
-            for name in os.listdir(self.attempt_dir):
-                if name.endswith(".log"):
-                    self.group.log(AGENT if name == "agent.log" else int(name[5:-4]))
+            self._own_logs(self.group)
             for rank, log in self.group.logs.items():
-                log.sent = min(int(offsets.get(str(rank), 0)), log.size)
+                log.rewind(offsets.get(str(rank), 0))
         self.metrics.sent = 0
-        if self.stopped is not None:
-            self.stopped.pop("told", None)
+        self.stopped_sent = False
+
+    def _own_logs(self, group: Group) -> list[Log]:
+        """The logs that the attempt's folder has, opened."""
+        names = [name for name in os.listdir(self.attempt_dir) if name.endswith(".log")]
+        return [group.log(AGENT if name == "agent.log" else int(name[5:-4])) for name in names]
 
     def lose_link(self) -> None:
         """Go on alone if the run is to be kept; end it otherwise."""
         self.link = None
-        if not self.keep:
+        if not self.keep or (self.live is not None and (self.live.undecided or self.live.missing)):
             self.leaving = True
             self.end_attempt()
 
@@ -377,6 +546,7 @@ class Supervisor:
             if self._finished():
                 if self.fork_server is not None:
                     self.fork_server.close()
+                folders.remove_tree(folders.memory_folder(self.run_dir))
                 return
             self._wait()
             self.receive()
@@ -385,15 +555,23 @@ class Supervisor:
         ended = self.group is None or self.stopped is not None
         if self.keep and self.link is None and self.stopped is not None:
             return True  # the exit record and the logs on disk say the rest
-        heard_out = self.link is None or (not self.link.out and (self.stopped is None or "told" in self.stopped))
+        heard_out = self.link is None or (not self.link.out and (self.stopped is None or self.stopped_sent))
         return self.leaving and ended and heard_out
+
+    def _workers_words(self) -> list[int]:
+        """Where workers that start or are replaced say how far they are."""
+        server, start = self.fork_server, self.worker_start
+        waited_for = server is not None and start is not None and (start.waiting or not server.ready)
+        fds = server.descriptors() if server is not None and waited_for else []
+        return fds + ([self.live.reports] if self.live is not None else [])
 
     def _wait(self) -> None:
         poll = select.poll()
         poll.register(self.wake_fd, select.POLLIN)
-        pipes = {}
+        pipes: dict[int, Process] = {}
         if self.group is not None:
-            pipes = {process.pipe: process for process in self.group.processes if process.pipe is not None}
+            self.group.is_linked = self.link is not None and self.link.is_synced
+            pipes = self.group.readable()
             for fd in pipes:
                 poll.register(fd, select.POLLIN)
         if self.link is not None:
@@ -402,9 +580,8 @@ class Supervisor:
                 poll.register(self.link.write_fd, select.POLLIN | select.POLLOUT)
         if self.listener_fd is not None:
             poll.register(self.listener_fd, select.POLLIN)
-        if self.worker_start is not None and self.worker_start.waiting and self.fork_server is not None:
-            for fd in self.fork_server.descriptors():
-                poll.register(fd, select.POLLIN)
+        for fd in self._workers_words():
+            poll.register(fd, select.POLLIN)
         ending = self.deadline is not None and self.stopped is None
         for fd, _ in poll.poll(50 if ending or self.stack_dump is not None else 500):
             if fd == self.wake_fd:

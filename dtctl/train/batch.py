@@ -18,39 +18,49 @@ class Batch:
     """The three sizes of a batch, and the number of workers that makes them agree."""
 
     micro: int
-    """Samples per worker and forward pass."""
+    """Samples per worker and forward pass, times the worker's share."""
     accumulate: int
     """Forward passes per optimizer step."""
     world_size: int
     """Workers that take different samples; all, unless some share a model."""
+    shares: tuple[int, ...] = ()
+    """How many times `micro` each of them takes, if they differ; see `train.shares`."""
+
+    @property
+    def parts(self) -> int:
+        """Micro batches of one forward pass of all workers, by their shares."""
+        return sum(self.shares) or self.world_size
 
     @property
     def total(self) -> int:
         """Samples per optimizer step over all workers."""
-        return self.micro * self.world_size * self.accumulate
+        return self.micro * self.parts * self.accumulate
 
     def describe(self) -> str:
         """The sizes in words for people."""
-        return f"global batch {self.total} = {self.micro} x {self.world_size} x {self.accumulate}"
+        parts = f"({' + '.join(map(str, self.shares))})" if self.shares else self.world_size
+        return f"global batch {self.total} = {self.micro} x {parts} x {self.accumulate}"
 
 
-def batch(config: TrainConfig, world_size: int, *, stages: int = 1) -> Batch:
-    """Sizes such that global_batch = micro_batch * workers * accumulate.
+def batch(config: TrainConfig, world_size: int, *, stages: int = 1, shares: tuple[int, ...] = ()) -> Batch:
+    """Sizes such that global_batch = micro_batch * workers * accumulate, where a worker counts as often as its share.
 
     Args:
         config: of the training.
         world_size: workers that take different samples.
         stages: workers of a pipeline, which needs several micro batches.
+        shares: of these workers, if they differ.
 
     Raises:
         PlanError: the sizes that are set cannot be had with this number of workers.
     """
     accumulate = _in_pipeline(config, stages) if stages > 1 else config.accumulate
-    micro, _, accumulate = derive(config.micro_batch, config.global_batch, accumulate, workers=world_size)
+    parts = sum(shares) or world_size
+    micro, _, accumulate = derive(config.micro_batch, config.global_batch, accumulate, workers=parts)
     if config.global_batch is not None and micro is None:
         accumulate = accumulate or 1
-        micro = config.global_batch // (world_size * accumulate)
-    return Batch(micro=micro or DEFAULT_MICRO_BATCH, accumulate=accumulate or 1, world_size=world_size)
+        micro = config.global_batch // (parts * accumulate)
+    return Batch(micro=micro or DEFAULT_MICRO_BATCH, accumulate=accumulate or 1, world_size=world_size, shares=shares)
 
 
 def derive(

@@ -31,12 +31,25 @@ def require(config: TrainConfig, degrees: Degrees, *, accumulate: int | None) ->
             where="train.fsdp.param_dtype",
             hint="set `train.precision: bf16`, or leave it out",
         )
+    if config.shares and (degrees.pp > 1 or config.exact == "elastic"):
+        reason = "a pipeline" if degrees.pp > 1 else "exact: elastic"
+        raise PlanError(
+            f"shares do not go with {reason}, whose micro batches are all of one size",
+            where="train.shares",
+            hint="leave them out",
+        )
     if degrees.pp > 1:
         _pipeline(config, degrees, accumulate)
     if degrees.cp > 1:
         for key, is_set in (("compile", config.compile), ("tp.sequence_parallel", _sequence_parallel(config, degrees))):
             if is_set:
                 raise PlanError(f"{key} does not go with cp", where="train.strategy.cp", hint=f"leave {key} out")
+    if degrees.ep > 1 and _sequence_parallel(config, degrees):
+        raise PlanError(
+            "tp.sequence_parallel does not go with ep: the tokens of a layer would be a part of each sample",
+            where="train.tp.sequence_parallel",
+            hint="leave it out",
+        )
     if config.exact == "elastic":
         if degrees.dp != degrees.workers or config.strategy == "zero1":
             name = config.strategy if isinstance(config.strategy, str) else str(degrees)
@@ -76,11 +89,13 @@ def _pipeline(config: TrainConfig, degrees: Degrees, micro_batches: int | None) 
         raise PlanError(f"schedule {name} has one stage per worker, not {stages}", where=where, hint="use interleaved")
     if name == "zbv" and stages != 2:
         raise PlanError(f"schedule zbv has two stages per worker, not {stages}", where=where, hint="use zero-bubble")
-    if name in SPLIT_BACKWARD and degrees.fsdp > 1:
+    if name in SPLIT_BACKWARD and degrees.shards > 1:
+        axis = "ep" if degrees.ep > 1 else "fsdp"
         raise PlanError(
-            f"schedule {name} with fsdp gives wrong gradients (torch 2.13): those of weights come up past fully_shard",
+            f"schedule {name} with {axis} gives wrong gradients (torch 2.13): those of weights come up past "
+            "fully_shard",
             where=where,
-            hint="use 1f1b or interleaved with fsdp, or dp instead of fsdp",
+            hint="use 1f1b or interleaved, or dp instead of fsdp",
         )
     if _sequence_parallel(config, degrees):
         raise PlanError("sequence parallelism does not go with a pipeline", where="train.tp.sequence_parallel")

@@ -32,6 +32,12 @@ def _without_secret(place: str) -> None:
         raise ValueError("a URL here has no secrets in it: credentials come from the store's own variables and files")
 
 
+def _positive(shares: Mapping[str, int]) -> None:
+    for name, share in shares.items():
+        if share < 1:
+            raise ValueError(f"a share is at least 1, and {name} has {share}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DdpConfig:
     """Data parallel; strategies ddp and zero1."""
@@ -62,8 +68,9 @@ class FsdpConfig:
     reduce_dtype: Reduce = "fp32"
     """Number format in which gradients are added up over workers."""
     param_dtype: Reduce = "fp32"
-    """Number format in which parameters are gathered. bf16, with `precision: bf16`: half the bytes, and no casts that
-    live until the backward pass, 2 bytes for each parameter of the whole model; norms and biases are rounded, too."""
+    """Number format in which parameters are gathered. fp32: `precision: bf16` computes what it does in one process.
+    bf16, with `precision: bf16`: half the bytes, and no casts that live until the backward pass, 2 bytes for each
+    parameter of the whole model; norms, biases and the stream between blocks are rounded, too."""
     exchange_every_pass: bool = False
     """Add gradients up over workers in every pass of a step instead of the last alone. With `accumulate` above 1: 4
     bytes less for each parameter of the whole model, and as many more exchanges."""
@@ -97,6 +104,21 @@ class PipelineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySnapshotConfig:
+    """Snapshots in the memory of the nodes, for what is lost between those on disk. `dtctl launch` only."""
+
+    every_steps: Literal["auto"] | int = field(default="auto", metadata={"at_least": 1})
+    """Steps between them. auto: as few as cost at most 2% of the time of a step, measured as the training runs."""
+    copies: int = field(default=1, metadata={"at_least": 0})
+    """On how many other nodes a copy is kept of what a node has."""
+
+    @property
+    def most_held(self) -> int:
+        """How many times a worker's part of a snapshot is in memory: two are kept, one is written, all with copies."""
+        return 3 * (1 + self.copies)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotConfig:
     """When and where the state of training is kept. With neither interval set: every 300 s. The end is always kept."""
 
@@ -118,6 +140,9 @@ class SnapshotConfig:
     strategy divides the state (zero1, fsdp, hsdp, tp, pipeline), else whole."""
     replicas: int = field(default=0, metadata={"at_least": 0})
     """On how many other nodes a copy is kept of what a node writes, where nodes have no folder in common."""
+    memory: MemorySnapshotConfig | None = None
+    """Snapshots in memory beside those on disk: a lost worker goes on from that of its own node, a lost node from its
+    neighbour's. None: none."""
     when_busy: Literal["wait", "skip"] = "wait"
     """What a save does that is due while another one is still being written."""
     max_failed_saves: int = field(default=3, metadata={"at_least": 1})
@@ -186,6 +211,14 @@ class TrainConfig:
     """Number format of the computation; parameters and optimizer state stay fp32."""
     tf32: bool = False
     """Whether GPUs may round the factors of fp32 products to 10 bits (TF32), several times as fast; sums stay fp32."""
+    cudnn_benchmark: bool = False
+    """Whether cuDNN measures which of its kernels is the fastest for each shape of convolution. Faster where shapes
+    stay the same; not with deterministic kernels."""
+    channels_last: bool = False
+    """Whether images lie in memory channel by channel of each pixel, as convolutions in bf16 and fp16 on GPUs want it.
+    For single, ddp and zero1."""
+    bind_cores: bool = False
+    """Whether each worker stays on the cores of the processor that its GPU is attached to (NUMA)."""
     checkpointing: Literal["none", "full", "selective"] | int = field(default="none", metadata={"at_least": 1})
     """Which blocks of the model forget their activations and compute them again in the backward pass: full, all of
     them; a number N, every N-th; selective, all, but results of matrix products and attention are kept."""
@@ -195,9 +228,14 @@ class TrainConfig:
     """What to do when a worker runs out of memory in a forward or backward pass. halve: all workers repeat the step
     with half the micro batch and twice the passes, and stay with it; the global batch is the same (single, ddp)."""
     micro_batch: int | None = field(default=None, metadata={"at_least": 1})
-    """Samples per worker and forward pass. None: what the two others leave, else 8."""
+    """Samples per worker and forward pass; see `shares`. None: what the two others leave, else 8."""
+    shares: Mapping[str, int] = field(default_factory=dict, metadata={"check": _positive})
+    """How many times `micro_batch` a worker takes, where GPUs are unequal: by the name of its GPU or a part of it, or
+    that of its node. `{H100: 2}` beside A100s, which take it once. Every sample weighs the same as ever. Not with pp or
+    `exact: elastic`."""
     global_batch: int | None = field(default=None, metadata={"at_least": 1})
-    """Samples per optimizer step over all workers. None: micro_batch * workers * accumulate."""
+    """Samples per optimizer step over all workers. None: micro_batch * workers * accumulate; a worker counts as often
+    as its share says."""
     accumulate: int | None = field(default=None, metadata={"at_least": 1})
     """Forward passes per optimizer step. None: what the two others leave, else 1."""
     clip_norm: float | None = field(default=None, metadata={"above": 0})
@@ -254,6 +292,9 @@ class TrainConfig:
     """Which evaluation is the best. None: none is kept."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     """What is recorded with torch's profiler."""
+    tensorboard: str | None = field(default=None, metadata={"not_empty": True})
+    """Folder for TensorBoard's event files; a relative one lies in the run's folder on the first worker's node
+    (`DTCTL_RUN_DIR`). None: none are written unless the script asks."""
     wandb: str | None = field(default=None, metadata={"not_empty": True})
     """Project of Weights & Biases that metrics go to. None: none."""
     mlflow: str | None = field(default=None, metadata={"not_empty": True})

@@ -4,10 +4,11 @@
     dp    replicas: the same parameters, other samples
     fsdp  sharded replicas: a part of each parameter at rest, other samples
     cp    a part of the tokens, the same samples; parameters are shared as in fsdp
-    tp    a part of each matrix, the same samples
+    ep    a part of the experts, which tokens are sent to; all other parameters are shared as in fsdp, other samples
+    tp    a part of each matrix, the same samples; of experts, whole ones: ep 4 x tp 2 divides them into 8 parts
 
-Ranks count through tp first, then cp, fsdp, dp and pp: workers that talk most are neighbours, on one node where that
-fits.
+Ranks count through tp first, then ep, cp, fsdp, dp and pp: workers that talk most are neighbours, on one node where
+that fits.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Final
+from typing import Final
 
 from dtctl.errors import PlanError
 
-AXES: Final = ("pp", "dp", "fsdp", "cp", "tp")
+AXES: Final = ("pp", "dp", "fsdp", "cp", "ep", "tp")
 """From the slowest to the fastest in the order of ranks."""
 FILL: Final = -1
 """A degree that takes what the others leave."""
@@ -35,17 +36,14 @@ def _degree(value: int) -> None:
 class Degrees:
     """Degrees of parallelism; their product is the number of workers. One may be -1: what the others leave."""
 
-    absent: ClassVar[Mapping[str, str]] = {
-        "ep": "torch has no expert parallelism (2.13), nor has dtctl; fsdp shards experts like everything else"
-    }
-    """Axes that people look for -> why they are not here."""
-
     dp: int = field(default=1, metadata={"check": _degree})
     """Data parallel replicas."""
     fsdp: int = field(default=1, metadata={"check": _degree})
     """Workers that share the parameters of one replica."""
     cp: int = field(default=1, metadata={"check": _degree})
     """Workers that divide the tokens of a sequence."""
+    ep: int = field(default=1, metadata={"check": _degree})
+    """Workers that divide the experts of a mixture."""
     tp: int = field(default=1, metadata={"check": _degree})
     """Tensor parallel degree."""
     pp: int = field(default=1, metadata={"check": _degree})
@@ -54,16 +52,32 @@ class Degrees:
     @property
     def workers(self) -> int:
         """Their number."""
-        return self.pp * self.dp * self.fsdp * self.cp * self.tp
+        return self.pp * self.dp * self.fsdp * self.cp * self.ep * self.tp
 
     @property
     def data(self) -> int:
         """Into how many parts a batch is divided."""
-        return self.dp * self.fsdp
+        return self.dp * self.fsdp * self.ep
 
     @property
     def shards(self) -> int:
-        """Over how many workers parameters are sharded: they have other samples, or other tokens of the same."""
+        """Over how many workers parameters are sharded: they have other samples, or other tokens of the same.
+
+        Experts are divided by ep first, and what a worker of it has is sharded over `expert_shards`.
+        """
+        return self.expert_shards * self.ep
+
+    @property
+    def expert_parts(self) -> int:
+        """Among how many workers experts are divided: those that split matrices have the same tokens, and divide them.
+
+        1 without ep, where every worker has all experts.
+        """
+        return self.ep * self.tp if self.ep > 1 else 1
+
+    @property
+    def expert_shards(self) -> int:
+        """Over how many workers a part of the experts is sharded."""
         return self.fsdp * self.cp
 
     def __str__(self) -> str:
@@ -89,12 +103,19 @@ class Coordinate:
     @property
     def data(self) -> int:
         """Which part of every batch this worker takes."""
-        return self.rank // (self.degrees.tp * self.degrees.cp) % self.degrees.data
+        degrees = self.degrees
+        replica = self.rank // (degrees.tp * degrees.ep * degrees.cp) % (degrees.dp * degrees.fsdp)
+        return replica * degrees.ep + self.ep
+
+    @property
+    def ep(self) -> int:
+        """Position among the workers that divide experts."""
+        return self.rank // self.degrees.tp % self.degrees.ep
 
     @property
     def cp(self) -> int:
         """Position among the workers that divide sequences."""
-        return self.rank // self.degrees.tp % self.degrees.cp
+        return self.rank // (self.degrees.tp * self.degrees.ep) % self.degrees.cp
 
     @property
     def stage(self) -> int:
@@ -162,10 +183,9 @@ def resolve(strategy: str | Mapping[str, int], *, workers: int, per_node: int) -
 def _filled(requested: Mapping[str, int], workers: int) -> Degrees:
     for axis, degree in requested.items():
         if axis not in AXES:
-            axes_text = f"there are {', '.join(AXES)}"
-            reason = Degrees.absent.get(axis)
-            hint = f"{reason}; {axes_text}" if reason else axes_text
-            raise PlanError(f"there is no axis {axis} in a mesh", where="train.strategy", hint=hint)
+            raise PlanError(
+                f"there is no axis {axis} in a mesh", where="train.strategy", hint=f"there are {', '.join(AXES)}"
+            )
         if degree < 1 and degree != FILL:
             raise PlanError(
                 f"the degree of {axis} is {degree}, and must be at least 1, or -1 for what is left",

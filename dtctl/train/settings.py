@@ -91,9 +91,8 @@ def build(cls: type[T], values: Mapping[str, Any], *, at: str, where: str) -> T:
     """An instance of a dataclass from plain values.
 
     Fields may carry `metadata`: `at_least`, `above` and `below` for numbers and lists of them; `not_empty` for text;
-    `check`, a function that raises ValueError; `section`, a dataclass whose fields are the keys of a mapping. A class
-    may have `absent`: keys that people look for -> why they are not there. Meant for scripts too:
-    `build(ModelConfig, config.model, at="train.model", where="the spec")`.
+    `check`, a function that raises ValueError; `section`, a dataclass whose fields are the keys of a mapping. Meant
+    for scripts too: `build(ModelConfig, config.model, at="train.model", where="the spec")`.
 
     Args:
         cls: the dataclass.
@@ -116,8 +115,6 @@ def build(cls: type[T], values: Mapping[str, Any], *, at: str, where: str) -> T:
             import difflib  # only errors need it
 
             matches = difflib.get_close_matches(name, fields, n=1)
-            if name in getattr(cls, "absent", {}):
-                raise SpecError(f"unknown key `{key}`", where=where, key=key, hint=cls.absent[name])  # type: ignore[attr-defined]
             hint = f"did you mean `{matches[0]}`?" if matches else f"the keys here are {', '.join(fields)}"
             raise SpecError(f"unknown key `{key}`", where=where, key=key, hint=hint)
         ready[name] = _convert(value, hints[name], key=key, where=where)

@@ -80,6 +80,8 @@ class LocalStream:
         if self._process.stdout is not None and self._reading.acquire(blocking=False):
             self._process.stdout.close()
             self._reading.release()
+        if self._process.poll() is None:  # it ends when it notices, and nobody should have to wait for that
+            threading.Thread(target=self._process.wait, daemon=True).start()
 
 
 class LocalConnection:

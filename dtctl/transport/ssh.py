@@ -248,11 +248,11 @@ class SshTransport:
         """A connection to a node whose host key is the one on record and that has accepted one of our keys."""
         settings = call.settings
         name = hostkeys.lookup_name(settings.host, settings.port, settings.host_key_alias)
-        known = hostkeys.known_keys(name, settings.known_hosts)
-        transport = self._handshake(target, call, via, [key.key_type for key in known if not key.revoked])
+        host_keys = hostkeys.known_keys(name, settings.known_hosts)
+        transport = self._handshake(target, call, via, [key.key_type for key in host_keys if not key.revoked])
         try:
             key = transport.get_remote_server_key()
-            hostkeys.check(name, key.get_name(), key.asbytes(), known, node=target.name, files=settings.known_hosts)
+            hostkeys.check(name, key.get_name(), key.asbytes(), host_keys, node=target.name, files=settings.known_hosts)
             with mapped(target.name, doing="logging in"):
                 self._offer_keys(transport, target, settings)
         except BaseException:

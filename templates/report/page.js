@@ -29,6 +29,8 @@
   const dashes = [[], [6, 4], [2, 3], [10, 3, 2, 3]];
   const times = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800, 2592000];
 
+  const whole = [...Array(16).keys()].flatMap(power => [1, 2, 5].map(digit => digit * 10 ** power));
+
   // Each series has its own steps; a band is drawn between two more, which the legend does not name.
   const layout = chart => {
     const many = new Set(chart.series.map(one => one.run)).size > 1;
@@ -67,7 +69,7 @@
     const { data: values, series, bands } = layout(chart);
     const axis = { stroke: () => colour("--quiet"), grid: { stroke: () => colour("--line"), width: 1 }, ticks: { stroke: () => colour("--line"), width: 1 } };
     const across = { ...axis, values: (_, all, __, ___, apart) => all.map(chart.x === "time" ? v => long(v, apart) : number) };
-    if (chart.x === "time") across.incrs = times;
+    across.incrs = chart.x === "time" ? times : whole;  // there is nothing between two steps
     return new uPlot({
       width: figure.clientWidth,
       height: figure.parentElement.firstElementChild === figure ? 300 : 210,

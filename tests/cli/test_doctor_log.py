@@ -16,7 +16,7 @@ def test_json_says_cause_culprit_and_evidence(tmp_path: Path) -> None:
     done = dtctl("doctor", "--log", "a.log", "--log", "b.log", "--json", cwd=tmp_path)
     assert done.returncode == 9, done.stderr
     first, second = json.loads(done.stdout)["diagnoses"]
-    assert (first["id"], first["ranks"], first["primary"], first["confidence"]) == ("disk-full", [1], True, "high")
+    assert (first["id"], first["ranks"], first["primary"], first["confidence"]) == ("disk-full", [1], True, "medium")
     assert first["evidence"] == [
         {"file": "a.log", "line": 1, "text": "[rank1]: OSError: [Errno 28] No space left on device"}
     ]

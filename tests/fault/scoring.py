@@ -154,7 +154,7 @@ def score(fault: Fault, said: Mapping[str, Any]) -> dict[str, Any]:
         row["verdict"] = "right" if not found and said["ok"] else "false alarm"
         return row
     fatal = any(one.fatal for one in fault.expected)
-    row["can_train"] = bool(said["ok"]) and fatal
+    row["can_train"] = said.get("can_train", said["ok"]) is True and fatal
     whole = [any(_matches(one, finding) and _fixes(one, finding) for finding in found) for one in fault.expected]
     near = [any(finding["check"] in one.checks or _who(one, finding) for finding in found) for one in fault.expected]
     first_right = bool(found) and any(_matches(one, found[0]) and _fixes(one, found[0]) for one in fault.expected)

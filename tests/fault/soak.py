@@ -45,7 +45,7 @@ SPEC = """\
 cluster:
   {{transport: sandbox, nodes: {nodes}, slots: {slots}, connect_timeout_s: 5, link_timeout_s: 3}}
 job:
-  {{name: soak, script: train.py, kind: direct, grace_s: 2, max_restarts: 200,
+  {{name: soak, script: train.py, kind: direct, grace_s: 2, max_restarts: 200, recovery: restart,
     env: {{PYTHONPATH: "{root}", OMP_NUM_THREADS: 1}}}}
 train:
   {{strategy: {strategy}, steps: {steps}, micro_batch: 2, accumulate: 4, lr: 1.0e-3, clip_norm: 1.0, data_workers: 2,
@@ -235,11 +235,11 @@ def where(sandbox_name: str, run: str) -> Where:
     rows = [
         row for folder in folders if folder.parent.name == f"attempt-{attempt}" for row in progress.read(str(folder))
     ]
-    furthest = max(rows, key=lambda row: int(row["step"]), default=None)
+    furthest = max(rows, key=lambda row: row.step, default=None)
     if furthest is None:
         return Where(attempt, 0, "starting", begun=False, known=False)
-    phase = ReportedPhase(furthest["phase"]).name.lower()
-    return Where(attempt, furthest["step"], phase, begun=furthest["step"] > furthest["first"])
+    phase = ReportedPhase(furthest.phase).name.lower()
+    return Where(attempt, furthest.step, phase, begun=furthest.step > furthest.first)
 
 
 def kill(sandbox_name: str, name: str, kind: str, source: random.Random) -> str:

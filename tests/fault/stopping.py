@@ -33,6 +33,7 @@ from dtctl.names import REQUEUE_EXIT
 from dtctl.runtime.snapshot import commands
 from dtctl.runtime.snapshot.format import layout
 from dtctl.supervisor import processes, progress
+from dtctl.supervisor.messages import WorkerProgress
 
 ROOT = Path(dtctl.__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -206,7 +207,7 @@ def stop(base: Path, phase: str, who: str, source: random.Random) -> Stopped:
         code=process.returncode,
         worker_codes=[event["exit_code"] for event in events if event["event"] == "exit"],
         step=newest_good(base),
-        done=max((row["step"] for row in told), default=0),
+        done=max((row.step for row in told), default=0),
         before=before,
         err=err,
     )
@@ -221,7 +222,7 @@ def newest_good(base: Path) -> int:
 
 def wait_for(
     base: Path, name: str, phase: str, process: subprocess.Popen[str], source: random.Random
-) -> list[dict[str, int]]:
+) -> list[WorkerProgress]:
     """Return when the run is in a phase, with what its workers have told of themselves."""
     folder = work(base) / "runs" / name
     after = source.randrange(0, 6)
@@ -255,19 +256,19 @@ def send(base: Path, name: str, who: str, process: subprocess.Popen[str], source
             os.kill(pid, number)
 
 
-def _is_in(row: dict[str, int], phase: str, base: Path, after: int) -> bool:
+def _is_in(row: WorkerProgress, phase: str, base: Path, after: int) -> bool:
     """Whether a worker is in a phase, a few steps after its start."""
     if phase == "compile":  # in the first forward pass of an attempt
-        return row["phase"] == ReportedPhase.STEPPING and (row["step"] > row["first"] or row["place"] % 8 == 1)
-    if row["phase"] == ReportedPhase.STARTING or row["step"] < row["first"] + after:
+        return row.phase == ReportedPhase.STEPPING and (row.step > row.first or row.place % 8 == 1)
+    if row.phase == ReportedPhase.STARTING or row.step < row.first + after:
         return False
     if phase == "evaluation":
-        return row["phase"] == ReportedPhase.EVALUATION
+        return row.phase == ReportedPhase.EVALUATION
     if phase == "save":
-        return row["phase"] == ReportedPhase.SNAPSHOT or bool(list((snapshots(base)).glob(f".*{layout.DRAFT_SUFFIX}")))
+        return row.phase == ReportedPhase.SNAPSHOT or bool(list((snapshots(base)).glob(f".*{layout.DRAFT_SUFFIX}")))
     if phase == "data":
-        return row["phase"] == ReportedPhase.STEPPING and row["place"] % 8 == 0
-    return row["phase"] == ReportedPhase.STEPPING
+        return row.phase == ReportedPhase.STEPPING and row.place % 8 == 0
+    return row.phase == ReportedPhase.STEPPING
 
 
 def main() -> int:

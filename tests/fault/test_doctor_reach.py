@@ -40,7 +40,7 @@ def test_a_host_is_frozen_and_does_not_delay_the_answer_beyond_its_limit(sandbox
     note(sandbox)
     result = examine(project)
     expect(result, "reach", ["node1"], said="no answer")
-    assert result[1]["took_s"] < 60, "or it would wait for ever"
+    assert result[1]["took_s"] < 600, "or it would wait for ever"
 
 
 @needs_root
@@ -88,4 +88,4 @@ def test_a_host_dies_while_it_is_examined(sandbox: Sandbox, project: Any) -> Non
     done = project.finish(process)
     found = json.loads(done.out)
     expect((done.code, found), "reach", ["node3"])
-    assert found["took_s"] < 60, "or it would wait for TCP to give up"
+    assert found["took_s"] < 600, "or it would wait for TCP to give up, after 15 minutes"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dtctl.sandbox import faults
 from dtctl.sandbox.layout import Sandbox
+from tests.facts import missing
 from tests.hosts import Project
 
 SPEC = """\
@@ -19,7 +20,7 @@ if os.environ["RANK"] == "1":
                 file.write(bytes(1 << 16))
     except OSError:
         os.kill(os.getpid(), signal.SIGBUS)  # as a mapped file does it
-time.sleep(60)
+time.sleep(1000)
 """
 
 
@@ -36,4 +37,4 @@ def test_a_worker_that_died_beside_a_full_disk_is_told_as_that(project: Project,
     assert (first["node"], first["rank"], first["signal"]) == ("node2", 1, 7)
     assert first["summary"].startswith("the disk of ")
     assert first["summary"].endswith(" is full")
-    assert "was ended by signal 7 (SIGBUS): the disk of " in done.err
+    assert not missing(done.err, "signal 7 SIGBUS disk")

@@ -11,15 +11,17 @@ import pytest
 import dtctl
 from tests.hosts import Finished, Project
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("session_sandbox")]
 
 ROOT = Path(dtctl.__file__).parents[1]
 SPEC = """\
-cluster: {{transport: sandbox, nodes: [node1, node2, node3], slots: 1}}
+cluster: {{transport: sandbox, nodes: [{nodes}], slots: 1}}
 job:
   {{name: test, script: train.py, kind: {kind}, grace_s: 2, max_restarts: {restarts}, hang_s: {hang_s},
     hang_start_s: 8, env: {{PYTHONPATH: "{root}", OMP_NUM_THREADS: 1}}}}
 """
+NODES = {"direct": "node1, {name: node2, slots: 2}", "torchrun": "node1, node2, node3"}
+"""For three workers, of which the second is on the second node; torchrun needs as many on every node."""
 SCRIPT = """\
 import os, signal, sys, threading, time
 import torch
@@ -70,7 +72,7 @@ def launch(
     at: int = 6,
 ):
     project.write("train.py", SCRIPT.format(act=act, slow=slow, at=at))
-    project.write("dtctl.yaml", SPEC.format(root=ROOT, kind=kind, restarts=restarts, hang_s=hang_s))
+    project.write("dtctl.yaml", SPEC.format(nodes=NODES[kind], root=ROOT, kind=kind, restarts=restarts, hang_s=hang_s))
     return project.run("launch", "--json", "--name", project.unique)
 
 
@@ -118,7 +120,7 @@ def test_the_culprit_is_named_and_the_gang_is_started_again(project: Project, ac
 
 def test_a_hang_at_the_same_step_every_time_is_told_as_one(project: Project) -> None:
     project.write("train.py", SCRIPT.format(act="time.sleep(1000)", slow=0, at=6).replace("first and ", ""))
-    project.write("dtctl.yaml", SPEC.format(root=ROOT, kind="direct", restarts=9, hang_s="2"))
+    project.write("dtctl.yaml", SPEC.format(nodes=NODES["direct"], root=ROOT, kind="direct", restarts=9, hang_s="2"))
     done = project.run("launch", "--json")
     assert done.code == 8, done.err
     assert done.done["attempts"] == 3
@@ -147,11 +149,13 @@ def test_a_hang_at_the_same_step_every_time_is_told_as_one(project: Project) -> 
         # Gone: the others lose their connections.
         (
             "sys.exit(0)", 0, "direct",
-            r"rank 1 ended after step 0 of 12 without an error, and rank \d on node\d lost the connection to it",
+            r"rank 1 left the training after step 0 of 12 without an error, "
+            r"and rank \d on node\d lost the connection to it",
         ),
         (
             "sys.exit(0)", 6, "torchrun",
-            r"rank 1 ended after step 6 of 12 without an error, and rank \d on node\d lost the connection to it",
+            r"rank 1 left the training after step 6 of 12 without an error, "
+            r"and rank \d on node\d lost the connection to it",
         ),
         # It computes for ever before the first step is through.
         (
@@ -182,7 +186,7 @@ def test_slow_starts_and_evaluations_are_no_hang(project: Project) -> None:
 
 def test_programs_that_tell_no_progress_are_left_alone(project: Project) -> None:
     project.write("train.py", "import time; time.sleep(4)")
-    project.write("dtctl.yaml", SPEC.format(root=ROOT, kind="direct", restarts=0, hang_s="1"))
+    project.write("dtctl.yaml", SPEC.format(nodes=NODES["direct"], root=ROOT, kind="direct", restarts=0, hang_s="1"))
     done = project.run("launch", "--json")
     assert done.code == 0, done.err
     assert not [event for event in done.events if event["event"] == "hang"]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.fault import stopping
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.torch
 
 
 def test_a_signal_in_any_phase_ends_with_a_snapshot_from_which_training_goes_on_exactly(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from dtctl.plan.build import PlanFacts, build
 from dtctl.slurm.batch import text
 from dtctl.spec.load import parse_spec
 from dtctl.spec.nodes import resolve_nodes
+from tests.facts import raises
 
 HERE = Path(__file__).parent
 NODES = "cluster: {transport: slurm, nodes: 4, slots: 8}\n"
@@ -31,8 +32,19 @@ CASES = {
     + "job: {name: gpt, script: train.py, kind: deepspeed}\ntrain: {strategy: zero1, micro_batch: 2, accumulate: 4}",
     "het": "cluster: {transport: slurm, nodes: [{name: big, slots: 8}, {name: 'small[1-2]', slots: 4}]}\n"
     + "job: {name: gpt, script: train.py, kind: direct}\nslurm: {partition: main, time: '4:00:00'}",
+    "keys": "cluster: {transport: slurm, nodes: ['node[1-2]']}\n"
+    + "job: {name: gpt, script: train.py, kind: direct, secrets: [KEY]}\n"
+    + "slurm: {gres: 'gpu:4', cpus_per_task: 12, mem: 1G, exclusive: true, requeue: false,"
+    + " nodelist: 'node[1-2]'}",
+    "pyxis": "cluster: {transport: slurm, nodes: 2, slots: 2, python: /host/python}\n"
+    + "job: {name: gpt, script: train.py}\n"
+    + "slurm: {container: {image: 'nvcr.io#nvidia/pytorch:25.09-py3', mounts: ['/data:/data'], python: /opt/python}}",
+    "apptainer": "cluster: {transport: slurm, nodes: 2, slots: 2}\njob: {name: gpt, script: train.py, kind: direct}\n"
+    + "slurm: {container: {image: /images/a b.sif, runtime: apptainer, options: [--nv]}}",
+    "het-gres": "cluster: {transport: slurm, slots: 4, nodes: [{name: a, gres: 'gpu:8'}, {name: h, gres: 'gpu:4'}]}\n"
+    + "job: {name: gpt, script: train.py, kind: direct}",
     "hostile": NODES
-    + r"""job: {name: "x $(id) 'a' \"b\"", command: "echo $HOME", env: {A: "TASK\nb\n`c`"}}"""
+    + r"""job: {name: "x $(id) 'a' \"b\"", command: "echo '$HOME'", env: {A: "TASK\nb\n`c`"}}"""
     + "\nslurm: {extra: {comment: 'a # b \"c\"'}}",
 }
 
@@ -43,7 +55,14 @@ FOLDERS = {"launch": Path("/shared/a 100%/run-1")}
 def made(spec_text: str, folder: Path | None = None) -> str:
     spec = parse_spec(spec_text, source="dtctl.yaml", base_dir=HERE)
     plan = build(spec, resolve_nodes(spec), run="run-1", facts=PlanFacts(environ={}))
-    made = text(spec, plan, chdir=Path("/code"), output=Path("/logs/%j.log"), folder=folder)
+    made = text(
+        spec,
+        plan,
+        chdir=Path("/code"),
+        output=Path("/logs/%j.log"),
+        folder=folder or Path("/code/.dtctl/slurm/run-1"),
+        followed=folder is not None,
+    )
     return re.sub(r"dtctl [0-9.]+", "dtctl VERSION", made)
 
 
@@ -56,6 +75,27 @@ def test_the_file_is_as_kept(case: str) -> None:
     assert found == kept.read_text()
 
 
+def test_slots_are_the_gpus_that_the_job_gets() -> None:
+    lines = made(CASES["keys"]).splitlines()
+    assert "#SBATCH --ntasks-per-node=4" in lines
+    assert "#SBATCH --gres=gpu:4" in lines
+    assert [line for line in made(CASES["het-gres"]).splitlines() if "SBATCH --gres" in line] == [
+        "#SBATCH --gres=gpu:8",
+        "#SBATCH --gres=gpu:4",
+    ]
+
+
+def test_the_python_of_a_container_is_its_own() -> None:
+    text = made(CASES["pyxis"])
+    before, _, rest = text.partition("<<'TASK_")
+    task, _, after = rest.partition("\nTASK_")
+    assert "/opt/python -m torch.distributed.run" in task.replace(" \\\n  ", " ")
+    assert "/host/python" not in task
+    assert "/host/python" in after
+    assert "/opt/python" not in before + after
+    assert "--container-image=nvcr.io#nvidia/pytorch:25.09-py3" in after
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_bash_reads_it(case: str, tmp_path: Path) -> None:
     (tmp_path / "job").write_text(made(CASES[case], FOLDERS.get(case)))
@@ -66,11 +106,11 @@ def test_bash_reads_it(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("slurm: {time: tomorrow}", "'tomorrow' is not a time limit of Slurm"),
-        ("slurm: {extra: {'a b': 1}}", "'a b' cannot be an option of sbatch"),
-        ('slurm: {partition: "a\\nb"}', "cannot stand in a line of a batch file"),
+        ("train: {snapshot: {dir: d}}\nslurm: {array: 0-1}", "same snapshots"),
+        ("slurm: {extra: {'a b': 1}}", "option sbatch"),
+        ('slurm: {partition: "a\\nb"}', "batch file"),
     ],
 )
 def test_what_cannot_be_said_to_slurm(more: str, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+    with raises(PlanError, message):
         made(NODES + "job: {script: a.py}\n" + more)

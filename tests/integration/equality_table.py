@@ -17,7 +17,9 @@ The same model (the GPT of the examples: tied embeddings, some parameters frozen
 with clipping, weight decay, accumulation and a short last batch, on gloo and CPUs. Each column has the largest
 difference from one process, relative to the largest entry of its tensor: of losses, gradient norms and validation
 losses; of the final parameters; of the final optimizer state. Each loads a snapshot of one process, and its own, and
-writes it again with the same digest.
+writes it again with the same digest. Rows with `data.mixture` train a mixture of experts: dtctl's own layer with shared
+and idle experts, dropped tokens, losses and a bias that balance (`own`), or layers as Transformers and torchtitan have
+them (`layouts`).
 
 Made by `tests/integration/equality_table.py` from the results of `tests/integration/test_equality.py`, torch {torch}.
 

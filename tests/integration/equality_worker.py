@@ -26,6 +26,7 @@ from dtctl import names
 from dtctl.runtime import TensorData, Trainer, Worker, load, start
 from dtctl.runtime.exactness.randomness import seed_all
 from dtctl.runtime.snapshot.saver import Saver
+from tests.integration import mixtures
 
 SAMPLES = 60  # with a global batch of 16: a short last batch of 12, of which some workers get none
 CONTEXT = 8
@@ -42,16 +43,23 @@ class Case:
     """Of the strategy; the batch is the same in all cases."""
     common: Mapping[str, Any] = field(default_factory=dict)
     """Settings that the one process has, too, with which the case is compared."""
+    layers: int = 2
+    """Blocks of the model; pipelines have four stages to fill."""
 
     def key(self) -> str:
         """Names the case and its files."""
         text = json.dumps(self.settings.get("strategy", "single"))
         rest = {key: value for key, value in self.settings.items() if key != "strategy"} | dict(self.common)
-        words = [text, self.optimizer, self.dtype, json.dumps(rest) if rest else ""]
+        words = [text, self.optimizer, self.dtype, f"{self.layers}-layers", json.dumps(rest) if rest else ""]
         return "".join(c if c.isalnum() or c in ".-=" else "_" for c in " ".join(words)).strip("_")
 
+    def alone(self) -> Case:
+        """The training of one process that this one is compared with; that compiling changes no bit is a unit test."""
+        common = {key: value for key, value in self.common.items() if key != "compile"}
+        return dataclasses.replace(self, settings={}, common=common)
 
-def model(dtype: torch.dtype) -> nn.Module:
+
+def model(dtype: torch.dtype, layers: int) -> nn.Module:
     """The GPT of the examples: tied embeddings, and some parameters frozen."""
     spec = importlib.util.spec_from_file_location("example_gpt_model", MODEL)
     assert spec
@@ -60,9 +68,10 @@ def model(dtype: torch.dtype) -> nn.Module:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     seed_all(3)
-    made: nn.Module = module.GPT(module.GPTConfig(layers=4, heads=4, embed=16, context=CONTEXT, dropout=0.0)).to(dtype)
+    shape = module.GPTConfig(layers=layers, heads=4, embed=16, context=CONTEXT, dropout=0.0)
+    made: nn.Module = module.GPT(shape).to(dtype)
     for name, parameter in made.named_parameters():
-        if name in ("positions.weight", "blocks.1.norm1.weight", "blocks.2.wide.weight"):
+        if name in ("positions.weight", "blocks.1.norm1.weight", "blocks.0.wide.weight"):
             parameter.requires_grad_(False)
     return made
 
@@ -93,17 +102,22 @@ def data(samples: int) -> TensorData:
 
 def trainer_of(case: Case, worker: Worker, folder: Path, snapshots: Path) -> Trainer:
     """The case's training, from the newest of the snapshots if there is one."""
+    os.environ[names.NODE] = f"node{worker.rank}"
     os.environ[names.METRICS] = str(folder / "metrics.jsonl")
     given = {
-        "global_batch": 16, "accumulate": 1 if worker.world_size == 1 else 4, "epochs": 1, "log_every": 1,
+        "global_batch": 16, "accumulate": 1 if worker.world_size == 1 else 2, "epochs": 1, "log_every": 1,
         "lr": 0.5 if case.optimizer == "sgd" else 3e-3, "optimizer": case.optimizer, "clip_norm": 0.7,
         "weight_decay": 0.1, "snapshot": {"dir": str(snapshots)}, **case.common, **case.settings,
     }  # fmt: skip
     config = load(given, argv=[], environ={})
     dtype = getattr(torch, case.dtype)
-    made = partial(model, dtype) if config.data.get("function") else model(dtype)
+    made = partial(model, dtype, case.layers) if config.data.get("function") else model(dtype, case.layers)
+    if config.data.get("mixture"):
+        made = mixtures.model(config.data["mixture"], dtype)
     wanted = by_tokens if config.data.get("tokens") else loss
-    return Trainer(config, worker, made, wanted, data(SAMPLES), validation=data(13), score=score)
+    brief = config.data.get("brief")
+    validation = {} if brief else {"validation": data(13), "score": score}
+    return Trainer(config, worker, made, wanted, data(32 if brief else SAMPLES), **validation)
 
 
 def train(case: Case, worker: Worker, folder: Path, base: Path) -> None:
@@ -121,7 +135,7 @@ def train(case: Case, worker: Worker, folder: Path, base: Path) -> None:
         shutil.copyfile(folder / "metrics.jsonl", folder / "first.jsonl")
         torch.save({"losses": torch.tensor(keep, dtype=torch.float64), "weights": weights}, folder / "result.pt")
 
-    single = base / dataclasses.replace(case, settings={}).key()
+    single = base / case.alone().key()
     trainer = trainer_of(case, worker, folder, single / "snapshots")
     for origin, target in ((single, folder / "taken"), (folder, folder / "again")):  # each into what differs from it
         trainer.folder, trainer.saver = origin / "snapshots", Saver(folder / "nothing", keep=2, complain=print)

@@ -7,6 +7,7 @@ import re
 import secrets
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 
 from dtctl.sandbox import control, slurm
 from dtctl.sandbox.layout import Sandbox
-from tests.hosts import Project
+from tests.hosts import Project, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,12 @@ def fields(project: Project, job: str) -> dict[str, str]:
 
 def state(project: Project, job: str) -> str:
     return fields(project, job)["JobState"]
+
+
+def clean(project: Project, job: str) -> None:
+    """Wait until the nodes of a job that was requeued are clean: one that begins before that fails at once."""
+    taken = time.mktime(time.strptime(fields(project, job)["SubmitTime"], "%Y-%m-%dT%H:%M:%S"))
+    wait_until(lambda: time.time() - taken > 8, 20, "its nodes are clean")
 
 
 def hasten(project: Project, job: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import forked
+from tests.facts import missing
 
 pytestmark = pytest.mark.torch
 
@@ -82,7 +83,7 @@ def test_other_strategies_make_it_everywhere(tmp_path: Path) -> None:
 
 def test_code_that_looks_at_values_is_refused_where_there_are_none(tmp_path: Path) -> None:
     ended = launch(tmp_path, LOOKS="1")
-    assert "error: the model cannot be built on the meta device: Tensor.item()" in ended.output
+    assert not missing(ended.output, "model meta device Tensor.item")
     assert ended.code != 0
 
 

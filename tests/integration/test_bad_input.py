@@ -10,7 +10,8 @@ import pytest
 
 from dtctl.sandbox import control, faults
 from dtctl.sandbox.layout import Sandbox
-from tests.hosts import Project, spec_text, workers
+from tests.facts import missing
+from tests.hosts import Project, spec_text, wait_until, workers
 
 JOB = "job: {script: train.py, kind: direct}\n"
 
@@ -41,7 +42,8 @@ def refused(project: Project, sandbox: Sandbox, code: int, *texts: str, spec: st
         assert text in done.err
     assert "Traceback" not in done.err
     assert "started" not in done.out
-    assert all(workers(node) == {} for node in sandbox.nodes if node.pid)
+    # A launch that is refused does not wait for the nodes that it has just begun to talk to.
+    wait_until(lambda: not any(workers(node) for node in sandbox.nodes if node.pid), 20, "nothing is left")
     return done.err
 
 
@@ -130,7 +132,7 @@ def test_another_port_is_taken_when_the_first_is_in_use(project: Project, sandbo
     first, second = port_candidates(project.unique, 0, None)[:2]
     holder = project.start(
         "sandbox", "exec", "node1", "--", "python3", "-c",
-        f"import socket,time; s=socket.create_server(('', {first})); print('held', flush=True); time.sleep(60)",
+        f"import socket,time; s=socket.create_server(('', {first})); print('held', flush=True); time.sleep(1000)",
     )  # fmt: skip
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
@@ -190,7 +192,7 @@ def test_a_line_of_setup_that_fails_is_named(project: Project, sandbox: Sandbox)
     )
     done = project.run("launch")
     assert done.code == 8, done.err
-    assert "this line of job.setup has failed: ls /not-there" in done.err
+    assert not missing(done.err, "job.setup /not-there")
     assert "not reached" not in done.out
 
 
@@ -201,4 +203,4 @@ def test_a_rank_that_the_run_does_not_have(project: Project, sandbox: Sandbox) -
     assert project.run("logs", "--rank", "2").out == "[node3:2] here\n"
     asked = project.run("logs", "--rank", "3")
     assert asked.code == 7
-    assert "its ranks are 0 to 2" in asked.err
+    assert not missing(asked.err, "ranks 0 2")

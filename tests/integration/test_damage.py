@@ -1,4 +1,7 @@
-"""Damage at a hundred random places is noticed, the snapshot before is taken, and the bits at the end are right."""
+"""Damage at random places is noticed, the snapshot before is taken, and the bits at the end are right.
+
+A few places here; benchmarks/damage.py tries hundreds.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +61,8 @@ def run(workers: int, folder: Path, *, until: int | None = None) -> None:
         gang(workers, folder.parent, action)
 
 
-@pytest.mark.parametrize(("workers", "places"), [(1, 75), (2, 25)])
-def test_a_hundred_of_a_hundred(
+@pytest.mark.parametrize(("workers", "places"), [(1, 15), (2, 5)])
+def test_all_damage_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], workers: int, places: int
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -79,7 +82,7 @@ def test_a_hundred_of_a_hundred(
         capfd.readouterr()
         run(workers, folder)
         out = capfd.readouterr().out
-        assert "snapshot passed over: step-00000006 is " in out, what
+        assert "snapshot skipped: step-00000006 is " in out, what
         assert "resumed at step 3 of 9: exact" in out, what
         assert commands.digest(folder)["digest"] == expected, what
         assert commands.verify(folder)["newest_good"] == str(layout.folder_of(folder, 9))

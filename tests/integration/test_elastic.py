@@ -30,7 +30,7 @@ def train(config, worker):
     inputs = torch.randn(250, 16, generator=torch.Generator().manual_seed(5))
 
     def loss(model, batch):
-        if worker.is_first and trainer.step == int(os.environ["STOP_AT"]):
+        if worker.is_first and trainer.step == trainer.began_at + int(os.environ["STOP_AFTER"]):
             os.kill(os.getpid(), signal.SIGTERM)
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
@@ -39,32 +39,33 @@ def train(config, worker):
 
 if __name__ == "__main__":
     raise SystemExit(run(train, defaults={
-        "micro_batch": 3, "global_batch": 24, "clip_norm": 0.3, "epochs": 2, "lr": 1e-2, "weight_decay": 0.1,
+        "micro_batch": 3, "global_batch": 24, "clip_norm": 0.3, "epochs": 4, "lr": 1e-2, "weight_decay": 0.1,
         "log_every": 4, "timeout_s": 60, "exact": "elastic", "require_exact": True, "snapshot": {"every_steps": 100},
     }))
 """
 
 
-def launch(folder: Path, workers: int, *settings: str, stop_at: int = -1) -> forked.Ended:
-    """Train in `folder`, until SIGTERM in a step."""
+def launch(folder: Path, workers: int, *settings: str, stop_after: int = -1) -> forked.Ended:
+    """Train in `folder`, until SIGTERM in a step of this attempt."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT)
     argv = ["train.py", *(f"--train.{setting}" for setting in settings)]
-    return forked.launch(argv, workers, cwd=folder, environ={"STOP_AT": str(stop_at)})
+    return forked.launch(argv, workers, cwd=folder, environ={"STOP_AFTER": str(stop_after)})
 
 
 def test_any_number_of_workers_ends_with_the_same_bits(tmp_path: Path) -> None:
     straight = launch(tmp_path / "straight", 4)
     assert straight.code == 0, straight.output
     expected = commands.digest(tmp_path / "straight" / "snapshots")
-    assert expected["step"] == 21  # 500 samples: the last step has 20, in shards of which one is short and one empty
+    assert expected["step"] == 42  # 1,000 samples: the last step has 16, in shards of which one is short and two empty
 
     folder = tmp_path / "elastic"
-    for workers, stop_at in ((4, 4), (2, 9), (1, 14), (4, -1)):
-        ended = launch(folder, workers, stop_at=stop_at)
-        assert (ended.code == 0) == (stop_at < 0), ended.output
+    # Workers agree on where to stop some steps after the signal; how many, depends on how busy the machine is.
+    for workers, stop_after in ((4, 4), (2, 3), (1, 3), (4, -1)):
+        ended = launch(folder, workers, stop_after=stop_after)
+        assert (ended.code == 0) == (stop_after < 0), ended.output
         assert "not exact" not in ended.output
-    assert "of 21: exact" in ended.output
+    assert "of 42: exact" in ended.output
     assert commands.digest(folder / "snapshots")["digest"] == expected["digest"]
 
 

@@ -34,8 +34,11 @@ LIMITS = {
 }
 """Largest relative difference from one process, of each tensor against its largest entry."""
 
+MIXTURE_LIMITS = LIMITS | {("sgd", "float64"): 1e-14, ("adamw", "float64"): 1e-12}
+"""Where experts are divided, whose tokens are sent and not rounded."""
+
 ROUNDED = {"bf16": 3e-2, "fp16": 3e-3, "powersgd": 1e-1}
-"""And where gradients are rounded on the wire, in any number format; PowerSGD approximates them."""
+"""And where gradients are rounded on the wire, or all of the computation is; PowerSGD approximates them."""
 
 Meshes = list[tuple[Any, dict[str, Any]]]
 
@@ -47,8 +50,10 @@ MESHES: dict[int, Meshes] = {
         ("ddp", {"ddp": {"comm_hook": "bf16"}}),
         ("ddp", {"ddp": {"comm_hook": "fp16"}}),
         ("ddp", {"ddp": {"comm_hook": "powersgd"}}),
+        ("ddp", {"shares": {"node1": 3}}),
         ("zero1", {}),
         ("fsdp", {}),
+        ("fsdp", {"shares": {"node0": 3}}),
         ("fsdp", {"fsdp": {"reduce_dtype": "bf16"}}),
         ("fsdp", {"fsdp": {"reshard_after_forward": False}}),
         ("tp", {}),
@@ -68,6 +73,7 @@ MESHES: dict[int, Meshes] = {
         ({"dp": 2, "fsdp": 2}, {}),
         ({"dp": 2, "tp": 2}, {}),
         ({"fsdp": 2, "tp": 2}, {}),
+        ({"fsdp": 2, "tp": 2}, {"shares": {"node0": 3, "node1": 3}}),
         ({"fsdp": 2, "tp": 2}, {"tp": {"sequence_parallel": True}}),
         ({"fsdp": 2, "cp": 2}, {}),
         ({"dp": 2, "cp": 2}, {}),
@@ -81,6 +87,7 @@ MESHES: dict[int, Meshes] = {
         ({"fsdp": 2, "pp": 2}, {"pipeline": {"schedule": "interleaved"}}),
         ({"tp": 2, "pp": 2}, {}),
     ],
+    8: [],
 }
 EXTRAS: dict[int, list[tuple[Case, list[Any]]]] = {
     2: [
@@ -92,66 +99,91 @@ EXTRAS: dict[int, list[tuple[Case, list[Any]]]] = {
         (Case(dtype="float32", common={"precision": "fp16"}), ["ddp", "fsdp", "tp", "pipeline"]),
         # A function that makes the model, which the second worker builds on the meta device.
         (Case(common={"data": {"function": True}}), ["fsdp"]),
-        (Case(common={"compile": "eager"}), ["ddp", "fsdp", "pipeline"]),
+        # Each size of a batch, and each way of computing, is compiled by itself.
+        (Case(common={"compile": "eager", "data": {"brief": True}}), ["ddp", "fsdp", "pipeline"]),
+        # A model with experts: dropped tokens, shared ones, such without a token, losses and a bias that balance.
+        (Case(common={"data": {"mixture": "own"}}), ["ddp", {"ep": 2}]),
+        (Case(optimizer="adamw", common={"data": {"mixture": "own"}}), [{"ep": 2}]),
+        (Case(common={"data": {"mixture": "layouts"}}), [{"ep": 2}]),
+        (
+            Case(common={"data": {"mixture": "own", "tokens": True}, "ema": {"decay": 0.6}, "checkpointing": "full"}),
+            [{"ep": 2}],
+        ),
+        *(
+            (Case(dtype="float32", common={"data": {"mixture": "own"}, "precision": precision}), [{"ep": 2}])
+            for precision in ("fp16", "bf16")
+        ),
+        (Case(common={"data": {"mixture": "own", "brief": True}, "compile": "eager"}), [{"ep": 2}]),
     ],
     4: [
         (
             Case(common={"ema": {"decay": 0.6}, "data": {"tokens": True}}),
             [{"fsdp": 2, "tp": 2}, {"fsdp": 2, "pp": 2}],
         ),
+        (
+            Case(common={"data": {"mixture": "own"}}),
+            [{other: 2, "ep": 2} for other in ("dp", "fsdp", "cp", "tp", "pp")],
+        ),
+        (Case(optimizer="adamw", common={"data": {"mixture": "layouts"}}), [{"fsdp": 2, "ep": 2}]),
+        (Case(common={"data": {"mixture": "layouts"}}), [{"tp": 2, "ep": 2}]),
     ],
+    8: [(Case(common={"data": {"mixture": "own"}}), [{"dp": 2, "fsdp": 2, "ep": 2}])],
 }
 """What else must not depend on the strategy."""
 BRIEF = {"ddp", "fsdp"}
 """Strategies whose fp32 cases are run; the others differ from them in exchanges, not in arithmetic."""
+SHARDED = ("zero1", {"dp": 2, "fsdp": 2}, {"fsdp": 2, "tp": 2})
+"""Strategies on 4 workers whose AdamW is run: those that cut its state otherwise than 2 workers do."""
 
 
 def cases_of(workers: int) -> list[Case]:
-    """All cases for a number of workers; 1 has those that the others are compared with."""
-    if workers == 1:
-        return [
-            *(Case(optimizer=optimizer, dtype=dtype) for optimizer, dtype in LIMITS),
-            *(case for extras in EXTRAS.values() for case, _ in extras),
-        ]
+    """All cases for a number of workers."""
     found = []
     for case, strategies in EXTRAS[workers]:
         for strategy in strategies:
             name, *schedule = strategy if isinstance(strategy, tuple) else (strategy,)
             options = {"pipeline": {"schedule": schedule[0]}} if schedule else {}
-            slow = {"accumulate": 2} if "tp" in name and workers == 4 else {}
-            found.append(replace(case, settings={"strategy": name, **options, **slow}))
+            found.append(with_strategy(case, {"strategy": name, **options}))
     for strategy, options in MESHES[workers]:
         settings = {"strategy": strategy, **options}
-        found.append(Case(settings=settings))
-        tensor = "tp" in strategy
-        if tensor and workers == 4:
-            settings["accumulate"] = 2  # DTensors are slow on CPUs
-        slow = workers == 4 and (
-            strategy == "fsdp" or "pp" in strategy or {"dp", "tp"} <= set(strategy) or "cp" in strategy
-        )
-        if not options and not slow:
-            found.append(Case(settings=settings, optimizer="adamw"))
+        found.append(with_strategy(Case(), settings))
+        if not options and (workers == 2 or strategy in SHARDED):
+            found.append(with_strategy(Case(optimizer="adamw"), settings))
             if str(strategy) in BRIEF and workers == 2:
-                found += [Case(settings=settings, dtype="float32", optimizer=name) for name in ("sgd", "adamw")]
+                found += [with_strategy(Case(dtype="float32", optimizer=name), settings) for name in ("sgd", "adamw")]
     return found
 
 
+def with_strategy(case: Case, settings: dict[str, Any]) -> Case:
+    """The case; a pipeline has more layers, and more micro batches, than it has stages."""
+    if "pipeline" not in settings["strategy"] and "pp" not in settings["strategy"]:
+        return replace(case, settings=settings)
+    return replace(case, settings={"accumulate": 4, **settings}, layers=4)
+
+
 ALL = [(workers, case) for workers in MESHES for case in cases_of(workers)]
+ALONE = list({case.alone().key(): case.alone() for _, case in ALL}.values())
+"""What the others are compared with."""
+TOGETHER = 8
+"""Cases that the same processes train. Each leaves groups, whose threads look around a hundred times a second."""
 
 
 def limit_of(case: Case) -> float:
     if "precision" in case.common:
-        return ROUNDED["fp16"]
+        return ROUNDED[case.common["precision"]]
     words = [*case.settings.get("ddp", {}).values(), *case.settings.get("fsdp", {}).values()]
-    return next((ROUNDED[str(word)] for word in words if str(word) in ROUNDED), LIMITS[case.optimizer, case.dtype])
+    limits = MIXTURE_LIMITS if "mixture" in case.common.get("data", {}) else LIMITS
+    return next((ROUNDED[str(word)] for word in words if str(word) in ROUNDED), limits[case.optimizer, case.dtype])
 
 
 def run(workers: int, folder: Path, base: Path) -> None:
     """Train all cases of a number of workers."""
-    written(cases_of(workers), folder / "cases.json")
+    cases = ALONE if workers == 1 else cases_of(workers)
     argv = [WORKER, folder / "cases.json", folder, base]
-    ended = forked.launch(argv, workers, cwd=folder)
-    (folder / "output").write_text(ended.output)
+    with (folder / "output").open("w") as output:
+        for first in range(0, len(cases), TOGETHER):
+            written(cases[first : first + TOGETHER], folder / "cases.json")
+            output.write(forked.launch(argv, workers, cwd=folder).output)
 
 
 @pytest.fixture(scope="module")
@@ -166,21 +198,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Path
             {
                 "workers": workers,
                 "strategy": case.settings["strategy"],
-                "options": {key: value for key, value in case.settings.items() if key != "strategy"}
+                "options": {key: case.settings[key] for key in case.settings if key not in ("strategy", "accumulate")}
                 | dict(case.common),
                 "optimizer": case.optimizer,
                 "dtype": case.dtype,
                 "limit": limit_of(case),
                 "digest": digest(folders[workers] / case.key() / "snapshots"),
-                **differences(folders[workers] / case.key(), folders[1] / single(case).key()),
+                **differences(folders[workers] / case.key(), folders[1] / case.alone().key()),
             }
             for workers, case in ALL
         ]
         Path(os.environ["DTCTL_EQUALITY"]).write_text(json.dumps({"torch": torch.__version__, "cases": rows}, indent=1))
-
-
-def single(case: Case) -> Case:
-    return replace(case, settings={})
 
 
 def parts(folder: Path) -> dict[str, Any]:
@@ -217,7 +245,7 @@ def differences(found: Path, expected: Path) -> dict[str, float]:
 def test_a_strategy_trains_what_one_process_trains(trained: dict[int, Path], workers: int, case: Case) -> None:
     folder = trained[workers] / case.key()
     assert (folder / "taken").is_dir(), (trained[workers] / "output").read_text()[-6000:]
-    single_folder = trained[1] / single(case).key()
+    single_folder = trained[1] / case.alone().key()
     losses = torch.load(single_folder / "result.pt")["losses"]
     assert losses[-1, 0] < losses[0, 0], "nothing was learnt, so nothing is compared"
     limit = limit_of(case)

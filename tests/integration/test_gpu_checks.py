@@ -1,14 +1,16 @@
-"""Every check of `make gpu` in the form that a CPU shows; some minutes, of which most are imports of torch."""
+"""Every check of `make gpu` in the form that a CPU shows, and a loop of the benchmark for GPUs with a tiny model."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_loops
 from benchmarks.gpu_checks.ground import Ground
+from tests import forked
 
 OWN_PROCESS = (11, 13)
 """torch's compiler warns of itself; signals are for the process that gets them."""
@@ -22,7 +24,7 @@ def test_the_cpu_form_of_each_check(check: gpu.Listed, tmp_path: Path, monkeypat
     monkeypatch.setenv("DTCTL_METRICS", "metrics.jsonl")  # and what a check sets there is taken back
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     if check.number in OWN_PROCESS:
-        row = gpu.run_one(check, cpu=True, limit_s=240)
+        row = gpu.run_one(check, cpu=True, limit_s=1000)
         assert row["ended"] == "", row["output"]
         points = [(point["what"], point["found"], point["verdict"]) for point in row["points"]]
     else:
@@ -32,3 +34,14 @@ def test_the_cpu_form_of_each_check(check: gpu.Listed, tmp_path: Path, monkeypat
     assert not [point for point in points if point[2] == "failed"]
     assert {verdict for *_, verdict in points} <= {"ok", "shown", "skipped"}
     assert all("needs a GPU" in found for _, found, verdict in points if verdict == "skipped")
+
+
+@pytest.mark.parametrize(("loop", "setting"), [("bare", "bf16+fsdp")])
+def test_a_loop_runs_with_a_tiny_model(tmp_path: Path, loop: str, setting: str) -> None:
+    argv = [gpu_loops.__file__, "--one", loop, "--sizes", "tiny", "--settings", setting, "--device", "cpu"]
+    done = forked.launch(argv, 1, cwd=tmp_path)
+    assert done.code == 0, done.output
+    found = json.loads(done.output.splitlines()[-1])
+    assert found["parameters"] == 64 * 32 + 32 * 32 + 2 * (12 * 32 * 32 + 4 * 32) + 2 * 32
+    assert found["tokens_per_s"] > 0
+    assert found["step_ms"] > 0

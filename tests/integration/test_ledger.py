@@ -11,6 +11,7 @@ import pytest
 
 import dtctl
 from tests.hosts import Project
+from tests.integration.progress_job import breaks_at_30, fails_after_7
 
 ROOT = Path(dtctl.__file__).parents[1]
 SPEC = """\
@@ -19,39 +20,11 @@ job:
   {{name: test, script: train.py, kind: direct, grace_s: 1, max_restarts: 1, preload: [], {more}
     env: {{PYTHONPATH: "{root}"}}}}
 """
-SCRIPT = """\
-import os, pathlib, signal, sys, time
-from dtctl.runtime.telemetry.progress import Progress, WorkerPhase as Phase
-
-attempt, rank = int(os.environ["DTCTL_ATTEMPT"]), int(os.environ["RANK"])
-progress = Progress(rank)
-there = pathlib.Path(os.environ["DTCTL_RUN_DIR"])
-time.sleep(0.3)
-first = 20 if attempt else 0
-progress.begin(first)
-for step in range(first, 40):
-    progress.forward()
-    progress.backward()
-    time.sleep(0.05)
-    progress.step(step + 1)
-    if (step + 1) % 10 == 0:
-        with progress.apart(Phase.SNAPSHOT):
-            time.sleep(0.1)
-    if step + 1 == 30 and attempt == 0 and rank == 0:
-        (there / "at-30").touch()
-    if step + 1 == 30 and attempt == 0 and rank == 1:
-        while not (there / "at-30").exists():
-            time.sleep(0.01)
-        ACT
-    while step + 1 >= 30 and attempt == 0:
-        time.sleep(0.01)
-progress.end()
-"""
 
 
 def launch(project: Project, act: str, more: str = "") -> tuple[dict[str, Any], float, dict[str, Any]]:
     """Its ledger, the seconds that it took by a clock outside, and its last event."""
-    project.write("train.py", SCRIPT.replace("ACT", act))
+    project.write("train.py", breaks_at_30(act))
     project.write("dtctl.yaml", SPEC.format(workdir=project.folder.parent / "work", root=ROOT, more=more))
     begun = time.monotonic()
     done = project.run("launch", "--json", "--name", project.unique)
@@ -107,17 +80,7 @@ def test_the_time_of_a_job_is_up(project: Project) -> None:
 
 
 def test_a_failure_at_the_same_step_every_time_ends_the_run_and_names_the_step(project: Project) -> None:
-    script = """\
-import os
-from dtctl.runtime.telemetry.progress import Progress
-
-progress = Progress(int(os.environ["RANK"]))
-progress.begin(0)
-for step in range(1, 8):
-    progress.step(step)
-raise ValueError("the gradient of step 8 is not finite")
-"""
-    project.write("train.py", script)
+    project.write("train.py", fails_after_7())
     text = SPEC.format(workdir=project.folder.parent / "work", root=ROOT, more="")
     project.write("dtctl.yaml", text.replace("max_restarts: 1", "max_restarts: 20"))
     done = project.run("launch", "--json")

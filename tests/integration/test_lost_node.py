@@ -10,6 +10,7 @@ import pytest
 import dtctl
 from dtctl.sandbox import faults
 from dtctl.sandbox.layout import Sandbox
+from tests.facts import missing
 from tests.hosts import Project, wait_until
 
 pytestmark = pytest.mark.torch
@@ -47,7 +48,7 @@ def train(config, worker):
         if where == ("1", "0") and trainer.step == 10:
             trainer.saver.finish()  # that of step 8
             print("HALTED", flush=True)
-            time.sleep(120)
+            time.sleep(1000)
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
     trainer = Trainer(config, worker, model, loss, TensorData(inputs, inputs.sum(1, keepdim=True)))
@@ -56,18 +57,6 @@ def train(config, worker):
 if __name__ == "__main__":
     raise SystemExit(run(train, defaults={"micro_batch": 4, "steps": 14, "log_every": 7, "timeout_s": 60}))
 """
-
-
-def logs(project: Project, run: str) -> str:
-    folder = project.folder / ".dtctl" / "runs" / run / "logs"
-    return "".join(path.read_text() for path in folder.rglob("rank-*.log"))
-
-
-def digest(project: Project, run: str) -> dict[str, object]:
-    done = project.run("snapshot", "digest", run, "--json")
-    assert done.out, done.err
-    found: dict[str, object] = json.loads(done.out)
-    return found
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -79,22 +68,39 @@ def test_a_spare_goes_on_from_copies_of_what_the_lost_node_had(
     undisturbed = f"{project.unique}-straight"
     done = project.run("launch", "--name", undisturbed)
     assert done.code == 0, done.err
-    expected = digest(project, undisturbed)
+    expected = project.digest(undisturbed)
     if strategy == "fsdp":
         look_at_halves(project, undisturbed)
     project.write("dtctl.yaml", SPEC.format(halt=1, strategy=strategy, replicas=1, here=HERE))
     process = project.start("launch", "--json", "--name", project.unique)
-    wait_until(lambda: logs(project, project.unique).count("HALTED") == 2, 60, "both have saved and wait")
+    wait_until(lambda: project.printed(project.unique).count("HALTED") == 2, 60, "both have saved and wait")
     # With ddp the first node has everything, and is the one that goes; with fsdp each has a half.
     lost = sandbox.nodes[0 if strategy == "ddp" else 1]
     faults.kill(sandbox, lost)
     faults.record(sandbox, [f"kill {lost.name}"])
     done = project.finish(process)
     assert done.code == 0, done.err
-    assert f"{lost.name} is replaced by node3" in done.err
-    assert "resumed at step 8 of 14: exact" in logs(project, project.unique)
-    assert digest(project, project.unique) == expected
+    assert not missing(done.err, f"{lost.name} replaced node3")
+    assert "resumed at step 8 of 14: exact" in project.printed(project.unique)
+    assert project.digest(project.unique) == expected
     assert expected["step"] == 14
+
+
+def test_a_node_that_is_lost_while_the_next_attempt_is_prepared(project: Project, sandbox: Sandbox) -> None:
+    project.write("train.py", TRAIN)
+    spec = SPEC.replace("max_restarts: 1", "max_restarts: 3").replace("spares: [node3]", "spares: []")
+    project.write("dtctl.yaml", spec.format(halt=1, strategy="ddp", replicas=0, here=HERE))
+    process = project.start("launch", "--json", "--name", project.unique)
+    wait_until(lambda: project.printed(project.unique).count("HALTED") == 2, 60, "both have saved and wait")
+    events = project.folder / ".dtctl" / "runs" / project.unique / "events.jsonl"
+    second, first = sandbox.nodes[1], sandbox.nodes[0]
+    faults.kill(sandbox, second)
+    wait_until(lambda: "retrying in" in events.read_text(), 60, "it is called")
+    faults.kill(sandbox, first)
+    faults.heal(sandbox, [first, second])
+    done = project.finish(process)
+    assert done.code == 0, done.err
+    assert "resumed at step 8 of 14: exact" in project.printed(project.unique)
 
 
 def test_a_node_that_was_lost_with_the_only_copy_is_missed(project: Project, sandbox: Sandbox) -> None:
@@ -102,7 +108,7 @@ def test_a_node_that_was_lost_with_the_only_copy_is_missed(project: Project, san
     project.write("train.py", TRAIN)
     project.write("dtctl.yaml", SPEC.format(halt=1, strategy="ddp", replicas=0, here=HERE))
     process = project.start("launch", "--json", "--name", project.unique)
-    wait_until(lambda: logs(project, project.unique).count("HALTED") == 2, 60, "both wait after a snapshot")
+    wait_until(lambda: project.printed(project.unique).count("HALTED") == 2, 60, "both wait after a snapshot")
     ledger = project.folder / ".dtctl" / "runs" / project.unique / "ledger.json"
     for _ in range(2):  # it is written of what nodes tell each second, so that all have told by the second time
         before = ledger.stat().st_mtime_ns if ledger.exists() else 0
@@ -111,10 +117,10 @@ def test_a_node_that_was_lost_with_the_only_copy_is_missed(project: Project, san
     faults.record(sandbox, [f"kill {sandbox.nodes[0].name}"])
     done = project.finish(process)
     assert done.code == 8, done.err
-    assert "this run has written a snapshot of step 8, and there is none now" in done.err + logs(
-        project, project.unique
+    assert "this run has written a snapshot of step 8, and there is none now" in done.err + project.printed(
+        project.unique
     )
-    assert "train.snapshot.replicas" in done.err + logs(project, project.unique)
+    assert "train.snapshot.replicas" in done.err + project.printed(project.unique)
 
 
 def look_at_halves(project: Project, run: str) -> None:
@@ -145,7 +151,7 @@ def look_at_halves(project: Project, run: str) -> None:
     assert [row["status"] for row in found["snapshots"]] == ["corrupt", "ok"]
     assert found["snapshots"][0]["bad"][0].startswith("node2: model.00001.safetensors has ")
     assert found["newest_good"] == rows[1]["path"]
-    assert digest(project, run)["step"] == 12
+    assert project.digest(run)["step"] == 12
     assert project.run("snapshot", "prune", run, "--keep", "1").code == 0
     done = project.run("snapshot", "verify", run, "--json")
     assert [(row["step"], row["status"]) for row in json.loads(done.out)["snapshots"]] == [(12, "ok")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def launch(project: Project, small: Path, *, mib: int, slots: int = 2) -> Finish
     project.write("dtctl.yaml", SPEC.format(workdir=project.folder.parent / "work", slots=slots))
     small.mkdir(parents=True)
     mount = f'mount -t tmpfs -o size={mib}m,mode=755 none "$1" && shift && "$@"; code=$?; '
-    mount += "cat .dtctl/runs/*/events.jsonl; exit $code"
+    mount += "cat .dtctl/runs/*/events.jsonl; mkdir ../exit; cp -r ../work/runs/*/attempt-* ../exit; exit $code"
     done = subprocess.run(
         [
             *["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, "sh", small],
@@ -55,20 +56,28 @@ def test_on_the_node(project: Project) -> None:
     assert done.code == 0, done.err
     event = last_event(done)
     assert event["status"] == "succeeded"
-    (lost,) = event["lost_output"].values()  # type: ignore[attr-defined]
-    kept = sum(path.stat().st_size for path in (project.folder / ".dtctl").rglob("rank-*.log"))
-    printed = sum(len(f"{n} ") + 991 for n in range(32_000))
-    assert lost == printed - kept > 0, "every byte is here or counted"
-    assert f"{lost:,} bytes from localhost" in done.err
-    assert list(event["lost_output"]) == ["localhost"]  # type: ignore[call-overload]
+    assert "lost_output" not in event
+    (log,) = (project.folder / ".dtctl").rglob("rank-0.log")
+    lines = [line.split(" ", 1)[0] for line in log.read_text().splitlines()]
+    assert lines == [str(n) for n in range(32_000)], "what the node could not store was sent on"
+    notes = [json.loads(line) for line in done.out.splitlines() if '"event":"note"' in line]
+    (note,) = [note for note in notes if note["node"] == "localhost" and "disk" in note["text"]]
+    told = int(re.search(r"[\d,]{7,}", note["text"])[0].replace(",", ""))  # type: ignore[index]
+    assert 10_000_000 < told < 32_000 * 1000, "what it could not store is counted"
+    (record,) = (project.folder.parent / "exit").glob("*/exit.json")
+    assert json.loads(record.read_text())["log_bytes_unstored"] == told
 
 
 def test_here(project: Project) -> None:
     done = launch(project, project.folder / ".dtctl" / "runs", mib=3, slots=30)
     assert done.code == 0, done.err
     assert "bytes from localhost" in done.err
-    # The disk that is full is the one that the events lie on, and 30 ends are more than the page that they have.
-    assert "events of the run could not be written" in done.err
+    # The disk that is full is the one that the events lie on: room was kept for them.
+    assert "events of the run could not be written" not in done.err
+    events = [json.loads(line) for line in done.out.splitlines() if line.startswith('{"event"')]
+    assert [event["event"] for event in events].count("exit") == 30
+    assert events[-1]["status"] == "succeeded"
+    assert events[-1]["lost_output"]["localhost"] > 10_000_000
 
 
 def test_nothing_is_lost_where_there_is_room(project: Project) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -19,6 +20,11 @@ pytestmark = pytest.mark.usefixtures("sandbox")
 def store(sandbox: Sandbox, node: SandboxNode) -> Path:
     """Where a host keeps pushed trees, as this machine sees it."""
     return sandbox.state / "hosts" / node.name / "home" / ".dtctl" / "node" / "code"
+
+
+def trees(sandbox: Sandbox, node: SandboxNode) -> set[str]:
+    """The digests of the trees that it keeps."""
+    return {path.name for path in store(sandbox, node).glob("*") if re.fullmatch("[0-9a-f]+", path.name)}
 
 
 def parts(sandbox: Sandbox, node: SandboxNode) -> list[str]:
@@ -62,11 +68,14 @@ def test_two_launches_of_one_tree_at_once_share_it(project: Project, sandbox: Sa
     project.write("dtctl.yaml", spec_text())
     project.write("train.py", "import os; print('in', os.getcwd())")
     project.write("padding.txt", "at the same time" * 50_000)
+    before = [trees(sandbox, node) for node in sandbox.nodes]
     processes = [project.start("launch", "--name", name) for name in ("one", "two")]
     outs = [project.finish(process) for process in processes]
     assert [done.code for done in outs] == [0, 0], [done.err for done in outs]
+    new = [trees(sandbox, node) - old for node, old in zip(sandbox.nodes, before, strict=True)]
+    assert [len(names) for names in new] == [1, 1, 1]
     folders = {line.split("in ", 1)[1] for done in outs for line in done.out.splitlines() if "in " in line}
-    assert len(folders) == 1
+    assert len(folders) == 2  # each works in one of its own
     assert all(not parts(sandbox, node) for node in sandbox.nodes)
 
 

@@ -106,6 +106,9 @@ def test_a_reader_chooses_light_or_dark_and_the_plots_follow(seen: Seen, report:
 def test_a_phone_shows_it_without_scrolling_sideways(seen: Seen, report: Path) -> None:
     seen.open(report, width=390)
     assert seen.page.evaluate("document.documentElement.scrollWidth") == 390
+    tables = "[...document.querySelectorAll('.scroll')].filter(one => one.scrollWidth > one.clientWidth).length"
+    seen.page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true })")
+    assert seen.page.evaluate(tables) == 0, "every table fits"
     widths = seen.page.evaluate("[...document.querySelectorAll('.uplot')].map(one => one.clientWidth)")
     assert max(widths) <= 390
     seen.page.set_viewport_size({"width": 1000, "height": 800})

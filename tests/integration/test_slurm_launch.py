@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +20,9 @@ from dtctl.launch.records.record import RunRecord, list_runs
 from dtctl.launch.records.state import alive
 from dtctl.sandbox import control, faults, slurm
 from dtctl.sandbox.layout import Sandbox
+from tests.facts import missing
 from tests.hosts import Finished, Project, wait_until
-from tests.integration.slurm_hosts import cluster, fields, hasten, python_path, shared, state
+from tests.integration.slurm_hosts import clean, cluster, fields, hasten, python_path, shared, state
 
 __all__ = ["cluster", "shared"]
 
@@ -105,7 +105,7 @@ def test_the_culprit_is_named(shared: Project, kind: str, rank: int) -> None:
     shared.write("dtctl.yaml", spec(kind=kind))
     shared.write(
         "train.py",
-        "import os, time\nif os.environ['RANK'] == '3': raise ValueError('rank 3 has had enough')\ntime.sleep(60)\n",
+        "import os, time\nif os.environ['RANK'] == '3': raise ValueError('rank 3 has had enough')\ntime.sleep(1000)\n",
     )
     done = shared.run("launch", "--json")
     assert done.code == 8, done.err
@@ -125,7 +125,7 @@ def test_what_srun_has_ended_is_not_the_culprit(shared: Project) -> None:
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "time.sleep(1)\n"
         "if os.environ['RANK'] == '1': raise ValueError('rank 1 has had enough')\n"
-        "time.sleep(60)\n",
+        "time.sleep(1000)\n",
     )
     done = shared.run("launch", "--json")
     assert done.code == 8, done.err
@@ -137,7 +137,7 @@ def test_what_srun_has_ended_is_not_the_culprit(shared: Project) -> None:
 def test_the_culprit_of_a_second_component_has_its_rank(shared: Project) -> None:
     nodes = "nodes: [{name: big, slots: 2}, {name: small, slots: 1}]"
     shared.write("dtctl.yaml", spec().replace("nodes: 2, slots: 2", nodes))
-    script = "import os, time\nif os.environ['RANK'] == '2': raise ValueError('no')\ntime.sleep(60)\n"
+    script = "import os, time\nif os.environ['RANK'] == '2': raise ValueError('no')\ntime.sleep(1000)\n"
     shared.write("train.py", script)
     done = shared.run("launch", "--json")
     assert done.code == 8, done.err
@@ -157,7 +157,7 @@ def test_a_job_whose_time_is_up_is_told_as_such(shared: Project) -> None:
     assert isinstance(failure, dict)
     assert failure["rank"] is None
     assert "time limit" in failure["summary"]
-    assert "was ended by signal 15 (SIGTERM): its time limit was " in done.err
+    assert not missing(done.err, "signal 15 SIGTERM limit")
 
 
 def test_a_worker_that_is_killed_is_started_again_in_the_same_job(shared: Project) -> None:
@@ -171,20 +171,20 @@ def test_a_worker_that_is_killed_is_started_again_in_the_same_job(shared: Projec
         "if os.environ['DTCTL_ATTEMPT'] == '0':\n"
         "    while os.environ['RANK'] == '1' and len(list(said.glob('said-*'))) < 4: time.sleep(0.01)\n"
         "    if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    time.sleep(60)\n",
+        "    time.sleep(1000)\n",
     )
     done = shared.run("launch", "--json")
     assert done.code == 0, done.err
     assert done.done["attempts"] == 2
     (restart,) = [event for event in done.events if event["event"] == "restart"]
     assert (restart["node"], restart["rank"]) == ("node1", 1)
-    assert "restart 1 of 1: rank 1 on node1 was ended by signal 9 (SIGKILL)" in done.err
+    assert not missing(done.err, "restart rank 1 node1 signal 9 SIGKILL")
     assert record(shared).log_path("node2", 3).read_text().splitlines() == ["attempt 0", "attempt 1"]
 
 
 def test_ctrl_c_ends_the_job_and_leaves_nothing(shared: Project, cluster: Sandbox) -> None:
     shared.write("dtctl.yaml", spec())
-    shared.write("train.py", "import time\nprint('up', flush=True)\ntime.sleep(100)\n")
+    shared.write("train.py", "import time\nprint('up', flush=True)\ntime.sleep(1000)\n")
     process = shared.start("launch", "--json")
     wait_until(lambda: processes(cluster).count("train.py") >= 4, what="it runs")
     process.send_signal(signal.SIGINT)
@@ -197,7 +197,7 @@ def test_ctrl_c_ends_the_job_and_leaves_nothing(shared: Project, cluster: Sandbo
 
 def test_stop_ends_a_job_that_nobody_follows(shared: Project, cluster: Sandbox) -> None:
     shared.write("dtctl.yaml", spec())
-    shared.write("train.py", "import time\nprint('up', flush=True)\ntime.sleep(100)\n")
+    shared.write("train.py", "import time\nprint('up', flush=True)\ntime.sleep(1000)\n")
     assert shared.run("launch", "--detach").code == 0
     wait_until(lambda: processes(cluster).count("train.py") >= 4, what="it runs")
     stopped = shared.run("stop", "--json")
@@ -238,10 +238,22 @@ def test_stop_ends_a_job_that_is_followed_on_another_machine(shared: Project, cl
         assert state(shared, job_of(shared)) == "CANCELLED"
 
 
-def test_where_nobody_can_look_nothing_is_said(shared: Project) -> None:
+def over_ssh(project: Project, cluster: Sandbox) -> dict[str, str]:
+    """A PATH whose `ssh` knows the nodes by their names."""
+    folder = project.folder / "ways"
+    folder.mkdir()
+    hosts = "".join(f"Host {node.name}\n  HostName {node.address}\n" for node in cluster.nodes)
+    login = f"User {cluster.user}\nIdentityFile {cluster.identity_file}\nUserKnownHostsFile {cluster.known_hosts}\n"
+    (folder / "config").write_text(hosts + f"Host *\n{login}")
+    (folder / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/config "$@"\n')
+    (folder / "ssh").chmod(0o755)
+    return {"PATH": f"{folder}:{project.env['PATH']}"}
+
+
+def test_where_nobody_can_look_nothing_is_said(shared: Project, cluster: Sandbox) -> None:
     """The nodes are another job's at once, and with this plugin Slurm's word is no proof."""
     shared.write("dtctl.yaml", spec(more=", extra: {exclusive: true}"))
-    shared.write("train.py", "import time\ntime.sleep(100)\n")
+    shared.write("train.py", "import time\ntime.sleep(1000)\n")
     for name in ("first", "second"):
         assert shared.run("launch", "--detach", "--name", f"{shared.unique}-{name}").code == 0
     wait_until(lambda: fields(shared, job_of(shared))["Reason"] in ("Resources", "Priority"), what="the second waits")
@@ -253,6 +265,8 @@ def test_where_nobody_can_look_nothing_is_said(shared: Project) -> None:
     assert (done["status"], done["left_behind"]) == ("stopped", None)
     (note,) = [event.text for event in first.events() if isinstance(event, Note)]
     assert note.startswith("the processes left on node1, node2 could not be counted: no job to count them could be")
+    again = json.loads(shared.run("stop", first.run, "--json", env=over_ssh(shared, cluster)).out)
+    assert (again["left_behind"], again["nodes"]) == (0, {"node1": 0, "node2": 0}), "their user may log in to them"
     assert shared.run("stop").code == 0
 
 
@@ -275,6 +289,7 @@ def test_a_detached_job_is_looked_at_when_somebody_asks(shared: Project) -> None
     shared.write("train.py", COUNT.format(count=5))
     begun = shared.run("launch", "--detach", "--json")
     assert begun.code == 0, begun.err
+    assert all("event" in json.loads(line) for line in begun.out.splitlines())
     wait_until(lambda: state(shared, job_of(shared)) == "COMPLETED", what="the job is over")
     said = json.loads(shared.run("status", "--json").out)
     assert (said["status"], said["job"]) == ("succeeded", job_of(shared))
@@ -283,7 +298,7 @@ def test_a_detached_job_is_looked_at_when_somebody_asks(shared: Project) -> None
 
 def test_people_see_what_a_job_waits_for(shared: Project, cluster: Sandbox) -> None:
     shared.write("dtctl.yaml", spec(more=", extra: {exclusive: true}"))
-    shared.write("train.py", "import time\ntime.sleep(100)\n")
+    shared.write("train.py", "import time\ntime.sleep(1000)\n")
     assert shared.run("launch", "--detach").code == 0
     assert shared.run("launch", "--detach").code == 0
     wait_until(lambda: fields(shared, job_of(shared))["Reason"] in ("Resources", "Priority"), what="the second waits")
@@ -386,9 +401,7 @@ class Training:
         job = job_of(self.project)
         wait_until(lambda: fields(self.project, job)["Restarts"] == "1", 90, "Slurm has taken the job back")
         wait_until(lambda: state(self.project, job) == "PENDING", 30, "it waits")
-        # Slurm has its two minutes for a reason: on a node that still cleans up after the job it fails at once.
-        taken = time.strptime(fields(self.project, job)["SubmitTime"], "%Y-%m-%dT%H:%M:%S")
-        wait_until(lambda: time.time() - time.mktime(taken) > 8, 20, "its nodes are clean")
+        clean(self.project, job)
         wait_until(lambda: (hasten(self.project, job), state(self.project, job))[1] != "PENDING", 60, "it runs again")
 
     def finish(self) -> None:
@@ -454,7 +467,7 @@ def trainings(sandbox_env: dict[str, str]) -> Iterator[dict[str, Training]]:
     [
         ("time limit", "its time limit was near"),
         ("preempted", "it was preempted"),
-        ("node lost", "was lost"),
+        ("node lost", "a node failed"),
     ],
 )
 def test_what_slurm_interrupts_ends_with_the_same_bits(trainings: dict[str, Training], name: str, reason: str) -> None:

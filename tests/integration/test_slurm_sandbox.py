@@ -15,6 +15,7 @@ from dtctl import node_facts
 from dtctl.errors import SandboxError
 from dtctl.sandbox import control, faults, slurm
 from dtctl.sandbox.layout import Sandbox
+from tests.facts import raises
 from tests.hosts import wait_until
 
 
@@ -82,5 +83,5 @@ def test_nothing_is_left(sandbox_env: dict[str, str], shared: Path) -> None:
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm, "PATH", "/nowhere")
-    with pytest.raises(SandboxError, match="needs munge, slurm-client, slurmctld, slurmd"):
+    with raises(SandboxError, "munge slurm-client slurmctld slurmd"):
         slurm.check_requirements()

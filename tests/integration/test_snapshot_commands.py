@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import command_line
 
 pytestmark = pytest.mark.torch
 
@@ -27,9 +28,7 @@ shutil.copytree("made", os.environ["DTCTL_SNAPSHOT_DIR"])
 
 
 def dtctl(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "NO_COLOR": "1"}
-    argv = [sys.executable, "-m", "dtctl", *arguments]
-    return subprocess.run(argv, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    return command_line.dtctl(*arguments, cwd=cwd, env={"NO_COLOR": "1"})
 
 
 def test_a_folder_and_a_run(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from dtctl.sandbox import faults
 from dtctl.sandbox.layout import Sandbox
+from tests.facts import missing
 from tests.hosts import Finished, Project, wait_until
 
 SPEC = """\
@@ -20,7 +21,7 @@ own = [os.environ[name] for name in ("DTCTL_ATTEMPT", "DTCTL_NODE", "RANK", "WOR
 print("RANK", *own, flush=True)
 print("MEET", os.environ["MASTER_ADDR"], flush=True)
 if os.environ["DTCTL_ATTEMPT"] == "0":
-    time.sleep(120)
+    time.sleep(1000)
 """
 
 
@@ -34,12 +35,20 @@ def _running(project: Project) -> int:
     return text.count('"state":"running"') if '"event":"started"' in text else 0
 
 
+def words(project: Project) -> int:
+    """How many workers have said all that they say, once all nodes have started theirs."""
+    if '"event":"started"' not in events_of(project):
+        return 0
+    logs = project.folder / ".dtctl" / "runs" / project.unique / "logs"
+    return sum("MEET " in path.read_text() for path in logs.glob("*/rank-*.log"))
+
+
 def launch_and_lose(project: Project, sandbox: Sandbox, lost: int) -> Finished:
     """Launch, end a host as by power loss when the job runs, and wait for the end."""
     project.write("train.py", WAIT)
     process = project.start("launch", "--json", "--name", project.unique)
-    # Every worker has said its first word: what a host prints in the moment of its death is lost with it.
-    wait_until(lambda: 0 < events_of(project).count('"state":"started"') <= _running(project), what="it runs")
+    # Every worker has said its words: what a host prints in the moment of its death is lost with it.
+    wait_until(lambda: 0 < events_of(project).count('"state":"started"') <= words(project), what="it runs")
     faults.kill(sandbox, sandbox.nodes[lost])
     faults.record(sandbox, [f"kill {sandbox.nodes[lost].name}"])
     return project.finish(process)
@@ -55,7 +64,7 @@ def test_a_spare_takes_the_place_of_a_node_that_is_lost(project: Project, sandbo
     project.write("dtctl.yaml", SPEC.format(nodes="[node1, node2]", more="spares: [node3]", restarts=1))
     done = launch_and_lose(project, sandbox, 1)
     assert done.code == 0, done.err
-    assert "node2 is replaced by node3" in done.err
+    assert not missing(done.err, "node2 replaced node3")
     assert ranks(done, 0) == {"node1": ("0", "2"), "node2": ("1", "2")}
     assert ranks(done, 1) == {"node1": ("0", "2"), "node3": ("1", "2")}
     assert done.done["attempts"] == 2
@@ -71,7 +80,7 @@ def test_the_others_go_on_when_fewer_are_enough(project: Project, sandbox: Sandb
     assert done.code == 0, done.err
     left = [node.name for index, node in enumerate(sandbox.nodes) if index != lost]
     assert ranks(done, 1) == {name: (str(rank), "2") for rank, name in enumerate(left)}
-    assert f"on with 2 nodes, without {sandbox.nodes[lost].name}" in done.err
+    assert not missing(done.err, f"2 nodes without {sandbox.nodes[lost].name}")
     head = next(node for node in sandbox.nodes if node.name == left[0])
     assert f"MEET {head.address}" in done.err
 
@@ -104,4 +113,4 @@ def test_a_failure_that_comes_back_at_the_same_place_is_not_tried_for_ever(proje
     done = project.run("launch", "--json")
     assert done.code == 8
     assert done.done["attempts"] == 3
-    assert "not restarted: 3 attempts have failed in the same way at the start" in done.err
+    assert not missing(done.err, "restarted 3 attempts start")

@@ -9,6 +9,7 @@ import pytest
 from dtctl.runtime.snapshot import load, read, state
 from dtctl.runtime.snapshot.format import layout
 from tests import forked
+from tests.facts import missing
 from tests.integration.test_runtime_training import rows
 
 pytestmark = pytest.mark.torch
@@ -57,6 +58,7 @@ def train(config, worker):
         nonlocal calls
         calls += 1
         if os.environ.get("HURT") == f"{worker.rank}:{calls}":
+            trainer.saver.wait()  # the snapshot before is whole, however busy the disk
             os.kill(os.getpid(), signal.SIGKILL)
         if "THAWED" in os.environ:
             trainer.model.first.requires_grad_(trainer.step == 2)
@@ -153,7 +155,7 @@ def test_the_example_learns_the_same_with_every_strategy(tmp_path: Path, expecte
         (["strategy=tp", 'tp.plan={"blocks.*.upp": "colwise"}'], {}, "no Linear or Embedding of the model is named"),
         (["fsdp.cpu_offload=true", "strategy=fsdp"], {}, "shards can be kept in the host's memory only if there is a"),
         (["ddp.sync_batchnorm=true"], {}, "torch's SyncBatchNorm runs on GPUs only, and this worker has none"),
-        (['strategy={"ep": 2}'], {}, "unknown key `train.strategy.ep`"),
+        (['strategy={"ep": 2}'], {}, "ep divides experts, and none were found in the model"),
         (["strategy=tp", "tp.plan={}"], {"GARBLED": "1"}, "spread as tp, the model has the loss"),
         (['strategy={"cp": 2}'], {}, "the first block is given a tensor of 2 dims, and cp divides"),
         (['strategy={"cp": 2}', "compile=eager"], {}, "compile does not go with cp"),
@@ -173,6 +175,6 @@ def test_bad_settings_end_all_workers_in_seconds(
 def test_a_parameter_that_is_thawed_in_training_is_named(tmp_path: Path) -> None:
     """Workers would go on with gradients that nobody has exchanged."""
     ended = launch(tmp_path, 2, "strategy=ddp", "accumulate=1", BATCH_NORM="1", THAWED="1")
-    assert "first.weight, first.bias was frozen when training began and wants gradients in step 3" in ended.output
+    assert not missing(ended.output, "first.weight first.bias gradients step 3")
     alone = launch(tmp_path / "alone", 1, "accumulate=1", "steps=4", BATCH_NORM="1", THAWED="1")
     assert alone.code == 0, alone.output

@@ -138,7 +138,7 @@ ERRORS: list[tuple[Case, str, str]] = [
     ),
     # torch before 2.13 cannot let them take part with zeros.
     (Case(model="before 2.13", settings={"strategy": "fsdp"}), "even.weight, even.bias, odd", "train.strategy"),
-    (Case(model="scalar", settings={"strategy": "fsdp"}), "without dims", "train.strategy"),
+    (Case(model="scalar", settings={"strategy": "fsdp"}), "zero-dimensional", "train.strategy"),
     (Case(model="formats", settings={"strategy": "fsdp"}), "several number formats", "train.strategy"),
     (
         Case(model="dense", settings={"strategy": "tp", "tp": {"plan": {"blocks.*.up": "colwise"}}}),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked, store
+from tests import command_line, forked, store
+from tests.facts import missing
 
 pytestmark = pytest.mark.torch
 TRAIN = """
@@ -54,14 +54,17 @@ if __name__ == "__main__":
     defaults = {"micro_batch": 4, "steps": 12, "timeout_s": 60, "snapshot": {"every_steps": 4, "keep": 2}}
     raise SystemExit(run(train, defaults=defaults))
 """
+PATIENCE_S = 6.0
+"""Until a link counts as dead, in a test that waits for it twice; the store itself may be slow on a busy machine."""
 SAVE = """
 import os, signal, sys
 import torch
 from dtctl.runtime.snapshot import Saver, newest
 from dtctl.runtime.snapshot.storage import place
 
-url, step, point = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-place.PATIENCE_S, place.IMPATIENCE_S = 2.0, 0.5
+url, step, point, patience_s = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+if patience_s:
+    place.PATIENCE_S, place.IMPATIENCE_S = patience_s, patience_s / 4
 place.BLOCK_BYTES = 5 << 20  # so that 12 MiB are uploaded in parts
 calls, asked = 0, place.Remote._asked
 def counted(self, verb, action):
@@ -86,9 +89,7 @@ def s3() -> Iterator[store.Store]:
 
 
 def dtctl(*arguments: str, cwd: Path, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, **(environ or {}), "NO_COLOR": "1"}
-    argv = [sys.executable, "-m", "dtctl", *arguments]
-    return subprocess.run(argv, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    return command_line.dtctl(*arguments, cwd=cwd, env={**(environ or {}), "NO_COLOR": "1"})
 
 
 @pytest.fixture
@@ -113,14 +114,14 @@ def digest(ended: forked.Ended) -> str:
 def test_a_killed_run_goes_on_from_the_newest_good_one(s3: store.Store, train: Callable[..., forked.Ended]) -> None:
     url = f"{s3.url}/ddp"
     assert "rank 1 ended by SIGKILL" in train("ddp", url, HURT="1:10").output
-    newest = sorted(name for name in s3.names("ddp/") if name.endswith("COMMIT"))[-1].removesuffix("/COMMIT")
+    newest = sorted(name for name in s3.names("ddp/") if name.endswith("/COMMIT"))[-1].removesuffix("/COMMIT")
     s3.flip(f"{newest}/optimizer.safetensors")
     again = train("ddp", url)
     bad = f"{newest.split('/')[1]} is corrupt: optimizer.safetensors does not have the digest that was recorded"
     assert bad in again.output
     assert "resumed at step 4 of 12: exact" in again.output
     assert digest(again) == digest(train("ddp", "straight"))
-    steps = sorted(name.split("/")[1][:13] for name in s3.names("ddp/") if name.endswith("COMMIT"))
+    steps = sorted(name.split("/")[1][:13] for name in s3.names("ddp/") if name.endswith("/COMMIT"))
     assert steps == ["step-00000008", "step-00000012"]
 
 
@@ -130,7 +131,7 @@ def test_a_worker_is_killed_while_all_write(s3: store.Store, train: Callable[...
     assert "rank 1 ended by SIGKILL" in train("fsdp", url, HURT_WRITING="1:14").output
     assert any("step-00000008" in name for name in s3.names("fsdp/"))
     again = train("fsdp", url)
-    assert "COMMIT is missing" in again.output
+    assert not missing(again.output, "COMMIT missing")
     assert "resumed at step 4 of 12: exact" in again.output
     assert digest(again) == digest(train("fsdp", "straight"))
     assert any(name.endswith("model.00001.safetensors") for name in s3.names("fsdp/step-00000012"))
@@ -141,11 +142,15 @@ Save = Callable[..., forked.Ended]
 
 @pytest.fixture
 def save(tmp_path: Path, s3: store.Store) -> Save:
-    """Saves a step in a process of its own, which kills itself the `point`th time that it asks the store to write."""
+    """Saves a step in a process of its own, which kills itself the `point`th time that it asks the store to write.
+
+    With a patience, that is how long it waits for an answer: only for a link that is cut, since a busy store is slow.
+    """
     (tmp_path / "save.py").write_text(SAVE)
 
-    def run(url: str, step: int, point: int = 0) -> forked.Ended:
-        return forked.launch(["save.py", url, str(step), str(point)], 1, cwd=tmp_path, environ=s3.environ)
+    def run(url: str, step: int, point: int = 0, patience_s: float = 0.0) -> forked.Ended:
+        argv = ["save.py", url, str(step), str(point), str(patience_s)]
+        return forked.launch(argv, 1, cwd=tmp_path, environ=s3.environ)
 
     return run
 
@@ -159,12 +164,12 @@ def test_killed_anywhere_in_a_save(s3: store.Store, save: Save) -> None:
     calls = int(first.output.split()[-1])
     for point in (1, calls // 2, calls):  # the last is that of the commit record
         assert "rank 0 ended by SIGKILL" in save(url, 2, point).output
-        assert not any("step-00000002" in name and name.endswith("COMMIT") for name in s3.names("killed/"))
+        assert not any("step-00000002" in name and name.endswith("/COMMIT") for name in s3.names("killed/"))
     assert any("step-00000002" in name for name in s3.names("killed/"))
     again = save(url, 2)
     assert again.code == 0, again.output
     assert again.output.startswith("newest 1 step-00000002."), again.output
-    assert "COMMIT is missing" in again.output
+    assert not missing(again.output, "COMMIT missing")
     left = s3.names("killed/")
     assert ({name.split("/")[1][:13] for name in left}, len(left)) == ({"step-00000002"}, 3), "what was left is gone"
 
@@ -175,17 +180,17 @@ def test_a_link_that_dies_in_an_upload_and_one_that_is_dead_at_a_resume(s3: stor
     before = s3.names("cut/")
     s3.link.cut_after(7 << 20)  # of 12 MiB, in the second part
     try:
-        cut = save(url, 2)
+        cut = save(url, 2, patience_s=PATIENCE_S)
         assert cut.code == 1
-        assert "the snapshot of step 2 cannot be written" in cut.output
-        assert "no answer for 2 s" in cut.output
+        assert not missing(cut.output, "snapshot step 2 written")
+        assert not missing(cut.output, f"answer {PATIENCE_S:g} s")
         assert s3.link.is_cut
         left = [name for name in s3.names("cut/") if "/.lease-" not in name]  # no way to it, to let go of it
         assert left == before, "the older one is intact"
-        dead = save(url, 3)
+        dead = save(url, 3, patience_s=PATIENCE_S)
         assert dead.code == 1
         assert "newest" not in dead.output.splitlines(), "it must not begin anew because a link is down"
-        assert "s3://bucket/cut cannot be listed" in dead.output
+        assert not missing(dead.output, "s3://bucket/cut listed")
     finally:
         s3.link.cut_after(None)
     mended = save(url, 4)

@@ -59,9 +59,22 @@ def test_a_forked_worker_finds_what_a_fresh_one_finds(project: Project) -> None:
     for rank, (preloaded, facts) in warm.items():
         assert preloaded
         assert not fresh[rank][0]
-        of_this_run = {"DTCTL_RUN_ID", "DTCTL_RUN_DIR", "DTCTL_METRICS", "DTCTL_SNAPSHOT_DIR", "PET_LOG_DIR"}
-        of_this_run |= {"MASTER_PORT", "DTCTL_PROGRESS", "DTCTL_RUN_TOKEN", "SSH_CLIENT", "SSH_CONNECTION", "_"}
+        of_this_run = {"DTCTL_RUN_ID", "DTCTL_RUN_DIR", "DTCTL_METRICS", "DTCTL_SNAPSHOT_DIR", "DTCTL_MEMORY_DIR"}
+        of_this_run |= {
+            "PWD",
+            "MASTER_PORT",
+            "DTCTL_PROGRESS",
+            "DTCTL_RUN_TOKEN",
+            "SSH_CLIENT",
+            "SSH_CONNECTION",
+            "_",
+            "PET_LOG_DIR",
+        }
         for found in (facts, fresh[rank][1]):
+            of_the_run = found["env"]["DTCTL_RUN_DIR"] + "/work"
+            assert {found["path"], found["cwd"], found["env"]["PWD"]} == {of_the_run}
+            assert found["file"] == f"{of_the_run}/train.py"
+            found["path"] = found["cwd"] = found["file"] = "work"
             found["env"] = {name: value for name, value in found["env"].items() if name not in of_this_run}
         assert facts["env"].items() ^ fresh[rank][1]["env"].items() == set()
         assert facts == fresh[rank][1]
@@ -155,7 +168,7 @@ def find(node: SandboxNode, which: str) -> int:
 
 @pytest.mark.parametrize("victim", ["launcher", "supervisor", "warm"])
 def test_nothing_is_left_whoever_is_killed(project: Project, sandbox: Sandbox, victim: str) -> None:
-    project.write("train.py", "import os, time; print('here', flush=True); time.sleep(60)")
+    project.write("train.py", "import os, time; print('here', flush=True); time.sleep(1000)")
     project.write("dtctl.yaml", spec(["decimal"]))
     process = project.start("launch")
     logs = project.folder / ".dtctl" / "runs"

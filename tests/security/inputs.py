@@ -28,9 +28,10 @@ from dtctl.errors import DtctlError
 from dtctl.launch import trust
 from dtctl.launch.assemble import CodePush, job_of
 from dtctl.launch.cluster import ResolvedCluster, cluster_of
-from dtctl.launch.control import messages
+from dtctl.launch.control import link
 from dtctl.launch.control.run import launch
 from dtctl.launch.first_plan import first_plan
+from dtctl.launch.records import snapshot_answers
 from dtctl.launch.records.events import Event
 from dtctl.launch.records.ledger import Ledger
 from dtctl.launch.records.record import RunInfo, RunRecord, find_run, list_runs
@@ -42,8 +43,9 @@ from dtctl.lint.project import Project
 from dtctl.report import page, run
 from dtctl.runtime.snapshot import commands, load, read, write
 from dtctl.runtime.snapshot.format import layout
+from dtctl.schema import InvalidMessage
 from dtctl.spec.load import dump_spec, parse_spec
-from dtctl.supervisor import frames
+from dtctl.supervisor import frames, messages
 from dtctl.transport.base import Target
 from dtctl.transport.local import LocalConnection, LocalStream
 from tests.security.mutate import as_json, bent, odd
@@ -313,12 +315,13 @@ def told(_: Path) -> One:
     def one(_: Path, chance: random.Random) -> object:
         message = json.loads(as_json(odd(dict(chance.choice(REAL_MESSAGES)), chance)))
         if isinstance(message, dict):
-            for parse in (messages.before_start, messages.while_running):
+            for kinds in (messages.BEFORE_START, messages.WHILE_RUNNING):
                 with contextlib.suppress(DtctlError):
-                    parse(message, node="a")
-        for verb, answer in (("pieces", {"rows": [row]}), ("show", shown)):
-            with contextlib.suppress(DtctlError, messages.InvalidMessage):
-                messages.about_snapshots(verb, as_json(odd(answer, chance)).decode("utf-8", "replace"), node="a")
+                    link.parse_message(message, kinds, node="a")
+        for kind, answer in ((snapshot_answers.Parts, {"rows": [row]}), (snapshot_answers.Contents, shown)):
+            with contextlib.suppress(DtctlError, InvalidMessage):
+                told = as_json(odd(answer, chance)).decode("utf-8", "replace")
+                snapshot_answers.parse_answer(kind, told, node="a")
         parser = frames.Parser()
         with contextlib.suppress(frames.BrokenFrame):
             for kind, _, payload in parser.feed(bent(b"".join(map(frames.pack_json, REAL_MESSAGES)), chance)):

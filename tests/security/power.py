@@ -80,7 +80,6 @@ class Disk:
 
 def main(folder: Path, out: Path, program: Path) -> None:
     disk = Disk(folder, out)
-    fsync = os.fsync
 
     def step() -> None:
         if not disk.busy:
@@ -90,7 +89,6 @@ def main(folder: Path, out: Path, program: Path) -> None:
 
     def synced(descriptor: int) -> None:
         step()
-        fsync(descriptor)
         disk.busy = True
         path = Path(f"/proc/self/fd/{descriptor}").readlink()
         if path.is_relative_to(folder):

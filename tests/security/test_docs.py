@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 
 from dtctl.doctor.explain import content
-from dtctl.launch.control import gang, messages, session
-from dtctl.launch.records import logs, record, snapshots
+from dtctl.launch.control import gang, session
+from dtctl.launch.records import logs, record, snapshot_answers, snapshots
 from dtctl.lint import source
+from dtctl.metrics import follow
 from dtctl.render import limited, templates
 from dtctl.runtime.snapshot.format import layout
 from dtctl.slurm import answers
@@ -36,7 +37,7 @@ def test_the_limits_are_those_of_the_code() -> None:
     said = {
         "a frame of a node | 1 MiB": mib == frames.MAX_FRAME,
         "an answer about snapshots | 64 MiB; silence 60 s, 1 h": (
-            (64 * mib, 60.0, 3600.0) == (messages.ANSWER_BYTES, snapshots.SILENCE_S, snapshots.READING_S)
+            (64 * mib, 60.0, 3600.0) == (snapshot_answers.ANSWER_BYTES, snapshots.SILENCE_S, snapshots.READING_S)
         ),
         "an answer of Slurm's machine | 256 MiB": 256 * mib == answers.BYTES,
         "120 s of silence, 600 s while": (gang.START_SILENCE_S, gang.PUSH_SILENCE_S) == (120.0, 600.0),
@@ -44,6 +45,7 @@ def test_the_limits_are_those_of_the_code() -> None:
         "commit record of a snapshot | 64 MiB": 64 * mib == layout.RECORD_BYTES,
         "32 MiB from its beginning and 32 MiB from its end": content.HEAD_BYTES == content.TAIL_BYTES == 32 * mib,
         "for 5 s": content.PATIENCE_S == 5.0,
+        "a logged step, for metrics | 1 MiB, 100 names": (mib, 100) == (follow.LINE_BYTES, follow.KEYS),
         "a file for the linter | 32 MiB": 32 * mib == source.MAX_BYTES,
         "4 Mi characters; whatever they compute takes no more than 1 GiB and 10 s of processor time": (
             (4 * mib, 1 << 30, 10) == (templates.MAX_CHARACTERS, limited.MEMORY_BYTES, limited.LIMIT_S)

@@ -9,8 +9,6 @@ import ast
 import contextlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +18,17 @@ from hypothesis import strategies as st
 
 from dtctl.doctor import answers as doctor
 from dtctl.errors import DtctlError, NodeError, SnapshotError
-from dtctl.launch.control import messages
+from dtctl.launch.control import link
+from dtctl.launch.records import snapshot_answers
 from dtctl.launch.records.collect_snapshot import PruneRule, combine, removable
 from dtctl.launch.records.logs import Lines
 from dtctl.printable import printable
 from dtctl.runtime.snapshot import assembly
 from dtctl.runtime.snapshot.format import headers, layout
+from dtctl.schema import InvalidMessage
 from dtctl.slurm import answers as slurm
-from dtctl.supervisor import frames
+from dtctl.supervisor import frames, messages
+from tests import forked
 
 ROOT = Path(__file__).parents[2]
 MANY = settings(
@@ -69,12 +70,12 @@ def mutated(draw: st.DrawFn, real: list[dict[str, Any]]) -> dict[str, Any]:
 @MANY
 @given(mutated(REAL))
 def test_messages_of_a_supervisor(message: dict[str, Any]) -> None:
-    for parse in (messages.before_start, messages.while_running):
+    for kinds in (messages.BEFORE_START, messages.WHILE_RUNNING):
         with contextlib.suppress(NodeError):
-            found = parse(message, node="a")
-            assert found["op"] == message["op"]
+            parsed = link.parse_message(message, kinds, node="a")
+            assert parsed.op == message["op"]
             for name in ("rank", "left", "port", "gpus"):
-                assert type(found.get(name, 0)) is int
+                assert type(getattr(parsed, name, 0)) is int
 
 
 @MANY
@@ -89,18 +90,22 @@ def test_frames(pieces: list[bytes]) -> None:
 
 
 @MANY
-@given(st.sampled_from(sorted(messages._SNAPSHOTS)), JSON, st.binary(max_size=30))
-def test_answers_about_snapshots(verb: str, value: Any, raw: bytes) -> None:
+@given(
+    st.sampled_from([snapshot_answers.Listing, snapshot_answers.Parts, snapshot_answers.Contents]),
+    JSON,
+    st.binary(max_size=30),
+)
+def test_answers_about_snapshots(kind: type[snapshot_answers.SnapshotAnswer], value: Any, raw: bytes) -> None:
     for said in (json.dumps(value), raw.decode(errors="replace")):
-        with contextlib.suppress(NodeError, messages.InvalidMessage):
-            assert isinstance(messages.about_snapshots(verb, said, node="a"), dict)
+        with contextlib.suppress(NodeError, SnapshotError, InvalidMessage):
+            assert isinstance(snapshot_answers.parse_answer(kind, said, node="a"), kind)
 
 
 @MANY
-@given(st.sampled_from(sorted(slurm._ANSWERS)), JSON)
-def test_answers_of_slurms_machine(op: str, value: Any) -> None:
-    with contextlib.suppress(NodeError, slurm.InvalidMessage):
-        slurm.answer({"op": op, "run": "one"}, json.dumps(value), node="login")
+@given(st.sampled_from(slurm.AgentAnswer.__subclasses__()), JSON)
+def test_answers_of_slurms_machine(kind: type[slurm.AgentAnswer], value: Any) -> None:
+    with contextlib.suppress(NodeError, InvalidMessage, slurm.AgentRefused):
+        slurm.parse(kind, {"run": "one"}, json.dumps(value), node="login")
 
 
 @MANY
@@ -137,7 +142,7 @@ def test_the_tree_of_a_header(tree: Any, entry: Any) -> None:
 @given(JSON, st.booleans())
 def test_what_nodes_say_of_their_pieces(value: Any, all_told: bool) -> None:
     row = {"path": "/s", "step": 1, "record": "x", "manifest": json.dumps(value), "good": ["a"], "bad": [], "made_s": 0}
-    found = combine({"a": {"rows": [row]}, "b": {"rows": [row]}})
+    found = combine({node: snapshot_answers.Parts.parse({"rows": [row]}) for node in "ab"})
     assert removable(found, PruneRule(), "a", all_answered=all_told) == []
 
 
@@ -149,24 +154,13 @@ def test_output(data: bytes, text: str) -> None:
         assert "\x1b" not in printable(line)
 
 
-@pytest.mark.timeout(1200)
 def test_what_is_real_and_changed_ends_as_an_answer_or_an_error(tmp_path: Path) -> None:
     """A few of what `make fuzz` reads 100,000 of, in a process of their own: their guard watches all that it does."""
     pytest.importorskip("torch")
     count = os.environ.get("DTCTL_FUZZ", "500")
-    argv = [
-        sys.executable,
-        "-m",
-        "tests.security.fuzz",
-        "--count",
-        count,
-        "--seed",
-        "7",
-        "--out",
-        tmp_path / "out.json",
-    ]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    argv = [ROOT / "tests" / "security" / "fuzz.py", "--count", count, "--seed", "7", "--out", tmp_path / "out.json"]
+    done = forked.launch(argv, 1, cwd=ROOT)
+    assert done.code == 0, done.output[-4000:]
     counted = json.loads((tmp_path / "out.json").read_text())
     assert (counted["bad"], len(counted["outcomes"])) == ([], 9)
 
@@ -192,7 +186,7 @@ inputs.KINDS.update(
     grows=kind(lambda folder, chance: bytearray(1 << 40)),
     answers=kind(lambda folder, chance: 1),
 )
-fuzz.LIMIT_S = 0.5
+fuzz.LIMIT_S = 0.2
 found = fuzz.fuzz(30, seed=1, kinds=[*inputs.KINDS], folder=Path(sys.argv[1]))
 print({name: sorted(counted) for name, counted in found["outcomes"].items()})
 """
@@ -202,11 +196,9 @@ def test_the_fuzzer_sees_what_must_not_be(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     (tmp_path / "inside").mkdir()
     (tmp_path / "bad.py").write_text(BAD)
-    argv = [sys.executable, tmp_path / "bad.py", tmp_path / "inside", tmp_path]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert ast.literal_eval(done.stdout) == {
+    done = forked.launch([tmp_path / "bad.py", tmp_path / "inside", tmp_path], 1, cwd=ROOT)
+    assert done.code == 0, done.output
+    assert ast.literal_eval(done.output.splitlines()[-1]) == {
         "hangs": ["hang"], "writes": ["escape"], "runs": ["escape"], "breaks": ["bug"], "grows": ["memory"],
         "answers": ["answer"],
     }  # fmt: skip
@@ -214,4 +206,4 @@ def test_the_fuzzer_sees_what_must_not_be(tmp_path: Path) -> None:
 
 def test_an_error_is_one_of_ours() -> None:
     with pytest.raises(DtctlError):
-        messages.before_start({}, node="a")
+        link.parse_message({}, messages.BEFORE_START, node="a")

@@ -84,7 +84,6 @@ def left_of(folder: Path) -> set[str]:
     return {name for name in found if not name.startswith("project/.dtctl/") and name != "project/w.safetensors"}
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("lie", snapshot_liar.LIES)
 def test_a_lie_about_snapshots_is_an_error_of_its_node(
     place: Path, lie: str, capfd: pytest.CaptureFixture[str]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+from tests import command_line
 
 SPEC = (
     "cluster: {nodes: [a, b], slots: 1, transport: ssh}\njob: {script: t.py, kind: direct, env: {WHO: nobody-else}}\n"
@@ -22,9 +24,8 @@ COMMANDS: dict[str, list[str]] = {
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    argv = ["sh", "-c", 'umask 0; exec "$@"', "sh", sys.executable, "-m", "dtctl", *words]
-    env = {**os.environ, "XDG_STATE_HOME": str(folder / "state")}
-    return subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    env = {"XDG_STATE_HOME": str(folder / "state")}
+    return command_line.dtctl(*words, cwd=folder, env=env, before=partial(os.umask, 0))
 
 
 @pytest.mark.parametrize("command", COMMANDS)

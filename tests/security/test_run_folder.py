@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import resource
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from dtctl.launch.records.record import RunInfo, RunRecord
+from tests import command_line
 from tests.unit.report.runs import append
 
 FILES = ("run.json", "spec.yaml", "plan.json", "events.jsonl", "ledger.json", "metrics.jsonl", "logs/a/rank-0.log")
@@ -75,15 +76,9 @@ def made(folder: Path) -> Path:
     return record.folder
 
 
-LIMITED = """
-import resource
-resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
-from dtctl.cli.main import main
-main()
-"""
+LIMITED = partial(resource.setrlimit, resource.RLIMIT_AS, (3 << 30, 3 << 30))
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("which", [FILES[:1], FILES[1:]], ids=["run.json", "the others"])
 def test_no_file_of_a_run_makes_a_command_hang_or_break(tmp_path: Path, kind: str, which: tuple[str, ...]) -> None:
@@ -93,19 +88,9 @@ def test_no_file_of_a_run_makes_a_command_hang_or_break(tmp_path: Path, kind: st
             continue  # `logs` prints all of a log
         (folder / name).unlink()
         KINDS[kind](folder / name)
-    # One at a time would take minutes; which of the commands hangs is told by its name.
-    running = {
-        " ".join(words): subprocess.Popen(
-            [sys.executable, "-c", LIMITED, *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for words in COMMANDS
-    }  # fmt: skip
-    for words, process in running.items():
-        try:
-            said = process.communicate(timeout=600)[0].decode()
-        finally:
-            process.kill()
+    for words in COMMANDS:
+        done = command_line.dtctl(*words, cwd=tmp_path, before=LIMITED)
+        said = done.stdout + done.stderr
         assert "bug in dtctl" not in said, f"{words}: {said}"
         assert "Traceback" not in said, f"{words}: {said}"
         assert "MemoryError" not in said, f"{words}: {said}"
@@ -140,9 +125,6 @@ def test_no_file_beside_a_spec_makes_a_command_hang_or_break(tmp_path: Path, kin
     else:
         odd, words = tmp_path / "plan.json", ["doctor", "--log", "a.log"]
     KINDS[kind](odd)
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, *words], cwd=tmp_path, stdin=subprocess.DEVNULL, timeout=600, check=False,
-        capture_output=True, text=True,
-    )  # fmt: skip
+    done = command_line.dtctl(*words, cwd=tmp_path, before=LIMITED)
     assert "bug in dtctl" not in done.stderr
     assert "Traceback" not in done.stderr

@@ -18,7 +18,9 @@ import torch
 
 from dtctl.runtime.snapshot import commands, load, read, write
 from dtctl.runtime.snapshot.format import headers, layout
+from tests.command_line import dtctl
 
+PROGRAM = Path(sys.executable).with_name("dtctl")
 Change = Callable[[dict[str, Any]], Any]
 
 
@@ -181,8 +183,7 @@ def test_an_archive_that_a_step_is_a_link_to_stays_whole(tmp_path: Path) -> None
     answer = commands.prune(tmp_path / "run", keep=1)
     assert tree_of(tmp_path / "archive") == before
     assert (answer["removed"], answer["left"]) == ([], [str(tmp_path / "run" / "step-00000005")])
-    argv = [sys.executable, "-m", "dtctl", "snapshot", "prune", "run", "--keep", "1"]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = dtctl("snapshot", "prune", "run", "--keep", "1", cwd=tmp_path)
     assert done.returncode == 10
     assert "not removed" in done.stderr
     assert "removed" not in done.stdout
@@ -222,8 +223,7 @@ def planted(folder: Path) -> Path:
 def test_modules_beside_a_snapshot_are_not_run(tmp_path: Path, verb: str) -> None:
     made(tmp_path, 5)
     trace = planted(tmp_path)
-    dtctl = Path(sys.executable).with_name("dtctl")
-    done = subprocess.run([dtctl, "snapshot", verb, "."], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run([PROGRAM, "snapshot", verb, "."], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert not trace.exists()
 
@@ -231,8 +231,7 @@ def test_modules_beside_a_snapshot_are_not_run(tmp_path: Path, verb: str) -> Non
 def test_modules_beside_a_snapshot_are_not_run_by_an_export(tmp_path: Path) -> None:
     made(tmp_path, 5)
     trace = planted(tmp_path)
-    dtctl = Path(sys.executable).with_name("dtctl")
-    argv = [dtctl, "snapshot", "export", ".", "-o", "w.safetensors"]
+    argv = [PROGRAM, "snapshot", "export", ".", "-o", "w.safetensors"]
     assert subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False).returncode == 0
     assert (tmp_path / "w.safetensors").is_file()
     assert not trace.exists()

@@ -10,6 +10,7 @@ import pytest
 
 from dtctl.errors import LaunchError
 from dtctl.launch.records.record import state_folder, write_private
+from tests.facts import raises
 
 
 @pytest.mark.parametrize("name", [".dtctl", ".dtctl/runs"])
@@ -18,7 +19,7 @@ def test_a_link_is_refused_and_nothing_is_written_through_it(tmp_path: Path, nam
     home.mkdir(mode=0o700)
     (project / name).parent.mkdir(parents=True, mode=0o700, exist_ok=True)
     (project / name).symlink_to(home)
-    with pytest.raises(LaunchError, match="link") as caught:
+    with raises(LaunchError, "link") as caught:
         state_folder(project, "runs")
     assert caught.value.where == str(project / name)
     assert not list(home.iterdir())
@@ -28,7 +29,7 @@ def test_a_link_is_refused_and_nothing_is_written_through_it(tmp_path: Path, nam
 def test_a_folder_that_others_may_write_to_is_refused_with_what_mends_it(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir(parents=True, mode=0o700)
     (tmp_path / name).chmod(0o777)
-    with pytest.raises(LaunchError, match="others") as caught:
+    with raises(LaunchError, "others") as caught:
         state_folder(tmp_path, "runs")
     assert caught.value.hint is not None
     subprocess.run(caught.value.hint, shell=True, check=True)

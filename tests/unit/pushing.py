@@ -14,6 +14,7 @@ from dtctl.launch.control.link import NodeLink
 from dtctl.launch.files.push import Payloads, PushResult, push
 from dtctl.launch.files.tree import Tree, scan
 from dtctl.supervisor import frames, receive
+from dtctl.supervisor.messages import PushTree
 
 
 class SocketStream:
@@ -53,7 +54,7 @@ def serve(sock: socket.socket, workdir: Path) -> None:
     link = frames.FdLink(sock.fileno(), sock.fileno(), 20)
     try:
         while (request := link.receive_json()) is not None:
-            receive.receive(link, {**request, "workdir": str(workdir)})
+            receive.receive(link, str(workdir), PushTree.parse(request).tree)
     except (receive.Refused, BrokenPipeError, frames.BrokenFrame):
         pass
     finally:
@@ -69,13 +70,13 @@ def node(workdir: Path, *, spoil: Callable[[bytes], bytes] | None = None) -> Ite
         spoil: changes what is sent, as a bad cable would.
     """
     ours, theirs = socket.socketpair()
-    thread = threading.Thread(target=serve, args=(theirs, workdir))
+    thread = threading.Thread(target=serve, args=(theirs, workdir), daemon=True)
     thread.start()
     try:
         yield NodeLink(SocketStream(ours, spoil=spoil), node="node1")
     finally:
         ours.close()
-        thread.join(20)
+        thread.join(120)
         assert not thread.is_alive(), "the node's end hangs"
 
 

@@ -6,8 +6,9 @@ import ast
 import re
 from pathlib import Path
 
-from dtctl import folders, names, node_facts
+from dtctl import folders, names, node_facts, schema
 from dtctl.supervisor import environment, fork_server, processes, supervisor
+from dtctl.supervisor.messages import StartAttempt
 
 SUPERVISOR = Path(supervisor.__file__).parent
 
@@ -29,8 +30,7 @@ def texts_of(path: Path) -> set[str]:
 
 
 def test_the_supervisor_spells_its_variables_as_the_control_plane_does() -> None:
-    done = environment.complete({"attempt": 0, "env": {}, "cwd": "/", "peer": ""}, "/run")
-    assert {names.RUN_DIR, names.METRICS, names.SNAPSHOT_DIR} <= set(done["env"])
+    assert {names.RUN_DIR, names.METRICS, names.SNAPSHOT_DIR} <= set(variables())
     known = {value for key, value in vars(names).items() if key.isupper()} | {
         processes.TOKEN,
         *fork_server.OWN_VARIABLES,
@@ -43,17 +43,21 @@ def test_the_files_that_both_ends_write_have_one_name() -> None:
     texts = {text for path in SUPERVISOR.glob("*.py") for text in texts_of(path)}
     assert names.METRICS_FILE in texts
     assert names.RUNS_DIR in texts
-    assert done_path() == f"/run/{names.METRICS_FILE}"
+    assert variables()[names.METRICS] == f"/run/{names.METRICS_FILE}"
 
 
-def done_path() -> str:
-    return str(environment.complete({"attempt": 0, "env": {}, "cwd": "/", "peer": ""}, "/run")["env"][names.METRICS])
+def variables() -> dict[str, str]:
+    start = StartAttempt(
+        run="r", token="t", attempt=0, script="", workers=[], split_ranks=False, env={}, peer="", grace_s=0.0,
+        keep=False, link_timeout_s=10.0,
+    )  # fmt: skip
+    return environment.of_workers(start, "/run", "")
 
 
 def test_the_supervisor_imports_nothing_but_itself_and_the_standard_library() -> None:
     import sys
 
-    for path in (*SUPERVISOR.glob("*.py"), Path(folders.__file__), Path(node_facts.__file__)):
+    for path in (*SUPERVISOR.glob("*.py"), Path(folders.__file__), Path(node_facts.__file__), Path(schema.__file__)):
         if path.stem == "bootstrap":  # the control machine's part
             continue
         for node in ast.walk(ast.parse(path.read_text())):
@@ -66,6 +70,7 @@ def test_the_supervisor_imports_nothing_but_itself_and_the_standard_library() ->
                 ours = name.startswith("dtctl.supervisor") or name in (
                     "dtctl.folders",
                     "dtctl.node_facts",
+                    "dtctl.schema",
                 )  # sent along
                 assert ours or root in sys.stdlib_module_names, f"{path.name}: {name}"
 

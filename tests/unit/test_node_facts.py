@@ -150,3 +150,46 @@ def test_rdma_devices_that_a_process_may_open(
     monkeypatch.setattr(node_facts, "_opens", lambda path: asked.append(path) or opens)
     assert node_facts.verbs("mlx5_0") == said
     assert asked == ["/dev/infiniband/uverbs3"] * len(files)
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 64),
+        ({"self/cgroup": "0::/\n", "cpu.max": "max 100000\n"}, 64),
+        ({"self/cgroup": "0::/\n", "cpu.max": "200000 100000\n"}, 2),
+        ({"self/cgroup": "0::/\n", "cpu.max": "50000 100000\n"}, 1),
+        (
+            {
+                "self/cgroup": "0::/a/b\n",
+                "cpu.max": "400000 100000\n",
+                "a/cpu.max": "800000 100000\n",
+                "a/b/cpu.max": "",
+            },
+            4,
+        ),
+        ({"self/cgroup": "0::/../../elsewhere\n", "cpu.max": "300000 100000\n"}, 3),
+        (
+            {
+                "self/cgroup": "4:memory:/m\n3:cpu,cpuacct:/docker/x\n",
+                "cpu/docker/x/cpu.cfs_quota_us": "150000\n",
+                "cpu/docker/x/cpu.cfs_period_us": "50000\n",
+            },
+            3,
+        ),
+        ({"self/cgroup": "1:cpu:/\n", "cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64),
+        ({f"cpu{number}": f"{number % 32},{number % 32 + 32}\n" for number in range(64)}, 32),
+    ],
+)
+def test_cores_that_may_be_used(monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: int) -> None:
+    places = {
+        f"/sys/devices/system/cpu/{name}/topology/thread_siblings_list"
+        if name[3:].isdigit()
+        else f"/proc/{name}"
+        if name.startswith("self")
+        else f"/sys/fs/cgroup/{name}": text
+        for name, text in files.items()
+    }
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(node_facts, "read", lambda path: places.get(path, ""))
+    assert node_facts.usable_cores() == cores

@@ -6,6 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dtctl import shell
+from tests.facts import raises
 
 WORDS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), min_size=1, max_size=5)
 
@@ -35,7 +36,7 @@ def test_any_value_of_a_variable_survives_a_real_shell(program: str, values: dic
 
 
 def test_nul_is_refused() -> None:
-    with pytest.raises(ValueError, match="NUL"):
+    with raises(ValueError, "NUL"):
         shell.quote("a\0b")
 
 
@@ -44,3 +45,56 @@ def test_nul_is_refused() -> None:
 )
 def test_names_of_variables(name: str, right: bool) -> None:
     assert shell.is_env_name(name) is right
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("cd x && python train.py", "&&"),
+        ("a; b", ";"),
+        ("python train.py | tee log", "|"),
+        ("python train.py > log", ">"),
+        ("a 2>&1", ">&"),
+        ("a &", "&"),
+        ("a\nb", "a line break"),
+        ("echo $HOME/x", "$HOME"),
+        ('echo "${A}"', "${A}"),
+        ("echo `id`", "`"),
+        ("ls *.py", "*"),
+        ("ls ~/data", "~"),
+        ("A=1 python train.py", "A=1"),
+        ("a # b", "#"),
+        # What a shell would leave alone.
+        ("python train.py --lr=1e-3 --name a=b", ""),
+        ("awk -F '|' '{print $1 > \"x\"}'", ""),
+        ("grep 'a && b' \\$HOME \\* a~b a#b \"a;b\" 5%", ""),
+        ("nvidia-smi --query-gpu=name,memory.total --format=csv\n", ""),
+        ("model.layers=[1,2] http://h/?a=1 {x} !", ""),
+        ("", ""),
+    ],
+)
+def test_what_only_a_shell_would_act_upon(line: str, found: str) -> None:
+    assert shell.shell_syntax(line) == found
+
+
+@pytest.mark.parametrize(
+    ("argv", "found"),
+    [
+        (["cd", "x", "&&", "ls"], "&&"),
+        (["train", ">", "log"], ">"),
+        (["cut", "-d", "|", "x"], ""),
+        (["find", ".", "-exec", "rm", "{}", ";"], ""),
+        (["bash", "-c", "a && b"], ""),
+        ([], ""),
+    ],
+)
+def test_operators_among_words(argv: list[str], found: str) -> None:
+    assert shell.operator_among(argv) == found
+
+
+def test_a_program_may_lie_in_the_home_folder_of_whoever_runs_it() -> None:
+    command = shell.join(["~/it's here/python", "~/x"])
+    done = subprocess.run(
+        ["sh", "-c", f"printf '%s ' {command}"], capture_output=True, text=True, env={"HOME": "/h"}, check=True
+    )
+    assert done.stdout == "/h/it's here/python ~/x "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,13 +49,14 @@ def _query_slurm(spec: Spec, site: Site) -> tuple[list[Finding], str]:
     from dtctl.launch.cluster import cluster_of
     from dtctl.launch.first_plan import first_plan
     from dtctl.slurm import batch, login_client
+    from dtctl.slurm.answers import Offer, Tested
     from dtctl.slurm.partition_checks import lacks
     from dtctl.slurm.submit import python_at, words
     from dtctl.spec.model import Slurm
 
     plan = first_plan(spec, cluster_of(spec, start=False), run="doctor")
     python = python_at(spec, site)
-    offer = login_client.ask(site, python, {"op": "offer"})
+    offer = login_client.ask(site, python, Offer)
     findings = [
         Finding(
             check=lack.check,
@@ -70,12 +70,13 @@ def _query_slurm(spec: Spec, site: Site) -> tuple[list[Finding], str]:
     ]
     if any(finding.status == "fail" for finding in findings):
         return findings, ""
-    text = batch.text(spec, plan, chdir=Path("/"), output=Path("/dev/null"))
-    answer = login_client.ask(site, python, {"op": "test", "text": text})
-    estimate = words(answer["said"])
-    if answer["code"]:
-        # What Slurm says no to for want of nodes is the matter of those nodes.
-        findings = [replace(one, status="fail") if one.check == "job-nodes" else one for one in findings]
+    if any(finding.check == "job-nodes" for finding in findings):
+        # Slurm would say that it can never start, and take it all the same: the nodes may be back by then.
+        return findings, "the job is queued until enough nodes work again"
+    text = batch.text(spec, plan, chdir=Path("/"), output=Path("/dev/null"), folder=Path("/"))
+    answer = login_client.ask(site, python, Tested, text=text)
+    estimate = words(answer.said)
+    if answer.code:
         fix = "Slurm's message names the reason; `dtctl sbatch` prints the file"
         findings.append(Finding(check="submit", status="fail", nodes=(site.name,), summary=estimate, fix=fix))
         estimate = ""

@@ -36,8 +36,12 @@ def show_examination(examination: Examination, took_s: float) -> None:
         output.out("TFLOPS: products in half precision; the rest in GB/s", "dim")
     show_findings(examination.findings)
     nodes = "1 node" if len(examination.seen) == 1 else f"{len(examination.seen)} nodes"
-    verdict = "can train, as far as examined" if examination.ok else "cannot train in their present state"
-    output.out(f"\n{nodes} {verdict}; {took_s:.1f} s", "green" if examination.ok else "red", "bold")
+    verdict, color = {
+        True: (f"{nodes} can train, as far as examined", "green"),
+        False: (f"{nodes} cannot train in their present state", "red"),
+        None: (f"nothing wrong was found on {nodes}, but not everything that a launch needs was examined", "yellow"),
+    }[examination.can_train]
+    output.out(f"\n{verdict}; {took_s:.1f} s", color, "bold")
     output.out(f"not examined: {'; '.join(examination.not_examined)}", "dim")
 
 

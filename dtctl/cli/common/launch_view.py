@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from dtctl.cli import output
 from dtctl.launch.records.events import (
+    AlertChanged,
     AttemptRunning,
     Event,
+    Healed,
     Hung,
     JobQueued,
     JobSubmitted,
+    LauncherAway,
     NodeChanged,
     NodeLeftOut,
     NodeReplaced,
@@ -26,6 +29,7 @@ from dtctl.launch.records.events import (
     OutputLine,
     PushProgress,
     Restarting,
+    RunEnded,
     RunProgress,
     Stopping,
     TimeIsUp,
@@ -36,7 +40,9 @@ from dtctl.printable import printable
 if TYPE_CHECKING:
     from rich.live import Live
 
+    from dtctl.cli.common.folding import Folding
     from dtctl.launch.files.tree import Tree
+    from dtctl.launch.records.record import RunRecord
     from dtctl.plan.model import Plan
 
 STATES = {
@@ -55,18 +61,20 @@ STATES = {
 }
 
 
-def show_left_out(tree: Tree) -> None:
-    """Name the files that are not pushed although they are not excluded."""
-    for kind, paths in (("looks like a secret", tree.withheld), ("cannot be pushed", tree.skipped)):
-        if paths:
-            suffix = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
-            output.err(f"not pushed, {kind}: {', '.join(paths[:5])}{suffix}", "yellow")
+def tell_of_files(tree: Tree) -> None:
+    """What a person should know of a tree before it is pushed; mostly nothing."""
+    if tree.withheld or tree.skipped or tree.is_large:
+        from dtctl.cli.common.files_view import show_push
+
+        show_push(tree)
 
 
 def waits(event: JobQueued) -> str:
     """Why a job of Slurm waits, and until when Slurm thinks that it does."""
     when = f", expected to start at {time.strftime('%H:%M:%S', time.localtime(event.start))}" if event.start else ""
     reason = event.reason if event.reason not in (None, "", "None") else "for Slurm"
+    if "held" in reason.lower():  # JobHeldUser, JobHeldAdmin, job_requeued_in_held_state
+        return f"{reason}: somebody holds it; `scontrol release {event.job}` lets it begin"
     return f"{reason}{when}"
 
 
@@ -86,34 +94,88 @@ def _line(event: Event) -> tuple[str, str]:
         case Stopping():
             return "yellow", f"stopping all nodes: {event.reason}"
         case Note():
-            return "dim", f"{event.node}: {event.text}"
+            return "dim", f"{event.node}: {event.text}" if event.node else event.text
+        case AlertChanged():
+            colour = "red" if event.state == "firing" else "green"
+            return colour, event.told
         case Hung():
             return "yellow", f"no progress for {event.silent_s:.0f} s: collecting the stacks of all workers"
         case TimeIsUp():
             return "yellow", "the job's time limit is reached (job.time_s)"
+        case LauncherAway():
+            return "yellow", (
+                f"this launcher did not run for {event.away_s:.0f} s (it was stopped, or the machine slept), so the "
+                "nodes ended the job; it starts again, which is no restart. With `--detach` a job continues meanwhile"
+            )
         case Restarting():
             wait = f", in {event.wait_s:g} s" if event.wait_s else ""
             return "yellow", f"restart {event.attempt} of {event.of}{wait}: {event.cause}"
-        case NodeReplaced():
-            return "yellow", f"{event.node} is replaced by {event.by}: {event.reason}"
-        case NodeLeftOut():
-            return "yellow", f"on with {_count(event.nodes, 'node')}, without {event.node}: {event.reason}"
+        case Healed() | NodeReplaced() | NodeLeftOut():
+            return "yellow", _change(event)
     return "", ""
 
 
-_IN_TABLE = (JobSubmitted, JobQueued, NodesAllocated, Restarting, NodeReplaced, NodeLeftOut)
+def _change(event: Healed | NodeReplaced | NodeLeftOut) -> str:
+    """Who has taken whose place, or whose place is empty."""
+    if isinstance(event, NodeReplaced):
+        return f"{event.node} is replaced by {event.by}: {event.reason}"
+    if isinstance(event, NodeLeftOut):
+        return f"on with {_count(event.nodes, 'node')}, without {event.node}: {event.reason}"
+    return event.told
+
+
+_IN_TABLE = (JobSubmitted, JobQueued, NodesAllocated, Restarting, Healed, NodeReplaced, NodeLeftOut)
 """Events whose line stands above a table that goes on."""
+
+
+class TrainingLine:
+    """How far the training is, below all else on a terminal: the newest row of its metrics, as `status` tells it."""
+
+    EVERY_S = 0.5
+
+    def __init__(self, record: RunRecord) -> None:
+        self._record = record
+        self._steps: int | None = None
+        self._looked_s = 0.0
+
+    def follow(self, event: Event) -> None:
+        """See whether an event has brought news; what a training prints comes with its metrics."""
+        if isinstance(event, Restarting | RunEnded | Stopping):
+            output.stand("")
+            return
+        now = time.monotonic()
+        if not isinstance(event, OutputLine) or now - self._looked_s < self.EVERY_S:
+            return
+        from dtctl.cli.common.progress_line import loss_text, metrics_of, progress_line, steps_of
+
+        rows = metrics_of(self._record)
+        if not rows:
+            return
+        if not self._looked_s:
+            self._steps = steps_of(self._record)
+        self._looked_s = now
+        loss = loss_text(rows[-1])
+        line = progress_line(rows[-1], steps=self._steps, runs=True)
+        output.stand(f"{line}  loss {loss}" if loss else line)
 
 
 class LaunchView:
     """Shows one run."""
 
-    def __init__(self, *, json_lines: bool) -> None:
+    def __init__(self, *, json_lines: bool, record: RunRecord | None = None) -> None:
+        """Show nothing yet.
+
+        Args:
+            json_lines: whether standard output is for programs.
+            record: the run's, to show how far its training is. None: that is not shown.
+        """
         self._json = json_lines
+        self._training = TrainingLine(record) if record and output.is_terminal(sys.stderr) and not json_lines else None
         self._progress = RunProgress()
         self._details: dict[str, str] = {}
         self._live: Live | None = None
         self._begun = time.monotonic()
+        self._folding: Folding | None = None
 
     def begin(self, plan: Plan) -> None:
         """Say what is about to be launched."""
@@ -153,11 +215,16 @@ class LaunchView:
                 when = f"after {event.launch_s:.2f} s" if first else f"again, attempt {event.attempt}"
                 output.err(f"started on {nodes} {when}", "green")
             case _:
+                if isinstance(event, Restarting | RunEnded):
+                    self._show_held()
                 colour, text = _line(event)
                 if text and not isinstance(event, _IN_TABLE):
                     self.end_table()
                 if text:
                     output.err(text, *([colour] if colour else []))
+
+        if self._training is not None:
+            self._training.follow(event)
 
     def end_table(self) -> None:
         """From now on, lines."""
@@ -165,18 +232,37 @@ class LaunchView:
             live, self._live = self._live, None
             live.stop()
 
+    def close(self) -> None:
+        """Nothing more comes."""
+        self.end_table()
+        output.stand("")
+        self._show_held()
+
     def _log(self, event: OutputLine) -> None:
         self.end_table()
-        line = f"[{event.node}:{event.rank if event.rank >= 0 else 'agent'}] {event.text}"
+        if self._folding is None:
+            from dtctl.cli.common.folding import Folding
+
+            self._folding = Folding()
+        for text in self._folding.feed(event.node, event.rank, event.text):
+            self._print(event.node, event.rank, text)
+
+    def _print(self, node: str, rank: int, text: str) -> None:
+        line = f"[{node}:{rank if rank >= 0 else 'agent'}] {text}"
         if self._json:
             output.err(line)
         else:
             output.out(line)
 
+    def _show_held(self) -> None:
+        """Print the lines that were held back as part of a traceback that has not ended."""
+        for node, rank, text in self._folding.flush() if self._folding is not None else ():
+            self._print(node, rank, text)
+
     def _node(self, event: NodeChanged) -> None:
         push = event.push or PushProgress()
         if event.state == "pushing":
-            self._details[event.node] = _size(push.sent or 0)
+            self._details[event.node] = output.size(push.sent or 0)
         elif event.state == "pushed":
             self._details[event.node] = _pushed(push)
         elif event.state == "failed":
@@ -204,16 +290,8 @@ class LaunchView:
 def _pushed(push: PushProgress) -> str:
     if push.state == "have":
         return "unchanged"
-    return f"{_count(push.files or 0, 'file')}, {_size(push.bytes or 0)} sent"
+    return f"{_count(push.files or 0, 'file')}, {output.size(push.bytes or 0)} sent"
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _size(number: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if number < 1024:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    return f"{number:.1f} GiB"

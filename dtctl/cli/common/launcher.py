@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,8 +18,8 @@ from dtctl.cli import output
 
 if TYPE_CHECKING:
     from dtctl.cli.common.launch_view import LaunchView
-    from dtctl.launch.job import Result
-    from dtctl.launch.records.events import Emit, Event
+    from dtctl.launch.control.controller import Result
+    from dtctl.launch.records.events import Emit, Event, Outputs
     from dtctl.launch.records.record import RunRecord
     from dtctl.spec.model import Spec
 
@@ -30,6 +32,11 @@ def process_start() -> float:
     # The kernel counts from boot, sleep included; the monotonic clock leaves sleep out.
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - age
+
+
+def launch_time() -> float:
+    """When this process began, in seconds since the epoch."""
+    return time.time() - (time.monotonic() - process_start())
 
 
 @contextmanager
@@ -48,9 +55,23 @@ def caught_signals() -> Iterator[list[int]]:
 
 
 def emitter(record: RunRecord, view: LaunchView | None = None, *, json_lines: bool = False) -> Emit:
-    """Passes every event to the record, to JSON output and to the terminal."""
+    """Passes every event to the record, to JSON output and to the terminal, from any thread; the last is the end."""
+    from dtctl.launch.records.events import Note, RunEnded
+
+    lock = threading.Lock()
+    over = False
 
     def emit(event: Event) -> None:
+        nonlocal over
+        with lock:
+            if over:
+                if isinstance(event, Note):
+                    output.err(event.text, "dim")
+                return
+            over = isinstance(event, RunEnded)
+            pass_on(event)
+
+    def pass_on(event: Event) -> None:
         if event.recorded:
             record.append_event(event)
             if json_lines:
@@ -59,6 +80,27 @@ def emitter(record: RunRecord, view: LaunchView | None = None, *, json_lines: bo
             view.event(event)
 
     return emit
+
+
+@contextmanager
+def measured(spec: Spec, record: RunRecord, emit: Emit) -> Iterator[None]:
+    """While the body runs, figures of the run go where the section `metrics` of its spec says, if it has one."""
+    if spec.metrics is None:
+        yield
+        return
+    from dtctl.launch.records.events import Note
+    from dtctl.metrics.beside import Beside
+
+    beside = None
+    try:
+        beside = Beside(record, emit)
+    except OSError as exc:  # no process, no disk: the run is worth more
+        emit(Note(text=f"metrics are not sent: {exc.strerror}"))
+    try:
+        yield
+    finally:
+        if beside is not None:
+            beside.finish()
 
 
 def create_run(
@@ -70,8 +112,11 @@ def create_run(
     token: str = "",
     snapshots: Mapping[str, str] | None = None,
     slurm: bool = False,
+    started: float | None = None,
 ) -> RunRecord:
     """The folder of a new run, whose launcher this process is; see `RunInfo` for the arguments.
+
+    It began when this process did, unless `started` says otherwise.
 
     Raises:
         LaunchError: a run of this name exists, or the folder cannot be written to.
@@ -85,7 +130,7 @@ def create_run(
         pid=os.getpid(),
         pid_started=node_facts.start_ticks(os.getpid()),
         boot=node_facts.boot_id(),
-        started=time.time() - (time.monotonic() - process_start()),
+        started=launch_time() if started is None else started,
         spec=spec_name,
         command=sys.argv,
         detached=detached,
@@ -103,6 +148,8 @@ def take_up(record: RunRecord, *, attempt: int | None = None) -> Emit:
 
     pid = os.getpid()
     mine = replace(record.info(), pid=pid, pid_started=node_facts.start_ticks(pid), boot=node_facts.boot_id())
+    with contextlib.suppress(OSError):
+        record.reserve()
     record.write_info(mine)
     emit = emitter(record)
     emit(TakenUp(attempt=attempt, pid=pid))
@@ -112,6 +159,11 @@ def take_up(record: RunRecord, *, attempt: int | None = None) -> Emit:
 def finish(result: Result, emit: Emit, record: RunRecord) -> int:
     """Tell how the run ended, and why if its logs say so; the exit code."""
     note_end(result, emit)
+    if result.status == "failed":  # the cause first, then what was printed, which may be long
+        from dtctl.cli.common.doctor_view import show_cause
+
+        show_cause(record.folder / names.LOGS_DIR)
+        _show_left_out(record, result)
     show_end(result)
     if record.lost_events:
         output.err(
@@ -119,14 +171,29 @@ def finish(result: Result, emit: Emit, record: RunRecord) -> int:
             "`runs` and `report` say of it lacks them",
             "red",
         )
-    if result.exit_code == names.REQUEUE_EXIT:
+    if result.exit_code == names.REQUEUE_EXIT or (result.status == "stopped" and _has_snapshot(record)):
         _show_continuation(record)
-    logs = record.folder / names.LOGS_DIR
-    if result.status == "failed":
-        from dtctl.cli.common.doctor_view import show_cause
-
-        show_cause(logs)
     return result.exit_code
+
+
+def _show_left_out(record: RunRecord, result: Result) -> None:
+    """Files that the program missed and that lie here, with the rule that kept them from being sent."""
+    from dtctl.launch.assemble import spec_of_run
+    from dtctl.launch.files.missing import left_out_here
+
+    if result.first_failure is None or not (spec := spec_of_run(record)).pushes:
+        return
+    folders = {*record.code_folders().values(), f"/runs/{record.run}/work"}
+    for file in left_out_here(result.first_failure.tail, spec, folders=folders):
+        output.err(f"{file.path} was not sent to the nodes: {file.rule} leaves it out", "bold")
+        output.err(f"  fix: job.files.include: [{file.path}]")
+
+
+def _has_snapshot(record: RunRecord) -> bool:
+    """Whether workers have told of a snapshot."""
+    from dtctl.launch.records.events import SnapshotBegun
+
+    return any(isinstance(event, SnapshotBegun) for event in record.events())
 
 
 def _show_continuation(record: RunRecord) -> None:
@@ -169,8 +236,21 @@ def note_end(result: Result, emit: Emit) -> None:
             left_behind=result.left_behind,
             goodput=result.goodput,
             lost_output=dict(result.lost_output),
+            outputs={node: outputs for node, outputs in result.outputs.items() if outputs.files},
         )
     )
+
+
+def outputs_line(run: str, outputs: Mapping[str, Outputs], *, is_local: bool) -> str:
+    """Where a run's outputs are, and what brings them here; empty when there are none."""
+    there = {node: each for node, each in outputs.items() if each.files}
+    if not there:
+        return ""
+    files, size = sum(each.files for each in there.values()), sum(each.bytes for each in there.values())
+    amount = f"{files:,} {'file' if files == 1 else 'files'}, {output.size(size)}"
+    if is_local:
+        return f"outputs: {amount} in {next(iter(there.values())).folder}"
+    return f"outputs: {amount} on {', '.join(there)}; `dtctl fetch {run}` brings them here"
 
 
 def show_end(result: Result) -> None:
@@ -183,7 +263,7 @@ def show_end(result: Result) -> None:
         output.err(f"first failure: {subject} {describe(failure)}", "red", "bold")
         for line in failure.tail:
             output.err(f"  | {line}")
-        if failure.exit_code is None and failure.summary:
+        if failure.summary and (failure.exit_code is None or not failure.tail):
             output.err(f"  | {failure.summary}")
         if failure.log:
             output.err(f"  log: {failure.log}")
@@ -193,8 +273,13 @@ def show_end(result: Result) -> None:
     output.err(f"{result.status} after {result.duration_s:.1f} s{attempts}{goodput}", colour, "bold")
     for node, lost in sorted(result.lost_output.items()):
         output.err(
-            f"output lost: {lost:,} bytes from {node} could not be stored, neither there nor here", "red", "bold"
+            f"output lost: {lost:,} bytes from {node} could not be stored on this machine; "
+            "what its own disk took is there",
+            "red",
+            "bold",
         )
+    if line := outputs_line(result.run, result.outputs, is_local=result.is_local):
+        output.err(line)
     if result.left_behind is None:
         output.err("a node could not be checked for remaining processes; `dtctl stop` checks again", "red")
     else:

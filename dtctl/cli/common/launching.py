@@ -16,7 +16,11 @@ from dtctl.cli.common.launcher import caught_signals, process_start
 from dtctl.errors import DtctlError, Interrupted, LaunchError, UsageError
 
 if TYPE_CHECKING:
-    from dtctl.launch.records.events import Event
+    from dtctl.cli.common.launch_view import LaunchView
+    from dtctl.launch.control.run import LaunchJob
+    from dtctl.launch.files.tree import Tree
+    from dtctl.launch.records.events import Emit, Event, RunProgress
+    from dtctl.launch.records.record import RunRecord
     from dtctl.plan.model import Plan
     from dtctl.spec.model import Spec
 
@@ -86,6 +90,7 @@ def dry_launch(options: LaunchOptions, folder: Path | None) -> int:
     from dtctl.render import node_scripts
 
     spec = spec_of(options)
+    tree = _tree(spec)
     for text in (*trust.reach(spec), *trust.sent_items(spec)):
         output.err(text, "yellow")
     run = check_run_name(options.name) if options.name is not None else new_run_id(spec.job.name, now=time.time())
@@ -95,10 +100,37 @@ def dry_launch(options: LaunchOptions, folder: Path | None) -> int:
         write_scripts(folder, plan, scripts)
         output.err(f"wrote {len(scripts)} scripts and plan.json to {folder}")
     if options.json_lines:
-        output.emit_json({"event": "plan", "time": time.time(), **asdict(plan), "scripts": scripts})
+        from dtctl.cli.common.files_view import as_json
+
+        files = as_json(spec, tree) if tree is not None else None
+        output.emit_json({"event": "plan", "time": time.time(), **asdict(plan), "files": files, "scripts": scripts})
     elif folder is None:
-        show_scripts(plan, scripts)
+        show_plan(plan)
+        if tree is not None:
+            from dtctl.cli.common.files_view import show_files
+
+            show_files(spec, tree)
+        show_scripts(scripts)
     return 0
+
+
+def _tree(spec: Spec) -> Tree | None:
+    """The files that would be pushed; None where none are.
+
+    Raises:
+        PlanError: the script is not among them.
+    """
+    if not spec.pushes:
+        return None
+    from dtctl.launch.files.tree import scan
+
+    files = spec.job.files
+    tree = scan(spec.base_dir / files.root, include=files.include, exclude=files.exclude)
+    if spec.job.script is not None:
+        from dtctl.launch.files.program import check_program_files
+
+        check_program_files(spec, tree)
+    return tree
 
 
 def write_scripts(folder: Path, plan: Plan, scripts: dict[str, str]) -> None:
@@ -123,14 +155,20 @@ def write_scripts(folder: Path, plan: Plan, scripts: dict[str, str]) -> None:
         raise UsageError(f"cannot write the scripts: {exc.strerror}", where=str(exc.filename or folder)) from exc
 
 
-def show_scripts(plan: Plan, scripts: dict[str, str]) -> None:
-    """Print the plan and every script."""
-    output.out(f"run {plan.run}: {plan.job}, {plan.kind} over {plan.transport}, rendezvous {plan.rendezvous.endpoint}")
+def show_plan(plan: Plan) -> None:
+    """Print what will run where."""
+    output.out(
+        f"run {plan.run}: {plan.job}, {plan.kind} over {plan.transport}, rendezvous {plan.rendezvous.endpoint}", "bold"
+    )
     rows = [[n.name, n.address, str(n.node_rank), str(n.slots), f"{n.ranks[0]}-{n.ranks[-1]}"] for n in plan.nodes]
     output.table(rows, header=["NODE", "ADDRESS", "NODE RANK", "SLOTS", "RANKS"])
-    output.out("note: no node was contacted and no file was checked; `dtctl doctor` and `dtctl validate` do that")
+    output.out("note: no node was contacted; `dtctl doctor` does that", "cyan")
     for note in plan.notes:
-        output.out(f"note: {note}")
+        output.out(f"note: {note}", "cyan")
+
+
+def show_scripts(scripts: dict[str, str]) -> None:
+    """Print the script of every node."""
     for node, text in scripts.items():
         output.out(f"\n--- {node}: node.sh", "bold")
         output.raw(text)
@@ -142,6 +180,10 @@ def real_launch(options: LaunchOptions) -> int:
 
     spec = spec_of(options)
     agreed(spec, yes=options.yes)
+    if spec.metrics is not None:
+        from dtctl.metrics.secrets import read_secrets
+
+        read_secrets(spec)  # a missing one is found now, not when something is wrong
     run = check_run_name(options.name) if options.name is not None else new_run_id(spec.job.name, now=time.time())
     background = os.environ.pop(names.BACKGROUND, None)
     snapshots: Mapping[str, str] = {}
@@ -151,7 +193,10 @@ def real_launch(options: LaunchOptions) -> int:
     if slurm:
         from dtctl.cli.common.launch_slurm import launch_job
 
-        return launch_job(spec, run, spec_name=options.spec_name, detach=options.detach, json_lines=options.json_lines)
+        return launch_job(
+            spec, run, spec_name=options.spec_name, detach=options.detach, json_lines=options.json_lines,
+            resume=options.resume,
+        )  # fmt: skip
     if background is None and (options.doctor or spec.cluster.transport != "local"):
         from dtctl.cli.common.first_look import look_first
 
@@ -159,24 +204,27 @@ def real_launch(options: LaunchOptions) -> int:
     if options.detach and background is None:
         return background_launch(options, spec, run)
     run = background or run
-    from dtctl.cli.common.launch_view import LaunchView, show_left_out
-    from dtctl.cli.common.launcher import create_run, emitter, finish
-    from dtctl.launch.assemble import CodePush, check_program_files, job_of
+    from dtctl.cli.common.launch_view import LaunchView, tell_of_files
+    from dtctl.cli.common.launcher import create_run, emitter, measured
+    from dtctl.launch.assemble import CodePush, job_of
     from dtctl.launch.cluster import cluster_of
-    from dtctl.launch.control.run import launch
-    from dtctl.launch.records.events import RunEnded, RunPlanned, RunProgress
-    from dtctl.launch.records.ledger import Ledger
+    from dtctl.launch.records.events import RunPlanned, RunProgress
 
     code = CodePush(spec) if spec.pushes else None
     cluster = cluster_of(spec, start=True)
-    job = job_of(spec, cluster, run=run, keep=options.detach, code=code, snapshots=snapshots)
+    job = job_of(
+        spec, cluster, run=run, keep=options.detach, code=code, snapshots=snapshots, earlier=options.resume or ""
+    )
     if code is not None:
-        check_program_files(spec, code.tree)
-        show_left_out(code.tree)
+        if spec.job.script is not None:
+            from dtctl.launch.files.program import check_program_files
+
+            check_program_files(spec, code.tree)
+        tell_of_files(code.tree)
     record = create_run(
         spec, run, spec_name=options.spec_name, detached=options.detach, token=job.token, snapshots=snapshots
     )
-    view = LaunchView(json_lines=options.json_lines)
+    view = LaunchView(json_lines=options.json_lines, record=record)
     progress = RunProgress()
     pass_on = emitter(record, view, json_lines=options.json_lines)
 
@@ -187,24 +235,35 @@ def real_launch(options: LaunchOptions) -> int:
     plan = job.first_plan
     emit(RunPlanned(run=run, kind=plan.kind, world_size=plan.world_size, nodes=tuple(cluster.targets)))
     view.begin(job.first_plan)
+    with measured(spec, record, emit):
+        return _run(job, record, emit, view, progress)
+
+
+def _run(job: LaunchJob, record: RunRecord, emit: Emit, view: LaunchView, progress: RunProgress) -> int:
+    """From the first connection to the last line; the exit code."""
+    from dtctl.cli.common.launcher import finish
+    from dtctl.launch.control.run import launch
+    from dtctl.launch.records.events import RunEnded
+    from dtctl.launch.records.ledger import Ledger
+
     with record.launcher_lock(), caught_signals() as signals:
         try:
             ledger = Ledger(time.monotonic, begun=process_start())
             result = launch(job, record, emit=emit, signals=signals, ledger=ledger)
         except DtctlError as exc:
-            view.end_table()
+            view.close()
             number = signals[-1] if signals else None
             code_of_end = 128 + number if number else exc.exit_code
             emit(
                 RunEnded(
-                    run=run, status="stopped" if number else "failed", exit_code=code_of_end,
+                    run=job.run, status="stopped" if number else "failed", exit_code=code_of_end,
                     attempts=progress.attempt + 1, left_behind=progress.left_behind, error=str(exc),
                 )
             )  # fmt: skip
-            when = "before the job was started" if progress.attempt < 0 else "while it was to be started again"
+            when = "before the job was started" if progress.attempt < 0 else "while it was being restarted"
             raise Interrupted(f"stopped {when}", signal=number) if number else exc from None
         finally:
-            view.end_table()
+            view.close()
     return finish(result, emit, record)
 
 
@@ -218,6 +277,8 @@ def _continued(spec: Spec, earlier: str) -> tuple[Spec, Mapping[str, str]]:
     if record.info().slurm:
         from dtctl.slurm.follow import snapshot_folder
 
+        if spec.train is None and spec.job.outputs:
+            return spec, {}
         return continuation.with_folder(spec, snapshot_folder(record)), {}
     return continuation.continued(spec, record)
 
@@ -237,10 +298,11 @@ def background_launch(options: LaunchOptions, spec: Spec, run: str) -> int:
         view.event(event)
 
     exit_code, text = launch_in_background(spec.base_dir, run, on_event=on_event)
-    view.end_table()
+    view.close()
     if text:
         output.err(text.rstrip())
     if exit_code == 0:
-        output.out(run)
+        if not options.json_lines:  # its events have the name
+            output.out(run)
         output.err("it continues in the background: `dtctl status`, `dtctl logs -f`, `dtctl stop`")
     return exit_code

@@ -1,10 +1,12 @@
 """Lets torch of all nodes add up numbers together, and finds whom it fails with: by what each says, else by bisection.
 
-Made only where everything below holds: the nodes reach each other, and all have the same torch.
+Made only where everything below holds: the nodes reach each other, and all have the same torch. One process of each
+node takes part, with its first GPU; or, where every GPU is asked about, one process for each, the nodes apart first.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -24,7 +26,7 @@ TIMEOUT_S = {"gloo": 8.0, "nccl": 60.0}
 """Until a round has to end. The first context on each of eight GPUs takes half a minute without persistence mode."""
 GRACE_S = 6.0
 """What torch may take beyond its own limit."""
-SUSPECTS = ("GLOO_", "TORCH_", "NCCL_", "TP_", "OMP_", "MKL_", "USE_", "LD_")
+SUSPECTS = ("GLOO_", "TORCH_", "NCCL_", "RCCL_", "HSA_", "PYTHONPATH", "TP_", "OMP_", "MKL_", "USE_", "LD_")
 """Beginnings of variables without which a group that fails is tried again, before anything else is blamed."""
 MAX_ROUNDS = 24
 """After these whoever has not been cleared is named."""
@@ -36,27 +38,30 @@ class AllReduceResult:
 
     findings: list[Finding] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
-    """`backend`, `bytes`, `seconds` and `busbw_gb_s` of an all_reduce over all nodes."""
+    """`backend`, `workers`, `bytes`, `seconds` and `busbw_gb_s` of an all_reduce over all nodes."""
     uses: dict[str, list[str]] = field(default_factory=dict)
     """Node -> of the modules that something hides there, those that torch imports."""
 
 
 class _Gang:
-    """One worker per node, and rounds of some of them."""
+    """One worker per node, or one per GPU, and rounds of those of some nodes."""
 
     def __init__(
         self,
         probes: Probes,
-        seen: Sequence[NodeReport],
+        reports: Sequence[NodeReport],
         *,
         backend: str,
         python: Mapping[str, str],
         env: Mapping[str, Mapping[str, str]],
         progress: Progress,
+        counts: Mapping[str, int] | None = None,
     ) -> None:
+        """`counts`: node -> its workers, each with a GPU of its own; None: one, and on a GPU it takes the first."""
+        self._counts = counts
         self._probes = probes
         self._python, self._env = python, env
-        self._seen = {node.name: node for node in seen}
+        self._seen = {node.name: node for node in reports}
         self._backend = backend
         self._unset: list[str] = []
         self._progress = progress
@@ -76,11 +81,16 @@ class _Gang:
                 "unset": self._unset,
                 "env": dict(self._env[name]),
                 "interface": self._interface(name),
+                "count": self._count(name),
                 "limit_s": LOAD_LIMIT_S,
             }
             for name in names
         }
-        return self._probes.ask(messages, limit_s=LOAD_LIMIT_S + GRACE_S, doing="loading torch")
+        said = self._probes.ask(messages, limit_s=LOAD_LIMIT_S + GRACE_S, doing="loading torch")
+        return {name: merged(one) for name, one in said.items()}
+
+    def _count(self, name: str) -> int:
+        return self._counts[name] if self._counts else 1
 
     def _hidden(self, name: str) -> list[str]:
         return [row[0] for row in self._seen[name].facts["job"].get("shadows", ())]
@@ -116,29 +126,65 @@ class _Gang:
         if again:
             self.start(again)
             self.broken -= {*again}
-        self.rounds += 1
         self._progress(f"adding up numbers with torch ({self._backend}) on {len(names)} nodes")
+        return self._together([names])
+
+    def apart(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """An all_reduce over the workers of each of these nodes, all at once; what each says."""
+        self._progress(f"adding up numbers with torch ({self._backend}) on each of {len(names)} nodes")
+        return self._together([[name] for name in names])
+
+    def _together(self, groups: Sequence[Sequence[str]]) -> dict[str, dict[str, Any]]:
+        self.rounds += 1
         port = rendezvous.port_candidates("doctor-sums", self.rounds, None)[0]
-        asked = {
-            "world": len(names),
-            "address": self._seen[names[0]].data_address,
-            "port": port,
-            "backend": self._backend,
-            "timeout_s": TIMEOUT_S[self._backend],
-        }
         limit_s = TIMEOUT_S[self._backend] + GRACE_S
-        messages = {
-            name: {"op": "round", "ask": {**asked, "rank": rank}, "limit_s": limit_s} for rank, name in enumerate(names)
-        }
+        messages: dict[str, dict[str, Any]] = {}
+        for names in groups:
+            asked = {
+                "world": sum(map(self._count, names)),
+                "address": self._seen[names[0]].data_address,
+                "port": port,
+                "backend": self._backend,
+                "timeout_s": TIMEOUT_S[self._backend],
+            }
+            rank = 0
+            for name in names:
+                places = range(self._count(name))
+                asks = [{**asked, "rank": rank + place, **({"gpu": place} if self._counts else {})} for place in places]
+                messages[name] = {"op": "round", "asks": asks, "limit_s": limit_s}
+                rank += len(asks)
         said = self._probes.ask(messages, limit_s=limit_s + GRACE_S, doing="waiting for torch")
-        answers = {name: said.get(name, {"silent": True}) for name in names}
+        answers = {name: merged(said[name]) if name in said else {"silent": True} for name in messages}
         self.broken |= {name for name, one in answers.items() if one.get("silent") or "complained" in one}
         return answers
 
 
+def merged(said: Mapping[str, Any]) -> dict[str, Any]:
+    """What the workers of a node say, as if they were one: the stage that all have reached, and the worst of the rest.
+
+    Whose words are kept is told by its place among them.
+    """
+    if "each" not in said:
+        return dict(said)
+    every = [*said["each"]] or [{"silent": True}]
+    reached = [STAGES.index(one["stage"]) if one.get("stage") in STAGES else -1 for one in every]
+    least = every[reached.index(min(reached))]
+    merged_answer = {key: value for key, value in least.items() if key in ("stage", "nccl", "devices", "uses")}
+    merged_answer["wrong"] = sum(int(one.get("wrong") or 0) for one in every)
+    for key in ("complained", "error"):
+        told = [f"worker {place}: {one[key]}" for place, one in enumerate(every) if one.get(key)]
+        if told or (key == "complained" and any(key in one for one in every)):
+            merged_answer[key] = told[0] if told else ""
+    if any(one.get("silent") for one in every):
+        merged_answer["silent"] = True
+    if all("seconds" in one for one in every):
+        merged_answer |= {"seconds": max(one["seconds"] for one in every), "bytes": every[0]["bytes"]}
+    return merged_answer
+
+
 def well(answers: Mapping[str, Mapping[str, Any]]) -> bool:
     """Whether all have come to the end, and with the right sums."""
-    return all(one.get("stage") == "done" and not one.get("wrong") for one in answers.values())
+    return all(answer.get("stage") == "done" and not answer.get("wrong") for answer in answers.values())
 
 
 def culprits(answers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
@@ -157,25 +203,29 @@ def culprits(answers: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
 
 def add_up(
     probes: Probes,
-    seen: Sequence[NodeReport],
+    reports: Sequence[NodeReport],
     *,
     python: Mapping[str, str],
     env: Mapping[str, Mapping[str, str]],
     progress: Progress,
+    every_gpu: bool = False,
 ) -> AllReduceResult:
     """Add up numbers on all nodes, with gloo, and with NCCL where all nodes have GPUs.
 
     Args:
         probes: the links to the nodes.
-        seen: the nodes that are well, the head node first.
+        reports: the nodes that are well, the head node first.
         python: node -> Python of the job there.
         env: node -> variables of the job there.
         progress: told what is going on.
+        every_gpu: whether all GPUs take part, those of each node by themselves first, and not one of each node.
     """
     done = AllReduceResult()
-    for backend in ("gloo", "nccl") if all(node.facts["gpus"] for node in seen) else ("gloo",):
-        gang = _Gang(probes, seen, backend=backend, python=python, env=env, progress=progress)
-        names = [node.name for node in seen]
+    names = [node.name for node in reports]
+    counts: dict[str, int] | None = None
+    for backend in ("gloo", "nccl") if all(node.facts["gpus"] for node in reports) else ("gloo",):
+        counts = counts if backend == "nccl" and every_gpu else None
+        gang = _Gang(probes, reports, backend=backend, python=python, env=env, progress=progress, counts=counts)
         loaded = gang.start(names)
         failed = {name: loaded.get(name, {}) for name in names if loaded.get(name, {}).get("stage") != "torch"}
         done.uses = {name: gang.used(name, loaded.get(name, {})) for name in names}
@@ -183,19 +233,54 @@ def add_up(
             done.findings.append(_no_torch(failed, gang.variables()))
             return done
         done.findings += other_nccl(
-            {node.name: (node.facts["job"].get("nccl") or "", str(loaded[node.name].get("nccl", ""))) for node in seen}
+            {
+                node.name: (node.facts["job"].get("nccl") or "", str(loaded[node.name].get("nccl", "")))
+                for node in reports
+            }
         )
         if done.findings:
             return done
+        if backend == "gloo":
+            counts = {name: max(1, int(loaded[name].get("devices") or 0)) for name in names}
+        elif counts:
+            done.findings += apart_failed(gang.apart(names), counts)
+            if done.findings:
+                return done
         answers = gang.round(names)
         if not well(answers):
             done.findings += _failed(gang, names, answers, backend)
             return done
-        seconds = max(float(one["seconds"]) for one in answers.values())
-        size = int(answers[names[0]]["bytes"])
-        bus = size / seconds / 1e9 * 2 * (len(names) - 1) / len(names)
-        done.figures = {"backend": backend, "bytes": size, "seconds": seconds, "busbw_gb_s": round(bus, 4)}
+        workers = sum(counts.values()) if backend == "nccl" and counts else len(names)
+        done.figures = _figures(backend, answers, workers)
     return done
+
+
+def _figures(backend: str, answers: Mapping[str, Mapping[str, Any]], workers: int) -> dict[str, Any]:
+    seconds = max(float(answer["seconds"]) for answer in answers.values())
+    size = int(next(iter(answers.values()))["bytes"])
+    bus = size / seconds / 1e9 * 2 * (workers - 1) / workers
+    return {"backend": backend, "workers": workers, "bytes": size, "seconds": seconds, "busbw_gb_s": round(bus, 4)}
+
+
+def apart_failed(answers: Mapping[str, Mapping[str, Any]], counts: Mapping[str, int]) -> Iterator[Finding]:
+    """Nodes whose GPUs do not add up numbers by themselves, a process for each. Pure.
+
+    Args:
+        answers: node -> what its workers said, merged.
+        counts: node -> its workers.
+    """
+    bad = {name: one for name, one in answers.items() if not well({name: one})}
+    if bad:
+        yield Finding(
+            check="gpu-nccl",
+            status="fail",
+            nodes=tuple(bad),
+            summary=f"{', '.join(bad)}: the GPUs of the node do not add up numbers together, a process for each",
+            fix="NCCL_DEBUG=WARN in job.env says why; often: /dev/shm that is too small for a container "
+            "(--shm-size=16g, --ipc=host), an nvidia-fabricmanager that does not run, ACS or an IOMMU between the "
+            "GPUs (NCCL_P2P_DISABLE=1 as a trial)",
+            evidence=tuple(f"{name}, {counts[name]} GPUs: {_told(one, 'nccl')}" for name, one in bad.items()),
+        )
 
 
 def other_nccl(versions: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
@@ -222,8 +307,10 @@ def _same(wheel: str, loaded: str) -> bool:
 
 def _no_torch(failed: Mapping[str, Mapping[str, Any]], variables: Mapping[str, Mapping[str, str]]) -> Finding:
     told = {name: _said(one) for name, one in failed.items()}
-    # A message that names a variable which is set there says what is to go.
-    named = dict.fromkeys(key for name, text in told.items() for key in variables[name] if key in text)
+    # A message that names a variable which is set there, its value, or a file in its folders, says what is to go.
+    named = dict.fromkeys(
+        key for name, text in told.items() for key, value in variables[name].items() if _is_about(text, key, value)
+    )
     return Finding(
         check="collective",
         status="fail",
@@ -234,6 +321,16 @@ def _no_torch(failed: Mapping[str, Mapping[str, Any]], variables: Mapping[str, M
         else "try `python -c 'import torch'` there with the job's Python (cluster.python), and install torch again",
         evidence=tuple(f"{name}: {text}" for name, text in told.items()),
     )
+
+
+def _is_about(text: str, key: str, value: str) -> bool:
+    folders = [
+        part.rstrip("/") for part in value.replace(" ", ":").split(":") if part.startswith("/") and len(part) > 1
+    ]
+    if key in text or any(f"{folder}/" in text or text.endswith(folder) for folder in folders if folder):
+        return True
+    # The value itself, if it is a word and no number that may stand for anything.
+    return len(value) > 2 and not value.isdigit() and re.search(rf"(?<!\w){re.escape(value)}(?!\w)", text) is not None
 
 
 def _failed(
@@ -255,7 +352,7 @@ def _failed(
 
         nodes, how = tuple(bad_ones(names, works)), f"by bisection, in {gang.rounds} rounds"
     wrong = any(one.get("wrong") for one in answers.values())
-    what = "gives wrong sums" if wrong else "does not come to its end"
+    what = "gives wrong sums" if wrong else "never finishes"
     yield Finding(
         check="collective",
         status="fail",

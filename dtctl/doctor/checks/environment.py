@@ -1,4 +1,4 @@
-"""Variables of NCCL, torch and gloo: different, misspelt, dead or dangerous ones. Pure."""
+"""Variables of NCCL, RCCL, torch and gloo: different, misspelt, dead or dangerous ones. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dtctl.nccl.catalogue import catalogue, closest_name
 RAN = ("env-differs", "env-unknown", "env-dead", "env-dangerous")
 COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 """Numbers of threads; what is no number is not refused but counts as none, and all cores are taken by every worker."""
-_OURS = ("NCCL_", "TORCH_", "GLOO_")
+_OURS = ("NCCL_", "RCCL_", "TORCH_", "GLOO_")
 Environment = dict[str, tuple[str, str]]
 """variable -> (value, where it is set)"""
 
@@ -23,30 +23,30 @@ def effective(node: NodeReport, job: Mapping[str, str]) -> Environment:
         node: the node.
         job: what the spec sets there.
     """
-    found: Environment = {}
+    values: Environment = {}
     for path, text in node.facts["conf"].items():
         for line in text.splitlines():
             name, equals, value = line.partition("#")[0].strip().partition("=")
             if equals:
-                found[name.strip()] = (value.strip(), path)
+                values[name.strip()] = (value.strip(), path)
     # NCCL lets the environment win over its files.
-    found.update({name: (value, "the login environment") for name, value in node.facts["env"].items()})
-    found.update({name: (value, "the spec") for name, value in job.items()})
-    return {name: said for name, said in found.items() if name.startswith(_OURS)}
+    values.update({name: (value, "the login environment") for name, value in node.facts["env"].items()})
+    values.update({name: (value, "the spec") for name, value in job.items()})
+    return {name: said for name, said in values.items() if name.startswith(_OURS)}
 
 
-def environment(seen: Sequence[NodeReport], jobs: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
+def environment(reports: Sequence[NodeReport], jobs: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
     """All findings about variables.
 
     Args:
-        seen: the nodes.
+        reports: the nodes.
         jobs: node -> what the spec sets there.
     """
-    said = {node.name: effective(node, jobs.get(node.name, {})) for node in seen}
+    said = {node.name: effective(node, jobs.get(node.name, {})) for node in reports}
     for name in COUNTS:
         odd = {
             node.name: text
-            for node in seen
+            for node in reports
             if (text := _value(node, jobs.get(node.name, {}), name)) and not _counts(text)
         }
         if odd:
@@ -54,12 +54,14 @@ def environment(seen: Sequence[NodeReport], jobs: Mapping[str, Mapping[str, str]
                 check="env-unknown",
                 status="warn",
                 nodes=tuple(odd),
-                summary=f"{name}={next(iter(odd.values()))} is no number of threads",
+                summary=f"{name}={next(iter(odd.values()))} is not a number of threads",
                 fix=f"set {name} to 1 or more, or leave it to dtctl",
                 evidence=tuple(f"{node}: {name}={text}" for node, text in odd.items()),
             )
+    amd = {node.name for node in reports if node.facts["vendor"] == "amd"}
     for name in dict.fromkeys(name for variables in said.values() for name in variables):
-        yield from _one(name, {node: variables[name] for node, variables in said.items() if name in variables}, said)
+        where = {node: variables[name] for node, variables in said.items() if name in variables}
+        yield from _one(name, where, said, by_rccl={*where} <= amd)
 
 
 def _value(node: NodeReport, job: Mapping[str, str], name: str) -> str:
@@ -71,7 +73,9 @@ def _counts(text: str) -> bool:
     return all(part.strip().isdecimal() and int(part) > 0 for part in text.split(","))
 
 
-def _one(name: str, where: Mapping[str, tuple[str, str]], said: Mapping[str, Environment]) -> Iterator[Finding]:
+def _one(
+    name: str, where: Mapping[str, tuple[str, str]], said: Mapping[str, Environment], *, by_rccl: bool
+) -> Iterator[Finding]:
     variable = catalogue().get(name)
     evidence = tuple(f"{node}: {name}={value} (from {origin})" for node, (value, origin) in where.items())
     nodes = tuple(where)
@@ -84,7 +88,7 @@ def _one(name: str, where: Mapping[str, tuple[str, str]], said: Mapping[str, Env
         if meant:
             yield finding("env-unknown", "warn", f"{name} does not exist; {meant} does", f"write {meant}")
         return
-    if variable.kind != "live":
+    if variable.kind != "live" and not (by_rccl and variable.rccl):
         instead = variable.instead
         fix = f"unset {name}" + (f"; use {instead}" if instead != "nothing" else "")
         yield finding("env-dead", "warn", f"{name} has no effect or an outdated name: {variable.meaning}", fix)
@@ -93,7 +97,11 @@ def _one(name: str, where: Mapping[str, tuple[str, str]], said: Mapping[str, Env
     odd, usual = odd_ones(values)
     if odd and not variable.differ:
         told = ", ".join(f"{node} {value}" for node, value in values.items())
-        fix = f"set it alike on all nodes, best in job.env ({name}: {usual})" if usual else "set it alike on all nodes"
+        fix = (
+            f"set it to the same value on all nodes, best in job.env ({name}: {usual})"
+            if usual
+            else "set it to the same value on all nodes"
+        )
         if usual == "unset":
             fix = f"unset {name} on {', '.join(odd)} (it is set in {', '.join(sorted({o for _, o in where.values()}))})"
         yield finding("env-differs", "fail", f"{name} differs between nodes: {told}", fix, odd)

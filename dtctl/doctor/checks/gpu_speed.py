@@ -35,9 +35,13 @@ LEAST_LINK_GB_S = 100.0
 """Links below this are PCIe, over which a sum depends on how the board was built."""
 
 
-def required(seen: Sequence[NodeReport]) -> Iterator[Finding]:
+def required(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     """Nodes without a GPU, where GPUs were asked about."""
-    none = {one.name: "no GPU that this user may open" for one in seen if one.error is None and not one.facts["gpus"]}
+    none = {
+        report.name: "no GPU that this user may open"
+        for report in reports
+        if report.error is None and not report.facts["gpus"]
+    }
     yield from per_node(
         "gpus",
         none,
@@ -49,7 +53,7 @@ def required(seen: Sequence[NodeReport]) -> Iterator[Finding]:
 
 def measure(
     probes: Probes,
-    seen: Sequence[NodeReport],
+    reports: Sequence[NodeReport],
     *,
     python: Mapping[str, str],
     env: Mapping[str, Mapping[str, str]],
@@ -59,12 +63,12 @@ def measure(
 
     Args:
         probes: the links to the nodes.
-        seen: the nodes.
+        reports: the nodes.
         python: node -> Python of the job there.
         env: node -> variables of the job there.
         progress: told what is going on.
     """
-    names = [one.name for one in seen if one.error is None and one.facts["gpus"]]
+    names = [report.name for report in reports if report.error is None and report.facts["gpus"]]
     if not names:
         return {}
     text = resources.files("dtctl.doctor").joinpath("worker.py").read_text(encoding="utf-8")
@@ -78,7 +82,7 @@ def measure(
     loaded = probes.ask(starts, limit_s=LOAD_LIMIT_S + GRACE_S, doing="loading torch")
     ready = [name for name in names if loaded.get(name, {}).get("stage") == "torch"]
     progress(f"measuring the GPUs of {len(ready)} nodes")
-    asked = {name: {"op": "round", "ask": {"what": "gpus"}, "limit_s": LIMIT_S} for name in ready}
+    asked = {name: {"op": "round", "asks": [{"what": "gpus"}], "limit_s": LIMIT_S} for name in ready}
     said = probes.ask(asked, limit_s=LIMIT_S + GRACE_S, doing="measuring GPUs")
     return {name: said.get(name) or loaded.get(name) or {"silent": True} for name in names}
 
@@ -134,7 +138,7 @@ def _failed(measured: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
             check,
             {name: text for name, text in broken.items() if at in text},
             "dmesg | grep -iE 'xid|nvlink|amdgpu'; reset the GPU or restart the node",
-            summary="a measurement does not come to its end",
+            summary="a measurement never finishes",
         )
     errors = _by_node((one, one["error"]) for one in rows(measured) if one["error"])
     yield from per_node(
@@ -147,19 +151,19 @@ def _failed(measured: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
 
 def _slow(gpus: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     kinds: dict[str, list[float]] = {}
-    for one in gpus:
-        if one.get("tflops"):
-            kinds.setdefault(one["name"], []).append(one["tflops"])
+    for gpu in gpus:
+        if gpu.get("tflops"):
+            kinds.setdefault(gpu["name"], []).append(gpu["tflops"])
     usual = {name: statistics.median(values) for name, values in kinds.items()}
     slow = []
-    for one in gpus:
-        value, known = one.get("tflops"), normal(one["name"])
+    for gpu in gpus:
+        value, known = gpu.get("tflops"), normal(gpu["name"])
         if not value:
             continue
-        if value < LIKE_OTHERS * usual[one["name"]]:
-            slow.append((one, f"{value:.0f} TFLOPS, others like it {usual[one['name']]:.0f}"))
+        if value < LIKE_OTHERS * usual[gpu["name"]]:
+            slow.append((gpu, f"{value:.0f} TFLOPS, others like it {usual[gpu['name']]:.0f}"))
         elif known and value < PRODUCTS * known["products"] * known["half"]:
-            slow.append((one, f"{value:.0f} TFLOPS, {value / known['half']:.0%} of the data sheet's {known['half']:g}"))
+            slow.append((gpu, f"{value:.0f} TFLOPS, {value / known['half']:.0%} of the data sheet's {known['half']:g}"))
     yield from per_node(
         "gpu-speed",
         _by_node(slow),
@@ -171,15 +175,15 @@ def _slow(gpus: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
 
 
 def _copies(gpus: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str]]:
-    for one in gpus:
-        known = normal(one["name"])
+    for gpu in gpus:
+        known = normal(gpu["name"])
         for name, way in (("to_gb_s", "from the host"), ("from_gb_s", "to the host")):
-            value = one.get(name)
+            value = gpu.get(name)
             if known and value and value < COPIES * known["host"]:
-                yield one, f"{value:.1f} GB/s {way}, {known['host']:g} are normal"
-        within = one.get("within_gb_s")
+                yield gpu, f"{value:.1f} GB/s {way}, {known['host']:g} are normal"
+        within = gpu.get("within_gb_s")
         if known and within and within < WITHIN * known["hbm"]:
-            yield one, f"{within:.0f} GB/s within it, its memory is made for {known['hbm']:g}"
+            yield gpu, f"{within:.0f} GB/s within it, its memory is made for {known['hbm']:g}"
 
 
 def _sum(busbw_gb_s: float | None, gpus: Sequence[Mapping[str, Any]]) -> str:
@@ -191,11 +195,11 @@ def _sum(busbw_gb_s: float | None, gpus: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _by_node(told: Any) -> dict[str, str]:
-    found: dict[str, str] = {}
+    text_of_node: dict[str, str] = {}
     for one, text in told:
-        before = found.get(one["node"])
-        found[one["node"]] = (f"{before}; " if before else "") + f"GPU {one['gpu']}: {text}"
-    return found
+        before = text_of_node.get(one["node"])
+        text_of_node[one["node"]] = (f"{before}; " if before else "") + f"GPU {one['gpu']}: {text}"
+    return text_of_node
 
 
 def rows(measured: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:

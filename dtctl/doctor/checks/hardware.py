@@ -1,7 +1,7 @@
 """GPUs, their links, and network cards: broken, busy, or not like those of the other nodes. Pure.
 
-Reads what nvidia-smi, dmesg and /sys/class/infiniband say; a tool that is not there says nothing, and nothing is
-concluded from that.
+Reads what nvidia-smi, amd-smi, dmesg, AMD's driver and /sys/class/infiniband say; a tool that is not there says
+nothing, and nothing is concluded from that.
 """
 
 from __future__ import annotations
@@ -45,21 +45,29 @@ SLOWED = {
     0x20: "the driver slows it down because of heat",
 }
 """Bits of clocks_event_reasons.active that say that something is wrong; idle, and the power cap under load, do not."""
+HELD = {
+    "low": "its driver is told to keep the lowest clocks",
+    "manual": "its clocks are set by hand",
+    "profile_min_sclk": "its driver is told to keep the lowest clocks",
+    "profile_min_mclk": "its driver is told to keep the lowest clocks of the memory",
+    "profile_standard": "its driver keeps the clocks fixed, for profiling",
+}
+"""Levels of amdgpu's power_dpm_force_performance_level other than auto, high and the peak."""
 _XID = re.compile(r"NVRM: Xid \((?P<gpu>[^)]*)\): (?P<number>\d+)")
 _ROW = re.compile(r"GPU\d+\s")
 
 
-def hardware(seen: Sequence[NodeReport], slots: Mapping[str, int]) -> Iterator[Finding]:
+def hardware(reports: Sequence[NodeReport], slots: Mapping[str, int]) -> Iterator[Finding]:
     """GPUs, RDMA ports and network cards.
 
     Args:
-        seen: the nodes.
+        reports: the nodes.
         slots: workers per node, where the spec gives a number.
     """
-    yield from _counts(seen, slots)
-    yield from _tools(seen)
-    yield from _health(seen)
-    gpus = {node.name: rows for node in seen if (rows := gpu_rows(node.facts["gpu"]))}
+    yield from _counts(reports, slots)
+    yield from _tools(reports)
+    yield from _health(reports)
+    gpus = {node.name: rows for node in reports if (rows := gpu_rows(node.facts["gpu"]))}
     yield from differ(
         "gpu-driver",
         {name: rows[0].get("driver", "") for name, rows in gpus.items()},
@@ -77,46 +85,46 @@ def hardware(seen: Sequence[NodeReport], slots: Mapping[str, int]) -> Iterator[F
         what="kind of GPU",
         status="warn",
     )
-    yield from _links(seen)
-    yield from _state(seen)
+    yield from _links(reports)
+    yield from _state(reports)
     yield from per_node(
         "gpu-busy",
-        {n.name: text for n in seen if (text := ", ".join(busy_gpus(n.facts["gpu"])))},
-        "nvidia-smi --query-compute-apps=pid,used_memory --format=csv (rocm-smi --showpids on AMD); end what a killed "
+        {n.name: text for n in reports if (text := ", ".join(busy_gpus(n.facts["gpu"])))},
+        "nvidia-smi --query-compute-apps=pid,used_memory --format=csv (amd-smi process on AMD); end what a killed "
         "job has left",
         summary="GPU memory is in use already",
         status="warn",
     )
-    yield from _network(seen)
+    yield from _network(reports)
 
 
-def _counts(seen: Sequence[NodeReport], slots: Mapping[str, int]) -> Iterator[Finding]:
+def _counts(reports: Sequence[NodeReport], slots: Mapping[str, int]) -> Iterator[Finding]:
     fix = "if a GPU should be there, read `dmesg | grep Xid` (79: it fell off the bus) and `nvidia-smi -L`"
     few = {
         n.name: f"{n.facts['gpus']} GPUs for {slots[n.name]} workers"
-        for n in seen
+        for n in reports
         if n.name in slots and 0 < n.facts["gpus"] < slots[n.name]
     }
     yield from per_node("gpus", few, f"lower cluster.slots; {fix}", summary="fewer GPUs than workers")
     if not few:
-        counts = {n.name: str(n.facts["gpus"]) for n in seen}
+        counts = {n.name: str(n.facts["gpus"]) for n in reports}
         yield from differ("gpus", counts, fix, what="number of GPUs", status="warn")
 
 
-def _tools(seen: Sequence[NodeReport]) -> Iterator[Finding]:
+def _tools(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     """GPUs whose device files are there, and whose driver does not answer, or does not know of them."""
     yield from per_node(
         "gpus",
-        {n.name: n.facts["gpu_error"] for n in seen if n.facts["gpus"] and n.facts["gpu_error"]},
+        {n.name: n.facts["gpu_error"] for n in reports if n.facts["gpus"] and n.facts["gpu_error"]},
         "run it there; a GPU that is lost needs a reset or a restart of the node; an nvidia-smi that does not end may "
         "only need the driver to stay awake: nvidia-smi -pm 1, or nvidia-persistenced",
-        summary="the GPUs' tool fails",
+        summary="the GPU tool fails",
     )
     yield from per_node(
         "gpus",
         {
             n.name: f"{listed} of {n.facts['gpus']}"
-            for n in seen
+            for n in reports
             if not n.facts["gpu_error"] and 0 < (listed := len(gpu_rows(n.facts["gpu"]))) < n.facts["gpus"]
         },
         "read `dmesg | grep Xid` (79: it fell off the bus); leave the node out (cluster.nodes) until it was restarted",
@@ -124,14 +132,14 @@ def _tools(seen: Sequence[NodeReport]) -> Iterator[Finding]:
     )
     yield from per_node(
         "gpu-links",
-        {n.name: text for n in seen if (text := ", ".join(fabric_errors(n.facts["fabric"])))},
+        {n.name: text for n in reports if (text := ", ".join(fabric_errors(n.facts["fabric"])))},
         "systemctl status nvidia-fabricmanager; its version must be the driver's; CUDA fails with error 802 until then",
         summary="the NVSwitch fabric is not ready",
     )
 
 
-def _health(seen: Sequence[NodeReport]) -> Iterator[Finding]:
-    xids = {n.name: found for n in seen if (found := xid_errors(n.facts["xid"]))}
+def _health(reports: Sequence[NodeReport]) -> Iterator[Finding]:
+    xids = {n.name: found for n in reports if (found := xid_errors(n.facts["xid"]))}
     for status, deadly in (("fail", True), ("warn", False)):
         yield from per_node(
             "gpu-xid",
@@ -141,26 +149,37 @@ def _health(seen: Sequence[NodeReport]) -> Iterator[Finding]:
                 if any(number in DEADLY_XID for _, number in found) == deadly
             },
             "leave the node out (cluster.nodes) and reset the GPU or restart the node; dmesg | grep -i xid",
-            summary="the kernel tells of GPU errors",
+            summary="the kernel reports GPU errors",
             status="fail" if status == "fail" else "warn",
         )
     yield from per_node(
         "gpu-xid",
-        {n.name: text for n in seen if n.facts["vendor"] == "amd" and (text := "; ".join(amd_errors(n.facts["xid"])))},
-        "leave the node out (cluster.nodes) and restart it; dmesg | grep -i amdgpu; rocm-smi --showrasinfo",
-        summary="the kernel tells of GPU errors",
+        {
+            n.name: text
+            for n in reports
+            if n.facts["vendor"] == "amd" and (text := "; ".join(amd_errors(n.facts["xid"])))
+        },
+        "leave the node out (cluster.nodes) and restart it; dmesg | grep -i amdgpu; amd-smi metric --ecc "
+        "(rocm-smi --showrasinfo)",
+        summary="the kernel reports GPU errors",
     )
+    ecc = {n.name: text for n in reports if (text := ", ".join(ecc_errors(n.facts["gpu"], n.facts["remapped"])))}
     yield from per_node(
         "gpu-ecc",
-        {n.name: text for n in seen if (text := ", ".join(ecc_errors(n.facts["gpu"], n.facts["remapped"])))},
-        "nvidia-smi --gpu-reset -i INDEX when nothing runs there; nvidia-smi -q -d ECC,ROW_REMAPPER",
+        ecc,
+        _of_maker(
+            reports,
+            ecc,
+            "nvidia-smi --gpu-reset -i INDEX when nothing runs there; nvidia-smi -q -d ECC,ROW_REMAPPER",
+            "amd-smi reset --gpureset --gpu INDEX when nothing runs there; amd-smi bad-pages, amd-smi metric --ecc",
+        ),
         summary="GPU memory has errors that were not corrected, or waits for a reset",
     )
 
 
-def _links(seen: Sequence[NodeReport]) -> Iterator[Finding]:
+def _links(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     """NVLinks: of GPUs that should be alike, those with fewer. Some models have dead links by design, on every GPU."""
-    active = {(n.name, gpu): links for n in seen for gpu, links in nvlinks(n.facts["nvlink"]).items()}
+    active = {(n.name, gpu): links for n in reports for gpu, links in nvlinks(n.facts["nvlink"]).items()}
     usual = Counter(active.values()).most_common(1)
     few: dict[str, str] = {}
     for (node, gpu), links in active.items():
@@ -174,7 +193,7 @@ def _links(seen: Sequence[NodeReport]) -> Iterator[Finding]:
         status="warn",
     )
     if not few:
-        few = {n.name: text for n in seen if (text := ", ".join(missing_links(n.facts["gpu"], n.facts["nvlink"])))}
+        few = {n.name: text for n in reports if (text := ", ".join(missing_links(n.facts["gpu"], n.facts["nvlink"])))}
         yield from per_node(
             "gpu-links",
             few,
@@ -183,7 +202,7 @@ def _links(seen: Sequence[NodeReport]) -> Iterator[Finding]:
             status="warn",
         )
     if not few:
-        maps = {n.name: text for n in seen if (text := topology(n.facts["topology"]))}
+        maps = {n.name: text for n in reports if (text := topology(n.facts["topology"]))}
         yield from differ(
             "gpu-links",
             maps,
@@ -193,9 +212,9 @@ def _links(seen: Sequence[NodeReport]) -> Iterator[Finding]:
         )
 
 
-def _state(seen: Sequence[NodeReport]) -> Iterator[Finding]:
+def _state(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     """What the driver says of how each GPU is set up and how it fares."""
-    states = {n.name: state_rows(n.facts["state"]) for n in seen}
+    states = {n.name: state_rows(n.facts["state"]) for n in reports}
     few = {
         node: ", ".join(f"GPU {row['index']} at {row['limit']} of {row['usual']} W" for row in rows if is_capped(row))
         for node, rows in states.items()
@@ -203,7 +222,8 @@ def _state(seen: Sequence[NodeReport]) -> Iterator[Finding]:
     yield from per_node(
         "gpu-power",
         {node: text for node, text in few.items() if text},
-        "nvidia-smi -i INDEX -pl WATTS raises the limit, if the site's power and cooling allow it",
+        _of_maker(reports, few, "nvidia-smi -i INDEX -pl WATTS", "amd-smi set --gpu INDEX --power-cap WATTS (as root)")
+        + " raises the limit, if the site's power and cooling allow it",
         summary="the power of a GPU is limited below what its board is made for",
         status="warn",
     )
@@ -214,7 +234,12 @@ def _state(seen: Sequence[NodeReport]) -> Iterator[Finding]:
     yield from per_node(
         "gpu-clocks",
         {node: text for node, text in slowed.items() if text},
-        "nvidia-smi -q -d TEMPERATURE,POWER,PERFORMANCE; look at fans, inlet temperature and power supplies",
+        _of_maker(
+            reports,
+            slowed,
+            "nvidia-smi -q -d TEMPERATURE,POWER,PERFORMANCE; look at fans, inlet temperature and power supplies",
+            "amd-smi set --gpu INDEX --perf-level AUTO (rocm-smi --setperflevel auto), as root",
+        ),
         summary="a GPU is slowed down",
         status="warn",
     )
@@ -247,9 +272,16 @@ def _state(seen: Sequence[NodeReport]) -> Iterator[Finding]:
     )
 
 
-def _network(seen: Sequence[NodeReport]) -> Iterator[Finding]:
+def _of_maker(reports: Sequence[NodeReport], nodes: Mapping[str, str], nvidia: str, amd: str) -> str:
+    """What to type on the nodes with a text, by the maker of their GPUs."""
+    makers = {n.facts["vendor"] for n in reports if nodes.get(n.name)}
+    return amd if makers == {"amd"} else nvidia
+
+
+def _network(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     closed = {
-        n.name: ", ".join(dict.fromkeys(p["device"] for p in n.facts["rdma"] if p.get("verbs") == "no")) for n in seen
+        n.name: ", ".join(dict.fromkeys(p["device"] for p in n.facts["rdma"] if p.get("verbs") == "no"))
+        for n in reports
     }
     yield from per_node(
         "rdma",
@@ -258,7 +290,7 @@ def _network(seen: Sequence[NodeReport]) -> Iterator[Finding]:
         summary="RDMA devices are there that a job may not open",
         status="warn",
     )
-    dead = {n.name: text for n in seen if (text := ", ".join(dead_ports(n.facts["rdma"])))}
+    dead = {n.name: text for n in reports if (text := ", ".join(dead_ports(n.facts["rdma"])))}
     yield from per_node(
         "rdma",
         dead,
@@ -267,18 +299,18 @@ def _network(seen: Sequence[NodeReport]) -> Iterator[Finding]:
         status="warn",
     )
     if not dead:
-        ports = {n.name: ", ".join(f"{p['device']}:{p['port']} {p['rate']}" for p in n.facts["rdma"]) for n in seen}
+        ports = {n.name: ", ".join(f"{p['device']}:{p['port']} {p['rate']}" for p in n.facts["rdma"]) for n in reports}
         fix = "check cables and switch ports (ibstat): a port that has trained down runs at half or a quarter"
         yield from differ("rdma", ports, fix, what="rate or number of RDMA ports", status="warn")
-    speeds = {n.name: f"{speed} Mbit/s" for n in seen if (speed := _speed(n, seen))}
+    speeds = {n.name: f"{speed} Mbit/s" for n in reports if (speed := _speed(n, reports))}
     fix = "ethtool INTERFACE shows what it has agreed on with the switch; check cable and port"
     yield from differ("link-speed", speeds, fix, what="speed of the network card", status="warn")
 
 
-def _speed(node: NodeReport, seen: Sequence[NodeReport]) -> int:
+def _speed(node: NodeReport, reports: Sequence[NodeReport]) -> int:
     """Mbit/s that the interface towards the other nodes says it has; 0 when it does not say."""
     speeds = {interface["name"]: int(interface.get("mbit_s", 0)) for interface in node.facts["interfaces"]}
-    ways = [node.facts["ways"].get(other.address, "") for other in seen if other is not node]
+    ways = [node.facts["ways"].get(other.address, "") for other in reports if other is not node]
     return next((speeds[way] for way in ways if way in speeds), 0)
 
 
@@ -300,7 +332,7 @@ def busy_gpus(said: str) -> list[str]:
 
 def ecc_errors(said: str, remapped: str) -> list[str]:
     """GPUs with errors of memory that could not be corrected since the last reset, or rows that wait for one."""
-    found = [
+    errors = [
         f"GPU {row['index']} has {row['ecc']} uncorrected errors"
         for row in gpu_rows(said)
         if row.get("ecc", "").isdigit() and int(row["ecc"])
@@ -308,10 +340,10 @@ def ecc_errors(said: str, remapped: str) -> list[str]:
     for line in remapped.splitlines():
         words = [word.strip() for word in line.split(",")]
         if len(words) == 3 and words[2] in ("Yes", "1"):
-            found.append(f"{words[0]} could not remap a row")
+            errors.append(f"{words[0]} could not remap a row")
         elif len(words) == 3 and words[1] in ("Yes", "1"):
-            found.append(f"{words[0]} waits for a reset to remap a row")
-    return found
+            errors.append(f"{words[0]} waits for a reset to remap a row")
+    return errors
 
 
 def state_rows(said: str) -> list[dict[str, str]]:
@@ -319,7 +351,7 @@ def state_rows(said: str) -> list[dict[str, str]]:
 
     Returns:
         Rows of `index`, `awake` (persistence mode), power `limit` and the board's `usual` limit in W, `reasons` of its
-        clocks (a bit mask), PCIe lanes `width` and `widest`, `mig` and `ecc`.
+        clocks (a bit mask; of AMD's GPUs the level that is kept), PCIe lanes `width` and `widest`, `mig` and `ecc`.
     """
     names = ("index", "awake", "limit", "usual", "reasons", "width", "widest", "mig", "ecc")
     rows = [[word.strip() for word in line.split(",")] for line in said.splitlines()]
@@ -335,7 +367,9 @@ def is_capped(row: Mapping[str, str]) -> bool:
 
 
 def slowed_by(reasons: str) -> list[str]:
-    """What the bit mask of nvidia-smi says against a GPU's clocks."""
+    """What the bit mask of nvidia-smi, or the level of AMD's driver, says against a GPU's clocks."""
+    if reasons in HELD:
+        return [HELD[reasons]]
     try:
         bits = int(reasons, 16)
     except ValueError:
@@ -362,8 +396,8 @@ def fabric_errors(said: str) -> list[str]:
 def xid_errors(said: str) -> list[tuple[str, int]]:
     """(GPU, number) of the kernel's messages that tell of hardware, each once."""
     lines = [line for line in said.splitlines() if "Xid" in line and "to 0x0 (None)" not in line]  # 154 that is over
-    found = [(match["gpu"], int(match["number"])) for line in lines for match in _XID.finditer(line)]
-    return [one for one in dict.fromkeys(found) if one[1] in XID]
+    errors = [(match["gpu"], int(match["number"])) for line in lines for match in _XID.finditer(line)]
+    return [one for one in dict.fromkeys(errors) if one[1] in XID]
 
 
 def nvlinks(said: str) -> dict[str, int]:

@@ -14,8 +14,8 @@ def _known() -> dict[str, dict[str, Any]]:
 
     # Facts about GPUs have one home, whoever uses them.
     text = resources.files("dtctl.advise").joinpath("hardware.yaml").read_text(encoding="utf-8")
-    found: dict[str, dict[str, Any]] = yaml.safe_load(text)["gpus"]
-    return found
+    gpus: dict[str, dict[str, Any]] = yaml.safe_load(text)["gpus"]
+    return gpus
 
 
 def normal(name: str) -> dict[str, Any] | None:
@@ -29,9 +29,8 @@ def normal(name: str) -> dict[str, Any] | None:
         return None
     best: tuple[int, dict[str, Any]] | None = None
     for entry, facts in _known().items():
-        wanted = [
-            f"{word}GB" if word.isdigit() and word not in ("4090",) else word.upper() for word in entry.split("-")
-        ]
+        # Up to three digits are its memory (A100-40), more of them its name (RTX-4090).
+        wanted = [f"{word}GB" if word.isdigit() and len(word) < 4 else word.upper() for word in entry.split("-")]
         if all(word in words for word in wanted) and (best is None or len(wanted) > best[0]):
             best = (len(wanted), facts)
     return best[1] if best else None

@@ -38,12 +38,12 @@ TRIES = 4
 """How often a way is measured that never looks good."""
 
 
-def doubtful(seen: Sequence[NodeReport]) -> list[Way]:
+def doubtful(reports: Sequence[NodeReport]) -> list[Way]:
     """Ways to measure again: the worst few of each machine that could be the reason."""
-    said = _said(seen)
-    usual, usual_trip = _usual(_rates(said)), _usual_trip(said)
+    tries_of = _said(reports)
+    usual, usual_trip = _usual(_rates(tries_of)), _usual_trip(tries_of)
     rank: dict[Way, float] = {}
-    for way, tries in said.items():
+    for way, tries in tries_of.items():
         if len(tries) >= TRIES or _breaks(tries):
             continue
         rate, lost, late = _rate(tries), _loss(tries), _late(tries, usual_trip)
@@ -61,29 +61,31 @@ def doubtful(seen: Sequence[NodeReport]) -> list[Way]:
     return list(chosen)[:AGAIN_AT_MOST]
 
 
-def links(seen: Sequence[NodeReport]) -> Iterator[Finding]:
+def links(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     """What the measurements of all ways have told."""
-    said = _said(seen)
-    if not said:
+    tries_of = _said(reports)
+    if not tries_of:
         return
-    usual, usual_trip = _usual(_rates(said)), _usual_trip(said)
-    own = {node.name: node.own for node in seen}
-    ends = {way: [[one] for name in way for one in own[name]] for way in said}
-    lost = {way: max(map(_loss, ends[way]), default=0.0) for way in said}
-    trips = {way: max(usual_trip, *map(_trip, ends[way])) if ends[way] else usual_trip for way in said}
-    able = {way: min([usual, *(rate for one in ends[way] if (rate := _rate(one)) is not None)]) for way in said}
+    usual, usual_trip = _usual(_rates(tries_of)), _usual_trip(tries_of)
+    own = {node.name: node.own for node in reports}
+    ends = {way: [[one] for name in way for one in own[name]] for way in tries_of}
+    lost = {way: max(map(_loss, ends[way]), default=0.0) for way in tries_of}
+    trips = {way: max(usual_trip, *map(_trip, ends[way])) if ends[way] else usual_trip for way in tries_of}
+    able = {way: min([usual, *(rate for one in ends[way] if (rate := _rate(one)) is not None)]) for way in tries_of}
     lossy = {
-        way: tries for way, tries in said.items() if _always_lossy(tries) and _loss(tries) >= max(LOSS, 2 * lost[way])
+        way: tries
+        for way, tries in tries_of.items()
+        if _always_lossy(tries) and _loss(tries) >= max(LOSS, 2 * lost[way])
     }
     slow = {
-        way: rate for way, tries in said.items() if (rate := _rate(tries)) is not None and _is_slow(rate, able[way])
+        way: rate for way, tries in tries_of.items() if (rate := _rate(tries)) is not None and _is_slow(rate, able[way])
     }
-    late = {way: tries for way, tries in said.items() if _late(tries, trips[way])}
-    twice = {way: tries for way, tries in said.items() if _twice(tries) >= TWICE}
+    late = {way: tries for way, tries in tries_of.items() if _late(tries, trips[way])}
+    twice = {way: tries for way, tries in tries_of.items() if _twice(tries) >= TWICE}
     # TCP over a link that loses packets may be silent for long, and goes on all the same.
-    ends_early = {way: tries for way, tries in said.items() if _breaks(tries) and _loss(tries) < LOSS}
+    ends_early = {way: tries for way, tries in tries_of.items() if _breaks(tries) and _loss(tries) < LOSS}
     for bad in (lossy, slow, late, twice, ends_early):
-        _only_confirmed(bad, said)
+        _only_confirmed(bad, tries_of)
     slow = {way: rate for way, rate in slow.items() if way not in ends_early}
     if ends_early:
         yield _break_off(ends_early)
@@ -97,9 +99,9 @@ def links(seen: Sequence[NodeReport]) -> Iterator[Finding]:
             "(cat /proc/net/bonding/*; bridge link; sudo iptables -t mangle -S | grep TEE)",
         )
     if lossy:
-        yield _lossy({way: _loss(tries) for way, tries in lossy.items()}, len(said))
+        yield _lossy({way: _loss(tries) for way, tries in lossy.items()}, len(tries_of))
     if slow:
-        yield _slow(slow, usual, said, seen)
+        yield _slow(slow, usual, tries_of, reports)
     if late:
         yield _tell(
             "latency",
@@ -110,16 +112,16 @@ def links(seen: Sequence[NodeReport]) -> Iterator[Finding]:
         )
 
 
-def _only_confirmed(bad: dict[Way, Any], said: Mapping[Way, Sequence[Mapping[str, Any]]]) -> None:
+def _only_confirmed(bad: dict[Way, Any], tries_of: Mapping[Way, Sequence[Mapping[str, Any]]]) -> None:
     """Drop what was seen once, unless a way of the same machine was bad twice."""
-    machines = cover([way for way in bad if len(said[way]) > 1])
+    machines = cover([way for way in bad if len(tries_of[way]) > 1])
     for way in [way for way in bad if not {*way} & {*machines}]:
         del bad[way]
 
 
-def _said(seen: Sequence[NodeReport]) -> dict[Way, list[dict[str, Any]]]:
-    names = {node.name for node in seen}
-    return {(node.name, other): tries for node in seen for other, tries in node.measured.items() if other in names}
+def _said(reports: Sequence[NodeReport]) -> dict[Way, list[dict[str, Any]]]:
+    names = {node.name for node in reports}
+    return {(node.name, other): tries for node in reports for other, tries in node.measured.items() if other in names}
 
 
 def _broken(one: Mapping[str, Any]) -> str:
@@ -132,15 +134,17 @@ def _breaks(tries: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _twice(tries: Sequence[Mapping[str, Any]]) -> float:
-    return min((int(one.get("twice") or 0) / int(one["sent"]) for one in tries if one.get("sent")), default=0.0)
+    return min(
+        (int(attempt.get("twice") or 0) / int(attempt["sent"]) for attempt in tries if attempt.get("sent")), default=0.0
+    )
 
 
 def _rate(tries: Sequence[Mapping[str, Any]]) -> float | None:
-    return max((float(one["mbit_s"]) for one in tries if one.get("mbit_s")), default=None)
+    return max((float(attempt["mbit_s"]) for attempt in tries if attempt.get("mbit_s")), default=None)
 
 
-def _rates(said: Mapping[Way, Sequence[Mapping[str, Any]]]) -> dict[Way, float]:
-    return {way: rate for way, tries in said.items() if (rate := _rate(tries)) is not None}
+def _rates(tries_of: Mapping[Way, Sequence[Mapping[str, Any]]]) -> dict[Way, float]:
+    return {way: rate for way, tries in tries_of.items() if (rate := _rate(tries)) is not None}
 
 
 def _usual(rates: Mapping[Way, float]) -> float:
@@ -163,16 +167,16 @@ def _loss(tries: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _always_lossy(tries: Sequence[Mapping[str, Any]]) -> bool:
-    return all(one["lost"] for one in tries if one.get("lost") is not None)
+    return all(attempt["lost"] for attempt in tries if attempt.get("lost") is not None)
 
 
 def _trip(tries: Sequence[Mapping[str, Any]]) -> float:
-    return min((float(one["rtt_ms"][0]) for one in tries if one.get("rtt_ms")), default=0.0)
+    return min((float(attempt["rtt_ms"][0]) for attempt in tries if attempt.get("rtt_ms")), default=0.0)
 
 
-def _usual_trip(said: Mapping[Way, Sequence[Mapping[str, Any]]]) -> float:
+def _usual_trip(tries_of: Mapping[Way, Sequence[Mapping[str, Any]]]) -> float:
     best: dict[str, float] = {}
-    for way, tries in said.items():
+    for way, tries in tries_of.items():
         for node in way if _trip(tries) else ():
             best[node] = min(best.get(node, float("inf")), _trip(tries))
     return median(best.values()) if best else 0.0
@@ -201,12 +205,15 @@ def _lossy(loss: Mapping[Way, float], ways: int) -> Finding:
 
 
 def _slow(
-    slow: Mapping[Way, float], usual: float, said: Mapping[Way, Sequence[Mapping[str, Any]]], seen: Sequence[NodeReport]
+    slow: Mapping[Way, float],
+    usual: float,
+    tries_of: Mapping[Way, Sequence[Mapping[str, Any]]],
+    reports: Sequence[NodeReport],
 ) -> Finding:
     worst = min(slow.values())
-    known = {interface for node in seen for interface in node.facts.get("ways", {}).values() if interface}
+    known = {interface for node in reports for interface in node.facts.get("ways", {}).values() if interface}
     device = next(iter(known)) if len(known) == 1 else "INTERFACE"
-    told = {way: rate_text(rate) + _repeated(said[way]) for way, rate in slow.items()}
+    told = {way: rate_text(rate) + _repeated(tries_of[way]) for way, rate in slow.items()}
     more = " or more" if usual == COMPARABLE_MBIT_S else ""
     others = f"the usual is {rate_text(usual)}{more}" if usual > worst / SLOW else "the others are no better"
     return _tell(
@@ -223,7 +230,7 @@ def _break_off(ends_early: Mapping[Way, Sequence[Mapping[str, Any]]]) -> Finding
     told = {}
     words = {"stalled": "stalls after", "reset": "is reset after"}
     for way, tries in ends_early.items():
-        carried = [int(one["carried"]) for one in tries if one.get("carried")]
+        carried = [int(attempt["carried"]) for attempt in tries if attempt.get("carried")]
         how = _broken(tries[-1])
         size = f" {min(carried) / 1e6:.1f} MB" if carried else " it was opened"
         told[way] = f"a stream {words[how]}{size}" if how in words else how
@@ -246,7 +253,7 @@ def _side(nodes: Sequence[str], ways: Mapping[Way, str]) -> str:
 
 
 def _repeated(tries: Sequence[Mapping[str, Any]]) -> str:
-    again = sum(int(one.get("retransmitted") or 0) for one in tries)
+    again = sum(int(attempt.get("retransmitted") or 0) for attempt in tries)
     return f", {again} segments sent again" if again else ""
 
 

@@ -6,8 +6,9 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from dtctl import node_facts
 from dtctl.doctor.findings import Finding, cover, odd_ones
-from dtctl.doctor.node_report import REACHED, NodeReport
+from dtctl.doctor.node_report import MEETING, REACHED, NodeReport
 from dtctl.doctor.used import is_loopback, route
 
 RAN = ("duplicate-mac", "duplicate-address", "duplicate-hostname", "loopback-name", "names", "ephemeral-ports",
@@ -24,21 +25,21 @@ _WORDS = {
 }
 
 
-def names(seen: Sequence[NodeReport], wanted: Sequence[str] = ()) -> Iterator[Finding]:
+def names(reports: Sequence[NodeReport], wanted: Sequence[str] = ()) -> Iterator[Finding]:
     """Host names: no node may take its own for a loopback address, and all have to mean the same by each.
 
     Args:
-        seen: the nodes.
+        reports: the nodes.
         wanted: other names that they have looked up, and that matter.
     """
     looped = {}
-    for node in seen:
+    for node in reports:
         own = node.facts["looked_up"].get(node.facts["hostname"])
         if own and is_loopback(own[0]):
             looped[node.name] = own[0]
     if looped:
         lines = tuple(f"{name}: its host name means {address} there" for name, address in looped.items())
-        hosts = {node.name: (node.facts["hostname"], node.address) for node in seen}
+        hosts = {node.name: (node.facts["hostname"], node.address) for node in reports}
         typed = "; ".join(f"on {name}: {_named_right(name, *hosts[name])}" for name in list(looped)[:2])
         yield Finding(
             check="loopback-name",
@@ -49,10 +50,10 @@ def names(seen: Sequence[NodeReport], wanted: Sequence[str] = ()) -> Iterator[Fi
             fix=f"{typed}; or set GLOO_SOCKET_IFNAME and torchrun --local-addr (dtctl launch does)",
             evidence=lines,
         )
-    yield from _same_names(seen)
+    yield from _same_names(reports)
     lost = {
         node.name: ", ".join(found) or "nothing"
-        for node in seen
+        for node in reports
         if (found := node.facts["looked_up"].get("localhost")) is not None
         and not (found and all(map(is_loopback, found)))
     }
@@ -66,19 +67,19 @@ def names(seen: Sequence[NodeReport], wanted: Sequence[str] = ()) -> Iterator[Fi
             f"for it",
             evidence=tuple(f"{node}: localhost is {address}" for node, address in lost.items()),
         )
-    hosts_of = {node.facts["hostname"] for node in seen}
-    every = dict.fromkeys(name for node in seen for name in node.facts["looked_up"] if name != "localhost")
+    hosts_of = {node.facts["hostname"] for node in reports}
+    every = dict.fromkeys(name for node in reports for name in node.facts["looked_up"] if name != "localhost")
     bad: dict[tuple[str, ...], list[Finding]] = {}
     for name in every:
         if name not in hosts_of and name not in wanted:
             continue
         said = {
             node.name: ", ".join(sorted(found))
-            for node in seen
+            for node in reports
             if (found := node.facts["looked_up"].get(name)) is not None and not (found and is_loopback(found[0]))
         }
         # Between two nodes, what is really the address of one of them is right.
-        real = {address for node in seen for address in node.facts["addresses"]}
+        real = {address for node in reports for address in node.facts["addresses"]}
         odd, usual = odd_ones(said)
         if odd and usual is None:
             right = {text for text in said.values() if any(part in real for part in text.split(", "))}
@@ -90,7 +91,9 @@ def names(seen: Sequence[NodeReport], wanted: Sequence[str] = ()) -> Iterator[Fi
             bad.setdefault(odd, []).append(
                 Finding(
                     check="names",
-                    status="fail" if name in {node.facts["hostname"] for node in seen if node.name in odd} else "warn",
+                    status="fail"
+                    if name in {node.facts["hostname"] for node in reports if node.name in odd}
+                    else "warn",
                     nodes=odd,
                     summary=f"{name} does not mean the same address everywhere ({told})",
                     fix=f"give {name} the address {usual or 'it really has'} in /etc/hosts of {', '.join(odd)}",
@@ -110,9 +113,9 @@ def _named_right(node: str, hostname: str, address: str) -> str:
     )
 
 
-def _same_names(seen: Sequence[NodeReport]) -> Iterator[Finding]:
+def _same_names(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     owners: dict[str, list[str]] = {}
-    for node in seen:
+    for node in reports:
         owners.setdefault(node.facts["hostname"], []).append(node.name)
     for name, who in owners.items():
         if len(who) > 1:
@@ -129,14 +132,14 @@ def _same_names(seen: Sequence[NodeReport]) -> Iterator[Finding]:
             )
 
 
-def addresses(seen: Sequence[NodeReport]) -> Iterator[Finding]:
+def addresses(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     """Addresses that several nodes have, and interfaces whose packets have different sizes.
 
     An address that is on every node and that no traffic uses (docker0) is no trouble.
     """
-    used = {node.address for node in seen}
+    used = {node.address for node in reports}
     owners: dict[str, list[str]] = {}
-    for node in seen:
+    for node in reports:
         for address in node.facts["addresses"]:
             if address in used and not is_loopback(address):
                 owners.setdefault(address, []).append(node.name)
@@ -150,8 +153,22 @@ def addresses(seen: Sequence[NodeReport]) -> Iterator[Finding]:
                 fix=f"take it from all but one: sudo ip addr del {address}/PREFIX dev INTERFACE",
                 evidence=tuple(f"{owner} has {address}" for owner in who),
             )
-    yield from _macs(seen)
-    mtu = {node.name: size for node in seen if (size := _mtu(node, seen))}
+    yield from _macs(reports)
+    nowhere = tuple(
+        node.name for node in reports if node.facts["addresses"] and "127.0.0.1" not in node.facts["addresses"]
+    )
+    if nowhere:
+        yield Finding(
+            check="interface",
+            status="warn",
+            nodes=nowhere,
+            summary=f"{', '.join(nowhere)}: no interface has 127.0.0.1, at which programs of one machine meet",
+            fix=f"on {', '.join(nowhere)}: sudo ip link set lo up; sudo ip addr add 127.0.0.1/8 dev lo",
+            evidence=tuple(
+                f"{node.name}: {', '.join(node.facts['addresses'])}" for node in reports if node.name in nowhere
+            ),
+        )
+    mtu = {node.name: size for node in reports if (size := _mtu(node, reports))}
     odd, usual = odd_ones(mtu)
     if odd:
         yield Finding(
@@ -160,7 +177,7 @@ def addresses(seen: Sequence[NodeReport]) -> Iterator[Finding]:
             nodes=odd,
             summary="the MTU differs between nodes: " + ", ".join(f"{node} {size}" for node, size in mtu.items()),
             fix="; ".join(
-                f"on {name}: sudo ip link set dev {_way_of(name, seen)} mtu {usual or min(mtu.values())}"
+                f"on {name}: sudo ip link set dev {_way_of(name, reports)} mtu {usual or min(mtu.values())}"
                 for name in odd[:4]
                 if usual or mtu[name] != min(mtu.values())
             ),
@@ -168,14 +185,14 @@ def addresses(seen: Sequence[NodeReport]) -> Iterator[Finding]:
         )
 
 
-def _macs(seen: Sequence[NodeReport]) -> Iterator[Finding]:
+def _macs(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     """Network cards with one hardware address, of the interfaces that the nodes reach each other by."""
     owners: dict[str, list[tuple[str, str]]] = {}
-    for node in seen:
-        way = route(node, seen)
-        for one in node.facts["interfaces"]:
-            if one["name"] == way and one["mac"].strip("0:"):
-                owners.setdefault(one["mac"], []).append((node.name, way))
+    for node in reports:
+        way = route(node, reports)
+        for interface in node.facts["interfaces"]:
+            if interface["name"] == way and interface["mac"].strip("0:"):
+                owners.setdefault(interface["mac"], []).append((node.name, way))
     for mac, who in owners.items():
         if len(who) > 1:
             names_of = tuple(name for name, _ in who)
@@ -191,13 +208,13 @@ def _macs(seen: Sequence[NodeReport]) -> Iterator[Finding]:
             )
 
 
-def _way_of(name: str, seen: Sequence[NodeReport]) -> str:
-    return next((route(node, seen) for node in seen if node.name == name), "") or "INTERFACE"
+def _way_of(name: str, reports: Sequence[NodeReport]) -> str:
+    return next((route(node, reports) for node in reports if node.name == name), "") or "INTERFACE"
 
 
-def ports(seen: Sequence[NodeReport]) -> Iterator[Finding]:
+def ports(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     """Ranges of ephemeral ports that are too small for a job's connections."""
-    sizes = {node.name: (have[1] - have[0] + 1, have) for node in seen if len(have := node.facts["ports"]) == 2}
+    sizes = {node.name: (have[1] - have[0] + 1, have) for node in reports if len(have := node.facts["ports"]) == 2}
     for status, low, high in (("fail", 0, FEW_PORTS), ("warn", FEW_PORTS, SCARCE_PORTS)):
         few = {name: have for name, (size, have) in sizes.items() if low <= size < high}
         if few:
@@ -215,32 +232,32 @@ def ports(seen: Sequence[NodeReport]) -> Iterator[Finding]:
             )
 
 
-def _mtu(node: NodeReport, seen: Sequence[NodeReport]) -> int:
+def _mtu(node: NodeReport, reports: Sequence[NodeReport]) -> int:
     """MTU of the interface towards the other nodes; 0 when not known."""
     sizes = {interface["name"]: int(interface["mtu"]) for interface in node.facts["interfaces"]}
-    ways = [node.facts["ways"].get(other.address, "") for other in seen if other is not node]
+    ways = [node.facts["ways"].get(other.address, "") for other in reports if other is not node]
     return next((sizes[way] for way in ways if way in sizes), 0)
 
 
 def pairs(
-    seen: Sequence[NodeReport], *, rendezvous: Sequence[int], fixed: bool, explained: Collection[str] = ()
+    reports: Sequence[NodeReport], *, rendezvous: Sequence[int], fixed: bool, explained: Collection[str] = ()
 ) -> Iterator[Finding]:
     """What the calls between all ordered pairs of nodes have told.
 
     Args:
-        seen: the nodes that took part, the head node first.
+        reports: the nodes that took part, the head node first.
         rendezvous: the rendezvous port, or candidates for it.
         fixed: whether the spec demands that port.
         explained: nodes that are not reached for another reason, which is told already.
     """
-    head = seen[0]
+    head = reports[0]
     port = head.ports.get("rendezvous", 1)
     if port < 0:
         yield _taken(head, rendezvous[0], -port, fixed=fixed)
-    failed: dict[str, list[_Call]] = {"data": [], "rendezvous": []}
+    failed: dict[str, list[_Call]] = {"data": [], "rendezvous": [], "later": []}
     alone: dict[str, Mapping[str, Any]] = {}
-    alive = {node.name for node in seen} - {*explained}
-    for node in seen:
+    alive = {node.name for node in reports} - {*explained}
+    for node in reports:
         for answer in node.answers:
             # A node that has gone in the meantime answers nobody, which is told already.
             if answer["result"] not in _WORDS or answer["node"] not in alive or answer["kind"] == REACHED:
@@ -249,28 +266,31 @@ def pairs(
                 if answer["result"] != "stranger":  # its address is another's, too, which is told already
                     alone.setdefault(node.name, answer)
                 continue
-            kind = "rendezvous" if answer["kind"] == "rendezvous" else "data"
+            kind = "rendezvous" if answer["kind"] in ("rendezvous", MEETING) else "data"
+            if answer["kind"] == MEETING and answer["node"] != head.name:
+                kind = "later"
             failed[kind].append((node.name, answer["node"], answer))
     # Where the data ports fail too, the rendezvous port is only one more of them.
     also = {(caller, called) for caller, called, _ in failed["data"]}
-    failed["rendezvous"] = [one for one in failed["rendezvous"] if one[:2] not in also]
+    for kind in ("rendezvous", "later"):
+        failed[kind] = [one for one in failed[kind] if one[:2] not in also]
     blamed: set[str] = set()
     for kind, calls in failed.items():
         if calls:
-            found = _blocked(kind, calls, seen)
-            blamed |= {*found.nodes}
-            yield found
+            finding = _blocked(kind, calls, reports, fixed=fixed)
+            blamed |= {*finding.nodes}
+            yield finding
     for name, call in alone.items():
         if name not in blamed:
-            yield _itself(next(node for node in seen if node.name == name), call)
-    yield from _through(seen)
+            yield _itself(next(node for node in reports if node.name == name), call)
+    yield from _through(reports)
 
 
 _Call = tuple[str, str, Mapping[str, Any]]
 
 
 def _itself(node: NodeReport, answer: Mapping[str, Any]) -> Finding:
-    down = any(one["name"] == "lo" and not one["up"] for one in node.facts["interfaces"])
+    down = any(interface["name"] == "lo" and not interface["up"] for interface in node.facts["interfaces"])
     return Finding(
         check="data-ports",
         status="fail",
@@ -298,22 +318,22 @@ def _taken(head: NodeReport, port: int, number: int, *, fixed: bool) -> Finding:
     )
 
 
-def _blocked(kind: str, failed: Sequence[_Call], seen: Sequence[NodeReport]) -> Finding:
+def _blocked(kind: str, failed: Sequence[_Call], reports: Sequence[NodeReport], *, fixed: bool) -> Finding:
     ways = list(dict.fromkeys((caller, called) for caller, called, _ in failed))
-    routed = [(caller, text) for caller, called in ways if (text := _misrouted(caller, called, seen))]
+    routed = [(caller, text) for caller, called in ways if (text := _misrouted(caller, called, reports))]
     nodes = tuple(dict.fromkeys(caller for caller, _ in routed)) or cover(ways)
     peers = tuple(dict.fromkeys(name for way in ways for name in way if name not in nodes))
-    number = sorted({int(answer["port"]) for _, _, answer in failed})[0]
-    which = f"the rendezvous port {number}" if kind == "rendezvous" else "random ports, as workers use them,"
+    numbers = sorted({int(answer["port"]) for _, _, answer in failed})
+    which, range_ = _which(kind, numbers, ways, reports, fixed=fixed)
     by_result: dict[str, list[tuple[str, str]]] = {}
     for caller, called, answer in failed:
         by_result.setdefault(str(answer["result"]), []).append((caller, called))
     # A refusal says more than silence: a filter that knows no connections drops the answers to the way out as well.
     told = "; ".join(f"{_WORDS[word]}: {_ways(by_result[word])}" for word in reversed(_WORDS) if word in by_result)
-    typed = [text for _, text in routed] or _opened(ways, nodes, seen, number if kind == "rendezvous" else 0)
+    typed = [text for _, text in routed] or _opened(ways, nodes, reports, range_)
     return Finding(
-        check="rendezvous-port" if kind == "rendezvous" else "data-ports",
-        status="fail",
+        check="data-ports" if kind == "data" else "rendezvous-port",
+        status="warn" if kind == "later" else "fail",
         nodes=nodes,
         peers=peers,
         summary=f"connections to {which} {told}",
@@ -329,37 +349,62 @@ def _blocked(kind: str, failed: Sequence[_Call], seen: Sequence[NodeReport]) -> 
     )
 
 
-def _opened(ways: Sequence[tuple[str, str]], nodes: Sequence[str], seen: Sequence[NodeReport], port: int) -> list[str]:
+def _which(
+    kind: str, numbers: Sequence[int], ways: Sequence[tuple[str, str]], reports: Sequence[NodeReport], *, fixed: bool
+) -> tuple[str, str]:
+    """Which ports it is about, in words, and those to let through; empty for all that the kernel gives out."""
+    tried = ", ".join(map(str, numbers[:4])) + (" ..." if len(numbers) > 4 else "")
+    if kind == "data":
+        passed = any(
+            call["result"] == "ok" and call["kind"] != MEETING and (node.name, call["node"]) in ways
+            for node in reports
+            for call in node.answers
+        )
+        some = f"some of the ports that workers are given ({tried}; others pass)"
+        return some if passed else "random ports, as workers use them,", ""
+    if fixed:
+        return f"the rendezvous port {numbers[0]}", str(numbers[0])
+    range_ = f"{node_facts.FIRST_PORT}:{node_facts.LAST_PORT}"
+    if kind == "later":
+        instead = "at which workers meet if the head node is lost and another takes its place"
+        return f"ports {instead} ({range_}, tried {tried})", range_
+    return f"ports of which each launch takes one for its rendezvous ({range_}, tried {tried})", range_
+
+
+def _opened(
+    ways: Sequence[tuple[str, str]], nodes: Sequence[str], reports: Sequence[NodeReport], port: str
+) -> list[str]:
     """Commands that let these ways through, on the nodes to act on; of a single way on either of its ends."""
-    of = {node.name: node for node in seen}
-    found = []
+    of = {node.name: node for node in reports}
+    commands = []
     for name in nodes if len(ways) > 1 else dict.fromkeys(name for way in ways for name in reversed(way)):
         into = [caller for caller, called in ways if called == name]
         out = [called for caller, called in ways if caller == name]
         if into:
-            range_ = str(port) if port else ":".join(map(str, of[name].facts["ports"])) or "32768:60999"
+            range_ = port or ":".join(map(str, of[name].facts["ports"])) or "32768:60999"
             sources = ",".join(of[one].address for one in into)
-            found.append(
+            commands.append(
                 f"on {name}: let TCP {range_} in from {', '.join(into)}: sudo iptables -I INPUT -p tcp -s {sources} "
                 f"--dport {range_} -j ACCEPT"
             )
         if out:
-            range_ = str(port) if port else "32768:60999"
+            range_ = port or "32768:60999"
             targets = ",".join(of[one].address for one in out)
-            found.append(
+            commands.append(
                 f"on {name}: let TCP {range_} out to {', '.join(out)}: sudo iptables -I OUTPUT -p tcp -d {targets} "
                 f"--dport {range_} -j ACCEPT"
             )
-    return found
+    return commands
 
 
-def _misrouted(caller: str, called: str, seen: Sequence[NodeReport]) -> str:
+def _misrouted(caller: str, called: str, reports: Sequence[NodeReport]) -> str:
     """What to type where a node's own table leads its packets astray; empty where it does not."""
-    of = {node.name: node for node in seen}
+    of = {node.name: node for node in reports}
     one, other = of[caller], of[called]
     address = other.data_address
     usual = next(
-        (way for node in seen if node.name not in (caller, called) if (way := one.facts["ways"].get(node.address))), ""
+        (way for node in reports if node.name not in (caller, called) if (way := one.facts["ways"].get(node.address))),
+        "",
     )
     way = one.facts["ways"].get(other.address, "")
     if address == other.address and not way:
@@ -377,8 +422,8 @@ def _misrouted(caller: str, called: str, seen: Sequence[NodeReport]) -> str:
     known = one.facts["neighbours"].get(address, "")
     if known and known not in macs:
         return (
-            f"{caller} sends to {called} at {known}, which is no network card of it: on {caller}: sudo ip neigh del "
-            f"{address} dev {way or 'INTERFACE'}"
+            f"{caller} sends to {called} at {known}, which is not one of its network cards: on {caller}: "
+            f"sudo ip neigh del {address} dev {way or 'INTERFACE'}"
         )
     return ""
 
@@ -388,10 +433,10 @@ def _ways(ways: Sequence[tuple[str, str]]) -> str:
     return ", ".join(told[:6]) + (" ..." if len(told) > 6 else "")
 
 
-def _through(seen: Sequence[NodeReport]) -> Iterator[Finding]:
+def _through(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     """Calls that were answered, and yet: large packets lost, another node answered, addresses translated."""
     large, strange, seen_as = [], [], []
-    for node in seen:
+    for node in reports:
         for answer in node.answers:
             way = (node.name, str(answer["node"]))
             if answer["kind"] == REACHED or answer["node"] == node.name:
@@ -411,8 +456,8 @@ def _through(seen: Sequence[NodeReport]) -> Iterator[Finding]:
             nodes=nodes,
             peers=tuple(dict.fromkeys(name for way in ways for name in way if name not in nodes)),
             summary=f"large packets are lost, small ones arrive: {_ways(ways)}",
-            fix=f"set the same MTU everywhere on the way (ip link show {_way_of(nodes[0], seen)}; switch, tunnel), let "
-            f"ICMP `fragmentation needed` pass, or on both ends: sudo sysctl -w net.ipv4.tcp_mtu_probing=1",
+            fix=f"set the same MTU everywhere on the way (ip link show {_way_of(nodes[0], reports)}; switch, tunnel), "
+            "let ICMP `fragmentation needed` pass, or on both ends: sudo sysctl -w net.ipv4.tcp_mtu_probing=1",
             evidence=tuple(f"{caller} -> {called}: connected, 256 KiB did not arrive" for caller, called in ways[:8]),
             ways=tuple(ways),
         )

@@ -44,17 +44,17 @@ NEEDED = frozenset(
 """What torch imports besides the standard library."""
 
 
-def reach(seen: Sequence[NodeReport], neighbours: Mapping[str, str] | None = None) -> Iterator[Finding]:
+def reach(reports: Sequence[NodeReport], neighbours: Mapping[str, str] | None = None) -> Iterator[Finding]:
     """Nodes that could not be asked, one finding for each reason, and logins that take long.
 
     Args:
-        seen: the nodes.
+        reports: the nodes.
         neighbours: address -> hardware address, as this machine knows them.
     """
-    twins = _twins(seen, neighbours or {})
+    twins = _twins(reports, neighbours or {})
     if twins:
         yield twins
-    for node in seen:
+    for node in reports:
         if node.error is not None:
             check = _reach_check(node.error)
             yield _start(node) or Finding(
@@ -65,12 +65,13 @@ def reach(seen: Sequence[NodeReport], neighbours: Mapping[str, str] | None = Non
                 fix=_fix_of(check, node),
                 evidence=(f"{type(node.error).__name__}: {node.error.message}",),
             )
-    quick = [min(node.login_s) for node in seen if node.login_s and node.error is None]
+    quick = [min(node.login_s) for node in reports if node.login_s and node.error is None]
     if len(quick) > 1:
         usual = sorted(quick)[(len(quick) - 1) // 2]
+        yield from _slow_python(reports, usual)
         late = {
             node.name: min(node.login_s)
-            for node in seen
+            for node in reports
             if node.error is None and len(node.login_s) > 1 and min(node.login_s) > max(LATE_LOGIN_S, 4 * usual)
         }
         yield from per_node(
@@ -86,10 +87,28 @@ def reach(seen: Sequence[NodeReport], neighbours: Mapping[str, str] | None = Non
         )
 
 
-def _twins(seen: Sequence[NodeReport], neighbours: Mapping[str, str]) -> Finding | None:
+def _slow_python(reports: Sequence[NodeReport], usual: float) -> Iterator[Finding]:
+    """Nodes whose shell is quick and whose Python is not, each time."""
+    late = {
+        node.name: min(node.python_s)
+        for node in reports
+        if node.error is None and node.python_s and min(node.python_s) > max(LATE_LOGIN_S, 4 * usual)
+        and node.login_s[-1] < min(node.python_s) / 2
+    }  # fmt: skip
+    yield from per_node(
+        "slow-login",
+        {name: f"{took_s:.1f} s until Python runs, on the others {usual:.1f} s" for name, took_s in late.items()},
+        "is the Python of cluster.python a wrapper that waits, or on a slow file system? try `time PYTHON -c pass` "
+        "there; modules that a .pth file or sitecustomize imports take their time, too (PYTHON -X importtime -c pass)",
+        summary="Python takes long to start, and every worker with it",
+        status="warn",
+    )
+
+
+def _twins(reports: Sequence[NodeReport], neighbours: Mapping[str, str]) -> Finding | None:
     """Nodes of which one does not answer, and that have one hardware address as this machine sees them."""
-    lost = [node for node in seen if isinstance(node.error, ConnectError)]
-    cards = {node.name: neighbours.get(node.target) for node in seen}
+    lost = [node for node in reports if isinstance(node.error, ConnectError)]
+    cards = {node.name: neighbours.get(node.target) for node in reports}
     for node in lost:
         same = [other for other, card in cards.items() if card and card == cards[node.name]]
         if len(same) > 1:
@@ -196,9 +215,9 @@ def per_node(
         )
 
 
-def limits(seen: Sequence[NodeReport]) -> Iterator[Finding]:
+def limits(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     """Limits of a process started over the link, which is what workers get."""
-    nofile = {n.name: n.facts["limits"]["nofile"] for n in seen}
+    nofile = {n.name: n.facts["limits"]["nofile"] for n in reports}
     low = {name: f"soft {soft}, hard {hard}" for name, (soft, hard) in nofile.items() if 0 <= soft < MIN_NOFILE}
     yield from per_node(
         "nofile",
@@ -206,15 +225,15 @@ def limits(seen: Sequence[NodeReport]) -> Iterator[Finding]:
         "add `ulimit -n $(ulimit -Hn)` to job.setup, or raise nofile in /etc/security/limits.conf and restart sshd",
         summary="too few files may be open; NCCL and gloo need some per peer",
     )
-    memlock = {n.name: n.facts["limits"]["memlock"] for n in seen if n.facts["rdma"]}
+    memlock = {n.name: n.facts["limits"]["memlock"] for n in reports if n.facts["rdma"]}
     yield from per_node(
         "memlock",
         {name: f"soft {soft} bytes" for name, (soft, _) in memlock.items() if 0 <= soft < MIN_MEMLOCK},
         "set `* - memlock unlimited` in /etc/security/limits.conf and restart sshd (or slurmd)",
         summary="RDMA may not lock enough memory",
     )
-    yield from _allowed(seen)
-    shm = {n.name: n.facts["shm"] for n in seen if n.facts["shm"]["total"]}
+    yield from _allowed(reports)
+    shm = {n.name: n.facts["shm"] for n in reports if n.facts["shm"]["total"]}
     small = {name: one for name, one in shm.items() if one["total"] <= MIN_SHM}
     full = {
         name: one
@@ -237,21 +256,25 @@ def limits(seen: Sequence[NodeReport]) -> Iterator[Finding]:
     )
     yield from per_node(
         "shm",
-        {n.name: n.facts["shm"]["why"] for n in seen if n.facts["shm"].get("why") and n.name not in {**small, **full}},
+        {
+            n.name: n.facts["shm"]["why"]
+            for n in reports
+            if n.facts["shm"].get("why") and n.name not in {**small, **full}
+        },
         "sudo mount -o remount,rw /dev/shm, or sudo mount -t tmpfs -o mode=1777,size=50% tmpfs /dev/shm",
         summary="nothing can be written to shared memory (/dev/shm)",
     )
 
 
-def _allowed(seen: Sequence[NodeReport]) -> Iterator[Finding]:
+def _allowed(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     """What control groups and limits leave to the workers."""
-    free = {n.name: _memory(n) for n in seen}
-    short = {n.name for n in seen if 0 <= free[n.name] < WORKER_BYTES * n.slots}
-    tight = {n.name for n in seen if n.name not in short and 0 <= free[n.name] < COMFORT_BYTES * n.slots}
+    free = {n.name: _memory(n) for n in reports}
+    short = {n.name for n in reports if 0 <= free[n.name] < WORKER_BYTES * n.slots}
+    tight = {n.name for n in reports if n.name not in short and 0 <= free[n.name] < COMFORT_BYTES * n.slots}
     for status, names in (("fail", short), ("warn", tight)):
         yield from per_node(
             "memory",
-            {n.name: f"{free[n.name] // MIB} MiB for {n.slots} workers" for n in seen if n.name in names},
+            {n.name: f"{free[n.name] // MIB} MiB for {n.slots} workers" for n in reports if n.name in names},
             "raise the memory limit of the control group: --mem of Slurm, MemoryMax= of the systemd slice, --memory "
             "of the "
             "container (cat /proc/self/cgroup; memory.max); or end what takes the memory: free -g",
@@ -262,17 +285,17 @@ def _allowed(seen: Sequence[NodeReport]) -> Iterator[Finding]:
         "processes",
         {
             n.name: f"{n.facts['pids_free']} more"
-            for n in seen
+            for n in reports
             if 0 <= n.facts["pids_free"] < MIN_PIDS + WORKER_PIDS * n.slots
         },
         "raise TasksMax= of the systemd slice, --pids-limit of the container (pids.max of the control group)",
         summary="too few processes and threads may be started; a worker of torch takes a dozen",
     )
-    cores = {n.name: _cores(n) for n in seen}
+    cores = {n.name: _cores(n) for n in reports}
     most = max(cores.values(), default=0.0)
     few = {
         n.name: f"{cores[n.name]:.3g} of {n.facts['machine_cpus']} cores, for {n.slots} workers"
-        for n in seen
+        for n in reports
         if cores[n.name] * FEW_WORKERS_PER_CORE < n.slots or cores[n.name] <= most / 2
     }
     yield from per_node(
@@ -285,7 +308,7 @@ def _allowed(seen: Sequence[NodeReport]) -> Iterator[Finding]:
         status="warn",
     )
     low = {}
-    for n in seen:
+    for n in reports:
         has = n.facts["limits"]
         for name, least, words in (
             ("as", MIN_ADDRESS_SPACE, "address space (ulimit -v, as, LimitAS=)"),
@@ -316,9 +339,9 @@ def _cores(node: NodeReport) -> float:
     return min(cores, quota) if quota > 0 else cores
 
 
-def storage(seen: Sequence[NodeReport], workdir: str) -> Iterator[Finding]:
+def storage(reports: Sequence[NodeReport], workdir: str) -> Iterator[Finding]:
     """Whether each node has room and the right to write, and the files that the job needs."""
-    disks = {n.name: n.facts["disk"] for n in seen}
+    disks = {n.name: n.facts["disk"] for n in reports}
     # Of some file systems nobody knows how many inodes there are: 0.
     none_left = {
         n: d for n, d in disks.items() if d["inodes"] and d["free_inodes"] < MIN_INODES and d["free"] >= MIN_DISK
@@ -334,7 +357,7 @@ def storage(seen: Sequence[NodeReport], workdir: str) -> Iterator[Finding]:
         summary=f"the disk of {workdir} has room, and no inodes for more files",
     )
     fix = f"free some space (`df -h {workdir}; df -i {workdir}`), or set cluster.workdir to another disk"
-    read_only = {n.name for n in seen if "Read-only" in n.facts["writable"]}
+    read_only = {n.name for n in reports if "Read-only" in n.facts["writable"]}
     yield from per_node(
         "disk",
         _spaces({n: d for n, d in full.items() if n not in read_only}),
@@ -346,7 +369,7 @@ def storage(seen: Sequence[NodeReport], workdir: str) -> Iterator[Finding]:
         "workdir",
         {
             n.name: n.facts["writable"]
-            for n in seen
+            for n in reports
             if n.facts["writable"] and (n.name not in {**full, **none_left} or n.name in read_only)
         },
         "set cluster.workdir to a folder that the login user may write to",
@@ -354,20 +377,20 @@ def storage(seen: Sequence[NodeReport], workdir: str) -> Iterator[Finding]:
     )
     yield from per_node(
         "workdir",
-        {n.name: f"{n.facts['disk']['path']} is mounted noexec" for n in seen if n.facts["disk"]["noexec"]},
+        {n.name: f"{n.facts['disk']['path']} is mounted noexec" for n in reports if n.facts["disk"]["noexec"]},
         "programs and extensions that a job builds cannot be run from it: set cluster.workdir to another disk, or "
         "sudo mount "
         "-o remount,exec there",
         summary=f"nothing in {workdir} can be executed",
         status="warn",
     )
-    yield from _tmp(seen)
+    yield from _tmp(reports)
     for check, kind, fix in (
         ("cache", "written to", "set {names} to a folder that the login user may write to, or leave it out"),
         ("file-variable", "found", "set {names} to a file that is there on every node, or unset it"),
     ):
         lost: dict[str, dict[str, str]] = {}
-        for n in seen:
+        for n in reports:
             for name, why in n.facts["files"].items():
                 if (name in WRITTEN or name.endswith(WRITTEN_ENDS)) == (check == "cache"):
                     lost.setdefault(name, {})[n.name] = why
@@ -381,16 +404,16 @@ def storage(seen: Sequence[NodeReport], workdir: str) -> Iterator[Finding]:
             )
     yield from per_node(
         "path",
-        {n.name: ", ".join(n.facts["missing"]) for n in seen if n.facts["missing"]},
+        {n.name: ", ".join(n.facts["missing"]) for n in reports if n.facts["missing"]},
         "bring it to the same path on these nodes (rsync -a), or put it on a shared file system",
         summary="a path that the job needs does not exist: "
-        + ", ".join(sorted({path for n in seen for path in n.facts["missing"]})),
+        + ", ".join(sorted({path for n in reports for path in n.facts["missing"]})),
     )
 
 
-def _tmp(seen: Sequence[NodeReport]) -> Iterator[Finding]:
+def _tmp(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     """Where temporary files go: compilers, torch's inductor and data loaders use it."""
-    tmp = {n.name: n.facts["tmp"] for n in seen}
+    tmp = {n.name: n.facts["tmp"] for n in reports}
     bad = {name: one["why"] for name, one in tmp.items() if one["why"]}
     for name, one in tmp.items():
         if one["total"] and one["free"] < TMP_FULL and "Read-only" not in one["why"]:
@@ -423,14 +446,14 @@ def _tmp(seen: Sequence[NodeReport]) -> Iterator[Finding]:
     )
 
 
-def python(seen: Sequence[NodeReport], confirmed: Mapping[str, Collection[str]]) -> Iterator[Finding]:
+def python(reports: Sequence[NodeReport], confirmed: Mapping[str, Collection[str]]) -> Iterator[Finding]:
     """Whether the job's Python starts with the job's variables, and finds its own modules.
 
     Args:
-        seen: the nodes.
+        reports: the nodes.
         confirmed: node -> hidden modules of which torch is known to need one.
     """
-    dead = {n.name: n.facts["job"] for n in seen if n.facts["job"].get("error")}
+    dead = {n.name: n.facts["job"] for n in reports if n.facts["job"].get("error")}
     by_cause: dict[tuple[str, ...], dict[str, str]] = {}
     for name, said in dead.items():
         by_cause.setdefault(tuple(said.get("because", ())), {})[name] = said["error"]
@@ -450,7 +473,7 @@ def python(seen: Sequence[NodeReport], confirmed: Mapping[str, Collection[str]])
             f"{next(iter(told.values()))}",
         )
     where: dict[tuple[str, str, str], list[str]] = {}
-    for n in seen:
+    for n in reports:
         for module, path, hidden in n.facts["job"].get("shadows", ()):
             where.setdefault((module, path, hidden), []).append(n.name)
     for (module, path, hidden), who in where.items():
@@ -474,9 +497,9 @@ def _spaces(disks: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     }
 
 
-def alike(seen: Sequence[NodeReport]) -> Iterator[Finding]:
+def alike(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     """Software that has to be the same everywhere; the odd node out is named."""
-    job = {n.name: n.facts["job"] for n in seen if n.facts["job"].get("python")}
+    job = {n.name: n.facts["job"] for n in reports if n.facts["job"].get("python")}
     yield from differ(
         "python-version",
         {n: ".".join(said["python"].split(".")[:2]) for n, said in job.items() if said},
@@ -498,9 +521,9 @@ def alike(seen: Sequence[NodeReport]) -> Iterator[Finding]:
     yield from differ(
         "nccl", nccl, "pip install --force-reinstall torch==VERSION, the same on every node", what="NCCL's wheel"
     )
-    machine = {n.name: n.facts["machine"] for n in seen}
+    machine = {n.name: n.facts["machine"] for n in reports}
     yield from differ("architecture", machine, "train on nodes of one kind", what="processor architecture")
-    code = {n.name: n.facts["code"] for n in seen}
+    code = {n.name: n.facts["code"] for n in reports}
     yield from differ(
         "code", code, "bring the same code to every node: rsync -a, or job.files.push: true", what="code of the job"
     )
@@ -517,9 +540,9 @@ def differ(check: str, values: Mapping[str, str], fix: str, *, what: str, status
         yield Finding(check=check, status=status, nodes=odd, summary=summary, fix=fix, evidence=evidence)
 
 
-def clock(seen: Sequence[NodeReport]) -> Iterator[Finding]:
+def clock(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     """Clocks that are off by more than the way there and back explains."""
-    off = {n.name: n.offset_s for n in seen if abs(n.offset_s) - n.offset_error_s > CLOCK_WARN_S}
+    off = {n.name: n.offset_s for n in reports if abs(n.offset_s) - n.offset_error_s > CLOCK_WARN_S}
     worst = max((abs(offset) for offset in off.values()), default=0.0)
     yield from per_node(
         "clock",

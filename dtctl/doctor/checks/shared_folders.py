@@ -16,14 +16,14 @@ Sights = dict[tuple[str, str, str], float | None]
 """(folder, who looks, whose mark) -> seconds until it was seen; None when it never was"""
 
 
-def look(probes: Probes, seen: Sequence[NodeReport], folders: Sequence[str]) -> Sights:
+def look(probes: Probes, reports: Sequence[NodeReport], folders: Sequence[str]) -> Sights:
     """Let each node leave a mark in each folder and look for those of all others; no mark is left.
 
     Only folders that several nodes can write to are looked at.
     """
-    names = [node.name for node in seen if node.error is None]
+    names = [node.name for node in reports if node.error is None]
     token = secrets.token_hex(6)
-    found: Sights = {}
+    sights: Sights = {}
     place = {name: {"op": "mark", "token": token, "node": name, "folders": list(folders)} for name in names}
     placed = probes.ask(place, limit_s=LIMIT_S, doing="writing to the job's folders")
     wanted = {
@@ -39,10 +39,10 @@ def look(probes: Probes, seen: Sequence[NodeReport], folders: Sequence[str]) -> 
         messages = {name: {"op": "look", "wanted": ways} for name, ways in wanted.items() if ways}
         for name, answer in probes.ask(messages, limit_s=LIMIT_S, doing="looking into the job's folders").items():
             for (folder, other), after_s in zip(wanted[name], answer["seen"], strict=True):
-                found[folder, name, other] = after_s
+                sights[folder, name, other] = after_s
     finally:
         probes.ask({name: {"op": "unmark"} for name in placed}, limit_s=LIMIT_S, doing="removing marks")
-    return found
+    return sights
 
 
 def judge(sights: Sights) -> Iterator[Finding]:

@@ -13,19 +13,19 @@ RAN = ("interface", "rendezvous-address")
 Used = Mapping[str, Sequence[UsedInterface]]
 
 
-def interfaces(seen: Sequence[NodeReport], used: Used) -> Iterator[Finding]:
+def interfaces(reports: Sequence[NodeReport], used: Used) -> Iterator[Finding]:
     """Interfaces that the spec names and that workers cannot meet by."""
     wrong: dict[str, str] = {}
     origins: dict[str, None] = {}
-    for node in seen:
+    for node in reports:
         for one in used[node.name]:
-            why = why_not(node, one, seen, used)
+            why = why_not(node, one, reports, used)
             if why:
                 wrong.setdefault(node.name, f"{one.origin}: {why}")
                 origins[one.origin.partition("=")[0].partition(":")[0]] = None
     if not wrong:
         return
-    routes = {node.name: route(node, seen) for node in seen if node.name in wrong}
+    routes = {node.name: route(node, reports) for node in reports if node.name in wrong}
     better = sorted({name for name in routes.values() if name})
     instead = f", or name {better[0]}, by which the nodes reach each other" if len(better) == 1 else ""
     keys = [name for name in origins if name != "network.interface"]
@@ -41,13 +41,13 @@ def interfaces(seen: Sequence[NodeReport], used: Used) -> Iterator[Finding]:
         evidence=tuple(
             f"{node.name}: {wrong[node.name]}; it has "
             + ", ".join(f"{one['name']} {one['address'] or 'without address'}" for one in node.facts["interfaces"])
-            for node in seen
+            for node in reports
             if node.name in wrong
         ),
     )
 
 
-def why_not(node: NodeReport, one: UsedInterface, seen: Sequence[NodeReport], used: Used) -> str:
+def why_not(node: NodeReport, one: UsedInterface, reports: Sequence[NodeReport], used: Used) -> str:
     """Why the other nodes' workers will not meet this node's by an interface; empty if they will."""
     if not one.name:
         return "the node has no such interface"
@@ -55,12 +55,14 @@ def why_not(node: NodeReport, one: UsedInterface, seen: Sequence[NodeReport], us
         return f"{one.name} is down"
     if not one.address:
         return f"{one.name} has no IPv4 address"
-    if len(seen) < 2:
+    if len(reports) < 2:
         return ""
     if is_loopback(one.address):
-        return f"{one.name} is {one.address}, at which every node finds itself alone"
+        return f"{one.name} is {one.address}, at which every node reaches only itself"
     twins = [
-        other.name for other in seen if other is not node and any(it.address == one.address for it in used[other.name])
+        other.name
+        for other in reports
+        if other is not node and any(it.address == one.address for it in used[other.name])
     ]
     if twins:
         return f"{one.name} has the address {one.address} on {', '.join(twins)}, too"
@@ -68,7 +70,7 @@ def why_not(node: NodeReport, one: UsedInterface, seen: Sequence[NodeReport], us
         return ""
     if one.address != node.data_address:  # NCCL's, which nobody has called
         return ""
-    calls = [call for other in seen if other is not node for call in other.answers if call["node"] == node.name]
+    calls = [call for other in reports if other is not node for call in other.answers if call["node"] == node.name]
     there = [call["result"] == "ok" for call in calls if call["kind"].startswith("data")]
     elsewhere = [call["result"] == "ok" for call in calls if call["kind"] == REACHED]
     if there and not any(there) and any(elsewhere):
@@ -76,25 +78,25 @@ def why_not(node: NodeReport, one: UsedInterface, seen: Sequence[NodeReport], us
     return ""
 
 
-def meeting(seen: Sequence[NodeReport], wanted: str | None) -> Iterator[Finding]:
+def meeting(reports: Sequence[NodeReport], wanted: str | None) -> Iterator[Finding]:
     """The address of the rendezvous that the spec names.
 
     Args:
-        seen: the nodes that are well, the head node first.
+        reports: the nodes that are well, the head node first.
         wanted: `network.rendezvous_address`.
     """
     if wanted is None:
         return
-    head, others = seen[0], seen[1:]
+    head, others = reports[0], reports[1:]
     why = ""
-    lost = [node.name for node in seen if not node.meeting]
+    lost = [node.name for node in reports if not node.meeting]
     elsewhere = {
-        node.name: node.meeting for node in seen if node.meeting and node.meeting not in head.facts["addresses"]
+        node.name: node.meeting for node in reports if node.meeting and node.meeting not in head.facts["addresses"]
     }
     twins = [node.name for node in others if node.meeting and node.meeting in node.facts["addresses"]]
     if lost:
-        why = f"{wanted} is no name that is known on {', '.join(lost)}"
-    elif others and any(is_loopback(node.meeting) for node in seen):
+        why = f"{wanted} cannot be resolved on {', '.join(lost)}"
+    elif others and any(is_loopback(node.meeting) for node in reports):
         why = f"{wanted} is a loopback address, at which every node looks for the others in itself"
     elif elsewhere:
         owners = [node.name for node in others if next(iter(elsewhere.values())) in node.facts["addresses"]]
@@ -115,19 +117,19 @@ def meeting(seen: Sequence[NodeReport], wanted: str | None) -> Iterator[Finding]
             summary=f"network.rendezvous_address: {why}",
             fix=f"leave network.rendezvous_address out, or set it to {address}, an address of {head.name} that the "
             "others reach",
-            evidence=tuple(f"{node.name}: {wanted} is {node.meeting or 'unknown'}" for node in seen),
+            evidence=tuple(f"{node.name}: {wanted} is {node.meeting or 'unknown'}" for node in reports),
         )
 
 
 def _unreached(head: NodeReport, others: Sequence[NodeReport]) -> list[str]:
-    found = []
+    nodes = []
     for node in others:
         calls = [one for one in node.answers if one["node"] == head.name]
         met = [one["result"] == "ok" for one in calls if one["kind"] == "rendezvous"]
         other = [one["result"] == "ok" for one in calls if one["kind"] != "rendezvous"]
         if met and not all(met) and any(other):
-            found.append(node.name)
-    return found if len(found) == len(others) else []
+            nodes.append(node.name)
+    return nodes if len(nodes) == len(others) else []
 
 
 def _numeric(address: str) -> bool:

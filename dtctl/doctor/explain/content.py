@@ -65,7 +65,7 @@ def content(file: Path) -> Content:
     data = data.replace(b"\0", b"")  # holes that a rotation has left
     first = data[:_LOOK]
     if len(first) - len(first.translate(None, _NO_TEXT)) > _NO_TEXT_SHARE * len(first) or not first:
-        return Content(text="", trouble="it is no text")
+        return Content(text="", trouble="it is not text")
     return Content(text=data.decode(errors="replace"), trouble=trouble)
 
 

@@ -13,9 +13,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from dtctl.doctor.explain import signatures
+from dtctl.doctor.explain.confidence import weighed
 from dtctl.doctor.explain.diagnosis import UNKNOWN, Confidence, Diagnosis, Evidence, Explanation, Verdict
 from dtctl.doctor.explain.dumps import Dump, judge_dumps, read_dump
-from dtctl.doctor.explain.hits import Found, Hit, Source, collect
+from dtctl.doctor.explain.found import Found, Hit, Source
+from dtctl.doctor.explain.hits import collect
 from dtctl.doctor.explain.lines import LogLine, shown
 from dtctl.doctor.explain.read import LogLayout, Unread, dump_files, layout_of, log_files, read
 from dtctl.doctor.explain.sharpen import blame, sharpen
@@ -26,7 +29,7 @@ _BY_WATCHDOG = ("watchdog-timeout", "rank-behind", "rank-silent", "collective-mi
 _SCHEDULER = ("time-limit", "cancelled", "preempted", "requeued", "node-failed", "oom-killer", "job-memory-limit")
 _ENDING = ("time-limit", "cancelled", "preempted", "requeued")
 _AWAITED = ("store-barrier", "name-resolution", "store-unreachable", "connect-refused", "no-route", "loss-scale")
-_HUNG = ("watchdog-timeout", "gloo-timeout", "heartbeat-timeout", "watchdog-stuck", "monitored-barrier")
+_HUNG = ("watchdog-timeout", "gloo-timeout", "heartbeat-timeout", "watchdog-stuck", "monitored-barrier", "peer-late")
 _OPEN_PLACE = re.compile(r"\{([a-z_]+)\}(?!\})")
 _NAMELESS = {
     "path": "a file or folder",
@@ -41,7 +44,7 @@ _NAMELESS = {
     "header": "a header",
 }
 _NEVER = float("inf")
-DEFINITE, LIKELY, OPEN, VAGUE, WARNED, SURVIVED_PLACE, EFFECT, NOTE = range(8)
+DEFINITE, LIKELY, OPEN, VAGUE, WARNED, SURVIVED_PLACE, EFFECT, REFUTED, NOTE = range(9)
 
 
 def explain(paths: Sequence[Path]) -> list[Diagnosis]:
@@ -113,7 +116,7 @@ def diagnose(sources: Iterable[Source], layout: LogLayout) -> tuple[Verdict, lis
         return "failed-unknown", [_not_understood(found)]
     place = _place(ordered[0], known)
     ended = any(_place(group, known) == EFFECT and not all(hit.survived for hit in group) for group in ordered)
-    if place == NOTE or (place in (SURVIVED_PLACE, WARNED) and not ended and not _insists(ordered[0], found)):
+    if place == NOTE or (place in (SURVIVED_PLACE, WARNED, REFUTED) and not ended and not _insists(ordered[0], found)):
         return "failed-unknown", [_not_understood(found), *diagnoses]
     ordered, diagnoses = _named_first(ordered, diagnoses)
     first = sharpen(_with_exit(diagnoses[0], ordered[0], found), ordered[0], found)
@@ -122,16 +125,12 @@ def diagnose(sources: Iterable[Source], layout: LogLayout) -> tuple[Verdict, lis
         for group in ordered[1:]
         if _place(group, known) == DEFINITE and group[0].signature.id != ordered[0][0].signature.id
     ]
-    if (
-        place == DEFINITE
-        and rivals
-        and not roots
-        and first.confidence == "high"
-        and not _earlier(ordered[0], rivals, many)
-    ):
-        first = replace(first, confidence="medium")
+    earliest = bool(roots) or _earlier(ordered[0], rivals, many)
+    first = replace(first, confidence=weighed(ordered[0], rivals, found, first.confidence, earliest=earliest))
     if not first.nodes and len(found.nodes) == 1 and ordered[0][0].signature.role in ("cause", "symptom"):
         first = replace(first, nodes=tuple(found.nodes))  # these are the logs of one node
+    if not first.nodes and not first.ranks:
+        first = replace(first, nodes=_told_of(found))
     first = replace(first, primary=True)
     rest = [
         replace(one, follows=_follows(group, ordered[0], known))
@@ -160,6 +159,14 @@ def _with_exit(first: Diagnosis, group: list[Hit], found: Found) -> Diagnosis:
     return replace(first, ranks=tuple(ranks), nodes=tuple(sorted(nodes)) if not first.nodes else first.nodes)
 
 
+def _told_of(found: Found) -> tuple[str, ...]:
+    """The few nodes on which anything is said to have ended, where the error itself names none."""
+    ends = [hit for hit in found.hits if hit.end is not None and not hit.survived]
+    nodes = {hit.node for hit in ends if hit.node is not None}
+    nodes = nodes or {hit.node for hit in (*found.hits, *found.complaints) if hit.node is not None and not hit.survived}
+    return tuple(sorted(nodes)) if len(nodes) <= MAX_EVIDENCE else ()
+
+
 def _named_first(ordered: list[list[Hit]], diagnoses: list[Diagnosis]) -> tuple[list[list[Hit]], list[Diagnosis]]:
     """Put what the first yields to before it, although the program only warned of it.
 
@@ -185,9 +192,12 @@ def _settle_ranks(hits: list[Hit]) -> None:
     """
     torchrun = any(hit.end is not None and hit.end.local for hit in hits)
     table = any(hit.root for hit in hits)
+    first = any(hit.root and hit.end is not None and hit.end.signal in (9, 15) for hit in hits)
     for hit in hits:
         if hit.end is None:
             continue
+        if table and not hit.root and hit.end.ranks and hit.end.signal in (9, 15) and not first:
+            hit.signature = signatures.by_id("worker-failed")  # the agent ends the others after the first failure
         srun = hit.line.text.startswith("srun:")
         if (srun and (torchrun or table)) or (hit.end.local and table):
             hit.rank, hit.ranks = None, ()
@@ -252,8 +262,9 @@ def _place(group: list[Hit], known: set[str]) -> int:
     if signature.role == "effect":
         return EFFECT
     if all(hit.survived for hit in group):
-        return SURVIVED_PLACE
-    if all(hit.warned for hit in group):
+        mentioned = all(hit.warned or hit.weight == 0 for hit in group)
+        return REFUTED if mentioned else SURVIVED_PLACE
+    if all(hit.warned or hit.survived for hit in group):
         return WARNED
     if signature.role == "symptom" or signature.ambiguous:
         return OPEN
@@ -316,6 +327,7 @@ def _diagnosis(group: list[Hit], found: Found, layout: LogLayout, known: set[str
             if hit.rank is None and "rank" in hit.groups:
                 hit.rank = int(hit.groups["rank"])
         ranks = {hit.rank for hit in counted if hit.rank is not None} | {rank for hit in counted for rank in hit.ranks}
+        ranks |= {int(hit.groups["other"]) for hit in counted if hit.groups.get("other", "").isdigit()}
         nodes = {hit.node for hit in counted if hit.node is not None}
     elif signature.blames == "group":
         for hit in group:
@@ -323,6 +335,7 @@ def _diagnosis(group: list[Hit], found: Found, layout: LogLayout, known: set[str
             ranks |= {int(word) for word in words}
             nodes |= {hit.groups["node"]} if "node" in hit.groups else set()
             nodes |= {hit.groups["head"]} if "head" in hit.groups and not _is_address(hit.groups["head"]) else set()
+        nodes = nodes or {hit.node for hit in group if hit.node is not None and hit.line.node is None}
     seen = {(hit.node, hit.rank) for hit in group} - {(None, None)}
     if signature.blames == "all" and len(seen) == 1:  # where it was seen
         ranks |= {hit.rank for hit in group if hit.rank is not None}
@@ -343,22 +356,26 @@ def _diagnosis(group: list[Hit], found: Found, layout: LogLayout, known: set[str
         fix = f"ambiguous; rerun with {signature.ambiguous}; {fix}"
     return Diagnosis(
         id=signature.id,
-        cause=f"{cause}; training went on after it" if place == SURVIVED_PLACE else cause,
+        cause=f"{cause}; {_after(group)}" if place in (SURVIVED_PLACE, REFUTED) else cause,
         nodes=tuple(sorted(nodes)),
         ranks=tuple(sorted(ranks)),
         primary=False,
         confidence=_confidence(group, place),
-        survived=place == SURVIVED_PLACE,
+        survived=place in (SURVIVED_PLACE, REFUTED),
         fix=fix,
         source=signature.source,
         evidence=_evidences(group),
     )
 
 
+def _after(group: list[Hit]) -> str:
+    return "the program was started again after it" if group[-1].restarted else "training went on after it"
+
+
 def _confidence(group: list[Hit], place: int) -> Confidence:
     if place == OPEN and group[0].signature.ambiguous:
         return "ambiguous"
-    if place in (EFFECT, NOTE):
+    if place in (EFFECT, NOTE, WARNED, REFUTED):
         return "low"
     if place != DEFINITE or not group[0].signature.sure or group[0].signature.yields:
         return "medium"

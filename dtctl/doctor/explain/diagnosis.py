@@ -55,7 +55,7 @@ class Explanation:
 
 UNKNOWN = Diagnosis(
     id="unknown",
-    cause="the job failed, and nothing in these logs tells why",
+    cause="the job failed, and nothing in these logs says why",
     nodes=(),
     ranks=(),
     primary=True,

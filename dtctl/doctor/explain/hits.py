@@ -7,21 +7,29 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from dtctl.doctor.explain import activity, collective, kinds, launchers, signatures
-from dtctl.doctor.explain.activity import Activity
-from dtctl.doctor.explain.interfaces import Interfaces
+from dtctl.doctor.explain import activity, collective, kinds, launchers, signatures, who
+from dtctl.doctor.explain.found import Found, Hit, Source
 from dtctl.doctor.explain.launchers import ReportedExit
 from dtctl.doctor.explain.lines import PROGRESS, LogLine, parse
+from dtctl.doctor.explain.several_runs import LASTING, Starts, mark_earlier_runs
 from dtctl.doctor.explain.signatures import Signature
-from dtctl.doctor.explain.tracebacks import Raised, TracebackReader
+from dtctl.doctor.explain.tracebacks import TracebackReader
 
 UNLABELLED = 5
 """Lines of progress after a traceback whose rank is not said, until it counts as survived: ranks die one after
 another, and a line of another rank may come in between."""
 CALM = 8
 """Ordinary lines after one that only looks like an error, until it counts as survived."""
-LASTING = frozenset(["time-limit", "cancelled", "preempted", "requeued", "node-failed", "agent-signalled", "hangup"])
-"""What no line of progress that was still under way shows to be survived."""
+STICKY = frozenset(["device-assert", "illegal-access", "launch-failure"])
+"""What a process does not recover from, whatever it calls it: its CUDA context is lost."""
+BY_A_SHELL = frozenset(["command-missing", "conda-missing"])
+"""What a script goes on after."""
+_WANTS_THE_ENVIRONMENT = frozenset(
+    ["missing-module", "import-failed", "missing-library", "undefined-symbol", "version-conflict", *BY_A_SHELL]
+)
+"""What follows from a command that was to prepare the environment of the job, and was not found."""
+SCRIPT_GOES_ON = 20
+"""Ordinary lines after a command that a shell did not find, until the script has gone on without it."""
 ATTENTION = 400
 """Lines after a finding that are all looked at."""
 OFTEN = 64
@@ -33,6 +41,10 @@ _DIGITS = dict.fromkeys(map(ord, "0123456789"))
 _NOT_A_NUMBER = re.compile(r"\bnan\b", re.IGNORECASE)
 _ENDED_WELL = re.compile(
     r"\btraining (?:is |has )?(?:finished|completed?|done|ended)\b(?!.*(?:error|fail))"
+    r"|\b(?:finished|completed|end(?: of)?) training\b(?!.*(?:error|fail))"
+    r"|训练(?:已?完成|结束|完毕)|学習(?:が|を)?(?:完了|終了)|학습 ?(?:완료|종료)"
+    r"|treinamento (?:conclu[ií]do|finalizado)|entrenamiento (?:finalizado|completado|terminado)"
+    r"|entra[iî]nement (?:est )?terminé|training (?:ist )?abgeschlossen"
     r"|\b(?:finished|completed|exited|succeeded) successfully\b|^(?:all )?done[.!]?$|\bJob "
     r"completed\b(?!.*(?:error|fail))",
     re.IGNORECASE,
@@ -50,7 +62,7 @@ _NEWS = re.compile(r"\b(?:INFO|DEBUG)\b|\b[Rr]etry|\bfall(?:ing|s)? ?back\b|\big
 _COMPLAINS = re.compile(r"rror|ERROR|CRITICAL|FATAL|xception")
 _SAYS_SO = re.compile(
     r"NCCL WARN|\b[Ee]rror|\bERROR\b|\bFATAL\b|\b[Ff]atal\b|\bCRITICAL\b|Exception\b|\[E |\[[EF]\d{3,4} |"
-    r"^[EF]\d{4} |\bkernel\b|NVRM|what\(\)|terminate|[Aa]bort|Killed|[Ff]ail(?:ed|ure)\b"
+    r"^[EF]\d{4} |\bkernel\b|NVRM|what\(\)|terminate|[Aa]bort|Killed|[Ff]ail(?:ed|ure)\b|\bFAILED\b"
 )
 """A line that calls itself an error."""
 _WEAK = re.compile(
@@ -73,92 +85,19 @@ _WEAK_WORDS = (
     "Assertion",
 )
 """A line that complains, in words that nobody here knows."""
+_LEVEL = re.compile(
+    r"ERROR|CRITICAL|FATAL|FAILED|[Ff]atal|rror: |^Error|panic|borting|giving up|Assertion|Check failed"
+)
+"""What says more of a complaint than that something could not be done."""
+_BY_A_SCRIPT = re.compile(r"^(?:all )?done[.!]?$", re.IGNORECASE)
+"""What a shell prints at the end, whatever happened before."""
 _CONTENT_MATTERS = re.compile(
     r"(?i)exit|code\b|signal|errno|xid|status|timed|joined|completion|http|watchdog|lagging|work:|local_rank|"
     r"\bhost\s*:|Root Cause|={5}|RUNNING AT|Process name"
 )
-_ON_NODE = re.compile(
-    r"\bON (?P<on>[\w.-]+) CANCELLED|\bon node (?P<node>[\w.-]+\w)|\b(?:host|hostname|"
-    r"node(?:name)?)\s*[=:]\s*['\"]?(?P<host>[A-Za-z][\w.-]*\d[\w.-]*)"
-    r"|Worker IP address: (?P<worker>[\w.:]+)|^srun: error: (?P<srun>[\w.-]+): tasks?|"
-    r"\bip=(?P<ip>\d+\.\d+\.\d+\.\d+)|^slurmstepd-(?P<stepd>[\w.-]+):"
-)
-_BY_RANK = re.compile(
-    r"(?i)(?:\(|\[|\b)(?:global[_ ]?)?rank\s*[=:]\s*(?P<rank>\d{1,5})\b|^\W*rank (?P<at>\d{1,5})\b|\[rank "
-    r"(?P<in>\d{1,5})\]|\(rank (?P<par>\d{1,5})\)|\bRank (?P<doing>\d{1,5}) (?:Skipping|is running|got|failed|"
-    r"received|exited|crashed|died|timed out|caught|raised|hit|has)\b|\bWorker (?P<n>\d{1,5}) has failed|"
-    r"worker rank (?P<w>\d{1,5})\b|\bon rank (?P<on>\d{1,5})\b"
-)
 _NCCL_RANK = re.compile(
     r"(?:NCCL )?INFO .*\brank (?P<rank>\d+) (?:nranks|nRanks) \d+|(?:NCCL )?INFO .*\brank (?P<also>\d+) .*\bcudaDev \d+"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """A file of lines, as it was read."""
-
-    file: str
-    rank: int | None
-    node: str | None
-    lines: Sequence[str]
-
-
-@dataclass(slots=True, kw_only=True)
-class Hit:
-    """Something that was found."""
-
-    signature: Signature
-    line: LogLine
-    groups: dict[str, str]
-    rank: int | None
-    node: str | None
-    time: float | None
-    """Of the line, or of the last line before it in the same file that had one."""
-    order: int = 0
-    """Where it stands among all that was found."""
-    ranks: tuple[int, ...] = ()
-    """More ranks of which it tells."""
-    root: bool = False
-    """Whether a launcher calls this the first failure of its node."""
-    bare: bool = False
-    """Whether an exception stands there without its traceback."""
-    warned: bool = False
-    """Whether the line says of itself that it is no failure."""
-    late: bool = False
-    """Whether it stands behind a line that says that the training ended well."""
-    survived: bool = False
-    """Whether the same rank has trained on afterwards, or ended well."""
-    raised: Raised | None = None
-    """The exception that it is."""
-    weight: int = 3
-    """How much it says; see kinds.Explained."""
-    end: ReportedExit | None = None
-    """The end of a process that it is."""
-    before: Activity | None = None
-    """What the program had said just before."""
-
-
-@dataclass(slots=True)
-class Found:
-    """All that the logs say."""
-
-    hits: list[Hit] = field(default_factory=list)
-    ranks: set[int] = field(default_factory=set)
-    """Ranks that have printed anything."""
-    node_of: dict[int, str] = field(default_factory=dict)
-    watching: list[LogLine] = field(default_factory=list)
-    """Lines in which a watchdog speaks."""
-    interfaces: Interfaces = field(default_factory=Interfaces)
-    nodes: set[str] = field(default_factory=set)
-    """Nodes that have printed anything."""
-    world: int = 0
-    complaints: list[Hit] = field(default_factory=list)
-    """Lines that complain in words that nobody here knows, and nothing shows to be survived."""
-    length: dict[str, int] = field(default_factory=dict)
-    """Lines of each file."""
-    last_said: Activity | None = None
-    """The last line of the program's own."""
 
 
 COMPLAINT = Signature(
@@ -191,8 +130,7 @@ class _File:
     """Whether lines that complain in unknown words are among them."""
     ended: bool = False
     """Whether a line says that the training ended well."""
-    went_on: int = 0
-    """The last line of progress."""
+    starts: Starts = field(default_factory=Starts)
 
 
 class _Scan:
@@ -210,8 +148,10 @@ class _Scan:
         state = _File(lines=lines)
         end = len(lines) - 300
         for index, raw in enumerate(lines):
-            form = raw[:1000].translate(_DIGITS)
+            form = (raw if len(raw) <= 1000 else raw[:800] + raw[-200:]).translate(_DIGITS)
             seen = self.forms.get(form, 0)
+            if state.starts.follow(form, index + 1) and index + 1 < len(lines):
+                state.starts.follow_up(lines[index + 1].translate(_DIGITS))
             if seen:
                 self.forms[form] = seen + 1
                 if seen > OFTEN and state.attend < index < end and index % SAMPLE:
@@ -221,11 +161,12 @@ class _Scan:
             if not self._line(line, index, state, known_form=seen > 0) and not seen and len(self.forms) < FORMS:
                 self.forms[form] = 1
         for stream in state.streams.values():
-            if (cut := stream.reader.cut_off()) is not None and cut.line.number > state.went_on:
+            if (cut := stream.reader.cut_off()) is not None and cut.line.number > state.starts.went_on:
                 hit = _hit(signatures.kind("traceback-cut"), cut.line, {})
                 hit.raised = cut
                 self.raised.append(hit)
                 self._keep(hit, state)
+        mark_earlier_runs(self.found, source.file, state.starts, lines=len(lines))
         self.found.length[source.file] = len(lines)
         self.found.last_said = activity.before(lines, len(lines)) or self.found.last_said
 
@@ -251,9 +192,11 @@ class _Scan:
             if len(self.found.hits) < 200:
                 begun = index - (len(hit.raised.frames) * 2 + 1 if hit.raised else 0)
                 hit.before = activity.before(state.lines, begun)
-            if hit.signature.id not in LASTING:
+            if hit.signature.id in LASTING:
+                state.starts.steps = 0
+            else:
                 state.open.append((hit, _needed(hit)))
-                state.complaining = state.complaining or hit.signature is COMPLAINT or _said(hit)
+                state.complaining = state.complaining or hit.signature is COMPLAINT or _said(hit) or _by_a_shell(hit)
             hit.late = state.ended
             state.attend = index + ATTENTION
         state.last = key
@@ -299,10 +242,13 @@ class _Scan:
             hit.raised, hit.bare = raised, raised.bare
             hit.rank = raised.rank if raised.rank is not None else hit.rank
             hit.node = raised.node or hit.node
-            hit.warned = _WARNING.search(line.raw[: max(0, line.raw.find(raised.name))]) is not None
+            hit.warned = raised.told or _WARNING.search(line.raw[: max(0, line.raw.find(raised.name))]) is not None
             self.raised.append(hit)
-            return [hit]
+            end = launchers.exit_of(line, table) if raised.short == "CalledProcessError" else None
+            return [hit] if end is None else [hit, _of_exit(end, line)]
         text = line.text
+        if "resource_tracker" in text:  # what Python clears away behind a process that has ended
+            return []
         end = launchers.exit_of(line, table)
         if end is not None:
             return [_of_exit(end, line)]
@@ -316,7 +262,8 @@ class _Scan:
                 known[0], line, {"text": text.strip()[:300], "where": "the line that its traceback names", **known[1]}
             )
             hit.warned = (_WARNING if hit.signature.role == "cause" else _NEWS).search(line.raw) is not None
-            hit.warned = hit.warned and "NCCL WARN" not in line.raw and hit.signature.role != "symptom"
+            sticky = "NCCL WARN" in line.raw or hit.signature.id in STICKY
+            hit.warned = hit.warned and not sticky and hit.signature.role != "symptom"
             if not _SAYS_SO.search(line.raw) and not signatures.SPOKEN_BY_TOOLS.search(known[0].source):
                 hit.weight = 0  # words in a line that calls itself no error: an exception that was raised says more
             return [hit]
@@ -347,9 +294,14 @@ class _Scan:
                 _explain(hit)
             if hit.rank is None and hit.line.pid is not None and hit.node is not None:
                 hit.rank = self.rank_of.get((hit.node, hit.line.pid))
-            if hit.late and hit.signature.role == "effect":  # what was left is being cleared away
+            if hit.late and hit.end is not None and hit.end.signal in (6, 11):
+                hit.signature = signatures.by_id("aborted-at-exit")
+            elif hit.late and hit.signature.role == "effect":  # what was left is being cleared away
                 hit.survived = True
             kept.append(hit)
+        for hit in kept:
+            if _by_a_shell(hit) and any(_ran_without(hit, other) for other in kept):
+                hit.survived = True
         self.found.hits = kept
         self.found.complaints = [hit for hit in self.found.complaints if not hit.survived]
         for (node, _), rank in self.rank_of.items():
@@ -420,11 +372,27 @@ def _explain(hit: Hit) -> None:
 def _needed(hit: Hit) -> int:
     """Lines of progress, or of anything, that show that a hit was survived."""
     if hit.signature is COMPLAINT:
-        return CALM
+        return CALM if _LEVEL.search(hit.line.text) else 1
     if _said(hit):
         return 2
+    if _by_a_shell(hit):
+        return SCRIPT_GOES_ON
     unlabelled = hit.line.rank is None and (hit.line.pid is not None or (hit.raised is not None and not hit.bare))
     return UNLABELLED if unlabelled else 1
+
+
+def _by_a_shell(hit: Hit) -> bool:
+    return hit.signature.id in BY_A_SHELL and hit.raised is None
+
+
+def _ran_without(missed: Hit, other: Hit) -> bool:
+    """Whether the program was started although a shell had not found a command, and failed at something else."""
+    return (
+        other.uncaught
+        and other.line.file == missed.line.file
+        and other.line.number > missed.line.number
+        and other.signature.id not in _WANTS_THE_ENVIRONMENT
+    )
 
 
 def _said(hit: Hit) -> bool:
@@ -438,22 +406,24 @@ def _survive(line: LogLine, state: _File, *, ordinary: bool) -> None:
     ended = _ENDED_WELL.search(text) is not None
     progress = PROGRESS.search(text) is not None and _NOT_A_NUMBER.search(text) is None
     state.ended = state.ended or ended
+    state.starts.steps += progress
     if ended or progress:
-        state.went_on = line.number
+        state.starts.went_on = line.number
     if not (ended or progress or state.complaining) or not text.strip():
         return
     kept: list[tuple[Hit, int]] = []
     for hit, needed in state.open:
         same = hit.line.rank is None or hit.line.rank == line.rank
-        step = needed if same and ended else 1 if same and progress else 0
-        if hit.signature is COMPLAINT or _said(hit):
-            step = needed if same and (ended or progress) else int(ordinary)
+        ended_ = ended and not (_BY_A_SCRIPT.match(text) and hit.uncaught)
+        step = needed if same and ended_ else 1 if same and progress else 0
+        if hit.signature is COMPLAINT or _said(hit) or _by_a_shell(hit):
+            step = needed if same and (ended_ or progress) else int(ordinary)
         if needed > step:
             kept.append((hit, needed - step))
         else:
             hit.survived = True
     state.open = kept[-OPEN_HITS:]
-    state.complaining = any(hit.signature is COMPLAINT or _said(hit) for hit, _ in state.open)
+    state.complaining = any(hit.signature is COMPLAINT or _said(hit) or _by_a_shell(hit) for hit, _ in state.open)
 
 
 def _of_exit(end: ReportedExit, line: LogLine) -> Hit:
@@ -477,9 +447,6 @@ def _of_exit(end: ReportedExit, line: LogLine) -> Hit:
 
 
 def _hit(signature: Signature, line: LogLine, groups: dict[str, str]) -> Hit:
-    rank, node = line.rank, line.node
-    if node is None and (where := _ON_NODE.search(line.raw)) is not None:
-        node = next(value for value in where.groupdict().values() if value is not None)
-    if rank is None and (who := _BY_RANK.search(line.raw)) is not None:
-        rank = int(next(value for value in who.groupdict().values() if value is not None))
+    node = line.node if line.node is not None else who.node_named(line.raw)
+    rank = line.rank if line.rank is not None else who.rank_named(line.raw)
     return Hit(signature=signature, line=line, groups=groups, rank=rank, node=node, time=None)

@@ -23,7 +23,7 @@ _CLONED = re.compile(
     r"/(?P<name>transformers|accelerate|peft|trl|datasets|tokenizers|deepspeed|vllm|lightning|pytorch_lightning|xformers|"
     r"flash_attn|apex|bitsandbytes|timm|diffusers|torchvision|torchaudio|ray|horovod|fairscale|triton|torch)/(?=.*\.py$)"
 )
-"""Libraries that are often run from a clone."""
+"""Libraries that are often run from a clone, below a folder that is called like them."""
 _LAUNCHER = re.compile(
     r"/bin/[\w.-]+$|/torch/distributed/(?:run|launch|launcher|elastic)|/accelerate/commands/|/deepspeed/launcher/|/torchelastic/|/multiprocessing/spawn\.py|runpy"
 )
@@ -131,6 +131,16 @@ _READERS = frozenset(
         "torchcodec",
         "safetensors",
         "lmdb",
+        "imageio",
+        "nibabel",
+        "SimpleITK",
+        "pydicom",
+        "rasterio",
+        "tifffile",
+        "skimage",
+        "librosa",
+        "audioread",
+        "openpyxl",
         "tensorflow_datasets",
     )
 )
@@ -141,7 +151,7 @@ _LOST = frozenset(
 )
 """What multiprocessing raises when the process at the other end has ended."""
 _ERRNO = re.compile(r"\[Errno (-?\d+)\]")
-_PASSING_ON = frozenset(
+PASSING_ON = frozenset(
     [
         "ChildFailedError",
         "CalledProcessError",
@@ -166,6 +176,14 @@ _PROBING = frozenset(
         "RuntimeError",
     )
 )
+_SAYING_SO = ("ValueError", "RuntimeError", "AssertionError", "Exception", "IOError", "OSError", "IndexError")
+"""What programs raise where they miss a file that they have looked for themselves."""
+_PATH = r"(?:(?:/[\w.@%+=-]+){2,}/?|[A-Za-z]:[\\/][^'\"]+)"
+_GONE = re.compile(
+    rf"\b(?:[Nn]o \w+(?: \w+){{0,3}} (?:found|present|available|exists?)|(?:not|n't) (?:be )?(?:found|exist)|"
+    rf"[Mm]issing|[Cc]an(?:not|'t) find)\b.{{0,80}}?['\": ](?P<path>{_PATH})"
+    rf"|(?P<before>{_PATH})['\"]?.{{0,20}}(?:does(?: not|n't) exist|not (?:be )?found|is missing)\b"
+)
 _OTHER_VERSION = re.compile(
     r"cannot import name|module '?[\w.]+'? has no attribute|type object '\w+' has no attribute|got an "
     r"unexpected keyword argument|"
@@ -173,7 +191,8 @@ _OTHER_VERSION = re.compile(
     r"normal functioning|"
     r"version.*(?:is )?(?:required|incompatible|not compatible|too old|mismatch)|does not recognize this architecture|"
     r"(?:incompatible|unsupported) (?:\w+ )?version|has been (?:removed|deprecated)|upgrade (?:your )?\w+|"
-    r"missing \d+ required (?:positional|keyword-only) argument",
+    r"missing \d+ required (?:positional|keyword-only) argument|"
+    r"Can't get attribute '\w+' on <module '[\w.]+' from '[^']*(?:site|dist)-packages",
     re.IGNORECASE,
 )
 
@@ -199,8 +218,10 @@ def library_of(frame: TracebackFrame) -> str:
         return (found["name"] or found["windows"] or found["frozen"] or "python").removesuffix(".py")
     if _ELSEWHERE.search(path):
         return "torch"
-    if found := _CLONED.search(path):
-        return found["name"]
+    for found in _CLONED.finditer(path):
+        above = path[: found.start()].rpartition("/")[2].lower().replace("-", "_")
+        if above in ("src", "source") or found["name"] in above:  # a folder of the user's may be called like it
+            return found["name"]
     return ""
 
 
@@ -245,13 +266,15 @@ def _judge(raised: Raised, later: Raised | None) -> Explained:
     if raised.short in _LOST and raised.frames and "/multiprocessing/" in raised.frames[-1].path:
         return Explained(signature=signatures.kind("worker-exit"), groups=groups, raised=raised, weight=-1)
     known = signatures.find_best(raised.text)
-    if known is not None and not (known[0].id == "missing-module" and _own_module(raised)):
+    if known is not None and not (known[0].id == "missing-module" and _part_missing(raised)):
         signature, found = known
         if signature.id == "disk-full" and any(
             re.search(r"/multiprocessing/(?:synchronize|heap|shared_memory|context|queues)", frame.path)
             for frame in raised.frames[-4:]
         ):
             signature = signatures.by_id("shm-full")  # locks and shared blocks lie in /dev/shm
+        if signature.id == "sizes-differ" and any("collate" in f.path + f.function for f in raised.frames):
+            return Explained(signature=signatures.kind("bad-sample"), groups=groups, raised=raised, weight=2)
         weight = -1 if signature.role in ("effect", "note") else 3
         if (
             raised.short in ("OSError", "EnvironmentError", "IOError")
@@ -260,18 +283,19 @@ def _judge(raised: Raised, later: Raised | None) -> Explained:
         ):
             weight = -1
         return Explained(signature=signature, groups={**groups, **found}, raised=raised, weight=weight)
+    if raised.short in _SAYING_SO and (gone := _GONE.search(raised.text)) is not None:
+        path = gone["path"] or gone["before"]
+        return Explained(
+            signature=signatures.by_id("missing-file"), groups={**groups, "path": path}, raised=raised, weight=3
+        )
     id_, weight = kind_of(raised)
     return Explained(signature=signatures.kind(id_), groups=groups, raised=raised, weight=weight)
 
 
-def _own_module(raised: Raised) -> bool:
-    """Whether what is missing is a part of a package that is there: another version of it is meant."""
+def _part_missing(raised: Raised) -> bool:
+    """Whether what is missing is a part of a package that is there: Python names the package itself otherwise."""
     found = re.search(r"No module named '?([\w.]+)", raised.text)
-    return (
-        found is not None
-        and "." in found[1]
-        and any(library_of(frame) == found[1].split(".")[0] for frame in raised.frames)
-    )
+    return found is not None and "." in found[1]
 
 
 def _groups(raised: Raised, later: Raised | None) -> dict[str, str]:
@@ -283,6 +307,8 @@ def _groups(raised: Raised, later: Raised | None) -> dict[str, str]:
     library = (
         _blamed_library(raised) or raised.name.partition(".")[0] if "." in raised.name else _blamed_library(raised)
     )
+    if (part := re.search(r"No module named '?(\w+)\.", raised.text)) is not None:
+        library = part[1]
     if raised.short == "AssertionError" and not raised.message and frames and frames[-1].source:
         text = f"{frames[-1].source}"
     elif not raised.message and frames and frames[-1].source.startswith(("raise", "assert")):
@@ -312,7 +338,7 @@ def kind_of(raised: Raised) -> tuple[str, int]:  # noqa: C901 - a table in the f
     libraries = [library_of(frame) for frame in raised.frames]
     inner = libraries[-3:]
     own = bool(raised.frames) and not libraries[-1]
-    if name in _PASSING_ON or _CAUGHT.match(raised.message):
+    if name in PASSING_ON or raised.name.startswith("ray.exceptions.") or _CAUGHT.match(raised.message):
         return "worker-exit", -1
     if raised.frames and _LAUNCHER.search(raised.frames[-1].path) and name in ("RuntimeError", "Exception"):
         return "worker-exit", -1
@@ -330,7 +356,7 @@ def kind_of(raised: Raised) -> tuple[str, int]:  # noqa: C901 - a table in the f
         return "gpu-error", 2
     if raised.name.startswith(_COMPILING) or name in ("InductorError", "BackendCompilerFailed", "CompilationError"):
         return "compile-failed", 2
-    if name == "KeyError" and raised.frames and raised.frames[-1].path.endswith("/os.py"):
+    if name == "KeyError" and raised.frames and raised.frames[-1].path.endswith(("/os.py", "<frozen os>")):
         return "environment-variable", 2
     if "is not set" in text and re.search(r"environment|\b[A-Z]{3,}(?:_[A-Z]+)+\b", text):
         return "environment-variable", 2
@@ -355,7 +381,11 @@ def kind_of(raised: Raised) -> tuple[str, int]:  # noqa: C901 - a table in the f
         in ("OSError", "ValueError", "RuntimeError", "KeyError", "error", "SyntaxError", "UnidentifiedImageError")
     ):
         return "bad-data", 2
-    if name in _CONTENT or root in ("zlib", "struct", "zipfile", "pyarrow", "PIL", "h5py", "lzma", "gzip"):
+    if (
+        name in _CONTENT
+        or root in _READERS - {"json", "pickle", "csv", "numpy", "pandas"}
+        or root in ("zlib", "struct")
+    ):
         return "bad-data", 2
     if root in _CONFIGURATION or (libraries and libraries[-1] in _CONFIGURATION and not own):
         return "bad-configuration", 2
@@ -370,6 +400,10 @@ def kind_of(raised: Raised) -> tuple[str, int]:  # noqa: C901 - a table in the f
         return "version-conflict", 2
     if not raised.frames:
         return "not-in-traceback", 0
+    if not own and name in ("KeyError", "IndexError") and raised.frames[-1].function in _LOOKING_UP:
+        return "missing-key", 1
+    if own and _of_a_library(raised):
+        return "library-error", 0
     if own and name in _MISSING and raised.frames[-1].function in _READING:
         return "sample-error", 1
     if own:
@@ -383,6 +417,18 @@ def kind_of(raised: Raised) -> tuple[str, int]:  # noqa: C901 - a table in the f
     return "library-error", 0
 
 
+def _of_a_library(raised: Raised) -> bool:
+    """Whether a library has raised what came out of the program's own line: one that is no Python has no frames."""
+    root = raised.name.partition(".")[0]
+    if "." not in raised.name or root == "__main__":
+        return False
+    return not any(
+        f"/{root}/" in frame.path or frame.path.endswith(f"{root}.py")
+        for frame in raised.frames
+        if not library_of(frame)
+    )
+
+
 def known_as(name: str) -> bool:
     """Whether an exception is about a process of the data loader, and not about its data."""
     return name in ("KeyboardInterrupt", "MemoryError", "ConnectionResetError", "BrokenPipeError", "EOFError")
@@ -391,6 +437,8 @@ def known_as(name: str) -> bool:
 _MISSING = ("KeyError", "IndexError", "UnicodeError")
 _READING = ("__getitem__", "__iter__", "__next__", "collate_fn", "load_annotations", "load_annos", "get_item")
 """Functions of the user's that read data."""
+_LOOKING_UP = ("__getitem__", "__missing__", "__getattr__")
+"""What a library looks up for its caller: what is not there was asked for by the caller."""
 _STANDARD_ONLY = (
     "runpy",
     "python",
@@ -421,5 +469,8 @@ def _foreign(raised: Raised, libraries: list[str]) -> bool:
     """Whether what does not fit is a library's: it was raised in one, or it names one."""
     if libraries and libraries[-1]:
         return True
-    named = re.search(r"module '([\w.]+)' has no attribute|cannot import name .* from '([\w.]+)'", raised.text)
+    named = re.search(
+        r"module '([\w.]+)' has no attribute|cannot import name .* from '([\w.]+)'|on <module '([\w.]+)' from",
+        raised.text,
+    )
     return named is not None

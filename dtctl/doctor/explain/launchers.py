@@ -16,6 +16,11 @@ SIGNALS = {
     "Killed": 9, "Terminated": 15, "Segmentation fault": 11, "Aborted": 6, "Abort": 6, "Bus error": 7, "Hangup": 1,
     "Interrupt": 2, "Illegal instruction": 4, "Floating point exception": 8, "Floating-point exception": 8,
     "Quit": 3, "Trace/breakpoint trap": 5, "User defined signal 1": 10, "User defined signal 2": 12,
+    # As shells say them in other languages
+    "已杀死": 9, "段错误": 11, "总线错误": 7, "已终止": 15, "已放弃": 6, "強制終了": 9, "죽었음": 9,
+    "세그멘테이션 오류": 11, "Getötet": 9, "Speicherzugriffsfehler": 11, "Processus arrêté": 9,
+    "Erreur de segmentation": 11, "Violación de segmento": 11, "Falha de segmentação": 11, "Ucciso": 9,
+    "Errore di segmentazione": 11, "Убито": 9, "Ошибка сегментирования": 11,
 }  # fmt: skip
 _NAMED = "|".join(SIGNALS)
 _FATAL = (2, 3, 4, 6, 7, 8, 9, 11, 15)
@@ -43,14 +48,17 @@ _FORMS = tuple(
         r"^Fatal Python error: (?P<what>" + _NAMED + r")",
         r"Caught signal (?P<signal>\d+) \(",
         r"^\s*Signal: [\w ]+ \((?P<signal>\d+)\)",
-        r"(?i:exit(?:s|ed|ing)?|return(?:s|ed)?|terminated|finished|fail(?:s|ed)|died) (?:with |by |due to "
-        r")(?i:(?:a )?(?:non-zero )?(?:exit |return )?(?:code|status)):? ?[ =]? ?(?P<code>-?\d+)",
+        r"(?i:exit(?:s|ed|ing)?|return(?:s|ed)?|terminated|finished|fail(?:s|ed)|crash(?:es|ed)?|died) "
+        r"(?:with |by |due to )(?i:(?:a )?(?:non-zero )?(?:exit |return )?(?:code|status)):? ?[ =]? ?(?P<code>-?\d+)",
         r"(?i:exit|return) ?(?i:code|status) ?[=:] ?(?P<code>-?[1-9]\d*)\b",
-        r"(?i:killed|terminated|exited|died|ended) (?:by|with|on|from|due to) (?:signal:? "
-        r")?(?:(?P<signal>\d+)\b|(?P<name>SIG[A-Z]{3,5})\b)",
-        r"^(?:\S+: line \d+: +\d+ |\[\d+\]\s+\d+ +|\S+: line \d+: +)?(?P<what>"
+        r"(?i:killed|terminated|exited|died|ended) (?:by|with|on|from|due to) "
+        r"(?:(?:a )?[Ss]ignal:? (?P<signal>\d+)\b|(?:signal:? )?(?P<name>SIG[A-Z]{3,5})\b)",
+        r"^(?:\S+: (?:line \d+|\S* ?\d+ \S*)[:：] +\d+ |\[\d+\]\s+\d+ +|\S+: line \d+: +)?(?P<what>"
         + _NAMED
         + r")(?: {4,}.*| \(core dumped\).*)?$",
+        r"--local[-_]rank=(?P<local>\d+)\b.*returned non-zero exit status (?P<code>\d+)",  # torch.distributed.launch
+        r"--local[-_]rank=(?P<local>\d+)\b.*died with <Signals\.(?P<name>SIG\w+)",
+        r"[Cc]ontainer rank (?P<rank>\d+) status failed .*\bcode (?P<code>-?\d+) log",  # Paddle
         r"reason: ?(?P<what>OOMKilled)|Reason:\s+(?P<what2>OOMKilled)",
     )
 )
@@ -66,6 +74,7 @@ _GATE = (
     "return",
     "code",
     "RUNNING AT",
+    "EXIT CODE",
     "Process name",
     " host",
     " rank",
@@ -80,6 +89,7 @@ _GATE = (
     "tasks",
     "task ",
     "Hangup",
+    *(name for name in SIGNALS if not name.isascii()),
 )
 
 

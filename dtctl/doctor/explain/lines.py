@@ -30,6 +30,7 @@ _BRACKETS = (
     r"\[(?P<node>[A-Za-z][\w.-]*):(?:(?P<rank>\d{1,4})|agent)\] ?",  # dtctl: [node1:3]
     r"\[(?:trainer|default|[a-z_]+)(?P<local>\d+)(?:\|\d+)?\]:(?: |$)?",  # torchrun --tee: [default3]:
     r"\[(?:[\w.@-]+@)?\d+,(?P<rank>\d+)\]<std(?:out|err|diag)>: ?",  # mpirun --tag-output
+    r"\[(?P<rank>\d+)\]<std(?:out|err)>: ?",  # horovodrun
     r"\[pod/(?P<node>[\w.-]+)/[\w.-]+\] ",  # kubectl logs --prefix
     _ISO,
     r"\[[IWEF](?P<date>\d{3,4}) (?P<clock>" + _CLOCK + r") [^\]]*\] ?",  # glog, as torch writes it
@@ -50,7 +51,9 @@ _NUMBERS = (
 _LETTERS = (
     r"(?P<month>Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) +(?P<day>\d{1,2}) (?P<clock>" + _CLOCK + r") "
     r"(?P<node>[\w.-]+) (?=kernel|[\w./-]+(?:\[\d+\])?: )",  # syslog
-    r"(?P<node>[A-Za-z][\w.-]*\d[\w.-]*): (?:(?=(?P=node):)|" + _STARTS + ")",  # pdsh
+    r"(?![A-Z]{1,4}\d{4,}:)(?P<node>[A-Za-z][\w.-]*\d[\w.-]*): (?:(?=(?P=node):)|"
+    + _STARTS
+    + ")",  # pdsh, no error code
     r"(?P<node>[a-z][\w.-]*\d) +\| ?" + _STARTS,  # docker compose
     r"[IWEF](?P<date>\d{4}) (?P<clock>" + _CLOCK + r") +[^\]]*\] ?",  # torchrun's own messages
     r"(?P<node>[A-Za-z][\w.-]*):(?P<pid>\d+):\d+ \[(?:\d+|\w+)\] ",  # NCCL: node:pid:thread [gpu]
@@ -59,8 +62,8 @@ _LETTERS = (
     r"(?:Rank|RANK|rank)[ =]?(?P<rank>\d+)(?:: | \| )" + _STARTS,
 )
 _PARENTHESES = (
-    r"\([\w.-]+, rank=\d+, pid=\d+, ip=(?P<node>[\w.:]+)\) ?",  # SkyPilot, whose ranks are of nodes
-    r"\((?:[\w.<>:/ -]+ )?(?:(?:rank|TP)=?(?P<rank>\d+) )?pid=(?P<pid>\d+)(?:, ip=(?P<node>[\w.:]+))?\) "
+    r"\([\w.-]+, rank=\d+, pid=\d+, ip=(?P<node>[\w.:-]+)\) ?",  # SkyPilot, whose ranks are of nodes
+    r"\((?:[\w.<>:/ -]+ )?(?:(?:rank|TP)=?(?P<rank>\d+) )?pid=(?P<pid>\d+)(?:, ip=(?P<node>[\w.:-]+))?\) "
     r"(?:\[repeated \d+x[^\]]*\] )?",
 )  # Ray, vLLM
 _PREFIXES = {

@@ -11,7 +11,7 @@ from typing import Any
 from dtctl import folders, names
 from dtctl.doctor.explain.content import COMPRESSED, content
 from dtctl.doctor.explain.dumps import is_dump
-from dtctl.doctor.explain.hits import Source
+from dtctl.doctor.explain.found import Source
 from dtctl.doctor.explain.lines import owner_of
 from dtctl.errors import UsageError
 from dtctl.launch.records import validate_records

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from dtctl.doctor.explain import collective, interfaces
 from dtctl.doctor.explain.diagnosis import Diagnosis
-from dtctl.doctor.explain.hits import Found, Hit
+from dtctl.doctor.explain.found import Found, Hit
 
 _WAITING = (
     "watchdog-timeout",
@@ -21,6 +21,8 @@ _WAITING = (
     "clients-missing",
     "store-unreachable",
     "nccl-id-missing",
+    "peer-late",
+    "tasks-missing",
 )
 """Diagnoses of somebody who was waited for: what the program did before is a part of the cause."""
 _CONNECTING = (
@@ -100,6 +102,10 @@ def sharpen(found: Diagnosis, group: list[Hit], all_: Found) -> Diagnosis:
         found = _store(found, group)
     elif found.id == "peer-closed":
         found = _peer(found, group)
+    elif found.id == "collective-mismatch":
+        found = _apart(found, group, all_)
+    elif found.id == "tasks-missing":
+        found = _tasks(found, group)
     if found.id in _CONNECTING:
         found = _addresses(found, group, all_)
     if found.id in _WAITING:
@@ -152,6 +158,21 @@ def _peer(found: Diagnosis, group: list[Hit]) -> Diagnosis:
     return replace(found, nodes=tuple(peers))
 
 
+def _apart(found: Diagnosis, group: list[Hit], all_: Found) -> Diagnosis:
+    """Name all of the ranks of which a text says what they called."""
+    texts = [hit.raised.text if hit.raised else hit.line.text for hit in group]
+    told = {int(rank) for text in texts for rank in re.findall(r"\b[Rr]ank (\d+) is running", text)}
+    ranks = tuple(sorted({*found.ranks, *told}))
+    return replace(found, ranks=ranks, nodes=tuple(sorted({*found.nodes, *_nodes(ranks, all_.node_of)})))
+
+
+def _tasks(found: Diagnosis, group: list[Hit]) -> Diagnosis:
+    """Name the processes that a coordinator of XLA or TensorFlow has waited for."""
+    texts = [hit.raised.text if hit.raised else hit.line.text for hit in group]
+    late = sorted({int(task) for text in texts for task in re.findall(r"/task:(\d+)\b", text)})
+    return replace(found, ranks=tuple(late), cause=f"{found.cause}; it waited for {_ranks(late)}") if late else found
+
+
 def _doing(found: Diagnosis, group: list[Hit]) -> Diagnosis:
     """What the program did before somebody waited is a part of the cause."""
     doing = next((hit.before for hit in group if hit.before is not None and hit.before.doing), None)
@@ -177,7 +198,7 @@ def _without_a_word(found: Diagnosis, all_: Found) -> Diagnosis:
         ranks=tuple(silent),
         nodes=_nodes(silent, all_.node_of),
         confidence="medium",
-        cause=f"{_ranks(silent)} ended without a word and the others lost the connection to it",
+        cause=f"{_ranks(silent)} ended without a message and the others lost the connection to it",
     )
 
 

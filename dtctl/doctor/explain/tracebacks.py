@@ -124,6 +124,7 @@ _NEW_THOUGHT = re.compile(
 )
 _SOURCE = re.compile(r"^\s{4,}(?:raise|return|with|for|if|self\.|await|yield|\w[\w.]*\()")
 """A line of a program, which no message is."""
+_TOLD = re.compile(r"\b(?:INFO|DEBUG|WARN(?:ING)?)\b")
 _NUMBERS = re.compile(r"\d+(?:[:.,/-]\d+)+")
 
 
@@ -167,6 +168,10 @@ class Raised:
     """How this one follows from the one before."""
     passed_on: bool = False
     """Whether a later exception of the chain has taken its place."""
+    told: bool = False
+    """Whether what printed its traceback called it information or a warning."""
+    cut: bool = False
+    """Whether the beginning of its traceback is missing."""
 
     @property
     def short(self) -> str:
@@ -211,6 +216,10 @@ class TracebackReader:
     indent: int = 0
     at: LogLine | None = None
     """The last frame."""
+    told: bool = False
+    """Whether the header stands behind a word like INFO."""
+    cut: bool = False
+    """Whether the header is missing."""
 
     @property
     def inside(self) -> bool:
@@ -233,7 +242,7 @@ class TracebackReader:
             found, taken = self._in_traceback(text, line)
             if found is not None or taken:
                 return found is None, found
-        elif self.saying is not None and self._goes_on(text):
+        elif self.saying is not None and self._goes_on(text, line):
             return False, None
         if text[:1] in "│╭╰┃┏┗" and len(text) > 1:  # a box of rich, whose beginning was cut off
             return True, None
@@ -273,6 +282,7 @@ class TracebackReader:
     def _begin(self, text: str) -> None:
         head = text[: text.index(HEADER)]
         self.saying = None
+        self.told, self.cut = _TOLD.search(head) is not None, False
         if _INNER.match(text) or head.strip() == "Original":
             self.link = "inner"
         elif head.strip() in ("traceback :", "traceback:"):
@@ -301,7 +311,7 @@ class TracebackReader:
         if found is None:
             return False
         if not self.opened:  # what was copied begins in the middle
-            self.opened, self.frames = 1, []
+            self.opened, self.frames, self.cut = 1, [], True
         groups = found.groupdict()
         self.frames.append(
             TracebackFrame(
@@ -365,6 +375,7 @@ class TracebackReader:
             line=line,
             frames=tuple(self.frames),
             bare=bare_, ignored=self.ignored > 0 or _at_the_end(self.frames), rank=self.rank, node=self.node,
+            told=self.told and not bare_, cut=self.cut and not bare_,
         )  # fmt: skip
         if not bare_ or self.link:
             if self.link == "inner" and self.last is not None:
@@ -381,12 +392,13 @@ class TracebackReader:
         self.adjacent = False
         return raised
 
-    def _goes_on(self, text: str) -> bool:
+    def _goes_on(self, text: str, line: LogLine) -> bool:
         said = self.saying
         if said is None:
             return False
         if (
             len(said.detail) >= MAX_DETAIL
+            or (line.time is not None and said.line.time is None)  # a logger's line, and the message was printed
             or _NEW_THOUGHT.match(text)
             or PROGRESS.search(text)
             or _BARE.match(text) is not None

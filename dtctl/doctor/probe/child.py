@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import subprocess
 import threading
@@ -16,6 +17,9 @@ from dtctl import node_facts
 
 _PR_SET_PDEATHSIG = 1
 KEPT_BYTES = 4096
+WORDS = 400
+"""Of what it has complained about, that is told."""
+_EXCEPTION = re.compile(r"[\w.]+(Error|Exception|Exit|Interrupt)(: |:$)")
 
 
 class Child:
@@ -78,9 +82,10 @@ class Child:
         return line
 
     def complaint(self) -> str:
-        """The last line of its standard error."""
-        lines = self._said.decode(errors="replace").strip().splitlines()
-        return lines[-1].strip() if lines else ""
+        """The end of its standard error from the last line that names an exception on; else the last line."""
+        lines = [line.strip() for line in self._said.decode(errors="replace").strip().splitlines()]
+        named = [at for at, line in enumerate(lines) if _EXCEPTION.match(line)]
+        return " ".join(filter(None, lines[named[-1] if named else -1 :]))[:WORDS]
 
     def kill(self) -> None:
         """End it, whatever it does."""

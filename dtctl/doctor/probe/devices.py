@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -11,11 +10,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from dtctl import node_facts
+from dtctl.doctor.probe import amd
 
 TOOL_LIMIT_S = 8.0
 SMI_LIMIT_S = 30.0
 """Without persistence mode the first nvidia-smi wakes the driver for every GPU, which takes 8 H100s up to half
 a minute; so all are asked at once, and share the driver that one of them has woken."""
+AMD_LIMIT_S = 10.0
+"""For each of the questions to AMD's tools, which are asked one after the other and wake nothing."""
 RECENT_S = 24 * 3600.0
 """Older messages of the kernel are of errors that somebody has seen to, or that are seen otherwise."""
 RDMA = "/sys/class/infiniband"
@@ -26,7 +28,6 @@ _STATE = (
     "index,persistence_mode,power.limit,power.default_limit,clocks_throttle_reasons.active,"
     "pcie.link.width.current,pcie.link.width.max,mig.mode.current,ecc.mode.current"
 )
-_ROCM = ["rocm-smi", "--showproductname", "--showmeminfo", "vram", "--showdriverversion", "--json"]
 _QUERIES = {
     "remapped": ["nvidia-smi", "--query-remapped-rows=" + _REMAPPED, "--format=csv,noheader"],
     "nvlink": ["nvidia-smi", "nvlink", "--status"],
@@ -47,12 +48,13 @@ _KERNEL = (
 def devices() -> dict:  # type: ignore[type-arg]
     """`gpus` (device files), `rdma` ports, and the words of the GPUs' tool and the kernel; empty without GPUs.
 
-    `vendor` is nvidia or amd, whose tool is asked: nvidia-smi or rocm-smi; `gpu_error` is why that has failed, in its
-    own words; `xid_source` the program that told of the kernel's messages, empty if none may.
+    `vendor` is nvidia or amd, whose tool is asked: nvidia-smi; amd-smi, or rocm-smi where that is older. `gpu_error`
+    is why it has failed, in its own words; `xid_source` the program that told of the kernel's messages, empty if none
+    may.
     """
-    nvidia, amd = node_facts.nvidia_devices(), node_facts.amd_devices()
-    found = {
-        "gpus": len(nvidia) or len(amd),
+    nvidia, others = node_facts.nvidia_devices(), node_facts.amd_devices()
+    facts = {
+        "gpus": len(nvidia) or len(others),
         "vendor": "",
         "rdma": rdma(),
         "gpu": "",
@@ -60,44 +62,27 @@ def devices() -> dict:  # type: ignore[type-arg]
         "xid": "",
         "xid_source": "",
     }
-    found.update(dict.fromkeys(_QUERIES, ""))
-    if amd and not nvidia:
-        found["vendor"] = "amd"
-        said, found["gpu_error"] = run(_ROCM, SMI_LIMIT_S)
-        found["gpu"] = amd_rows(said)
-        found["xid"], found["xid_source"] = kernel_errors(time.time())
-        return found
+    facts.update(dict.fromkeys(_QUERIES, ""))
+    if others and not nvidia:
+        facts["vendor"] = "amd"
+        facts["gpu"], facts["gpu_error"] = amd.rows(others, lambda argv: run(argv, AMD_LIMIT_S))
+        facts["state"] = amd.state(others)
+        facts["xid"], facts["xid_source"] = kernel_errors(time.time())
+        return facts
     if not nvidia and not shutil.which("nvidia-smi"):
-        return found
+        return facts
     asked = ["nvidia-smi", "--query-gpu=" + _GPU, "--format=csv,noheader,nounits"]
     with ThreadPoolExecutor(len(_QUERIES) + 2) as pool:
         rows = pool.submit(run, asked, SMI_LIMIT_S)
         messages = pool.submit(kernel_errors, time.time())
         said = pool.map(lambda argv: tool(argv, SMI_LIMIT_S), _QUERIES.values())
-        found.update(zip(_QUERIES, said))  # noqa: B905 - Python 3.8 has no `strict`
+        facts.update(zip(_QUERIES, said))  # noqa: B905 - Python 3.8 has no `strict`
     # What it says of the other GPUs counts, too, when one is lost and it fails.
-    found["gpu"], found["gpu_error"] = rows.result()
-    if found["gpus"] or found["gpu"]:
-        found["vendor"] = "nvidia"
-        found["xid"], found["xid_source"] = messages.result()
-    return found
-
-
-def amd_rows(said: str) -> str:
-    """What rocm-smi says in JSON, in the columns of nvidia-smi: index, name, MiB used, MiB in all, driver."""
-    try:
-        cards = json.loads(said)
-        driver = str(cards.get("system", {}).get("Driver version", ""))
-    except (ValueError, AttributeError):
-        return ""
-    rows = []
-    for card in sorted(name for name in cards if name.startswith("card") and name[4:].isdigit()):
-        told = {str(name).lower(): str(value).replace(",", " ") for name, value in cards[card].items()}
-        name = told.get("card series") or told.get("card model") or "AMD GPU"
-        memory = [told.get("vram total used memory (b)", ""), told.get("vram total memory (b)", "")]
-        mib = [str(int(size) >> 20) if size.isdigit() else "[N/A]" for size in memory]
-        rows.append(", ".join([card[4:], name, mib[0], mib[1], driver, "[N/A]"]))
-    return "\n".join(rows)
+    facts["gpu"], facts["gpu_error"] = rows.result()
+    if facts["gpus"] or facts["gpu"]:
+        facts["vendor"] = "nvidia"
+        facts["xid"], facts["xid_source"] = messages.result()
+    return facts
 
 
 def kernel_errors(now: float) -> tuple:  # type: ignore[type-arg]
@@ -146,14 +131,14 @@ def run(argv: list, limit_s: float) -> tuple:  # type: ignore[type-arg]
 
 def rdma() -> list:  # type: ignore[type-arg]
     """Ports of RDMA devices, as the kernel shows them."""
-    found = []
+    ports = []
     for device in sorted(os.listdir(RDMA)) if os.path.isdir(RDMA) else []:
         for port in sorted(os.listdir(os.path.join(RDMA, device, "ports"))):
             folder = os.path.join(RDMA, device, "ports", port)
             said = {name: read(os.path.join(folder, name)) for name in ("state", "rate", "link_layer")}
             roce, verbs = node_facts.roce_address(folder), node_facts.verbs(device)
-            found.append({"device": device, "port": port, "roce": roce, "verbs": verbs, **said})
-    return found
+            ports.append({"device": device, "port": port, "roce": roce, "verbs": verbs, **said})
+    return ports
 
 
 def read(path: str) -> str:

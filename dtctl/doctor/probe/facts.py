@@ -18,7 +18,10 @@ _SIOCGIFFLAGS = 0x8913  # linux/sockios.h
 _SIOCGIFMTU = 0x8921
 _SIOCGIFHWADDR = 0x8927
 _IFF_UP = 1
-WATCHED = ("NCCL_", "TORCH_", "GLOO_", "UCX_", "FI_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "MASTER_", "PYTORCH_")
+WATCHED = (
+    *("NCCL_", "RCCL_", "TORCH_", "GLOO_", "UCX_", "FI_", "HSA_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
+    *("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "MASTER_", "PYTORCH_", "LD_", "PYTHONPATH"),
+)
 LOOK_UP_LIMIT_S = 2.0
 
 
@@ -71,17 +74,17 @@ def _user() -> str:
 
 def look_up(names: list) -> dict:  # type: ignore[type-arg]
     """Addresses by name; an empty list when unknown, None when nobody answered in time."""
-    found = dict.fromkeys(names)
+    addresses = dict.fromkeys(names)
 
     def ask(name: str) -> None:
         try:
             answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-            found[name] = list(dict.fromkeys(str(answer[4][0]) for answer in answers))
+            addresses[name] = list(dict.fromkeys(str(answer[4][0]) for answer in answers))
         except (OSError, UnicodeError):
-            found[name] = []
+            addresses[name] = []
 
     threads = []
-    for name in found:
+    for name in addresses:
         thread = threading.Thread(target=ask, args=(name,), daemon=True)
         try:
             thread.start()
@@ -91,15 +94,15 @@ def look_up(names: list) -> dict:  # type: ignore[type-arg]
     deadline = time.monotonic() + LOOK_UP_LIMIT_S
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    return dict(found)
+    return dict(addresses)
 
 
 def interfaces() -> list:  # type: ignore[type-arg]
     """Every interface with its address (IPv4), MTU in bytes, hardware address, whether it is up, and Mbit/s (or 0)."""
-    found = []
+    rows = []
     for _, name in socket.if_nameindex():
         speed = devices.read("/sys/class/net/%s/speed" % name)
-        found.append(
+        rows.append(
             {
                 "name": name,
                 "address": node_facts.ipv4_of(name),
@@ -109,7 +112,7 @@ def interfaces() -> list:  # type: ignore[type-arg]
                 "mbit_s": int(speed) if speed.isdigit() else 0,
             }
         )
-    return found
+    return rows
 
 
 def _asked(interface: str, request: int) -> bytes:
@@ -123,14 +126,14 @@ def _asked(interface: str, request: int) -> bytes:
 
 def local_addresses() -> list:  # type: ignore[type-arg]
     """All IPv4 addresses of this machine, second ones too, from the kernel's routing trie."""
-    found, address = [], ""
+    addresses, address = [], ""
     for line in devices.read("/proc/net/fib_trie").splitlines():
         words = line.split()
         if words[:1] in (["|--"], ["+--"]):
             address = words[1]
-        elif words[:3] == ["/32", "host", "LOCAL"] and address not in found:
-            found.append(address)
-    return found
+        elif words[:3] == ["/32", "host", "LOCAL"] and address not in addresses:
+            addresses.append(address)
+    return addresses
 
 
 def neighbours(peers: list) -> dict:  # type: ignore[type-arg]
@@ -140,9 +143,10 @@ def neighbours(peers: list) -> dict:  # type: ignore[type-arg]
 
 
 def conf() -> dict:  # type: ignore[type-arg]
-    """NCCL's configuration files that are there: path -> text."""
-    paths = ["/etc/nccl.conf", os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf")]
-    return {path: devices.read(path) for path in paths if os.path.isfile(path)}
+    """Configuration files of NCCL that are there, or of RCCL where the GPUs are AMD's: path -> text."""
+    name = "rccl" if node_facts.amd_devices() and not node_facts.nvidia_devices() else "nccl"
+    own = os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.%s.conf" % name)
+    return {path: devices.read(path) for path in ("/etc/%s.conf" % name, own) if os.path.isfile(path)}
 
 
 def digest(folder: str) -> str:
@@ -150,13 +154,13 @@ def digest(folder: str) -> str:
     import hashlib
 
     folder = os.path.expanduser(folder)
-    found = hashlib.blake2b(digest_size=8)
+    hasher = hashlib.blake2b(digest_size=8)
     count = 0
     for where, below, names in os.walk(folder):
         below[:] = sorted(name for name in below if not name.startswith(".") and name != "__pycache__")
         for name in sorted(names):
             if name.endswith(".py") and count < 5000:
                 count += 1
-                found.update(os.path.relpath(os.path.join(where, name), folder).encode() + b"\0")
-                found.update(devices.read(os.path.join(where, name)).encode() + b"\0")
-    return found.hexdigest() if count else ""
+                hasher.update(os.path.relpath(os.path.join(where, name), folder).encode() + b"\0")
+                hasher.update(devices.read(os.path.join(where, name)).encode() + b"\0")
+    return hasher.hexdigest() if count else ""

@@ -8,6 +8,7 @@ import resource
 from dtctl import node_facts
 
 _RLIMITS = ("nofile", "memlock", "as", "fsize", "cpu", "nproc")
+MANY_PORTS = 2048
 UNLIMITED = 1 << 60
 """Bytes; what version 1 of control groups writes for no limit is a little less than 2**63."""
 
@@ -18,37 +19,28 @@ def limits() -> dict:  # type: ignore[type-arg]
         "limits": {name: resource.getrlimit(getattr(resource, "RLIMIT_" + name.upper())) for name in _RLIMITS},
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "machine_cpus": os.cpu_count() or 0,
-        "cpu_quota": _least("cpu", _quota),
+        "cpu_quota": node_facts.cpu_quota(),
         "memory_limit": int(_least("memory", _memory)),
         "memory_free": _meminfo("MemAvailable"),
         "pids_free": int(_least("pids", _pids)),
-        "ports": [int(word) for word in node_facts.read("/proc/sys/net/ipv4/ip_local_port_range").split()[:2]],
+        "ports": _range(),
     }
+
+
+def given_out() -> list:  # type: ignore[type-arg]
+    """First and last of the ports that the kernel gives out; empty where there are few, and each is needed."""
+    ports = _range()
+    return ports if len(ports) == 2 and ports[1] - ports[0] >= MANY_PORTS else []
+
+
+def _range() -> list:  # type: ignore[type-arg]
+    return [int(word) for word in node_facts.read("/proc/sys/net/ipv4/ip_local_port_range").split()[:2]]
 
 
 def _least(controller: str, limit_of) -> float:  # type: ignore[no-untyped-def]
     """The smallest limit from this process's control group up to the root; -1 without any."""
-    found = [limit for folder in _groups(controller) for limit in [limit_of(folder)] if limit >= 0]
-    return min(found) if found else -1
-
-
-def _groups(controller: str) -> list:  # type: ignore[type-arg]
-    """Folders of the control groups that hold this process, innermost first, of both versions."""
-    found = []
-    for line in node_facts.read("/proc/self/cgroup").splitlines():
-        number, _, rest = line.partition(":")
-        names, _, path = rest.partition(":")
-        if number == "0" and not names:
-            roots = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"]
-        elif controller in names.split(","):
-            roots = ["/sys/fs/cgroup/" + controller, "/sys/fs/cgroup/" + names]
-        else:
-            continue
-        # In a container the path may be that of the machine outside, and the group itself lies at the root.
-        parts = path.strip("/").split("/") if path.strip("/") else []
-        for root in roots:
-            found += [os.path.join(root, *parts[:count]) for count in range(len(parts), -1, -1)]
-    return found
+    limits = [limit for folder in node_facts.control_groups(controller) for limit in [limit_of(folder)] if limit >= 0]
+    return min(limits) if limits else -1
 
 
 def _number(folder: str, *names: str) -> int:
@@ -67,14 +59,6 @@ def _memory(folder: str) -> int:
 def _pids(folder: str) -> int:
     limit = _number(folder, "pids.max")
     return max(0, limit - max(0, _number(folder, "pids.current"))) if limit >= 0 else -1
-
-
-def _quota(folder: str) -> float:
-    words = node_facts.read(os.path.join(folder, "cpu.max")).split()
-    if len(words) == 2 and words[0].isdigit() and int(words[1]):
-        return int(words[0]) / int(words[1])
-    quota, period = _number(folder, "cpu.cfs_quota_us"), _number(folder, "cpu.cfs_period_us")
-    return quota / period if quota > 0 and period > 0 else -1
 
 
 def _meminfo(name: str) -> int:

@@ -7,6 +7,8 @@ arrive. Silence means that packets are dropped; a refusal, since somebody does l
 from __future__ import annotations
 
 import errno
+import random
+import select
 import socket
 import struct
 import threading
@@ -19,6 +21,10 @@ LARGE_BYTES = 256 << 10
 PASSED_BYTES = 16 << 10
 _TCP_INFO_BYTES_ACKED = 120  # struct tcp_info of linux/tcp.h
 PARALLEL = 24
+KNOCKS = ("spread", "meeting")
+"""Kinds of calls that only ask who answers: a rule for a part of the ports is found by many of them."""
+TRIES = 4
+"""Ports of a stretch that are tried until one is free."""
 _BACKLOG = 512
 
 
@@ -48,6 +54,40 @@ class Listeners:
         except RuntimeError:  # no more processes are allowed here, which is told of elsewhere
             return -errno.EAGAIN
         return int(ear.getsockname()[1])
+
+    def spread(self, first: int, last: int, count: int) -> list:  # type: ignore[type-arg]
+        """Listen on one port of each of `count` equal stretches of a range; those that were free. One thread serves."""
+        size = max(1, (last - first + 1) // max(1, count))
+        ears = []
+        for low in range(first, last + 1, size)[:count]:
+            for _ in range(TRIES):
+                ear = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+                try:
+                    ear.bind(("", random.randrange(low, min(low + size, last + 1))))
+                    ear.listen(_BACKLOG)
+                except OSError:
+                    ear.close()
+                    continue
+                ears.append(ear)
+                break
+        self.sockets += ears
+        try:
+            threading.Thread(target=self._accept_all, args=(ears,), daemon=True).start()
+        except RuntimeError:
+            return []
+        return [int(ear.getsockname()[1]) for ear in ears]
+
+    def _accept_all(self, ears: list) -> None:  # type: ignore[type-arg]
+        while ears:
+            for ear in select.select(ears, [], [])[0]:
+                try:
+                    call, peer = ear.accept()
+                except OSError:
+                    continue
+                try:
+                    threading.Thread(target=self._answer, args=(call, str(peer[0])), daemon=True).start()
+                except RuntimeError:
+                    self._answer(call, str(peer[0]))
 
     def _accept(self, ear: socket.socket) -> None:
         while True:
@@ -114,7 +154,10 @@ def call_all(targets: list, token: str, timeout_s: float) -> list:  # type: igno
                 if not todo:
                     return
                 index, (node, address, port, kind) = todo.pop(0)
-            said = call(address, port, node, token, timeout_s)
+            knock = kind in KNOCKS
+            said = call(address, port, node, token, timeout_s, large=not knock)
+            if knock and said["result"] != "ok":  # a packet may be lost, or the other side be busy
+                said = call(address, port, node, token, timeout_s, large=False)
             answers[index] = {"node": node, "port": port, "kind": kind, **said}
 
     threads = []
@@ -131,8 +174,11 @@ def call_all(targets: list, token: str, timeout_s: float) -> list:  # type: igno
     return answers
 
 
-def call(address: str, port: int, node: str, token: str, timeout_s: float) -> dict:  # type: ignore[type-arg]
-    """One call: `result` is ok, dropped, refused, unreachable, silent, stranger, large-lost or error."""
+def call(address: str, port: int, node: str, token: str, timeout_s: float, *, large: bool = True) -> dict:  # type: ignore[type-arg]
+    """One call: `result` is ok, dropped, refused, unreachable, silent, stranger, large-lost or error.
+
+    `large` says whether packets of full size are sent, too.
+    """
     begun = time.monotonic()
     try:
         sock = socket.create_connection((address, port), timeout=timeout_s)
@@ -151,6 +197,8 @@ def call(address: str, port: int, node: str, token: str, timeout_s: float) -> di
         answer = {"took_ms": took, "seen": seen, "own": sock.getsockname()[0]}
         if name != node:
             return {**answer, "result": "stranger", "said": name or "nothing"}
+        if not large:
+            return {**answer, "result": "ok"}
         try:
             sock.sendall(b"\0" * LARGE_BYTES)
             whole = read_line(sock) == "got"

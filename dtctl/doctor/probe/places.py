@@ -18,8 +18,8 @@ WRITTEN = (
 WRITTEN_ENDS = ("_CACHE", "_CACHE_DIR", "_CACHE_PATH", "_CACHE_HOME")
 _READ_ENDS = ("_FILE", "_CA_BUNDLE", "_CREDENTIALS")
 _READ_OF = (
-    "NCCL_", "TORCH", "GLOO_", "UCX_", "FI_", "CUDA_", "AWS_", "AZURE_", "GOOGLE_", "SSL_", "REQUESTS_", "CURL_", "HF_",
-    "WANDB_", "MLFLOW_", "COMET_", "DEEPSPEED_", "OMPI_", "SLURM_", "PMIX_",
+    "NCCL_", "RCCL_", "TORCH", "GLOO_", "UCX_", "FI_", "CUDA_", "AWS_", "AZURE_", "GOOGLE_", "SSL_", "REQUESTS_",
+    "CURL_", "HF_", "WANDB_", "MLFLOW_", "COMET_", "DEEPSPEED_", "OMPI_", "SLURM_", "PMIX_",
 )  # fmt: skip
 """Whose files a training reads; others (`TF_CLI_CONFIG_FILE`) are of tools that take no part in it."""
 _PRELOADED = ("LD_PRELOAD", "LD_AUDIT")
@@ -46,10 +46,10 @@ def nearest(path: str) -> str:
 
 def usable(path: str) -> tuple:  # type: ignore[type-arg]
     """The nearest folder that exists, and why nothing can be written there; empty when it can."""
-    found = nearest(path)
-    if not os.path.isdir(found):
-        return os.path.dirname(found) or "/", "%s: it is a file, and no folder" % found
-    return found, writable(found)
+    place = nearest(path)
+    if not os.path.isdir(place):
+        return os.path.dirname(place) or "/", "%s: it is a file, not a folder" % place
+    return place, writable(place)
 
 
 def space(path: str) -> dict:  # type: ignore[type-arg]
@@ -93,7 +93,7 @@ def _by_rights(folder: str) -> str:
         return "%s: %s" % (folder, exc.strerror)
     # The kernel's own folders let nobody make a file in them, whatever their rights say.
     if _device(folder) in (_device("/proc"), _device("/sys")):
-        return "%s: it is the kernel's, and takes no files" % folder
+        return "%s: it belongs to the kernel and cannot hold files" % folder
     return "" if os.access(folder, os.W_OK) else "%s: %s" % (folder, os.strerror(errno.EACCES))
 
 

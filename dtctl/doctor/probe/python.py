@@ -88,7 +88,7 @@ def job_python(python: str, env: dict, folder: str, beside: list) -> dict:  # ty
         `python`, `torch`, `cuda`, `nccl`, `torch_path`, `shadows` ([module, path of the one that is found, path of the
         one that is hidden]); or `error`, why it does not start, with `because`: variables without which it does.
     """
-    argv = [python, "-c", _ASK, json.dumps([os.path.expanduser(folder), beside])]
+    argv = [os.path.expanduser(python), "-c", _ASK, json.dumps([os.path.expanduser(folder), beside])]
     said, error = _run(argv, env)
     if not error:
         return dict(said)

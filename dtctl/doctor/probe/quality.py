@@ -46,15 +46,15 @@ def _line(sock: socket.socket) -> str:
         line += byte
         limit = limit or time.monotonic() + PHASE_LIMIT_S
         if len(line) > LINE_BYTES or time.monotonic() > limit:
-            raise OSError("the other side says something that it was not asked for")
+            raise OSError("the other side sent something that was not requested")
     return line.strip().decode(errors="replace")
 
 
 def _number(said: str, most: float) -> float:
-    found = float(said)
-    if not 0 <= found <= most:  # nor, by that, not-a-number
-        raise ValueError("the other side says a number that cannot be")
-    return found
+    number = float(said)
+    if not 0 <= number <= most:  # nor, by that, not-a-number
+        raise ValueError("the other side sent an impossible number")
+    return number
 
 
 def serve(call: socket.socket) -> None:
@@ -83,11 +83,11 @@ def serve(call: socket.socket) -> None:
 
 def _count(ear: socket.socket) -> int:
     """Datagrams that are here, or come within some milliseconds after the last."""
-    found = 0
-    while found < MANY and select.select([ear], [], [], 0.005)[0]:
+    count = 0
+    while count < MANY and select.select([ear], [], [], 0.005)[0]:
         ear.recv(2048)
-        found += 1
-    return found
+        count += 1
+    return count
 
 
 def _swallow(call: socket.socket, seconds: float) -> tuple:  # type: ignore[type-arg]
@@ -154,10 +154,10 @@ def measure(address: str, port: int, token: str, seconds: float) -> dict:  # typ
             call.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             call.sendall(token.encode() + b" measure\n")
             udp_port = int(_number(_line(call), 65_535))
-            found = {"rtt_ms": _round_trips(call)}
-            found.update(_bursts(call, (address, udp_port)))
-            found.update(_stream(call, seconds))
-            return found
+            figures = {"rtt_ms": _round_trips(call)}
+            figures.update(_bursts(call, (address, udp_port)))
+            figures.update(_stream(call, seconds))
+            return figures
     except (OSError, ValueError) as exc:
         return {"error": str(exc) or type(exc).__name__}
 
@@ -223,18 +223,18 @@ def _stream(call: socket.socket, seconds: float) -> dict:  # type: ignore[type-a
     if len(info) >= _TCP_INFO_DATA_OUT + 4:
         again = struct.unpack_from("=I", info, _TCP_INFO_RETRANS)[0]
         out = struct.unpack_from("=I", info, _TCP_INFO_DATA_OUT)[0]
-    found: dict = {"mbit_s": None, "retransmitted": again, "segments": out, "carried": sent, "broken": broken}  # type: ignore[type-arg]
+    figures: dict = {"mbit_s": None, "retransmitted": again, "segments": out, "carried": sent, "broken": broken}  # type: ignore[type-arg]
     if not broken:
         call.settimeout(PHASE_LIMIT_S)
         try:
             words = _line(call).split()
         except OSError:
-            return {**found, "broken": "reset"}
+            return {**figures, "broken": "reset"}
         if len(words) != 3 or words[2] not in ("-", "stalled"):
-            raise ValueError("the other side says something that it was not asked for")
-        found["mbit_s"] = _number(words[0], 1e9) or None
-        found["carried"] = int(_number(words[1], 1e15))
-        found["broken"] = words[2].strip("-")
+            raise ValueError("the other side sent something that was not requested")
+        figures["mbit_s"] = _number(words[0], 1e9) or None
+        figures["carried"] = int(_number(words[1], 1e15))
+        figures["broken"] = words[2].strip("-")
     # What still waits to be sent must not run beside the next measurement.
     call.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    return found
+    return figures

@@ -39,19 +39,19 @@ class Marks:
     def look(self, wanted: list) -> list:  # type: ignore[type-arg]
         """For each [folder, node] the seconds until the mark was seen, or None."""
         begun = time.monotonic()
-        found: list = [None] * len(wanted)  # type: ignore[type-arg]
-        while None in found and time.monotonic() - begun < LOOK_LIMIT_S:
+        delays: list = [None] * len(wanted)  # type: ignore[type-arg]
+        while None in delays and time.monotonic() - begun < LOOK_LIMIT_S:
             for index, (folder, node) in enumerate(wanted):
-                if found[index] is None:
+                if delays[index] is None:
                     try:
                         # Listing asks the server anew, where a look at one name may be answered from a cache.
                         there = os.path.basename(self._path(folder, node)) in os.listdir(os.path.expanduser(folder))
                     except OSError:
                         there = False
                     if there:
-                        found[index] = round(time.monotonic() - begun, 3)
+                        delays[index] = round(time.monotonic() - begun, 3)
             time.sleep(EVERY_S)
-        return found
+        return delays
 
     def remove(self) -> None:
         """Take all marks away."""

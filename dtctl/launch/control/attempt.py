@@ -5,21 +5,37 @@ The gang rule: the first failure anywhere ends the attempt everywhere.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from dtctl import names
-from dtctl.launch.control.failure import AGENT, Failure
-from dtctl.launch.control.gang import Gang
-from dtctl.launch.control.hang import HangLimit, HangMonitor, Watched
+from dtctl.launch.control.failure import AGENT, Failure, describe
+from dtctl.launch.control.gang import PING_S, Gang
+from dtctl.launch.control.hang import HangMonitor
 from dtctl.launch.control.link import error_of
-from dtctl.launch.control.progress import Standing
-from dtctl.launch.control.session import NodeMessage
-from dtctl.launch.records.events import Hung, NodeChanged, Note, OutputLine, SnapshotBegun, Stopping, WorkerExited
+from dtctl.launch.control.progress import Standing, standings
+from dtctl.launch.control.session import Content, LinkLost, NodeMessage, OutputChunk, SessionFailed
+from dtctl.launch.records.events import (
+    Hung,
+    NodeChanged,
+    Note,
+    OutputLine,
+    Outputs,
+    SnapshotBegun,
+    Stopping,
+    WorkerExited,
+)
 from dtctl.launch.records.logs import METRICS
 from dtctl.plan.model import Plan
+from dtctl.supervisor import messages
+from dtctl.supervisor.messages import AttemptStopped, StopAttempt, WorkerExit
+
+if TYPE_CHECKING:
+    from dtctl.launch.control.healing import Healing
 
 FIRST_RETRY_S = 0.5
 RETRY_LIMIT_S = 3600.0
@@ -43,8 +59,12 @@ class AttemptOutcome:
     """Nodes where the run had ended before this launcher came; no supervisor waits there for another attempt."""
     lost_output: dict[str, int] = field(default_factory=dict)
     """Node -> bytes of output that could not be stored there."""
+    outputs: dict[str, Outputs] = field(default_factory=dict)
+    """Node -> what the run has put out there so far."""
     hung_s: float = 0.0
     """For how long nothing had moved when it was ended because it hung."""
+    away_s: float = 0.0
+    """For how long the launcher did not run, if the nodes have ended the attempt for it: then nobody has failed."""
     left_early: list[Standing] = field(default_factory=list)
     """Workers that had left, when it was ended, though their training had steps left, the first one first; those whose
     exit code says that they failed are not among them."""
@@ -69,8 +89,17 @@ class Attempt:
     """The state of one attempt: which workers have started and ended, and which nodes are still waited for."""
 
     def __init__(
-        self, gang: Gang, plan: Plan, link_timeout_s: float, *, hang_monitor: HangMonitor, under_way: bool = False
+        self,
+        gang: Gang,
+        plan: Plan,
+        link_timeout_s: float,
+        *,
+        hang_monitor: HangMonitor,
+        healing: Healing | None = None,
+        under_way: bool = False,
     ) -> None:
+        """Watch an attempt that is started now, or is `under_way`; with `healing` lost workers are replaced."""
+        self.healing = healing
         self.gang = gang
         self.hang_monitor = hang_monitor
         self.plan = plan
@@ -88,49 +117,73 @@ class Attempt:
         """Ranks that have ended with an error of their own."""
         self.newest_snapshot_step = 0
         """Step of the newest snapshot that workers have told of."""
+        self.absence = (0.0, 0.0)
+        """For how long the launcher did not run, if nodes may think it gone, and until when that explains what ends."""
         self.ranks = {node.name: frozenset(node.ranks) for node in plan.nodes}
         """Workers of each node; what it says of others is not believed."""
         self.cold_nodes: set[str] = set()
         """Nodes whose workers are started afresh."""
+        self.joining: set[str] = set()
+        """Nodes that have taken the places of lost ones and not started yet."""
         self.retries: dict[str, _Retry] = {}
         """Nodes of a kept run whose link is gone: they go on, and are called again from time to time."""
 
     def handle(self, message: NodeMessage) -> None:
         """Act on one message of a node that still belongs to the attempt."""
-        name = message.session.name
-        if message.kind == "log":
-            self._on_log(name, message.data["rank"], message.data["payload"])
-        elif name not in self.open or message.session is not self.gang.sessions.get(name):
+        name, content = message.session.name, message.content
+        if self.healing is not None and self.healing.owns(message):
+            self._heal(lambda healing: healing.take_call(message))
             return
-        elif message.kind == "started":
-            self._on_started(name, message.data)
-        elif not self._concerns_own_workers(name, message):
-            self._on_lost(name, "it reported on a worker that does not run there")
-        elif message.kind == "exit":
-            self._on_exit(name, message.data)
-        elif message.kind == "ready":  # a kept run's link stands again
-            self.retries.pop(name, None)
-            self.gang.emit(NodeChanged(node=name, state="running"))
-        elif message.kind == "stopped":
-            self._on_stopped(name, message.data)
-        elif message.kind == "cold" and name not in self.cold_nodes:
-            self.cold_nodes.add(name)
-            self.gang.emit(Note(node=name, text=f"workers start without preloaded modules: {message.data['why']}"))
-        elif message.kind == "metrics-begin" and self._has_metrics(name):
-            self.gang.logs.begin_metrics(name)
-        elif message.kind == "error":
-            self._fail(name, str(error_of(message.data, name)), exit_code=None)
-            self._give_up_on(name, state="failed")
-        elif message.kind in ("lost", "failed"):
-            text = message.data.get("stderr") or str(message.data.get("error", "")) or "the link was lost"
-            self._on_lost(name, text)
-        else:
-            self._on_progress(name, message)
+        if isinstance(content, OutputChunk):
+            self._on_log(name, content.rank, content.payload)
+            return
+        if name in self.open and message.session is self.gang.sessions.get(name):
+            self._act(name, content)
 
-    def _concerns_own_workers(self, name: str, message: NodeMessage) -> bool:
+    def _act(self, name: str, content: Content) -> None:
+        match content:
+            case messages.Started():
+                self._on_started(name, content.interface)
+            case WorkerExit() | AttemptStopped() if not self._concerns_own_workers(name, content):
+                self._on_lost(name, "it reported on a worker that does not run there")
+            case WorkerExit():
+                self._on_exit(name, content)
+            case messages.LiveReport() if content.rank in self.ranks[name]:
+                self._heal(lambda healing: self._on_live_report(healing, content))
+            case AttemptStopped():
+                self._on_stopped(name, content)
+            case messages.Ready():  # a kept run's link stands again
+                self.retries.pop(name, None)
+                self.gang.emit(NodeChanged(node=name, state="running"))
+            case messages.Cold() if name not in self.cold_nodes:
+                self.cold_nodes.add(name)
+                self.gang.emit(Note(node=name, text=f"workers start without preloaded modules: {content.why}"))
+            case messages.MetricsBegin() if self._has_metrics(name):
+                self.gang.logs.begin_metrics(name)
+            case messages.Refusal():
+                self._fail(name, str(error_of(content, name)), exit_code=None)
+                self._give_up_on(name, state="failed")
+            case LinkLost():
+                self._on_lost(name, content.stderr or "the link was lost")
+            case SessionFailed():
+                self._on_lost(name, str(content.error) or "the link was lost")
+            case _:
+                self._on_other(name, content)
+
+    def _on_other(self, name: str, content: Content) -> None:
+        if isinstance(content, messages.LogGap):
+            self.gang.logs.skip(name, content.rank, content.bytes)
+        elif isinstance(content, messages.StopRequested):
+            self.gang.emit(Note(node=name, text=f"the run is stopped by {content.by}"))
+            if not self.gang.signals:
+                self.gang.signals.append(signal.SIGTERM)
+        else:
+            self._on_progress(name, content)
+
+    def _concerns_own_workers(self, name: str, content: WorkerExit | AttemptStopped) -> bool:
         """Whether what a node says is about its own workers, or torchrun's agent there."""
-        facts = message.data["exits"] if message.kind == "stopped" else [message.data]
-        return message.kind not in ("exit", "stopped") or all(fact["rank"] in self.ranks[name] | {-1} for fact in facts)
+        exits = content.exits if isinstance(content, AttemptStopped) else [content]
+        return all(each.rank in self.ranks[name] | {AGENT} for each in exits)
 
     def _has_metrics(self, name: str) -> bool:
         """Whether the worker that writes metrics.jsonl is on this node."""
@@ -149,60 +202,136 @@ class Attempt:
         refusal = self.gang.logs.refusal()
         if refusal is not None:
             self.gang.emit(Note(node=name, text=f"output is displayed but no longer saved on this machine: {refusal}"))
-        # Metrics come from a step that all workers have taken part in, the silent ones too; those that come before the
-        # workers are those of the attempt before.
-        for node in sorted((self.silent_nodes if rank == METRICS else self.silent_nodes & {name}) - self.starting):
+        # Metrics come from a step that all workers have taken part in, and a worker prints once it has been started,
+        # which torchrun's agents do together: the silent ones run, too. What comes before the workers is of the attempt
+        # before.
+        for node in sorted((self.silent_nodes & {name} if rank == AGENT else self.silent_nodes) - self.starting):
             self.silent_nodes.discard(node)
             self.gang.emit(NodeChanged(node=node, state="running"))
 
-    def _on_started(self, name: str, data: dict[str, Any]) -> None:
-        if name not in self.starting:
+    def _on_started(self, name: str, interface: str | None) -> None:
+        if name not in self.starting | self.joining:
             return
         self.starting.discard(name)
-        self.gang.emit(NodeChanged(node=name, state="started", interface=data.get("interface") or None))
+        self.joining.discard(name)
+        self.gang.emit(NodeChanged(node=name, state="started", interface=interface or None))
         self.all_started = not self.starting
 
-    def _on_stopped(self, name: str, data: dict[str, Any]) -> None:
-        for fact in data["exits"]:
-            self._on_exit(name, fact)
+    def _on_stopped(self, name: str, stopped: AttemptStopped) -> None:
+        for worker_exit in stopped.exits:
+            self._on_exit(name, worker_exit)
         self.open.discard(name)
-        self.outcome.left_behind[name] = data["left"]
-        if data.get("log_bytes_lost"):
-            self.outcome.lost_output[name] = data["log_bytes_lost"]
-        if data.get("gone"):
+        self.outcome.left_behind[name] = stopped.left
+        if stopped.log_bytes_lost:
+            self.outcome.lost_output[name] = stopped.log_bytes_lost
+        if stopped.log_bytes_unstored:
+            text = f"{stopped.log_bytes_unstored:,} bytes of output found no room on its disk and were sent here only"
+            self.gang.emit(Note(node=name, text=text))
+        if stopped.outputs is not None:
+            summary = stopped.outputs
+            self.outcome.outputs[name] = Outputs(folder=summary.folder, files=summary.files, bytes=summary.bytes)
+        if stopped.gone:
             self.outcome.already_ended.append(name)
-        self.gang.emit(NodeChanged(node=name, state="stopped", left=data["left"]))
-        if data.get("record"):
-            self.gang.emit(Note(node=name, text=data["record"]))
+        self.gang.emit(NodeChanged(node=name, state="stopped", left=stopped.left))
+        if stopped.record:
+            self.gang.emit(Note(node=name, text=stopped.record))
 
-    def _on_exit(self, name: str, data: dict[str, Any]) -> None:
-        if (name, data["rank"]) in self.ended_workers:
+    def _on_exit(self, name: str, worker: WorkerExit) -> None:
+        if (name, worker.rank) in self.ended_workers:
             return  # repeated in the summary at the end, in case the first message was lost
-        self.ended_workers.add((name, data["rank"]))
-        self.gang.emit(WorkerExited(node=name, rank=data["rank"], exit_code=data["code"], signal=data["signal"]))
-        if not data["code"]:
-            self.hang_monitor.worker_ended(data["rank"])
+        self.gang.emit(WorkerExited(node=name, rank=worker.rank, exit_code=worker.code, signal=worker.signal))
+        if self._is_replaced(name, worker):
             return
-        if not data.get("told"):
-            self.failed_ranks.add(data["rank"])
-        if self.outcome.stopped_by is None:
-            failure = Failure(
-                node=name,
-                rank=data["rank"] if data["rank"] >= 0 else None,
-                exit_code=data["code"],
-                signal=data["signal"],
-                time=time.time(),
-                node_reason=data.get("why", ""),
-                asked_to_stop=data.get("asked", False),
-            )
+        self.ended_workers.add((name, worker.rank))
+        if not worker.code:
+            self.hang_monitor.worker_ended(worker.rank)
+            return
+        if not worker.told:
+            self.failed_ranks.add(worker.rank)
+        if self._is_explained():
+            self._end_for_absence()
+        elif self.outcome.stopped_by is None:
+            failure = _failure_of(name, worker)
+            subject = f"rank {worker.rank} on {name}" if worker.rank >= 0 else name
+            self._end_healing(f"{subject} {describe(failure)}, meanwhile")
             self.outcome.failures.append(failure)
-            self._stop_others("a worker was told to stop" if data["code"] == names.REQUEUE_EXIT else f"{name} failed")
+            self._stop_others("a worker was told to stop" if worker.code == names.REQUEUE_EXIT else f"{name} failed")
 
-    def _on_progress(self, name: str, message: NodeMessage) -> None:
+    # -- lost workers that are replaced -----------------------------------------------------------------------------
+
+    def _is_replaced(self, name: str, worker: WorkerExit) -> bool:
+        """Whether another process takes the place of a worker that has ended; begins that."""
+        healing = self.healing
+        if healing is None or self.stop_deadline is not None:
+            return False
+        if healing.is_expected(worker.rank):
+            return True
+        killed = worker.signal is not None and not worker.asked and not worker.told
+        if not killed or self.ended_workers or self.starting or worker.rank < 0:
+            return False
+        failure = _failure_of(name, worker)
+        self._heal(lambda healing: healing.lose(failure), failure)
+        return True
+
+    def _on_live_report(self, healing: Healing, report: messages.LiveReport) -> None:
+        healed = healing.take(report)
+        if healed is not None:
+            self.hang_monitor.begin_again()
+            self.gang.emit(healed)
+
+    def _is_node_replaced(self, name: str, text: str) -> bool:
+        """Whether another node takes the place of a lost one, or the node itself again; begins that."""
+        if self.healing is None or self.stop_deadline is not None or self.ended_workers or not self.all_started:
+            return False
+        failure = _node_failure(name, text)
+        silent_s = time.monotonic() - self.gang.sessions[name].last_heard
+        silent_s = silent_s if silent_s > 2 * PING_S else 0.0  # else its link has ended, which is known at once
+        self.joining.discard(name)
+        self.gang.emit(NodeChanged(node=name, state="lost"))
+        self._heal(lambda healing: healing.lose_node(failure, detect_s=silent_s), failure)
+        return True
+
+    def replace_node(self, lost: str, name: str, plan: Plan) -> None:
+        """From now on a node has the place of a lost one, which may be the same; its workers are being started."""
+        self.plan = plan
+        self.ranks = {node.name: frozenset(node.ranks) for node in plan.nodes}
+        self.hang_monitor.node_of_rank = {rank: node.name for node in plan.nodes for rank in node.ranks}
+        self.open.discard(lost)
+        self.open.add(name)
+        self.joining.add(name)
+        self.silent_nodes.add(name)
+        self.cold_nodes.discard(name)
+
+    def _heal(self, action: Callable[[Healing], None], failure: Failure | None = None) -> None:
+        """Take a healing a step further; given up, it is the failure that it began with."""
+        if self.healing is None:
+            return
+        from dtctl.launch.control.substitutes import NotHealed  # few runs need it
+
+        try:
+            action(self.healing)
+        except NotHealed as exc:
+            self._end_healing(str(exc), failure)
+            self._stop_others("a lost worker could not be replaced")
+
+    def _end_healing(self, reason: str, failure: Failure | None = None) -> None:
+        """Give up the healing that is on: the attempt has failed of what it began with."""
+        if self.healing is None:
+            return
+        cause = self.healing.give_up() or failure
+        if cause is None:
+            return
+        self.outcome.failures.append(cause)
+        self.gang.emit(Note(node=cause.node, text=f"not healed, all workers are restarted: {reason}"))
+        lost = {each.node for each in (cause, failure) if each is not None and each.rank is None}
+        self._lose(self.healing.absent | lost)
+
+    def _on_progress(self, name: str, content: Content) -> None:
         """What a node says about how far its workers are."""
-        if message.kind in ("pong", "progress"):
-            reports = [fact for fact in message.data["workers"] if fact["rank"] in self.ranks[name]]
-            self.hang_monitor.update(name, reports, before_stop=message.data.get("before_stop", False))
+        if isinstance(content, messages.Pong | messages.ProgressReport):
+            reports = [report for report in content.workers if report.rank in self.ranks[name]]
+            before_stop = isinstance(content, messages.ProgressReport) and content.before_stop
+            self.hang_monitor.update(standings(name, reports), node=name, before_stop=before_stop)
             workers = self.hang_monitor.workers.values()
             steps = [worker.step for worker in workers]
             committed = [worker.committed for worker in workers]
@@ -210,9 +339,10 @@ class Attempt:
             self.outcome.first_step = max((worker.first for worker in workers), default=None)
             self.outcome.last_step = max([*steps, self.outcome.last_step or 0]) if steps else self.outcome.last_step
             self._emit_snapshots()
-        elif message.kind == "stack" and message.data["rank"] in self.hang_monitor.workers.keys() & self.ranks[name]:
-            self.hang_monitor.add_stack(message.data)
-        elif message.kind == "stacks-end":
+        elif isinstance(content, messages.WorkerStack):
+            if content.rank in self.hang_monitor.workers.keys() & self.ranks[name]:
+                self.hang_monitor.add_stack(content)
+        elif isinstance(content, messages.StacksEnd):
             self.hang_monitor.node_finished(name)
 
     def _emit_snapshots(self) -> None:
@@ -225,24 +355,66 @@ class Attempt:
     def _check_progress(self, now: float) -> None:
         if self.hang_monitor.hangs(now):
             self.gang.emit(Hung(silent_s=round(self.hang_monitor.silent_s or 0.0, 1)))
-            nodes = {name for name in self.open if self.gang.sessions[name].send({"op": "stacks"})}
+            nodes = {name for name in self.open if self.gang.sessions[name].send(messages.Stacks())}
             self.hang_monitor.begin_collecting(nodes)
         failure = self.hang_monitor.verdict(now)
-        if failure is not None:
+        if failure is not None and failure.rank is not None and self.healing is not None and not self.ended_workers:
+            self._replace_hung(failure, detect_s=self.hang_monitor.silent_until(now))
+        elif failure is not None:
             self.outcome.failures.append(failure)
             self.outcome.hung_s = self.hang_monitor.silent_s or 0.0
             self._stop_others(failure.summary, at_once=True)  # a worker that hangs does not react to SIGTERM
 
+    def _replace_hung(self, hung: Failure, *, detect_s: float) -> None:
+        self._heal(lambda healing: healing.lose(hung, is_running=True, detect_s=detect_s), hung)
+
+    def _check_survivors(self, healing: Healing) -> None:
+        """Replace survivors that do not react, too: one that is frozen would else hold up the others."""
+        for rank, asked_s in healing.late().items():
+            if self.hang_monitor.is_stuck(rank, asked_s=asked_s, again=healing.has_healed):
+                node = self.hang_monitor.node_of_rank[rank]
+                summary = f"it has not reacted for {asked_s:.0f} s to the loss of another worker"
+                stuck = Failure(
+                    node=node, rank=rank, exit_code=None, signal=None, time=time.time(), summary=summary, hang=True
+                )
+                self._replace_hung(stuck, detect_s=0.0)
+
     def _on_lost(self, name: str, text: str) -> None:
         if self.gang.reattach is not None and self._plan_retry(name):
             return
+        if not self._is_explained() and self._is_node_replaced(name, text):
+            return
         self.outcome.lost_nodes.append(name)
+        if self._is_explained():
+            self._end_for_absence()
+            self._give_up_on(name, state="stopped")
+            return
         # A node whose supervisor is ended, or loses its link, tells its workers to stop, and these all others; what
         # others say of it may be here before the loss, which is the cause.
         stopping = [failure.exit_code == names.REQUEUE_EXIT for failure in self.outcome.failures]
         if self.stop_deadline is None or (stopping and all(stopping)):
             self._fail(name, text, exit_code=None)
         self._give_up_on(name)
+
+    def excuse_absence(self) -> None:
+        """What was due while this process did not run counts against no node."""
+        away_s, self.gang.away_s = self.gang.away_s, 0.0
+        if not away_s:
+            return
+        now = time.monotonic()
+        self.begun_at = max(self.begun_at, now) if self.starting else self.begun_at
+        if self.stop_deadline is not None:
+            self.stop_deadline = max(self.stop_deadline, now + self.plan.grace_s + 5)
+        if away_s > self.link_timeout_s - 2 * PING_S and self.gang.reattach is None:
+            self.absence = (away_s, now + self.link_timeout_s + self.plan.grace_s + 5)
+
+    def _is_explained(self) -> bool:
+        """Whether what ends now may end because nodes had to take the launcher for gone."""
+        return time.monotonic() < self.absence[1] and not self.outcome.failures and self.outcome.stopped_by is None
+
+    def _end_for_absence(self) -> None:
+        self.outcome.away_s = self.absence[0]
+        self._stop_others(f"this launcher did not run for {self.absence[0]:.0f} s")
 
     def _plan_retry(self, name: str) -> bool:
         """Plan the next try to reach a node that goes on without us; False when it is time to give it up."""
@@ -257,8 +429,8 @@ class Attempt:
         return now - retry.since < RETRY_LIMIT_S
 
     def _fail(self, name: str, text: str, *, exit_code: int | None) -> None:
-        failure = Failure(node=name, rank=None, exit_code=exit_code, signal=None, time=time.time(), summary=text)
-        self.outcome.failures.append(failure)
+        self._end_healing(f"{name}: {text}")
+        self.outcome.failures.append(_node_failure(name, text, exit_code=exit_code))
         self._stop_others(f"{name}: {text}")
 
     def _give_up_on(self, name: str, *, state: str = "lost") -> None:
@@ -268,15 +440,24 @@ class Attempt:
         self.outcome.left_behind[name] = None
         self.gang.emit(NodeChanged(node=name, state=state))
 
+    def _lose(self, nodes: AbstractSet[str]) -> None:
+        """No other node takes the places of these."""
+        for name in sorted(nodes & self.open):
+            self.outcome.lost_nodes.append(name)
+            self._give_up_on(name)
+
     def _stop_others(self, reason: str, *, at_once: bool = False) -> None:
         if self.stop_deadline is not None:
             return
+        if self.healing is not None:
+            self.healing.give_up()
+            self._lose(self.healing.absent)
         self.gang.emit(Stopping(reason=reason))
         self.hang_monitor.stopping()
         # A node needs the grace, a second for strays, and the way there and back.
         self.stop_deadline = time.monotonic() + self.plan.grace_s + 5
         for name in self.open:
-            self.gang.sessions[name].send({"op": "stop", "now": True} if at_once else {"op": "stop"})
+            self.gang.sessions[name].send(StopAttempt(now=at_once))
 
     def close(self) -> AttemptOutcome:
         """The outcome, once no node is open."""
@@ -292,14 +473,21 @@ class Attempt:
         if hard and self.stop_deadline is not None:
             self.stop_deadline = min(self.stop_deadline, time.monotonic() + 3)
             for name in self.open:
-                self.gang.sessions[name].send({"op": "stop", "now": True})
+                self.gang.sessions[name].send(StopAttempt(now=True))
 
     def check_deadlines(self) -> None:
         """Act on deadlines that have passed: of a start, a heartbeat, a stop."""
+        self.gang.notice_absence()
+        self.excuse_absence()
         now = time.monotonic()
-        if self.stop_deadline is None:
+        if self.healing is not None and self.stop_deadline is None and not self.ended_workers:
+            self._heal(lambda healing: healing.check(self.link_timeout_s + 2 * PING_S))
+        if self.stop_deadline is None and (self.healing is None or not self.healing.is_on):
             self._check_progress(now)
-        for name in sorted(self.open):
+        elif self.stop_deadline is None and self.healing is not None:
+            self._check_survivors(self.healing)
+        absent = self.healing.absent if self.healing is not None else set()
+        for name in sorted(self.open - absent):
             session = self.gang.sessions[name]
             if name in self.retries:
                 self._check_retry(name, now)
@@ -322,46 +510,17 @@ class Attempt:
             self.gang.reattach(name)
 
 
-def watch(
-    gang: Gang,
-    plan: Plan,
-    *,
-    link_timeout_s: float,
-    hang_s: HangLimit = "off",
-    hang_start_s: HangLimit = "auto",
-    on_started: Callable[[], None] | None,
-    on_progress: Watched | None = None,
-) -> AttemptOutcome:
-    """Watch an attempt to its end on every node.
+def _node_failure(name: str, text: str, *, exit_code: int | None = None) -> Failure:
+    return Failure(node=name, rank=None, exit_code=exit_code, signal=None, time=time.time(), summary=text)
 
-    Args:
-        gang: the sessions of its nodes.
-        plan: the attempt.
-        link_timeout_s: a node not heard of for this long is lost.
-        hang_s: when a job that makes no progress hangs (see hang.py).
-        hang_start_s: the same before there is a measure: start, compilation, first batches and steps.
-        on_started: called once, when every node has started its processes; None when they were started before.
-        on_progress: told how far the workers are, whenever a node says so.
-    """
-    folder = gang.logs.folder / names.HANGS_DIR / f"attempt-{plan.attempt}"
-    hang_monitor = HangMonitor(
-        node_of_rank={rank: node.name for node in plan.nodes for rank in node.ranks},
-        limit=hang_s,
-        start_limit=hang_start_s,
-        folder=folder,
-        on_progress=on_progress,
+
+def _failure_of(name: str, worker: WorkerExit) -> Failure:
+    return Failure(
+        node=name,
+        rank=worker.rank if worker.rank >= 0 else None,
+        exit_code=worker.code,
+        signal=worker.signal,
+        time=time.time(),
+        node_reason=worker.why,
+        asked_to_stop=worker.asked,
     )
-    attempt = Attempt(gang, plan, link_timeout_s, hang_monitor=hang_monitor, under_way=on_started is None)
-    while attempt.open:
-        if gang.signals:
-            attempt.interrupt(gang.signals[-1], hard=len(gang.signals) > 1)
-        message = gang.next_message(0.2)
-        if message is not None:
-            attempt.handle(message)
-        if attempt.all_started and on_started is not None:
-            on_started()
-            attempt.all_started = False
-        attempt.check_deadlines()
-    for node, rank, text in gang.logs.flush():
-        gang.emit(OutputLine(node=node, rank=rank, text=text))
-    return attempt.close()

@@ -50,10 +50,15 @@ def _explained(failure: Failure, output: Output) -> Failure:
     """The failure with what the logs say about it."""
     if failure.exit_code is None:
         return failure
+    named_by_agent = False
     if failure.rank is None:
         failure = failures.from_torchrun(failure, output.tail(failure.node, AGENT))
+        named_by_agent = failure.rank is not None
     rank = AGENT if failure.rank is None else failure.rank
     tail = failures.last_lines(output.tail(failure.node, rank))
+    if not tail and named_by_agent:  # the agent's table of failures has been read, and has nothing more to say
+        summary = f"it {failures.describe(failure)}, and had printed nothing"
+        return replace(failure, summary=summary, log=str(output.path(failure.node, AGENT)))
     if not tail:  # a worker that said nothing; torchrun's agent may have
         tail = failures.last_lines(output.tail(failure.node, AGENT))
     log_summary, reason = failures.summary(tail), failure.node_reason

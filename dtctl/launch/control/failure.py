@@ -24,7 +24,7 @@ _FIELD = re.compile(r"^\s*(rank|exitcode|traceback)\s*:\s*(-?\d+|.*)", re.MULTIL
 
 _ERROR = re.compile(r"(^|\s)(Traceback|[A-Za-z_][\w.]*(Error|Exception)\b|error:)")
 
-_CONSEQUENCES = (
+CONSEQUENCES = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
@@ -61,7 +61,7 @@ class Failure:
     hang: bool = False
     """Whether it was ended because it made no progress."""
     early_exit: str = ""
-    """How it left the training while the others went on, without an error: `ended after step 3 of 12`."""
+    """How it left the training while the others went on, without an error: `left the training after step 3 of 12`."""
     asked_to_stop: bool = False
     """Whether it was ended by a signal from outside that asks to stop, SIGTERM or SIGUSR1."""
 
@@ -114,7 +114,7 @@ def is_consequence(failure: Failure) -> bool:
         return True
     if failure.signal is not None or failure.exit_code is None:
         return False
-    return any(text in line for line in failure.tail for text in _CONSEQUENCES)
+    return any(text in line for line in failure.tail for text in CONSEQUENCES)
 
 
 def from_early_exit(
@@ -132,7 +132,7 @@ def from_early_exit(
     Returns:
         None if its log has an error, so that it is one of those that have lost another.
     """
-    if any(_ERROR.search(line) or any(text in line for text in _CONSEQUENCES) for line in tail):
+    if any(_ERROR.search(line) or any(text in line for text in CONSEQUENCES) for line in tail):
         return None
     peer = f"rank {failure.rank} on {failure.node}"
     text = f"rank {rank} {early_exit} without an error, and {peer} lost the connection to it"

@@ -9,22 +9,26 @@ from __future__ import annotations
 import queue
 import signal
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from dtctl.errors import ConnectError, DtctlError
-from dtctl.launch.control.session import NodeMessage, Session
-from dtctl.launch.records.events import Emit, NodeChanged, PushProgress, TimeIsUp
+from dtctl.launch.control.session import NodeMessage, Preparing, Session, SessionFailed
+from dtctl.launch.records.events import Emit, NodeChanged, TimeIsUp
 from dtctl.launch.records.logs import Logs
+from dtctl.supervisor.messages import NodeDescription, Ping, PortProbed, ProbePorts, Quit, Ready, StartAttempt
 
-_PREPARATION = frozenset({"connected", "hello", "pushing", "pushed", "ready"})
-"""Messages that say how far a node is on its way to the start."""
 PING_S = 1.0
 START_SILENCE_S = 120.0
 """How long a connected node may take for one step of its preparation, usually for starting Python."""
 PUSH_SILENCE_S = 600.0
 """The same while it checks or copies code, which it does silently."""
 QUIT_LIMIT_S = 2.0
+AWAY_S = 3.0
+"""Between two turns of the loop, which takes 0.2 s when nothing happens: after more the process did not run."""
+
+
+PROBE_S = 5.0
+"""In which a node says which port is free."""
 
 
 class Gang:
@@ -41,12 +45,15 @@ class Gang:
         """Opens a new link to a node that goes on by itself; None when losing the link ends the run there."""
         self.time_s: float | None = None
         """`job.time_s`, from now on; at its end the run is stopped as by a signal."""
+        self.away_s = 0.0
+        """For how long this process did not run just now, because it was stopped or the machine slept."""
         self._begun = time.monotonic()
         self._pinged = 0.0
+        self._turned = _clock()
 
     # -- to the start -----------------------------------------------------------------------------------------------
 
-    def gather(self) -> dict[str, dict[str, Any]]:
+    def gather(self) -> dict[str, NodeDescription]:
         """Wait until every node is ready; node -> what it said about itself.
 
         Nothing has been started anywhere when this fails.
@@ -54,17 +61,17 @@ class Gang:
         Raises:
             DtctlError: of the one node that failed, or NodeFailures.
         """
-        hellos, failures = self.try_gather(set(self.sessions))
+        descriptions, failures = self.try_gather(set(self.sessions))
         if failures:
             from dtctl.transport.fanout import raise_failures
 
             raise_failures(failures)
-        return hellos
+        return descriptions
 
-    def try_gather(self, names: set[str]) -> tuple[dict[str, dict[str, Any]], dict[str, DtctlError]]:
-        """Wait until each of `wanted` is ready or has failed: what it said about itself, or why; in node rank order."""
+    def try_gather(self, names: set[str]) -> tuple[dict[str, NodeDescription], dict[str, DtctlError]]:
+        """Wait until each of these is ready or has failed: what it said about itself, or why; in node rank order."""
         waiting = set(names)
-        hellos: dict[str, dict[str, Any]] = {}
+        descriptions: dict[str, NodeDescription] = {}
         failures: dict[str, DtctlError] = {}
         while waiting and not self.signals:
             message = self.next_message(0.2)
@@ -84,19 +91,20 @@ class Gang:
             ):
                 continue  # nothing, or the last message of a connection that has been replaced
             name = message.session.name
-            if message.kind == "hello":
-                hellos[name] = message.data
-            elif message.kind == "failed":
-                failures[name] = _as_dtctl_error(message.data["error"])
-                waiting.discard(name)
-                self.emit(NodeChanged(node=name, state="failed", error=str(failures[name])))
-                continue
-            elif message.kind == "ready":
-                waiting.discard(name)
-            if message.kind in _PREPARATION:
-                push = PushProgress(**message.data) if message.kind in ("pushing", "pushed") else None
-                self.emit(NodeChanged(node=name, state=message.kind, push=push))
-        return hellos, {name: failures[name] for name in self.sessions if name in failures}
+            match message.content:
+                case NodeDescription() as description:
+                    descriptions[name] = description
+                    self.emit(NodeChanged(node=name, state="hello"))
+                case SessionFailed(error):
+                    failures[name] = _as_dtctl_error(error)
+                    waiting.discard(name)
+                    self.emit(NodeChanged(node=name, state="failed", error=str(failures[name])))
+                case Ready():
+                    waiting.discard(name)
+                    self.emit(NodeChanged(node=name, state="ready"))
+                case Preparing(state, push):
+                    self.emit(NodeChanged(node=name, state=state, push=push))
+        return descriptions, {name: failures[name] for name in self.sessions if name in failures}
 
     def _is_stuck(self, name: str) -> bool:
         session = self.sessions[name]
@@ -109,20 +117,20 @@ class Gang:
         while time.monotonic() < deadline and not self.signals:
             self.next_message(min(0.2, max(0.0, deadline - time.monotonic())))
 
-    def probe(self, node: str, ports: tuple[int, ...]) -> int:
-        """The first of `ports` that is free on `node`; 0 when none is, or the node does not answer."""
+    def probe(self, node: str, ports: tuple[int, ...]) -> int | None:
+        """The first of `ports` that is free on `node`; 0 when none is, None when the node does not answer."""
         session = self.sessions[node]
-        session.send({"op": "probe", "ports": list(ports)})
-        deadline = time.monotonic() + 5
-        while time.monotonic() < deadline and not self.signals:
+        session.send(ProbePorts(ports=list(ports)))
+        deadline = time.monotonic() + PROBE_S
+        while time.monotonic() < deadline and not session.is_over and not self.signals:
             message = self.next_message(0.2)
-            if message is not None and message.session is session and message.kind == "probed":
-                return message.data["port"] if message.data["port"] in ports else 0
-        return 0
+            if message is not None and message.session is session and isinstance(message.content, PortProbed):
+                return message.content.port if message.content.port in ports else 0
+        return None
 
     # -- one attempt ------------------------------------------------------------------------------------------------
 
-    def start(self, messages: dict[str, dict[str, Any]]) -> None:
+    def start(self, messages: Mapping[str, StartAttempt]) -> None:
         """Send every node its start message.
 
         Raises:
@@ -130,12 +138,12 @@ class Gang:
         """
         self.logs.begin_attempt()
         for name, message in messages.items():
-            if not self.sessions[name].send({"op": "start", **message}):
+            if not self.sessions[name].send(message):
                 raise ConnectError("the link was lost before the start", node=name)
 
     def quit(self) -> None:
         """Tell every supervisor to exit, and wait until they have, or until `QUIT_LIMIT_S` has passed."""
-        notified = [session for session in self.sessions.values() if session.send({"op": "quit"})]
+        notified = [session for session in self.sessions.values() if session.send(Quit())]
         deadline = time.monotonic() + QUIT_LIMIT_S
         for session in notified:
             session.mute()  # a full inbox must not keep its thread from ending
@@ -145,10 +153,11 @@ class Gang:
     def next_message(self, timeout_s: float) -> NodeMessage | None:
         """The next message of any node, None after `timeout_s`; keeps links alive and ends the run after `time_s`."""
         now = time.monotonic()
+        self.notice_absence()
         if now - self._pinged >= PING_S:
             self._pinged = now
             for session in self.sessions.values():
-                session.send({"op": "ping", "time": time.time()})
+                session.send(Ping())
             if self.time_s is not None and now - self._begun > self.time_s:
                 self.time_s = None
                 self.emit(TimeIsUp())
@@ -157,8 +166,23 @@ class Gang:
             message = self.inbox.get(timeout=timeout_s)
         except queue.Empty:
             return None
+        finally:
+            self.notice_absence()
         message.session.acknowledge(message)
         return message
+
+    def notice_absence(self) -> None:
+        """Look whether this process did not run since the loop was here last; then no node is to blame for silence."""
+        turned, self._turned = self._turned, _clock()
+        if self._turned - turned > AWAY_S:
+            self.away_s = max(self.away_s, self._turned - turned)
+            for session in self.sessions.values():
+                session.excuse()
+
+
+def _clock() -> float:
+    """Seconds that pass while the machine sleeps, too."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 def _as_dtctl_error(error: BaseException) -> DtctlError:

@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from dtctl.errors import LaunchError
 from dtctl.launch.control.failure import Failure
-from dtctl.launch.control.progress import ReportedPhase, Standing, standings, unheard
+from dtctl.launch.control.progress import ReportedPhase, Standing, unheard
 from dtctl.launch.records.record import write_private
+from dtctl.supervisor.messages import WorkerStack
 
 ANSWER_S = 10.0
 """How long the nodes may take to tell where their workers stand."""
@@ -201,9 +202,13 @@ def hang_failure(
 
 
 def early_exit(worker: Standing) -> str:
-    """How a worker left its training early: `ended after step 3 of 12`."""
-    verb = "ended" if worker.exited else "left the training"
-    return f"{verb} before its first step" if not worker.until else f"{verb} after step {worker.step} of {worker.until}"
+    """How a worker left its training early: `left the training after step 3 of 12`.
+
+    Whether its process has ended, too, is not said: the others lose their connections to it while it still ends, and
+    which of the two is noted first is chance.
+    """
+    when = f"after step {worker.step} of {worker.until}" if worker.until else "before its first step"
+    return f"left the training {when}"
 
 
 def _state_text(worker: Standing) -> str:
@@ -268,15 +273,15 @@ class HangMonitor:
         self._stacks: dict[int, Stack] = {}
         self._awaited: set[str] = set()
         self._deadline = 0.0
+        self._asked = 0.0
 
-    def update(self, node: str, facts: Sequence[dict[str, Any]], *, before_stop: bool = False) -> None:
+    def update(self, reports: Sequence[Standing], *, node: str, before_stop: bool = False) -> None:
         """A node says how far its workers are; `before_stop`: before it has asked them to end."""
         if before_stop and self._before_stop is not None:
-            self._before_stop |= {worker.rank: self._as_ended(worker) for worker in standings(node, facts)}
+            self._before_stop |= {worker.rank: self._as_ended(worker) for worker in reports}
         if self.silent_s is not None:
             return  # what is judged is how things stood when the question was asked
         self._last_report[node] = time.monotonic()
-        reports = standings(node, facts)
         self.workers |= {worker.rank: self._as_ended(worker) for worker in reports}
         if reports and self.on_progress is not None:
             self.on_progress(reports)
@@ -319,16 +324,40 @@ class HangMonitor:
         )
         return self.silent_s is not None
 
+    def is_stuck(self, rank: int, *, asked_s: float, again: bool) -> bool:
+        """Whether a worker alone has been silent for longer than a step can take.
+
+        Args:
+            rank: of the worker.
+            asked_s: how long ago it was asked to move, in seconds.
+            again: whether it was so in this attempt before, and moved: then its first step is no excuse.
+        """
+        worker = self.workers.get(rank)
+        if worker is None or time.monotonic() - self._last_report.get(worker.node, 0.0) > FRESH_S:
+            return False
+        first = worker.step - MEASURED_STEPS if again else worker.first
+        asked = replace(worker, stale_s=min(worker.stale_s, asked_s), first=first)
+        return silence([asked], world_size=1, limit=self.limit, start_limit=self.start_limit) is not None
+
+    def begin_again(self) -> None:
+        """Workers were replaced, or freed from what they waited for: nothing is known of any."""
+        self.workers.clear()
+        self._stacks.clear()
+        self.silent_s = None
+
     def begin_collecting(self, nodes: Collection[str]) -> None:
         """Stacks were requested from these nodes."""
         self._awaited = set(nodes)
-        self._deadline = time.monotonic() + ANSWER_S
+        self._asked = time.monotonic()
+        self._deadline = self._asked + ANSWER_S
 
-    def add_stack(self, fact: dict[str, Any]) -> None:
+    def silent_until(self, now: float) -> float:
+        """For how many seconds nothing has moved, once stacks were requested."""
+        return (self.silent_s or 0.0) + max(0.0, now - self._asked)
+
+    def add_stack(self, stack: WorkerStack) -> None:
         """A worker's stack has arrived."""
-        self._stacks[fact["rank"]] = Stack(
-            state=fact["state"], tool=fact["how"], text=fact["text"], flight=fact["flight"]
-        )
+        self._stacks[stack.rank] = Stack(state=stack.state, tool=stack.how, text=stack.text, flight=stack.flight)
 
     def node_finished(self, node: str) -> None:
         """A node has sent all of its stacks."""

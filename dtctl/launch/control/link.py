@@ -6,19 +6,26 @@ Decides how frames are sent and read and what an error of the node's means; `dtc
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
 
 from dtctl import shell
 from dtctl.errors import ConnectError, DtctlError, NodeError, TransferError
-from dtctl.launch.control import messages
-from dtctl.supervisor import bootstrap, frames
+from dtctl.schema import InvalidMessage, prose
+from dtctl.supervisor import bootstrap, frames, messages
+from dtctl.supervisor.messages import Message
 from dtctl.transport.base import ByteStream, Connection
 
+T = TypeVar("T")
+Kind = TypeVar("Kind", bound=Message)
 HINTS = {
     "disk-full": "free some space there, or set `cluster.workdir` to another disk",
-    "missing-program": "install it there, name its folder in `cluster.python`, or activate it in `job.setup`",
     "missing-file": "is it in the folder that is pushed, and not in .gitignore or .dtctlignore?",
+    "missing-there": "with `job.files.push: false` it has to be there: bring it, or set `job.files.root`",
+    "missing-folder": "with `job.files.push: false` the code has to be there: bring it, or set `job.files.root`",
+    "too-large": "name a smaller folder as `job.files.root`, and data by absolute paths; or let dtctl push the code",
     "old-python": "set `cluster.python` to a Python 3.8 or newer on that node",
     "permission": "the login user has to own `cluster.workdir`",
     "workdir": "set `cluster.workdir` to a folder that the login user may write to",
@@ -27,14 +34,23 @@ HINTS = {
 }
 
 
-def error_of(message: dict[str, Any], node: str) -> DtctlError:
-    """The error that a node's `error` message means."""
-    code, text = message.get("code", ""), message.get("message", "unknown error")
+def error_of(refusal: messages.Refusal, node: str) -> DtctlError:
+    """The error that a node's refusal means."""
+    code, text = refusal.code, refusal.message
     if code == "missing-program":
-        text = f"{text}: there is no such program on the node"
+        return NodeError(f"{text}: there is no such program on the node", node=node, hint=_hint_of_program(text))
     if code == "disk-full":
         text = f"the disk is full: {text}"
     return NodeError(text, node=node, hint=HINTS.get(code))
+
+
+def _hint_of_program(program: str) -> str:
+    """What helps where a program is not found, by what it is."""
+    if program == "torchrun" or re.fullmatch(r"(\S*/)?(python|pypy)[\d.]*", program):
+        return "set `cluster.python` to the Python there that has torch, or activate it in `job.setup`"
+    if "/" in program:
+        return "a relative path begins in the folder that is pushed: is it there, executable, and not ignored?"
+    return "install it there, write its whole path in `job.command`, or put it on PATH in `job.setup`"
 
 
 class NodeLink:
@@ -48,8 +64,8 @@ class NodeLink:
         self._parser = frames.Parser()
         self._ready: list[tuple[bytes, int, bytes]] = []
 
-    def send_json(self, message: dict[str, Any]) -> None:
-        """Send one message.
+    def send(self, message: Message | Mapping[str, Any]) -> None:
+        """Send one message; those of a doctor's probe have no types of their own.
 
         Raises:
             ConnectError: the link is gone.
@@ -106,7 +122,7 @@ class NodeLink:
         return self.decode(payload)
 
     def decode(self, payload: bytes) -> dict[str, Any]:
-        """The message in a frame of JSON, of which nothing is certain but that it is an object; see messages.py.
+        """The object in a frame of JSON, of which nothing else is certain; see `parse_message`.
 
         Raises:
             NodeError: there is none.
@@ -116,28 +132,28 @@ class NodeLink:
         except frames.BrokenFrame as exc:
             raise NodeError(f"the node sent something that is {exc}", node=self.node) from None
 
-    def expect(self, op: str) -> dict[str, Any]:
-        """The next message of a supervisor that was not started yet, which must be `op`.
+    def expect(self, kind: type[Kind]) -> Kind:
+        """The next message of a supervisor that was not started yet, which must be of this kind.
 
         Raises:
             NodeError: the node says that it cannot go on, or there is no usable Python.
             ConnectError: the link is gone.
         """
-        raw_message = self.receive_json()
-        if raw_message is None:
+        document = self.receive_json()
+        if document is None:
             raise self.closed_error()
-        message = messages.before_start(raw_message, node=self.node)
-        if message["op"] == "error":
+        message = parse_message(document, messages.BEFORE_START, node=self.node)
+        if isinstance(message, messages.Refusal):
             raise error_of(message, self.node)
-        if message["op"] != op:
-            raise TransferError(f"expected {op!r} from the node and got {message['op']!r}", node=self.node)
+        if not isinstance(message, kind):
+            raise TransferError(f"expected {kind.op!r} from the node and got {message.op!r}", node=self.node)
         return message
 
     def closed_error(self) -> DtctlError:
         """Why the node's end has closed: no Python, a program that has ended, or a link that is gone."""
         status = self.stream.exit_status(2.0)
         lines = self.stream.read_stderr().decode(errors="replace").strip().splitlines()
-        last = messages.prose(lines[-1]) if lines else ""
+        last = prose(lines[-1]) if lines else ""
         if status in (126, 127):
             return NodeError(
                 f"{self._python} cannot be started on the node: {last or 'not found'}",
@@ -153,9 +169,7 @@ class NodeLink:
         )
 
 
-def open_supervisor(
-    connection: Connection, first: dict[str, Any], *, node: str, python: str | None, workdir: str
-) -> NodeLink:
+def open_supervisor(connection: Connection, first: Message, *, node: str, python: str | None, workdir: str) -> NodeLink:
     """Start the supervisor on a node and send it its first message."""
     return open_program(connection, bootstrap.opening(workdir) + frames.pack_json(first), node=node, python=python)
 
@@ -174,6 +188,54 @@ def open_program(connection: Connection, program: bytes, *, node: str, python: s
     with contextlib.suppress(ConnectError):  # it has ended already; `why_silent` tells why
         link.stream.write(program)
     return link
+
+
+# -- what a node has sent: in the form that it should have, or the error of that node ----------------------------
+
+
+def parse_message(document: Mapping[str, Any], kinds: Mapping[str, type[Message]], *, node: str) -> Message:
+    """A supervisor's message of one of these kinds, `messages.BEFORE_START` or `WHILE_RUNNING`.
+
+    Raises:
+        NodeError: it is none.
+    """
+    op = document.get("op")
+    if not isinstance(op, str) or op not in kinds:
+        raise NodeError(f"the node said {quoted(op)}, which is not valid here", node=node)
+    return checked(lambda document: messages.parse(document, kinds), document, subject=f"its message {op!r}", node=node)
+
+
+def require_known(value: int, allowed: Collection[int], *, subject: str, node: str) -> int:
+    """The value, if it is one of those that were asked about.
+
+    Raises:
+        NodeError: it is another one.
+    """
+    if value not in allowed:
+        raise NodeError(f"the node reported {subject} {value}, which was not requested", node=node)
+    return value
+
+
+def checked(check: Callable[[Any], T], value: object, *, subject: str, node: str) -> T:
+    """The value in its form.
+
+    Raises:
+        NodeError: it has another one.
+    """
+    try:
+        return check(value)
+    except InvalidMessage as exc:
+        raise NodeError(
+            f"{subject} is malformed: {exc}",
+            node=node,
+            hint="another version of dtctl may be installed there, or the node may be faulty",
+        ) from None
+
+
+def quoted(value: object) -> str:
+    """A value that a node sent, shortened for an error message."""
+    text = ascii(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 class SilenceLimit:

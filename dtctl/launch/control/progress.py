@@ -5,10 +5,11 @@ Workers with dtctl.runtime write these numbers (runtime/telemetry/progress.py); 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+
+from dtctl.supervisor.messages import WorkerProgress
 
 
 class ReportedPhase(IntEnum):
@@ -84,10 +85,10 @@ class Standing:
         return PLACES.get(self.place % 8, "after its passes")
 
 
-def standings(node: str, reports: Iterable[Mapping[str, Any]]) -> list[Standing]:
+def standings(node: str, reports: Iterable[WorkerProgress]) -> list[Standing]:
     """What a node has said about its workers."""
     fields = [name for name in Standing.__dataclass_fields__ if name != "node"]
-    return [Standing(node=node, **{name: fact[name] for name in fields if name in fact}) for fact in reports]
+    return [Standing(node=node, **{name: getattr(report, name) for name in fields}) for report in reports]
 
 
 def unheard(node: str, rank: int) -> Standing:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from dtctl.launch.control.gang import Gang
 from dtctl.launch.control.session import Session
 from dtctl.launch.records.events import NodeLeftOut, NodeReplaced, Note
+from dtctl.supervisor.messages import NodeDescription
 from dtctl.transport.fanout import raise_failures
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 10.0
@@ -25,7 +25,7 @@ class NextNodes:
 
     names: tuple[str, ...]
     """In node rank order."""
-    hellos: Mapping[str, Mapping[str, Any]]
+    descriptions: Mapping[str, NodeDescription]
     """What the nodes that were called have said about themselves."""
     replaced: tuple[str, ...]
     """Nodes that were replaced or left out."""
@@ -51,7 +51,7 @@ def choose_nodes(
         gang.sessions[name].close()
         gang.sessions[name] = call(name, False)
         gang.sessions[name].start()
-    hellos, failures = gang.try_gather(silent)
+    descriptions, failures = gang.try_gather(silent)
     names = list(gang.sessions)
     deadline, wait_s = time.monotonic() + return_s, FIRST_WAIT_S
     while len(failures) > len(spares) + len(names) - min_nodes and time.monotonic() < deadline and not gang.signals:
@@ -64,11 +64,11 @@ def choose_nodes(
             gang.sessions[name].close()
             gang.sessions[name] = call(name, False)
             gang.sessions[name].start()
-        new_hellos, failures = gang.try_gather(set(failures))
-        hellos |= new_hellos
+        new_descriptions, failures = gang.try_gather(set(failures))
+        descriptions |= new_descriptions
     replaced = []
     for lost in [name for name in names if name in failures]:
-        spare = _spare(gang, spares, call, hellos)
+        spare = _spare(gang, spares, call, descriptions)
         if spare is not None:
             names[names.index(lost)] = spare
             gang.emit(NodeReplaced(node=lost, by=spare, reason=str(failures[lost])))
@@ -80,18 +80,18 @@ def choose_nodes(
         gang.sessions[lost].close()
         replaced.append(lost)
     gang.sessions = {name: gang.sessions[name] for name in names}
-    return NextNodes(names=tuple(names), hellos=hellos, replaced=tuple(replaced))
+    return NextNodes(names=tuple(names), descriptions=descriptions, replaced=tuple(replaced))
 
 
-def _spare(gang: Gang, spares: list[str], call: Call, hellos: dict[str, dict[str, Any]]) -> str | None:
-    """The first spare that can be made ready; its hello is added to `hellos`."""
+def _spare(gang: Gang, spares: list[str], call: Call, descriptions: dict[str, NodeDescription]) -> str | None:
+    """The first spare that can be made ready; its description is added to `descriptions`."""
     while spares and not gang.signals:
         name = spares.pop(0)
         gang.sessions[name] = call(name, True)
         gang.sessions[name].start()
         answers, failures = gang.try_gather({name})
         if name in answers and not failures:
-            hellos |= answers
+            descriptions |= answers
             return name
         gang.sessions.pop(name).close()
     return None

@@ -30,6 +30,26 @@ _STEP = re.compile(r"^.*?\bstep \d+")
 FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
+_NEVER = (
+    (re.compile(r"\b(?:ModuleNotFoundError|No module named\b)"), "a module is missing"),
+    (re.compile(r"^(?:\w+\.)*ImportError\b"), "an import fails"),
+    (re.compile(r"^(?:SyntaxError|IndentationError|TabError)\b"), "the program is not valid Python"),
+    (re.compile(r"can't open file "), "the program is not there"),
+)
+_USAGE = re.compile(r"^\S+: error: |^usage: ", re.MULTILINE)
+
+
+def hopeless(failure: Failure) -> str:
+    """What about a failure would be the same after any number of restarts; empty if something may change."""
+    if failure.signal is not None or not failure.exit_code:
+        return ""
+    if failure.exit_code == 2 and _USAGE.search("\n".join(failure.tail)):
+        return "the program does not understand its arguments"
+    if failure.exit_code in (126, 127):
+        return "the program cannot be started"
+    return next((reason for pattern, reason in _NEVER if pattern.search(failure.summary)), "")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartDecision:
     """What to do after a failure."""
@@ -69,6 +89,8 @@ class RestartPolicy:
             return RestartDecision(
                 give_up_reason="the workers cannot carry out the spec, and a restart would not change that"
             )
+        if lasted_s < LONG_S and not step and (reason := hopeless(failure)):
+            return RestartDecision(give_up_reason=f"a restart would not change that {reason}")
         lost = failure.exit_code is None and not (failure.hang or failure.early_exit)
         if lost or (failure.signal in FROM_OUTSIDE and not failure.node_reason):
             return RestartDecision()

@@ -1,48 +1,139 @@
-"""A run from the first connection to the last process: attempts, restarts, the end, and its result.
+"""A run on nodes with a link to each, from the first connection to the last process: a back end of controller.py.
 
-Reads top to bottom: `launch` prepares all nodes, then runs attempts until one succeeds, the restarts are used up or
-somebody stops it, and then proves that nothing is left.
+Reads top to bottom: all nodes are prepared; attempts follow each other until one succeeds, the restarts are used up or
+somebody stops it; then nothing is left, and that is proven.
 """
 
 from __future__ import annotations
 
 import contextlib
 import queue
-import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
+import dtctl
 from dtctl import names
 from dtctl.errors import ConnectError, LaunchError, PlanError
 from dtctl.launch.control import failure as failures
-from dtctl.launch.control.attempt import AttemptOutcome, watch
+from dtctl.launch.control.attempt import Attempt, AttemptOutcome
+from dtctl.launch.control.controller import Result, control
 from dtctl.launch.control.failure import AGENT, Failure
 from dtctl.launch.control.gang import Gang
+from dtctl.launch.control.hang import HangLimit, HangMonitor
+from dtctl.launch.control.link import NodeLink
 from dtctl.launch.control.session import NodeMessage, NodeSetup, Session
-from dtctl.launch.job import LaunchJob, Result
-from dtctl.launch.records.events import AttemptRunning, AttemptStarting, Emit, Note, Restarting
+from dtctl.launch.records.events import (
+    AttemptRunning,
+    AttemptStarting,
+    Emit,
+    LauncherAway,
+    NodeReplaced,
+    Note,
+    OutputLine,
+    Outputs,
+    PushProgress,
+    Restarting,
+)
 from dtctl.launch.records.ledger import Ledger
 from dtctl.launch.records.logs import Logs
 from dtctl.launch.records.record import RunRecord
 from dtctl.plan import environment, rendezvous
-from dtctl.plan.model import NodePlan, Plan
+from dtctl.plan.model import NodePlan, Plan, Threads
+from dtctl.supervisor.messages import Attach, NodeDescription, Prepare, RunOrigin, StartAttempt, Sweep, WorkerSpec
+from dtctl.transport.base import Target, Transport
 
 if TYPE_CHECKING:
+    from dtctl.launch.control.healing import Healing
     from dtctl.launch.control.restart_policy import RestartDecision, RestartPolicy
+    from dtctl.launch.control.substitutes import Substitute
+
+
+GATHERINGS = 5
+"""How often the nodes of an attempt are gathered, if some are lost again before it begins."""
+
+
+class MakePlan(Protocol):
+    """Makes the plan of an attempt with what only the nodes know."""
+
+    def __call__(
+        self,
+        attempt: int,
+        nodes: Sequence[str],
+        address: str,
+        port: int,
+        *,
+        gpus: Mapping[str, int],
+        cores: Mapping[str, int] | None = None,
+        threads: Threads | None = None,
+    ) -> Plan:
+        """See `PlanFacts` for what is known of nodes; these are in rank order, the first has the address."""
+
+
+Push = Callable[[NodeLink, Callable[[int], None]], PushProgress]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchJob:
+    """All that `launch` needs to know, decided before the first connection."""
+
+    run: str
+    token: str
+    first_plan: Plan
+    """The plan as a dry run shows it."""
+    make_plan: MakePlan
+    make_script: Callable[[Plan, NodePlan], str]
+    transport: Transport
+    targets: Mapping[str, Target]
+    """Of nodes and spares."""
+    spares: Mapping[str, NodePlan]
+    """Nodes that stand by, in the order in which they are used; their ranks mean nothing."""
+    min_nodes: int
+    """Nodes that the run needs."""
+    return_s: float
+    """For how long nodes that the run needs are called again when they are lost."""
+    push: Push | None
+    code_folder: str = ""
+    """Where the code lies on every node, if it is not pushed."""
+    fixed_port: int | None
+    fixed_address: bool
+    """Whether the spec names the head node's address itself, so that the nodes need not be asked."""
+    secrets: Mapping[str, str]
+    link_timeout_s: float
+    hang_s: HangLimit
+    hang_start_s: HangLimit
+    """When a job that makes no progress hangs."""
+    heal_s: float
+    """How long replacing lost workers may take."""
+    time_s: float | None
+    """When the run is stopped with snapshots; None: never."""
+    trains: bool
+    """Whether the spec has a section `train`, which dtctl.runtime reads in the workers."""
+    snapshots: Mapping[str, str]
+    """Node -> folder of snapshots, of nodes that go on from another run's; the others have their own run's."""
+    outputs: tuple[str, ...] = ()
+    """Paths in the working folder that are worth keeping; see `job.outputs`."""
+    origin: RunOrigin | None = None
+    """Who launches the run, for other control machines."""
+    log_bytes: int = 0
+    """Most that is kept of the output of a rank; 0: all of it."""
+    earlier: str = ""
+    """The run whose outputs this one goes on in."""
+    keep: bool
+    """Whether nodes go on when the link is lost (`--detach`)."""
 
 
 def launch(
     job: LaunchJob, record: RunRecord, *, emit: Emit, signals: list[int], ledger: Ledger, under_way: Plan | None = None
 ) -> Result:
-    """Run a job to its end.
+    """Run a job on its nodes to its end.
 
     Args:
         job: what to run, where.
         record: the run's folder on this machine.
-        emit: told everything that happens, `emit(event, **facts)`.
+        emit: told everything that happens, `emit(event)`.
         signals: signals that this process receives are appended here by its handlers.
         ledger: started when the process was.
         under_way: an attempt that nodes go on with although its launcher is gone, to be taken up; None to begin anew.
@@ -50,26 +141,31 @@ def launch(
     Raises:
         DtctlError: a node could not be made ready; nothing was started anywhere.
     """
-    launcher = _Launcher(job, record, emit=emit, signals=signals, ledger=ledger)
-    try:
-        outcome, failure, attempt = launcher.run(under_way)
-    finally:
-        launcher.gang.quit()
-        launcher.close()
-    return launcher.result(outcome, failure, attempt)
+    return control(NodesBackend(job, record, emit=emit, signals=signals, ledger=ledger, under_way=under_way), signals)
 
 
-class _Launcher:
-    """The state of one run; its methods are the steps of `launch`, in order."""
+class NodesBackend:
+    """See `Backend`: nodes with a link to each."""
 
-    def __init__(self, job: LaunchJob, record: RunRecord, *, emit: Emit, signals: list[int], ledger: Ledger) -> None:
+    def __init__(
+        self,
+        job: LaunchJob,
+        record: RunRecord,
+        *,
+        emit: Emit,
+        signals: list[int],
+        ledger: Ledger,
+        under_way: Plan | None,
+    ) -> None:
+        """Call nobody yet; see `launch` for the arguments."""
         self.job = job
+        self.under_way = under_way
         self.record = record
         self.emit = emit
         self.ledger = ledger
         self.ledger.path = record.folder / names.LEDGER_FILE
         self.inbox: queue.Queue[NodeMessage] = queue.Queue(maxsize=10_000)
-        self.logs = Logs(record)
+        self.logs = Logs(record, job.log_bytes)
         self.gang = Gang([self._session(node) for node in job.first_plan.nodes], self.inbox, logs=self.logs, emit=emit)
         self.gang.signals = signals
         self.gang.time_s = job.time_s
@@ -77,53 +173,123 @@ class _Launcher:
             self.gang.reattach = self._reattach
         self.launch_s: float | None = None
         self.restart_policy: RestartPolicy | None = None
-        self.hellos: dict[str, Mapping[str, Any]] = {}
+        self.descriptions: dict[str, NodeDescription] = {}
         """What nodes have said about themselves."""
         self.spares = list(job.spares)
         self.replaced_nodes: dict[str, NodePlan] = {}
         """Nodes that took part and do no longer."""
         self._committed_step = 0
         self._lost_output = Counter[str]()
-        self._attempt_number = 0
+        self._outputs: dict[str, Outputs] = {}
+        self.plan = job.first_plan
+        """Of the attempt that is on, or was the last."""
+        self.attempt: Attempt | None = None
+        """None while there is none, and when it could not be started."""
+        self.outcome = AttemptOutcome()
+        self.failure: Failure | None = None
+        self._number = job.first_plan.attempt if under_way is None else under_way.attempt
+        self._unblamed = 0
+        """Attempts that ended because this launcher was away."""
+        self._started = False
+        """Whether all nodes have started the attempt."""
         self._attempt_begun = time.monotonic()
 
-    def run(self, under_way: Plan | None) -> tuple[AttemptOutcome, Failure | None, int]:
-        """Prepare, then attempt until it is over; how the last attempt ended, what failed first, and its number."""
-        plan = under_way or self._prepare()
-        attempt, outcome, failure = plan.attempt, AttemptOutcome(), None
-        while not self.gang.signals:
-            self.record.write_plan(plan)
-            outcome = self._take_up(plan) if plan is under_way else self._attempt(plan)
-            failure = self._first_failure(outcome)
-            self._count(outcome)
-            if failure is None or outcome.stopped_by is not None:
-                break
-            if self._is_stop(failure):
-                subject = "the agent" if failure.rank is None else f"rank {failure.rank}"
-                self.emit(Note(node=failure.node, text=f"{subject} {failures.describe(failure)}"))
-                break
-            if attempt >= plan.max_restarts:
-                break
-            decision = self._judge(outcome, failure)
-            if decision.give_up_reason:
-                self.emit(Note(node=failure.node, text=f"not restarted: {decision.give_up_reason}"))
-                break
-            attempt += 1
-            self.ledger.enter("idle" if decision.wait_s else "restart")
-            reason = failures.describe(failure)
-            self.emit(
-                Restarting(
-                    attempt=attempt, of=plan.max_restarts, reason=reason, wait_s=decision.wait_s,
-                    node=failure.node, rank=failure.rank,
-                )
-            )  # fmt: skip
-            self.gang.idle(decision.wait_s)
+    # -- the loop of controller.py ----------------------------------------------------------------------------------
+
+    def start(self) -> bool:
+        """Prepare all nodes, and start the first attempt on them."""
+        plan = self.under_way or self._prepare()
+        self.plan = plan
+        if self.gang.signals:
+            self._end()
+            return False
+        self.record.write_plan(plan)
+        if self.under_way is not None:
+            self._take_up(plan)
+        else:
+            self._attempt(plan)
+        return True
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a node is waited for."""
+        return self.attempt is not None and bool(self.attempt.open)
+
+    def poll(self) -> None:
+        """Act on the next message of a node."""
+        attempt = self.attempt
+        if attempt is None:
+            return
+        message = self.gang.next_message(0.2)
+        attempt.excuse_absence()
+        if message is not None:
+            attempt.handle(message)
+        if attempt.all_started and not self._started:
+            self._on_started()
+        attempt.check_deadlines()
+
+    def interrupt(self, number: int, *, again: bool) -> None:
+        """Tell the nodes to stop."""
+        if self.attempt is not None:
+            self.attempt.interrupt(number, hard=again)
+
+    def restart(self) -> bool:
+        """Start the next attempt, unless the last one has succeeded, was stopped, or no other one would do better."""
+        if self.attempt is not None:
+            for node, rank, text in self.logs.flush():
+                self.emit(OutputLine(node=node, rank=rank, text=text))
+            self.outcome = self.attempt.close()
+        self.failure = self._first_failure(self.outcome)
+        self._count(self.outcome)
+        goes_on = self._is_next()
+        if goes_on:
+            self.plan = self._next_plan(self.plan, self._number, self.outcome)
+            goes_on = not self.gang.signals
+        if not goes_on:
+            self._end()
+            return False
+        self.record.write_plan(self.plan)
+        self._attempt(self.plan)
+        return True
+
+    def _is_next(self) -> bool:
+        """Whether another attempt follows, once what it waits for on purpose is over; `_number` is its number then."""
+        plan, outcome, failure = self.plan, self.outcome, self.failure
+        if outcome.away_s and failure is None and outcome.stopped_by is None:
+            self._number, self._unblamed = self._number + 1, self._unblamed + 1
+            self.emit(LauncherAway(away_s=round(outcome.away_s, 1), attempt=self._number))
             self.ledger.enter("restart")
-            plan = self._next_plan(plan, attempt, outcome)
+            return True
+        if failure is None or outcome.stopped_by is not None:
+            return False
+        if self._is_stop(failure):
+            subject = "the agent" if failure.rank is None else f"rank {failure.rank}"
+            self.emit(Note(node=failure.node, text=f"{subject} {failures.describe(failure)}"))
+            return False
+        if self._number - self._unblamed >= plan.max_restarts:
+            return False
+        decision = self._judge(outcome, failure)
+        if decision.give_up_reason:
+            self.emit(Note(node=failure.node, text=f"not restarted: {decision.give_up_reason}"))
+            return False
+        self._number += 1
+        self.ledger.enter("idle" if decision.wait_s else "restart")
+        reason = failures.describe(failure)
+        self.emit(
+            Restarting(
+                attempt=self._number, of=plan.max_restarts + self._unblamed, reason=reason, wait_s=decision.wait_s,
+                node=failure.node, rank=failure.rank,
+            )
+        )  # fmt: skip
+        self.gang.idle(decision.wait_s)
+        self.ledger.enter("restart")
+        return True
+
+    def _end(self) -> None:
+        """No attempt follows."""
         self.ledger.enter("stop")
-        self.ledger.close(succeeded=failure is None and outcome.stopped_by is None)
-        self._sweep_lost_nodes(plan, outcome)
-        return outcome, failure, attempt
+        self.ledger.close(succeeded=self.failure is None and self.outcome.stopped_by is None)
+        self._sweep_lost_nodes(self.plan, self.outcome)
 
     def _judge(self, outcome: AttemptOutcome, failure: Failure) -> RestartDecision:
         """Whether, and when, to start again after an attempt that has failed."""
@@ -139,6 +305,7 @@ class _Launcher:
         failed_s = 0.0 if failed is None else max(0.0, time.time() - failed)
         self.ledger.ended(failed_s=failed_s, hung_s=outcome.hung_s)
         self._lost_output.update(outcome.lost_output)
+        self._outputs |= outcome.outputs
         self._committed_step = max(self._committed_step, outcome.committed_step)
 
     def _last_step(self, outcome: AttemptOutcome) -> int | None:
@@ -149,7 +316,8 @@ class _Launcher:
         return time.monotonic() - self._attempt_begun
 
     def close(self) -> None:
-        """Drop all links and close all files."""
+        """Tell all nodes to quit, drop all links and close all files."""
+        self.gang.quit()
         for session in self.gang.sessions.values():
             session.close()
         self.logs.close()
@@ -157,41 +325,52 @@ class _Launcher:
     # -- before the first attempt -----------------------------------------------------------------------------------
 
     def _session(
-        self, node: NodePlan, *, is_new: bool = True, attach: dict[str, Any] | None = None, code: str = ""
+        self,
+        node: NodePlan,
+        *,
+        is_new: bool = True,
+        attach: Attach | None = None,
+        code: str = "",
+        sweep: Sweep | None = None,
     ) -> Session:
         job = self.job
         head = node.node_rank == 0
-        prepare = {
-            "op": "prepare",
-            "run": job.run,
-            "fresh": is_new,
-            "cwd": code,
-            "files": list(node.files),
-            "programs": list(node.programs),
-        }
+
+        def prepare(cwd: str) -> Prepare:
+            return Prepare(
+                run=job.run,
+                fresh=is_new,
+                cwd=cwd,
+                pushed=job.push is not None,
+                files=list(node.files),
+                programs=list(node.programs),
+                path=node.path,
+                outputs=list(job.outputs),
+                earlier=job.earlier,
+            )
+
         setup = NodeSetup(
             python=node.python,
             workdir=node.workdir,
             ports=rendezvous.port_candidates(job.run, job.first_plan.attempt, job.fixed_port) if head else (),
             push=job.push,
             prepare=prepare,
+            code=code or job.code_folder,
             attach=attach,
+            sweep=sweep,
         )
-        session = Session(job.targets[node.name], job.transport, setup, self.inbox)
-        session.code = code
-        return session
+        return Session(job.targets[node.name], job.transport, setup, self.inbox)
 
     def _prepare(self) -> Plan:
         for session in self.gang.sessions.values():
             session.start()
         for node in self.job.first_plan.nodes:  # a wrong template is found now, while the nodes are being connected
             self.job.make_script(self.job.first_plan, node)
-        hellos = self.gang.gather()
+        self.descriptions |= self.gang.gather()
         if self.gang.signals:
             return self.job.first_plan
         head = self.job.first_plan.head
-        facts = hellos[head.name]
-        port = int(facts["port"])
+        port = self.descriptions[head.name].port
         if port == 0:
             tried = rendezvous.port_candidates(self.job.run, 0, self.job.fixed_port)
             raise PlanError(
@@ -199,14 +378,14 @@ class _Launcher:
                 where=f"node {head.name}",
                 hint="free it, or leave `network.rendezvous_port` to dtctl",
             )
-        self.hellos |= hellos
         nodes = [node.name for node in self.job.first_plan.nodes]
-        plan = self.job.make_plan(0, self._address(head), port, self._gpus(), nodes)
+        cores = {name: description.cores for name, description in self.descriptions.items()}
+        plan = self.job.make_plan(0, nodes, self._address(head), port, gpus=self._gpus(), cores=cores)
         rendezvous.check_reachable(plan.rendezvous.address, node=head.name, nodes=len(plan.nodes))
         return plan
 
     def _gpus(self) -> dict[str, int]:
-        return {name: int(hello["gpus"]) for name, hello in self.hellos.items()}
+        return {name: description.gpus for name, description in self.descriptions.items()}
 
     def _address(self, head: NodePlan) -> str:
         """Numeric address of the head node, for the other nodes."""
@@ -215,82 +394,150 @@ class _Launcher:
         if (self.job.fixed_address and head.name == first.head.name) or rendezvous.is_numeric(planned):
             return planned
         # Behind a jump host the name means something only there; the node knows the address it was reached at.
-        return str(self.hellos.get(head.name, {}).get("address", "")) or planned
+        description = self.descriptions.get(head.name)
+        return (description.address if description is not None else "") or planned
 
     # -- attempts ---------------------------------------------------------------------------------------------------
 
-    def _attempt(self, plan: Plan) -> AttemptOutcome:
+    def _attempt(self, plan: Plan) -> None:
         meeting = plan.rendezvous
-        self._attempt_number, self._attempt_begun = plan.attempt, time.monotonic()
+        self._attempt_begun = time.monotonic()
         self.emit(AttemptStarting(attempt=plan.attempt, rendezvous=meeting.endpoint, world_size=plan.world_size))
         self.ledger.enter("start")
         self.ledger.attempts = plan.attempt + 1
         try:
             self.gang.start({node.name: self._start_message(plan, node) for node in plan.nodes})
         except ConnectError as exc:
-            return AttemptOutcome(
-                failures=[
-                    Failure(node=exc.node, rank=None, exit_code=None, signal=None, time=time.time(), summary=str(exc))
-                ],
-                lost_nodes=[exc.node],
-                left_behind={exc.node: None},
-            )
-        return self._watch(plan, on_started=self._on_started)
+            failure = Failure(node=exc.node, rank=None, exit_code=None, signal=None, time=time.time(), summary=str(exc))
+            self.attempt = None
+            self.outcome = AttemptOutcome(failures=[failure], lost_nodes=[exc.node], left_behind={exc.node: None})
+        else:
+            self._watch(plan, under_way=False)
 
-    def _watch(self, plan: Plan, *, on_started: Callable[[], None] | None) -> AttemptOutcome:
-        return watch(
-            self.gang,
-            plan,
-            link_timeout_s=self.job.link_timeout_s,
-            hang_s=self.job.hang_s,
-            hang_start_s=self.job.hang_start_s,
-            on_started=on_started,
+    def _watch(self, plan: Plan, *, under_way: bool) -> None:
+        hang_monitor = HangMonitor(
+            node_of_rank={rank: node.name for node in plan.nodes for rank in node.ranks},
+            limit=self.job.hang_s,
+            start_limit=self.job.hang_start_s,
+            folder=self.logs.folder / names.HANGS_DIR / f"attempt-{plan.attempt}",
             on_progress=self.ledger.watch,
         )
+        self._started = under_way
+        self.attempt = Attempt(
+            self.gang,
+            plan,
+            self.job.link_timeout_s,
+            hang_monitor=hang_monitor,
+            healing=self._healing(plan) if plan.live else None,
+            under_way=under_way,
+        )
 
-    def _take_up(self, plan: Plan) -> AttemptOutcome:
+    def _healing(self, plan: Plan) -> Healing:
+        """What replaces lost workers."""
+        from dtctl.launch.control.healing import Healing  # few runs need it
+        from dtctl.launch.control.substitutes import Substitutes
+
+        def call(name: str, is_new: bool) -> Session:
+            node = self._known_nodes()[name]
+            left = None if is_new else Sweep(run=self.job.run, token=self.job.token, grace_s=0.0)
+            return self._session(node, is_new=is_new, code=self._code_on(name), sweep=left)
+
+        return Healing(
+            self.gang,
+            {rank: node.name for node in plan.nodes for rank in node.ranks},
+            limit_s=self.job.heal_s,
+            ledger=self.ledger,
+            address=lambda name: self._address(self._known_nodes()[name]),
+            substitutes=None if self.job.keep else Substitutes(self.spares, call),
+            place=self._place,
+        )
+
+    def _place(self, substitute: Substitute, epoch: int) -> None:
+        """Give a node the place of a lost one, and start the workers of an epoch there.
+
+        Raises:
+            NotHealed: it cannot have the same workers.
+        """
+        from dtctl.launch.control.substitutes import NotHealed
+
+        plan, lost, name = self.plan, substitute.lost, substitute.session.name
+        order = [name if node.name == lost else node.name for node in plan.nodes]
+        self.descriptions[name] = substitute.description
+        known, meeting = self._known_nodes(), plan.rendezvous
+        address = self._address(known[name]) if lost == plan.head.name else meeting.address
+        new = self.job.make_plan(
+            plan.attempt, order, address, meeting.port, gpus=self._gpus(), threads=plan.threads
+        )  # fmt: skip
+        if [node.ranks for node in new.nodes] != [node.ranks for node in plan.nodes]:
+            raise NotHealed(f"{name} does not have as many workers as {lost}")
+        sessions = self.gang.sessions | {name: substitute.session}
+        self.gang.sessions = {each: sessions[each] for each in order}
+        if name != lost:
+            self.replaced_nodes[lost] = known[lost]
+            self.replaced_nodes.pop(name, None)
+            self.emit(NodeReplaced(node=lost, by=name, reason="it was lost"))
+        self.plan = new
+        self.record.write_plan(new)
+        if self.attempt is not None:
+            self.attempt.replace_node(lost, name, new)
+        node = next(node for node in new.nodes if node.name == name)
+        substitute.session.send(self._start_message(new, node, live_epoch=epoch))
+        offsets = {str(rank): size for rank, size in self.logs.offsets.get(name, {}).items() if rank >= AGENT}
+        substitute.session.send(Attach(run=self.job.run, offsets=offsets))
+
+    def _known_nodes(self) -> dict[str, NodePlan]:
+        return {**self.job.spares, **{node.name: node for node in self.plan.nodes}}
+
+    def _code_on(self, name: str) -> str:
+        return self.gang.sessions[name].code if name in self.gang.sessions else ""
+
+    def _take_up(self, plan: Plan) -> None:
         """Watch an attempt that another launcher has started; a node that cannot be reached is called again."""
-        self._attempt_number, self._attempt_begun = plan.attempt, time.monotonic()
-        self.hellos |= {node.name: {"gpus": node.slots} for node in plan.nodes}
+        self._attempt_begun = time.monotonic()
+        self.descriptions |= {node.name: NodeDescription(gpus=node.slots, address="", port=0) for node in plan.nodes}
         self.ledger.resume(self.record.folder / names.LEDGER_FILE)
         self.logs.rejoin()
         code = self.record.code_folders()
         for name, session in self.gang.sessions.items():
             session.code = code.get(name, "")
             self._reattach(name)
-        return self._watch(plan, on_started=None)
+        self._watch(plan, under_way=True)
 
     def _on_started(self) -> None:
+        self._started = True
         if self.launch_s is None:
             self.launch_s = self.ledger.total_s()
         self.ledger.started()
-        self.emit(AttemptRunning(attempt=self._attempt_number, launch_s=round(self.launch_s, 3)))
+        self.emit(AttemptRunning(attempt=self.plan.attempt, launch_s=round(self.launch_s, 3)))
 
-    def _start_message(self, plan: Plan, node: NodePlan) -> dict[str, Any]:
+    def _start_message(self, plan: Plan, node: NodePlan, *, live_epoch: int = 0) -> StartAttempt:
         workers = [
-            {
-                "rank": node.first_rank + local_rank if plan.kind != "torchrun" else AGENT,
-                "env": environment.worker_variables(plan.kind, node.first_rank, local_rank),
-            }
+            WorkerSpec(
+                rank=node.first_rank + local_rank if plan.kind != "torchrun" else AGENT,
+                env=dict(environment.worker_variables(plan.kind, node.first_rank, local_rank)),
+            )
             for local_rank in range(node.processes)
         ]
-        code = self.gang.sessions[node.name].code
-        return {
-            "run": plan.run,
-            "token": self.job.token,
-            "attempt": plan.attempt,
-            "script": self.job.make_script(plan, node),
-            "workers": workers,
-            "preload": list(node.preload),
-            "split_ranks": plan.kind == "torchrun",
-            "env": {**self.job.secrets, **self._history_env()},
-            "cwd": code,
-            "peer": plan.rendezvous.address,
-            "grace_s": plan.grace_s,
-            "snapshots": self.job.snapshots.get(node.name, ""),
-            "keep": self.job.keep,
-            "link_timeout_s": self.job.link_timeout_s,
-        }
+        return StartAttempt(
+            run=plan.run,
+            token=self.job.token,
+            attempt=plan.attempt,
+            script=self.job.make_script(plan, node),
+            workers=workers,
+            preload=list(node.preload),
+            split_ranks=plan.kind == "torchrun",
+            env={**self.job.secrets, **self._history_env(), names.VERSION: dtctl.__version__},
+            live=plan.live,
+            live_epoch=live_epoch,
+            outputs=list(self.job.outputs),
+            log_bytes=self.job.log_bytes,
+            origin=self.job.origin,
+            peer=plan.rendezvous.address,
+            grace_s=plan.grace_s,
+            snapshots=self.job.snapshots.get(node.name, ""),
+            keep=self.job.keep,
+            link_timeout_s=self.job.link_timeout_s,
+        )
 
     def _first_failure(self, outcome: AttemptOutcome) -> Failure | None:
         if not outcome.failures:
@@ -311,34 +558,47 @@ class _Launcher:
         previous = self.gang.sessions[name]
         previous.close()
         offsets = {str(rank): received for rank, received in self.logs.offsets.get(name, {}).items() if rank >= AGENT}
-        attach = {"op": "attach", "run": self.job.run, "offsets": offsets}
+        attach = Attach(run=self.job.run, offsets=offsets)
         session = self._session(node, is_new=False, attach=attach, code=previous.code)
         self.gang.sessions[name] = session
         session.start()
 
     def _next_plan(self, plan: Plan, attempt: int, outcome: AttemptOutcome) -> Plan:
         """The plan of the next attempt, with a rendezvous that no straggler of the last one knows."""
-        known_nodes = {**self.job.spares, **{node.name: node for node in plan.nodes}}
+        known_nodes = self._known_nodes()
         code = {name: session.code for name, session in self.gang.sessions.items()}
 
         def call(name: str, is_new: bool) -> Session:
             return self._session(known_nodes[name], is_new=is_new, code=code.get(name, ""))
 
         unreachable = {*outcome.lost_nodes, *outcome.already_ended}
+        ports = rendezvous.port_candidates(plan.run, attempt, self.job.fixed_port)
         from dtctl.launch.control.replace_nodes import choose_nodes
 
-        next_nodes = choose_nodes(
-            self.gang, unreachable, self.spares, min_nodes=self.job.min_nodes, return_s=self.job.return_s, call=call
-        )
-        self.replaced_nodes |= {name: known_nodes[name] for name in next_nodes.replaced}
-        self.hellos |= next_nodes.hellos
-        head = known_nodes[next_nodes.names[0]]
-        port = self.gang.probe(head.name, rendezvous.port_candidates(plan.run, attempt, self.job.fixed_port))
+        for _ in range(GATHERINGS):  # while some are waited for, others may be lost
+            next_nodes = choose_nodes(
+                self.gang, unreachable, self.spares, min_nodes=self.job.min_nodes, return_s=self.job.return_s, call=call
+            )
+            self.replaced_nodes |= {name: known_nodes[name] for name in next_nodes.replaced}
+            self.descriptions |= next_nodes.descriptions
+            head = known_nodes[next_nodes.names[0]]
+            port = self.gang.probe(head.name, ports)
+            unreachable = {name for name, session in self.gang.sessions.items() if session.is_over}
+            unreachable |= {head.name} if port is None else set()
+            if not unreachable or self.gang.signals:
+                break
+        if unreachable and not self.gang.signals:
+            raise ConnectError(
+                f"it was lost again each of the {GATHERINGS} times that the next attempt was prepared",
+                node=min(unreachable),
+            )
         if port == 0 and not self.gang.signals:
             raise PlanError("no port for the rendezvous is free on the head node", where=f"node {head.name}")
         same_head = head.name == plan.head.name
         address = plan.rendezvous.address if same_head else self._address(head)
-        return self.job.make_plan(attempt, address, port, self._gpus(), next_nodes.names)
+        return self.job.make_plan(
+            attempt, next_nodes.names, address, port or 0, gpus=self._gpus(), threads=plan.threads
+        )
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -367,32 +627,24 @@ class _Launcher:
             if isinstance(answer, int):
                 outcome.left_behind[name] = answer
 
-    def result(self, outcome: AttemptOutcome, failure: Failure | None, attempt: int) -> Result:
-        """The result of the run; computed last, so that the ledger has all of its time."""
-        stopped_by = outcome.stopped_by or (self.gang.signals[-1] if self.gang.signals else None)
-        counts = list(outcome.left_behind.values())
-        left_behind = None if None in counts else sum(count or 0 for count in counts)
-        if stopped_by is not None:
-            # SIGUSR1 is how batch systems say that the time is nearly up, and ours is: the run is to be launched again.
-            status, exit_code = "stopped", names.REQUEUE_EXIT if stopped_by == signal.SIGUSR1 else 128 + stopped_by
-        elif failure is not None and self._is_stop(failure):
-            status, exit_code = "stopped", names.REQUEUE_EXIT
-        elif failure is not None:
-            status, exit_code = "failed", 8
-        else:
-            status, exit_code = "succeeded", 0
+    def result(self) -> Result:
+        """How it ended; computed last, so that the ledger has all of its time."""
+        counts = list(self.outcome.left_behind.values())
         with contextlib.suppress(LaunchError):  # a full disk changes nothing about how the run ended
-            self.ledger.write(self.record.folder / names.LEDGER_FILE, attempts=attempt + 1)
+            path = self.record.folder / names.LEDGER_FILE
+            self.record.with_room(lambda: self.ledger.write(path, attempts=self._number + 1))
         return Result(
             run=self.job.run,
-            status=status,
-            exit_code=exit_code,
-            attempts=attempt + 1,
-            first_failure=failure if status == "failed" else None,
+            failure=self.failure,
+            stopped_by=self.outcome.stopped_by or (self.gang.signals[-1] if self.gang.signals else None),
+            asked_to_stop=self.failure is not None and self._is_stop(self.failure),
+            attempts=self._number + 1,
             launch_s=self.launch_s,
             duration_s=self.ledger.total_s(),
-            goodput=self.ledger.facts()["goodput"],
-            left_behind=left_behind,
+            goodput=self.ledger.facts().goodput,
+            left_behind=None if None in counts else sum(count or 0 for count in counts),
             lost_output=dict(self._lost_output + Counter(self.logs.lost)),
+            outputs=self._outputs,
+            is_local=self.job.first_plan.transport == "local",
             nodes=len(self.gang.sessions),
         )

@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Queue
-from typing import Any
+from typing import Literal, TypeAlias
 
-from dtctl.errors import ConnectError, DtctlError, NodeError
-from dtctl.launch.control import messages
-from dtctl.launch.control.link import NodeLink, open_supervisor
-from dtctl.supervisor import frames
+from dtctl.errors import ConnectError, NodeError
+from dtctl.launch.control.link import NodeLink, open_supervisor, parse_message, require_known
+from dtctl.launch.records.events import PushProgress
+from dtctl.schema import prose
+from dtctl.supervisor import frames, messages
+from dtctl.supervisor.messages import Attach, Hello, Message, NodeDescription, Prepare, Ready, Sweep, Swept
 from dtctl.transport.base import Connection, Target, Transport
 
 MAX_QUEUED_BYTES = 1 << 20
@@ -31,16 +33,45 @@ MAX_UNSENT = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class NodeMessage:
-    """A message from a session to the launcher.
+class Preparing:
+    """A node is one step nearer to its start."""
 
-    `what` is one of: connected, hello, pushing, pushed, ready, log, lost, failed, or the `op` of a message from the
-    supervisor in the form that messages.py gives it.
-    """
+    state: Literal["connected", "pushing", "pushed"]
+    push: PushProgress | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputChunk:
+    """A piece of what a rank has printed, or of metrics.jsonl."""
+
+    rank: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLost:
+    """The node's end has closed."""
+
+    stderr: str
+    """What its program has printed there."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFailed:
+    """The session has ended with an error."""
+
+    error: Exception
+
+
+Content: TypeAlias = Preparing | OutputChunk | LinkLost | SessionFailed | Message
+
+
+@dataclass(frozen=True, slots=True)
+class NodeMessage:
+    """What a session tells the launcher: of itself, or a message of its node's supervisor."""
 
     session: Session
-    kind: str
-    data: dict[str, Any]
+    content: Content
     size_bytes: int = 0
 
 
@@ -52,12 +83,16 @@ class NodeSetup:
     workdir: str
     ports: tuple[int, ...]
     """Candidates for the rendezvous port; empty on all nodes but the head."""
-    push: Callable[[NodeLink, Callable[[int], None]], dict[str, Any]] | None
-    """Brings the code and returns `path`, `files`, `bytes`; None when there is nothing to bring."""
-    prepare: dict[str, Any]
-    """The `prepare` message, without the folder that the push decides."""
-    attach: dict[str, Any] | None = None
-    """To take up a kept run again instead of preparing one: the `attach` message."""
+    push: Callable[[NodeLink, Callable[[int], None]], PushProgress] | None
+    """Brings the code and says what it did; None when there is nothing to bring."""
+    prepare: Callable[[str], Prepare]
+    """What to check, by the folder of the code, which the push decides."""
+    code: str = ""
+    """That folder, where the code was brought before."""
+    attach: Attach | None = None
+    """To take up a kept run again instead of preparing one."""
+    sweep: Sweep | None = None
+    """To end what may be left there of the run before it is prepared again."""
 
 
 class Session:
@@ -71,11 +106,13 @@ class Session:
         self.last_heard = time.monotonic()
         self.last_progress: float | None = None
         """When it last came nearer to its start; None until it is connected, for which the transport has a limit."""
-        self.code = ""
+        self.code = setup.code
+        self.is_over = False
+        """Whether the link was lost, or never came to be; also if nobody has read the message that says so."""
         self._transport = transport
         self._inbox = inbox
         self._link: NodeLink | None = None
-        self._outbox: Queue[dict[str, Any] | None] = Queue(maxsize=MAX_UNSENT)
+        self._outbox: Queue[Message | None] = Queue(maxsize=MAX_UNSENT)
         self._room = threading.Condition()
         self._queued_bytes = 0
         self._closed = False
@@ -86,7 +123,7 @@ class Session:
         """Begin, in the background."""
         self._thread.start()
 
-    def send(self, message: dict[str, Any]) -> bool:
+    def send(self, message: Message) -> bool:
         """Queue a message; False when the link is gone, which the reading thread reports.
 
         Never waits: a node that does not read would keep the launcher from all others.
@@ -98,6 +135,12 @@ class Session:
         except queue.Full:
             return False
         return True
+
+    def excuse(self) -> None:
+        """What it did not say until now does not count against it: nobody was there to hear it."""
+        self.last_heard = time.monotonic()
+        if self.last_progress is not None:
+            self.last_progress = self.last_heard
 
     def mute(self) -> None:
         """Report nothing more, but keep reading."""
@@ -121,16 +164,16 @@ class Session:
         if self.connection is not None:
             self.connection.close()
 
-    def report(self, kind: str, /, **data: Any) -> None:
+    def report(self, content: Content) -> None:
         """Put a message into the launcher's inbox; blocks while too much of this node is unread there."""
-        size_bytes = MIN_MESSAGE_BYTES + len(data.get("payload", b""))
+        size_bytes = MIN_MESSAGE_BYTES + (len(content.payload) if isinstance(content, OutputChunk) else 0)
         with self._room:
             while self._queued_bytes > MAX_QUEUED_BYTES and not (self._closed or self._muted):
                 self._room.wait()
             self._queued_bytes += size_bytes
         self.last_progress = time.monotonic()
         if not (self._closed or self._muted):
-            self._inbox.put(NodeMessage(self, kind, data, size_bytes))
+            self._inbox.put(NodeMessage(self, content, size_bytes))
 
     def _release(self, size_bytes: int = 0) -> None:
         with self._room:
@@ -140,48 +183,52 @@ class Session:
     def _send_all(self, link: NodeLink) -> None:
         with contextlib.suppress(ConnectError):  # the reading thread reports it
             while (message := self._outbox.get()) is not None:
-                link.send_json(message)
+                link.send(message)
 
     def _run(self) -> None:
         try:
             self.connection = self._transport.connect(self.target)
-            self.report("connected", address=self.connection.peer_address())
+            self.report(Preparing("connected"))
             link = self._open(self.connection)
             if self.setup.attach is None:
                 self._prepare(link)
             threading.Thread(target=self._send_all, args=(link,), name=f"to {self.name}", daemon=True).start()
             self._link = link
-            self.report("ready")
+            self.report(Ready())
             self._listen(link)
-        except DtctlError as exc:
-            self.report("failed", error=exc)
-        except Exception as exc:  # noqa: BLE001 - a bug here must end the run, not leave the launcher waiting
-            self.report("failed", error=exc)
+        except Exception as exc:  # noqa: BLE001 - also a bug must end the run, not leave the launcher waiting
+            self.is_over = True
+            self.report(SessionFailed(exc))
 
     def _open(self, connection: Connection) -> NodeLink:
         setup = self.setup
-        first = setup.attach or {"op": "hello", "ports": list(setup.ports)}
+        first = setup.attach or Hello(ports=list(setup.ports))
         return open_supervisor(connection, first, node=self.name, python=setup.python, workdir=setup.workdir)
 
     def _prepare(self, link: NodeLink) -> None:
         setup = self.setup
-        prepare = setup.prepare
         if setup.push is None:
             with contextlib.suppress(ConnectError):  # it has ended already; what it said, or its exit status, tells why
-                link.send_json(prepare)
-        hello = link.expect("hello")
-        messages.require_known(hello["port"], (0, *setup.ports), subject="port", node=self.name)
-        self.report("hello", **hello)
+                link.send(setup.prepare(self.code))
+        description = link.expect(NodeDescription)
+        require_known(description.port, (0, *setup.ports), subject="port", node=self.name)
+        self.report(description)
+        if setup.sweep is not None:
+            link.send(setup.sweep)
+            link.expect(Swept)
         if setup.push is not None:
-            self.report("pushing", sent=0)
+            self._report_push(0)
             try:
-                pushed = setup.push(link, lambda sent: self.report("pushing", sent=sent))
+                pushed = setup.push(link, self._report_push)
             except ConnectError as exc:
                 raise link.closed_error() from exc
-            self.code = str(pushed["path"])
-            self.report("pushed", **pushed)
-            link.send_json({**prepare, "cwd": self.code})
-        link.expect("ready")
+            self.code = pushed.path or ""
+            self.report(Preparing("pushed", pushed))
+            link.send(setup.prepare(self.code))
+        link.expect(Ready)
+
+    def _report_push(self, sent_bytes: int) -> None:
+        self.report(Preparing("pushing", PushProgress(sent=sent_bytes)))
 
     def _listen(self, link: NodeLink) -> None:
         while True:
@@ -191,10 +238,10 @@ class Session:
             self.last_heard = time.monotonic()
             kind, rank, payload = frame
             if kind == frames.LOG:
-                self.report("log", rank=rank, payload=payload)
+                self.report(OutputChunk(rank, payload))
             elif kind == frames.JSON:
-                message = messages.while_running(link.decode(payload), node=self.name)
-                self.report(message.pop("op"), **message)
+                self.report(parse_message(link.decode(payload), messages.WHILE_RUNNING, node=self.name))
             else:
                 raise NodeError("the node sent files that were not requested", node=self.name)
-        self.report("lost", stderr=messages.prose(link.stream.read_stderr().decode(errors="replace").strip()))
+        self.is_over = True
+        self.report(LinkLost(prose(link.stream.read_stderr().decode(errors="replace").strip())))

@@ -13,12 +13,11 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dtctl.errors import ConnectError, NodeError, TransferError
-from dtctl.launch.control import messages
-from dtctl.launch.control.link import NodeLink
+from dtctl.launch.control.link import NodeLink, parse_message, quoted
 from dtctl.launch.files.tree import Tree
+from dtctl.supervisor.messages import BEFORE_START, PushEnd, PushManifestEnd, PushState, PushTree, Refusal
 
 PIECE_BYTES = 1 << 18
 SAMPLES, SAMPLE_BYTES = 32, 1 << 15
@@ -197,51 +196,51 @@ def push(link: NodeLink, tree: Tree, *, shared: Payloads, progress: Callable[[in
         TransferError: what arrived is not what was sent, or a file changed meanwhile.
         ConnectError: the link is gone.
     """
-    link.send_json({"op": "push", "tree": tree.digest})
+    link.send(PushTree(tree=tree.digest))
     answer = _answer(link, "have", "want-manifest")
-    if answer["state"] == "have":
+    if answer.state == "have":
         return PushResult(path=_folder(answer, tree, link.node), state="have", files_sent=0, bytes_sent=0)
     manifest = shared.manifest(tree)
     indexes: tuple[int, ...] = ()
     bytes_sent = len(manifest)
     try:
         link.send_bytes(manifest)
-        link.send_json({"op": "push-manifest-end"})
+        link.send(PushManifestEnd())
         indexes = _needed(_answer(link, "need"), tree, link.node)
         for chunk in shared.pieces(tree, indexes):
             link.send_bytes(chunk)
             bytes_sent += len(chunk)
             if progress is not None:
                 progress(bytes_sent)
-        link.send_json({"op": "push-end"})
+        link.send(PushEnd())
     except _Unreadable as exc:
         raise TransferError(str(exc), node=link.node, where=exc.path, hint="launch again") from exc
     except ConnectError:
         _answer(link)  # a node that refuses says why, and then no longer reads
         raise
     done = _answer(link, "done")
-    if done.get("digest") != tree.digest:
+    if done.digest != tree.digest:
         raise TransferError("the node has a different tree from the one that was sent", node=link.node)
     return PushResult(path=_folder(done, tree, link.node), state="done", files_sent=len(indexes), bytes_sent=bytes_sent)
 
 
-def _needed(answer: dict[str, Any], tree: Tree, node: str) -> tuple[int, ...]:
-    indexes = answer.get("indexes", [])
+def _needed(answer: PushState, tree: Tree, node: str) -> tuple[int, ...]:
+    indexes = answer.indexes
     if len(set(indexes)) < len(indexes) or not all(index < len(tree.files) for index in indexes):
         raise TransferError("the node requested files that are not in the tree, or one file twice", node=node)
     return tuple(indexes)
 
 
-def _folder(answer: dict[str, Any], tree: Tree, node: str) -> str:
+def _folder(answer: PushState, tree: Tree, node: str) -> str:
     """Where the node says that the tree lies, which has to be a folder that is called after it."""
-    path = str(answer.get("path", ""))
+    path = answer.path
     store, name = posixpath.split(path)
     if not path.startswith("/") or posixpath.basename(store) != "code" or name.partition(".")[0] != tree.digest:
-        raise TransferError(f"the node says that the code lies in {messages.quoted(path)}", node=node)
+        raise TransferError(f"the node says that the code lies in {quoted(path)}", node=node)
     return path
 
 
-def _answer(link: NodeLink, *states: str) -> dict[str, Any]:
+def _answer(link: NodeLink, *states: str) -> PushState:
     """The node's next message.
 
     Raises:
@@ -249,16 +248,16 @@ def _answer(link: NodeLink, *states: str) -> dict[str, Any]:
         TransferError: what arrived is not what was sent; or the message is none of `states`.
         ConnectError: there is none, because the link is gone.
     """
-    raw_message = link.receive_json()
-    if raw_message is None:
+    document = link.receive_json()
+    if document is None:
         raise ConnectError("the link was lost during the push", node=link.node)
-    message = messages.before_start(raw_message, node=link.node)
-    state, code = message.get("state"), str(message.get("code", ""))
-    if state in states:
+    message = parse_message(document, BEFORE_START, node=link.node)
+    state = message.state if isinstance(message, PushState) else message.op
+    if isinstance(message, PushState) and state in states:
         return message
-    if state != "error" and message.get("op") != "error":
+    if not isinstance(message, PushState | Refusal) or state != "error":
         raise TransferError(f"the node answered {state!r}, which is not valid here", node=link.node)
-    text = message.get("message", "unknown error")
+    code, text = message.code, message.message
     if code in ("digest", "escape", "protocol"):
         raise TransferError(f"the push failed: {text}", node=link.node, hint=HINTS.get(code))
     problem = "the disk is full" if code == "disk-full" else "the code cannot be written"

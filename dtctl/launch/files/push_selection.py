@@ -27,7 +27,7 @@ SECRETS = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 """Names of files, and with a `/` of folders, that look like secrets."""
-_GIT_IGNORE, _OWN_IGNORE = b".gitignore", b".dtctlignore"
+GIT_IGNORE, OWN_IGNORE = b".gitignore", b".dtctlignore"
 
 
 class SelectedFile(NamedTuple):
@@ -89,6 +89,8 @@ class TreeWalk:
         """What was left out because it looks like a secret."""
         self.skipped: list[str] = []
         """What cannot be pushed: sockets, pipes, devices."""
+        self.left_out: list[str] = []
+        """What a rule leaves out; of a folder (with `/`) that nothing is taken from, not what is in it."""
         patterns = [os.fsencode(pattern) for pattern in include]
         self._include = Rules(patterns)
         self._named = Rules(pattern for pattern in patterns if _names_a_file(pattern))
@@ -108,6 +110,7 @@ class TreeWalk:
             with os.scandir(self.root + b"/" + prefix) as listing:
                 entries = list(listing)
             if prefix and not ENVIRONMENT_MARKS.isdisjoint([entry.name for entry in entries]):
+                self.left_out.append(os.fsdecode(prefix))
                 continue
             if not level.ignored:
                 level = _with_rules(level, entries)
@@ -134,11 +137,12 @@ class TreeWalk:
             secret = take and SECRETS.match(name) is not None
             if secret and not (named or level.trusted):
                 self.withheld.append(os.fsdecode(prefix + name))
-            elif is_folder:
-                if take or self._may_hold_included(prefix + name):
-                    trusted = level.trusted or (named and secret)
-                    yield prefix + name, level.below(name, ignored=not take, included=included, trusted=trusted)
-            elif take:
+            elif is_folder and (take or self._may_hold_included(prefix + name)):
+                trusted = level.trusted or (named and secret)
+                yield prefix + name, level.below(name, ignored=not take, included=included, trusted=trusted)
+            elif not take:
+                self.left_out.append(os.fsdecode(prefix + name))
+            else:
                 info = _lstat(entry)
                 if info is None or (info.st_dev, info.st_ino) in self._own_output:
                     continue  # an editor's passing file; or `dtctl launch > launch.log`, which grows while it is read
@@ -203,8 +207,8 @@ def _above(root: bytes) -> _Level:
             return _Level()  # no checkout
         folder, _, name = folder.rpartition(b"/")
         prefix = name + b"/" + prefix
-        own += _read(folder + b"/" + _OWN_IGNORE, prefix)
-        git += _read(folder + b"/" + _GIT_IGNORE, prefix)
+        own += _read(folder + b"/" + OWN_IGNORE, prefix)
+        git += _read(folder + b"/" + GIT_IGNORE, prefix)
     return _Level(tuple(own), (*git, *_read(folder + b"/.git/info/exclude", prefix)))
 
 
@@ -212,21 +216,26 @@ def _with_rules(level: _Level, entries: list[os.DirEntry[bytes]]) -> _Level:
     """The level with the ignore files that lie in the folder itself."""
     own, git = level.dtctlignore, level.gitignore
     for entry in entries:
-        if entry.name == _OWN_IGNORE:
+        if entry.name == OWN_IGNORE:
             own = (*_read(entry.path), *own)
-        elif entry.name == _GIT_IGNORE:
+        elif entry.name == GIT_IGNORE:
             git = (*_read(entry.path), *git)
     return replace(level, dtctlignore=own, gitignore=git)
 
 
 def _read(path: bytes, prefix: bytes = b"") -> list[tuple[bytes, Rules]]:
-    """The rules in a file, if it has any. As for git, a link is no such file, nor is one that cannot be read."""
+    """The rules in a file, if it has any."""
+    rules = Rules(split(read_rules(path)))
+    return [(prefix, rules)] if rules else []
+
+
+def read_rules(path: bytes) -> bytes:
+    """Text of an ignore file. As for git, a link is no such file, nor is one that cannot be read: empty."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            rules = Rules(split(file.read()))
+            return file.read()
     except OSError:
-        return []
-    return [(prefix, rules)] if rules else []
+        return b""
 
 
 def own_output() -> frozenset[tuple[int, int]]:

@@ -18,8 +18,9 @@ from typing import Any, BinaryIO, cast
 
 from dtctl import folders
 from dtctl.errors import NodeError, SnapshotError
-from dtctl.launch.control import messages
-from dtctl.launch.records.snapshots import RunSnapshots, error_of
+from dtctl.launch.records.snapshot_answers import Parts, Sent, parse_manifest
+from dtctl.launch.records.snapshots import RunSnapshots
+from dtctl.schema import InvalidMessage, number
 
 RECORDS = ("manifest.json", "COMMIT")
 
@@ -90,37 +91,37 @@ class DistributedSnapshot:
         return {"path": self.path, "step": self.step, "status": status, "bad": bad, "node": ", ".join(self.nodes)}
 
 
-def combine(answers: Mapping[str, Mapping[str, Any]]) -> list[DistributedSnapshot]:
+def combine(answers: Mapping[str, Parts]) -> list[DistributedSnapshot]:
     """What the nodes have together, newest first, by what each says of its `pieces`.
 
     Snapshots of one step belong together if they have one commit record and one manifest.
     """
     snapshots: dict[tuple[Any, ...], DistributedSnapshot] = {}
     for node, answer in answers.items():
-        for row in answer["rows"]:
-            step, record, manifest = row["step"], row["record"], row["manifest"]
+        for row in answer.rows:
+            step, record, manifest = row.step, row.record, row.manifest
             key = (step, record, manifest) if record and manifest else (step, node)
             snapshot = snapshots.get(key)
             if snapshot is None:
-                snapshot = snapshots[key] = DistributedSnapshot(step=step, path=row["path"])
+                snapshot = snapshots[key] = DistributedSnapshot(step=step, path=row.path)
                 if record and manifest:
                     try:
                         _describe(snapshot, record, manifest, node)
                     except NodeError as exc:  # so it counts as nothing
                         snapshot.problems.append(f"{node}: {exc.message}")
-            snapshot.paths[node], snapshot.made_s[node] = row["path"], row["made_s"]
-            snapshot.good_files[node] = frozenset(row["good"])
-            snapshot.problems += [f"{node}: {phrase}" for phrase in row["bad"]]
+            snapshot.paths[node], snapshot.made_s[node] = row.path, row.made_s
+            snapshot.good_files[node] = frozenset(row.good)
+            snapshot.problems += [f"{node}: {phrase}" for phrase in row.bad]
     return sorted(snapshots.values(), key=lambda snapshot: -snapshot.step)
 
 
 def _describe(snapshot: DistributedSnapshot, record: str, manifest: str, node: str) -> None:
-    document = messages.manifest(manifest, node=node)
-    if document["step"] != snapshot.step or not _agree(record, manifest):
+    document = parse_manifest(manifest, node=node)
+    if document.step != snapshot.step or not _agree(record, manifest):
         raise NodeError(f"manifest and commit record of step {snapshot.step} do not agree", node=node)
-    rule = document["facts"].get("retention")
+    rule = document.facts.get("retention")
     snapshot.record, snapshot.manifest = record, manifest
-    snapshot.sizes = {name: entry["size_bytes"] for name, entry in document["files"].items()}
+    snapshot.sizes = {name: entry.size_bytes for name, entry in document.files.items()}
     snapshot.retention = rule if isinstance(rule, dict) else {}
 
 
@@ -171,8 +172,8 @@ class PruneRule:
 
 def _number(value: Any, otherwise: float) -> Any:
     try:
-        return messages.number(value)
-    except messages.InvalidMessage:
+        return number(value)
+    except InvalidMessage:
         return otherwise
 
 
@@ -246,9 +247,7 @@ def _bring(run: RunSnapshots, node: str, snapshot: DistributedSnapshot, names: S
     options = ["--step", str(snapshot.step), *(argument for name in names for argument in ("--name", name))]
     total_bytes = sum(snapshot.sizes[name] for name in names)
     with tempfile.TemporaryFile() as received:
-        reply = run.fetch(node, "send", options, cast(BinaryIO, received), limit_bytes=total_bytes)
-        if "error" in reply.answer:
-            raise error_of(reply)
+        run.fetch(node, Sent, options, cast(BinaryIO, received), limit_bytes=total_bytes)
         if received.tell() != total_bytes:
             raise SnapshotError("the files did not arrive whole", where=f"node {node}", hint="try again")
         received.seek(0)

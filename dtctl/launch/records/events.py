@@ -56,8 +56,16 @@ def _object(value: Any) -> dict[str, Any]:
         item = getattr(value, each.name)
         if each.metadata.get("optional") and (item is None or item == {}):
             continue
-        items[each.name] = _object(item) if is_dataclass(item) else item
+        items[each.name] = _plain(item)
     return items
+
+
+def _plain(item: Any) -> Any:
+    if isinstance(item, Mapping):
+        return {key: _plain(inner) for key, inner in item.items()}
+    if isinstance(item, tuple):
+        return [_plain(inner) for inner in item]
+    return _object(item) if is_dataclass(item) else item
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +158,28 @@ class Note(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AlertChanged(Event):
+    """A rule of `metrics.alerts` applies, or no longer does."""
+
+    event = "alert"
+    alert: str
+    """no-step, loss-not-finite, restart-N or throughput"""
+    state: str
+    """firing or resolved"""
+    text: str = ""
+
+    @property
+    def firing(self) -> dict[str, AlertChanged]:
+        """The alert by its name while it fires; empty once it is over."""
+        return {self.alert: self} if self.state == "firing" else {}
+
+    @property
+    def told(self) -> str:
+        """For people: `alert no-step, firing: no step for 600 s after step 70`."""
+        return f"alert {self.alert}, {self.state}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stopping(Event):
     """All nodes are told to stop their workers."""
 
@@ -204,6 +234,66 @@ class Restarting(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Replacement:
+    """A worker that was lost, and the process that has its place."""
+
+    rank: Index
+    node: str = ""
+    """Where it was lost."""
+    by: str = ""
+    """Node of the other process."""
+    reason: str = ""
+    """How it was lost: `was ended by signal 9 (SIGKILL)`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survivor:
+    """A worker whose process stayed."""
+
+    rank: Index
+    node: str = ""
+    pid: Count = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Healed(Event):
+    """Lost workers were replaced, and the others have stayed."""
+
+    event = "heal"
+    step: Count = 0
+    """Steps done then; training goes on from there."""
+    replaced: tuple[Replacement, ...] = ()
+    survivors: tuple[Survivor, ...] = ()
+    repeated_steps: Count = 0
+    """Steps that are done again, by those who had begun them: 0 or 1."""
+    detect_s: Seconds = 0.0
+    """From the loss until it was noticed: for a worker that hangs, since anything has moved."""
+    heal_s: Seconds = 0.0
+    """From then until all workers were in the new group."""
+
+    @property
+    def told(self) -> str:
+        """For people: `rank 1 on node2 was ended by signal 9 (SIGKILL): replaced in 0.21 s, the 2 others stayed`."""
+        lost = "; ".join(f"rank {each.rank} on {each.node} {each.reason}" for each in self.replaced)
+        count = len(self.survivors)
+        if not self.replaced:
+            return f"connections between workers were lost: made anew after step {self.step} in {self.heal_s:.2f} s"
+        others = "the other one stayed" if count == 1 else f"the {count} others stayed"
+        again = ", and do this step again" if self.repeated_steps else ""
+        return f"{lost}: replaced after step {self.step} in {self.heal_s:.2f} s; {others}{again}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherAway(Event):
+    """The launcher did not run for a while, the nodes have ended the attempt for it, and another one follows."""
+
+    event = "launcher-away"
+    away_s: Seconds = 0.0
+    attempt: Index = 0
+    """The one that follows; it is no restart of `job.max_restarts`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReplaced(Event):
     """A spare takes the place of a node."""
 
@@ -231,6 +321,23 @@ class TakenUp(Event):
     event = "taken-up"
     pid: Count = 0
     attempt: Index | None = field(default=None, metadata=_OPTIONAL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSubmitting(Event):
+    """The run is about to be given to Slurm: whoever finds this and no `submitted` looks for the job of this script."""
+
+    event = "submitting"
+    script: str
+    """The batch file, on the host of Slurm's commands."""
+    index: Count | None = None
+    """Of the task, where the job is an array."""
+    site: str = ""
+    folder: str = ""
+    python: str = ""
+    workers_apart: bool = False
+    slots: Count = 1
+    max_attempts: Index = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,6 +393,16 @@ class FirstFailure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """What a run has put out on a node."""
+
+    folder: str = ""
+    """Its working folder there."""
+    files: Count = 0
+    bytes: Count = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnded(Event):
     """The last event of a run."""
 
@@ -303,6 +420,8 @@ class RunEnded(Event):
     goodput: Seconds | None = field(default=None, metadata=_OPTIONAL)
     lost_output: Mapping[str, int] = field(default_factory=dict, metadata=_OPTIONAL)
     """Node -> bytes that could not be stored."""
+    outputs: Mapping[str, Outputs] = field(default_factory=dict, metadata=_OPTIONAL)
+    """Node -> what its programs have written, where there is any."""
     error: str | None = field(default=None, metadata=_OPTIONAL)
     """Why it was never started, or could not be started again."""
 
@@ -358,9 +477,13 @@ class RunProgress:
     left: dict[str, int | None] = field(default_factory=dict)
     """Node -> processes left there; None while they may run, and when the node could not be asked."""
     restarts: list[Restarting] = field(default_factory=list)
+    heals: list[Healed] = field(default_factory=list)
+    """Workers that were replaced while the others stayed."""
     job: JobSubmitted | None = None
     waits: JobQueued | None = None
     """While the job waits."""
+    alerts: dict[str, AlertChanged] = field(default_factory=dict)
+    """Those that are firing."""
     end: RunEnded | None = None
 
     def apply(self, event: Event) -> None:
@@ -390,13 +513,23 @@ class RunProgress:
                 self.status, self.launch_s = "running", self.launch_s if self.launch_s is not None else event.launch_s
             case Stopping():
                 self.status = "stopping"
-            case Restarting():
+            case LauncherAway() | Restarting():
                 self.status = "starting"
-                self.restarts.append(event)
+                self.restarts += [event] if isinstance(event, Restarting) else []
+            case Healed() | AlertChanged():
+                self._note(event)
             case RunEnded():
                 self.status, self.end = event.status, event
                 gone = ("lost", "failed")
                 self.nodes = {node: state if state in gone else "stopped" for node, state in self.nodes.items()}
+
+    def _note(self, event: Healed | AlertChanged) -> None:
+        """Keep what changes no status."""
+        if isinstance(event, Healed):
+            self.heals.append(event)
+        else:
+            self.alerts.pop(event.alert, None)
+            self.alerts |= event.firing
 
     @property
     def left_behind(self) -> int | None:

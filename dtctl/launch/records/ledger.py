@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from dtctl import folders
 from dtctl.launch.control.progress import ReportedPhase, Standing
 from dtctl.launch.records.record import RUN_BYTES, write_private
+from dtctl.schema import Record, list_of, mapping_of, nullable, number, pair, text, value
+from dtctl.supervisor.messages import COUNT
 
 PHASES = (
     "connect",  # until all nodes are ready
@@ -26,12 +27,33 @@ PHASES = (
     "evaluation",
     "lost",  # steps that had to be done again, or whose result is gone
     "hang",
+    "detect",  # a worker was lost, and nobody knew yet
+    "heal",  # lost workers are replaced, the others wait
     "restart",  # from a failure to the next start
     "idle",  # waiting on purpose before a restart
     "stop",  # from the end of training to the last process
 )
 WRITE_S = 5.0
 MAX_MARKS = 4096
+MAX_COURSE = 1000
+
+
+class LedgerFacts(Record):
+    """Where the time of a run went so far: what stands in ledger.json. Versions of dtctl differ in what they write."""
+
+    wall_s: float = value(number, default=0.0)
+    attempts: int | None = value(nullable(COUNT), default=None)
+    phases_s: dict[str, float] = value(mapping_of(text(40), number, 100), default={})
+    goodput: float | None = value(nullable(number), default=None)
+    """Share of `wall_s` that went into steps which count; None when the job tells no steps."""
+    steps: int | None = value(nullable(COUNT), default=None)
+    steps_lost: int | None = value(nullable(COUNT), default=None)
+    phase: str = value(text(40), default="")
+    """The one that is on."""
+    counted_s: dict[str, float] = value(mapping_of(text(40), number, 100), default={})
+    """What was moved to phases in the attempt that is on, or was the last."""
+    course: list[tuple[str, float]] = value(list_of(pair(text(40), number)), default=[])
+    """Phase after phase, and when each began, in seconds since the beginning."""
 
 
 class Ledger:
@@ -71,12 +93,26 @@ class Ledger:
         """Steps done and seconds of `useful` spent by then, in this attempt."""
         self._run_begun = self.begun
         self._last_write = self.begun
+        self._course: list[tuple[str, float]] = [(phase, 0.0)]
+        """Phase and second from which on it was; what was moved is not in it, but for what is known to be of one
+        piece."""
 
     def enter(self, phase: str) -> None:
         """From now on, time belongs to `phase`."""
         now = self._clock()
         self.spent[self.phase] += now - self._phase_start
         self.phase, self._phase_start = phase, now
+        self.mark(phase, now)
+
+    def mark(self, phase: str, since: float) -> None:
+        """The run's course has been in `phase` since then, by the clock; what it said of that time is overruled."""
+        at_s = since - self.begun
+        while len(self._course) > 1 and self._course[-1][1] >= at_s:
+            self._course.pop()
+        if self._course[-1][0] != phase:
+            self._course.append((phase, at_s))
+        if len(self._course) > MAX_COURSE:
+            del self._course[1]
 
     def move(self, source: str, target: str, seconds: float) -> None:
         """So much of what was counted to `source` belongs to `target`; no more than there is."""
@@ -104,6 +140,8 @@ class Ledger:
         elif newest is not None and worker.first != newest.first:  # it went back to a snapshot by itself
             self._lose(worker.first)
             self._marks = [(worker.first, self.spent["useful"])]
+        if newest is not None and newest.rank == worker.rank and newest.pid != worker.pid:
+            self._moved_s = dict.fromkeys(self._moved_s, 0.0)  # its replacement counts from the beginning
         self.enter(self.phase)
         for name, seconds in (("stall", worker.stall_s), ("evaluation", worker.evaluation_s)):
             self.move("useful", name, seconds - self._moved_s[name])
@@ -129,6 +167,8 @@ class Ledger:
             since_s = self._clock() - self._run_begun
             self.move("run", "useful", min(worker.begun_s, since_s))
             self.move("run", "start", since_s - worker.begun_s)
+            self.mark("start", self._run_begun)
+            self.mark("useful", self._clock() - min(worker.begun_s, since_s))
         self._marks = [(worker.first, before_s)]
 
     def started(self) -> None:
@@ -136,6 +176,15 @@ class Ledger:
         self._attempt_runs = False
         self.enter("run")
         self._run_begun = self._phase_start
+
+    def lost(self, detect_s: float) -> None:
+        """A worker was lost so long ago, and is replaced from now on."""
+        phase = self.phase
+        self.enter("heal")
+        self.move(phase, "detect", detect_s)
+        if detect_s:
+            self.mark("detect", self._clock() - detect_s)
+            self.mark("heal", self._clock())
 
     def ended(self, *, failed_s: float = 0.0, hung_s: float = 0.0) -> None:
         """An attempt is over.
@@ -149,9 +198,16 @@ class Ledger:
         if self._attempt_runs and self._newest_progress is not None:
             self.move("useful", "restart", failed_s)
             self.move("useful", "hang", hung_s)
+            if phase == "useful":
+                now = self._clock()
+                self.mark("hang", now - failed_s - hung_s)
+                self.mark("restart", now - failed_s)
+                self.mark("stop", now)
             self._marks.append((self._newest_progress.step, self.spent["useful"]))
         elif phase == "run" and self._newest_progress is not None:  # it has never come to its first step
             self.move("run", "start", self._clock() - self._run_begun)
+            self.mark("start", self._run_begun)
+            self.mark("stop", self._clock())
         self._attempt_runs = False
 
     def close(self, *, succeeded: bool) -> None:
@@ -172,22 +228,23 @@ class Ledger:
 
     # -- the file ---------------------------------------------------------------------------------------------------
 
-    def facts(self) -> dict[str, Any]:
-        """What is known so far, as it stands in ledger.json."""
+    def facts(self) -> LedgerFacts:
+        """What is known so far."""
         self.enter(self.phase)
         wall_s = self._phase_start - self.begun
         step = None if self._newest_progress is None else self._newest_progress.step
         useful_s = self.spent["useful"] if step is not None else None
-        return {
-            "wall_s": round(wall_s, 3),
-            "attempts": self.attempts,
-            "phases_s": {phase: round(spent, 3) for phase, spent in self.spent.items()},
-            "goodput": None if useful_s is None else round(useful_s / max(1e-9, wall_s), 4),
-            "steps": step,
-            "steps_lost": self.steps_lost,
-            "phase": self.phase,
-            "counted_s": {name: round(seconds, 3) for name, seconds in self._moved_s.items()},
-        }
+        return LedgerFacts(
+            wall_s=round(wall_s, 3),
+            attempts=self.attempts,
+            phases_s={phase: round(spent, 3) for phase, spent in self.spent.items()},
+            goodput=None if useful_s is None else round(useful_s / max(1e-9, wall_s), 4),
+            steps=step,
+            steps_lost=self.steps_lost,
+            phase=self.phase,
+            counted_s={name: round(seconds, 3) for name, seconds in self._moved_s.items()},
+            course=[(phase, round(at_s, 3)) for phase, at_s in self._course],
+        )
 
     def write(self, path: Path, *, attempts: int) -> None:
         """Record what was spent so far; whole or not at all.
@@ -197,7 +254,7 @@ class Ledger:
         """
         self.attempts = attempts
         self._last_write = self._clock()
-        write_private(path, json.dumps(self.facts()) + "\n")
+        write_private(path, json.dumps(vars(self.facts())) + "\n")
 
     def resume(self, path: Path) -> None:
         """Go on from what another launcher has written before it was killed.
@@ -206,20 +263,22 @@ class Ledger:
         then is moved as soon as they tell.
         """
         try:
-            facts = json.loads(folders.read_regular(str(path), RUN_BYTES))
-            spent = {phase: float(facts["phases_s"][phase]) for phase in PHASES}
-            moved_s = {name: float(facts["counted_s"][name]) for name in self._moved_s}
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            facts = LedgerFacts.parse(json.loads(folders.read_regular(str(path), RUN_BYTES)))
+            spent = {phase: facts.phases_s[phase] for phase in PHASES}
+            moved_s = {name: facts.counted_s[name] for name in self._moved_s}
+        except (OSError, ValueError, KeyError, RecursionError):
             return  # there is none, or an older version has written it: all of it counts as the running phase
         now = self._clock()
         since_s = (now - self.begun) - sum(spent.values())
         if since_s < 0:
             return
-        useful = spent["useful"] > 0 or facts["phase"] == "useful"
+        useful = spent["useful"] > 0 or facts.phase == "useful"
         self.spent, self._phase_start, self.phase = spent, now, "useful" if useful else "run"
         self.spent[self.phase] += since_s
         self._run_begun, self._attempt_runs = now - since_s, useful
-        self._moved_s, self.steps_lost = moved_s, int(facts.get("steps_lost", 0))
+        self._moved_s, self.steps_lost = moved_s, facts.steps_lost or 0
+        self._course = list(facts.course) or self._course
+        self.mark(self.phase, now - since_s)
 
 
 def _time_at_step(marks: Sequence[tuple[int, float]], step: int) -> float:

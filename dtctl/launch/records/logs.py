@@ -5,18 +5,53 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
+from collections import Counter
 from pathlib import Path
 from typing import BinaryIO
 
 from dtctl import folders, names
-from dtctl.launch.records.record import RunRecord, write_private
+from dtctl.launch.records.record import RunRecord
 
 METRICS = -2
 """Pseudo rank under which nodes send what rank 0 writes to metrics.jsonl."""
 BEGUN_FILE = "logs/attempt.json"
 """Rows of node, rank and the size in bytes that the rank's log had when the newest attempt began."""
+ATTEMPTS_FILE = "logs/attempts.jsonl"
+"""For every attempt, in their order, a line with such rows."""
+TIMES_SUFFIX = ".times"
+"""Of the file beside a log that says when it had which size: lines of seconds since the epoch and bytes."""
+TIMES_EVERY_S = 2.0
 LONGEST_BYTES = 1 << 16
 """A line that is longer is shown in several; it is kept whole in its file."""
+
+
+APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+RECORD_BYTES = 16 << 20
+
+
+def attempts_of(run_folder: Path) -> list[dict[tuple[str, int], int]]:
+    """For each attempt of a run the size that each log had when it began, by node and rank; none if that is unknown."""
+    try:
+        lines = folders.read_regular(str(run_folder / ATTEMPTS_FILE), RECORD_BYTES).splitlines()
+        return [{(str(node), int(rank)): int(size) for node, rank, size in json.loads(line)} for line in lines]
+    except (OSError, ValueError, TypeError, RecursionError):
+        return []
+
+
+def offset_at(log: Path, moment: float) -> int:
+    """The size that a log had at a time, or a few seconds before; 0 if that is unknown."""
+    offset = 0
+    with contextlib.suppress(OSError, ValueError):
+        info = log.stat()
+        if info.st_mtime < moment:
+            return info.st_size
+        for line in folders.read_regular(str(log.with_suffix(TIMES_SUFFIX)), RECORD_BYTES).splitlines():
+            when, size = line.split()
+            if float(when) > moment:
+                break
+            offset = int(size)
+    return offset
 
 
 class Lines:
@@ -64,13 +99,21 @@ class Lines:
 class Logs:
     """Writes what arrives and cuts it into lines."""
 
-    def __init__(self, record: RunRecord) -> None:
+    def __init__(self, record: RunRecord, limit_bytes: int = 0) -> None:
+        """Write into the run's folder, of each rank no more than the limit; 0 is none."""
         self._record = record
+        self._limit_bytes = limit_bytes
+        self._sizes: dict[tuple[str, int], int] = {}
+        self._cut: Counter[tuple[str, int]] = Counter()
+        self._mark_sizes: Counter[tuple[str, int]] = Counter()
         self._files: dict[tuple[str, int], BinaryIO] = {}
         self._partial: dict[tuple[str, int], Lines] = {}
         self._refused: str | None = None
         self._refusal_reported = False
         self._begun: dict[tuple[str, int], int] = {}
+        self._timed: dict[tuple[str, int], float] = {}
+        self._metrics_begun: bytes | None = None
+        """What has come of metrics that are sent from the top, until their first line is whole; None: it is."""
         self.lost: dict[str, int] = {}
         """Node -> bytes of its output that could not be kept here."""
         self.offsets: dict[str, dict[int, int]] = {}
@@ -89,6 +132,11 @@ class Logs:
         """
         key = (node, rank)
         written = 0
+        received = self.offsets.setdefault(node, {})
+        received[rank] = received.get(rank, 0) + len(data)
+        if rank == METRICS and self._metrics_begun is not None:
+            data = self._metrics_from_first_step(key, data)
+        self._note_time(key)
         try:
             written = self._file(key).write(data) or 0  # on a disk that is nearly full, a part of it
         except OSError as exc:
@@ -96,11 +144,54 @@ class Logs:
         if written < len(data):
             self._refused = self._refused or "the disk is full"
             self.lost[node] = self.lost.get(node, 0) + len(data) - written
-        received = self.offsets.setdefault(node, {})
-        received[rank] = received.get(rank, 0) + len(data)
         if rank == METRICS:
             return []
+        self._sizes[key] = self._sizes.get(key, 0) + written
+        if 0 < self._limit_bytes < self._sizes[key]:
+            self._cut_middle(key)
         return self._partial.setdefault(key, Lines()).feed(data)
+
+    def _note_time(self, key: tuple[str, int]) -> None:
+        """Note when a log has which size, every few seconds."""
+        now = time.time()
+        if key[1] == METRICS or now - self._timed.get(key, 0.0) < TIMES_EVERY_S:
+            return
+        self._timed[key] = now
+        with contextlib.suppress(OSError):
+            size = self._file(key).seek(0, os.SEEK_END)
+            fd = os.open(self.path(*key).with_suffix(TIMES_SUFFIX), APPEND, 0o600)
+            with os.fdopen(fd, "a", encoding="ascii") as file:
+                file.write(f"{now:.1f} {size}\n")
+
+    def skip(self, node: str, rank: int, size: int) -> None:
+        """A node has no longer what comes next in the output of a rank."""
+        received = self.offsets.setdefault(node, {})
+        received[rank] = received.get(rank, 0) + size
+        with contextlib.suppress(OSError):
+            self._end_line(node, rank)
+            self._file((node, rank)).write(b"[dtctl: %d bytes are missing here]\n" % size)
+
+    def _cut_middle(self, key: tuple[str, int]) -> None:
+        """Keep the first half of what the limit allows, and an eighth at the end; what was cut is said in between."""
+        head, tail = self._limit_bytes // 2, self._limit_bytes // 8
+        try:
+            with self.path(*key).open("r+b") as file:
+                size = file.seek(0, os.SEEK_END)
+                self._cut[key] += size - head - tail - self._mark_sizes[key]
+                file.seek(size - tail)
+                end = file.read(tail)
+                file.seek(head)
+                self._mark_sizes[key] = file.write(
+                    b"\n[dtctl: %d bytes were cut here, see job.log_mib]\n" % self._cut[key]
+                )
+                file.write(end)
+                file.truncate()
+                self._sizes[key] = file.tell()
+        except OSError:
+            return  # it is as long as it is
+        # What the attempt has put there is counted from its beginning, wherever that would lie now.
+        self._begun[key] = self._begun.get(key, 0) - (size - self._sizes[key])
+        self._write_begun()
 
     def refusal(self) -> str | None:
         """Why output is no longer kept, told once; None while all is kept, and afterwards."""
@@ -116,9 +207,29 @@ class Logs:
         return [(node, rank, text) for node, rank, text in unfinished if text]
 
     def begin_metrics(self, node: str) -> None:
-        """Rank 0 starts its metrics from the top, because a snapshot took it back; so does the copy here."""
-        self._file((node, METRICS)).truncate(0)
+        """Rank 0 sends its metrics from the top, because a snapshot took it back, or it is on another node now.
+
+        The copy here keeps the steps before the first one that comes: another node does not have them.
+        """
+        self._metrics_begun = b""
         self.offsets.setdefault(node, {})[METRICS] = 0
+
+    def _metrics_from_first_step(self, key: tuple[str, int], data: bytes) -> bytes:
+        """What is to be written now: nothing before the first line is whole, which says what it replaces."""
+        begun = (self._metrics_begun or b"") + data
+        first = _step_of(begun.partition(b"\n")[0]) if b"\n" in begun else None
+        self._metrics_begun = None if b"\n" in begun else begun
+        if self._metrics_begun is not None:
+            return b""
+        size, copy = 0, self._file(key)
+        with self.path(*key).open("rb") as file:
+            for line in file:
+                step = _step_of(line)
+                if step is None or first is None or step >= first:
+                    break
+                size += len(line)
+        copy.truncate(size)
+        return begun
 
     def begin_attempt(self) -> None:
         """A new attempt writes new files on the nodes; here it is appended to the ones of the last."""
@@ -126,9 +237,16 @@ class Logs:
         for key in self._files:
             self._end_line(*key)
         self._begun = {key: self.path(*key).stat().st_size for key in self._files}
-        rows = [(node, rank, size) for (node, rank), size in self._begun.items()]
         (self._record.folder / names.LOGS_DIR).mkdir(mode=0o700, exist_ok=True)
-        write_private(self._record.folder / BEGUN_FILE, json.dumps(rows) + "\n")
+        self._write_begun()
+
+    def _write_begun(self) -> None:
+        rows = [(node, rank, size) for (node, rank), size in self._begun.items()]
+        self._record.write(BEGUN_FILE, json.dumps(rows) + "\n")
+        with contextlib.suppress(OSError):
+            fd = os.open(self._record.folder / ATTEMPTS_FILE, APPEND, 0o600)
+            with os.fdopen(fd, "a", encoding="utf-8") as file:
+                file.write(json.dumps(rows) + "\n")
 
     def _end_line(self, node: str, rank: int) -> None:
         """End a line in whose middle a worker was ended, so that its successor begins with one of its own."""
@@ -157,7 +275,7 @@ class Logs:
         try:
             with os.fdopen(folders.open_regular(str(self.path(node, rank))), "rb") as file:
                 file.seek(0, 2)
-                file.seek(max(self._begun.get((node, rank), 0), file.tell() - limit_bytes))
+                file.seek(max(0, self._begun.get((node, rank), 0), file.tell() - limit_bytes))
                 return file.read().decode(errors="replace")
         except OSError:
             return ""
@@ -170,12 +288,8 @@ class Logs:
                 lines = file.read().splitlines()
         except OSError:
             return None
-        for line in reversed(lines):
-            try:
-                return int(json.loads(line)["step"])
-            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-                continue  # half a line, or something else
-        return None
+        steps = map(_step_of, reversed(lines))
+        return next((step for step in steps if step is not None), None)
 
     def ranks(self, node: str) -> list[int]:
         """Ranks of a node that have printed something, in order; without torchrun's agent."""
@@ -198,7 +312,16 @@ class Logs:
             file = path.open("ab", buffering=0)  # others read along
             path.chmod(0o600)
             self._files[key] = file
+            self._sizes[key] = file.tell()
         return self._files[key]
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step that a line of metrics is of; None for half a line, or something else."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
 
 
 def rank_of(path: Path) -> int:

@@ -6,6 +6,7 @@
         run.json         what finds the run again: its token, its launcher's process, its spec
         events.jsonl     what happened, one JSON object a line, appended as it happens
         logs/NODE/rank-R.log, logs/NODE/agent.log
+        logs/NODE/rank-R.times, logs/attempts.jsonl   when a log had which size
         metrics.jsonl    as rank 0 wrote it
         ledger.json      where the time went
         hangs/attempt-N/NODE/rank-R.txt   where a worker stood when the attempt made no progress
@@ -16,13 +17,14 @@ Folders are 0700, files 0600: environments and logs are nobody else's business.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -40,6 +42,9 @@ RUN_FILE = "run.json"
 RUN_BYTES, PLAN_BYTES = 4 << 20, 64 << 20
 EVENTS_BYTES = 64 << 20
 """Of larger ones the beginning and the end are read."""
+ROOM_FILE, ROOM_BYTES, ROOM_STEP_BYTES = "room", 512 << 10, 64 << 10
+"""Of the disk, taken before the start for events and records, and given back for them when the disk is full."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 LOCK_FILE = "launcher.lock"
 LOCK_WAIT_S = 0.5
 """How long one who wants to be the launcher waits for those who look whether there is one."""
@@ -167,6 +172,24 @@ class RunInfo:
     snapshots: dict[str, str] = field(default_factory=dict)
     """Node -> folder of the snapshots, where the run has gone on from another one's."""
 
+    @property
+    def resumes(self) -> str:
+        """Name of the earlier run that this one continues; empty for one that began anew."""
+        words = iter(self.command)
+        for word in words:
+            if word == "--resume":
+                return next(words, "")
+            if word.startswith("--resume="):
+                return word.partition("=")[2]
+            if word == "--":
+                break
+        return ""
+
+    @property
+    def command_line(self) -> str:
+        """`command` as it was typed."""
+        return shell.join(["dtctl", *self.command[1:]])
+
 
 class RunRecord:
     """The folder of one run, written by its launcher and read by everybody else."""
@@ -176,6 +199,7 @@ class RunRecord:
         self.run = folder.name
         self._events: int | None = None
         self._torn = False
+        self._room: int | None = None
         self.lost_events = 0
         """Events that could not be written down."""
 
@@ -202,12 +226,58 @@ class RunRecord:
         with writing(folder):
             (folder / names.LOGS_DIR).mkdir(mode=0o700)
         record = cls(folder)
+        with writing(folder):
+            record.reserve()
         record.write_info(info)
         return record
 
+    def reserve(self) -> None:
+        """Take room on the disk for what has to be recorded however full it is by then.
+
+        Raises:
+            OSError: there is none.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._room = os.open(self.folder / ROOM_FILE, flags, 0o600)
+        with contextlib.suppress(FileNotFoundError):
+            (self.folder / ROOM_FILE).unlink()  # it goes with its descriptor, whatever ends this process
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self._room, 0, ROOM_BYTES)
+        else:
+            os.pwrite(self._room, bytes(ROOM_BYTES), 0)
+
+    def make_room(self) -> bool:
+        """Give the disk back some of the room that was taken; False when there is none left."""
+        size = os.fstat(self._room).st_size if self._room is not None else 0
+        if self._room is None or not size:
+            return False
+        os.ftruncate(self._room, max(0, size - ROOM_STEP_BYTES))
+        return True
+
+    def write(self, name: str, text: str) -> None:
+        """Replace a file of the record.
+
+        Raises:
+            LaunchError: it cannot be written, even with the room that was kept for it.
+        """
+        self.with_room(lambda: write_private(self.folder / name, text))
+
+    def with_room(self, action: Callable[[], None]) -> None:
+        """Do something that writes a record, again if the disk is full and there is room that was kept for it.
+
+        Raises:
+            LaunchError: it cannot be written, even so.
+        """
+        while True:
+            try:
+                return action()
+            except LaunchError as exc:
+                if getattr(exc.__cause__, "errno", None) not in NO_ROOM or not self.make_room():
+                    raise
+
     def write_info(self, info: RunInfo) -> None:
         """Record who launches the run."""
-        write_private(self.folder / RUN_FILE, json.dumps(asdict(info), indent=1) + "\n")
+        self.write(RUN_FILE, json.dumps(asdict(info), indent=1) + "\n")
 
     def info(self) -> RunInfo:
         """Who launched the run.
@@ -232,11 +302,11 @@ class RunRecord:
 
     def write_spec(self, text: str) -> None:
         """Record the spec, so that the run's nodes are found again when the file has changed since."""
-        write_private(self.folder / names.RUN_SPEC_FILE, text)
+        self.write(names.RUN_SPEC_FILE, text)
 
     def write_plan(self, plan: Plan) -> None:
         """Record the plan of the attempt that is about to start."""
-        write_private(self.folder / names.PLAN_FILE, json.dumps(asdict(plan), indent=1) + "\n")
+        self.write(names.PLAN_FILE, json.dumps(asdict(plan), indent=1) + "\n")
 
     def plan(self) -> dict[str, Any]:
         """The plan of the newest attempt as plain data; empty when none was made."""
@@ -265,16 +335,24 @@ class RunRecord:
 
     def append_event(self, event: Event) -> None:
         """Append one event; whole lines, whoever else reads. A full disk costs the event, not the run."""
-        line, written = (json.dumps(event.to_json(), separators=(",", ":")) + "\n").encode(), 0
-        with contextlib.suppress(OSError):
+        line = (json.dumps(event.to_json(), separators=(",", ":")) + "\n").encode()
+        if self._torn:
+            line = b"\n" + line
+        rest = line[self._append(line) :]
+        while rest and self.make_room():
+            rest = rest[self._append(rest) :]
+        self._torn = 0 < len(rest) < len(line) or (self._torn and bool(rest))
+        self.lost_events += bool(rest)
+
+    def _append(self, data: bytes) -> int:
+        """Append to the events what the disk takes; its length."""
+        try:
             if self._events is None:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
                 self._events = os.open(self.folder / names.EVENTS_FILE, flags, 0o600)
-            if self._torn:
-                line = b"\n" + line
-            written = os.write(self._events, line)
-            self._torn = written < len(line)
-        self.lost_events += written < len(line)
+            return os.write(self._events, data)
+        except OSError:
+            return 0
 
     def code_folders(self) -> dict[str, str]:
         """Node -> folder of the pushed code there; without the nodes that were sent none."""
@@ -350,6 +428,14 @@ def list_runs(base_dir: Path) -> list[RunRecord]:
         with contextlib.suppress(LaunchError):
             started[record] = record.info().started
     return sorted(started, key=lambda record: (started[record], record.run))
+
+
+def tasks_of(base_dir: Path, run: str) -> list[RunRecord]:
+    """The tasks of the job array that was launched under this name; none where it is a run, or nothing."""
+    records = list_runs(base_dir)
+    if any(record.run == run for record in records):
+        return []
+    return [record for record in records if re.fullmatch(re.escape(run) + r"\.\d+", record.run) and record.info().slurm]
 
 
 def find_run(base_dir: Path, run: str | None) -> RunRecord:

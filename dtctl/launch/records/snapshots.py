@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from dtctl import children, shell
-from dtctl.errors import DtctlError, NodeError, SnapshotError
+from dtctl.errors import DtctlError, NodeError
 from dtctl.launch.assemble import cluster_of_run, spec_of_run
-from dtctl.launch.control import messages
 from dtctl.launch.control.link import SilenceLimit
 from dtctl.launch.records.record import RunRecord
+from dtctl.launch.records.snapshot_answers import ANSWER_BYTES, A, parse_answer
+from dtctl.schema import InvalidMessage, prose
+from dtctl.supervisor import work
 from dtctl.transport.base import ByteStream, Connection, Target, Transport
 from dtctl.transport.fanout import fan_out
 
@@ -30,23 +32,16 @@ READING_S = 3600.0
 _QUICK = ("ls", "remove")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """What the module answered."""
-
-    code: int
-    answer: Mapping[str, Any]
-
-
-def run_here(arguments: Sequence[str]) -> Reply:
+def run_here(kind: type[A], arguments: Sequence[str]) -> A:
     """Run it on this machine, in a process of its own.
 
     Raises:
-        LaunchError: it ended without an answer.
+        SnapshotError: it cannot be done.
+        NodeError: it ended without an answer.
     """
-    argv = children.module(sys.executable, MODULE, *arguments)
+    argv = children.module(sys.executable, MODULE, kind.verb, *arguments)
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    return _reply(arguments[0], done.returncode, done.stdout, done.stderr, where="this machine")
+    return _answer(kind, done.returncode, done.stdout, done.stderr, where="this machine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +69,7 @@ class RunSnapshots:
         self._make_transport = cluster.make_transport
         folder = spec.snapshot_dir
         code, continued = record.code_folders(), record.info().snapshots
+        unpushed = "" if spec.pushes else spec.code_folder
         self._places = {}
         # What is at a URL all nodes see: the first one is asked.
         at_url = folder is not None and is_url(folder)
@@ -83,20 +79,20 @@ class RunSnapshots:
             if name in cluster.targets:
                 self._places[name] = _Place(
                     target=cluster.targets[name],
-                    command=_beginning(node, code.get(name, ""), asks=at_url),
-                    folder=folder or continued.get(name) or posixpath.join(run_dir, "snapshots"),
+                    command=_beginning(node, code.get(name, unpushed), asks=at_url),
+                    folder=_folder(folder, run_dir) or continued.get(name) or posixpath.join(run_dir, "snapshots"),
                     variables=_job_variables(node) if at_url else "",
                 )
 
     def ask(
-        self, verb: str, options: Sequence[str], nodes: Sequence[str] | None = None
-    ) -> dict[str, Reply | DtctlError]:
-        """Run it on all nodes at once, or on some: node -> its answer, or why it has none."""
+        self, kind: type[A], options: Sequence[str], nodes: Sequence[str] | None = None
+    ) -> dict[str, A | DtctlError]:
+        """Run it on all nodes at once, or on some: node -> its answer, or why it has none (SnapshotError: it says)."""
         transport = self._make_transport()
         places = {name: place for name, place in self._places.items() if nodes is None or name in nodes}
-        return fan_out(places, partial(_ask, transport=transport, verb=verb, options=options))
+        return fan_out(places, partial(_ask, transport=transport, kind=kind, options=options))
 
-    def fetch(self, node: str, verb: str, options: Sequence[str], out: IO[bytes], *, limit_bytes: int) -> Reply:
+    def fetch(self, node: str, kind: type[A], options: Sequence[str], out: IO[bytes], *, limit_bytes: int) -> A:
         """Bring what an export or a `send` writes, of which there may be as much as was asked for.
 
         Raises:
@@ -107,7 +103,7 @@ class RunSnapshots:
         connection = self._make_transport().connect(place.target)
         clock = SilenceLimit(connection, READING_S)
         try:
-            stream = _open(connection, place, verb, options)
+            stream = _open(connection, place, kind.verb, options)
             remaining = limit_bytes
             while data := stream.read(1 << 18):
                 clock.reset()
@@ -117,27 +113,34 @@ class RunSnapshots:
                 out.write(data)
             clock.check(node)
             code = stream.exit_status(END_S)
-            return _reply(verb, code, stream.read_stderr().decode(errors="replace"), "", where=node)
+            return _answer(kind, code, stream.read_stderr().decode(errors="replace"), "", where=node)
         finally:
             clock.cancel()
             connection.close()
 
 
-def _ask(place: _Place, *, transport: Transport, verb: str, options: Sequence[str]) -> Reply:
+def _folder(folder: str | None, run_dir: str) -> str | None:
+    """Where a folder lies that the job names: a relative one in the run's working folder."""
+    if folder is None or is_url(folder) or folder.startswith(("/", "~")):
+        return folder
+    return posixpath.join(run_dir, work.FOLDER, folder)
+
+
+def _ask(place: _Place, *, transport: Transport, kind: type[A], options: Sequence[str]) -> A:
     connection = transport.connect(place.target)
     name = place.target.name
-    clock = SilenceLimit(connection, SILENCE_S if verb in _QUICK else READING_S)
+    clock = SilenceLimit(connection, SILENCE_S if kind.verb in _QUICK else READING_S)
     try:
-        stream = _open(connection, place, verb, options)
+        stream = _open(connection, place, kind.verb, options)
         output = bytearray()
         while data := stream.read(1 << 18):
             output += data
-            if len(output) > messages.ANSWER_BYTES:
-                raise NodeError(f"its answer is longer than {messages.ANSWER_BYTES >> 20} MiB", node=name)
+            if len(output) > ANSWER_BYTES:
+                raise NodeError(f"its answer is longer than {ANSWER_BYTES >> 20} MiB", node=name)
         clock.check(name)
         code = stream.exit_status(END_S)
         errors = stream.read_stderr().decode(errors="replace")
-        return _reply(verb, code, output.decode(errors="replace"), errors, where=name)
+        return _answer(kind, code, output.decode(errors="replace"), errors, where=name)
     finally:
         clock.cancel()
         connection.close()
@@ -171,28 +174,21 @@ def _beginning(node: Mapping[str, Any], code: str, *, asks: bool) -> str:
     python = node["python"] or "python3"
     paths = [variable["value"] for variable in node["env"] if variable["name"] == "PYTHONPATH"]
     lines = ["exec 3>&1 1>&2", *(['eval "$(cat)"'] if asks else [])]
-    lines += [f"cd {shell.quote(code)} || true"] if code else []
+    lines += [f"cd {shell.program(code)} || true"] if code else []
     lines += [f"export PYTHONPATH={shell.quote(path)}" for path in paths]
     return "\n".join([*lines, *node["setup"], f"exec {shell.join(children.module(python, MODULE, last=''))} 1>&3"])
 
 
-def _reply(verb: str, code: int | None, text: str, errors: str, *, where: str) -> Reply:
+def _answer(kind: type[A], code: int | None, text: str, errors: str, *, where: str) -> A:
     try:
-        answer = messages.about_snapshots(verb, text, node=where)
-    except messages.InvalidMessage:
+        return parse_answer(kind, text, node=where)
+    except InvalidMessage:
         reason = (errors.strip().splitlines() or text.strip().splitlines() or [f"status {code}"])[-1]
         raise NodeError(
-            f"the snapshots cannot be read: {messages.prose(reason)}",
+            f"the snapshots cannot be read: {prose(reason)}",
             node=where,
             hint="the job's Python needs dtctl and blake3 (`pip install dtctl[train]`)",
         ) from None
-    return Reply(code=code or 0, answer=answer)
-
-
-def error_of(reply: Reply) -> DtctlError:
-    """The error that an answer stands for."""
-    answer = reply.answer
-    return SnapshotError(answer["error"], where=answer.get("where"), hint=answer.get("hint"))
 
 
 def is_folder(place: str | None) -> bool:

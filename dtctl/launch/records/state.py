@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from dtctl import folders, names, node_facts
-from dtctl.launch.records import validate_records
 from dtctl.launch.records.events import Event, JobQueued, RunEnded, RunProgress
+from dtctl.launch.records.ledger import LedgerFacts
 from dtctl.launch.records.record import RUN_BYTES, RunInfo, RunRecord
+
+LEFT = ("abandoned", "unattended")
+"""States in which a run has no launcher, and nobody here knows how it is doing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +25,7 @@ class RunState:
     run: str
     status: str
     """queued (Slurm has it), starting, running, stopping, succeeded, failed, stopped; abandoned: its launcher exited
-    without recording an end"""
+    without recording an end; unattended: the same of a detached run, which goes on without a launcher"""
     started: float
     """Seconds since the epoch."""
     duration_s: float
@@ -31,21 +34,25 @@ class RunState:
     """Node -> its last reported state."""
     restarts: tuple[str, ...] = ()
     """Why each attempt but the last one has ended: its first failure."""
+    heals: tuple[str, ...] = ()
+    """Which workers were replaced while the others stayed, and how long that took."""
     job: str = ""
     """Id of the Slurm job that the run is."""
     looked: float = 0.0
     """When it was last known to be so, in seconds since the epoch: a job of Slurm goes on though nobody looks."""
     waits: JobQueued | None = None
     """Why it waits, and when Slurm expects to start it, while it waits."""
+    alerts: dict[str, str] = field(default_factory=dict)
+    """Alerts of `metrics.alerts` that are firing, and what they say."""
     done: RunEnded | None = None
     """The last event, when there was one."""
-    ledger: dict[str, Any] | None = None
-    """Where the time went, as the launcher last wrote it: see ledger.py."""
+    ledger: LedgerFacts | None = None
+    """Where the time went, as the launcher last wrote it."""
 
     @property
     def over(self) -> bool:
         """Whether nothing more will happen."""
-        return self.status in ("succeeded", "failed", "stopped", "abandoned")
+        return self.status in ("succeeded", "failed", "stopped", *LEFT)
 
 
 def alive(info: RunInfo) -> bool:
@@ -72,6 +79,15 @@ def progress_of(record: RunRecord) -> RunProgress:
     return progress
 
 
+def _last_written(record: RunRecord) -> float:
+    """When output of the run last came here: a launcher that was killed may have had no event for hours."""
+    newest = 0.0
+    for path in (record.folder / names.LOGS_DIR).glob("*/*"):
+        with contextlib.suppress(OSError):  # it went away
+            newest = max(newest, path.lstat().st_mtime)
+    return newest
+
+
 def state_of(record: RunRecord) -> RunState:
     """The state of a run.
 
@@ -83,9 +99,10 @@ def state_of(record: RunRecord) -> RunState:
     status, done = progress.status, progress.end
     last = info.started if progress.last is None else progress.last
     if done is None and not info.slurm and not alive(info) and not record.has_launcher():
-        status = "abandoned"
+        status = "unattended" if info.detached else "abandoned"
         progress.nodes = dict.fromkeys(progress.nodes, "unknown")
-    end = last if done is not None or status == "abandoned" else time.time()
+        last = max(last, _last_written(record))
+    end = last if done is not None or status in LEFT else time.time()
     unwatched = info.slurm and done is None and not record.has_launcher()
     duration_s = end - info.started if done is None or done.duration_s is None else done.duration_s
     return RunState(
@@ -97,31 +114,32 @@ def state_of(record: RunRecord) -> RunState:
         attempt=max(0, progress.attempt),
         nodes=progress.nodes,
         restarts=tuple(restart.cause for restart in progress.restarts),
+        heals=tuple(healed.told for healed in progress.heals),
         job=progress.job.job if progress.job is not None else "",
         waits=progress.waits,
+        alerts={} if done is not None else {name: alert.text for name, alert in progress.alerts.items()},
         done=done,
         ledger=_ledger(record),
     )
 
 
-def _ledger(record: RunRecord) -> dict[str, Any] | None:
+def _ledger(record: RunRecord) -> LedgerFacts | None:
     try:
-        ledger = json.loads(folders.read_regular(str(record.folder / names.LEDGER_FILE), RUN_BYTES))
+        return LedgerFacts.parse(json.loads(folders.read_regular(str(record.folder / names.LEDGER_FILE), RUN_BYTES)))
     except (OSError, ValueError, RecursionError):
         return None
-    return ledger if validate_records.ledger(ledger) else None
 
 
-def where_the_time_went(ledger: dict[str, Any]) -> str:
+def where_the_time_went(ledger: LedgerFacts) -> str:
     """One line for people: `useful 91% of 1:02:03 (stall 0.4%, lost 3%, start 2%)`, the larger shares."""
-    wall_s = float(ledger.get("wall_s") or 0.0)
-    shares = {name: spent / wall_s for name, spent in ledger.get("phases_s", {}).items() if wall_s > 0}
+    wall_s = ledger.wall_s
+    shares = {name: spent / wall_s for name, spent in ledger.phases_s.items() if wall_s > 0}
     useful = shares.pop("useful", 0.0)
-    measured = ledger.get("goodput") is not None
+    measured = ledger.goodput is not None
     largest = sorted(((share, name) for name, share in shares.items() if share >= 0.001), reverse=True)
     details = ", ".join(f"{name} {share:.1%}" for share, name in largest[:6])
-    told = f"useful {useful:.1%}" if measured else "useful: not measured, the job tells no steps"
-    return told + (f" ({details})" if details else "")
+    text = f"useful {useful:.1%}" if measured else "useful: not measured, the job reports no steps"
+    return text + (f" ({details})" if details else "")
 
 
 def follow(record: RunRecord, *, interval_s: float = 0.1) -> Iterator[Event]:

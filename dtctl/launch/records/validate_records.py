@@ -9,9 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
-from dtctl.launch.control.messages import (
-    COUNT,
-    WORKERS,
+from dtctl.schema import (
     Check,
     InvalidMessage,
     flag,
@@ -21,14 +19,13 @@ from dtctl.launch.control.messages import (
     nullable,
     text,
 )
-from dtctl.launch.control.messages import number as finite
+from dtctl.schema import number as finite
+from dtctl.supervisor.messages import COUNT, WORKERS
 
 MOMENT_S: Final = 1 << 36
 """No clock shows a later time."""
 _WORD: Final = text(4096)
 _TEXT: Final = text(1 << 20)
-_NUMBER: Final = nullable(finite)
-_INDEX: Final = nullable(integer(-(1 << 31), 1 << 31))
 
 
 def _moment(value: Any) -> float:
@@ -43,33 +40,24 @@ def _texts(value: Any) -> Any:
     return {_WORD(name): _WORD(item) for name, item in value.items()}
 
 
-def _sums(value: Any) -> Any:
-    if not isinstance(value, dict):
-        raise InvalidMessage("not an object")
-    return {_WORD(name): finite(item) for name, item in value.items()}
-
-
-def _partial_form(**optional: Check) -> Check:
+def _partial_form(**optional: Check[Any]) -> Check[Any]:
     """An object that has these or lacks them; more may be in it."""
     return form(optional=optional)
 
 
-_LEDGER: Final = _partial_form(
-    phases_s=_sums, wall_s=finite, goodput=_NUMBER, steps=_NUMBER, steps_lost=nullable(COUNT), attempts=_NUMBER
-)
 _NAMES: Final = list_of(_WORD)
 _NODE: Final = form(
     name=_WORD,
     optional={
         "address": _WORD, "node_rank": COUNT, "slots": integer(0, WORKERS), "first_rank": COUNT, "workdir": _WORD,
         "python": nullable(_WORD), "argv": list_of(_TEXT), "setup": list_of(_TEXT), "processes": COUNT,
-        "env": list_of(form(name=_WORD, value=_TEXT, origin=_WORD)),
+        "gres": nullable(_WORD), "env": list_of(form(name=_WORD, value=_TEXT, origin=_WORD)),
     },
 )  # fmt: skip
 _PLAN: Final = _partial_form(
     nodes=list_of(_NODE), run=_WORD, job=_WORD, kind=_WORD, transport=_WORD, attempt=COUNT, max_restarts=finite,
     rendezvous=form(address=_WORD, port=integer(0, 65_535)), world_size=COUNT, grace_s=finite, secrets=_NAMES,
-    notes=list_of(_TEXT),
+    notes=list_of(_TEXT), threads=nullable(form(number=integer(1, 1 << 16), reason=_TEXT)),
 )  # fmt: skip
 _INFO: Final = form(
     run=_WORD, token=_WORD, pid=integer(-(1 << 63)), started=_moment, spec=_WORD, command=list_of(_TEXT), detached=flag,
@@ -77,7 +65,7 @@ _INFO: Final = form(
 )  # fmt: skip
 
 
-def _is(check: Check, value: Any) -> bool:
+def _is(check: Check[Any], value: Any) -> bool:
     try:
         check(value)
     except InvalidMessage:
@@ -100,11 +88,6 @@ def whole_plan(value: dict[str, Any]) -> bool:
     if not {"nodes", "attempt", "rendezvous"} <= value.keys() or not value["nodes"]:
         return False
     return all({"workdir", "slots", "env", "setup", "python"} <= node.keys() for node in value["nodes"])
-
-
-def ledger(value: Any) -> bool:
-    """Whether this is a ledger: seconds of phases, and their sum."""
-    return _is(_LEDGER, value)
 
 
 def number(value: Any) -> bool:

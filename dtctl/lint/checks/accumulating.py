@@ -1,4 +1,4 @@
-"""The rule about gradients that are exchanged more often than they are used: DT009."""
+"""The rules about gradients of several micro batches: DT009, DT077, DT078."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from dtctl.lint import names
 from dtctl.lint.check import Check
 from dtctl.lint.edits import ends_its_line, imported, indent
+from dtctl.lint.flow import argument, function_of, is_bound, origins
 from dtctl.lint.model import Edit, Problem
-from dtctl.lint.source_file import Function, key
+from dtctl.lint.source_file import Function, SourceFile, key
 from dtctl.lint.wraps import wrapped
 
 _ACCUMULATES = re.compile(r"no_sync|requires_gradient_sync|require_backward_grad_sync|\.accumulate\(|is_gradient_accum")
@@ -27,23 +28,65 @@ def accumulation(check: Check) -> Iterator[Problem]:
     module = check.module
     if not module.methods.get("backward") or not module.methods.get("step"):
         return
-    ddp = check.project.calls(module, names.DDP)
-    if check.project.framework(module) or not (ddp or check.project.calls(module, names.FSDP)):
+    ddp = check.project.calls(module, names.DDP) or check.project.calls(module, "accelerate.Accelerator")
+    if check.project.runs_loop(module) or not (ddp or check.project.calls(module, names.FSDP)):
         return
+    if check.project.calls(module, "deepspeed.initialize"):
+        return  # its engine counts micro batches
     if check.project.says(module, _ACCUMULATES, elsewhere=True):
         return
     for call in module.methods.get("backward", ()):
         loop = module.enclosing(call, (ast.For, ast.While))
         if not isinstance(loop, ast.For | ast.While) or module.scope(loop) is not module.scope(call):
+            if _some_calls_step(check, call) and not _deferred_already(check, call) and not _in_a_window(module, call):
+                yield check.problem(
+                    "DT009", call, "gradients are exchanged in every micro batch, and used in one of several",
+                    severity=None if ddp else "info",
+                )  # fmt: skip
             continue
         choice = every_few(check, loop, call)
-        if (choice is None and not _micro_batches(check, loop)) or _deferred_already(check, call):
+        few = choice is not None or _micro_batches(check, loop) or _skips_the_step(check, loop, call)
+        few = few and not _steps_beside(check, loop, call) and not _in_a_window(module, call)
+        if not few or _deferred_already(check, call):
             continue
         edits = _deferred(check, loop, call, choice) if choice is not None else ()
         yield check.problem(
             "DT009", call, "gradients are exchanged in every micro batch, and used in one of several",
             severity=None if ddp else "info", edits=edits,
         )  # fmt: skip
+
+
+def _some_calls_step(check: Check, backward: ast.Call) -> bool:
+    """Whether the optimizer steps in some of the calls of the function of a backward pass only."""
+    module = check.module
+    function = module.scope(backward)
+    for call in _steps(check):
+        if module.scope(call) is not function:
+            continue
+        for parent, child in module.chain(call):
+            if not isinstance(parent, ast.If) or child not in parent.body or module.within(backward, parent):
+                continue
+            if _counts_micro_batches(parent.test):
+                return True
+            if isinstance(parent.test, ast.Name) and isinstance(function, Function) and module.neighbours is not None:
+                for caller, calling in module.neighbours.callers(module, function)[:8]:
+                    given = argument(calling, function, parent.test.id, bound=is_bound(module, function))
+                    if given is not None and any(_counts_micro_batches(one) for one in caller.values(given)):
+                        return True
+                    if given is not None and any(
+                        isinstance(part, ast.IfExp) and _counts_micro_batches(part.test)
+                        for binding in caller.lookup(given) if binding.value is not None
+                        for part in (binding.value,)
+                    ):  # fmt: skip
+                        return True
+    return False
+
+
+def _counts_micro_batches(test: ast.expr) -> bool:
+    """Whether a condition is `step % n == 0`."""
+    return isinstance(test, ast.Compare) and any(
+        isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) for node in ast.walk(test)
+    )
 
 
 def _steps(check: Check) -> list[ast.Call]:
@@ -60,6 +103,15 @@ def _of_torch(check: Check, step: ast.Call) -> bool:
         and re.match(r"torch\.optim\.\w+\Z", check.module.name(binding.func) or "") is not None
         for binding in values
     )
+
+
+def _of_another(check: Check, step: ast.Call) -> bool:
+    """Whether an optimizer is known not to be one of torch: its step may do more."""
+    owner = step.func.value if isinstance(step.func, ast.Attribute) else None
+    values = origins(check.module, owner) if owner is not None else []
+    made = [value.module.name(value.node.func) or key(value.node.func) for value in values
+            if isinstance(value.node, ast.Call)]  # fmt: skip
+    return any(name is None or not name.startswith("torch.optim.") for name in made)
 
 
 def every_few(check: Check, loop: ast.For | ast.While, backward: ast.Call) -> ast.If | None:
@@ -80,6 +132,41 @@ def every_few(check: Check, loop: ast.For | ast.While, backward: ast.Call) -> as
     return None
 
 
+def _skips_the_step(check: Check, loop: ast.For | ast.While, backward: ast.Call) -> bool:
+    """Whether a loop goes on to the next micro batch between backward pass and step: `if i % n != 0: continue`."""
+    module = check.module
+    for statement in loop.body:
+        if not isinstance(statement, ast.If) or statement.lineno < backward.lineno:
+            continue
+        if isinstance(statement.body[-1], ast.Continue) and _counts_micro_batches(statement.test):
+            return any(module.within(call, loop) and call.lineno > statement.lineno for call in _steps(check))
+    return False
+
+
+def _in_a_window(module: SourceFile, backward: ast.Call) -> bool:
+    """Whether a helper of the project or of a library has the micro batches: `with trainer.step():`."""
+    return any(
+        isinstance(parent, ast.With)
+        and any(
+            isinstance(item.context_expr, ast.Call)
+            and (key(item.context_expr.func) or "").rpartition(".")[2] in ("step", "accumulate", "no_sync", "ddp_sync")
+            for item in parent.items
+        )
+        for parent, _ in module.chain(backward)
+    )
+
+
+def _steps_beside(check: Check, loop: ast.AST, backward: ast.Call) -> bool:
+    """Whether the optimizer steps whenever a backward pass was made: after it, in the same block."""
+    module = check.module
+    block = module.block(module.statement(backward))
+    return any(
+        call.lineno > backward.lineno and module.statement(call) in block and module.within(call, loop)
+        for call in _steps(check)
+        if not re.search(r"sched", ast.unparse(call.func))
+    )
+
+
 def _micro_batches(check: Check, loop: ast.For | ast.While) -> bool:
     """Whether a loop is `for micro in range(n)` in a loop over steps, and the optimizer steps after it."""
     module = check.module
@@ -96,6 +183,97 @@ def _micro_batches(check: Check, loop: ast.For | ast.While) -> bool:
         for call in _steps(check)
         for statement in after
     )
+
+
+def unscaled_too_often(check: Check) -> Iterator[Problem]:
+    """DT077."""
+    module = check.module
+    for call in module.methods.get("unscale_", ()):
+        scaler = key(call.func.value) if isinstance(call.func, ast.Attribute) else None
+        function = module.scope(call)
+        steps = [
+            step for step in module.methods.get("step", ())
+            if isinstance(step.func, ast.Attribute) and key(step.func.value) == scaler
+            and module.scope(step) is function and step.lineno > call.lineno
+        ]  # fmt: skip
+        if scaler is None or not steps or _choice(module, call) is not None:
+            continue
+        choice = _choice(module, steps[0])
+        if choice is None or module.within(call, choice) or not _updated_within(module, scaler, choice):
+            continue
+        if any(child in parent.orelse for parent, child in module.chain(call) if isinstance(parent, ast.If)):
+            continue
+        yield check.problem(
+            "DT077", call,
+            f"unscale_() in every micro batch, and `{scaler}` steps in some (line {steps[0].lineno}): the next raises",
+        )  # fmt: skip
+
+
+def _choice(module: SourceFile, call: ast.Call) -> ast.If | None:
+    """The `if (i + 1) % n == 0` around a call, in its function."""
+    for parent, child in module.chain(call):
+        if isinstance(parent, ast.If) and child in parent.body and _counts_micro_batches(parent.test):
+            return parent
+    return None
+
+
+def _updated_within(module: SourceFile, scaler: str, choice: ast.If) -> bool:
+    """Whether a scaler is updated under a condition, and nowhere else in its function."""
+    updates = [
+        call for call in module.methods.get("update", ())
+        if isinstance(call.func, ast.Attribute) and key(call.func.value) == scaler
+        and module.scope(call) is module.scope(choice)
+    ]  # fmt: skip
+    inside = [call for call in updates if module.within(call, choice)]
+    others = [call for call in updates if call not in inside]
+    return bool(inside) and not any(_same_way(module, choice, other) for other in others)
+
+
+def _same_way(module: SourceFile, choice: ast.If, call: ast.Call) -> bool:
+    """Whether a call may be reached in the same round as a condition: not if it is in another branch."""
+    above = {id(parent): child for parent, child in module.chain(choice)}
+    return not any(
+        isinstance(parent, ast.If) and id(parent) in above
+        and (child in parent.body) != (above[id(parent)] in parent.body)
+        for parent, child in module.chain(call)
+    )  # fmt: skip
+
+
+def never_zeroed(check: Check) -> Iterator[Problem]:
+    """DT078."""
+    module = check.module
+    if check.project.runs_loop(module) or not check.project.distributed(module):
+        return
+    for backward in module.methods.get("backward", ()):
+        function, loop = module.scope(backward), module.enclosing(backward, (ast.For, ast.While))
+        if loop is None or module.scope(loop) is not function:
+            continue
+        steps = any(
+            module.within(call, loop)
+            and not call.args
+            and re.search(r"optim|\bopt\b", ast.unparse(call.func))
+            and not _of_another(check, call)
+            for call in _steps(check)
+        )
+        if not steps or "engine" in ast.unparse(backward.func) or _zeroes(module, function):
+            continue
+        yield check.problem("DT078", backward, "gradients are added to those of all steps before: nothing zeroes them")
+        return
+
+
+_ZEROES = re.compile(r"zero_grad|\.grad\s*=\s*None|grad\w*\.(?:zero_|fill_|detach_)|zero_\(\)")
+
+
+def _zeroes(module: SourceFile, function: ast.AST) -> bool:
+    """Whether a function, one that it calls, or one of its class zeroes gradients, as its words say."""
+    owner = module.enclosing(function, (ast.ClassDef,))
+    if _ZEROES.search(ast.unparse(owner or function)):
+        return True
+    for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+        target = function_of(module, call)
+        if target is not None and _ZEROES.search(ast.unparse(target.node)):
+            return True
+    return False
 
 
 def _deferred_already(check: Check, backward: ast.Call) -> bool:
@@ -209,4 +387,4 @@ def _changes(part: ast.AST, names: set[str], attributes: set[str], owners: set[s
     return owner in owners or any(argument in owners for argument in passed)
 
 
-CHECKS = (accumulation,)
+CHECKS = (accumulation, unscaled_too_often, never_zeroed)

@@ -38,7 +38,11 @@ def _open_ended(call: ast.Call) -> bool:
 def undivided(check: Check) -> Iterator[Problem]:
     """DT003."""
     module = check.module
-    if not wraps(module) or check.project.framework(module):
+    engine = any(
+        not any(one.arg in ("training_data", None) for one in call.keywords)
+        for call in module.calls_of("deepspeed.initialize")
+    )  # without them DeepSpeed leaves the loader to the program
+    if not (wraps(module) or engine) or (check.project.framework(module) and not engine):
         return
     for call in module.calls_of(names.LOADER):
         arguments = _loader(call)
@@ -148,7 +152,7 @@ def _repeats(check: Check, importers: tuple[SourceFile, ...]) -> bool:
             return True
     return any(
         constant(loop.test) is True
-        and any(isinstance(part, ast.For) and "loader" in ast.unparse(part.iter) for part in loop.body)
+        and any(isinstance(part, ast.For) and re.search("loader|data", ast.unparse(part.iter)) for part in loop.body)
         for loop in module.nodes_of(ast.While)
     )
 
@@ -165,13 +169,21 @@ def _same_order_elsewhere(check: Check, where: str) -> Iterator[Problem]:
             target = function_of(module, call)
             if target is None or target.module is module:
                 continue
-            other = target.module
-            inside = [one for one in other.calls_of(names.SAMPLER) if other.scope(one) is target.node]
-            if any(_shuffles(Check(other, check.project, check.cluster), one) for one in inside):
+            other = Check(target.module, check.project, check.cluster)
+            if any(_shuffles(other, one) for one in _samplers(target.module, target.node)):
                 yield check.problem(
                     "DT004", call, f"no set_epoch(): the sampler of `{name}`{where} gives every epoch the same order"
                 )
                 return
+
+
+def _samplers(module: SourceFile, function: ast.AST, depth: int = 2) -> list[ast.Call]:
+    """The samplers that a function makes, itself or in another function of its file."""
+    found = [one for one in module.calls_of(names.SAMPLER) if module.scope(one) is function]
+    for name, others in module.functions.items() if depth and not found else ():
+        if any(module.scope(call) is function for call in module.methods.get(name, ())):
+            found += [one for other in others if other is not function for one in _samplers(module, other, depth - 1)]
+    return found
 
 
 def _epoch_set(check: Check, sampler: ast.Call) -> bool:

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 
 from dtctl.lint import names
 from dtctl.lint.check import Check
+from dtctl.lint.checks.loading import default_of_setting
+from dtctl.lint.collectives import collective_called, takes_a_group
 from dtctl.lint.flow import origins
 from dtctl.lint.model import Edit, Problem, Severity
-from dtctl.lint.ranks import by_launcher, for_one_process, for_some, rank_kind
+from dtctl.lint.ranks import by_launcher, for_one_process, for_some, one_process, rank_kind
 from dtctl.lint.source_file import constant, key, keyword, position
 
 _WEIGHTED = ("CrossEntropyLoss", "NLLLoss", "BCELoss", "BCEWithLogitsLoss", "MultiLabelSoftMarginLoss")
@@ -96,6 +98,8 @@ def one_gpu_for_all(check: Check) -> Iterator[Problem]:
     module = check.module
     fixed = list(_fixed_devices(check))
     if not fixed or not module.trains or "CUDA_VISIBLE_DEVICES" in module.text or not _wrapped_somewhere(check):
+        return
+    if one_process(module):
         return
     for node, text in fixed:
         if for_some(module, node) is not None or by_launcher(module, node) or _for_one_process(check, node):
@@ -275,6 +279,7 @@ def _formatted(node: ast.expr) -> Iterator[ast.expr]:
 def no_device_chosen(check: Check) -> Iterator[Problem]:
     """DT017."""
     module = check.module
+    yield from _chosen_late(check)
     if not module.calls_of(names.INIT) or check.project.says(module, _SHOWN):
         return
     for name in ("set_device", "set_device_index", "setup_device", "device_count_per_node", "get_device"):
@@ -282,15 +287,47 @@ def no_device_chosen(check: Check) -> Iterator[Problem]:
             return
     for call in module.calls_of(names.INIT):
         backend = keyword(call, "backend") or (call.args[0] if call.args else None)
-        if backend is not None and "nccl" in str(constant(backend)) and keyword(call, "device_id") is None:
+        if backend is None or keyword(call, "device_id") is not None:
+            continue
+        values = [value.node for value in origins(module, backend)]
+        given = [constant(value) or default_of_setting(check, value) for value in values]
+        unknown = not any(given) and _ids_of_ddp(check)
+        if unknown or "nccl" in given or any("nccl" in ast.unparse(value) for value in values):
             first = next(iter(module.calls.get("torch.distributed.barrier", ())), None)
+            named = next((one.lineno for one in _device_numbers(check) if one.lineno > call.lineno), None)
             at = f" (line {first.lineno})" if first is not None else ""
+            at += f"; its number is first used in line {named}" if named is not None else ""
             objects = any(check.project.methods(module, name) for name in _ON_THE_CURRENT_GPU)
             yield check.problem(
                 "DT017", call, f"NCCL, and no rank says which GPU is its own before the first collective{at}",
-                severity=None if objects else "info",
+                severity=None if objects and not unknown else "info",
             )  # fmt: skip
             return
+
+
+def _ids_of_ddp(check: Check) -> bool:
+    """Whether DDP is told a GPU of the rank's own."""
+    return any(keyword(call, "device_ids") is not None for call in check.module.calls_of(names.DDP))
+
+
+def _chosen_late(check: Check) -> Iterator[Problem]:
+    """A barrier, or another collective without a tensor, in front of the choice of the GPU in one function."""
+    module = check.module
+    for chosen in module.calls_of("torch.cuda.set_device"):
+        scope = module.scope(chosen)
+        started = [call for call in module.calls_of(names.INIT) if module.scope(call) is scope]
+        if not started or any(keyword(call, "device_id") is not None for call in started):
+            continue
+        for name in ("barrier", "synchronize", "broadcast_object_list", "all_gather_object"):
+            for call in module.methods.get(name, ()):
+                inside = module.scope(call) is scope and started[0].lineno < call.lineno < chosen.lineno
+                whole = f"torch.distributed.{name}"
+                meets = module.name(call.func) == whole or collective_called(module, call) == "barrier"
+                if inside and meets and not takes_a_group(whole, call):
+                    yield check.problem(
+                        "DT017", call, f"a collective before the rank has chosen its GPU (line {chosen.lineno})"
+                    )
+                    return
 
 
 CHECKS = (weights_elsewhere, one_gpu_for_all, global_rank_as_device, no_device_chosen)

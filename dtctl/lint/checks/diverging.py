@@ -16,6 +16,7 @@ from dtctl.lint.ranks import guards
 from dtctl.lint.source_file import Function, SourceFile, key
 from dtctl.lint.wraps import maybe, wrapped, wraps
 
+_AGREED = re.compile(r"all_reduce|all_gather|broadcast(?!_buffers)|\bJoin\(|model\.join\(")
 _CLOCK = frozenset(["time.time", "time.monotonic", "time.perf_counter", "datetime.datetime.now"])
 _SCHEDULER = re.compile(r"sched", re.IGNORECASE)
 _OPTIMIZER = re.compile(r"(?:^|[._])opt(?:im|imizer)?(?:$|[._\d])", re.IGNORECASE)
@@ -39,17 +40,20 @@ def decided_alone(check: Check) -> Iterator[Problem]:
 
 
 def ended_alone(check: Check) -> Iterator[Problem]:
-    """DT045 of loops: `while time.time() < end`."""
+    """DT045 of loops: `while time.time() < end`, and `if time.time() > end: break`."""
     module = check.module
     if not any(check.project.calls(module, name) for name in names.WRAPPERS):
         return
-    for loop in module.nodes_of(ast.While):
-        if _own_clock(module, loop.test) and backward_passes(module, loop):
-            if re.search("all_reduce|broadcast|join", ast.unparse(loop)):
+    ends: list[tuple[ast.expr, ast.AST]] = [(loop.test, loop) for loop in module.nodes_of(ast.While)]
+    for leave in module.nodes_of(ast.Break):
+        asked, left = module.parents.get(leave), module.enclosing(leave, (ast.For, ast.While))
+        if isinstance(asked, ast.If) and leave in asked.body and left is not None:
+            ends.append((asked.test, left))
+    for test, loop in ends:
+        if backward_passes(module, loop) and _own_clock(module, test):
+            if _AGREED.search(ast.unparse(loop)) or next(guards(module, test), None) is not None:
                 continue
-            yield check.problem(
-                "DT045", loop.test, "each rank ends by its own clock, and the last one waits for gradients"
-            )
+            yield check.problem("DT045", test, "each rank ends by its own clock, and the last one waits for gradients")
 
 
 def _own_clock(module: SourceFile, test: ast.expr) -> bool:
@@ -139,13 +143,69 @@ def past_the_wrapper(check: Check) -> Iterator[Problem]:
         if wrap is None or wrap.kind != "ddp" or _without_gradients(module, call):
             continue
         function = module.scope(call)
-        if any(module.scope(one) is function and one.lineno >= call.lineno for one in module.methods["backward"]):
+        if any(
+            module.scope(one) is function and one.lineno >= call.lineno for one in module.methods["backward"]
+        ) and not _averaged_by_hand(module, function):
             yield check.problem(
                 "DT059",
                 call,
                 f"`{key(call.func)}` goes past DDP: its gradients are not exchanged",
                 fix=f"`{key(owner)}(...)`",
             )
+
+
+def parts_past_the_wrapper(check: Check) -> Iterator[Problem]:
+    """DT059 of parts of the module inside DDP, where the model itself is never called."""
+    module = check.module
+    reported: set[ast.AST] = set()
+    called = [call for calls in module.methods.values() for call in calls] if module.methods.get("backward") else []
+    for part in sorted(called, key=lambda call: call.lineno):
+        name = key(part.func) or ""
+        owner_name, past, rest = name.partition(".module.")
+        if not past or not rest or _NO_FORWARD.search(rest) or not isinstance(part.func, ast.Attribute):
+            continue
+        owner = _owner(part.func, owner_name)
+        function = module.scope(part)
+        if (
+            owner is None
+            or function in reported
+            or _without_gradients(module, part)
+            or _averaged_by_hand(module, function)
+        ):
+            continue
+        wrap = wrapped(module, owner, part)
+        calls_itself = any(key(one.func) == owner_name for one in module.methods.get(owner_name.rpartition(".")[2], ()))
+        if wrap is None or wrap.kind != "ddp" or calls_itself or _averaged_by_hand(module, function):
+            continue
+        if any(module.scope(one) is function and one.lineno >= part.lineno for one in module.methods["backward"]):
+            reported.add(function)
+            yield check.problem(
+                "DT059", part, f"`{name}` goes past DDP, and `{owner_name}` is never called: no gradient is exchanged",
+                fix=f"one forward that does all of it, called as `{owner_name}(...)`",
+            )  # fmt: skip
+
+
+_NO_FORWARD = re.compile(
+    r"(?:^|\.)(?:parameters|named_\w+|modules|children|state_dict|load_\w*|save\w*|train\w*|eval|to|cuda|half|float|"
+    r"zero_grad|requires_grad_|register_\w+|get_\w+|set_\w+|freeze\w*|unfreeze\w*|update\w*|reset\w*|clip_\w+|no_sync|\w*config\w*|"
+    r"dtype|device|apply|append|keys|values|items|extra_repr|print_\w+|log_\w+)$"
+)
+"""Methods of a module that compute nothing with gradients."""
+
+
+def _owner(node: ast.expr, name: str) -> ast.expr | None:
+    """The part of a dotted name that is written so."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+        if key(node) == name:
+            return node
+    return None
+
+
+def _averaged_by_hand(module: SourceFile, function: ast.AST) -> bool:
+    """Whether a function exchanges gradients itself."""
+    reduced = [call for name in ("all_reduce", "reduce_scatter", "reduce") for call in module.methods.get(name, ())]
+    return any(module.scope(call) is function for call in reduced) and ".grad" in ast.unparse(function)
 
 
 def beside_the_wrapper(check: Check) -> Iterator[Problem]:
@@ -164,10 +224,12 @@ def beside_the_wrapper(check: Check) -> Iterator[Problem]:
             if later or not module.dominates(wrap.call, call) or _without_gradients(module, call):
                 continue
             loop = module.enclosing(call, (ast.For, ast.While))
-            if loop is not None and module.below(loop, "backward") and not module.methods.get(str(wrap.target)):
+            passes = list(module.below(loop, "backward")) if loop is not None else []
+            if passes and not module.methods.get(str(wrap.target)) and not _averaged_by_hand(module, scope):
+                own = any(one.args for one in passes)  # something of the program's own that is given the loss
                 yield check.problem(
                     "DT059", call, f"`{name}` is called, and not `{wrap.target}`: its gradients are not exchanged",
-                    fix=f"`{wrap.target}(...)`",
+                    fix=f"`{wrap.target}(...)`", severity="warning" if own else None,
                 )  # fmt: skip
                 return
 
@@ -214,4 +276,12 @@ def _elsewhere_too(module: SourceFile, call: ast.Call) -> bool:
     ) or (isinstance(function, Function) and callee(module, call) is not None)
 
 
-CHECKS = (decided_alone, ended_alone, stepped_in_a_hook, past_the_wrapper, beside_the_wrapper, stepped_by_some)
+CHECKS = (
+    decided_alone,
+    ended_alone,
+    stepped_in_a_hook,
+    past_the_wrapper,
+    parts_past_the_wrapper,
+    beside_the_wrapper,
+    stepped_by_some,
+)

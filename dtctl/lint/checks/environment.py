@@ -8,8 +8,10 @@ from collections.abc import Iterator
 
 from dtctl.lint import names
 from dtctl.lint.check import Check
-from dtctl.lint.flow import function_of, origins
+from dtctl.lint.checks.loading import default_of_setting
+from dtctl.lint.flow import default_of, function_of, origins
 from dtctl.lint.model import Problem, Severity
+from dtctl.lint.ranks import one_process
 from dtctl.lint.source_file import SourceFile, constant, key, keyword
 from dtctl.lint.variables import MAX_PORT, NAME, judge
 
@@ -52,7 +54,7 @@ def _is_environ(check: Check, node: ast.expr) -> bool:
 def variables(check: Check) -> Iterator[Problem]:
     """DT029."""
     module = check.module
-    if "NCCL_" not in module.text and "GLOO_" not in module.text:
+    if not any(prefix in module.text for prefix in ("NCCL_", "RCCL_", "GLOO_")):
         return
     starts = [*module.calls_of(names.INIT)]
     for function in [function_def for group in module.functions.values() for function_def in group]:
@@ -75,14 +77,15 @@ def variables(check: Check) -> Iterator[Problem]:
 def never_destroyed(check: Check) -> Iterator[Problem]:
     """DT030."""
     module = check.module
-    if not check.project.says(module, "init_process_group"):
+    if not check.project.says(module, re.compile("init_process_group|deepspeed.init_distributed|deepspeed.initialize")):
         return
-    if check.project.framework(module) or check.project.methods(module, "destroy_process_group"):
+    if check.project.runs_loop(module) or _destroys(check, module) or one_process(check.module):
         return
     importers = check.project.importers(module)
-    if any(check.project.methods(source, "destroy_process_group") for source in importers):
+    if any(_destroys(check, source) for source in importers):
         return
-    for call in module.calls_of(names.INIT)[:1]:
+    starting = module.calls_of(names.INIT, "deepspeed.init_distributed") or module.calls_of("deepspeed.initialize")
+    for call in starting[:1]:
         starts = module.started.get(getattr(module.scope(call), "name", ""), [])
         users = starts or [
             one for one in module.methods.get(getattr(module.scope(call), "name", ""), ())
@@ -92,9 +95,18 @@ def never_destroyed(check: Check) -> Iterator[Problem]:
         yield check.problem("DT030", call, f"the process group{at} is never destroyed")
         return
     # It is started by a function of another file: reported where the main program calls that.
-    for call in [] if importers else _starting(module):
+    for call in _starting(module):
         yield check.problem("DT030", call, f"`{key(call.func)}` starts the process group, which is never destroyed")
         return
+
+
+def _destroys(check: Check, module: SourceFile) -> bool:
+    """Whether a module, or one that it imports, destroys the group of all ranks, not only one that it has made."""
+    return any(
+        not call.args and not call.keywords
+        for source in check.project.having(module, "destroy_process_group")
+        for call in source.methods.get("destroy_process_group", ())
+    )
 
 
 def _starting(module: SourceFile) -> Iterator[ast.Call]:
@@ -103,16 +115,25 @@ def _starting(module: SourceFile) -> Iterator[ast.Call]:
         if re.search(r"init|setup|dist|launch|ddp|prepare|slurm", name, re.IGNORECASE):
             for call in module.methods[name]:
                 target = function_of(module, call)
-                if target is not None and target.module is not module and any(
-                    target.module.scope(start) is target.node for start in target.module.calls_of(names.INIT)
-                ):  # fmt: skip
+                if target is not None and target.module is not module and _starts_group(target.module, target.node):
                     yield call
+
+
+def _starts_group(module: SourceFile, function: ast.AST, depth: int = 2) -> bool:
+    """Whether a function starts the process group, itself or in another function of its file."""
+    if any(module.scope(start) is function for start in module.calls_of(names.INIT)):
+        return True
+    others = [
+        other for name, group in module.functions.items() for other in group
+        if depth and any(module.scope(call) is function for call in module.methods.get(name, ()))
+    ]  # fmt: skip
+    return any(_starts_group(module, other, depth - 1) for other in others if other is not function)
 
 
 def fixed_meeting_point(check: Check) -> Iterator[Problem]:
     """DT035."""
     module = check.module
-    if _one_process(check):
+    if one_process(check.module):
         return
     single_node = check.cluster.single_node or any(
         check.project.calls(module, starter) for starter in _SPAWNS
@@ -122,13 +143,20 @@ def fixed_meeting_point(check: Check) -> Iterator[Problem]:
         if (
             name not in _RENDEZVOUS
             or value is None
-            or not isinstance(constant(value), str | int)
+            or not isinstance(number := _fixed(module, value), str | int)
             or _optional(check, node)
         ):
             continue
-        message = f"{name} is fixed to {constant(value)!r}, whatever the launcher says"
+        message = f"{name} is fixed to {number!r}, whatever the launcher says"
         yield check.problem("DT035", node, message, severity=severity)
     yield from _addresses(check)
+    for call in module.calls_of(*names.SPAWNS):
+        count = keyword(call, "nprocs")
+        for started in origins(module, count) if count is not None else ():
+            number = constant(started.node)
+            if type(number) is int and number > 1 and started.module is module:
+                message = f"the number of processes is fixed to {number}"
+                yield check.problem("DT035", started.node, message, severity="info")
     for call in module.calls_of(names.INIT):
         if _optional(check, call):
             continue
@@ -138,6 +166,16 @@ def fixed_meeting_point(check: Check) -> Iterator[Problem]:
             yield check.problem("DT035", size, f"world_size is fixed to {number}", severity=severity)
         elif isinstance(text, str) and text.startswith("tcp://") and method is not None:
             yield check.problem("DT035", method, f"the address is fixed to {text}", severity=severity)
+
+
+def _fixed(module: SourceFile, value: ast.expr) -> object:
+    """The literal that a value is, also as `str(port)` of a parameter that has it as its default."""
+    if isinstance(value, ast.Call) and key(value.func) in ("str", "int") and len(value.args) == 1:
+        value = value.args[0]
+        function = module.scope(value)
+        if isinstance(value, ast.Name) and value.id.endswith("port"):
+            return constant(default_of(function, value.id))
+    return constant(value)
 
 
 def _addresses(check: Check) -> Iterator[Problem]:
@@ -184,7 +222,8 @@ def sockets_for_gpus(check: Check) -> Iterator[Problem]:
     for call in module.calls_of(names.INIT):
         backend = keyword(call, "backend") or (call.args[0] if call.args else None)
         values = origins(module, backend) if backend is not None else []
-        if not values or any(constant(value.node) != "gloo" for value in values) or _one_process(check):
+        given = {constant(value.node) or default_of_setting(check, value.node) for value in values}
+        if given != {"gloo"} or one_process(check.module):
             continue
         if any(
             isinstance(parent, ast.If) and re.search("nccl|cuda|gpu|win|nt|platform", ast.unparse(parent.test))
@@ -195,16 +234,26 @@ def sockets_for_gpus(check: Check) -> Iterator[Problem]:
             (ids := keyword(wrap, "device_ids")) is not None and not isinstance(ids, ast.Constant)
             for wrap in module.calls_of(names.DDP)
         )
-        if on_gpus or module.calls_of("torch.cuda.set_device"):
+        spawned = module.calls_of(*_SPAWNS) and module.calls_of("torch.cuda.device_count")
+        moved = module.calls_of(names.DDP) and _moves_to_gpus(module)
+        if on_gpus or spawned or moved or module.calls_of("torch.cuda.set_device"):
             yield check.problem("DT068", call, "gloo exchanges the gradients of GPUs over the CPU's memory and sockets")
+
+
+def _moves_to_gpus(module: SourceFile) -> bool:
+    """Whether a file moves something to a GPU: `.cuda()`, or `.to()` of a device that may be one."""
+    if any(isinstance(call.func, ast.Attribute) and not call.keywords for call in module.methods.get("cuda", ())):
+        return True
+    devices = [call.args[0] for call in module.methods.get("to", ()) if call.args]
+    return any("cuda" in ast.unparse(value.node) for device in devices for value in origins(module, device))
 
 
 def gpus_by_number(check: Check) -> Iterator[Problem]:
     """DT035 of CUDA_VISIBLE_DEVICES."""
-    if not check.module.trains:
+    if not check.module.trains or check.module.tests or one_process(check.module):
         return
     for node, name, value in _settings(check):
-        if name == "CUDA_VISIBLE_DEVICES" and "," in str(constant(value)):
+        if name == "CUDA_VISIBLE_DEVICES" and re.fullmatch(r"\d+(?:,\s*\d+)*", str(constant(value))):
             message = f"the GPUs are fixed to {constant(value)}, whatever the machine has"
             yield check.problem(
                 "DT035", node, message, severity="info", fix="leave it to the launcher or the scheduler"
@@ -232,12 +281,6 @@ def _compared(check: Check, node: ast.expr, name: object) -> Iterator[Problem]:
     other = above.comparators[0] if above.left is node else above.left
     if type(constant(other)) is int:
         yield check.problem("DT067", above, f"{name} is a string, and never equal to {constant(other)}")
-
-
-def _one_process(check: Check) -> bool:
-    """Whether the only process group of a file has one rank, as in tests."""
-    starts = check.module.calls_of(names.INIT)
-    return bool(starts) and all(constant(keyword(start, "world_size")) == 1 for start in starts)
 
 
 def _optional(check: Check, node: ast.AST) -> bool:

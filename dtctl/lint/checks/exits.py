@@ -11,13 +11,18 @@ from dtctl.lint.check import Check
 from dtctl.lint.flow import function_of
 from dtctl.lint.model import Problem
 from dtctl.lint.ranks import RankGuard, for_one_process, guard, guards, leaves
-from dtctl.lint.source_file import SourceFile, keyword
+from dtctl.lint.source_file import SourceFile, constant, key, keyword
 
 _NOT_FINITE = re.compile(r"\b(?:isnan|isinf|isfinite)\b")
 _TRAIN_NAMES = re.compile(r"train|fit|epoch|step|run|update|optimi|learn", re.IGNORECASE)
 _PATIENCE = re.compile(
-    r"patien|early_?stop|not_improved|no_improve|stop_count|should_stop|stopper|bad_epochs", re.IGNORECASE
+    r"patien|(?:approx|target)_?kl|early_?stop|not_improved|no_improve|stop_count|should_stop|stopper|bad_epochs",
+    re.IGNORECASE,
 )
+_SIZES = re.compile(r"batch_?size|epoch|step|iter|_idx\b|index", re.IGNORECASE)
+"""What is the same on all ranks, or meant to be."""
+_READS = re.compile(r"loader|batch|dataset|\bdata\b|\bdl\b|stream|reader|iterator", re.IGNORECASE)
+"""What a loop over samples goes through."""
 _TRAINS = re.compile(r"train|backward|optimizer\.step|fit\b")
 _AGREED = re.compile(r"all_reduce|all_gather|reduce_dict|broadcast|reduce_tensor|reduce_loss|gather_for_metrics")
 _FETCHES = frozenset(
@@ -47,7 +52,9 @@ def left_alone(check: Check) -> Iterator[Problem]:
                 yield check.problem("DT013", node.body[-1], message)
             continue
         text = ast.unparse(node.test)
-        own_batch = _NOT_FINITE.search(text) and not isinstance(node.body[-1], ast.Return)
+        own_batch = (_NOT_FINITE.search(text) or _of_its_batch(check, node)) and not isinstance(
+            node.body[-1], ast.Return
+        )
         if own_batch and _waited_for(check, node) and not _agreed(check, node, text):
             yield check.problem(
                 "DT013",
@@ -60,6 +67,32 @@ def left_alone(check: Check) -> Iterator[Problem]:
     yield from (problem for statement, problem in _left_loop(check) if statement not in reported)
 
 
+def _of_its_batch(check: Check, node: ast.If) -> bool:
+    """Whether a condition skips a batch for what is in it: every rank has another one."""
+    module = check.module
+    loop = module.enclosing(node, (ast.For, ast.While))
+    if not isinstance(node.body[-1], ast.Continue) or not isinstance(loop, ast.For) or _joined(check, node):
+        return False
+    if not any(_comes_after(check, node, call, loop) for call in backward_passes(module, loop)):
+        return False
+    if _READS.search(ast.unparse(loop.iter)) is None:
+        return False
+    counted = isinstance(loop.iter, ast.Call) and ast.unparse(loop.iter.func).rpartition(".")[2] in ("enumerate", "zip")
+    targets = loop.target.elts if isinstance(loop.target, ast.Tuple) else [loop.target]
+    own = {part.id for target in (targets[1:] if counted else targets) for part in ast.walk(target)
+           if isinstance(part, ast.Name)}  # fmt: skip
+    for statement in loop.body:
+        if statement.lineno >= node.lineno:
+            break
+        if isinstance(statement, ast.Assign) and _names(statement.value) & own:
+            own |= {name for target in statement.targets for name in _names(target)}
+    return bool(_names(node.test) & own) and _SIZES.search(ast.unparse(node.test)) is None
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
 def _meets(check: Check, node: ast.If) -> bool:
     """Whether the ranks that leave call a collective before they do: the others may mean that one."""
     calls = check.module.calls
@@ -70,11 +103,16 @@ def _meets(check: Check, node: ast.If) -> bool:
 def _left_loop(check: Check) -> Iterator[tuple[ast.stmt, Problem]]:
     """`break` and `continue` that the rank decides on, in a loop whose backward pass all ranks have to make."""
     module = check.module
-    leaving: list[ast.Break | ast.Continue] = [*module.nodes_of(ast.Break), *module.nodes_of(ast.Continue)]
+    leaving: list[ast.stmt] = [
+        *module.nodes_of(ast.Break), *module.nodes_of(ast.Continue), *module.nodes_of(ast.Return),
+        *(module.statement(call) for call in _ends_without_error(module)),
+    ]  # fmt: skip
     decided = [(leave, condition) for leave in leaving if (condition := _decided_by_rank(check, leave)) is not None]
     for leave, condition in decided:
         loop = module.enclosing(leave, (ast.For, ast.While))
         if loop is None or not _waited_for(check, leave) or _joined(check, leave):
+            continue
+        if module.scope(loop) is not module.scope(leave):
             continue
         if any(
             type(other) is type(leave)
@@ -91,7 +129,23 @@ def _left_loop(check: Check) -> Iterator[tuple[ast.stmt, Problem]]:
         if isinstance(leave, ast.Continue):
             passes = [call for call in passes if _comes_after(check, leave, call, loop)]
         if passes:
-            yield leave, check.problem("DT013", leave, "some ranks leave here, and the others wait for their gradients")
+            yield leave, check.problem(
+                "DT013", leave, "some ranks leave here, and the others wait for their gradients",
+                # The others may return there too; a launcher may see that a process has ended.
+                severity="warning" if isinstance(leave, ast.Return | ast.Expr) else None,
+            )  # fmt: skip
+
+
+def _ends_without_error(module: SourceFile) -> list[ast.Call]:
+    """Calls that end the process, and say that nothing went wrong: no launcher ends the others then."""
+    calls = [*module.methods.get("exit", ()), *module.methods.get("quit", ()), *module.methods.get("_exit", ())]
+    return [
+        call
+        for call in calls
+        if key(call.func) in ("exit", "quit", "sys.exit", "os._exit")
+        and (not call.args or constant(call.args[0]) == 0)
+        and isinstance(module.parents.get(call), ast.Expr)
+    ]
 
 
 def backward_passes(module: SourceFile, loop: ast.AST) -> list[ast.Call]:
@@ -114,9 +168,7 @@ def backward_passes(module: SourceFile, loop: ast.AST) -> list[ast.Call]:
 def _stopped_early(check: Check) -> Iterator[Problem]:
     """Loops over epochs that each rank leaves by its own figures: early stopping without an agreement."""
     module = check.module
-    if not any(
-        check.project.calls(module, name) for name in (*names.WRAPPERS, names.SAMPLER)
-    ) or check.project.framework(module):
+    if not check.project.distributed(module) or check.project.framework(module):
         return
     for leave in [*module.nodes_of(ast.Break), *module.nodes_of(ast.Return)]:
         loop = module.enclosing(leave, (ast.For, ast.While))
@@ -125,7 +177,7 @@ def _stopped_early(check: Check) -> Iterator[Problem]:
         test = next((parent.test for parent, child in module.chain(leave)
                      if isinstance(parent, ast.If) and child is not parent.test and module.within(parent, loop)
                      and _PATIENCE.search(ast.unparse(parent.test))), None)  # fmt: skip
-        if test is None or _AGREED.search(ast.unparse(loop)) or any(True for _ in guards(module, leave)):
+        if test is None or _agreed_on(module, loop, test) or any(True for _ in guards(module, leave)):
             continue
         called = [function_of(module, call) for call in ast.walk(loop) if isinstance(call, ast.Call)]
         if any(target is not None and _AGREED.search(ast.unparse(target.node)) for target in called):
@@ -135,6 +187,20 @@ def _stopped_early(check: Check) -> Iterator[Problem]:
             f"each rank decides on `{ast.unparse(test)}` by its own figures, and the others wait for its gradients",
             severity="warning",
         )  # fmt: skip
+
+
+def _agreed_on(module: SourceFile, loop: ast.AST, test: ast.expr) -> bool:
+    """Whether the ranks exchange something in a loop that a condition is about; not where it is gradients only."""
+    about = _names(test) | {name for part in ast.walk(test) if isinstance(part, ast.Name | ast.Attribute)
+                            for binding in module.lookup(part) if binding.value is not None
+                            for name in _names(binding.value)}  # fmt: skip
+    for call in (part for part in ast.walk(loop) if isinstance(part, ast.Call)):
+        if not _AGREED.search(ast.unparse(call.func)):
+            continue
+        gradients = call.args and re.search(r"grad", ast.unparse(call.args[0]))
+        if not gradients or _names(call) & about:
+            return True
+    return False
 
 
 def _decided_by_rank(check: Check, leave: ast.stmt) -> RankGuard | None:
@@ -267,6 +333,13 @@ def swallowed(check: Check) -> Iterator[Problem]:
         if not re.search(r"\b(?:BaseException|Exception|RuntimeError)\b", kind):
             continue
         rest = [line for line in handler.body if not _says_only(line)]
+        if _goes_on_alone(check, handler):
+            yield check.problem(
+                "DT033",
+                handler,
+                f"`except {kind}`: a rank whose process group fails goes on alone, as if it were the only one",
+            )
+            continue
         if not all(isinstance(line, ast.Pass | ast.Continue) for line in rest):
             continue
         try_statement = module.parents[handler]
@@ -278,6 +351,22 @@ def swallowed(check: Check) -> Iterator[Problem]:
             yield check.problem(
                 "DT033", handler, f"`except {kind}` continues after a step that failed on this rank alone"
             )
+
+
+def _goes_on_alone(check: Check, handler: ast.ExceptHandler) -> bool:
+    """Whether a handler hides that this rank could not join, and the program goes on."""
+    module = check.module
+    around = module.parents[handler]
+    joins = isinstance(around, ast.Try) and any(
+        module.within(call, statement) for statement in around.body for call in module.calls_of(names.INIT)
+    )
+    ends = any(isinstance(part, ast.Raise) for part in ast.walk(handler)) or "exit" in ast.unparse(handler)
+    retries = module.enclosing(handler, (ast.For, ast.While)) is not None
+    again = any(module.within(call, handler) for call in module.calls_of(names.INIT))
+    already = all(isinstance(line, ast.Pass) for line in handler.body) and "RuntimeError" in ast.unparse(
+        handler.type or ast.Constant(value="")
+    )  # raised where there is a group already
+    return joins and not ends and not retries and not again and not already
 
 
 def _steps(check: Check) -> list[ast.Call]:

@@ -57,6 +57,13 @@ def old_names(check: Check) -> Iterator[Problem]:
                 severity="info", fix="forward_sync_buffers= from torch 2.13 on",
             )  # fmt: skip
     yield from _pretrained(check)
+    for call in module.methods.get("TrainingArguments", ()):
+        value = keyword(call, "evaluation_strategy")
+        if value is not None:
+            yield check.problem(
+                "DT025", value, "TrainingArguments(evaluation_strategy=) is not in transformers 4.46 and later",
+                severity="warning", fix="eval_strategy=",
+            )  # fmt: skip
     if "LOCAL_RANK" in module.text:
         return
     for call in module.methods.get("add_argument", ()):
@@ -85,7 +92,8 @@ def _pretrained(check: Check) -> Iterator[Problem]:
 
 def _message(name: str, entry: Legacy) -> tuple[str, str]:
     if entry.removed:
-        return f"{name} is not in torch {entry.removed} and later", f"use {entry.instead}"
+        version = entry.removed if " " in entry.removed else f"torch {entry.removed}"
+        return f"{name} is not in {version} and later", f"use {entry.instead}"
     if name.startswith(("fairscale", "apex")):
         return f"{name} is no longer maintained", f"use {entry.instead}"
     return f"{name} is deprecated since torch {entry.since}", f"use {entry.instead}"

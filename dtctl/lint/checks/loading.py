@@ -14,6 +14,12 @@ from dtctl.lint.source_file import Function, SourceFile, constant, key, keyword
 
 _OF_A_MODULE = frozenset("eval train cuda to half parameters state_dict module forward modules".split())
 _DATASETS = re.compile(r"(?:torchvision|torchaudio|torchtext)\.datasets\.\w+(?:\.\w+)?\Z")
+_MODULE = re.compile(r"(?:^|_|\.)(?:model|net|network|module)\Z")
+_SETTINGS = ("args", "self.args", "opt", "self.opt", "flags", "hparams")
+_STATES_OF_MODELS = frozenset(
+    ("model", "state_dict", "net", "model_state_dict", "ema", "model_ema", "teacher", "student")
+)
+"""Keys that files of weights from elsewhere have too."""
 _MODELS = re.compile(r"torchvision\.models\.(?:\w+\.)*[a-z]\w*\Z")
 
 
@@ -23,8 +29,79 @@ def whole_module(check: Check) -> Iterator[Problem]:
     for call in module.calls_of("torch.load"):
         if keyword(call, "weights_only") is not None or any(argument.arg is None for argument in call.keywords):
             continue
-        if _used_as_module(module, call):
+        if _used_as_module(module, call) or _saved_whole(check, call):
             yield check.problem("DT038", call, "a whole module is loaded: torch.load refuses it since torch 2.6")
+        elif (setting := _saved_settings(check, call)) is not None:
+            yield check.problem(
+                "DT038", call,
+                f"the snapshot holds `{setting}`, an argparse.Namespace: torch.load refuses it since torch 2.6",
+                fix="save vars(args), or load with weights_only=False what is trusted",
+            )  # fmt: skip
+
+
+def _loaded_as(module: SourceFile, call: ast.Call) -> tuple[str | None, set[str]]:
+    """The name that a loaded file is given, and the keys that are read from it in its function."""
+    statement = module.statement(call)
+    name = key(statement.targets[0]) if isinstance(statement, ast.Assign) and statement.value is call else None
+    scope = module.scope(call)
+    later = [binding.line for binding in module.bindings.get((scope, name or ""), ()) if binding.line > call.lineno]
+    keys = {
+        str(constant(use.slice)) for use in module.nodes_of(ast.Subscript)
+        if name is not None and key(use.value) == name and module.scope(use) is scope and constant(use.slice)
+        and call.lineno <= use.lineno < min(later, default=use.lineno + 1)
+    }  # fmt: skip
+    return name, keys
+
+
+def _saved_whole(check: Check, call: ast.Call) -> bool:
+    """Whether what is loaded as a model was saved as one: `torch.save(model, path)` somewhere in the project."""
+    name, keys = _loaded_as(check.module, call)
+    if name is not None and keys:
+        return _saved_module_as(check, keys)
+    if name is None or not _MODULE.search(name):
+        return False
+    return any(
+        save.args and isinstance(save.args[0], ast.Name | ast.Attribute) and _MODULE.search(key(save.args[0]) or "")
+        for source in check.project.having(check.module, "torch.save") for save in source.calls_of("torch.save")
+    )  # fmt: skip
+
+
+def _saved_module_as(check: Check, keys: set[str]) -> bool:
+    """Whether the project saves a module itself, and not its state, under one of some keys."""
+    for source in check.project.having(check.module, "torch.save"):
+        for save in source.calls_of("torch.save"):
+            for value in origins(source, save.args[0]) if save.args else ():
+                state = value.node
+                items: list[tuple[object, ast.expr]] = []
+                if isinstance(state, ast.Dict):
+                    items = [(constant(item), given) for item, given in zip(state.keys, state.values, strict=True)]
+                elif isinstance(state, ast.Call) and key(state.func) == "dict":
+                    items = [(one.arg, one.value) for one in state.keywords]
+                if any(item in keys and isinstance(given, ast.Name) and _MODULE.search(given.id)
+                       and not _is_a_state(value.module, given) for item, given in items):  # fmt: skip
+                    return True
+    return False
+
+
+def _is_a_state(module: SourceFile, name: ast.Name) -> bool:
+    """Whether a name of a model stands for its state, or for something that is not known to be a module."""
+    return any("state" in ast.unparse(value.node) for value in origins(module, name))
+
+
+def _saved_settings(check: Check, call: ast.Call) -> str | None:
+    """The settings of a command line that stand beside the states in the snapshot that is loaded; None without."""
+    _, keys = _loaded_as(check.module, call)
+    parsed = check.project.says(check.module, "parse_args") or re.search(r"\bargs\.[a-z]\w*\s*=[^=]", check.module.text)
+    if not keys or not parsed:
+        return None
+    for source in check.project.having(check.module, "state_dict("):
+        for state in source.nodes_of(ast.Dict):
+            saved = {str(constant(name)): value for name, value in zip(state.keys, state.values, strict=True)}
+            setting = next((ast.unparse(value) for value in saved.values() if key(value) in _SETTINGS), None)
+            states = any("state_dict(" in ast.unparse(value) for value in saved.values())
+            if setting is not None and states and (keys & set(saved) - _STATES_OF_MODELS or len(keys & set(saved)) > 1):
+                return setting
+    return None
 
 
 def _used_as_module(module: SourceFile, call: ast.Call) -> bool:
@@ -55,7 +132,7 @@ def unmapped(check: Check) -> Iterator[Problem]:
     module = check.module
     if not module.calls_of("torch.load") or "cuda" not in module.text:
         return
-    if not check.project.distributed(module) or check.project.framework(module):
+    if not check.project.distributed(module) or check.project.runs_loop(module):
         return
     for call in module.calls_of("torch.load"):
         given = {argument.arg for argument in call.keywords}
@@ -76,9 +153,8 @@ def _data(check: Check, call: ast.Call) -> bool:
         return True
     statement = module.statement(call)
     text = ast.unparse(call.args[0]) + (ast.unparse(statement.targets[0]) if isinstance(statement, ast.Assign) else "")
-    return (
-        re.search(r"data|feat|embed|token|label|audio|wav|image|latent|vocab|dict\b(?<!state_dict)", text) is not None
-    )
+    named = re.search(r"data|feat|embed|token|label|audio|wav|image|latent|vocab|dict\b(?<!state_dict)", text)
+    return named is not None and re.search(r"(?:ckpt|checkpoint)_?dict\b", text) is None
 
 
 def downloaded_by_all(check: Check) -> Iterator[Problem]:
@@ -86,7 +162,7 @@ def downloaded_by_all(check: Check) -> Iterator[Problem]:
     module = check.module
     if (not module.trains and not next(_downloads(module), None)) or not check.project.distributed(module):
         return
-    if check.project.framework(module):
+    if check.project.runs_loop(module):
         return
     if module.trains or not check.project.importers(module):
         for call, name, weights in _downloads(module):
@@ -99,6 +175,7 @@ def downloaded_by_all(check: Check) -> Iterator[Problem]:
                 f"{message} downloaded by every rank, into one folder",
                 severity="info" if weights else None,
             )
+    yield from _from_the_hub(check)
     # In a function of a file that knows nothing of ranks: reported where the training calls it.
     for name in sorted(module.methods) if module.trains else ():
         if not re.search(r"data|load|build|get|make|create|prepare|train|test|set", name, re.IGNORECASE):
@@ -116,27 +193,133 @@ def downloaded_by_all(check: Check) -> Iterator[Problem]:
                 yield check.problem("DT040", call, f"`{inside[0]}` is downloaded by every rank, into one folder")
 
 
+def _from_the_hub(check: Check) -> Iterator[Problem]:
+    """DT040 of what Hugging Face's hub has: at most once in a file, for its files are locked while they are fetched."""
+    module = check.module
+    calls = [
+        (call, name)
+        for method in ("from_pretrained", "load_dataset", "snapshot_download")
+        for call in module.methods.get(method, ())
+        if (name := _hub_name(check, call)) is not None
+        and not _one_first(module, call)
+        and not by_launcher(module, call)
+    ]
+    alone = [(call, name) for call, name in calls if not for_one_process(module, call) and not _in_turn(module, call)]
+    if alone:
+        lines = sorted({call.lineno for call, _ in alone})[1:]
+        also = f" (also {', '.join(f'line {line}' for line in lines)})" if lines else ""
+        call, name = min(alone, key=lambda one: one[0].lineno)
+        yield check.problem(
+            "DT040", call, f"every rank asks the hub for `{name}`{also}", severity="info",
+            fix=f"`hf download {name}` once for each node and HF_HUB_OFFLINE=1, or one rank of a node first",
+        )  # fmt: skip
+
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
+_BUILDERS = frozenset(("json", "csv", "text", "parquet", "arrow", "imagefolder", "audiofolder", "webdataset", "pandas"))
+"""What load_dataset reads from files of the user's."""
+_FIRST = re.compile(r"main_process_first|local_main_process_first|rank_zero_first|zero_first|first_rank")
+
+
+def _hub_name(check: Check, call: ast.Call) -> str | None:
+    """The name that a call asks the hub for; None for a path, for what is not known, and for files that are there."""
+    if not _of_the_hub(check.module, call):
+        return None
+    given = {argument.arg for argument in call.keywords}
+    local = keyword(call, "local_files_only")
+    wanted = call.args[0] if call.args else keyword(call, "pretrained_model_name_or_path") or keyword(call, "repo_id")
+    if wanted is None or (local is not None and constant(local) is not False) or "data_files" in given:
+        return None
+    for value in origins(check.module, wanted):
+        name = constant(value.node) if isinstance(value.node, ast.Constant) else default_of_setting(check, value.node)
+        if isinstance(value.node, ast.JoinedStr) and re.match(r"[\w-]+/[\w-]", str(constant(value.node.values[0]))):
+            name = str(constant(value.node.values[0])).rstrip("-_")
+        if isinstance(name, str) and _HUB_NAME.fullmatch(name) and name not in _BUILDERS:
+            return name
+    return None
+
+
+_HUB_PACKAGES = (
+    "transformers",
+    "diffusers",
+    "datasets",
+    "sentence_transformers",
+    "huggingface_hub",
+    "open_clip",
+    "peft",
+)
+
+
+def _of_the_hub(module: SourceFile, call: ast.Call) -> bool:
+    """Whether a call is one of a library that asks the hub: of a class of it, or of its own function."""
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else call.func
+    return any(
+        (value.module.name(value.node) or "").partition(".")[0] in _HUB_PACKAGES for value in origins(module, owner)
+    )
+
+
+def default_of_setting(check: Check, node: ast.expr) -> object:
+    """What a setting of the command line is if nobody gives it: of argparse, or of a class of settings."""
+    if not isinstance(node, ast.Attribute):
+        return None
+    module = check.module
+    for call in module.methods.get("add_argument", ()):
+        names = [str(constant(one)).lstrip("-").replace("-", "_") for one in call.args]
+        if node.attr in names:
+            default = keyword(call, "default")
+            return constant(default) if default is not None else None
+    for source in check.project.having(module, f"{node.attr}:"):
+        for member in source.nodes_of(ast.AnnAssign):
+            if (
+                isinstance(source.parents.get(member), ast.ClassDef)
+                and key(member.target) == node.attr
+                and member.value
+            ):
+                return constant(member.value)
+    return None
+
+
+def _in_turn(module: SourceFile, call: ast.Call) -> bool:
+    """Whether a call stands in a context that lets one rank go first."""
+    return any(
+        isinstance(parent, ast.With) and any(_FIRST.search(ast.unparse(item.context_expr)) for item in parent.items)
+        for parent, _ in module.chain(call)
+    )
+
+
 def _downloads(module: SourceFile) -> Iterator[tuple[ast.Call, str, bool]]:
     """Calls that download: (call, what is called, whether it is weights, which torch.hub puts in place at once)."""
     for name, calls in sorted(module.calls.items()):
         short = name.rpartition(".")[2]
-        hub = name in ("torch.hub.load", "torch.hub.load_state_dict_from_url", "torch.utils.model_zoo.load_url")
+        hub = name in (
+            "torch.hub.load", "torch.hub.load_state_dict_from_url", "torch.utils.model_zoo.load_url", "torch.hub.list",
+        )  # fmt: skip
         weights = _MODELS.match(name) is not None
         for call in calls:
             download = keyword(call, "download")
-            wanted = constant(download) is True and download is not None
+            wanted = download is not None and _wanted(module, download)
             by_position = _DATASETS.match(name) is not None and _download_by_position(call)
             if (wanted or by_position) and short[:1].isupper():
                 yield call, short, False
-            elif hub or (weights and _pretrained(call)):
+            elif (hub and constant(keyword(call, "pretrained")) is not False) or (weights and _pretrained(call)):
                 yield call, short, True
+    for call in module.calls_of("nltk.download"):
+        yield call, f"nltk's {ast.unparse(call.args[0])}" if call.args else "nltk", False
     for calls in module.methods.values():
         for call in calls:
             download = keyword(call, "download")
-            if constant(download) is True and download is not None and module.name(call.func) is None:
+            if download is not None and _wanted(module, download) and module.name(call.func) is None:
                 short = key(call.func) or "this dataset"
                 if short.rpartition(".")[2][:1].isupper() or isinstance(call.func, ast.Subscript):
                     yield call, short, False
+
+
+def _wanted(module: SourceFile, download: ast.expr) -> bool:
+    """Whether `download=` says yes: True, or that the data are not there yet, which all ranks find at once."""
+    return any(
+        constant(value) is True or (isinstance(value, ast.UnaryOp) and "exists(" in ast.unparse(value))
+        for value in module.values(download)
+    )
 
 
 def _pretrained(call: ast.Call) -> bool:

@@ -1,4 +1,4 @@
-"""Rules about figures that are reduced over ranks: DT018, DT019, DT020."""
+"""Rules about sums over ranks and what they are divided by: DT019, DT020."""
 
 from __future__ import annotations
 
@@ -6,113 +6,12 @@ import ast
 import re
 from collections.abc import Iterator
 
-from dtctl.lint import names
 from dtctl.lint.check import Check
-from dtctl.lint.collectives import collective_called
-from dtctl.lint.flow import function_of
 from dtctl.lint.model import Problem, Severity
-from dtctl.lint.ranks import by_launcher, guards, is_world_size
-from dtctl.lint.source_file import Function, SourceFile, constant, key, keyword, position
+from dtctl.lint.ranks import is_world_size
+from dtctl.lint.source_file import constant, key, keyword, position
 
 ALL_REDUCE = "torch.distributed.all_reduce"
-_FIGURE = re.compile(
-    r"(?:^|_)(?:loss(?:es|f)?|acc|accuracy|metrics?|correct|perplexity|ppl|miou|psnr|top\d?|prec\d?|f1)(?:_|$|\d)",
-    re.IGNORECASE,
-)
-_SHOWS = frozenset(
-    (
-        "print info log add_scalar log_metric write set_postfix set_description add_scalars log_metrics set_postfix_str"
-    ).split()
-)
-_REDUCES = re.compile(
-    r"all_reduce|reduce|gather|average|sync|global_avg|avg_meter|mean_across|broadcast|metric_logger|compute\("
-)
-
-
-def own_figure(check: Check) -> Iterator[Problem]:
-    """DT018."""
-    module = check.module
-    if check.project.framework(module) or not (module.trains or check.project.distributed(module)):
-        return
-    if not any(check.project.calls(module, name) for name in (*names.WRAPPERS, names.SAMPLER)):
-        return
-    reported: set[tuple[ast.AST, str]] = set()
-    for name in sorted(_SHOWS & set(module.methods)):
-        for call in module.methods[name]:
-            if _no_show(call) or by_launcher(module, call):
-                continue
-            condition = next(guards(module, call), None)
-            if condition is not None and not condition.at_zero:
-                continue
-            figure = next((part for part in ast.walk(call) if _is_local(check, part)), None)
-            if figure is None or (condition is None and "rank" in ast.unparse(call).lower()):
-                continue
-            text, function = ast.unparse(figure), module.scope(call)
-            if (function, text) in reported:
-                continue
-            reported.add((function, text))
-            whose = "rank 0" if condition is not None else "this rank"
-            yield check.problem("DT018", call, f"`{text}` is that of {whose} alone")
-
-
-def _no_show(call: ast.Call) -> bool:
-    """Whether a call is one of mathematics: math.log, torch.log."""
-    name = key(call.func) or ""
-    return name.rpartition(".")[2] == "log" and name.split(".")[0] in ("math", "torch", "np", "numpy", "F")
-
-
-def _is_local(check: Check, node: ast.AST) -> bool:
-    """Whether a name is a figure that this rank has computed and nobody has reduced."""
-    module = check.module
-    if isinstance(node, ast.Attribute) and node.attr in ("avg", "val", "average") and isinstance(node.value, ast.Name):
-        return _FIGURE.search(node.value.id) is not None and not _reduced_near(check, node, node.value.id)
-    if not isinstance(node, ast.Name) or not isinstance(node.ctx, ast.Load) or not _FIGURE.search(node.id):
-        return False
-    scope = module.scope(node)
-    bindings = [binding for binding in module.lookup(node) if not isinstance(binding.statement, ast.arg)]
-    values = [value for binding in bindings if (value := binding.value or binding.whole) is not None]
-    values = [value for value in values if not isinstance(value, ast.Constant)]
-    sums = [one for one in module.nodes_of(ast.AugAssign) if key(one.target) == node.id and module.scope(one) is scope]
-    if not values and not sums:
-        return False
-    if _REDUCES.search(" ".join(ast.unparse(value) for value in values)) or _reduced_near(check, node, node.id):
-        return False
-    return all(_own(module, value) for value in values)
-
-
-def _own(module: SourceFile, value: ast.expr) -> bool:
-    """Whether a value is computed by this rank alone: by a function that reduces nothing, if by one of the project."""
-    for part in ast.walk(value):
-        if isinstance(part, ast.Call):
-            target = function_of(module, part)
-            if target is not None and isinstance(target.node, Function):
-                text = ast.unparse(target.node)
-                if _REDUCES.search(text) or collective_called(module, part):
-                    return False
-        elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load):
-            bound = [one.value or one.whole for one in module.lookup(part)[-4:]]
-            if any(one is not None and one is not value and _REDUCES.search(ast.unparse(one)) for one in bound):
-                return False
-    return not isinstance(value, ast.List | ast.Dict | ast.JoinedStr | ast.ListComp)
-
-
-def _reduced_near(check: Check, node: ast.AST, name: str) -> bool:
-    """Whether a figure, or what it is computed from, is given to something that reduces it, in its function."""
-    module = check.module
-    scope = module.scope(node)
-    text = " ".join(ast.unparse(one) for binding in module.bindings.get((scope, name), ())
-                    if (one := binding.value or binding.whole) is not None)  # fmt: skip
-    for reducing in module.methods:
-        if not re.search(r"reduce|gather|sync|average", reducing):
-            continue
-        for call in module.methods[reducing]:
-            if module.scope(call) is not scope:
-                continue
-            owner = key(call.func.value) if isinstance(call.func, ast.Attribute) else None
-            given = {part.id for argument in call.args for part in ast.walk(argument) if isinstance(part, ast.Name)}
-            if owner == name or name in given or any(re.search(rf"\b{re.escape(one)}\b", text) for one in given):
-                return True
-    return False
 
 
 def fixed_divisor(check: Check) -> Iterator[Problem]:
@@ -236,4 +135,4 @@ def _divided_elsewhere(check: Check, call: ast.Call, names: set[str]) -> bool:
     return False
 
 
-CHECKS = (own_figure, fixed_divisor, sum_of_batches)
+CHECKS = (fixed_divisor, sum_of_batches)

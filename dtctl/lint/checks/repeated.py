@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Iterator
 
 from dtctl.lint import names
 from dtctl.lint.check import Check
+from dtctl.lint.checks.exits import backward_passes
 from dtctl.lint.collectives import collective_called, takes_a_group
 from dtctl.lint.flow import function_of
 from dtctl.lint.model import Problem
-from dtctl.lint.ranks import by_launcher, for_some, guards, mentions_rank
+from dtctl.lint.ranks import by_launcher, by_turns, for_some, guards, mentions_rank
 from dtctl.lint.source_file import SourceFile, constant, key, keyword
 
-MAX_LINES = 3
-"""Prints of one function that are reported."""
-_FIGURE = re.compile(r"loss|acc|epoch|metric|score|step|iter|time|lr|psnr|iou|map\b|bleu|ppl", re.IGNORECASE)
+_LOGGING = frozenset("info warning debug error".split())
 _DISTRIBUTED = re.compile(
-    r"^(?:[\w.]*(?:is_initialized\(\)|is_available\(\)|is_distributed\(\)|distributed|ddp)|and|or|\s"
-    r"|[\w.]*(?:world_size|n(?:um)?_gpus?) > 1)+$"
+    r"^(?:[\w.]*(?:is_initialized\(\)|is_available\(\)|is_distributed\(\)|distributed|ddp|parallel|multi_?gpu|is_dist|sync_gradients)"
+    r"|and|or|\s|[\w.]*(?:world_size|n(?:um)?_gpus?)(?:\(\))? > 1|[\w.]*rank != -1)+$"
 )
 """A condition that only asks whether there are several ranks."""
 _QUIET = re.compile(
@@ -44,6 +42,16 @@ def waiting_each_step(check: Check) -> Iterator[Problem]:
             )
         elif (loop := _batch_loop(module, call)) is not None and not _now_and_then(module, call, loop):
             yield check.problem("DT046", call, "a barrier in every step: all ranks wait for the slowest, each time")
+    for name in ("wait_for_everyone", "gather", "gather_for_metrics", "reduce") if "accelerate" in module.text else ():
+        for call in module.methods.get(name, ()):
+            loop = _batch_loop(module, call)
+            if loop is None or _now_and_then(module, call, loop) or not module.below(loop, "backward"):
+                continue
+            waits = name == "wait_for_everyone"
+            if waits or re.search("loss|acc|metric|pred|label", " ".join(ast.unparse(one) for one in call.args)):
+                what = "a barrier" if waits else f"`{name}`, only to tell a figure,"
+                yield check.problem("DT046", call, f"{what} in every step: all ranks wait for the slowest, each time")
+                break
     if check.project.framework(module):
         return
     reported: set[ast.AST] = set()
@@ -62,12 +70,16 @@ def _reductions(module: SourceFile) -> list[tuple[ast.Call, str]]:
     helpers = [
         call
         for name in module.methods
-        if re.search("reduce|gather|sync|average", name)
+        if re.search("reduce|gather|sync|average|aggregate|(?:^|_)(?:avg|mean)(?:_|$)", name)
         for call in module.methods[name]
         if call not in direct and collective_called(module, call)
     ]
     texts = [(call, ast.unparse(call.args[0]) if call.args else "") for call in (*direct, *helpers)]
-    found = [(call, text) for call, text in texts if re.search("loss|acc|correct|metric|total|prec|top", text.lower())]
+    found = [
+        (call, text)
+        for call, text in texts
+        if re.search("loss|acc|correct|metric|total|prec|top|time|tokens", text.lower())
+    ]
     return sorted(found, key=lambda one: one[0].lineno)
 
 
@@ -101,14 +113,27 @@ def _step_loop(module: SourceFile, call: ast.Call) -> ast.AST | None:
     if loop is None or module.scope(loop) is not module.scope(call):
         return None
     over = ast.unparse(loop.target) + ast.unparse(loop.iter) if isinstance(loop, ast.For) else ""
-    for backward in module.methods.get("backward", ()):
-        if module.scope(backward) is not module.scope(call):
+    for backward in backward_passes(module, loop):
+        if module.scope(backward) is not module.scope(call) or _whole_epoch(module, backward):
             continue
         nearest = module.enclosing(backward, (ast.For, ast.While))
         steps = "epoch" not in over and nearest is not None and module.enclosing(nearest, (ast.For, ast.While)) is loop
+        if isinstance(loop, ast.While):
+            over = ast.unparse(loop.test)
         if nearest is loop or (steps and re.search("step|iter", over)):
             return loop
     return None
+
+
+def _whole_epoch(module: SourceFile, call: ast.Call) -> bool:
+    """Whether a call makes more than one step: its function has the loop over the batches itself, or cannot be read."""
+    if isinstance(call.func, ast.Attribute) and call.func.attr == "backward":
+        return False
+    target = function_of(module, call)
+    return target is None or any(
+        target.module.enclosing(backward, (ast.For, ast.While)) is not None
+        for backward in target.module.below(target.node, "backward")
+    )
 
 
 def _now_and_then(module: SourceFile, call: ast.AST, loop: ast.AST) -> bool:
@@ -132,9 +157,9 @@ def _setting(test: ast.expr) -> bool:
 def said_by_all(check: Check) -> Iterator[Problem]:
     """DT054."""
     module = check.module
-    if not module.trains or check.project.framework(module):
+    if not module.trains or check.project.runs_loop(module):
         return
-    if not any(check.project.calls(module, name) for name in (names.INIT, *names.WRAPPERS)):
+    if not any(check.project.calls(module, name) for name in (names.INIT, *names.WRAPPERS, *names.ENGINES)):
         return
     if check.project.says(module, _QUIET):
         return
@@ -147,30 +172,75 @@ def said_by_all(check: Check) -> Iterator[Problem]:
             and "group" not in given
         ):
             yield check.problem("DT054", call, f"every rank opens a log: `{key(call.func)}`")
-    reported: Counter[ast.AST] = Counter()
-    for call in [*module.methods.get("print", ()), *_printing(module)]:
-        function = module.scope(call)
-        if reported[function] == MAX_LINES or keyword(call, "file") is not None:
-            continue
-        if key(call.func) == "print" and not _tells(call):
-            continue
-        if for_some(module, call) is not None or "rank" in ast.unparse(call).lower():
-            continue
-        if module.enclosing(call, (ast.ExceptHandler,)) is not None or by_launcher(module, call):
-            continue
-        reported[function] += 1
-        yield check.problem("DT054", call, "every rank prints this line")
+    lines = sorted(
+        {call.lineno: call for call in [*_prints(check), *_printing(module)] if _by_all(module, call)}.items()
+    )
+    if lines:
+        numbers = ", ".join(f"line {number}" for number, _ in lines[1:])
+        also = f" (also {numbers})" if numbers else ""
+        yield check.problem("DT054", lines[0][1], f"every rank prints this line{also}")
 
 
-def _tells(call: ast.Call) -> bool:
-    """Whether a call of print has a figure that changes."""
-    return _FIGURE.search(ast.unparse(call)) is not None and not all(isinstance(one, ast.Constant) for one in call.args)
+def _by_all(module: SourceFile, call: ast.Call) -> bool:
+    """Whether a line is printed by all ranks, and does not say by which."""
+    if "rank" in ast.unparse(call).lower() or (for_some(module, call) is not None and not by_turns(module, call)):
+        return False
+    return module.enclosing(call, (ast.ExceptHandler,)) is None and not by_launcher(module, call)
+
+
+def _prints(check: Check) -> Iterator[ast.Call]:
+    """Calls of print, of loggers, and progress bars over batches, that run in the ranks."""
+    module = check.module
+    for call in module.methods.get("print", ()):
+        if key(call.func) == "print" and keyword(call, "file") is None and _runs(module, call):
+            yield call
+    if not _quiet_loggers(check):
+        for name in sorted(_LOGGING & set(module.methods)):
+            for call in module.methods[name]:
+                if key(call.func) in (f"logger.{name}", f"logging.{name}", f"self.logger.{name}") and _runs(
+                    module, call
+                ):
+                    yield call
+    for name in ("tqdm", "trange"):
+        for call in module.methods.get(name, ()):
+            above = module.parents.get(call)
+            assigned = isinstance(above, ast.Assign) and module.methods.get("backward")
+            if keyword(call, "disable") is None and (assigned or isinstance(above, ast.For | ast.Call | ast.withitem)):
+                yield call
+
+
+def _runs(module: SourceFile, call: ast.Call) -> bool:
+    """Whether a line is one of the program, and not of a description or an error."""
+    function = module.scope(call)
+    return (
+        bool(call.args)
+        and (not getattr(function, "name", "").startswith("__") or getattr(function, "name", "") == "__init__")
+        and not any(
+            isinstance(parent, ast.If)
+            and re.search(r"verbose|debug|not os\.path|not .*exists|is None", ast.unparse(parent.test))
+            for parent, _ in module.chain(call)
+        )
+    )
+
+
+def _quiet_loggers(check: Check) -> bool:
+    """Whether the loggers of a program are set up by rank: their level, their handlers, a function that makes them."""
+    module = check.module
+    return check.project.says(
+        module,
+        re.compile(
+            r"(?:setLevel|level=|disable\()[^\n]*(?:rank|master|main)"
+            r"|(?:rank|master|main_process|is_main)[^\n]*:\s*\n?[^\n]*"
+            r"(?:setLevel|addHandler|basicConfig|\.remove\(|disable\(|getLogger|propagate)"
+            r"|get_logger\(|setup_logg|create_logger|init_logger|NullHandler"
+        ),
+    )
 
 
 def _printing(module: SourceFile) -> list[ast.Call]:
     """Calls, in loops over batches, of functions of the project that print whatever the rank: `progress.display(i)`."""
     found = []
-    for name in ("display", "report", "print_progress", "show", "print_log"):
+    for name in ("display", "report", "print_progress", "show", "print_log", "print"):
         for call in module.methods.get(name, ()):
             target = function_of(module, call)
             if target is None or _batch_loop(module, call) is None:
@@ -184,7 +254,7 @@ def _printing(module: SourceFile) -> list[ast.Call]:
 def folder_made_by_all(check: Check) -> Iterator[Problem]:
     """DT055."""
     module = check.module
-    if not module.trains or not check.project.distributed(module) or check.project.framework(module):
+    if not module.trains or not check.project.distributed(module) or check.project.runs_loop(module):
         return
     for name in ("os.makedirs", "os.mkdir", "shutil.rmtree"):
         for call in module.calls_of(name):

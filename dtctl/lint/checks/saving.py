@@ -13,12 +13,15 @@ from dtctl.lint.ranks import by_launcher, for_one_process, for_some, guards, men
 from dtctl.lint.source_file import Function, SourceFile, constant, key, keyword
 
 _NODE_LOCAL = re.compile(r"/tmp|/dev/shm|scratch|local|tempfile")  # noqa: S108 - looked for, not used
-_OWN_PATH = re.compile(r"tempfile|mk[ds]temp|Temporary(?:File|Directory)|tmp_?(?:path|dir)|uuid|getpid|hostname")
+_OWN_PATH = re.compile(
+    r"tempfile(?!\.gettempdir)|mk[ds]temp|Temporary(?:File|Directory)|tmp_?(?:path|dir)|uuid|getpid|hostname|/proc/"
+)
 _WRITERS = {
     "torch.save": 1, "numpy.save": 0, "numpy.savez": 0, "numpy.savez_compressed": 0, "numpy.savetxt": 0,
     "pickle.dump": 1, "json.dump": 1, "yaml.dump": 1, "yaml.safe_dump": 1, "joblib.dump": 1,
     "safetensors.torch.save_file": 1, "torchvision.utils.save_image": 1, "torchaudio.save": 0, "soundfile.write": 0,
-    "cv2.imwrite": 0, "matplotlib.pyplot.savefig": 0, "imageio.imwrite": 0, "scipy.io.savemat": 0,
+    "shutil.copytree": 1, "logging.FileHandler": 0, "cv2.imwrite": 0, "matplotlib.pyplot.savefig": 0,
+    "imageio.imwrite": 0, "scipy.io.savemat": 0,
     "scipy.io.wavfile.write": 0, "shutil.copy": 1, "shutil.copyfile": 1, "shutil.copy2": 1,
 }  # fmt: skip
 """Calls that write a file -> which argument is its path."""
@@ -34,8 +37,11 @@ _METHODS = (
     "write_bytes",
     "tofile",
 )
-_HELPER = re.compile(r"save|write|dump|store|export|checkpoint|ckpt|snapshot|log_to", re.IGNORECASE)
+_HELPER = re.compile(r"save|write|dump|store|export|checkpoint|ckpt|snapshot|log_to|logger|record", re.IGNORECASE)
 _SAVES = re.compile(r"(?:^|_)save_?(?:checkpoint|model|state|ckpt|snapshot|weights)")
+_RESUMES = re.compile(r"resume|start_epoch|epochs_run|continue_from|epoch_st\b|begin_epoch")
+"""What a program that goes on with an earlier training speaks of."""
+_SCALES = re.compile(r"\bGradScaler\(|\bamp\.initialize\(")
 
 
 def every_rank_writes(check: Check) -> Iterator[Problem]:
@@ -43,12 +49,14 @@ def every_rank_writes(check: Check) -> Iterator[Problem]:
     module = check.module
     writes = list(_writes(module))
     saves = [name for name in module.methods if _SAVES.search(name)]
-    if (not writes and not saves) or check.project.framework(module) or not check.project.distributed(module):
+    if (not writes and not saves) or check.project.runs_loop(module) or not check.project.distributed(module):
         return
     elsewhere = not module.trains and bool(check.project.importers(module))  # reported where the training calls it
     for call, path in writes if not elsewhere else ():
         if for_some(module, call) is not None or by_launcher(module, call) or not _fixed_path(check, path):
             continue
+        if keyword(call, "is_main_process") is not None:
+            continue  # save_pretrained() is told who it is
         if not _in_training(check, call) or for_one_process(module, call):
             continue
         yield check.problem("DT014", call, f"every rank writes `{ast.unparse(path)}`{_from(module, call)}")
@@ -198,9 +206,13 @@ def _fixed_path(check: Check, path: ast.expr) -> bool:
 def _same_for_all(module: SourceFile, parameter: ast.Name) -> bool:
     """Whether a parameter is the settings, or a path that all callers write out."""
     if re.fullmatch(
-        r"args|cfg|config|opts?|hparams|params|hps|conf|flags|settings|epoch|step|i|iteration|it", parameter.id
+        r"args|cfg|config|config_path|cfg_path|opts?|hparams|(?:\w+_)?params|hps|conf|flags|settings|epoch|step|i|iteration|it|iter|iters|n_iter|global_step",
+        parameter.id,
     ):
         return True
+    function = module.scope(parameter)
+    if isinstance(function, Function) and function.name in module.started:
+        return function.args.args[0].arg != parameter.id  # every process that is started gets the same arguments
     values = origins(module, parameter)
     return all(
         (
@@ -217,34 +229,48 @@ def local_rank_writes(check: Check) -> Iterator[Problem]:
     module = check.module
     if check.cluster.single_node:
         return
-    for call in module.calls_of("torch.save"):
-        condition = next(guards(module, call), None)
-        if (
-            condition is None
-            or condition.rank != "local"
-            or not condition.at_zero
-            or len(call.args) < 2
-            or condition.early
-        ):
+    for call, path in _writes(module):
+        condition = for_some(module, call)
+        if condition is None or condition.rank != "local" or not condition.at_zero or condition.early:
             continue
-        text = " ".join(ast.unparse(value) for value in module.values(call.args[1]))
-        if not re.search(r"\bgpu", ast.unparse(condition.test)) and not _NODE_LOCAL.search(text):
-            at = f" (asked in line {line})" if (line := getattr(condition.test, "lineno", 0)) else ""
+        if not _in_training(check, call) or mentions_rank(module, path):
+            continue
+        text = " ".join(ast.unparse(value) for value in module.values(path))
+        asked = next((value.node for value in origins(module, condition.test)
+                      if isinstance(value.node, ast.Compare) and value.module is module),
+                     condition.test) if isinstance(condition.test, ast.expr) else condition.test  # fmt: skip
+        guessed = re.search(r"\bgpu|\.gpu", ast.unparse(condition.test)) and "LOCAL_RANK" not in module.text
+        if not guessed and not _NODE_LOCAL.search(text):
+            at = f" (asked in line {line})" if (line := getattr(asked, "lineno", 0)) else ""
             yield check.problem("DT015", call, f"one rank of every node{at} writes, and all of them the same file")
+
+    for call in [*module.methods.get("SummaryWriter", ()), *module.calls_of("wandb.init")]:
+        condition = for_some(module, call)
+        if condition is None or condition.rank != "local" or not condition.at_zero or condition.early:
+            continue
+        if "LOCAL_RANK" in module.text or "local_rank" in ast.unparse(condition.test).lower():
+            yield check.problem(
+                "DT015", call, f"one rank of every node opens a log: `{key(call.func)}`", severity="info"
+            )
 
 
 def incomplete(check: Check) -> Iterator[Problem]:
     """DT069."""
     module = check.module
-    if not check.project.trains(module) or check.project.framework(module) or not module.methods.get("backward"):
+    if not check.project.trains(module) or check.project.runs_loop(module) or not module.methods.get("backward"):
         return
-    for call in module.calls_of("torch.save"):
-        states = [value for value in module.values(call.args[0]) if call.args] if call.args else []
+    helpers = [call for name in module.methods if _SAVES.search(name) for call in module.methods[name]]
+    for call in [*module.calls_of("torch.save"), *helpers]:
+        states = [value.node for value in origins(module, call.args[0])] if call.args else []
         for state in states:
-            missing = _missing(module, state)
+            missing = _missing(module, state) or (
+                "optimizer's state" if _weights_only(state) and _goes_on(check) else None
+            )
             if missing is not None:
+                made = state.lineno if module.within(state, module.tree) else 0
+                at = f" (line {made})" if made not in (0, call.lineno) else ""
                 yield check.problem(
-                    "DT069", call, f"the {missing} is not in the snapshot, and a resumed training is another"
+                    "DT069", call, f"the {missing} is not in the snapshot{at}, and a resumed training is another"
                 )
                 break
 
@@ -262,13 +288,29 @@ def _missing(module: SourceFile, state: ast.expr) -> str | None:
         return None
     names = " ".join(name for name, _ in pairs).lower()
     text = " ".join(value for _, value in pairs)
-    if not re.search(r"epoch|step|iter", names) or ".state_dict()" not in text or any(not name for name, _ in pairs):
+    if not re.search(r"epoch|step|iter", names) or "state_dict(" not in text or any(not name for name, _ in pairs):
         return None
     if not re.search(r"opt", names + text.lower()):
         return "optimizer's state"
-    if re.search(r"\bGradScaler\(", module.text) and not re.search(r"scaler|amp", names + text.lower()):
+    if _SCALES.search(module.text) and not re.search(r"scaler|amp", names + text.lower()):
         return "gradient scaler's state"
     return None
+
+
+def _weights_only(state: ast.expr) -> bool:
+    """Whether what is saved is the state of a model, or a dictionary with nothing else."""
+    values = state.values if isinstance(state, ast.Dict) else [state]
+    texts = [ast.unparse(value) for value in values]
+    states = [text for text in texts if text.endswith(".state_dict()")]
+    return bool(states) and len(states) == len(texts) and all(re.search("model|net", text) for text in states)
+
+
+def _goes_on(check: Check) -> bool:
+    """Whether a program loads what it has saved to go on with it, and no state of an optimizer is saved anywhere."""
+    module = check.module
+    if not module.calls_of("torch.load") or not _RESUMES.search(module.text):
+        return False
+    return not check.project.says(module, re.compile(r"opt\w*(?:\.\w+)?\.state_dict\("))
 
 
 CHECKS = (every_rank_writes, local_rank_writes, incomplete)

@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from dtctl.lint import names
 from dtctl.lint.check import Check
 from dtctl.lint.model import Problem
-from dtctl.lint.source_file import key
+from dtctl.lint.source_file import key, keyword
 
 _POLICIES = {
     "size_based_auto_wrap_policy": "min_num_params",
     "transformer_auto_wrap_policy": "transformer_layer_cls",
     "lambda_auto_wrap_policy": "lambda_fn",
 }
+_NEED_A_SETTING = ("transformer_auto_wrap_policy", "lambda_auto_wrap_policy")
+"""Policies whose setting has no default."""
 _CALLED = frozenset("module recurse nonwrapped_numel".split())
 _CHECKPOINTS = ("torch.utils.checkpoint.checkpoint", "torch.utils.checkpoint.checkpoint_sequential")
 
@@ -29,6 +31,21 @@ def policy_called_at_once(check: Check) -> Iterator[Problem]:
             yield check.problem(
                 "DT048", call, f"{name} is called here, without the module that it decides on: TypeError",
                 fix=f"functools.partial({name}, {setting}=...)",
+            )  # fmt: skip
+
+
+def policy_without_its_setting(check: Check) -> Iterator[Problem]:
+    """DT048 of a policy that FSDP is given as it is, although it needs a setting."""
+    module = check.module
+    for call in module.calls_of(names.FSDP):
+        policy = keyword(call, "auto_wrap_policy")
+        if policy is None:
+            continue
+        package, _, name = (module.name(policy) or "").rpartition(".")
+        if name in _NEED_A_SETTING and package == "torch.distributed.fsdp.wrap":
+            yield check.problem(
+                "DT048", policy, f"{name} is given as it is, and FSDP calls it without {_POLICIES[name]}: TypeError",
+                fix=f"functools.partial({name}, {_POLICIES[name]}=...)",
             )  # fmt: skip
 
 
@@ -55,4 +72,4 @@ def _all_silent(check: Check) -> bool:
     return not any(argument.arg in (None, "use_reentrant") for call in calls for argument in call.keywords)
 
 
-CHECKS = (policy_called_at_once, to_fully_shard, reentrant_by_default)
+CHECKS = (policy_called_at_once, policy_without_its_setting, to_fully_shard, reentrant_by_default)

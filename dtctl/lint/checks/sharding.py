@@ -8,13 +8,15 @@ from collections.abc import Iterator
 
 from dtctl.lint import names
 from dtctl.lint.check import Check
-from dtctl.lint.flow import origins
+from dtctl.lint.flow import function_of, names_given, origins
 from dtctl.lint.model import Problem, Severity
 from dtctl.lint.ranks import for_some, is_world_size, mentions_rank, rank_kind
-from dtctl.lint.source_file import constant, key, keyword
+from dtctl.lint.source_file import SourceFile, constant, key, keyword
 
 _HELD_OUT = re.compile(
-    r"(?:^|_|\b)(?:val|valid|validation|test|eval|evaluation|dev)(?=$|_|\b|set|data|sampler|loader|ds)", re.IGNORECASE
+    r"(?:^|_|\b)(?:val|valid|validate|validation|test|eval|evaluation|dev)(?=$|_|\b|set|data|sampler|loader|ds)"
+    r"|(?-i:(?<=[a-z])(?:Val|Valid|Validation|Test|Eval)(?=$|_|[A-Z]))",
+    re.IGNORECASE,
 )
 _RANDOM_ORDER = frozenset(["random.shuffle", "numpy.random.shuffle", "numpy.random.permutation", "random.sample"])
 _SEEDS = ("manual_seed", "seed", "seed_everything", "set_seed", "fix_seed", "setup_seed", "seed_all", "set_random_seed",
@@ -96,6 +98,43 @@ def padded_evaluation(check: Check) -> Iterator[Problem]:
         if constant(dropped) is True or not _held_out(check, call):
             continue
         yield check.problem("DT056", call, "DistributedSampler repeats samples until all ranks have the same number")
+    for name in [name for name in module.methods if "sampler" in name.lower()]:
+        for call in module.methods[name]:
+            if function_of(module, call) is not None and _is_sampler(module, call) and _held_out(check, call):
+                yield check.problem(
+                    "DT056", call, f"the sampler of `{name}` repeats samples until all ranks have the same number"
+                )
+
+
+def gathered_twice(check: Check) -> Iterator[Problem]:
+    """DT056 of accelerate: `gather` in an evaluation, where `gather_for_metrics` leaves out what was repeated."""
+    module = check.module
+    if "accelerat" not in module.text or check.project.runs_loop(module):
+        return
+    for call in module.methods.get("gather", ()):
+        function = module.scope(call)
+        owner = key(call.func.value) if isinstance(call.func, ast.Attribute) else None
+        loop = module.enclosing(call, (ast.For,))
+        if owner is None or "accelerator" not in owner or loop is None or not isinstance(function, ast.FunctionDef):
+            continue
+        evaluates = re.search(r"val|test|eval", function.name) and not module.below(function, "backward")
+        figures = re.search(r"pred|label|output|logits|loss", " ".join(ast.unparse(one) for one in call.args))
+        if evaluates and figures and not module.methods.get("gather_for_metrics"):
+            yield check.problem(
+                "DT056", call, "gather() also brings the samples that were repeated to make the shares equal",
+                fix="gather_for_metrics() leaves them out",
+            )  # fmt: skip
+            return
+
+
+def _is_sampler(module: SourceFile, call: ast.Call) -> bool:
+    """Whether what a call returns is a DistributedSampler that keeps what is left of a division."""
+    return any(
+        isinstance(value.node, ast.Call)
+        and value.module.name(value.node.func) == names.SAMPLER
+        and constant(keyword(value.node, "drop_last")) is not True
+        for value in origins(module, call)
+    )
 
 
 def _held_out(check: Check, call: ast.Call) -> bool:
@@ -105,16 +144,24 @@ def _held_out(check: Check, call: ast.Call) -> bool:
     target = key(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
     data = call.args[0] if call.args else keyword(call, "dataset")
     name = key(data) if data is not None else ""
-    return _HELD_OUT.search(target or "") is not None or _HELD_OUT.search(name or "") is not None
+    named = next((one.arg for one in _around(module, call) if one.arg), "")  # DataLoader(valid, sampler=...)
+    return any(_HELD_OUT.search(text or "") is not None for text in (target, name, named))
+
+
+def _around(module: SourceFile, call: ast.Call) -> list[ast.keyword]:
+    above = module.parents.get(call)
+    return [above] if isinstance(above, ast.keyword) and above.arg not in ("sampler", None) else []
 
 
 def evaluated_by_all(check: Check) -> Iterator[Problem]:
     """DT057."""
     module = check.module
-    if check.project.framework(module) or not module.calls_of(names.SAMPLER):
+    if not (module.calls_of(names.SAMPLER) or check.project.distributed(module)):
         return
+    if check.project.framework(module) and (check.project.runs_loop(module) or "deepspeed." not in module.text):
+        return  # DeepSpeed divides what it is given to train on, and nothing else
     for call in module.calls_of(names.LOADER):
-        given = {argument.arg for argument in call.keywords}
+        given = names_given(module, call)
         if None in given or given & {"sampler", "batch_sampler"} or len(call.args) > 3 or not _held_out(check, call):
             continue
         if for_some(module, call) is not None or _used_by_some(check, call):
@@ -142,12 +189,14 @@ def _used_by_some(check: Check, loader: ast.Call) -> bool:
 def own_random_order(check: Check) -> Iterator[Problem]:
     """DT058."""
     module = check.module
+    yield from _shuffled_by_datasets(check)
     splits = module.calls_of("torch.utils.data.random_split")
-    if (
-        not (splits or module.methods.get("train_test_split"))
-        or not check.project.distributed(module)
-        or check.project.framework(module)
-    ):
+    orders = [call for name in sorted(_RANDOM_ORDER) for call in module.calls_of(name) if _orders_files(check, call)]
+    draws = [call for call in module.methods.get("sample", ()) if _draws_rows(module, call)]
+    some = splits or orders or draws or module.methods.get("train_test_split")
+    if not some or not (check.project.distributed(module) or check.project.framework(module)):
+        return
+    if check.project.runs_loop(module):
         return
     if any(check.project.methods(module, name) for name in _SEEDS):
         return
@@ -155,6 +204,65 @@ def own_random_order(check: Check) -> Iterator[Problem]:
         if keyword(call, "generator") is None and len(call.args) < 3 and for_some(module, call) is None:
             yield check.problem("DT058", call, "random_split without a seed: every rank splits the set differently")
     yield from _split_by_sklearn(check)
+    for call in draws:
+        yield check.problem("DT058", call, "sample() without random_state: every rank draws other rows")
+    for call in orders:
+        yield check.problem(
+            "DT058", call, f"`{ast.unparse(call.args[0])}` is put in another order by every rank: their shares overlap"
+        )
+
+
+def _draws_rows(module: SourceFile, call: ast.Call) -> bool:
+    """Whether a call draws rows of a table of pandas that was read from a file, without a seed of its own."""
+    if not isinstance(call.func, ast.Attribute) or keyword(call, "random_state") is not None:
+        return False
+    whole = constant(keyword(call, "frac")) == 1 and module.enclosing(call, (ast.FunctionDef,)) is not None
+    bound = [binding.value for binding in module.lookup(call.func.value) if binding.value is not None]
+    read = any(
+        isinstance(value, ast.Call) and (module.name(value.func) or "").startswith("pandas.read_") for value in bound
+    )
+    return read and not whole and for_some(module, call) is None
+
+
+def _orders_files(check: Check, call: ast.Call) -> bool:
+    """Whether what is shuffled are files or samples, once for all, and by all ranks."""
+    module = check.module
+    if not call.args or not module.trains or for_some(module, call) is not None:
+        return False
+    if module.enclosing(call, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) is not None and re.match(
+        r"__getitem__|__iter__|forward|collate", getattr(module.scope(call), "name", "")
+    ):
+        return False
+    return re.search(r"file|path|sample|indices|idx|shard|data|url|image", ast.unparse(call.args[0])) is not None
+
+
+def _shuffled_by_datasets(check: Check) -> Iterator[Problem]:
+    """`dataset.shuffle()` of Hugging Face's datasets, which draws a seed of its own in every process."""
+    module = check.module
+    if "load_dataset" not in module.text or not re.search("LOCAL_RANK|WORLD_SIZE|init_process_group", module.text):
+        return
+    for call in module.methods.get("shuffle", ()):
+        if call.args or call.keywords or not isinstance(call.func, ast.Attribute) or for_some(module, call) is not None:
+            continue
+        root: ast.expr = call.func.value
+        while isinstance(root, ast.Subscript | ast.Call | ast.Attribute) and not _loads_dataset(root):
+            root = root.value if not isinstance(root, ast.Call) else root.func
+        values = [root] if _loads_dataset(root) else [value.node for value in origins(module, root)]
+        while (
+            values and not _loads_dataset(values[0]) and isinstance(values[0], ast.Call | ast.Attribute | ast.Subscript)
+        ):
+            inner = values[0].func if isinstance(values[0], ast.Call) else values[0].value
+            values = [value.node for value in origins(module, inner)] if isinstance(inner, ast.Name) else [inner]
+        if any(_loads_dataset(value) for value in values):
+            yield check.problem(
+                "DT058",
+                call,
+                "shuffle() without a seed: every rank has its samples in another order, and shares overlap",
+            )
+
+
+def _loads_dataset(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and (key(node.func) or "").rpartition(".")[2] == "load_dataset"
 
 
 def _split_by_sklearn(check: Check) -> Iterator[Problem]:
@@ -192,4 +300,4 @@ def share_of_the_whole(check: Check) -> Iterator[Problem]:
         yield check.problem("DT053", node, f"what one rank has counted is divided by `len({text})`, the whole set")
 
 
-CHECKS = (local_rank_as_rank, padded_evaluation, evaluated_by_all, own_random_order, share_of_the_whole)
+CHECKS = (local_rank_as_rank, padded_evaluation, gathered_twice, evaluated_by_all, own_random_order, share_of_the_whole)

@@ -11,8 +11,8 @@ from dtctl.lint.collectives import collective_called, forward_of, takes_a_group
 from dtctl.lint.flow import function_of
 from dtctl.lint.model import Problem
 from dtctl.lint.ranks import RankGuard, for_one_process, guards
-from dtctl.lint.source_file import key, keyword
-from dtctl.lint.wraps import maybe, wrapped, wraps
+from dtctl.lint.source_file import SourceFile, key, keyword
+from dtctl.lint.wraps import Kind, maybe, wrapped, wraps
 
 NEW_GROUP = "torch.distributed.new_group"
 _OF_TORCH = frozenset("to cuda cpu item append get items keys values format join print len range int float str".split())
@@ -36,7 +36,7 @@ def _alone(check: Check, call: ast.Call, others_of_kind: list[ast.Call]) -> Rank
 def _ranks_of(condition: RankGuard) -> str:
     if condition.rank == "local":
         return "local rank 0 of each node" if condition.at_zero else "only some ranks of each node"
-    return "rank 0 alone" if condition.at_zero else "other ranks than 0 only"
+    return "rank 0 alone" if condition.at_zero else "only ranks other than 0"
 
 
 def collective_by_some(check: Check) -> Iterator[Problem]:
@@ -54,6 +54,7 @@ def collective_by_some(check: Check) -> Iterator[Problem]:
     yield from _of_accelerate(check)
     yield from _indirectly(check)
     yield from _forward_passes(check)
+    yield from _backward_passes(check)
 
 
 def _forward_passes(check: Check) -> Iterator[Problem]:
@@ -77,6 +78,41 @@ def _forward_passes(check: Check) -> Iterator[Problem]:
                 severity="warning" if kind == "ddp" or not sure else None,
                 fix="call the model's .module, or evaluate on all ranks" if kind == "ddp" else None,
             )  # fmt: skip
+
+
+def _backward_passes(check: Check) -> Iterator[Problem]:
+    """Backward passes of wrapped models that some ranks make: the gradients are exchanged in them."""
+    module = check.module
+    if check.project.framework(module) or not any(check.project.calls(module, name) for name in names.WRAPPERS):
+        return
+    for call in module.methods.get("backward", ()):
+        condition = next((one for one in guards(module, call) if one.sure), None)
+        if condition is None or condition.early or not isinstance(call.func, ast.Attribute):
+            continue
+        if _alone(check, call, module.methods["backward"]) is None:
+            continue
+        found = _run_for(module, call.func.value, 4)
+        if found is not None:
+            kind, sure = found
+            what = "DDP" if kind == "ddp" else "sharded"
+            yield check.problem(
+                "DT011", call,
+                f"the backward pass of a {what} model is made by {_ranks_of(condition)}, and waits for all",
+                severity=None if sure and condition.sure_not else "warning",
+            )  # fmt: skip
+
+
+def _run_for(module: SourceFile, value: ast.expr, depth: int) -> tuple[Kind, bool] | None:
+    """The wrapped model that a loss comes from; None if it is not known."""
+    for one in (value, *module.values(value)):
+        for part in ast.walk(one):
+            if isinstance(part, ast.Call) and (found := forward_of(module, part)) is not None:
+                return found
+            if depth and isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load) and part is not value:
+                found = _run_for(module, part, depth - 1)
+                if found is not None:
+                    return found
+    return None
 
 
 def _of_accelerate(check: Check) -> Iterator[Problem]:

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 
 from dtctl.lint import names
 from dtctl.lint.check import Check
+from dtctl.lint.flow import origins
 from dtctl.lint.model import Problem
 from dtctl.lint.signatures import DDP_ATTRIBUTES, KEYWORDS
-from dtctl.lint.source_file import constant, key, keyword
-from dtctl.lint.wraps import Wrap, wrapped, wraps
+from dtctl.lint.source_file import SourceFile, constant, key, keyword
+from dtctl.lint.wraps import Wrap, maybe, wrapped, wraps
 
 
 def data_parallel(check: Check) -> Iterator[Problem]:
@@ -135,16 +136,32 @@ def prefixed_state(check: Check) -> Iterator[Problem]:
     saves = [call for name in module.methods if re.match(r"save_?(?:checkpoint|model|state|ckpt)", name)
              for call in module.methods[name]]  # fmt: skip
     for save in [*module.calls_of("torch.save"), *saves]:
-        for call in module.below(save, "state_dict"):
+        kept = [value for given in save.args[:1] for value in module.values(given)]
+        states = [one for one in kept if isinstance(one, ast.Call) and (key(one.func) or "").endswith(".state_dict")]
+        for call in dict.fromkeys([*module.below(save, "state_dict"), *states]):
             if not isinstance(call.func, ast.Attribute):
                 continue
             wrap = wrapped(module, call.func.value, call)
-            if wrap is not None and wrap.kind == "ddp":
-                name = key(call.func.value)
+            name = key(call.func.value)
+            if (wrap is not None and wrap.kind == "ddp") or (wrap is None and _prefixed_if_distributed(module, call)):
                 yield check.problem(
                     "DT022", call, "every name in a DDP model's state begins with `module.`, and the bare model cannot "
                     "load it", fix=f"`{name}.module.state_dict()`",
                 )  # fmt: skip
+
+
+def _prefixed_if_distributed(module: SourceFile, call: ast.Call) -> bool:
+    """Whether a model that is wrapped where ranks are several is saved as it is, and never loaded as it is."""
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    name = key(owner) if owner is not None else None
+    if owner is None or name is None or not maybe(module, owner, "ddp"):
+        return False
+    if any(isinstance(value.node, ast.Attribute) and value.node.attr == "module" for value in origins(module, owner)):
+        return False  # unwrapped where it is wrapped
+    loads = [
+        key(one.func.value) for one in module.methods.get("load_state_dict", ()) if isinstance(one.func, ast.Attribute)
+    ]
+    return name not in loads and f"{name}.module" not in ast.unparse(module.statement(call))
 
 
 def optimizer_before(check: Check) -> Iterator[Problem]:
@@ -194,6 +211,9 @@ def changed_after(check: Check) -> Iterator[Problem]:
         target = assign.targets[0]
         if isinstance(target, ast.Attribute) and target.attr == "requires_grad" and isinstance(target.value, ast.Name):
             loop = _loop_over_parameters(check, target.value)
+            for_all = isinstance(module.parents.get(assign), ast.For) and constant(assign.value) is False
+            if isinstance(loop, ast.Name) and for_all:
+                continue  # a model that is frozen as a whole has no gradients to exchange
             if loop is not None and _of_ddp(check, loop, assign) and not _in_a_step(check, assign):
                 yield check.problem("DT024", assign, "parameters are frozen or thawed after DDP has taken them")
         elif (

@@ -117,11 +117,11 @@ def _each(batch: Any, action: Callable[[Any], Any]) -> Any:
             return type(batch)._make(items)
         return type(batch)(items)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        found = copy.copy(batch)
+        copied = copy.copy(batch)
         for field in dataclasses.fields(batch):
             # Not by its constructor, which may do more than take them, and also where it is frozen.
-            object.__setattr__(found, field.name, _each(getattr(batch, field.name), action))
-        return found
+            object.__setattr__(copied, field.name, _each(getattr(batch, field.name), action))
+        return copied
     return batch
 
 
@@ -129,12 +129,12 @@ def _with_entries(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     """A mapping like that one with other values under its keys, whose other attributes stay."""
     if not isinstance(batch, MutableMapping):
         return values
-    found = copy.copy(batch)
-    if isinstance(found, UserDict):
-        found.data = values
+    copied = copy.copy(batch)
+    if isinstance(copied, UserDict):
+        copied.data = values
     else:
-        found.update(values)
-    return found
+        copied.update(values)
+    return copied
 
 
 class TensorData:
@@ -187,7 +187,7 @@ class TokenFile:
         width_bytes = np.dtype(dtype).itemsize
         if size_bytes % width_bytes or size_bytes // width_bytes <= context:
             raise SpecError(
-                f"{size_bytes} bytes are no whole number of {dtype} tokens, or fewer than {context + 1} tokens",
+                f"{size_bytes} bytes are not a whole number of {dtype} tokens, or fewer than {context + 1} tokens",
                 where=str(path),
                 hint="check the file's dtype, or lower the context",
             )

@@ -126,23 +126,25 @@ class Feed:
         try:
             yield
         except (RuntimeError, EOFError, ConnectionError) as exc:
-            # What is seen first varies: torch's word for it, or the end of the pipe that a batch was to come through.
-            if isinstance(exc, RuntimeError) and "DataLoader worker (pid" not in str(exc):
-                raise
-            died = self._ended()
+            died = self.lost_readers(exc)
             if not died:
                 raise
             raise WorkerFailed(
                 f"a process that reads data died: {died}",
                 where="train.data_workers",
-                hint="SIGKILL is mostly a lack of memory: use fewer `data_workers`, or a lower `data_prefetch`; SIGBUS "
-                "means that /dev/shm is full",
+                hint="SIGKILL usually means a lack of memory: use fewer `data_workers`, or a lower `data_prefetch`; "
+                "SIGBUS means that /dev/shm is full",
             ) from exc
         finally:
             self.close()
 
-    def _ended(self) -> str:
-        """Which of the processes ended badly, and how."""
+    def lost_readers(self, error: BaseException) -> str:
+        """Which of the processes that read ended badly, and how, if that is what an error is about; else nothing."""
+        # What is seen first varies: torch's word for it, or the end of the pipe that a batch was to come through.
+        if not isinstance(error, RuntimeError | EOFError | ConnectionError):
+            return ""
+        if isinstance(error, RuntimeError) and "DataLoader worker (pid" not in str(error):
+            return ""
         self._let_die()
         codes = {process.pid: process.exitcode for process in self._processes if process.exitcode}
         ends = {pid: signal.Signals(-code).name if code < 0 else f"exit code {code}" for pid, code in codes.items()}

@@ -97,8 +97,10 @@ class Schedule:
         self._order = order
         self._batch = batch
         self._end = end
-        micro = np.arange(batch.accumulate)[:, None] * batch.world_size + rank
-        self._offsets = (micro * batch.micro + np.arange(batch.micro)).astype(np.int64)  # [accumulate, micro]
+        shares = batch.shares or (1,) * batch.world_size
+        first = np.arange(batch.accumulate)[:, None] * batch.parts + sum(shares[:rank])
+        own = np.arange(batch.micro * shares[rank])
+        self._offsets = (first * batch.micro + own).astype(np.int64)  # [accumulate, micro times the share]
         self._ahead = max(1, self.WINDOW // self._offsets.size)
         self._first = self._last = 0  # positions that the window covers
         self._window = np.empty((0, *self._offsets.shape), dtype=np.int64)

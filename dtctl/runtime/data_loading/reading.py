@@ -71,13 +71,13 @@ class Reader:
         """
         if self.at_once is not None:
             return self.at_once(indices)
-        kept = torch.get_rng_state()
+        rng_state = torch.get_rng_state()
         try:
             return self._read(indices, positions)
         finally:
             if self._examining:
                 self._drawn = self._state()
-            torch.set_rng_state(kept)
+            torch.set_rng_state(rng_state)
             self.settle(positions)
 
     def in_thread(self, indices: Indices, positions: Indices) -> Any:
@@ -123,8 +123,8 @@ class Reader:
     # -- seeds ------------------------------------------------------------------------------------------------------
 
     def _seeds(self, positions: Indices) -> list[int]:
-        found: list[int] = mix(mix(positions.astype(np.uint64)) + np.uint64(self._seed % 2**64)).tolist()
-        return found
+        seeds: list[int] = mix(mix(positions.astype(np.uint64)) + np.uint64(self._seed % 2**64)).tolist()
+        return seeds
 
     def _seed_of(self, positions: Indices, *, salt: int = 0) -> int:
         """One seed for a whole batch; pure Python, since NumPy takes ten times as long for a single number."""
@@ -166,32 +166,32 @@ class Reader:
             positions: of a stream, those that are read.
             threaded: whether a thread will read, which draws from the loop's generators in no fixed order.
         """
-        found = DatasetExamination()
+        examination = DatasetExamination()
         self._examining = True
-        kept = torch.get_rng_state()
+        rng_state = torch.get_rng_state()
         begun_s = time.perf_counter()
         try:
             for name, indices, places in self._probes(positions):
                 first, drawn = self._probe(indices, places, other=False), self._drawn
                 spent_s = time.perf_counter() - begun_s
-                found.digests[name] = first
+                examination.digests[name] = first
                 if self.at_once is not None:
                     continue
                 if spent_s > PROBE_S:
-                    if len(found.digests) == 1:
-                        found.unseen = (
-                            f"whether the data set gives a sample twice alike: to read one takes {spent_s:.1f} s"
+                    if len(examination.digests) == 1:
+                        examination.unseen = (
+                            f"whether the data set returns the same sample twice: reading one takes {spent_s:.1f} s"
                         )
                     break
                 again = self._probe(indices, places, other=threaded)
                 if again == first and not threaded and drawn != self._drawn:
-                    found.irreproducible = (
+                    examination.irreproducible = (
                         f"the data set draws random numbers for sample {name} when it is first asked, and keeps them"
                     )
                     break
                 if again != first:
-                    del found.digests[name]
-                    found.irreproducible = (
+                    del examination.digests[name]
+                    examination.irreproducible = (
                         "`batch` draws random numbers in a thread, which shares their generators with the loop "
                         "(use processes: train.data_workers: 1)"
                         if threaded and self._probe(indices, places, other=False) == first
@@ -200,8 +200,8 @@ class Reader:
                     break
         finally:
             self._examining = False
-            torch.set_rng_state(kept)
-        return found
+            torch.set_rng_state(rng_state)
+        return examination
 
     def _state(self) -> int:
         """Of all generators, after something was read."""
@@ -214,8 +214,8 @@ class Reader:
             yield str(int(positions[0])), positions[:1], positions[:1]
             return
         count = len(self.data)
-        some = mix(np.arange(PROBES - 2, dtype=np.uint64)) % np.uint64(count)
-        for index in dict.fromkeys([0, count - 1, *some.tolist()]):
+        random_places = mix(np.arange(PROBES - 2, dtype=np.uint64)) % np.uint64(count)
+        for index in dict.fromkeys([0, count - 1, *random_places.tolist()]):
             pair = np.array([index, (index + 1) % count][: min(2, count)], dtype=np.int64)
             yield str(index), pair, pair
 
@@ -271,13 +271,15 @@ def _digest(value: Any, crc: int) -> int:
 
 def _generators(data: object) -> Iterator[Generator]:
     """The generators of random numbers that a data set keeps, in an order that is the same in every process."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     left: list[object] = [data]
-    while left and len(seen) < _REACHED:
+    while left and len(visited) < _REACHED:
         value = left.pop(0)
-        if id(value) in seen or isinstance(value, bool | int | float | str | bytes | torch.Tensor | np.ndarray | type):
+        if id(value) in visited or isinstance(
+            value, bool | int | float | str | bytes | torch.Tensor | np.ndarray | type
+        ):
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         if is_generator(value):
             yield cast(Generator, value)
         elif isinstance(value, dict):
@@ -330,12 +332,12 @@ class Cursor:
     def go_to(self, place: int) -> None:
         """Pass what stands before a place."""
         while self.place < place:
-            wanted = place - self.place
+            distance = place - self.place
             skip = getattr(self._samples, "skip", None)
-            passed = skip(wanted) if skip else self._pass(wanted)
+            passed = skip(distance) if skip else self._pass(distance)
             self.place += passed if skip else 0
             self._taken += passed
-            if passed < wanted:
+            if passed < distance:
                 self._again()
 
     def _pass(self, count: int) -> int:

@@ -80,6 +80,10 @@ class Agreement:
         self._message = torch.tensor([stop, save, -interval], dtype=torch.int64)
         self._posted = dist.all_reduce(self._message, op=dist.ReduceOp.MAX, async_op=True)
 
+    def forget(self) -> None:
+        """Expect no answer any more; the group is left."""
+        self._posted = None
+
     def close(self) -> None:
         """Take in an answer that is still on its way, so that nothing is in flight when the group is left."""
         if self._posted is not None:

@@ -23,15 +23,15 @@ def of_node(root: Path = Path("/")) -> int:
     Args:
         root: where `proc` and `sys` are.
     """
-    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in _limits(root):
         try:
             text = path.read_text(encoding="ascii").strip()
         except OSError:
             continue
         if text.isdecimal():  # or `max`
-            found.append(int(text))
-    return min(found)
+            limits.append(int(text))
+    return min(limits)
 
 
 def _limits(root: Path) -> list[Path]:
@@ -40,7 +40,7 @@ def _limits(root: Path) -> list[Path]:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:  # not Linux
         return []
-    found = []
+    paths = []
     for line in lines:
         _, _, rest = line.partition(":")
         controllers, colon, name = rest.partition(":")
@@ -49,5 +49,5 @@ def _limits(root: Path) -> list[Path]:
         top = root / ("sys/fs/cgroup/memory" if controllers else "sys/fs/cgroup")
         group = top / name.lstrip("/")
         file = "memory.limit_in_bytes" if controllers else "memory.max"
-        found += [folder / file for folder in (group, *group.parents) if folder.is_relative_to(top)]
-    return found
+        paths += [folder / file for folder in (group, *group.parents) if folder.is_relative_to(top)]
+    return paths

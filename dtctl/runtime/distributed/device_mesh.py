@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def device_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
     """The process groups of the axes that have more than one worker; collective over all workers.
 
-    cp is a part of fsdp here, which is there always; see `context_group`.
+    cp and ep are parts of fsdp here, which is there always; see `context_group` and `expert_mesh`.
 
     Args:
         degrees: their product is the world size.
@@ -45,5 +45,18 @@ def context_group(degrees: Degrees, device_type: str) -> ProcessGroup:
     """The workers that divide this one's sequences; collective over all workers."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    shape = (degrees.pp * degrees.data, degrees.cp, degrees.tp)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("rest", "cp", "tp"))["cp"].get_group()
+    shape = (degrees.pp * degrees.dp * degrees.fsdp, degrees.cp, degrees.ep * degrees.tp)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("rest", "cp", "inner"))["cp"].get_group()
+
+
+def expert_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
+    """The process groups of experts, with the axes dp (if there is one), fsdp and ep; collective over all workers.
+
+    fsdp are the workers that have the same experts and share their parameters (`Degrees.expert_shards`), ep those that
+    divide experts: `Degrees.expert_parts`.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    sizes = {"pp": degrees.pp, "dp": degrees.dp, "fsdp": degrees.expert_shards, "ep": degrees.expert_parts}
+    sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis in ("fsdp", "ep")}
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

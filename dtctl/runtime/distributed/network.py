@@ -41,11 +41,11 @@ def wanted(worker: Worker, network: NetworkProfile, environ: Mapping[str, str]) 
     if worker.backend is None:
         return []
     cuda = worker.device.type == "cuda"
-    found = profiles.settings(profiles.detect(network), network)
-    found = [setting for setting in found if cuda or setting.name.startswith("GLOO_")]
+    settings = profiles.settings(profiles.detect(network), network)
+    settings = [setting for setting in settings if cuda or setting.name.startswith("GLOO_")]
     if cuda and environ.get(names.RUN_DIR):
         prefix = str(Path(environ[names.RUN_DIR]) / FLIGHT / "nccl_trace_rank_")
-        found += [
+        settings += [
             VariableSetting(
                 name=DUMP,
                 value=prefix,
@@ -57,7 +57,7 @@ def wanted(worker: Worker, network: NetworkProfile, environ: Mapping[str, str]) 
                 reason="a collective that times out is only explained by those of all ranks",
             ),
         ]
-    return [setting for setting in found if not environ.get(setting.name)]
+    return [setting for setting in settings if not environ.get(setting.name)]
 
 
 def look(environ: Mapping[str, str]) -> NetworkProfile:
@@ -67,10 +67,10 @@ def look(environ: Mapping[str, str]) -> NetworkProfile:
 
 def rdma(folder: Path) -> list[dict[str, str]]:
     """The ports of RDMA devices as the kernel lists them below /sys/class/infiniband."""
-    found = []
+    devices = []
     for port in sorted(folder.glob("*/ports/*")):
         facts = {name: node_facts.read(str(port / name)).strip() for name in ("state", "link_layer")}
-        found.append(
+        devices.append(
             {
                 "device": port.parts[-3],
                 "port": port.name,
@@ -79,7 +79,7 @@ def rdma(folder: Path) -> list[dict[str, str]]:
                 **facts,
             }
         )
-    return found
+    return devices
 
 
 def interface(environ: Mapping[str, str]) -> str:
@@ -98,9 +98,9 @@ def record(worker: Worker) -> Path | None:
         return None
     path = Path(folder) / FLIGHT / f"trace_rank_{worker.rank}.json"  # which `dtctl doctor --log` knows
     try:
-        found = flight.dump()
+        dump = flight.dump()
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(found)
+        path.write_bytes(dump)
     except (OSError, ImportError, RuntimeError, ValueError):  # the failure that is being recorded counts, not this one
         return None
     return path

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -17,10 +18,11 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from dtctl.errors import PlanError, SpecError
-from dtctl.runtime.distributed import network
+from dtctl.runtime.distributed import affinity, network
 from dtctl.runtime.distributed.worker import Worker, identify
 from dtctl.runtime.exactness import determinism
 from dtctl.runtime.exactness.randomness import seed_all
+from dtctl.runtime.live.control import Control
 
 ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
 """Set by torchrun: where a worker leaves its exception for the agent's summary."""
@@ -31,7 +33,9 @@ TEAR_DOWN_S: Final = 5.0
 
 
 @contextmanager
-def start(*, seed: int = 0, timeout_s: float = 600.0, deterministic: bool = False) -> Iterator[Worker]:
+def start(
+    *, seed: int = 0, timeout_s: float = 600.0, deterministic: bool = False, bind_cores: bool = False
+) -> Iterator[Worker]:
     """Become a worker: device, seeds, process group; and leave the group at the end, also after an error.
 
     Variables that workers need to find each other are set if nobody has, each with its reason; see network.py.
@@ -43,6 +47,7 @@ def start(*, seed: int = 0, timeout_s: float = 600.0, deterministic: bool = Fals
         seed: of Python's, NumPy's and torch's generators.
         timeout_s: how long a collective waits for the other workers.
         deterministic: whether kernels are to give the same bits each time; see determinism.py.
+        bind_cores: whether this process stays on the cores near its GPU.
 
     Raises:
         PlanError: the environment does not say who this worker is.
@@ -53,9 +58,16 @@ def start(*, seed: int = 0, timeout_s: float = 600.0, deterministic: bool = Fals
     worker = identify(os.environ)
     if worker.device.type == "cuda":
         torch.cuda.set_device(worker.device)
+        if bind_cores:  # before threads are started, which inherit it
+            affinity.bind(affinity.near(worker.device))
     seed_all(seed)
     if worker.backend is not None:
         network.apply(worker, os.environ)
+        live = Control.of(os.environ, worker.rank, worker.world_size)
+        worker = replace(worker, live=live, backend=None if live is not None and live.newcomer else worker.backend)
+    if worker.backend is not None:
+        if worker.live is not None:
+            worker.live.joining()
         limit = dt.timedelta(seconds=timeout_s)
         shared, _, _ = next(rendezvous("env://", worker.rank, worker.world_size, timeout=limit))
         require_same_device(shared, worker)
@@ -67,6 +79,9 @@ def start(*, seed: int = 0, timeout_s: float = 600.0, deterministic: bool = Fals
             world_size=worker.world_size,
             device_id=worker.device if _can_be_bound(worker.backend) else None,
         )
+        del shared  # its sockets belong to the group
+        if worker.live is not None:
+            worker.live.is_joined()
     try:
         yield worker
         # Nobody leaves before all are through: rank 0 may hold the store, and a peer its last message.

@@ -7,14 +7,18 @@ direct: all three say who a worker is with the same variables.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Final, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from dtctl import names, node_facts
 from dtctl.errors import PlanError
+
+if TYPE_CHECKING:
+    from dtctl.runtime.live.control import Control
 
 T = TypeVar("T")
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
@@ -32,7 +36,25 @@ class Worker:
     node_rank: int
     device: torch.device
     backend: str | None
-    """Of the process group; None for a single worker, which has no group."""
+    """Of the process group; None for a single worker, which has no group, and while one replaces a lost one."""
+    live: Control | None = field(default=None, compare=False, repr=False)
+    """What tells of lost peers that are replaced; None where they are not."""
+
+    @property
+    def replaces(self) -> bool:
+        """Whether this worker takes the place of a lost one, and has not come to the others yet."""
+        return self.live is not None and self.live.newcomer
+
+    def making_groups(self) -> AbstractContextManager[None]:
+        """The context in which process groups are made beside that of all workers.
+
+        If a peer is lost, whoever waits in one of these is freed, too.
+        """
+        return nullcontext() if self.live is None else self.live.making_groups()
+
+    def take_place(self, backend: str | None) -> None:
+        """The group is there. The only thing about a worker that ever changes."""
+        object.__setattr__(self, "backend", backend)
 
     @property
     def is_first(self) -> bool:

@@ -74,8 +74,8 @@ class Account:
         Raises:
             PlanError: it does.
         """
-        kept, lost = self.program.changed()
-        own = [path for path in [*kept, *lost] if path.startswith("model.")]
+        changed, lost = self.program.changed()
+        own = [path for path in [*changed, *lost] if path.startswith("model.")]
         if own:
             raise not_elastic(f"{own[0]} changes in training, by what its worker has seen")
 
@@ -111,18 +111,20 @@ class Account:
         if going_back:
             program = {path: value for path, value in program.items() if path.startswith(("model.", "optimizer."))}
         then = mine.get(EXTRA, {})
-        found = []
+        phrases = []
         for name, value in self.extra.items():
             if name not in then:
-                found.append(f"extra_state.{name} is not in the snapshot")
+                phrases.append(f"extra_state.{name} is not in the snapshot")
             elif not put_into(value, decode(then[name])):
-                found.append(f"extra_state.{name} could not be put back")
-        found += self.program.load(program)
+                phrases.append(f"extra_state.{name} could not be put back")
+        phrases += self.program.load(program)
         buffers = dict(self.model.named_buffers())
         for name, value in mine.get(BUFFERS, {}).items() if len(held) == self.together or EVERYONE in held else ():
             if name in buffers and buffers[name].shape == value.shape and not hasattr(buffers[name], "device_mesh"):
                 buffers[name].copy_(value)
-        return found + [f"extra_state.{name} was kept, and nothing takes it" for name in then if name not in self.extra]
+        return phrases + [
+            f"extra_state.{name} was kept, and nothing takes it" for name in then if name not in self.extra
+        ]
 
 
 def _encoded(value: Any, name: str) -> Any:
@@ -187,7 +189,7 @@ def take(subject: AccountSubject, worker: Worker, *, elastic: bool) -> Account:
     detail = circumstances.detail(described, examined, worker, elastic=elastic)
     reasons = [*program.blind[:4], *([examined.irreproducible] if examined.irreproducible else [])]
     numerics = functools.partial(circumstances.numerics, worker, elastic=elastic)
-    told = gathered_json([circumstances.checksum(detail), reasons], worker)
+    reports = gathered_json([circumstances.checksum(detail), reasons], worker)
     return Account(
         names=frozenset(subject.model.state_dict()),
         program=program,
@@ -195,32 +197,32 @@ def take(subject: AccountSubject, worker: Worker, *, elastic: bool) -> Account:
         together=worker.world_size if worker.backend is not None else 0,
         extra=subject.extra_state,
         detail=detail,
-        checksums=[number for number, _ in told],
+        checksums=[number for number, _ in reports],
         numerics=numerics,
         numerics_before=numerics(),
-        irreproducible=list(dict.fromkeys(reason for _, reasons in told for reason in reasons)),
+        irreproducible=list(dict.fromkeys(reason for _, reasons in reports for reason in reasons)),
     )
 
 
 def differences(account: Account, parts: Mapping[str, Any], facts: Mapping[str, Any], rank: int) -> list[str]:
     """Why the program is not the one that a snapshot is of, as far as this worker knows."""
-    kept = parts.get("circumstances")
-    if kept is None:
+    recorded = parts.get("circumstances")
+    if recorded is None:
         return ["the snapshot does not say what program it is of"]
-    found = [*facts["irreproducible"], *account.irreproducible]
+    phrases = [*facts["irreproducible"], *account.irreproducible]
     before, now = facts["programs"], account.checksums
     if rank == 0:
-        found += circumstances.differences_in_detail(json.loads(kept["detail"]), account.detail)
+        phrases += circumstances.differences_in_detail(json.loads(recorded["detail"]), account.detail)
     elif (
         len(before) == len(now)
         and not circumstances.is_alike(before[rank], now[rank])
         and circumstances.is_alike(before[0], now[0])
     ):
-        found.append(f"what rank {rank} runs with is not what it was, and what rank 0 runs with is")
+        phrases.append(f"what rank {rank} runs with is not what it was, and what rank 0 runs with is")
     changed = {path for tree in parts.get("local", {}).values() for path in tree.get(PROGRAM, {})}
     if changed and len(before) != len(now):
-        found.append(f"{some_of(sorted(changed))} changed on each of {len(before)} workers, and there are {len(now)}")
-    return found
+        phrases.append(f"{some_of(sorted(changed))} changed on each of {len(before)} workers, and there are {len(now)}")
+    return phrases
 
 
 def checksum(tree: Any) -> int:

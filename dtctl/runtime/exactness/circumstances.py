@@ -35,6 +35,7 @@ SAMPLE: Final = "data["
 """Before the name of a sample in the long list."""
 BITS_DO_NOT_DEPEND_ON: Final = (
     "best",
+    "bind_cores",
     "checkpointing",
     "data_prefetch",
     "data_workers",
@@ -52,6 +53,7 @@ BITS_DO_NOT_DEPEND_ON: Final = (
     "require_exact",
     "snapshot",
     "strategy",
+    "tensorboard",
     "timeout_s",
     "wandb",
 )
@@ -77,10 +79,12 @@ VARIABLES: Final = (
         "NCCL_NTHREADS",
         "NCCL_NVLS_ENABLE",
         "NCCL_PROTO",
+        "NCCL_RINGS",
         "TORCHINDUCTOR_DETERMINISTIC",
         "NVIDIA_TF32_OVERRIDE",
         "ONEDNN_MAX_CPU_ISA",
     ),
+    *("RCCL_ENABLE_MSCCLPP", "RCCL_MSCCLPP_ENABLE", "RCCL_MSCCLPP_THRESHOLD", "RCCL_MSCCL_ENABLE", "RCCL_TREES"),
     *("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT"),
 )
 """Environment variables by which libraries choose how to compute or to add up."""
@@ -94,6 +98,8 @@ def settings(config: TrainConfig, worker: Worker, batch: Batch, *, samples: int,
     for key in BITS_DO_NOT_DEPEND_ON:
         del chosen[key]
     spread: dict[str, Any] = {"accumulate": batch.accumulate, "workers": worker.world_size}
+    if batch.shares:
+        spread["shares"] = list(batch.shares)
     if config.exact == "elastic":
         spread = {"shards": batch.accumulate * batch.world_size}
     return chosen | {
@@ -109,7 +115,7 @@ def settings(config: TrainConfig, worker: Worker, batch: Batch, *, samples: int,
 
 def numerics(worker: Worker, *, elastic: bool) -> dict[str, str]:
     """How this process computes and adds up, beside what `settings` has."""
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "python": ".".join(platform.python_version_tuple()[:2]),
         "numpy": np.__version__,
         "dtctl": dtctl.__version__,
@@ -120,7 +126,7 @@ def numerics(worker: Worker, *, elastic: bool) -> dict[str, str]:
         "mkldnn": torch.backends.mkldnn.enabled,
     }
     if worker.device.type == "cuda":
-        found |= {
+        settings |= {
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
             "cudnn.benchmark": torch.backends.cudnn.benchmark,
@@ -130,10 +136,10 @@ def numerics(worker: Worker, *, elastic: bool) -> dict[str, str]:
             "reduced precision reduction": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
         }
         if not elastic:  # how NCCL adds up follows from where the workers are
-            found["nccl"] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-            found["workers per node"] = worker.local_world_size
-    found |= {name: os.environ[name] for name in VARIABLES if name in os.environ}
-    return {key: str(value) for key, value in found.items()}
+            settings["nccl"] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+            settings["workers per node"] = worker.local_world_size
+    settings |= {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    return {key: str(value) for key, value in settings.items()}
 
 
 def code(before: Iterable[str] = ()) -> dict[str, str]:
@@ -143,12 +149,12 @@ def code(before: Iterable[str] = ()) -> dict[str, str]:
         before: names of modules that a run had loaded; they are looked at even if this one has not loaded them yet.
     """
     loaded = [name for name in list(sys.modules) if is_own_code(name)]
-    found = {}
+    digests = {}
     for name in dict.fromkeys([*loaded, *(name for name in before if name not in sys.modules)]):
         held = _code_of(name)
         if held is not None:
-            found[module_name(name)] = code_digest(held)
-    return found
+            digests[module_name(name)] = code_digest(held)
+    return digests
 
 
 def _code_of(name: str) -> types.CodeType | None:
@@ -167,7 +173,7 @@ def _code_of(name: str) -> types.CodeType | None:
 def versions(described: Mapping[str, str]) -> dict[str, str]:
     """The versions of the packages whose classes a description names."""
     packages = {text.split(".")[0] for key, text in described.items() if key.endswith("(class)") and "." in text}
-    return {package: found for package in packages - {"torch"} if (found := _version(package)) is not None}
+    return {package: version for package in packages - {"torch"} if (version := _version(package)) is not None}
 
 
 @functools.cache
@@ -189,17 +195,17 @@ def detail(
         worker: this worker.
         elastic: whether the number of workers does not count.
     """
-    found = dict(described) | {f"data[{name}]": digest for name, digest in examined.digests.items()}
-    found |= {f"version of {name}": text for name, text in versions(described).items()}
-    found |= numerics(worker, elastic=elastic)
-    found |= {f"code of {name}": digest for name, digest in code().items()}
-    return found
+    facts = dict(described) | {f"data[{name}]": digest for name, digest in examined.digests.items()}
+    facts |= {f"version of {name}": text for name, text in versions(described).items()}
+    facts |= numerics(worker, elastic=elastic)
+    facts |= {f"code of {name}": digest for name, digest in code().items()}
+    return facts
 
 
-def checksum(found: Mapping[str, str]) -> dict[str, Any]:
+def checksum(facts: Mapping[str, str]) -> dict[str, Any]:
     """A list in short, by which workers are compared with themselves: one number, and a digest of each sample."""
-    samples = {key: value for key, value in found.items() if key.startswith(SAMPLE)}
-    rest = sorted(item for item in found.items() if item[0] not in samples)
+    samples = {key: value for key, value in facts.items() if key.startswith(SAMPLE)}
+    rest = sorted(item for item in facts.items() if item[0] not in samples)
     return {"program": zlib.crc32(repr(rest).encode()), "samples": samples}
 
 
@@ -215,7 +221,7 @@ def is_alike(then: Any, now: Mapping[str, Any]) -> bool:
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What makes going on not exact, one phrase each."""
-    return [f"{key} was {then.get(key)} and is {value}" for key, value in now.items() if then.get(key) != value]
+    return [f"{key} changed from {then.get(key)} to {value}" for key, value in now.items() if then.get(key) != value]
 
 
 def differences_in_detail(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -223,24 +229,22 @@ def differences_in_detail(then: Mapping[str, str], now: Mapping[str, str]) -> li
     if then.get("python") != now.get("python"):  # whose byte code is another for the same text
         then, now = _without_code(then), _without_code(now)
     now = dict(now) | {f"code of {name}": text for name, text in _later(then, now).items()}
-    found = []
+    phrases = []
     for key in dict.fromkeys([*then, *now]):
         was, has = then.get(key), now.get(key)
         if was == has or (key.startswith(SAMPLE) and (was is None or has is None)):  # some are read in time, some not
             continue
         if key.endswith("(code)") or key.startswith("code of "):
-            found.append(
+            phrases.append(
                 f"{key.removesuffix(' (code)')} has other code" if key.endswith("(code)") else f"the {key} has changed"
             )
         elif key.startswith(SAMPLE):
-            found.append(f"sample {key[5:-1]} of the data has other contents")
+            phrases.append(f"sample {key[5:-1]} of the data has other contents")
         elif was is None or has is None:
-            found.append(
-                f"{key} was {'not there' if was is None else was} and is {'not there' if has is None else has}"
-            )
+            phrases.append(f"{key} is new: {has}" if was is None else f"{key} is gone: it was {was}")
         else:
-            found.append(f"{key} was {was} and is {has}")
-    return [*found[:SHOWN], *([f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else [])]
+            phrases.append(f"{key} changed from {was} to {has}")
+    return [*phrases[:SHOWN], *([f"and {len(phrases) - SHOWN} more"] if len(phrases) > SHOWN else [])]
 
 
 def _without_code(listed: Mapping[str, str]) -> dict[str, str]:

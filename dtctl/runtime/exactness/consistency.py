@@ -35,9 +35,9 @@ def require_equal(facts: Mapping[str, int], worker: Worker) -> None:
         for rank, values in enumerate(everyone):
             ranks.setdefault(int(values[index]), []).append(rank)
         if len(ranks) > 1:
-            found = "; ".join(f"{value} on rank {', '.join(map(str, who))}" for value, who in ranks.items())
+            differences = "; ".join(f"{value} on rank {', '.join(map(str, who))}" for value, who in ranks.items())
             raise PlanError(
-                f"the workers do not agree on {what}: {found}",
+                f"the workers do not agree on {what}: {differences}",
                 where="start of the training",
                 hint="nodes may have other code, data or versions; `dtctl launch` brings the same code to all",
             )
@@ -46,7 +46,10 @@ def require_equal(facts: Mapping[str, int], worker: Worker) -> None:
 def settings(config: TrainConfig) -> dict[str, int]:
     """What two workers have been told alike; compared first, since they exchange nothing alike without it."""
     exchanges = (config.strategy, config.ddp, config.fsdp, config.tp, config.pipeline, config.blocks, config.precision)
-    sizes = (config.micro_batch, config.global_batch, config.accumulate, config.clip_norm, config.seed)
+    sizes = (
+        config.micro_batch, tuple(config.shares.items()), config.global_batch, config.accumulate, config.clip_norm,
+        config.seed,
+    )  # fmt: skip
     return {"the settings (checksum)": zlib.crc32(repr((exchanges, sizes)).encode())}
 
 

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.snapshot.state import raw
 
 State = dict[str, torch.Tensor]
+_STRIDE: Final = 0x9E3779B97F4A7C15
+_FACTOR: Final = 0xBF58476D1CE4E5B9
+_WORD: Final = 2**64 - 1
 
 
 def seed_all(seed: int) -> None:
@@ -101,3 +105,32 @@ def begin(seed: int, rank: int, *, step: int = 0) -> None:
     """Give a worker its own stream, unlike that of any other rank, seed or step it may begin at."""
     mixed = np.random.SeedSequence([seed, rank, step]).generate_state(1, np.uint64)
     seed_all(int(mixed[0]))
+
+
+class StepStream:
+    """What torch's generators draw from in the steps of a training; it depends on nothing that was drawn before.
+
+    So that whoever takes the place of a lost worker, or repeats a step, draws what it would have drawn. Python's and
+    NumPy's generators are seeded by what is read (data_loading/reading.py).
+    """
+
+    __slots__ = ("_base", "_on_gpu", "_seed")
+
+    def __init__(self, seed: int, rank: int, device: torch.device) -> None:
+        """Of a worker.
+
+        Args:
+            seed: of the training.
+            rank: whose stream it is.
+            device: of the worker.
+        """
+        self._base = int(np.random.SeedSequence([seed, rank]).generate_state(1, np.uint64)[0])
+        self._seed, self._on_gpu = torch.default_generator.manual_seed, device.type == "cuda"
+
+    def begin(self, step: int) -> None:
+        """The step after so many begins; a microsecond."""
+        mixed = (self._base + step * _STRIDE) & _WORD  # as in SplitMix64, of which one round will do: few bits are used
+        mixed = ((mixed ^ (mixed >> 30)) * _FACTOR & _WORD) >> 32
+        self._seed(mixed)
+        if self._on_gpu:
+            torch.cuda.manual_seed(mixed)

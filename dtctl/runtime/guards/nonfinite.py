@@ -23,7 +23,7 @@ from dtctl.runtime.precision import LossScale
 Policy = Literal["stop", "skip", "rollback"]
 
 MAX_SKIPPED: Final = 100
-"""Steps in a row that may be skipped: after so many the weights are beyond help, and GPU hours are not free."""
+"""Steps in a row that may be skipped: after so many the weights cannot be recovered, and GPU hours are not free."""
 MAX_ROLLBACKS: Final = 3
 """Rollbacks without a step beyond the one that made the first of them necessary."""
 
@@ -95,7 +95,7 @@ class NonFiniteGuard:
             raise WorkerFailed(
                 f"the gradient of step {origin.step} is not finite: {origin.text}",
                 where="train.on_nan",
-                hint="lower `lr`, set `clip_norm`, or go on with `on_nan: skip` or `rollback`; snapshots are unspoilt",
+                hint="lower `lr`, set `clip_norm`, or go on with `on_nan: skip` or `rollback`; snapshots are intact",
             )
         return self._skip(step, value) if self._policy == "skip" else self._go_back(step, value)
 
@@ -107,7 +107,7 @@ class NonFiniteGuard:
             raise WorkerFailed(
                 f"the gradients of {MAX_SKIPPED} steps in a row, up to step {step}, are not finite",
                 where="train.on_nan",
-                hint="the weights are beyond help; lower `lr` and go on from an older snapshot",
+                hint="the weights cannot be recovered; lower `lr` and go on from an older snapshot",
             )
         if self._tell:
             say(f"step {step} skipped: its gradient is not finite ({value})")

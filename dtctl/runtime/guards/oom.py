@@ -131,7 +131,7 @@ class MemoryWatch:
 
     def poison(self, loss: torch.Tensor) -> torch.Tensor:
         """A loss that makes the gradient NaN on all workers, also where the way back to it is blocked by a ReLU."""
-        return (loss + self._probe.view(-1)[0]) * math.nan
+        return (loss + _first(self._probe)) * math.nan
 
     def _short_of_memory(self, *, here: bool) -> list[int]:
         """The ranks that ran out of memory in this step; on CPUs the others are asked only if the gradient is NaN."""
@@ -145,7 +145,12 @@ class MemoryWatch:
         return [rank for rank, flag in enumerate(worker.sum(flags).tolist()) if flag]
 
     def _is_poisoned(self) -> bool:
-        return self._probe.grad is not None and math.isnan(float(self._probe.grad.view(-1)[0]))
+        return self._probe.grad is not None and math.isnan(float(_first(self._probe.grad)))
+
+
+def _first(tensor: torch.Tensor) -> torch.Tensor:
+    """One number of a tensor, however it lies in memory."""
+    return tensor[(0,) * tensor.dim()]
 
 
 def smaller(batch: Batch) -> Batch:

@@ -85,14 +85,14 @@ class Trail:
             _remember(self._file, step)
         mine = {"loss": _first(self._losses), "norm": _first(self._norms), "spoilt": self._spoilt()}
         everyone = gathered_json(mine, self._worker)
-        bad = {rank: told["loss"] for rank, told in enumerate(everyone) if told["loss"]}
-        began = min([*bad.values(), *(told["norm"] for told in everyone if told["norm"]), step])
+        bad = {rank: report["loss"] for rank, report in enumerate(everyone) if report["loss"]}
+        began = min([*bad.values(), *(report["norm"] for report in everyone if report["norm"]), step])
         ranks = [rank for rank, first in bad.items() if first == began]
-        seen = {*(number for number, _ in self._norms), self._good, 0}
-        if ranks and len(ranks) == self._worker.world_size and began - 1 not in seen:
+        steps_seen = {*(number for number, _ in self._norms), self._good, 0}
+        if ranks and len(ranks) == self._worker.world_size and began - 1 not in steps_seen:
             text = (
                 f"the loss of step {began} is the first that is not{_of(ranks, everyone)}; the gradient of step "
-                f"{began - 1}, which nobody looked at, may have spoilt the weights before"
+                f"{began - 1}, which nobody looked at, may have corrupted the weights before"
             )
         elif ranks:
             text = f"the loss{_of(ranks, everyone)} was not"
@@ -100,8 +100,8 @@ class Trail:
             where = ", on which worker is not known: they share their gradients" if self._worker.world_size > 1 else ""
             text = f"the loss was finite, so it came up in the backward pass{where}"
         if began == step:
-            found = list(dict.fromkeys(name for told in everyone for name in told["spoilt"]))
-            text += f"; not finite: {_listed(found)}" if found else ""
+            spoilt_names = list(dict.fromkeys(name for report in everyone for name in report["spoilt"]))
+            text += f"; not finite: {_listed(spoilt_names)}" if spoilt_names else ""
         elif self._file is not None:
             text += "; if the run is started again, the parameters are named"
         return Origin(began, text)
@@ -110,22 +110,22 @@ class Trail:
 def spoilt(model: nn.Module, groups: Sequence[Mapping[str, Iterable[torch.Tensor]]]) -> list[str]:
     """Names of the parameters whose gradients are not finite here, with their group if the optimizer has several."""
     of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
-    found = []
+    names = []
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
         if gradient is not None and not bool(torch.isfinite(getattr(gradient, "_local_tensor", gradient)).all()):
             group = f" (group {of[id(parameter)]})" if len(groups) > 1 and id(parameter) in of else ""
-            found.append(name + group)
-    return found
+            names.append(name + group)
+    return names
 
 
-def _first(kept: Iterable[tuple[int, torch.Tensor]]) -> int:
+def _first(entries: Iterable[tuple[int, torch.Tensor]]) -> int:
     """The first step of those whose number is not finite; 0 if there is none."""
-    kept = list(kept)
-    if not kept:
+    entries = list(entries)
+    if not entries:
         return 0
-    values = torch.stack([torch.as_tensor(value).detach().reshape(()).double().cpu() for _, value in kept]).tolist()
-    return next((step for (step, _), value in zip(kept, values, strict=True) if not math.isfinite(value)), 0)
+    values = torch.stack([torch.as_tensor(value).detach().reshape(()).double().cpu() for _, value in entries]).tolist()
+    return next((step for (step, _), value in zip(entries, values, strict=True) if not math.isfinite(value)), 0)
 
 
 def _of(ranks: Sequence[int], everyone: Sequence[object]) -> str:
@@ -136,9 +136,9 @@ def _of(ranks: Sequence[int], everyone: Sequence[object]) -> str:
     return f" of rank {', '.join(map(str, ranks))}"
 
 
-def _listed(found: Sequence[str]) -> str:
-    more = f" and {len(found) - SHOWN} more parameters" if len(found) > SHOWN else ""
-    return ", ".join(found[:SHOWN]) + more
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more parameters" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
 
 
 def _number(file: Path | None) -> int:

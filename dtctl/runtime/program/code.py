@@ -21,14 +21,14 @@ def is_own_code(module: str) -> bool:
     """Whether a module, by its name, is the user's: neither installed, nor Python's, nor dtctl's."""
     if module.partition(".")[0] in ("dtctl", "builtins", "torch"):
         return False
-    found = sys.modules.get(module)
-    path = getattr(found, "__file__", None)
-    if found is None or path is None:
+    loaded = sys.modules.get(module)
+    path = getattr(loaded, "__file__", None)
+    if loaded is None or path is None:
         # Neither a file nor a loader: a module that the program has made itself.
         made = (
-            isinstance(found, types.ModuleType)
-            and not vars(found).get("__spec__")
-            and not vars(found).get("__loader__")
+            isinstance(loaded, types.ModuleType)
+            and not vars(loaded).get("__spec__")
+            and not vars(loaded).get("__loader__")
         )
         return made or module == "__main__"
     return not str(Path(path).resolve()).startswith(_INSTALLED) and "site-packages" not in str(path)
@@ -58,6 +58,7 @@ def builtin_name(function: Any) -> str:
     return f"{getattr(function, '__module__', None) or ''}.{function_name(function)}"
 
 
+@functools.lru_cache(maxsize=4096)  # every walk over a program asks for the same ones
 def code_digest(code: types.CodeType) -> str:
     """Eight digits for what a piece of code does; comments, line numbers and paths do not count."""
     return f"{_code_crc(code, 0):08x}"
@@ -76,7 +77,8 @@ def _code_crc(code: types.CodeType, crc: int) -> int:
     return crc
 
 
-def names_in(code: types.CodeType) -> set[str]:
+@functools.lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> frozenset[str]:
     """The global names that a piece of code and those inside of it mention."""
     names = set(code.co_names)
     for constant in code.co_consts:
@@ -84,7 +86,7 @@ def names_in(code: types.CodeType) -> set[str]:
             names |= names_in(constant)
         elif isinstance(constant, str) and constant.isidentifier():  # globals()["name"], getattr(module, "name")
             names.add(constant)
-    return names
+    return frozenset(names)
 
 
 def names_set_in(code: types.CodeType) -> frozenset[str]:

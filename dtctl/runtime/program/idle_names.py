@@ -36,7 +36,12 @@ HARMLESS: Final = frozenset(
 
 def idle_names(function: types.FunctionType) -> frozenset[str]:
     """Names that the function reads and that cannot change what it returns, or leaves in what it was given."""
-    node = syntax_tree(function)
+    return _idle_names(function.__code__)
+
+
+@functools.lru_cache(maxsize=4096)
+def _idle_names(code: types.CodeType) -> frozenset[str]:
+    node = _syntax_tree(code)
     if node is None:
         return frozenset()
     body: Sequence[ast.AST] = node.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else [node.body]
@@ -46,9 +51,12 @@ def idle_names(function: types.FunctionType) -> frozenset[str]:
 
 def syntax_tree(function: types.FunctionType) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | None:
     """Where it stands in its file; None if that cannot be said."""
-    code = function.__code__
-    found = _functions(code.co_filename).get((code.co_firstlineno, code.co_name), [])
-    return found[0] if len(found) == 1 else None
+    return _syntax_tree(function.__code__)
+
+
+def _syntax_tree(code: types.CodeType) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | None:
+    candidates = _functions(code.co_filename).get((code.co_firstlineno, code.co_name), [])
+    return candidates[0] if len(candidates) == 1 else None
 
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -60,14 +68,14 @@ def _functions(path: str) -> dict[tuple[int, str], list[_Function]]:
         tree = ast.parse("".join(linecache.getlines(path)))
     except (SyntaxError, ValueError):
         return {}
-    found: dict[tuple[int, str], list[_Function]] = {}
+    functions: dict[tuple[int, str], list[_Function]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            found.setdefault((first, node.name), []).append(node)
+            functions.setdefault((first, node.name), []).append(node)
         elif isinstance(node, ast.Lambda):
-            found.setdefault((node.lineno, "<lambda>"), []).append(node)
-    return found
+            functions.setdefault((node.lineno, "<lambda>"), []).append(node)
+    return functions
 
 
 def _live(body: Sequence[ast.AST]) -> Iterator[str]:

@@ -14,11 +14,7 @@ import torch
 
 from dtctl.runtime.program.kinds import CONTAINERS, MAX_ELEMENTS, PLAIN
 from dtctl.runtime.program.stateful import is_stateful
-from dtctl.runtime.snapshot.format.encoding import (
-    decode,
-    generator_state,
-    is_generator,
-)
+from dtctl.runtime.snapshot.format.encoding import decode, generator_state, is_generator
 
 SAMPLE_BYTES: Final = 1 << 16
 """Of a larger array that are compared."""

@@ -33,10 +33,10 @@ _OF_A_LAUNCH: Final = re.compile(
 
 def variables(names: Iterable[str]) -> list[str]:
     """Environment variables that code reads, by the names and texts in it; none if it does not look there."""
-    found = set(names)
-    if found.isdisjoint(("environ", "getenv")):
+    names_read = set(names)
+    if names_read.isdisjoint(("environ", "getenv")):
         return []
-    return sorted(name for name in found if _VARIABLE.fullmatch(name) and not _OF_A_LAUNCH.fullmatch(name))
+    return sorted(name for name in names_read if _VARIABLE.fullmatch(name) and not _OF_A_LAUNCH.fullmatch(name))
 
 
 def unrepeatable(function: types.FunctionType, *, files: bool) -> str | None:

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtctl.runtime.program.graph import MAX_LEAVES, MISSING, ObjectWalk, StateEntry, refuse
+from dtctl.runtime.program.functions import MISSING
+from dtctl.runtime.program.graph import ObjectWalk
 from dtctl.runtime.program.kinds import PLAIN, has_storage
 from dtctl.runtime.program.marks import has_grown, is_large, mark_of
 from dtctl.runtime.program.stateful import content, is_tagged, put_into
+from dtctl.runtime.program.walk import MAX_LEAVES, StateEntry, refuse
 from dtctl.runtime.snapshot.format.encoding import (
     NotEncodable,
     decode,
@@ -89,7 +91,7 @@ class ProgramState:
             By path what it is now, encoded, with tensors that are not copied; and the paths of what has changed to
             something that snapshots do not keep.
         """
-        kept: dict[str, Any] = {}
+        changed_values: dict[str, Any] = {}
         walk = self._walk()
         lost = [path for path, other in walk.aliases.items() if self._aliases.get(path) != other]
         for path, leaf in walk.leaves.items():
@@ -97,15 +99,15 @@ class ProgramState:
             if mark == before or (leaf.cache and has_grown(before, mark)):
                 continue
             try:
-                kept[path] = with_devices(encode(content(leaf.value), path))
+                changed_values[path] = with_devices(encode(content(leaf.value), path))
             except NotEncodable:
                 lost += [] if leaf.trusted else [path]
         if len(walk.leaves) < MAX_LEAVES:
-            there = walk.leaves.keys() | walk.aliases.keys() | walk.parts.keys()
-            lost += sorted(path for path in self._lasting - there if not _is_within(path, kept))
+            present = walk.leaves.keys() | walk.aliases.keys() | walk.parts.keys()
+            lost += sorted(path for path in self._lasting - present if not _is_within(path, changed_values))
         # Put back as a whole, a container gets new parts, and who else has one of the old ones keeps that.
-        lost += [path for path, home in walk.parts.items() if home in kept]
-        return kept, lost
+        lost += [path for path, home in walk.parts.items() if home in changed_values]
+        return changed_values, lost
 
     def undo(self, held: Mapping[str, Any]) -> None:
         """Put back what has changed since `hold`, and before anything was trained."""
@@ -119,13 +121,13 @@ class ProgramState:
         Args:
             large: with large tensors, arrays and containers.
         """
-        found: dict[str, Any] = {}
+        held: dict[str, Any] = {}
         for path, leaf in self._walk().leaves.items():
             if not large and is_large(leaf.value):
                 continue
             with contextlib.suppress(NotEncodable):
-                found[path] = copy.deepcopy(with_devices(encode(content(leaf.value), path)))
-        return found
+                held[path] = copy.deepcopy(with_devices(encode(content(leaf.value), path)))
+        return held
 
     def load(self, state: Mapping[str, Any]) -> list[str]:
         """Put back what `changed` returned.
@@ -152,13 +154,13 @@ class ProgramState:
             if fits and not is_tagged(value):
                 owners[owner](name, value)
                 del left[path]
-        found = [f"{some_of(left)} changed in training, and there is no place for it now"] if left else []
-        return found + ([f"{some_of(failed)} changed in training, and cannot be set"] if failed else [])
+        phrases = [f"{some_of(left)} changed in training, and there is no place for it now"] if left else []
+        return phrases + ([f"{some_of(failed)} changed in training, and cannot be set"] if failed else [])
 
 
-def _is_within(path: str, kept: Mapping[str, Any]) -> bool:
+def _is_within(path: str, paths: Mapping[str, Any]) -> bool:
     """Whether something that holds a path is kept as a whole."""
-    return any(path[:end] in kept for end, sign in enumerate(path) if sign in ".[(")
+    return any(path[:end] in paths for end, sign in enumerate(path) if sign in ".[(")
 
 
 def _put(leaf: StateEntry, value: Any, model: AbstractSet[int]) -> bool:

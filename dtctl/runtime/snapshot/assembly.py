@@ -66,26 +66,26 @@ def assembled(files: Iterable[tuple[str, str, headers.Header]], *, pieces: bool 
         Misfit: a tensor is not all there, or what there is does not fit together.
     """
     try:
-        found = _fitted(files)
+        trees = _fitted(files)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
         raise Misfit(f"the parts of the snapshot do not fit together: {exc}") from exc
-    for part, tree in found.items():
+    for part, tree in trees.items():
         for leaf in leaves(tree):
             count = sum(math.prod(source.box[1]) for source in leaf.sources)
             if count != math.prod(leaf.shape) and not pieces:
                 raise Misfit(f"{part}.{leaf.name} has {count} of {math.prod(leaf.shape)} numbers")
-    return found
+    return trees
 
 
 def _fitted(files: Iterable[tuple[str, str, headers.Header]]) -> dict[str, Any]:
     trees: dict[str, list[Any]] = {}
     for part, name, header in files:
         trees.setdefault(part, []).append(_leafy(header.tree, header, name, ()))
-    found = {part: _merged(several) for part, several in trees.items()}
+    parts = {part: _merged(several) for part, several in trees.items()}
     for part, several in trees.items():
         if len(several) > 1 and part == "optimizer":
-            found[part]["groups"] = one_group_each(group for tree in several for group in tree["groups"])
-    return found
+            parts[part]["groups"] = one_group_each(group for tree in several for group in tree["groups"])
+    return parts
 
 
 def leaves(tree: Any) -> Iterator[TreeEntry]:
@@ -113,11 +113,11 @@ def replaced(tree: Any, tensors: Mapping[tuple[str, ...], Any]) -> Any:
 
 def one_group_each(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """An optimizer's groups without the parameters that an earlier one has, and without those that are then empty."""
-    seen: set[str] = set()
+    names: set[str] = set()
     found = []
     for group in groups:
-        fresh = [name for name in group["params"] if name not in seen]
-        seen.update(fresh)
+        fresh = [name for name in group["params"] if name not in names]
+        names.update(fresh)
         if fresh:
             found.append({**group, "params": fresh})
     return found
@@ -195,19 +195,19 @@ def _leafy(tree: Any, header: headers.Header, file: str, path: tuple[str, ...]) 
 
 
 def _merged(trees: Sequence[Any]) -> Any:
-    there = [tree for tree in trees if tree is not None]
-    if len(there) < 2:
-        return there[0] if there else None
-    first = there[0]
-    if all(isinstance(tree, TreeEntry) for tree in there):
-        if any((tree.shape, tree.dtype) != (first.shape, first.dtype) for tree in there):
+    present = [tree for tree in trees if tree is not None]
+    if len(present) < 2:
+        return present[0] if present else None
+    first = present[0]
+    if all(isinstance(tree, TreeEntry) for tree in present):
+        if any((tree.shape, tree.dtype) != (first.shape, first.dtype) for tree in present):
             raise ValueError(f"pieces of {first.name} are of several tensors")
-        boxes = {source.box: source for tree in reversed(there) for source in tree.sources}
+        boxes = {source.box: source for tree in reversed(present) for source in tree.sources}
         first.sources = list(boxes.values())
         return first
-    if all(isinstance(tree, dict) for tree in there):
-        keys = dict.fromkeys(key for tree in there for key in tree)
-        return {key: _merged([tree[key] for tree in there if key in tree]) for key in keys}
-    if all(isinstance(tree, list) and len(tree) == len(first) for tree in there):
-        return [_merged(several) for several in zip(*there, strict=True)]
+    if all(isinstance(tree, dict) for tree in present):
+        keys = dict.fromkeys(key for tree in present for key in tree)
+        return {key: _merged([tree[key] for tree in present if key in tree]) for key in keys}
+    if all(isinstance(tree, list) and len(tree) == len(first) for tree in present):
+        return [_merged(several) for several in zip(*present, strict=True)]
     return first

@@ -60,20 +60,22 @@ def choose(folder: Place, worker: Worker) -> Chosen:
     rows = [(node, row) for node in nodes for row in offers[node]["rows"]]
     rejected: list[str] = []
     for step in sorted({row["step"] for _, row in rows}, reverse=True):
-        here = [(node, row) for node, row in rows if row["step"] == step]
-        wrong = {(row["status"], phrase): None for _, row in here for phrase in row["bad"]}
-        for candidate in _candidates(folder, here):
-            found = _Reading(candidate, nodes, worker).run(wrong)
-            if found is not None:
+        step_rows = [(node, row) for node, row in rows if row["step"] == step]
+        wrong = {(row["status"], phrase): None for _, row in step_rows for phrase in row["bad"]}
+        for candidate in _candidates(folder, step_rows):
+            reading = _Reading(candidate, nodes, worker).run(wrong)
+            if reading is not None:
                 return Chosen(
                     path=str(candidate.path),
-                    manifest=found.manifest,
+                    manifest=reading.manifest,
                     rejected=tuple(rejected),
-                    readers=found.readers,
-                    contents=found.contents,
+                    readers=reading.readers,
+                    contents=reading.contents,
                 )
         status = "corrupt" if any(status == "corrupt" for status, _ in wrong) else "incomplete"
-        rejected.append(f"{here[0][1]['name']} is {status}: {'; '.join(dict.fromkeys(phrase for _, phrase in wrong))}")
+        rejected.append(
+            f"{step_rows[0][1]['name']} is {status}: {'; '.join(dict.fromkeys(phrase for _, phrase in wrong))}"
+        )
     return Chosen(path=None, manifest=None, rejected=tuple(rejected))
 
 
@@ -87,16 +89,16 @@ def _told(action: Callable[[], Any]) -> dict[str, Any]:
         return {"error": f"the snapshots cannot be read: {exc}", "where": exc.filename, "hint": None}
 
 
-def _heard(told: Sequence[Mapping[str, Any]]) -> list[Any]:
+def _heard(reports: Sequence[Mapping[str, Any]]) -> list[Any]:
     """What came of it.
 
     Raises:
         SnapshotError: the first error.
     """
-    for one in told:
-        if one["error"]:
-            raise SnapshotError(one["error"], where=one["where"], hint=one["hint"])
-    return [one["found"] for one in told]
+    for report in reports:
+        if report["error"]:
+            raise SnapshotError(report["error"], where=report["where"], hint=report["hint"])
+    return [report["found"] for report in reports]
 
 
 def _look(folder: Place) -> dict[str, Any]:
@@ -104,20 +106,22 @@ def _look(folder: Place) -> dict[str, Any]:
     answer: dict[str, Any] = {"error": None, "where": str(folder), "hint": None, "rows": []}
     try:
         for step, path in layout.listing(folder):
-            found = read.record(path)
+            verdict = read.record(path)
             row: dict[str, Any] = {
                 "step": step,
                 "name": path.name,
-                "status": found.status,
-                "bad": list(found.bad),
+                "status": verdict.status,
+                "bad": list(verdict.bad),
                 "digest": None,
                 "has": None,
             }
-            if found.manifest is not None:
+            if verdict.manifest is not None:
                 row["digest"] = (path / layout.COMMIT).read_text()
                 present = layout.entries(path)
-                there = [number for number, name in enumerate(found.manifest.files) if present.get(name) is not None]
-                row["has"] = None if len(there) == len(found.manifest.files) else there
+                present_files = [
+                    number for number, name in enumerate(verdict.manifest.files) if present.get(name) is not None
+                ]
+                row["has"] = None if len(present_files) == len(verdict.manifest.files) else present_files
             answer["rows"].append(row)
     except DtctlError as exc:
         answer |= {"error": exc.message, "where": exc.where, "hint": exc.hint}
@@ -164,15 +168,15 @@ class _Reading:
         while open_:
             lost = [name for name in open_ if not having[name]]
             if lost:
-                known = {phrase.split(" ")[0] for _, phrase in wrong}
-                wrong.update({("incomplete", f"{name} is missing"): None for name in lost if name not in known})
+                named_files = {phrase.split(" ")[0] for _, phrase in wrong}
+                wrong.update({("incomplete", f"{name} is missing"): None for name in lost if name not in named_files})
                 return None
             shares = self._shared_out(open_, having)
             mine = [name for name in open_ if shares[name] == self._worker.rank]
             bad = _told(partial(read.faults, self._path, self.manifest, mine, self.contents))
-            told = _heard(gathered_json(bad, self._worker))
-            open_ = [name for phrases in told for name in phrases]
-            wrong.update({("corrupt", phrase): None for phrases in told for phrase in phrases.values()})
+            reports = _heard(gathered_json(bad, self._worker))
+            open_ = [name for phrases in reports for name in phrases]
+            wrong.update({("corrupt", phrase): None for phrases in reports for phrase in phrases.values()})
             self.readers |= {name: rank for name, rank in shares.items() if name not in open_}
             for name in open_:
                 having[name] = [node for node in having[name] if shares[name] not in self._nodes[node]]
@@ -181,11 +185,11 @@ class _Reading:
     def _shared_out(self, names: Sequence[str], having: Mapping[str, Sequence[int]]) -> dict[str, int]:
         """Who reads what: the worker that wrote it where that is possible, else the one with least to read."""
         loads = dict.fromkeys(range(self._worker.world_size), 0)
-        found = {}
+        shares = {}
         for name in sorted(names, key=lambda name: -self.manifest.files[name].size_bytes):
             able = [rank for node in having[name] for rank in self._nodes[node]]
             writer = layout.rank_of(name)
             reader = writer if writer in able else min(able, key=lambda rank: (loads[rank], rank))
-            found[name] = reader
+            shares[name] = reader
             loads[reader] += self.manifest.files[name].size_bytes
-        return found
+        return shares

@@ -27,10 +27,10 @@ def snapshots(place: Place) -> list[Any]:
     """
     if layout.step_of(place) is not None and place.is_dir():
         return [place]
-    found = layout.listing(place) or layout.listing(place / "snapshots")
-    if not found and not place.is_dir():
+    listed = layout.listing(place) or layout.listing(place / "snapshots")
+    if not listed and not place.is_dir():
         raise SnapshotError("there is no folder of snapshots here", where=str(place))
-    return [path for _, path in found]
+    return [path for _, path in listed]
 
 
 def ls(place: Place) -> Answer:
@@ -54,10 +54,10 @@ def verify(place: Place) -> Answer:
     """Every byte of every snapshot is read and compared."""
     verdicts = [read.verify(path) for path in snapshots(place)]
     rows = [
-        {"path": str(found.path), "step": found.step, "status": found.status, "bad": list(found.bad)}
-        for found in verdicts
+        {"path": str(verdict.path), "step": verdict.step, "status": verdict.status, "bad": list(verdict.bad)}
+        for verdict in verdicts
     ]
-    good = [str(found.path) for found in verdicts if found.status == "ok"]
+    good = [str(verdict.path) for verdict in verdicts if verdict.status == "ok"]
     return {"snapshots": rows, "newest_good": good[0] if good else None}
 
 
@@ -70,17 +70,20 @@ def pieces(place: Place) -> Answer:
     """
     rows = []
     for path in snapshots(place):
-        found = read.record(path)
-        row: Answer = {"path": str(path), "step": found.step, "record": None, "manifest": None, "good": []}
+        verdict = read.record(path)
+        row: Answer = {"path": str(path), "step": verdict.step, "record": None, "manifest": None, "good": []}
         row["made_s"] = retention.made_s(path)
-        row |= {"bad": list(found.bad)}
-        if found.manifest is not None:
+        row |= {"bad": list(verdict.bad)}
+        if verdict.manifest is not None:
             present = layout.entries(path)
-            here = [name for name in found.manifest.files if present.get(name) is not None]
-            wrong = read.faults(path, found.manifest, here)
-            text = found.manifest.text.decode()
-            row |= {"record": layout.commit_record(found.manifest.text, found.manifest.hash).decode(), "manifest": text}
-            row["good"] = [name for name in here if name not in wrong]
+            own_files = [name for name in verdict.manifest.files if present.get(name) is not None]
+            wrong = read.faults(path, verdict.manifest, own_files)
+            text = verdict.manifest.text.decode()
+            row |= {
+                "record": layout.commit_record(verdict.manifest.text, verdict.manifest.hash).decode(),
+                "manifest": text,
+            }
+            row["good"] = [name for name in own_files if name not in wrong]
             row["bad"] = list(wrong.values())
         rows.append(row)
     return {"rows": rows}
@@ -118,10 +121,10 @@ def newest(place: Place, contents: read.Contents | None = None) -> tuple[read.Sn
     """
     rejected: list[str] = []
     for path in snapshots(place):
-        found = read.verify(path, contents)
-        if found.manifest is not None:
-            return found, {"path": str(path), "step": found.step, "rejected": rejected}
-        rejected.append(f"{path.name} is {found.status}: {'; '.join(found.bad)}")
+        verdict = read.verify(path, contents)
+        if verdict.manifest is not None:
+            return verdict, {"path": str(path), "step": verdict.step, "rejected": rejected}
+        rejected.append(f"{path.name} is {verdict.status}: {'; '.join(verdict.bad)}")
         if contents is not None:
             contents.clear()
     raise SnapshotError(
@@ -132,22 +135,22 @@ def newest(place: Place, contents: read.Contents | None = None) -> tuple[read.Sn
 
 def show(place: Place) -> Answer:
     """The manifest of the newest good snapshot, and its tensors."""
-    found, answer = newest(place)
-    assert found.manifest is not None  # noqa: S101  # for the type checker
+    verdict, answer = newest(place)
+    assert verdict.manifest is not None  # noqa: S101  # for the type checker
     files = {}
-    for name, entry in found.manifest.files.items():
-        with (found.path / name).open("rb") as file:
+    for name, entry in verdict.manifest.files.items():
+        with (verdict.path / name).open("rb") as file:
             files[name] = headers.read(file, entry.size_bytes)
-    trees = assembly.assembled((found.manifest.part_of(name), name, header) for name, header in files.items())
+    trees = assembly.assembled((verdict.manifest.part_of(name), name, header) for name, header in files.items())
     tensors = {
         f"{part}.{leaf.name}": {"dtype": headers.DTYPES[leaf.dtype], "shape": list(leaf.shape)}
         for part, tree in trees.items()
         for leaf in assembly.leaves(tree)
     }
-    listed = {name: entry.document() for name, entry in found.manifest.files.items()}
+    listed = {name: entry.document() for name, entry in verdict.manifest.files.items()}
     return answer | {
-        "hash": found.manifest.hash,
-        "facts": dict(found.manifest.facts),
+        "hash": verdict.manifest.hash,
+        "facts": dict(verdict.manifest.facts),
         "files": listed,
         "tensors": tensors,
     }
@@ -160,17 +163,17 @@ def digest(place: Place) -> Answer:
         SnapshotError: there is none, or it has no model.
     """
     contents: dict[str, memoryview] = {}
-    found, answer = newest(place, contents)
-    assert found.manifest is not None  # noqa: S101  # for the type checker
-    trees, data = read.opened(contents, found.manifest)
+    verdict, answer = newest(place, contents)
+    assert verdict.manifest is not None  # noqa: S101  # for the type checker
+    trees, data = read.opened(contents, verdict.manifest)
     entries: dict[str, assembly.TreeEntry] = {}
     for part in ("model", "optimizer"):
         if part not in trees:
-            raise SnapshotError(f"the snapshot has no part {part}", where=str(found.path))
+            raise SnapshotError(f"the snapshot has no part {part}", where=str(verdict.path))
         tree = trees[part]
         if part == "optimizer":
             if not isinstance(tree, dict) or "state" not in tree:
-                raise SnapshotError("the optimizer's part has no state", where=str(found.path))
+                raise SnapshotError("the optimizer's part has no state", where=str(verdict.path))
             tree = tree["state"]
         for leaf in assembly.leaves(tree):
             entries[f"{part}.{'.'.join(leaf.path[part == 'optimizer' :])}"] = leaf
@@ -202,15 +205,15 @@ def prune(
         dry_run: only say what would go.
     """
     verdicts = [read.verify(path) for path in snapshots(place)]
-    good = [found for found in verdicts if found.manifest is not None]
-    stays = {found.path for found in verdicts}  # while nothing is certain, nothing goes
+    good = [verdict for verdict in verdicts if verdict.manifest is not None]
+    stays = {verdict.path for verdict in verdicts}  # while nothing is certain, nothing goes
     if good:
         rule = _rule(good[0], keep=keep, every_s=every_s, keep_best=keep_best)
-        steps = rule.stays([(found.step, retention.made_s(found.path)) for found in good])
-        stays = {found.path for found in good if found.step in steps}
-    gone = [found.path for found in verdicts if found.path not in stays]
-    kept = [str(found.path) for found in verdicts if found.path in stays]
-    return {"kept": kept, **_removed(gone, dry_run=dry_run), "dry_run": dry_run}
+        steps = rule.stays([(verdict.step, retention.made_s(verdict.path)) for verdict in good])
+        stays = {verdict.path for verdict in good if verdict.step in steps}
+    gone = [verdict.path for verdict in verdicts if verdict.path not in stays]
+    kept_paths = [str(verdict.path) for verdict in verdicts if verdict.path in stays]
+    return {"kept": kept_paths, **_removed(gone, dry_run=dry_run), "dry_run": dry_run}
 
 
 def _removed(gone: Sequence[Place], *, dry_run: bool = False) -> Answer:
@@ -224,11 +227,11 @@ def _rule(
 ) -> retention.RetentionRule:
     """The rule that a snapshot's manifest has, but for what is asked for."""
     assert found.manifest is not None  # noqa: S101  # for the type checker
-    told = retention.RetentionRule.of(found.manifest.facts)
+    recorded = retention.RetentionRule.of(found.manifest.facts)
     return retention.RetentionRule(
-        keep=told.keep if keep is None else keep,
-        every_s=told.every_s if every_s is None else every_s,
-        best=told.best if keep_best else (),
+        keep=recorded.keep if keep is None else keep,
+        every_s=recorded.every_s if every_s is None else every_s,
+        best=recorded.best if keep_best else (),
     )
 
 
@@ -249,14 +252,16 @@ def export(place: Place, *, part: str, out: Path | BinaryIO) -> Answer:
         SnapshotError: there is no good snapshot, no such part, or it holds more than named tensors.
     """
     contents: dict[str, memoryview] = {}
-    found, answer = newest(place, contents)
-    assert found.manifest is not None  # noqa: S101  # for the type checker
-    trees, data = read.opened(contents, found.manifest)
+    verdict, answer = newest(place, contents)
+    assert verdict.manifest is not None  # noqa: S101  # for the type checker
+    trees, data = read.opened(contents, verdict.manifest)
     if part not in trees:
-        known = ", ".join(trees)
-        raise SnapshotError(f"the snapshot has no part {part}", where=str(found.path), hint=f"its parts are {known}")
+        part_names = ", ".join(trees)
+        raise SnapshotError(
+            f"the snapshot has no part {part}", where=str(verdict.path), hint=f"its parts are {part_names}"
+        )
     tensors, chosen = _laid_out(assembly.leaves(trees[part]))
-    beginning = headers.to_bytes(tensors, {"format": "pt", "step": str(found.step)})
+    beginning = headers.to_bytes(tensors, {"format": "pt", "step": str(verdict.step)})
     size_bytes = len(beginning) + sum(leaf.size_bytes for leaf in chosen)
 
     def pour(stream: BinaryIO) -> None:

@@ -87,6 +87,16 @@ class DistributedSaver(Saver):
         self._division = Division(worker, firsts)
         self._stores: Stores | None = None
 
+    def rejoin(self) -> None:
+        """Write with another process group, since workers were lost and replaced; collective.
+
+        What was being written then is not there, and no failure.
+        """
+        self.wait()
+        self._error, self.failed = None, 0
+        self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._stores = None
+
     def open(self) -> None:
         """As `Saver.open`, in every folder, by one worker of those that see it. Collective.
 
@@ -95,18 +105,18 @@ class DistributedSaver(Saver):
         """
         if self._stores is not None:
             return
-        found = stores(self._folder, self._worker)
+        folders = stores(self._folder, self._worker)
         error = None
-        if self._worker.rank == found.leader:
+        if self._worker.rank == folders.leader:
             try:
                 super().open()
             except DtctlError as exc:
                 error = {"message": exc.message, "where": exc.where, "hint": exc.hint}
-        for told in gathered_json(error, self._worker):
-            if told is not None:
+        for text in gathered_json(error, self._worker):
+            if text is not None:
                 self.close()
-                raise SnapshotError(told["message"], where=told["where"], hint=told["hint"])
-        self._stores = found
+                raise SnapshotError(text["message"], where=text["where"], hint=text["hint"])
+        self._stores = folders
 
     def close(self) -> None:
         """As `Saver.close`."""
@@ -130,40 +140,45 @@ class DistributedSaver(Saver):
             dist.broadcast(busy, src=0)
             if int(busy):
                 return False
-        mine: Mapping[str, Any] = parts
-        if self.in_pieces:
-            divided = self._division.mine(local(parts))
-            mine = {layout.piece_name(part, self._worker.rank): tree for part, tree in divided.items()}
-        return super().save(step, mine, facts=facts, best=best, needed=True)
+        return super().save(step, self.share(parts), facts=facts, best=best, needed=True)
+
+    def share(self, parts: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What this worker writes of the state."""
+        if not self.in_pieces:
+            return parts
+        divided = self._division.mine(local(parts))
+        return {layout.piece_name(part, self._worker.rank): tree for part, tree in divided.items()}
 
     def _write_staged(self, step: int, staged: Staged, facts: Mapping[str, Any], rule: retention.RetentionRule) -> None:
         """One snapshot; every worker learns of a failure on any, and all fail together."""
-        found, worker = self._stores, self._worker
-        assert found is not None  # noqa: S101  # for the type checker
+        folders, worker = self._stores, self._worker
+        assert folders is not None  # noqa: S101  # for the type checker
         name = None
         if isinstance(self._folder, Remote):
             name = gathered_json(layout.attempt_name(step) if worker.is_first else None, worker, self._group)[0]
-        target, draft = write.target_and_draft(self._folder, step, token=found.token, name=name)
-        leads = worker.rank == found.leader
+        target, draft = write.target_and_draft(self._folder, step, token=folders.token, name=name)
+        leads = worker.rank == folders.leader
 
         def written() -> Any:
             make_folder(self._folder)
             draft.mkdir(exist_ok=True)
             staged.wait()
-            own = {write.file_name(file): write.write_part(draft, file, found.hash).document() for file in staged.files}
+            own = {
+                write.file_name(file): write.write_part(draft, file, folders.hash).document() for file in staged.files
+            }
             return {"files": own, "facts": facts if worker.is_first else None}
 
         try:
-            told = self._attempt(step, written)
-            files = [{name: layout.SnapshotFile(**entry) for name, entry in row["files"].items()} for row in told]
-            sent = copies.plan(found, [list(row) for row in files], self._replicas)
+            reports = self._attempt(step, written)
+            files = [{name: layout.SnapshotFile(**entry) for name, entry in row["files"].items()} for row in reports]
+            sent = copies.plan(folders, [list(row) for row in files], self._replicas)
             every = {name: _entry(name, entry) for row in files for name, entry in row.items()}
             if isinstance(draft, Path):  # else there is one store, and no copies
-                send = partial(copies.exchange, sent, draft, staged, every, found.hash, worker, self._group)
+                send = partial(copies.exchange, sent, draft, staged, every, folders.hash, worker, self._group)
                 self._attempt(step, send)
-            manifest = layout.Manifest(step=step, hash=found.hash, facts=told[0]["facts"], files=every)
-            here = found.ranks[found.own]
-            has_some = any(files[rank] for rank in here) or any(one.taker in here for one in sent)
+            manifest = layout.Manifest(step=step, hash=folders.hash, facts=reports[0]["facts"], files=every)
+            own_ranks = folders.ranks[folders.own]
+            has_some = any(files[rank] for rank in own_ranks) or any(copy.taker in own_ranks for copy in sent)
             self._attempt(step, lambda: self._commit(draft, target, manifest) if leads and has_some else None)
         except DtctlError:
             if leads or not isinstance(draft, Remote):
@@ -189,16 +204,16 @@ class DistributedSaver(Saver):
         Raises:
             SnapshotError: it failed on some worker; on all.
         """
-        error, found = None, None
+        error, result = None, None
         try:
-            found = action()
+            result = action()
         except Exception as exc:  # noqa: BLE001  # whatever it is, the others wait to hear of it
             error = exc.message if isinstance(exc, DtctlError) else str(exc) or repr(exc)
-        told = gathered_json([error, found], self._worker, self._group)
-        for rank, (reason, _) in enumerate(told):
+        reports = gathered_json([error, result], self._worker, self._group)
+        for rank, (reason, _) in enumerate(reports):
             if reason is not None:
                 raise write.failure(step, self._folder, f"{reason} (rank {rank})")
-        return [answer for _, answer in told]
+        return [answer for _, answer in reports]
 
 
 def _entry(name: str, entry: layout.SnapshotFile) -> layout.SnapshotFile:

@@ -53,11 +53,13 @@ def newest(folder: str | Place, *, into: Mapping[str, Any] | None = None) -> Loa
     if into is not None:
         return _newest_into(folder, into)
     contents: dict[str, memoryview] = {}
-    found, rejected = read.newest_good(folder, contents)
-    if found is None or found.manifest is None:
+    verdict, rejected = read.newest_good(folder, contents)
+    if verdict is None or verdict.manifest is None:
         return None
     reasons = tuple(f"{bad.path.name} is {bad.status}: {'; '.join(bad.bad)}" for bad in rejected)
-    return Loaded(step=found.step, facts=found.manifest.facts, parts=parts(contents, found.manifest), rejected=reasons)
+    return Loaded(
+        step=verdict.step, facts=verdict.manifest.facts, parts=parts(contents, verdict.manifest), rejected=reasons
+    )
 
 
 def load(verdict: read.SnapshotVerdict) -> dict[str, Any]:
@@ -80,7 +82,7 @@ def parts(contents: read.Contents, manifest: layout.Manifest) -> dict[str, Any]:
         SnapshotError: a tensor is not all there.
     """
     trees, data = read.opened(contents, manifest)
-    found = {}
+    loaded = {}
     for part, tree in trees.items():
         values = {}
         for leaf in assembly.leaves(tree):
@@ -89,8 +91,8 @@ def parts(contents: read.Contents, manifest: layout.Manifest) -> dict[str, Any]:
             shape, dtype = leaf.shape, DTYPES[leaf.dtype]
             flat = torch.frombuffer(whole, dtype=dtype) if len(whole) else torch.empty(0, dtype=dtype)
             values[leaf.path] = flat.view(shape)
-        found[part] = assembly.replaced(tree, values)
-    return found
+        loaded[part] = assembly.replaced(tree, values)
+    return loaded
 
 
 def _newest_into(folder: Place, into: Mapping[str, Any]) -> Loaded | None:
@@ -106,25 +108,27 @@ def _newest_into(folder: Place, into: Mapping[str, Any]) -> Loaded | None:
     places = {name: tensor.detach() for name, tensor in tensors(into) if _can_be_filled(tensor)}
     rejected: list[str] = []
     for _, path in layout.listing(folder):
-        found = read.record(path)
-        status, bad = found.status, list(found.bad)
-        if found.manifest is not None:
+        verdict = read.record(path)
+        status, bad = verdict.status, list(verdict.bad)
+        if verdict.manifest is not None:
             heads: dict[str, headers.Header] = {}
             filled: dict[Extent, torch.Tensor] = {}
-            bad = _faults(path, found.manifest, places, heads, filled)
+            bad = _faults(path, verdict.manifest, places, heads, filled)
             if not bad:
                 try:
-                    parts = _parts(found.manifest, heads, filled)
+                    parts = _parts(verdict.manifest, heads, filled)
                 except assembly.Misfit as exc:
                     bad = [exc.message]
                 else:
-                    return Loaded(step=found.step, facts=found.manifest.facts, parts=parts, rejected=tuple(rejected))
-            absent = [name for name in found.manifest.files if not (path / name).exists()]  # a phrase each
+                    return Loaded(
+                        step=verdict.step, facts=verdict.manifest.facts, parts=parts, rejected=tuple(rejected)
+                    )
+            absent = [name for name in verdict.manifest.files if not (path / name).exists()]  # a phrase each
             status = "incomplete" if len(absent) == len(bad) else "corrupt"
         rejected.append(f"{path.name} is {status}: {'; '.join(bad)}")
     if rejected:
         raise SnapshotError(
-            f"no snapshot is right: {'; '.join(rejected)}", where=str(folder), hint="begin anew in another folder"
+            f"no snapshot is usable: {'; '.join(rejected)}", where=str(folder), hint="start over in another folder"
         )
     return None
 
@@ -172,7 +176,7 @@ def _fill(
         OSError: it cannot be read.
     """
     entry, part, state = manifest.files[path.name], manifest.part_of(path.name), layout.hasher(manifest.hash)
-    found: dict[Extent, torch.Tensor] = {}
+    tensors: dict[Extent, torch.Tensor] = {}
     with path.open("rb", buffering=0) as file:
         length = file.read(8)
         beginning = length + file.read(min(entry.size_bytes, int.from_bytes(length, "little")))
@@ -189,11 +193,11 @@ def _fill(
                 place = torch.empty(shape, dtype=dtype)
             if place.numel():
                 _pour(file, raw(place).numpy().data, state)
-            found[path.name, begin, end] = place
+            tensors[path.name, begin, end] = place
             read_bytes += end - begin
         if file.read(1) or read_bytes != entry.size_bytes or state.hexdigest() != entry.digest:
             raise ValueError(path.name)
-    return header, found
+    return header, tensors
 
 
 def _pour(file: Any, place: memoryview, state: layout.Hasher) -> None:
@@ -209,7 +213,7 @@ def _pour(file: Any, place: memoryview, state: layout.Hasher) -> None:
 def _parts(
     manifest: layout.Manifest, heads: Mapping[str, headers.Header], filled: Mapping[Extent, torch.Tensor]
 ) -> dict[str, Any]:
-    found = {}
+    loaded = {}
     trees = assembly.assembled((manifest.part_of(name), name, heads[name]) for name in manifest.files)
     for part, tree in trees.items():
         whole = {}
@@ -223,5 +227,5 @@ def _parts(
                 offset, shape = source.box
                 cuts = tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
                 whole[leaf.path][cuts] = piece
-        found[part] = assembly.replaced(tree, whole)
-    return found
+        loaded[part] = assembly.replaced(tree, whole)
+    return loaded

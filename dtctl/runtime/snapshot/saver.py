@@ -127,6 +127,9 @@ class Saver:
         self._thread.start()
         return True
 
+    def rejoin(self) -> None:
+        """The workers have another process group; collective, if saving is."""
+
     def finish(self) -> None:
         """Wait until the last snapshot is durable.
 

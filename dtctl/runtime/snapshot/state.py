@@ -25,23 +25,23 @@ Configured = dict[torch.Tensor, dict[str, Any]]
 
 def configured(optimizer: torch.optim.Optimizer) -> Configured:
     """What an optimizer just made was told: the values of each parameter's group, before a step has changed any."""
-    found: Configured = {}
+    settings: Configured = {}
     for group in optimizer.param_groups:
         values = group_values(group)
-        found |= dict.fromkeys(group["params"], values)
-    return found
+        settings |= dict.fromkeys(group["params"], values)
+    return settings
 
 
 def group_values(group: Mapping[str, Any]) -> dict[str, Any]:
     """What a group has beside parameters, encoded; what cannot be is there by the name of its type, as a setting."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in group.items():
         if key != "params":
             try:
-                found[key] = _inline(encode(value, f"param_groups.{key}"))
+                settings[key] = _inline(encode(value, f"param_groups.{key}"))
             except NotEncodable:
-                found[key] = {_OPAQUE: type(value).__qualname__}
-    return found
+                settings[key] = {_OPAQUE: type(value).__qualname__}
+    return settings
 
 
 def _inline(tree: Any) -> Any:
@@ -91,9 +91,9 @@ def optimizer_tree(
     names = _names(model, optimizer)
     groups = []
     for group in optimizer.param_groups:
-        told = configured.get(group["params"][0]) if configured is not None and group["params"] else None
-        made = {} if told is None else {CONFIGURED: told}
-        groups.append({**group_values(group), **made, "params": [names[parameter] for parameter in group["params"]]})
+        initial = configured.get(group["params"][0]) if configured is not None and group["params"] else None
+        entry = {} if initial is None else {CONFIGURED: initial}
+        groups.append({**group_values(group), **entry, "params": [names[parameter] for parameter in group["params"]]})
     state: dict[str, Any] = {}
     other: list[Any] = []
     on_cpu: dict[str, dict[str, bool]] = {}
@@ -163,7 +163,7 @@ def load_optimizer(
     if tree.get("class", class_name(optimizer)).rpartition(".")[2] != class_name(optimizer).rpartition(".")[2]:
         raise SnapshotError(
             f"the optimizer of the snapshot is {tree['class']}, and this one is {class_name(optimizer)}",
-            hint="resume with the optimizer that the run began with, or begin anew with `train.snapshot.dir`",
+            hint="resume with the optimizer that the run began with, or start over with `train.snapshot.dir`",
         )
     names = _names(model, optimizer)
     own = {names[parameter] for group in optimizer.param_groups for parameter in group["params"]}
@@ -171,12 +171,12 @@ def load_optimizer(
     if own != then if whole else not own <= then:
         raise SnapshotError(
             "the optimizer of the snapshot has other parameters",
-            hint="resume with the optimizer that the run began with, or begin anew with `train.snapshot.dir`",
+            hint="resume with the optimizer that the run began with, or start over with `train.snapshot.dir`",
         )
     if "own" in tree:
         extra = decode(tree["own"])
         optimizer.load_state_dict({**optimizer.state_dict(), **extra})
-    found = _load_groups(optimizer, names, tree["groups"], configured)
+    differences = _load_groups(optimizer, names, tree["groups"], configured)
     parameters = {name: parameter for parameter, name in names.items()}
     for name, values in tree["state"].items():
         if name in own:
@@ -188,13 +188,17 @@ def load_optimizer(
             }
     for key, values in tree.get("other", ()):
         optimizer.state[decode(key)] = decode(values)
-    return found
+    return differences
 
 
 def _placed(value: Any, parameter: torch.Tensor, *, stays: bool) -> Any:
     if not isinstance(value, torch.Tensor) or stays or hasattr(value, "device_mesh"):
         return value
-    return value.to(parameter.device)
+    moved = value.to(parameter.device)
+    if moved.shape != parameter.shape or moved.stride() == parameter.stride():
+        return moved
+    # Fused optimizers take the numbers of both as they lie in memory (channels_last).
+    return torch.empty_like(parameter, dtype=moved.dtype, requires_grad=False).copy_(moved)
 
 
 def _load_groups(
@@ -205,30 +209,32 @@ def _load_groups(
 ) -> list[str]:
     """Give each group of the optimizer the values of the group in which its parameters were; in place."""
     home = {name: group for group in groups for name in group["params"]}
-    found: dict[str, None] = {}
+    differences: dict[str, None] = {}
     for number, group in enumerate(optimizer.param_groups):
         if not group["params"]:
             continue
         source = home[names[group["params"][0]]]
-        told = configured[group["params"][0]] if configured is not None else {}
+        initial = configured[group["params"][0]] if configured is not None else {}
         told_then = source.get(CONFIGURED)
         for parameter in group["params"]:
             other = home[names[parameter]]
             for key in source.keys() | other.keys():
                 if key not in ("params", CONFIGURED) and not same(source.get(key), other.get(key)):
-                    found[f"{key} of optimizer groups was not the same for parameters that are one group now"] = None
+                    differences[f"{key} of optimizer groups was not the same for parameters that are one group now"] = (
+                        None
+                    )
         for key, value in source.items():
             if key in ("params", CONFIGURED) or (isinstance(value, dict) and _OPAQUE in value):
                 continue
-            if configured is None or (told_then is not None and same(told_then.get(key), told.get(key))):
+            if configured is None or (told_then is not None and same(told_then.get(key), initial.get(key))):
                 group[key] = _like_before(group.get(key), decode(value))
         if configured is not None:
             before = told_then if told_then is not None else source
-            for key in before.keys() | told.keys():
-                if key not in ("params", CONFIGURED) and not same(before.get(key), told.get(key)):
-                    was, now = _told(before.get(key)), _told(told.get(key))
-                    found[f"optimizer.param_groups[{number}].{key} was {was} and is {now}"] = None
-    return list(found)
+            for key in before.keys() | initial.keys():
+                if key not in ("params", CONFIGURED) and not same(before.get(key), initial.get(key)):
+                    was, now = _told(before.get(key)), _told(initial.get(key))
+                    differences[f"optimizer.param_groups[{number}].{key} changed from {was} to {now}"] = None
+    return list(differences)
 
 
 def _told(value: Any) -> str:
@@ -246,9 +252,12 @@ def _like_before(held: Any, value: Any) -> Any:
 def same(one: Any, other: Any) -> bool:
     """Whether two encoded values are equal, tensors bit by bit; NaN is equal to itself, and a tuple to its list."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        are_tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
         return (
-            both and one.dtype == other.dtype and one.shape == other.shape and bool(torch.equal(raw(one), raw(other)))
+            are_tensors
+            and one.dtype == other.dtype
+            and one.shape == other.shape
+            and bool(torch.equal(raw(one), raw(other)))
         )
     one, other = (value.get("$tuple", value) if isinstance(value, dict) else value for value in (one, other))
     if isinstance(one, dict) and isinstance(other, dict):
@@ -287,7 +296,7 @@ def load_model(model: nn.Module, tree: Mapping[str, Any], *, absent_keys: Collec
     except RuntimeError as exc:
         raise SnapshotError(
             f"the snapshot is of another model: {' '.join(str(exc).split())[:400]}",
-            hint="resume with the model that the run began with, or begin anew with `train.snapshot.dir`",
+            hint="resume with the model that the run began with, or start over with `train.snapshot.dir`",
         ) from exc
 
 
@@ -329,9 +338,9 @@ def digest(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> str:
         SnapshotError: the package blake3 is not installed.
     """
     state = layout.hasher("blake3")
-    found = dict(tensors(model, "model")) | dict(tensors(optimizer["state"], "optimizer"))
-    for name in sorted(found):
-        tensor = found[name]
+    entries = dict(tensors(model, "model")) | dict(tensors(optimizer["state"], "optimizer"))
+    for name in sorted(entries):
+        tensor = entries[name]
         state.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode() + b"\n")
         state.update(raw(tensor).numpy().data)
     return state.hexdigest()

@@ -6,7 +6,8 @@ ddp.py       replicas; gradients averaged during the backward pass
 accumulation.py   the passes of a step, where they simply follow each other
 deferred_init.py   models that are too large for one worker
 zero1.py     ddp with an optimizer whose state is divided
-sharded.py   fsdp, hsdp, tp (tensor.py), cp (context.py) and their products
+regroup.py   a sharded model whose process groups are made anew
+sharded.py   fsdp, hsdp, tp (tensor.py), cp (context.py), ep (../moe/divide.py) and their products
 unused.py    what some workers leave out of a step
 pipeline.py  blocks on other workers (stages.py cuts), and products with all of them
 trial.py     whether a divided model computes what it did in one piece
@@ -15,7 +16,7 @@ trial.py     whether a divided model computes what it did in one piece
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from dtctl.runtime.console import say
 from dtctl.runtime.distributed.device_mesh import device_mesh, limit_groups
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.explain import explained
+from dtctl.runtime.precision import autocast
 from dtctl.runtime.step import Step
 from dtctl.runtime.strategies import context, trial
 from dtctl.runtime.strategies.ddp import Ddp
@@ -64,6 +66,9 @@ class Strategy(Protocol):
     def load_state(self, tree: Mapping[str, Any]) -> str | None:
         """Put back what `state` returned, empty if there is none. Returns why that is not exact, if it is not."""
 
+    def release(self) -> None:
+        """Take off what the model's parameters got; local. The strategy is not used any more."""
+
     def discard(self) -> None:
         """Forget what was carried over from the last gradients, on all workers: no step is taken with them."""
 
@@ -82,6 +87,14 @@ class Strategy(Protocol):
 
     def clip(self, max_norm: float, norm: torch.Tensor) -> None:
         """Scale the gradient, whose length is `norm`, down to `max_norm` if it is longer."""
+
+
+@runtime_checkable
+class Lasting(Protocol):
+    """A strategy that outlives its process groups."""
+
+    def rejoin(self, worker: Worker, degrees: Degrees) -> None:
+        """After `release`, go on in new process groups with what this worker has; collective."""
 
 
 def choose(
@@ -105,7 +118,9 @@ def choose(
     if config.exact == "elastic":
         require_for(config, model)
         return Elastic(model, worker, config.seed)
-    if degrees.workers == 1:
+    if (
+        degrees.workers == 1 or worker.backend is None
+    ):  # alone, or it replaces a lost one and has not come to the others yet
         return Single(model)
     if config.strategy == "zero1":
         return Zero1(model, config.ddp, worker)
@@ -122,7 +137,7 @@ def choose(
         )
     mesh = device_mesh(degrees, worker.device.type)
     limit_groups(config.timeout_s)
-    if degrees.tp == degrees.cp == degrees.pp == 1:
+    if degrees.tp == degrees.cp == degrees.ep == degrees.pp == 1:
         try:
             sharded = Sharded(model, config, worker, degrees, mesh)
             limit_groups(config.timeout_s)  # and those that were made on the way
@@ -130,7 +145,8 @@ def choose(
         except (AssertionError, RuntimeError, ValueError) as exc:
             raise explained(exc) or exc from exc
     begin_alike(model)
-    expected = trial.measure(probe, model)
+    halves = None if config.precision == "fp32" else autocast(config.precision, worker.device)
+    expected, probe, rounding = trial.whole(probe, model, halves)
     divided: Strategy
     try:
         if degrees.pp == 1:
@@ -147,6 +163,6 @@ def choose(
             hint="its code does not allow this; see the top of dtctl/runtime/strategies/tensor.py and pipeline.py for "
             "what it must be like",
         ) from exc
-    trial.require_agreement(expected, found, worker, how=f"spread as {degrees}")
+    trial.require_agreement(expected, found, worker, how=f"spread as {degrees}", rounding=rounding)
     limit_groups(config.timeout_s)  # and those that were made on the way
     return divided

@@ -31,7 +31,7 @@ def accumulate(
     """
     losses = []
     # At the end of a training, those that are empty on all workers are left out.
-    count = -(-step.samples // (step.batch.micro * step.batch.world_size))
+    count = -(-step.samples // (step.batch.micro * step.batch.parts))
     micro_batches = step.micro_batches[:count]
     for index, indices in enumerate(micro_batches):
         # Every sample weighs the same, in a short last batch too; gradients are averaged over the workers.

@@ -138,7 +138,7 @@ class Context:
             raise PlanError(
                 f"an attention mask of {mask.shape[-2]} x {mask.shape[-1]} does not fit {self.whole} tokens",
                 where="train.strategy.cp",
-                hint="make masks before the blocks, for whole sequences, or use is_causal",
+                hint="build masks before the blocks, for whole sequences, or use is_causal",
             )
         return mask.index_select(-2, self.own(mask.device))
 
@@ -217,10 +217,10 @@ def _unmasked(
     held = list(_current)
     _current.clear()  # it asks torch.nn.functional for attention again, which is to be torch's own then
     try:
-        found: torch.Tensor = CausalBias._dispatch(query, key, value, bias, dropout_p, **options)
+        output: torch.Tensor = CausalBias._dispatch(query, key, value, bias, dropout_p, **options)
     finally:
         _current[:] = held
-    return found
+    return output
 
 
 def forget() -> None:
@@ -229,12 +229,15 @@ def forget() -> None:
     nn.functional.scaled_dot_product_attention = ATTENTION
 
 
-def divide(found: Blocks | None, group: dist.ProcessGroup) -> None:
+def divide(found: Blocks | None, group: dist.ProcessGroup) -> Context:
     """Spread the tokens inside of a model's blocks over a group.
 
     Args:
         found: the model's blocks.
         group: workers with the same samples.
+
+    Returns:
+        How they are spread.
 
     Raises:
         PlanError: the model has no blocks, or they mix tokens otherwise.
@@ -254,3 +257,4 @@ def divide(found: Blocks | None, group: dist.ProcessGroup) -> None:
     found.modules[-1].register_forward_hook(context.leave)
     _current[:] = [context]
     nn.functional.scaled_dot_product_attention = _attention
+    return context

@@ -78,6 +78,12 @@ class Ddp:
         hooks.restore(self._powersgd, tree, self._device)
         return None
 
+    def release(self) -> None:
+        """Take off the marks of the first step; torch's own hooks go with its wrapper."""
+        for mark in self._marks:
+            mark.remove()
+        self._marks.clear()
+
     def discard(self) -> None:
         """Forget what PowerSGD would carry over."""
         if self._powersgd is not None:

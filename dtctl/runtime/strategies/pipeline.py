@@ -68,36 +68,37 @@ class Pipeline:
         """
         options = config.pipeline
         per_worker = stages_per_worker(config.pipeline)
-        found = blocks.find(model, config.blocks)
-        if found is None:
+        parts = blocks.find(model, config.blocks)
+        if parts is None:
             raise PlanError(
                 "a pipeline needs a model with a list of blocks", where="train.blocks", hint="name the list"
             )
         self.name = f"{degrees}, {options.schedule}"
-        self.module, self._blocks = model, found
+        self.module, self._blocks = model, parts
         self._kind, self._single = SCHEDULES[options.schedule], options.schedule in ONE_STAGE
         self._degrees, self._mesh, self._worker = degrees, mesh, worker
-        self.sizes = sizes_of(options, degrees.pp * per_worker, *stages.costs(found, run))
+        self.sizes = sizes_of(options, degrees.pp * per_worker, *stages.costs(parts, run))
         state, names = set(model.state_dict()), [name for name, _ in model.named_parameters()]
         if degrees.tp > 1:
-            tensor.parallelize(model, found, config.tp, mesh["tp"])
-        self._outside = outside(model, found, self.sizes)
-        in_blocks = {parameter for block in found.modules for parameter in block.parameters()}
-        if degrees.fsdp > 1 and not in_blocks.isdisjoint(self._outside):
+            tensor.parallelize(model, parts, config.tp, mesh["tp"])
+        self._outside = outside(model, parts, self.sizes)
+        in_blocks = {parameter for block in parts.modules for parameter in block.parameters()}
+        if degrees.shards > 1 and not in_blocks.isdisjoint(self._outside):
             raise PlanError(
                 "blocks on several stages share parameters, which fully_shard cannot divide",
                 where="train.strategy",
                 hint="use dp instead of fsdp",
             )
+        experts = sharded.spread_experts(model, degrees, worker, mesh) if degrees.ep > 1 else None
         self.owners = owners(options.schedule, degrees.pp, per_worker)
-        self._stages = self._take(model, found)
+        self._stages = self._take(model, parts)
         self.absent_keys: Collection[str] = frozenset(state - set(model.state_dict()))
         if degrees.data > 1:
             sharded.keep_buffers_alike(model, mesh)
         self._present: unused.Present | None = None
-        if degrees.fsdp > 1:
+        if degrees.shards > 1:
             for stage in self._stages.values():
-                sharded.shard_blocks(stage, stage.cut.blocks, config, worker, mesh)
+                sharded.shard_blocks(stage, stage.cut.blocks, config, worker, mesh, experts=experts)
             self._present = unused.Present(model, list(self._stages.values()), names)
         shared = set(self._outside)
         self._own = [parameter for parameter in gradients.wanted(model) if parameter not in shared]
@@ -105,14 +106,14 @@ class Pipeline:
         self._schedule: Any = None
         self._scheduled_for = (0, 0)
 
-    def _take(self, model: nn.Module, found: blocks.Blocks) -> dict[int, stages.Stage]:
+    def _take(self, model: nn.Module, parts: blocks.Blocks) -> dict[int, stages.Stage]:
         """This worker's stages by their numbers; blocks of others are given up."""
         mine = [number for number, owner in enumerate(self.owners) if owner == self._mesh["pp"].get_local_rank()]
         ends = list(accumulate(self.sizes))
-        cuts = {number: stages.Cut(model, found, ends[number] - self.sizes[number], ends[number]) for number in mine}
-        kept = {index for number in mine for index in range(ends[number] - self.sizes[number], ends[number])}
-        for index in set(range(len(found))) - kept:
-            found.container[index] = stages.Elsewhere()
+        cuts = {number: stages.Cut(model, parts, ends[number] - self.sizes[number], ends[number]) for number in mine}
+        own_indexes = {index for number in mine for index in range(ends[number] - self.sizes[number], ends[number])}
+        for index in set(range(len(parts))) - own_indexes:
+            parts.container[index] = stages.Elsewhere()
         return {number: stages.Stage(cut, self._outside) for number, cut in cuts.items()}
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
@@ -122,6 +123,9 @@ class Pipeline:
     def state(self) -> Mapping[str, Any]:
         """Nothing of its own."""
         return {}
+
+    def release(self) -> None:
+        """Not yet: a sharded state has nobody to be taken from."""
 
     def discard(self) -> None:
         """Nothing is carried over."""
@@ -136,7 +140,7 @@ class Pipeline:
         weighed = []
         for index, indices in enumerate(step.micro_batches):
             weight = scale * len(indices) * step.replicas / step.samples
-            weighed.append(((step.read(index), len(indices)), weight))
+            weighed.append(((step.read(index), len(indices), weight), weight))
         total = self._run(weighed, lambda model, part: step.loss(model, *part), step.batch.micro) / scale
         # Only workers with the last stage have seen whether losses have weights; all take part in adding them up.
         if float(self._worker.sum(torch.tensor(float(len(step.weights))))) and not step.weights:
@@ -147,7 +151,7 @@ class Pipeline:
         """Add up over stages what is on all of them, and average over replicas what fully_shard does not."""
         gradients.add_up(self._outside, self._mesh["pp"].get_group())
         if self._degrees.data > 1:
-            replicated = self._outside if self._degrees.fsdp > 1 else [*self._outside, *self._own]
+            replicated = self._outside if self._degrees.shards > 1 else [*self._outside, *self._own]
             gradients.add_up(replicated, sharded.data_group(self._mesh), divide_by=self._degrees.data)
         if self._present is not None:
             self._present.finish()
@@ -194,7 +198,7 @@ class Pipeline:
         """The schedule over this worker's stages, for streams of one shape."""
         device, last = self._worker.device, len(self.owners) - 1
         number, scalar = torch.zeros(1, dtype=torch.int64), torch.zeros((), device=device)
-        made = [
+        schedule_stages = [
             PipelineStage(
                 stage,
                 index,
@@ -207,7 +211,7 @@ class Pipeline:
             for index, stage in self._stages.items()
         ]
         return self._kind(
-            made[0] if self._single else made,
+            schedule_stages[0] if self._single else schedule_stages,
             n_microbatches=micro_batches,
             loss_fn=lambda output, _: output,  # the last stage has called the loss function
             scale_grads=False,
@@ -230,32 +234,32 @@ class Inference(nn.Module):
 
     numbered: Mapping[int, stages.Stage]
 
-    def __init__(self, made: Mapping[int, stages.Stage], owners: Sequence[int], mesh: DeviceMesh) -> None:
+    def __init__(self, own_stages: Mapping[int, stages.Stage], owners: Sequence[int], mesh: DeviceMesh) -> None:
         super().__init__()
-        self.stages = nn.ModuleList(made.values())
-        self.__dict__["numbered"] = dict(made)
+        self.stages = nn.ModuleList(own_stages.values())
+        self.__dict__["numbered"] = dict(own_stages)
         self.owners, self.group, self.rank = owners, mesh.get_group(), mesh.get_local_rank()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns: tensors, in dicts and lists."""
-        kept: torch.Tensor | None = None
+        last_output: torch.Tensor | None = None
         result: Any = None
         for number, stage in self.numbered.items():
             before = self.owners[number - 1] if number else None
             if before is not None:
-                stage.cut.entrance.source = self._receiving(before, kept)
+                stage.cut.entrance.source = self._receiving(before, last_output)
             stage.task = lambda *_, stage=stage: stage.cut(*args, **kwargs)
             result = stage()
             if number + 1 < len(self.owners):
-                kept = result
+                last_output = result
                 if self.owners[number + 1] != self.rank:
                     dist.send(result.contiguous(), group_dst=self.owners[number + 1], group=self.group)
         return self._given(result)
 
-    def _receiving(self, before: int, kept: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _receiving(self, before: int, last_output: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
         def source(like: torch.Tensor) -> torch.Tensor:
-            if before == self.rank and kept is not None:
-                return kept
+            if before == self.rank and last_output is not None:
+                return last_output
             stream = torch.empty(like.shape, dtype=like.dtype, device=like.device)
             dist.recv(stream, group_src=before, group=self.group)
             return stream
@@ -308,19 +312,19 @@ def sizes_of(options: PipelineConfig, count: int, costs: Sequence[int], after: i
 
 def owners(schedule: str, workers: int, per_worker: int) -> list[int]:
     """Which worker of the pipeline has which stage: round and round, or there and back (zbv)."""
-    there = list(range(workers))
-    return there + there[::-1] if schedule == "zbv" else there * per_worker
+    in_order = list(range(workers))
+    return in_order + in_order[::-1] if schedule == "zbv" else in_order * per_worker
 
 
-def outside(model: nn.Module, found: blocks.Blocks, sizes: Sequence[int]) -> list[torch.Tensor]:
+def outside(model: nn.Module, parts: blocks.Blocks, sizes: Sequence[int]) -> list[torch.Tensor]:
     """The parameters that are trained and do not belong to one stage alone: outside of blocks, or in several stages."""
     uses: dict[torch.Tensor, set[int]] = {}
     starts = [0, *accumulate(sizes)]
     for stage, (first, last) in enumerate(pairwise(starts)):
-        for block in found.modules[first:last]:
+        for block in parts.modules[first:last]:
             for parameter in block.parameters():
                 uses.setdefault(parameter, set()).add(stage)
-    inside = {id(module) for block in found.modules for module in block.modules()}
+    inside = {id(module) for block in parts.modules for module in block.modules()}
     for module in model.modules():
         if id(module) not in inside:
             for parameter in module.parameters(recurse=False):

@@ -1,8 +1,8 @@
-"""Sharded data parallel (ZeRO 2 and 3) by torch's `fully_shard`, tensor and context parallel, and all together.
+"""Sharded data parallel (ZeRO 2 and 3) by torch's `fully_shard`, tensor, context and expert parallel, and all together.
 
 Each block of the model is sharded by itself, so that only one or two are whole at a time; what is outside of blocks is
 one group more. On a mesh of replicas and shards (hsdp) gradients are added up inside a replica first. With tp the
-matrices are split before that.
+matrices are split before that, and with ep the experts (moe/divide.py).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,10 +23,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from dtctl.errors import PlanError
-from dtctl.runtime.distributed.device_mesh import context_group
+from dtctl.runtime.distributed.device_mesh import context_group, device_mesh, expert_mesh
 from dtctl.runtime.distributed.worker import Worker
+from dtctl.runtime.moe import divide
+from dtctl.runtime.moe.layer import MoE
 from dtctl.runtime.step import Step
-from dtctl.runtime.strategies import blocks, context, deferred_init, gradients, tensor, unused
+from dtctl.runtime.strategies import blocks, context, deferred_init, gradients, regroup, tensor, unused
 from dtctl.runtime.strategies.accumulation import accumulate
 from dtctl.train.config import FsdpConfig, TrainConfig
 from dtctl.train.mesh import Degrees
@@ -45,7 +48,7 @@ class Sharded:
         """Spread a model.
 
         Args:
-            model: those of all workers become rank 0's. With tp and cp whole, alike, and on the worker's device.
+            model: those of all workers become rank 0's. With tp, cp and ep whole, alike, and on the worker's device.
             config: of the training.
             worker: this worker.
             degrees: of the mesh; pp is 1.
@@ -57,14 +60,23 @@ class Sharded:
         hush()
         self.name = str(degrees)
         self.module = self.inference = model
+        self._mesh = mesh
+        self._shares_buffers = degrees.data * degrees.cp > 1 and _has_kept_buffers(model)
+        if self._shares_buffers:
+            data_group(mesh)  # before anything is changed: to make a group can fail
         if degrees.tp > 1:
             tensor.parallelize(model, blocks.find(model, config.blocks), config.tp, mesh["tp"])
         if degrees.cp > 1:
-            context.divide(blocks.find(model, config.blocks), context_group(degrees, worker.device.type))
+            divided = context.divide(blocks.find(model, config.blocks), context_group(degrees, worker.device.type))
+            for part in model.modules():
+                if isinstance(part, MoE):
+                    part.sequence = divided
+        experts = spread_experts(model, degrees, worker, mesh) if degrees.ep > 1 else None
         self._present: unused.Present | None = None
         self._turns: unused.Turns | None = None
         if degrees.data * degrees.cp > 1:
-            self._turns = shard(model, config, worker, mesh, in_turns=degrees.cp == 1)
+            in_turns = degrees.cp == degrees.ep == 1
+            self._turns = shard(model, config, worker, mesh, in_turns=in_turns, experts=experts)
             self._present = unused.Present(model, [model], [name for name, _ in model.named_parameters()])
             keep_buffers_alike(model, mesh)
         self._wanted = gradients.wanted(model)
@@ -94,6 +106,25 @@ class Sharded:
     def state(self) -> Mapping[str, Any]:
         """Nothing of its own."""
         return {}
+
+    def release(self) -> None:
+        """Forget the pass that is under way; shards stay."""
+        if isinstance(self.module, FSDPModule):
+            regroup.interrupt(self.module)
+        if self._present is not None:
+            self._present.forget()
+        if self._turns is not None:
+            self._turns.forget()
+
+    def rejoin(self, worker: Worker, degrees: Degrees) -> None:
+        """Go on in new process groups with the shards of now; collective, with workers that are new to it.
+
+        Without tp, cp and ep, which keep groups of their own.
+        """
+        mesh = device_mesh(degrees, worker.device.type)
+        if self._shares_buffers:
+            data_group(mesh)
+        regroup.join(self.module, self._mesh, mesh)
 
     def discard(self) -> None:
         """Nothing is carried over."""
@@ -128,8 +159,46 @@ def begin_alike(model: nn.Module) -> None:
         dist.broadcast(value.detach(), src=0)
 
 
+@dataclass(frozen=True, slots=True)
+class SpreadExperts:
+    """The modules of a model that hold experts, of which each worker has a part."""
+
+    modules: Sequence[nn.Module]
+    mesh: DeviceMesh
+    """By `expert_mesh`."""
+
+    @property
+    def over(self) -> DeviceMesh | None:
+        """The workers that have the same experts; None if there is one."""
+        over = self.mesh["dp", "fsdp"] if "dp" in (self.mesh.mesh_dim_names or ()) else self.mesh["fsdp"]
+        return over if over.size() > 1 else None
+
+
+def spread_experts(model: nn.Module, degrees: Degrees, worker: Worker, mesh: DeviceMesh) -> SpreadExperts:
+    """Divide a model's experts over the axes ep and tp; collective over all workers.
+
+    Args:
+        model: changed in place.
+        degrees: of the mesh.
+        worker: this worker.
+        mesh: with all axes.
+
+    Raises:
+        PlanError: it has none, or a number that the workers cannot divide.
+    """
+    apart = expert_mesh(degrees, worker.device.type)
+    alike = mesh["tp"].get_group() if degrees.tp > 1 else None
+    return SpreadExperts(divide.divide(model, apart, alike), apart)
+
+
 def shard(
-    model: nn.Module, config: TrainConfig, worker: Worker, mesh: DeviceMesh, *, in_turns: bool
+    model: nn.Module,
+    config: TrainConfig,
+    worker: Worker,
+    mesh: DeviceMesh,
+    *,
+    in_turns: bool,
+    experts: SpreadExperts | None = None,
 ) -> unused.Turns | None:
     """Apply `fully_shard` to each block and to what is left, over the axes dp and fsdp.
 
@@ -139,6 +208,7 @@ def shard(
         worker: this worker.
         mesh: with all axes.
         in_turns: whether workers may leave out blocks, each its own; then there is something that keeps their order.
+        experts: that are divided over workers.
 
     Raises:
         PlanError: offloading was asked for where there is no accelerator, or a block shares parameters with what is
@@ -153,7 +223,9 @@ def shard(
         if in_turns:
             turns.append(unused.Turns(model, units))
 
-    shard_blocks(model, found.modules if found else [], config, worker, mesh, first=bring, between=between)
+    shard_blocks(
+        model, found.modules if found else [], config, worker, mesh, first=bring, between=between, experts=experts
+    )
     model.register_forward_hook(_shard_again)
     return turns[0] if turns else None
 
@@ -167,6 +239,7 @@ def shard_blocks(
     *,
     first: Callable[[nn.Module], None] = lambda _: None,
     between: Callable[[Sequence[nn.Module]], None] = lambda _: None,
+    experts: SpreadExperts | None = None,
 ) -> None:
     """Apply `fully_shard` to some modules and then to the one that has them.
 
@@ -178,6 +251,7 @@ def shard_blocks(
         mesh: with all axes.
         first: called with each of them before.
         between: called with those modules that have parameters, before the root is sharded.
+        experts: that are divided over workers; those in the root are sharded over the workers that have the same.
 
     Raises:
         PlanError: as `shard`.
@@ -186,6 +260,12 @@ def shard_blocks(
     # Two axes mean replicas of shards; with one replica, one axis is the cheaper way to say it.
     over = mesh["dp", "fsdp"] if "dp" in (mesh.mesh_dim_names or ()) else mesh["fsdp"]
     policy, offload = precision(options), offloading(options, worker)
+    apart: set[nn.Parameter] = set()
+    if experts is not None:
+        inside = set(root.modules())
+        apart = _shard_experts(
+            SpreadExperts([m for m in experts.modules if m in inside], experts.mesh), options, worker
+        )
     units = [block for block in modules if any(True for _ in block.parameters())]
     for block in modules:
         first(block)
@@ -196,12 +276,33 @@ def shard_blocks(
                 reshard_after_forward=options.reshard_after_forward,
                 mp_policy=policy,
                 offload_policy=offload,
+                ignored_params=apart,
             )
     first(root)
     between(units)
-    whole = fully_shard(root, mesh=over, mp_policy=policy, offload_policy=offload)
+    whole = fully_shard(root, mesh=over, mp_policy=policy, offload_policy=offload, ignored_params=apart)
     if unused.ZEROS:
         whole.set_reduce_scatter_unused_params(True)
+
+
+def _shard_experts(experts: SpreadExperts, options: FsdpConfig, worker: Worker) -> set[nn.Parameter]:
+    """Shard experts over the workers that have the same ones.
+
+    Returns:
+        The parameters of experts, if no other worker has the same: then there is nothing to be exchanged.
+    """
+    if experts.over is None:
+        return {parameter for module in experts.modules for parameter in module.parameters()}
+    for module in experts.modules:
+        fully_shard(
+            module,
+            mesh=experts.over,
+            reshard_after_forward=options.reshard_after_forward,
+            shard_placement_fn=divide.placement(experts.mesh),
+            mp_policy=precision(options),
+            offload_policy=offloading(options, worker),
+        )
+    return set()
 
 
 def _shard_again(model: nn.Module, *_: Any) -> None:
@@ -248,20 +349,25 @@ def keep_buffers_alike(model: nn.Module, mesh: DeviceMesh) -> None:
 
     Only those that snapshots have: running means of BatchNorm, which every worker would else have of its own samples.
     """
-    state = model.state_dict(keep_vars=True)
-    kept = [buffer for name, buffer in model.named_buffers() if name in state]
-    if not kept:
+    if not _has_kept_buffers(model):
         return
-    group = data_group(mesh)
-    source = dist.get_global_rank(group, 0)
+    state = model.state_dict(keep_vars=True)
 
     def bring(module: nn.Module, *_: Any) -> None:
         if module.training and torch.is_grad_enabled():
+            group = data_group(mesh)  # of now: another one after a lost worker was replaced
+            source = dist.get_global_rank(group, 0)
             for name, buffer in model.named_buffers():
                 if name in state and not isinstance(buffer, DTensor):
                     dist.broadcast(buffer, src=source, group=group)
 
     model.register_forward_pre_hook(bring, prepend=True)
+
+
+def _has_kept_buffers(model: nn.Module) -> bool:
+    """Whether snapshots have buffers of the model."""
+    state = model.state_dict(keep_vars=True)
+    return any(name in state for name, _ in model.named_buffers())
 
 
 def data_group(mesh: DeviceMesh) -> dist.ProcessGroup:

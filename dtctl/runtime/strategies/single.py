@@ -33,6 +33,9 @@ class Single:
         """Nothing of its own."""
         return {}
 
+    def release(self) -> None:
+        """Nothing was put on."""
+
     def discard(self) -> None:
         """Nothing is carried over."""
 

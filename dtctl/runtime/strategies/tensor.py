@@ -110,7 +110,7 @@ def styles(model: nn.Module, found: Blocks | None, plan: Mapping[str, str]) -> d
     for pattern, style in plan.items():
         if style not in STYLES:
             raise PlanError(
-                f"{style} is no way to split a matrix", where=f"train.tp.plan.{pattern}", hint=", ".join(STYLES)
+                f"{style} is not a way to split a matrix", where=f"train.tp.plan.{pattern}", hint=", ".join(STYLES)
             )
         matching = [name for name in modules if fnmatchcase(name, pattern)]
         if not matching:

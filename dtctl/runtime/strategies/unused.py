@@ -47,8 +47,12 @@ class Present:
         self._names = list(names)
         numbers = {name: number for number, name in enumerate(names)}
         inside = {part for root in roots for part in root.modules() if part is not root and _is_unit(part)}
-        here = {parameter for root in roots for _, parameter in root.named_parameters() if parameter.requires_grad}
-        self._own = {parameter: numbers[name] for name, parameter in model.named_parameters() if parameter in here}
+        own_parameters = {
+            parameter for root in roots for _, parameter in root.named_parameters() if parameter.requires_grad
+        }
+        self._own = {
+            parameter: numbers[name] for name, parameter in model.named_parameters() if parameter in own_parameters
+        }
         self._seen = bytearray(len(numbers))
         self._watched: dict[int, torch.Tensor] = {}
         for unit in {*roots, *inside}:
@@ -56,7 +60,7 @@ class Present:
                 (part, name, self._own[parameter])
                 for part in _apart(unit, inside)
                 for name, parameter in part.named_parameters(recurse=False)
-                if parameter in here
+                if parameter in own_parameters
             ]
             if places:
                 # After the hook of fully_shard, which puts whole parameters where the shards were.
@@ -72,6 +76,10 @@ class Present:
     def _note(self, number: int, _: torch.Tensor) -> None:
         self._seen[number] = 1
 
+    def forget(self) -> None:
+        """A pass was interrupted."""
+        self._seen[:] = bytes(len(self._seen))
+
     def finish(self) -> None:
         """Take away the gradients that are zero because no worker has one; collective.
 
@@ -81,14 +89,18 @@ class Present:
         own = torch.tensor(self._seen, dtype=torch.uint8)
         absent = torch.zeros_like(own)
         absent[list(self._own.values())] = 1
-        both = torch.stack([own, absent - own])
-        dist.all_reduce(both, op=dist.ReduceOp.MAX)
-        anywhere, missed = both.tolist()
+        counts = torch.stack([own, absent - own])
+        dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+        anywhere, missed = counts.tolist()
         for parameter, number in self._own.items():
             if not anywhere[number]:
                 parameter.grad = None
         self._seen[:] = bytes(len(self._seen))
-        differing = [name for name, one, other in zip(self._names, anywhere, missed, strict=True) if one and other]
+        differing = [
+            name
+            for name, is_anywhere, other in zip(self._names, anywhere, missed, strict=True)
+            if is_anywhere and other
+        ]
         if differing and not ZEROS:
             raise PlanError(
                 f"some workers have a gradient of {', '.join(differing[:6])}, others have none, and fully_shard of "
@@ -123,6 +135,11 @@ class Turns:
         for index, unit in enumerate(self._units):
             unit.register_forward_pre_hook(partial(_plainly, self._enter, index), prepend=True, with_kwargs=True)
             unit.register_forward_pre_hook(partial(_plainly, self._entered), with_kwargs=True)
+
+    def forget(self) -> None:
+        """A pass was interrupted, and workers that come anew do not know the order: all find it again."""
+        self._order, self._found, self._at = None, [], 0
+        self._inside, self._thread, self._ends = False, None, []
 
     def ends(self) -> list[torch.Tensor]:
         """Scalars through which the backward pass must go, beside the loss; of the passes since the last call."""
@@ -193,14 +210,14 @@ class Turns:
         """The same while the order is not known yet: of the units that workers want, the first is next."""
         own = len(self._units) if index is None else index
         while True:
-            wanted = torch.tensor(own)
-            dist.all_reduce(wanted, op=dist.ReduceOp.MIN)
-            if int(wanted) == len(self._units):
+            turns = torch.tensor(own)
+            dist.all_reduce(turns, op=dist.ReduceOp.MIN)
+            if int(turns) == len(self._units):
                 return
-            self._found.append(int(wanted))
-            if int(wanted) == own:
+            self._found.append(int(turns))
+            if int(turns) == own:
                 return
-            self._take_part(int(wanted))
+            self._take_part(int(turns))
 
     def _take_part(self, index: int) -> None:
         """All that fully_shard exchanges for a unit, forward and backward, without its computation."""
@@ -215,14 +232,14 @@ class Turns:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _plainly(hook: Callable[..., Any], *given: Any) -> Any:
+def _plainly(hook: Callable[..., Any], *arguments: Any) -> Any:
     """A hook of a unit that is compiled: what it does differs from pass to pass, and is never part of a graph."""
-    return hook(*given)
+    return hook(*arguments)
 
 
-def _with_all(found: Sequence[int], count: int) -> list[int]:
+def _with_all(ranks: Sequence[int], count: int) -> list[int]:
     """The order with the units that no worker has run yet, each behind the one before it in the model."""
-    order = list(found)
+    order = list(ranks)
     for index in range(count):
         if index not in order:
             order.insert(order.index(index - 1) + 1 if index else 0, index)

@@ -31,28 +31,32 @@ def shares(sizes: Sequence[int], workers: int) -> list[int]:
 
 def bunched(parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Parameters of one kind together, as many as make a message that is worth its start; the same on all workers."""
-    found: list[list[torch.Tensor]] = []
+    bunches: list[list[torch.Tensor]] = []
     room: dict[tuple[torch.dtype, torch.device], int] = {}
     at: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for parameter in parameters:
         kind, size_bytes = (parameter.dtype, parameter.device), parameter.numel() * parameter.element_size()
         if kind not in at or room[kind] < size_bytes:
             at[kind], room[kind] = [], MESSAGE_BYTES
-            found.append(at[kind])
+            bunches.append(at[kind])
         at[kind].append(parameter)
         room[kind] -= size_bytes
-    return found
+    return bunches
 
 
 def _flat(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What is sent: one parameter itself, several in a vector."""
-    if len(parameters) == 1:
+    """What is sent: one parameter itself, several, or one that lies otherwise in memory, in a vector."""
+    if _is_sent_itself(parameters):
         return parameters[0].detach()
     return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
 
 
+def _is_sent_itself(parameters: Sequence[torch.Tensor]) -> bool:
+    return len(parameters) == 1 and parameters[0].is_contiguous()
+
+
 def _put(parameters: Sequence[torch.Tensor], values: torch.Tensor) -> None:
-    if len(parameters) > 1:
+    if not _is_sent_itself(parameters):
         parts = torch.split_with_sizes(values, [parameter.numel() for parameter in parameters])
         views = [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
         torch._foreach_copy_([parameter.detach() for parameter in parameters], views)

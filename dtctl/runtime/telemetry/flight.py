@@ -19,8 +19,8 @@ def dump() -> bytes:
     """JSON in the form of torch's dumps, with `gloo` beside NCCL's where there are both; empty if torch cannot say."""
     from torch._C import _distributed_c10d as c10d
 
-    found = [_taken(getattr(c10d, name, None)) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")]
-    nccl, other = found
+    traces = [_taken(getattr(c10d, name, None)) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")]
+    nccl, other = traces
     if not nccl.get("entries"):
         return _short(other) if other else b""
     return _short({**nccl, "gloo": other} if other else nccl)
@@ -29,8 +29,8 @@ def dump() -> bytes:
 def _taken(recorder: Any) -> dict[str, Any]:
     if recorder is None:  # a build without NCCL, or torch before 2.8
         return {}
-    found: dict[str, Any] = json.loads(recorder(True, False))
-    return found
+    trace: dict[str, Any] = json.loads(recorder(True, False))
+    return trace
 
 
 def _short(whole: dict[str, Any]) -> bytes:

@@ -44,6 +44,7 @@ PEAKS: Final[dict[str, Peak]] = {
     "A40": Peak(149.7, 37.4, _NVIDIA + "a40/"),
     "A30": Peak(165.0, 10.3, _NVIDIA + "products/a30-gpu/", parts=4),
     "A10": Peak(125.0, 31.2, _NVIDIA + "products/a10-gpu/"),
+    "RTX 6000 Ada": Peak(364.2, 91.1, "https://www.nvidia.com/en-us/design-visualization/rtx-6000/"),
     "RTX A6000": Peak(154.8, 38.7, "https://www.nvidia.com/en-us/design-visualization/rtx-a6000/"),
     "RTX 4090": Peak(
         165.2, 82.6, "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"

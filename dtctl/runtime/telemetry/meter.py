@@ -74,10 +74,15 @@ class StepTimes:
         self._last = self._clock.mark()
         self._steps: list[tuple[Any, Any]] = []
         self._own: list[tuple[Any, Any]] = []
+        self._waited_s = 0.0
 
     def own(self, begin: Any, end: Any) -> None:
         """Note marks between which this worker did in a step what does not wait for others: data and forward passes."""
         self._own.append((begin, end))
+
+    def waited(self, seconds: float) -> None:
+        """Note time that the loop of this worker waited for data."""
+        self._waited_s += seconds
 
     def step(self) -> None:
         """A step is done."""
@@ -91,16 +96,23 @@ class StepTimes:
         """Leave out time that was not spent on steps."""
         self._last = self._last + seconds if isinstance(self._last, float) else self._clock.mark()
 
-    def take(self) -> tuple[dict[str, float], float]:
-        """The spread of the times since the last call, and this worker's own time per step; begins anew."""
+    def take(self) -> tuple[dict[str, float], float, float]:
+        """The spread of the times since the last call; begins anew.
+
+        Returns:
+            `step_p50_s`, `step_p95_s` and `step_max_s`; this worker's own time per step, in seconds; and the share of
+            the time of steps that it waited for data, 0 to 1.
+        """
         steps_s = sorted(self._clock.between(*marks) for marks in self._steps)
         own_s = sum(self._clock.between(*marks) for marks in self._own)
+        waited_s, self._waited_s = self._waited_s, 0.0
         self._steps, self._own = [], []
         if not steps_s:
-            return {}, 0.0
+            return {}, 0.0, 0.0
         last = len(steps_s) - 1
         spread = {"p50": steps_s[last // 2], "p95": steps_s[round(0.95 * last)], "max": steps_s[-1]}
-        return {f"step_{name}_s": round(value, 6) for name, value in spread.items()}, own_s / len(steps_s)
+        share = min(1.0, waited_s / sum(steps_s)) if sum(steps_s) else 0.0
+        return {f"step_{name}_s": round(value, 6) for name, value in spread.items()}, own_s / len(steps_s), share
 
 
 def stragglers(own_s: torch.Tensor) -> dict[str, float]:
@@ -141,17 +153,17 @@ def fullest(peaks_gib: torch.Tensor) -> dict[str, float]:
 def memory(device: torch.device) -> dict[str, float]:
     """Memory of this worker in GiB: on a GPU the peaks since the last call, else what the process has, and its peak."""
     if device.type == "cuda":
-        found = {
+        figures = {
             "memory_gib": torch.cuda.max_memory_allocated(device) / GIB,
             "memory_reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
         }
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        found = {"rss_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
+        figures = {"rss_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
         status = Path("/proc/self/statm")
         if status.exists():  # Linux alone tells what a process has now
-            found["rss_gib"] = int(status.read_text().split()[1]) * resource.getpagesize() / GIB
-    return {name: round(value, 4) for name, value in found.items()}
+            figures["rss_gib"] = int(status.read_text().split()[1]) * resource.getpagesize() / GIB
+    return {name: round(value, 4) for name, value in figures.items()}
 
 
 class Use:

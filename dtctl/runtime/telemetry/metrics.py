@@ -14,6 +14,11 @@ from dtctl import folders
 from dtctl.runtime.console import say
 from dtctl.runtime.telemetry.sinks import MetricsSink
 
+WORTH_SAYING = 0.1
+"""Share of the time waited for data from which the line of a step says so."""
+NOTICED_S = 0.005
+"""And how long that is per step, at least: on a busy machine a step of a millisecond waits for anything."""
+
 
 def cut(path: Path, step: int) -> None:
     """Remove the lines of later steps, so that each step stands once after a resume; whole or not at all."""
@@ -121,6 +126,9 @@ class MetricsWriter:
             f"step {row['step']:>{width}}/{self._steps}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  "
             f"grad {row['grad_norm']:.2f}  {row['step_s'] * 1e3:.1f} ms/step  {speed}"
         )
+        waited = row.get("data_wait", 0.0)
+        if waited > WORTH_SAYING and waited * row["step_s"] > NOTICED_S:
+            line += f"  {row['data_wait']:.0%} waiting for data"
         return line + "".join(f"  {name} {value:.4f}" for name, value in extra.items())
 
     def rewind(self, step: int) -> None:

@@ -2,8 +2,9 @@
 
     kill -USR2 PID        records the next steps of that worker, while it trains
 
-Files go to `profile/` in the run's folder: `trace-rank0-step120.json` opens in https://ui.perfetto.dev, and
-`memory-rank0-step120.pickle` in https://pytorch.org/memory_viz.
+Files go to `profile/` in the run's folder: `trace-rank0-step120.json` opens in https://ui.perfetto.dev,
+`memory-rank0-step120.pickle` in https://pytorch.org/memory_viz, and `top-rank0-step120.txt` lists the operations that
+took most time, alone and by the lines of code that called them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ from dtctl import names
 from dtctl.runtime.console import say
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.train.config import ProfileConfig
+
+TOP = 10
+"""Operations in each table."""
+STACK = 5
+"""Calls of a stack that count as one entry of the second table."""
 
 
 class Profiler:
@@ -64,12 +70,13 @@ class Profiler:
             self._asked = False
             self._begin(step)
 
-    def after(self, step: int) -> None:
-        """A step is done."""
-        if self._active is not None and step - self._first + 1 >= self._config.steps:
+    def after(self, step: int, *, last: bool) -> None:
+        """A step is done; what follows the last one, such as its snapshot, belongs to no record of steps."""
+        if self._active is not None and (last or step - self._first + 1 >= self._config.steps):
             self._end()
 
     def _begin(self, step: int) -> None:
+        from torch._C._profiler import _ExperimentalConfig
         from torch.profiler import ProfilerActivity, profile
 
         cuda = self._worker.device.type == "cuda"
@@ -77,7 +84,10 @@ class Profiler:
             torch.cuda.memory._record_memory_history()
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
         self._first = step
-        self._active = profile(activities=activities, profile_memory=self._config.memory, record_shapes=True)
+        self._active = profile(
+            activities=activities, profile_memory=self._config.memory, record_shapes=True, with_stack=True,
+            experimental_config=_ExperimentalConfig(verbose=True),  # or `key_averages` sees no stacks (pytorch#100253)
+        )  # fmt: skip
         self._active.start()
 
     def _end(self) -> None:
@@ -89,6 +99,12 @@ class Profiler:
         name = f"rank{self._worker.rank}-step{self._first}"
         path = self._folder / f"trace-{name}.json"
         active.export_chrome_trace(str(path))
+        busiest = "self_cuda_time_total" if self._worker.device.type == "cuda" else "self_cpu_time_total"
+        tables = [
+            active.key_averages().table(sort_by=busiest, row_limit=TOP),
+            active.key_averages(group_by_stack_n=STACK).table(sort_by=busiest, row_limit=TOP, max_name_column_width=60),
+        ]
+        (self._folder / f"top-{name}.txt").write_text("\n".join(tables), encoding="utf-8")
         if self._worker.device.type == "cuda" and self._config.memory:
             torch.cuda.memory._dump_snapshot(str(self._folder / f"memory-{name}.pickle"))  # type: ignore[no-untyped-call]
             torch.cuda.memory._record_memory_history(enabled=None)

@@ -47,9 +47,10 @@ class Report:
             worker: this worker.
             model: not wrapped.
             tokens_per_sample: None if samples have none.
-            board: folder for TensorBoard's event files. None: none are written.
+            board: folder for TensorBoard's event files, where the configuration names none.
         """
-        self._config, self._worker, self._board = config, worker, board
+        self._config, self._worker = config, worker
+        self._board = Path(os.environ.get(names.RUN_DIR, ""), config.tensorboard) if config.tensorboard else board
         self._tokens = tokens_per_sample
         computed = "tf32" if config.tf32 and config.precision == "fp32" else config.precision
         self._use = meter.Use(worker, computed, meter.flops_per_sample(model, tokens_per_sample))
@@ -69,15 +70,21 @@ class Report:
         )
 
     @contextmanager
-    def open(self, step: int, steps: int) -> Iterator[None]:
-        """The context in which lines are written, after a step and up to another.
+    def open(self, step: int, steps: int, *, kept: int | None = None) -> Iterator[None]:
+        """The context in which lines are written.
+
+        Args:
+            step: steps done.
+            steps: length of the training.
+            kept: step of the last line that stays. None: `step`.
 
         Raises:
             PlanError: metrics are to go to a package that is not installed.
         """
         if self._worker.is_first:
             path = Path(os.environ.get(names.METRICS) or names.METRICS_FILE)
-            self._metrics = MetricsWriter(path, step=step, steps=steps, sinks=self._sinks(step))
+            kept = step if kept is None else kept
+            self._metrics = MetricsWriter(path, step=kept, steps=steps, sinks=self._sinks(step))
         self.times = meter.StepTimes(self.clock)
         self._steps = steps
         self.progress.begin(step, until=steps)
@@ -89,49 +96,57 @@ class Report:
                 self._metrics.close()
 
     def _sinks(self, step: int) -> list[MetricsSink]:
-        config, found = self._config, list[MetricsSink]()
+        config, sinks = self._config, list[MetricsSink]()
         if self._board is not None:
-            found.append(TensorBoard(self._board, step=step))
+            sinks.append(TensorBoard(self._board, step=step))
         if config.wandb is not None:
-            found.append(WandB(config.wandb, dataclasses.asdict(config)))
+            sinks.append(WandB(config.wandb, dataclasses.asdict(config)))
         if config.mlflow is not None:
-            found.append(MlFlow(config.mlflow, dataclasses.asdict(config)))
-        return found
+            sinks.append(MlFlow(config.mlflow, dataclasses.asdict(config)))
+        return sinks
 
     def log(
         self,
         step: int,
-        loss: torch.Tensor,
+        loss: torch.Tensor | None,
         lr: float,
         norm: torch.Tensor | None,
         batch: Batch,
         extra: Mapping[str, float],
+        beside: Mapping[str, float],
     ) -> None:
         """Write the line of a step; collective over all workers.
 
         Args:
             step: steps done.
-            loss: this worker's share of the mean.
+            loss: this worker's share of the mean; None if it has none of this step: then the others' mean counts.
             lr: learning rate of the step.
             norm: of the gradient, before clipping.
             batch: sizes of the step.
             extra: further values, such as those of an evaluation.
+            beside: such that are not for the line on stdout.
         """
         worker = self._worker
-        spread, own_s = self.times.take()
+        spread, own_s, waited = self.times.take()
         own = meter.memory(worker.device)
-        together = torch.zeros(1 + 2 * worker.world_size, dtype=torch.float64)
-        together[0] = loss.double().cpu() / worker.world_size
+        together = torch.zeros(2 + 3 * worker.world_size, dtype=torch.float64)
+        if loss is not None:
+            together[0] = loss.double().cpu() / worker.world_size
+            together[-1] = 1
         together[1 + worker.rank] = own_s
         together[1 + worker.world_size + worker.rank] = next(iter(own.values()), 0.0)
+        together[1 + 2 * worker.world_size + worker.rank] = waited
         worker.sum(together)
         if self._metrics is None:
             return
-        waits, peaks = together[1:].chunk(2)
-        measured = spread | own | meter.stragglers(waits) | meter.fullest(peaks)
+        own_times, peaks, waits = together[1:-1].chunk(3)
+        known = float(together[-1])
+        mean = float(together[0]) * (worker.world_size / known if known < worker.world_size else 1.0)
+        measured = {**beside} | spread | own | meter.stragglers(own_times) | meter.fullest(peaks)
+        measured["data_wait"] = round(float(waits.max()), 4)
         self._metrics.log(
             step,
-            loss=float(together[0]),
+            loss=mean,
             lr=lr,
             grad_norm=float(norm) if norm is not None else 0.0,
             samples=batch.total,
@@ -168,9 +183,9 @@ class Report:
         if self._metrics is not None:
             self._metrics.pause(seconds)
 
-    def rewind(self, step: int) -> None:
-        """Take back the lines after a step that training went back to."""
+    def rewind(self, step: int, *, kept: int | None = None) -> None:
+        """Take back the lines after `kept`, or the step that training goes on from."""
         self.times.take()
         self.progress.begin(step, until=self._steps)
         if self._metrics is not None:
-            self._metrics.rewind(step)
+            self._metrics.rewind(step if kept is None else kept)

@@ -20,7 +20,7 @@ class GPTConfig:
     layers: int = 4
     heads: int = 4
     embed: int = 128
-    context: int = 128
+    context: int = 64
     dropout: float = 0.1
 
 

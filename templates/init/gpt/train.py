@@ -13,13 +13,13 @@ from dtctl.runtime import Outcome, TokenFile, TrainConfig, Trainer, Worker, buil
 
 # What holds unless dtctl.yaml or the command line (--train.lr=1e-3) says otherwise.
 DEFAULTS: dict[str, Any] = {
-    "micro_batch": 12,
+    "micro_batch": 8,
     "clip_norm": 1.0,
     "lr": 3e-3,
     "min_lr": 3e-4,
     "warmup_steps": 20,
     "weight_decay": 0.1,
-    "steps": 300,
+    "steps": 200,
     "eval_every": 100,
     "snapshot": {"every_steps": 50},
 }
@@ -50,7 +50,7 @@ def train(config: TrainConfig, worker: Worker) -> Outcome:
         if worker.is_first:
             whole = GPT(shape)
             whole.load_state_dict(weights)
-            print("\n" + whole.write("def ", 400).expandtabs(4) + "\n", flush=True)
+            print("\n" + whole.write("def ", 100).expandtabs(4) + "\n", flush=True)
     return outcome
 
 

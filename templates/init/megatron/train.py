@@ -138,7 +138,7 @@ def load(folder: Path, model: GPTModel, optimizer: torch.optim.Optimizer) -> int
     dist.barrier()
     if not (folder / LATEST).is_file():
         return 0
-    found = torch.load(file_of(folder, int((folder / LATEST).read_text())), weights_only=False)
+    found = torch.load(file_of(folder, int((folder / LATEST).read_text())), map_location="cpu", weights_only=False)
     model.load_state_dict(found["model"])
     optimizer.load_state_dict(found["optimizer"])
     return found["iteration"]

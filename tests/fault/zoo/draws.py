@@ -45,7 +45,7 @@ CHANGING = (
     *("generator", "undeclared generator", "schedule", "undeclared schedule", "loss that counts", "curriculum"),
 )
 """Kinds with a state that a worker changes by the samples that it sees: elastic must refuse them."""
-APART = "the workers' optimizers have come apart"
+APART = "the workers' optimizers have diverged"
 OVER_ALL = ("tensor in a group", "prodigal")
 """Kinds whose optimizer adds up over all parameters, which must be refused where it does not have them all."""
 BY_SAMPLE = ("map", "stream", "cache", "generator in the data")

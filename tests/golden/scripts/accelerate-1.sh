@@ -8,9 +8,6 @@ set -e -o pipefail
 # dtctl: lines reach the log when they are printed
 export PYTHONUNBUFFERED=1
 
-# dtctl: as torchrun does when several workers share a node
-export OMP_NUM_THREADS=1
-
 # spec: train, for accelerate
 export ACCELERATE_MIXED_PRECISION=bf16
 export ACCELERATE_GRADIENT_ACCUMULATION_STEPS=2

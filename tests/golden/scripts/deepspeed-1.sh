@@ -8,9 +8,6 @@ set -e -o pipefail
 # dtctl: lines reach the log when they are printed
 export PYTHONUNBUFFERED=1
 
-# dtctl: as torchrun does when several workers share a node
-export OMP_NUM_THREADS=1
-
 # spec: train, for deepspeed
 export DTCTL_DEEPSPEED_CONFIG='{"bf16":{"enabled":true},"gradient_accumulation_steps":2,"gradient_clipping":1.0,"train_batch_size":64,"train_micro_batch_size_per_gpu":4,"zero_optimization":{"offload_optimizer":{"device":"cpu"},"offload_param":{"device":"cpu"},"stage":3}}'
 

@@ -8,9 +8,6 @@ set -e -o pipefail
 # dtctl: lines reach the log when they are printed
 export PYTHONUNBUFFERED=1
 
-# dtctl: as torchrun does when several workers share a node
-export OMP_NUM_THREADS=1
-
 # dtctl: tells the ranks' lines apart
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[dtctl:${rank}] '
 

@@ -8,9 +8,6 @@ set -e -o pipefail
 # dtctl: lines reach the log when they are printed
 export PYTHONUNBUFFERED=1
 
-# dtctl: as torchrun does when several workers share a node
-export OMP_NUM_THREADS=1
-
 # dtctl: place in the job
 export DTCTL_RUN_ID=run-1
 export DTCTL_ATTEMPT=0

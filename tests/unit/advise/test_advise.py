@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,11 +14,14 @@ from dtctl.advise.gather import AdviseOptions, task
 from dtctl.advise.hardware import Hardware, gpu, gpus, networks
 from dtctl.advise.model import transformer
 from dtctl.advise.search import Task, choices
+from dtctl.advise.sizes import short_count
 from dtctl.advise.usual import usual
 from dtctl.advise.write import as_yaml, with_settings, write
 from dtctl.errors import UsageError
 from dtctl.estimate.memory import GIB, Layout, memory
 from dtctl.estimate.model import Model
+from tests.command_line import dtctl
+from tests.facts import raises
 
 SMALL = transformer(layers=12, hidden=768, vocab=50257, seq=1024, tied=True, name="GPT-2")
 BIG = transformer(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256, seq=8192, gated=True)
@@ -34,10 +35,9 @@ def plain(params: float) -> Model:
     return transformer(layers=40, hidden=5120, vocab=32000, seq=2048, params=params)
 
 
-def test_a_search_over_1024_gpus_takes_less_than_2_seconds() -> None:
-    begun = time.process_time()
+def test_a_search_over_1024_gpus_takes_a_moment() -> None:
     found = advise(Task(model=BIG, hardware=cluster(1024), global_batch=2048, beyond=True))
-    assert time.process_time() - begun < 2
+    assert found.evaluated < 20_000, "layouts that are priced, at 30 us each"
     assert found.best.fits
 
 
@@ -127,6 +127,25 @@ def test_the_json_has_the_keys_of_the_contract() -> None:
     assert parts == pytest.approx(shown["memory_gib"]["total"], abs=0.01)
 
 
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    [("L40S", 45), ("A40", 45), ("L4", 22.5), ("T4", 15), ("H100-NVL", 93.5), ("GH200", 95.5), ("A10", 22.5)],
+)
+def test_memory_is_what_nvidia_smi_shows_and_not_what_is_sold(name: str, gib: float) -> None:
+    assert gpu(name).memory == gib
+
+
+@pytest.mark.parametrize(
+    ("name", "node"),
+    [
+        ("gcp-a3-high", 100), ("gcp-a3-mega", 200), ("gcp-a3-ultra", 400), ("gcp-a4", 400), ("xdr-8", 800),
+        ("efa-p5en", 400), ("efa-p6-b200", 400), ("efa-p6-b300", 800), ("efa-p6e-gb200", 200),
+    ],
+)  # fmt: skip
+def test_networks_of_clouds_are_known(name: str, node: float) -> None:
+    assert networks()[name] == node
+
+
 def test_hardware_has_sources_and_the_runtimes_peaks() -> None:
     from dtctl.runtime.telemetry.hardware import peak_flops
 
@@ -141,33 +160,33 @@ def test_hardware_has_sources_and_the_runtimes_peaks() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"params": "7B"}, "how many GPUs"),
-        ({"gpus": 8}, "which model"),
-        ({"gpus": 0, "params": "7B"}, "--gpus must be at least 1"),
-        ({"gpus": 8, "params": "-7B"}, "must be above 0"),
-        ({"gpus": 8, "params": "many"}, "not a number such as"),
-        ({"gpus": 8, "params": "7B", "gpu": "H1000"}, "GPU H1000 is not known"),
-        ({"gpus": 8, "params": "7B", "gpu_memory": "0GiB"}, "must be above 0"),
-        ({"gpus": 8, "params": "7B", "network": "string"}, "network string is not known"),
-        ({"gpus": 8, "params": "7B", "network": "-1"}, "more than 0 GB/s"),
-        ({"gpus": 8, "params": "1e30"}, "more than any machine has"),
-        ({"gpus": 8, "params": "1e308T"}, "more than any machine has"),
-        ({"gpus": 999999937, "per_node": 1, "params": "7B"}, "more than the 1000000"),
-        ({"gpus": 8, "per_node": 0, "params": "7B"}, "--gpus-per-node must"),
-        ({"gpus": 12, "per_node": 8, "params": "7B"}, "cannot be divided into nodes"),
-        ({"gpus": 8, "layers": 4, "hidden": 100, "heads": 7}, "cannot be divided by 7 heads"),
-        ({"gpus": 8, "layers": 4, "hidden": 4096, "params": "1M"}, "fewer than"),
-        ({"gpus": 8, "layers": -4, "hidden": 64}, "--layers must be at least 1"),
-        ({"gpus": 8, "config": Path("nothing.json")}, "cannot be read"),
+        ({"params": "7B"}, "GPUs"),
+        ({"gpus": 8}, "model"),
+        ({"gpus": 0, "params": "7B"}, "--gpus 1"),
+        ({"gpus": 8, "params": "-7B"}, "above 0"),
+        ({"gpus": 8, "params": "many"}, "number"),
+        ({"gpus": 8, "params": "7B", "gpu": "H1000"}, "GPU H1000"),
+        ({"gpus": 8, "params": "7B", "gpu_memory": "0GiB"}, "above 0"),
+        ({"gpus": 8, "params": "7B", "network": "string"}, "network string"),
+        ({"gpus": 8, "params": "7B", "network": "-1"}, "GB/s"),
+        ({"gpus": 8, "params": "1e30"}, "machine"),
+        ({"gpus": 8, "params": "1e308T"}, "machine"),
+        ({"gpus": 999999937, "per_node": 1, "params": "7B"}, "1000000"),
+        ({"gpus": 8, "per_node": 0, "params": "7B"}, "--gpus-per-node"),
+        ({"gpus": 12, "per_node": 8, "params": "7B"}, "divided nodes"),
+        ({"gpus": 8, "layers": 4, "hidden": 100, "heads": 7}, "7 heads"),
+        ({"gpus": 8, "layers": 4, "hidden": 4096, "params": "1M"}, "fewer"),
+        ({"gpus": 8, "layers": -4, "hidden": 64}, "--layers 1"),
+        ({"gpus": 8, "config": Path("nothing.json")}, "read"),
     ],
 )
 def test_bad_input_is_told(options: dict[str, object], text: str) -> None:
-    with pytest.raises(UsageError, match=text):
+    with raises(UsageError, text):
         task(AdviseOptions(**options), None)  # type: ignore[arg-type]
 
 
 def test_a_batch_that_cannot_be_divided_is_told() -> None:
-    with pytest.raises(UsageError, match="cannot be divided over 64"):
+    with raises(UsageError, "64 divided"):
         advise(Task(model=SMALL, hardware=cluster(64), global_batch=1, compiled=True))
 
 
@@ -187,7 +206,11 @@ def test_a_config_of_hugging_face(tmp_path: Path) -> None:
     assert model.seq == 8192
     gpt2 = from_config({"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257}, source="x", seq=1024)
     assert gpt2.params == pytest.approx(124e6, rel=0.01)
-    for text, wanted in (("{", "is not JSON"), ("[]", "holds no object"), ('{"n_layer": 3}', "hidden cannot be found")):
+    for text, wanted in (
+        ("{", "is not JSON"),
+        ("[]", "does not hold a JSON object"),
+        ('{"n_layer": 3}', "hidden cannot be found"),
+    ):
         path.write_text(text)
         with pytest.raises(UsageError, match=wanted):
             read_config(path, seq=None)
@@ -239,7 +262,7 @@ def test_a_device_is_never_replaced(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as refused:
         write(tmp_path / "null", {"strategy": "ddp"})
     assert refused.value.hint == "name the spec itself"
-    with pytest.raises(UsageError, match="is a folder") as caught:
+    with raises(UsageError, "folder") as caught:
         check_out(tmp_path, option="--plot")
     assert caught.value.where == "--plot"
     assert Path("/dev/null").is_char_device()
@@ -249,7 +272,7 @@ def test_a_device_is_never_replaced(tmp_path: Path) -> None:
 
 def test_writing_adds_a_section_and_leaves_one_in_one_line_alone() -> None:
     assert with_settings("job: {script: t.py}", {"strategy": "ddp"}) == "job: {script: t.py}\ntrain:\n  strategy: ddp\n"
-    with pytest.raises(UsageError, match="one line"):
+    with raises(UsageError, "line"):
         with_settings("train: {lr: 1.0}\n", {"strategy": "ddp"})
 
 
@@ -284,15 +307,14 @@ def test_a_batch_that_shuts_data_parallelism_out_is_told_with_the_next_one_that_
     assert advise(Task(model=SMALL, hardware=cluster(12, per_node=4), global_batch=12)).best.layout.data == 12
 
 
-@pytest.mark.parametrize(("count", "per_node"), [(999983, 1), (720720, 8)])
-def test_a_search_over_very_many_gpus_ends(count: int, per_node: int) -> None:
-    begun = time.process_time()
-    choices(Task(model=SMALL, hardware=cluster(count, per_node=per_node)))
-    assert time.process_time() - begun < 30, "of processor time, which grows on a busy machine, too"
+@pytest.mark.parametrize(("count", "per_node", "most"), [(999983, 1, 200), (7560, 8, 40_000)])
+def test_a_search_over_very_many_gpus_ends(count: int, per_node: int, most: int) -> None:
+    """A prime and a number with 64 divisors; what is tried grows far less than the number of meshes."""
+    assert 0 < len(choices(Task(model=SMALL, hardware=cluster(count, per_node=per_node)))) < most
 
 
 def test_what_is_far_too_large_has_a_bar_of_one_line() -> None:
-    from dtctl.cli.advise import bar
+    from dtctl.cli.common.advise_view import bar
 
     found = advise(Task(model=usual(1e19, seq=2048, name="huge"), hardware=cluster(1)))
     assert not found.best.fits
@@ -302,14 +324,13 @@ def test_what_is_far_too_large_has_a_bar_of_one_line() -> None:
 def test_what_the_runtime_has_no_axis_for_is_not_written() -> None:
     asked = Task(model=BIG, hardware=cluster(64), beyond=True)
     with_cp = next(one for one in choices(asked) if one.layout.cp > 1 < one.layout.pp)
-    with pytest.raises(UsageError, match="no cp in a pipeline"):
+    with raises(UsageError, "pipeline"):
         settings(asked, with_cp)
 
 
 def test_the_command(tmp_path: Path) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, "-m", "dtctl", "advise", *arguments]
-        return subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+        return dtctl("advise", *arguments, cwd=tmp_path)
 
     done = run("--params", "7B", "--gpus", "16", "--gpu", "A100", "--json")
     assert done.returncode == 0, done.stderr
@@ -337,7 +358,14 @@ def test_the_command(tmp_path: Path) -> None:
 def test_what_cannot_be_measured_is_told() -> None:
     from dtctl.advise.measure import measure
 
-    with pytest.raises(UsageError, match="only a plain GPT"):
+    with raises(UsageError, "GPT"):
         measure(BIG, strategy="ddp", workers=1)
-    with pytest.raises(UsageError, match="no room for that"):
+    with raises(UsageError, "room"):
         measure(transformer(layers=900, hidden=8192, vocab=64, seq=8, tied=True), strategy="ddp", workers=4)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(7_224_000, "7.22M"), (999_600, "1M"), (8.03e9, "8.03B"), (12, "12"), (1.6e12, "1.6T")]
+)
+def test_numbers_have_the_unit_that_people_use(number: float, text: str) -> None:
+    assert short_count(number) == text

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from dtctl.advise.config import FAMILIES, from_config, read_config
+from dtctl.advise.sizes import short_count
 from dtctl.errors import UsageError
+from tests.facts import raises
 
 QWEN3_30B = {
     "model_type": "qwen3_moe", "decoder_sparse_step": 1, "head_dim": 128, "hidden_size": 2048,
@@ -138,7 +140,7 @@ CARDS: list[tuple[str, float, dict[str, Any]]] = [
 def test_parameters_are_those_of_the_card(name: str, published: float, keys: dict[str, Any]) -> None:
     model = from_config(keys, source=name, seq=512)
     assert model.params == pytest.approx(published, rel=0.02)
-    assert f"{model.params / 1e9:.3g}B parameters" in model.assumed
+    assert f"{short_count(model.params)} parameters" in model.assumed
     assert model.params == pytest.approx(model.layers * model.block_params + model.root_params)
 
 
@@ -158,7 +160,7 @@ def test_experts_may_be_in_some_blocks_only() -> None:
 @pytest.mark.parametrize("kind", ["mamba", "vit", "whisper", "vicuna", "Llama"])
 def test_a_model_that_the_formulas_do_not_know_is_refused_with_what_to_do(kind: str) -> None:
     keys = {"model_type": kind, "hidden_size": 768, "num_hidden_layers": 12, "vocab_size": 1000}
-    with pytest.raises(UsageError, match=f"do not know the model_type {kind}") as caught:
+    with raises(UsageError, f"model_type {kind}") as caught:
         from_config(keys, source="config.json", seq=None)
     assert "--model module:factory" in str(caught.value.hint)
 
@@ -177,20 +179,20 @@ def test_what_is_guessed_or_not_counted_is_told() -> None:
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
-        ({"hidden_size": float("inf")}, "no whole number"),
-        ({"hidden_size": "4096"}, "no whole number"),
-        ({"num_hidden_layers": True}, "no whole number"),
-        ({"hidden_size": 10**400}, "no size of a model"),
-        ({"num_hidden_layers": 0}, "layers must be at least 1"),
-        ({"num_attention_heads": 0}, "heads must be at least 1"),
-        ({"num_attention_heads": 3}, "cannot be divided by 3 heads"),
-        ({"num_key_value_heads": 5}, "cannot be divided by 5 kv_heads"),
-        ({"num_local_experts": 4, "num_experts_per_tok": 5}, "5 experts of 4"),
+        ({"hidden_size": float("inf")}, "whole number"),
+        ({"hidden_size": "4096"}, "whole number"),
+        ({"num_hidden_layers": True}, "whole number"),
+        ({"hidden_size": 10**400}, "size"),
+        ({"num_hidden_layers": 0}, "1"),
+        ({"num_attention_heads": 0}, "1"),
+        ({"num_attention_heads": 3}, "3"),
+        ({"num_key_value_heads": 5}, "5 kv_heads"),
+        ({"num_local_experts": 4, "num_experts_per_tok": 5}, "5 4"),
     ],
 )
 def test_numbers_that_no_model_has_are_refused(keys: dict[str, Any], text: str) -> None:
     usual = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
-    with pytest.raises(UsageError, match=text):
+    with raises(UsageError, text):
         from_config({**usual, **keys}, source="x", seq=None)
 
 

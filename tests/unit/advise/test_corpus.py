@@ -42,3 +42,13 @@ def test_the_halves_are_what_the_hash_says() -> None:
         digit = int(hashlib.sha1((entry["source"] + entry["name"]).encode()).hexdigest()[0], 16)
         assert entry["half"] == ("learn" if digit % 2 == 0 or entry.get("seen") else "held"), entry["name"]
     assert len({entry["source"] + entry["name"] for entry in entries}) == len(entries)
+
+
+def test_the_table_of_mixtures_in_the_guide_is_what_is_computed() -> None:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        from published import GUIDE, with_mixtures
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    text = GUIDE.read_text(encoding="utf-8")
+    assert with_mixtures(text) == text, "python benchmarks/published.py writes it anew"

@@ -12,9 +12,11 @@ from dataclasses import replace
 
 import pytest
 
+from dtctl.advise.config import from_config
 from dtctl.advise.hardware import Hardware, gpu
 from dtctl.advise.model import transformer
 from dtctl.advise.speed import speed
+from dtctl.estimate.frameworks import FRAMEWORKS, held
 from dtctl.estimate.memory import CONTEXT, EXCHANGE, GIB, TORCHTITAN, Layout, memory, states
 
 LLAMA_8B = transformer(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, seq=8192, gated=True)
@@ -105,3 +107,86 @@ def test_deepspeeds_estimate_of_t5_3b(gpus: int, gib: float) -> None:
     """H14: 2851M parameters, 32M in the largest layer; DeepSpeed counts gradients in fp32 and one layer gathered."""
     estimate = states(2851e6, stage=3, shards=gpus, gradient_bytes=4) + 4 * 32e6
     assert estimate / GIB == pytest.approx(gib, rel=0.005)
+
+
+# KempnerForge: bf16 everywhere, gradients of two or four micro batches added up by FSDP2 without exchange.
+SUMMED = replace(FRAMEWORKS["pure"], whole_gradients=True, whole_bytes=4, sequence_parallel=True)
+
+
+@pytest.mark.parametrize(("tp", "fsdp", "gib"), [(2, 2, 45.9), (4, 2, 32.7), (4, 4, 29.4), (4, 8, 27.6)])
+def test_gradients_that_are_added_up_without_exchange_are_whole_and_fp32(tp: int, fsdp: int, gib: float) -> None:
+    layout = Layout(fsdp=fsdp, tp=tp, micro_batch=4, accumulate=2, recompute="full")
+    model = replace(LLAMA_8B, seq=4096)
+    assert memory(model, layout, SUMMED, compiled=True).tensors / GIB == pytest.approx(gib, rel=0.15)
+
+
+def test_zero_2_and_3_hold_16_bytes_and_zero_1_copies_of_gradients() -> None:
+    model, recipe = replace(LLAMA_8B, seq=4096), FRAMEWORKS["deepspeed"]
+    third = memory(model, Layout(fsdp=8, recompute="full"), recipe).states
+    assert third == pytest.approx(model.params * 16 / 8, rel=0.01)
+    first = memory(model, Layout(dp=8, zero=1, recompute="full"), recipe).states
+    assert first == pytest.approx(model.params * (4 + 21 / 8), rel=0.01)
+
+
+def test_a_worker_that_offloads_copies_its_shard_where_the_framework_does() -> None:
+    layout = Layout(fsdp=8, offload=True, recompute="full")
+    whole = replace(FRAMEWORKS["fsdp"], shards_copied=False)
+    saved = memory(LLAMA_8B, layout, whole).temporary - memory(LLAMA_8B, layout, FRAMEWORKS["fsdp"]).temporary
+    assert saved == pytest.approx(2 * LLAMA_8B.block_params * 4 * 7 / 8)
+
+
+def test_a_loss_of_the_framework_s_own_has_no_more_copies_than_a_whole_one() -> None:
+    model, layout = replace(LLAMA_8B, seq=4096), Layout(tp=4)
+    megatron, torch_s = FRAMEWORKS["megatron"], replace(FRAMEWORKS["megatron"], fused=False)
+    assert memory(model, layout, megatron).logits == pytest.approx(2.5 * 4 * 4096 * model.vocab / 4)
+    assert memory(model, layout, torch_s).logits == pytest.approx(4.5 * 4 * 4096 * model.vocab / 4)
+
+
+LLAMA2_7B = transformer(layers=32, hidden=4096, heads=32, kv_heads=32, ffn=11008, vocab=32000, seq=4096, gated=True)
+OLD_LOSS = replace(FRAMEWORKS["accelerate"], loss_copies=4.5)
+
+
+def test_keys_and_values_that_stay_are_two_tensors_of_every_block() -> None:
+    layout = Layout(fsdp=8, micro_batch=4, recompute="full")
+    plain = memory(LLAMA2_7B, layout, OLD_LOSS).activations
+    cached = memory(LLAMA2_7B, layout, replace(OLD_LOSS, cache=True)).activations
+    assert cached - plain == 32 * 2 * (4 * 4096) * 4096 * 2  # blocks, keys and values, tokens, width, bytes
+
+
+def test_a_cache_costs_nothing_where_no_block_is_computed_again() -> None:
+    layout = Layout(fsdp=8, micro_batch=1)
+    assert memory(LLAMA2_7B, layout, replace(OLD_LOSS, cache=True)).total == memory(LLAMA2_7B, layout, OLD_LOSS).total
+
+
+def test_copies_of_the_logits_are_those_of_the_framework() -> None:
+    layout = Layout(fsdp=8, micro_batch=4, recompute="full")
+    logits = memory(LLAMA2_7B, layout, OLD_LOSS).logits
+    assert logits == 4.5 * 4 * (4 * 4096) * 32000
+    assert memory(LLAMA2_7B, layout, FRAMEWORKS["accelerate"]).logits == 2.5 * 4 * (4 * 4096) * 32000
+
+
+def test_gradients_that_are_divided_are_exchanged_in_each_micro_batch() -> None:
+    hardware = Hardware(gpu=gpu("A100"), gpus=8, per_node=8, network=100)
+
+    def exchange(zero: int, accumulate: int) -> float:
+        layout = Layout(dp=8, zero=zero, accumulate=accumulate)
+        return speed(LLAMA2_7B, layout, hardware, FRAMEWORKS["deepspeed"]).exchange_s
+
+    assert exchange(1, 8) == exchange(1, 1)
+    assert exchange(2, 8) > 3 * exchange(2, 1)
+
+
+def test_experts_of_a_stage_lie_on_no_more_gpus_than_it_has() -> None:
+    config = {
+        "model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 8192, "moe_intermediate_size": 768,
+        "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936, "tie_word_embeddings": False,
+    }  # fmt: skip
+    model = from_config(config, source="", seq=8192, name="Qwen3-30B-A3B")
+    recipe = held(FRAMEWORKS["megatron"], "bf16")
+    of_tp, of_ep = (
+        memory(model, Layout(dp=dp, tp=tp, pp=2, ep=4, zero=1), recipe).states / GIB for dp, tp in ((1, 4), (4, 1))
+    )
+    # 18 bytes of each parameter on 8 GPUs: no division makes less of it.
+    assert of_tp == pytest.approx(18 * model.params / 8 / GIB, rel=0.06)
+    assert of_tp <= of_ep

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +21,9 @@ from dtctl.estimate.frameworks import FRAMEWORKS
 from dtctl.estimate.memory import BUDGET, GIB, RUNTIME, Layout, memory
 from dtctl.spec.load import parse_spec
 from dtctl.spec.model import Spec
+from dtctl.train.mesh import resolve
+from tests.command_line import dtctl
+from tests.facts import raises
 
 
 def cluster(count: int, *, kind: str = "H100", per_node: int = 8, **more: float) -> Hardware:
@@ -167,7 +168,7 @@ def test_the_specs_precision_and_optimizer_are_honoured_and_never_written() -> N
 
 @pytest.mark.parametrize("kind", ["V100", "V100-16", "T4"])
 def test_bf16_is_refused_where_the_gpu_has_none(kind: str) -> None:
-    with pytest.raises(UsageError, match="does not compute in bf16") as refused:
+    with raises(UsageError, "bf16") as refused:
         task(AdviseOptions(params="1B", gpus=8, gpu=kind, precision="bf16"), None)
     assert refused.value.where == "--precision"
     with pytest.raises(UsageError) as refused:
@@ -177,7 +178,7 @@ def test_bf16_is_refused_where_the_gpu_has_none(kind: str) -> None:
 
 def test_gpus_without_bf16_are_those_before_ampere() -> None:
     assert {name for name, one in gpus().items() if not one.bf16} == {"V100", "V100-16", "T4"}
-    with pytest.raises(UsageError, match="does not compute in fp8"):
+    with raises(UsageError, "fp8"):
         task(AdviseOptions(params="1B", gpus=8, gpu="A100", fp8=True), None)
 
 
@@ -196,6 +197,54 @@ def test_offloading_counts_the_memory_of_the_host() -> None:
     assert as_json(found)["host_gib"] > 90
 
 
+@pytest.mark.parametrize(
+    "layout", [Layout(dp=16), Layout(dp=16, zero=1), Layout(fsdp=16), Layout(dp=2, fsdp=8), Layout(fsdp=4, tp=2, pp=2)]
+)
+def test_snapshots_in_memory_are_counted_by_the_host(layout: Layout) -> None:
+    without, with_one_copy = (
+        task(AdviseOptions(params="1B", gpus=16, per_node=8), spec(text))
+        for text in ("seed: 1", "snapshot: {memory: {}}")
+    )
+    model = without.model
+    assert memory(model, layout, without.recipe).host == 0
+    # Two that are kept and one that is written, each twice: weights and two moments in fp32, divided over 16 workers.
+    expected = 6 * 12 * model.params / 16
+    assert memory(model, layout, with_one_copy.recipe).host == pytest.approx(expected, rel=0.05)
+    roomy, cramped = (advise(replace(with_one_copy, hardware=cluster(16, host_memory=gib))) for gib in (1024.0, 4.0))
+    assert roomy.best.fits
+    assert "(snapshots)" in " ".join(roomy.reasons)
+    assert not cramped.best.fits
+
+
+def test_experts_are_divided_where_gathering_them_takes_longer_than_sending_tokens() -> None:
+    """A mixture of many experts on nodes with a slow network between them: 36B parameters, 3B at work."""
+    mixture = transformer(
+        layers=24, hidden=2048, heads=16, ffn=1408 * 4, experts=64, experts_used=4, vocab=32000, seq=4096
+    )
+    slow = Hardware(gpu=gpu("H100"), gpus=64, per_node=8, network=100.0)
+    asked = Task(model=mixture, hardware=slow, global_batch=256)
+    best = advise(asked).best
+    assert best.layout.ep > 1
+    written = settings(asked, best)["strategy"]
+    assert resolve(written, workers=64, per_node=8).ep == best.layout.ep, (
+        "the product of its degrees is that of the GPUs"
+    )
+    assert as_json(best)["mesh"]["ep"] == written["ep"]
+    whole = replace(best.layout, ep=1)
+    parted, gathered = memory(mixture, best.layout), memory(mixture, whole)
+    assert parted.states == pytest.approx(gathered.states), "sharded alike"
+    assert parted.temporary < gathered.temporary, "and less of it is gathered"
+
+
+def test_a_mesh_with_ep_is_priced_as_it_is_written() -> None:
+    options = AdviseOptions(
+        layers=32, hidden=4096, experts=8, gpus=64, seq=4096, batch=256, mesh="ep=8,fsdp=8", framework="fsdp"
+    )
+    best = advise(task(options, None)).best
+    assert (best.layout.fsdp, best.layout.ep, best.layout.workers, best.layout.data) == (64, 8, 64, 64)
+    assert as_json(best)["mesh"] == {"dp": 1, "fsdp": 8, "tp": 1, "pp": 1, "cp": 1, "ep": 8}
+
+
 def test_a_mesh_that_is_named_is_priced_alone() -> None:
     options = AdviseOptions(params="70B", gpus=64, seq=8192, batch=128, mesh="fsdp=8,tp=8", framework="fsdp")
     found = advise(task(options, None))
@@ -204,10 +253,10 @@ def test_a_mesh_that_is_named_is_priced_alone() -> None:
                     recompute="none", fp8=True)  # fmt: skip
     layout = advise(task(exact, None)).best.layout
     assert layout == Layout(dp=4, tp=4, pp=4, zero=1, micro_batch=1, accumulate=32, chunks=5)
-    for mesh, text in (("fsdp=7", "64"), ("ep=8,dp=8", "no axis ep"), ("fsdp=8,what", "what"), ("zig", "no strategy")):
+    for mesh, text in (("fsdp=7", "64"), ("sp=8,dp=8", "no axis sp"), ("fsdp=8,what", "what"), ("zig", "no strategy")):
         with pytest.raises(UsageError, match=text):
             task(replace(options, mesh=mesh), None)
-    with pytest.raises(UsageError, match="micro batches times 64 replicas"):
+    with raises(UsageError, "64 replicas"):
         advise(task(replace(options, mesh="fsdp", batch=7), None))
 
 
@@ -220,16 +269,14 @@ def test_what_the_spec_describes_now_is_priced_beside_the_advice() -> None:
     assert advise(task(AdviseOptions(params="7B"), spec("strategy: auto"))).written is None
 
 
-def test_context_parallelism_is_searched_for_long_sequences_and_in_the_help() -> None:
+def test_context_parallelism_is_searched_for_long_sequences_and_in_the_help(tmp_path: Path) -> None:
     long = Task(model=usual(8e9, seq=131072, name="8B"), hardware=cluster(16), global_batch=4)
     assert {one.layout.cp for one in choices(long)} >= {1, 2, 4, 8}
     assert not any(one.layout.cp > 1 < one.layout.pp for one in choices(long))
     best = advise(long).best
     assert best.layout.cp > 1
     assert settings(long, best)["strategy"]["cp"] == best.layout.cp
-    done = subprocess.run(
-        [sys.executable, "-m", "dtctl", "advise", "--help"], capture_output=True, text=True, check=True
-    )
+    done = dtctl("advise", "--help", cwd=tmp_path)
     assert "context parallelism" in " ".join(done.stdout.split())
 
 
@@ -256,7 +303,7 @@ def test_absurd_answers_are_called_absurd() -> None:
 
 
 def test_frameworks_of_the_command_line_are_those_that_are_known() -> None:
-    from dtctl.cli.advise import FrameworkName
+    from dtctl.cli.common.advise_options import FrameworkName
 
     assert [one.value for one in FrameworkName] == list(FRAMEWORKS)
 
@@ -266,15 +313,14 @@ def test_states_in_bf16_alone_need_half_of_mixed_ones() -> None:
     layout = Layout(fsdp=8)
     model = usual(7e9, seq=2048, name="7B")
     assert memory(model, layout, half).states == pytest.approx(memory(model, layout, whole).states / 2)
-    with pytest.raises(UsageError, match="fp32 or bf16"):
+    with raises(UsageError, "fp32 bf16"):
         task(AdviseOptions(params="7B", gpus=8, states="fp8"), None)
 
 
 def test_the_command_prices_a_mesh_in_json(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "dtctl", "advise", "--params", "8B", "--gpus", "8", "--seq", "8192", "--framework",
-            "fsdp", "--mesh", "fsdp", "--micro-batch", "2", "--recompute", "selective", "--compile",
-            "--json"]  # fmt: skip
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+    argv = ["--params", "8B", "--gpus", "8", "--seq", "8192", "--framework", "fsdp", "--mesh", "fsdp",
+            "--micro-batch", "2", "--recompute", "selective", "--compile", "--json"]  # fmt: skip
+    done = dtctl("advise", *argv, cwd=tmp_path)
     found = json.loads(done.stdout)["recommendation"]
     assert (found["mesh"]["fsdp"], found["micro_batch"], found["recompute"]) == (8, 2, "selective")
 

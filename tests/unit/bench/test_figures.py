@@ -11,6 +11,7 @@ from dtctl.bench.figures import OPS, ops_of, result, size_of, size_text, sizes_o
 from dtctl.bench.job import Figures
 from dtctl.bench.picture import draw
 from dtctl.errors import UsageError
+from tests.facts import raises
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ def test_a_size_reads_back_as_itself() -> None:
 def test_operations_may_be_spelt_as_people_spell_them() -> None:
     assert ops_of(["all-reduce", "AllReduce", "p2p"]) == ("all_reduce", "p2p")
     assert ops_of([]) == OPS
-    with pytest.raises(UsageError, match="no operation"):
+    with raises(UsageError, "operation"):
         ops_of(["allreducee"])
 
 

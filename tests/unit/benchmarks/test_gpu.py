@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,18 +17,6 @@ ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.torch
 
 
-def run(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", *argv],
-        cwd=folder,
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 def test_the_programme_is_in_order_and_short() -> None:
     assert [check.number for check in gpu.PROGRAMME] == list(range(1, 17))
     assert gpu.BUDGET_S < 9 * 60
@@ -38,12 +24,17 @@ def test_the_programme_is_in_order_and_short() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
-    done = run(tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("make gpu needs a GPU that torch can use, and there is none here")
-    assert "--cpu" in done.stderr
-    assert run(tmp_path, "--only", "99").returncode == 2
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu"])
+    assert gpu.main() == 2
+    assert "benchmarks.gpu --cpu" in capsys.readouterr().err
+
+
+def test_a_number_that_no_check_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu", "--only", "99"])
+    with pytest.raises(SystemExit) as ended:
+        gpu.main()
+    assert ended.value.code == 2
 
 
 def test_what_is_found_is_kept_after_each_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,9 +110,10 @@ def test_the_documentation_shows_the_newest_result(tmp_path: Path, monkeypatch: 
         (results / f"gpu-{date}.json").write_text(json.dumps(kept))
     pytest.importorskip("mkdocs")
     page = runpy.run_path(str(ROOT / "docs" / "generate.py"))
-    monkeypatch.setitem(page["benchmarks"].__globals__, "ROOT", tmp_path)
-    text = page["benchmarks"]()
-    assert "## gpu\n\nNVIDIA H200, 20261202-0900, torch 2.13.0; 31 s in all." in text
+    assert "make gpu" in page["gpu_checks"]()  # none yet
+    monkeypatch.setitem(page["gpu_checks"].__globals__, "ROOT", tmp_path)
+    text = page["gpu_checks"]()
+    assert "## make gpu\n\nNVIDIA H200, 20261202-0900, torch 2.13.0; 31 s in all." in text
     assert "| 4 | groups | as a single worker | failed | 31 |" in text
     assert "- groups: fsdp: expected within 1e-06, found 0.5 | 3 steps" in text
     assert "an old GPU" not in text

@@ -183,9 +183,11 @@ def test_a_folder_that_is_another_one_on_some_nodes_and_files_that_come_late() -
 
 
 def test_what_was_not_made_is_neither_ok_nor_wrong() -> None:
-    found = ordered(
-        [], ran=["reach", "gpus", "mtu"], left_out={"gpus": "no node shows a GPU", "collective": "left out"}
-    )
+    lost = [
+        Finding(check="collective", status="skip", summary="left out", nodes=("a",), missing=True),
+        Finding(check="gpus", status="skip", summary="no node shows a GPU"),
+    ]
+    found = ordered([], ran=["reach", "gpus", "mtu"], unexamined=lost)
     assert [(one.check, one.status, one.summary) for one in found] == [
         ("gpus", "skip", "no node shows a GPU"),
         ("collective", "skip", "left out"),

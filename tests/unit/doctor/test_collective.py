@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
 import pytest
 
-from dtctl.doctor.checks.collective import culprits, other_nccl, well
+from dtctl.doctor.checks import collective
+from dtctl.doctor.checks.collective import apart_failed, culprits, merged, other_nccl, well
+from dtctl.doctor.observe import NodeQuery, Probes
 from dtctl.doctor.probe.child import Child
+from dtctl.transport.base import Target
+from dtctl.transport.local import LocalTransport
 
 DONE: dict[str, Any] = {"stage": "done", "wrong": 0, "final": True}
 LATE: dict[str, Any] = {"stage": "group", "wrong": 0, "error": "Timed out", "final": True}
@@ -61,6 +66,11 @@ def test_a_child_that_ends_leaves_its_last_words() -> None:
     assert said == {"error": "it has ended with status 1", "complained": "no disk"}
 
 
+def test_of_a_traceback_the_line_with_the_exception_counts() -> None:
+    said = child("raise ValueError('\\nInvalid log settings: loud, must be\\nregistered names')").ask({}, 10.0)
+    assert said["complained"] == "ValueError: Invalid log settings: loud, must be registered names"
+
+
 def test_an_nccl_that_is_not_the_one_of_the_wheel_is_named() -> None:
     good = ("2.27.3", "2.27.3")
     assert list(other_nccl({"a": good, "b": good, "c": ("", "2.20.5"), "d": ("2.27.3", "")})) == []
@@ -70,3 +80,71 @@ def test_an_nccl_that_is_not_the_one_of_the_wheel_is_named() -> None:
     assert one.evidence == ("b: installed 2.27.3, loaded 2.18.5",)
     (every,) = other_nccl({"a": ("2.27.3", "2.18.5")})
     assert every.status == "warn", "alike everywhere: odd, and it may work"
+
+
+SUM: dict[str, Any] = {**DONE, "seconds": 0.5, "bytes": 1024}
+
+
+def test_workers_of_a_node_say_one_thing() -> None:
+    assert merged(SUM) == SUM
+    assert merged({"each": [SUM, {**SUM, "seconds": 0.7}]}) == {
+        "stage": "done", "wrong": 0, "seconds": 0.7, "bytes": 1024,
+    }  # fmt: skip
+    found = merged({"each": [SUM, {**LATE, "error": "NCCL error"}, {**SUM, "wrong": 3}]})
+    assert (found["stage"], found["wrong"], found["error"]) == ("group", 3, "worker 1: NCCL error")
+    assert "seconds" not in found
+    assert not well({"a": found})
+    lost = merged({"each": [SUM, {"silent": True, "complained": ""}]})
+    assert (lost["silent"], lost["complained"], "stage" in lost) == (True, "", False)
+    assert culprits({"a": merged({"each": [SUM, SUM]}), "b": lost, "c": merged({"each": [SUM, SUM]})}) == ("b",)
+    assert merged({"each": []})["silent"]
+
+
+def test_gpus_that_do_not_add_up_within_their_node_are_its_own_matter() -> None:
+    assert list(apart_failed({"a": SUM, "b": SUM}, {"a": 8, "b": 8})) == []
+    (one,) = apart_failed({"a": SUM, "b": LATE}, {"a": 8, "b": 8})
+    assert (one.check, one.status, one.nodes) == ("gpu-nccl", "fail", ("b",))
+    assert "shm" in one.fix
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a probe ends after its link
+def test_several_workers_of_each_node_add_up_together_and_apart() -> None:
+    names = ("a", "b")
+    queries = [
+        NodeQuery(target=Target(name=name, address="127.0.0.1"), python=sys.executable, workdir="~") for name in names
+    ]
+    with contextlib.closing(Probes(queries, LocalTransport(), progress=lambda _: None)) as probes:
+        seen = probes.look(rendezvous=(), data_ports=0, measure_s=0.0)
+        for one in seen:
+            one.data_address = "127.0.0.1"
+        gang = collective._Gang(
+            probes, seen, backend="gloo", progress=lambda _: None, counts={"a": 2, "b": 1},
+            python=dict.fromkeys(names, sys.executable),
+            env={name: {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} for name in names},
+        )  # fmt: skip
+        loaded = gang.start(names)
+        assert {name: one["stage"] for name, one in loaded.items()} == {"a": "torch", "b": "torch"}
+        together = gang.round(names)
+        assert well(together), together
+        # Of workers that are apart each node's have a world, and a port, of their own; here both would take one.
+        alone = gang.apart(["a"])
+        assert well(alone), alone
+        assert {*alone} == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("ImportError: /tmp/lib/libstdc++.so.6: file too short", "LD_LIBRARY_PATH"),
+        ("ValueError: TORCH_LOGS has no such value", "TORCH_LOGS"),
+        ("Invalid log settings: loud, must be a comma separated list", "TORCH_LOGS"),
+        ("it is too louder", ""),
+        ("ImportError: /usr/lib/libstdc++.so.6: file too short", ""),
+        ("", ""),
+    ],
+)
+def test_a_torch_that_does_not_load_names_the_variable_that_led_there(text: str, named: str) -> None:
+    variables = {"a": {"LD_LIBRARY_PATH": "/opt/cuda/lib:/tmp/lib/", "TORCH_LOGS": "loud", "NCCL_DEBUG": "WARN"}}
+    found = collective._no_torch({"a": {"error": text}}, variables)
+    assert (found.fix.startswith(f"take {named} out") and bool(named)) or (not named and "job's Python" in found.fix)

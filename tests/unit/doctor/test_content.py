@@ -7,8 +7,6 @@ import gzip
 import json
 import lzma
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 from dtctl.doctor.explain import content
 from dtctl.doctor.explain.diagnose import explain, explain_all
 from dtctl.doctor.explain.lines import shown
+from tests.command_line import dtctl
 
 OOM = "[rank2]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n"
 
@@ -54,8 +53,8 @@ def test_the_byte_order_mark_says_how_a_log_is_written(tmp_path: Path, coding: s
     ("data", "why"),
     [
         (b"", "it is empty"),
-        (bytes(range(256)) * 100, "it is no text"),
-        (bytes(1000), "it is no text"),
+        (bytes(range(256)) * 100, "it is not text"),
+        (bytes(1000), "it is not text"),
         (b"\x28\xb5\x2f\xfd" + bytes(range(100)), "compressed with zstd"),
         (b"\x1f\x8b" + b"\xff" * 100, "damaged or cut off"),
     ],
@@ -94,12 +93,11 @@ def test_control_characters_never_reach_the_terminal(tmp_path: Path) -> None:
     assert shown(EVIL) == "[rank1]: KeyError: 'gnitteks'"
     (tmp_path / "a\x1b[31m.log").write_text(EVIL + "\n")
     (tmp_path / "b\x1b[31m.log").touch()
-    argv = [sys.executable, "-m", "dtctl", "doctor", "--log"]
-    done = subprocess.run([*argv, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = dtctl("doctor", "--log", str(tmp_path), cwd=tmp_path)
     assert "KeyError: 'gnitteks'" in done.stdout
     assert "it is empty" in done.stderr
     assert all(letter.isprintable() or letter in "\n\t" for letter in done.stdout + done.stderr)
-    done = subprocess.run([*argv, str(tmp_path), "--json"], capture_output=True, text=True, check=False)
+    done = dtctl("doctor", "--log", str(tmp_path), "--json", cwd=tmp_path)
     answer = json.loads(done.stdout)
     assert answer["diagnoses"][0]["ranks"] == [1]
     assert [one["why"] for one in answer["unread"]] == ["it is empty"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dtctl.doctor.probe import amd as amd_probe
 from dtctl.doctor.probe import devices
 
 ROW = "0, NVIDIA H100 80GB HBM3, 4, 81559, 550.54.15, 0"
@@ -129,3 +130,69 @@ def test_a_rocm_smi_that_is_not_there_or_talks_nonsense(amd: Path) -> None:
         program(amd, "rocm-smi", f"echo '{text}'")
         found = look()
         assert (found["gpu_error"], found["gpu"] in ("", "0, AMD GPU, [N/A], [N/A], , [N/A]")) == ("", True)
+
+
+STATIC = """{"gpu_data": [
+  {"gpu": 0, "asic": {"market_name": "AMD Instinct MI300X", "vendor_id": "0x1002"}, "driver": {"version": "6.14.14"}},
+  {"gpu": 1, "asic": {"market_name": "N/A, OAM"}, "driver": {"driver_version": "6.14.14"}}]}"""
+"""As of amd-smi of ROCm 7; before 6.4 the list stood by itself."""
+METRIC = """[{"gpu": 1, "mem_usage": {"total_vram": {"value": 196592, "unit": "MB"}, "used_vram": "N/A"}},
+  {"gpu": 0, "mem_usage": {"total_vram": {"value": 196592}, "used_vram": {"value": 284, "unit": "MB"}}}]"""
+
+
+def amd_smi(folder: Path, static: str, metric: str) -> None:
+    (folder / "static").write_text(static + "\n")
+    (folder / "metric").write_text(metric + "\n")
+    program(folder, "amd-smi", f'while read -r line; do echo "$line"; done < {folder}/$1')
+
+
+def test_gpus_of_amd_are_asked_of_amd_smi_where_it_is_there(amd: Path) -> None:
+    amd_smi(amd, STATIC, METRIC)
+    program(amd, "rocm-smi", f": > {amd}/asked-in-vain")
+    found = look()
+    assert (found["gpu_error"], found["gpu"].splitlines()) == (
+        "",
+        [
+            "0, AMD Instinct MI300X, 284, 196592, 6.14.14, [N/A]",
+            "1, N/A  OAM, [N/A], 196592, 6.14.14, [N/A]",
+        ],
+    )
+    assert not (amd / "asked-in-vain").exists()
+
+
+def test_an_amd_smi_that_fails_leaves_it_to_rocm_smi(amd: Path) -> None:
+    program(amd, "amd-smi", "echo 'ModuleNotFoundError: amdsmi' >&2; exit 1")
+    assert look()["gpu_error"] == "amd-smi ends with status 1: ModuleNotFoundError: amdsmi"
+    (amd / "said.json").write_text(ROCM + "\n")
+    program(amd, "rocm-smi", f'while read -r line; do echo "$line"; done < {amd}/said.json')
+    found = look()
+    assert (found["gpu_error"], len(found["gpu"].splitlines())) == ("", 2)
+
+
+@pytest.mark.parametrize(
+    "text", ["not json", "[]", "{}", "[1, null]", '{"gpu_data": 3}', '[{"asic": 1, "driver": []}]']
+)
+def test_what_amd_smi_says_may_be_anything(amd: Path, text: str) -> None:
+    amd_smi(amd, text, text)
+    found = look()
+    assert found["gpu"] in ("", ", AMD GPU, [N/A], [N/A], , [N/A]")
+
+
+def test_how_gpus_of_amd_are_set_up_is_read_from_the_files_of_their_driver(
+    amd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(amd_probe, "DRM", str(amd / "drm"))
+    own = amd / "drm" / "renderD128" / "device"
+    for name, text in {
+        "hwmon/hwmon3/power1_cap": "550000000", "hwmon/hwmon3/power1_cap_default": "750000000",
+        "power_dpm_force_performance_level": "low", "current_link_width": "8", "max_link_width": "16",
+        "ras/umc_err_count": "ue: 2\nce: 7",
+    }.items():  # fmt: skip
+        (own / name).parent.mkdir(parents=True, exist_ok=True)
+        (own / name).write_text(text + "\n")
+    amd_smi(amd, STATIC, METRIC)
+    found = look()
+    first, second = found["state"].splitlines()
+    assert first == "0, [N/A], 550.00, 750.00, low, 8, 16, [N/A], [N/A]"
+    assert second == "1, [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A]", "there are no such files"
+    assert [row.rpartition(", ")[2] for row in found["gpu"].splitlines()] == ["2", "[N/A]"]

@@ -14,6 +14,7 @@ import pytest
 from dtctl.doctor.explain.diagnose import explain
 from dtctl.doctor.explain.dumps import judge_dumps, read_dump
 from dtctl.errors import UsageError
+from tests.facts import raises
 
 DUMPS = Path(__file__).parent / "dumps"
 
@@ -123,5 +124,5 @@ def test_dumps_beside_the_watchdogs_texts_win(tmp_path: Path) -> None:
 
 def test_a_folder_without_logs_and_dumps_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(json.dumps({}))
-    with pytest.raises(UsageError, match="no logs"):
+    with raises(UsageError, "logs"):
         explain([tmp_path])

@@ -220,6 +220,23 @@ def test_gpus_of_amd_are_told_of_in_the_kernel_s_words() -> None:
     assert "rocm-smi" in one.fix
 
 
+def test_gpus_of_amd_that_are_capped_held_narrow_or_broken() -> None:
+    rows = "0, AMD Instinct MI300X, 283, 196288, 6.14.14, {}"
+    facts = {"vendor": "amd", "gpus": 1, "nvlink": "", "topology": "", "remapped": "", "fabric": "", "xid": ""}
+    good = facts | {"gpu": rows.format(0), "state": "0, [N/A], 750.00, 750.00, auto, 16, 16, [N/A], [N/A]"}
+    bad = facts | {"gpu": rows.format(2), "state": "0, [N/A], 550.00, 750.00, low, 8, 16, [N/A], [N/A]"}
+    assert list(hardware.hardware([node("a", **good), node("b", **good)], {})) == []
+    said = {one.check: one for one in hardware.hardware([node("a", **good), node("b", **bad)], {})}
+    assert {*said} == {"gpu-power", "gpu-clocks", "gpu-pcie", "gpu-ecc"}
+    for one in said.values():
+        assert one.nodes == ("b",)
+        assert "nvidia-smi" not in one.fix
+    assert "550.00 of 750.00 W" in said["gpu-power"].evidence[0]
+    assert "--power-cap" in said["gpu-power"].fix
+    assert "lowest clocks" in said["gpu-clocks"].evidence[0]
+    assert "--perf-level" in said["gpu-clocks"].fix
+
+
 def test_links_are_counted_against_their_kind() -> None:
     gpus = GPUS.replace("V100-SXM2-32GB", "A100-SXM4-80GB")
     whole = "".join(V100.format(gpu) + "".join(f"         Link {i}: 25 GB/s\n" for i in range(12)) for gpu in (0, 1))

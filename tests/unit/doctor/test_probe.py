@@ -124,7 +124,7 @@ def test_files_that_variables_name_in_vain(tmp_path: Path) -> None:
 def test_a_workdir_below_a_file_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     folder, why = places.usable(str(tmp_path / "file" / "runs"))
-    assert (folder, why) == (str(tmp_path), f"{tmp_path}/file: it is a file, and no folder")
+    assert (folder, why) == (str(tmp_path), f"{tmp_path}/file: it is a file, not a folder")
 
 
 def test_limits_of_control_groups_are_the_smallest_on_the_way_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,3 +147,14 @@ def test_limits_of_control_groups_are_the_smallest_on_the_way_up(monkeypatch: py
     assert (limits.limits()["memory_limit"], limits.limits()["cpu_quota"]) == (-1, -1)
     files |= {"/sys/fs/cgroup/memory.max": "4096", "/sys/fs/cgroup/job/cpu.max": "150000 100000"}
     assert (limits.limits()["memory_limit"], limits.limits()["cpu_quota"]) == (4096, 1.5)
+
+
+def test_ports_from_all_over_a_range_are_called_without_large_packets() -> None:
+    ears = pairs.Listeners("b", "secret")
+    ports = ears.spread(20_000, 32_767, 12)
+    assert len(ports) == 12
+    assert [(port - 20_000) // 1064 for port in ports] == list(range(12)), "one of each stretch"
+    targets = [["b", "127.0.0.1", port, "spread"] for port in ports]
+    said = pairs.call_all([*targets, ["c", "127.0.0.1", ports[0], "meeting"]], "secret", 5.0)
+    assert [one["result"] for one in said] == ["ok"] * 12 + ["stranger"]
+    assert len(ears.spread(20_000, 20_002, 12)) <= 3, "no more than there are"

@@ -108,7 +108,7 @@ def test_an_interface_that_the_others_do_not_reach_is_told_from_a_node_that_they
         ("10.0.0.9", "not an address of node1"),
         ("10.0.0.2", "but of node2"),
         ("172.17.0.1", "node2, node3, too"),
-        ("head", "no name that is known on node1, node2, node3"),
+        ("head", "cannot be resolved on node1, node2, node3"),
     ],
 )
 def test_a_rendezvous_address_that_is_not_the_head_nodes(address: str, said: str) -> None:

@@ -51,9 +51,9 @@ class Notes:
             data.copy_(torch.arange(len(data)) % worker.PERIOD * 2 + 1)
 
 
-def answers(notes: Notes, backend: str) -> list[dict[str, Any]]:
+def answers(notes: Notes, backend: str, **asked: Any) -> list[dict[str, Any]]:
     said: list[dict[str, Any]] = []
-    worker.all_reduce({**ASKED, "backend": backend}, lambda **facts: said.append(facts), notes, notes)
+    worker.all_reduce({**ASKED, "backend": backend, **asked}, lambda **facts: said.append(facts), notes, notes)
     return said
 
 
@@ -88,6 +88,15 @@ def test_gloo_knows_nothing_of_gpus() -> None:
 def test_gpus_that_take_no_part_add_up_by_themselves(gpu: str, count: int) -> None:
     said = {name: value for facts in answers(Notes(wrong=gpu), "nccl") for name, value in facts.items()}
     assert said["wrong"] == count
+
+
+def test_where_each_gpu_has_a_process_each_process_has_its_gpu() -> None:
+    notes = Notes(wrong="cuda:1")
+    said = answers(notes, "nccl", gpu=3)
+    assert notes.bound == "cuda:3"
+    assert "set_device cuda:3" in notes.calls
+    assert "synchronize cuda:3" in notes.calls
+    assert not any(facts.get("wrong") for facts in said), "the others look after themselves"
 
 
 def test_nccl_has_the_time_to_begin() -> None:

@@ -29,7 +29,15 @@ from dtctl.launch.records.events import (
 )  # fmt: skip
 
 DOCS = Path(__file__).parents[3] / "docs" / "files.md"
-SOME = {"node": "a", "state": "ready", "job": "7", "nodes": ("a",), "status": "failed"}
+SOME = {
+    "alert": "no-step",
+    "node": "a",
+    "state": "ready",
+    "job": "7",
+    "script": "/x/job.sbatch",
+    "nodes": ("a",),
+    "status": "failed",
+}
 """A value for each field without a default."""
 
 

@@ -14,19 +14,24 @@ from dtctl.launch.control.attempt import Attempt
 from dtctl.launch.control.failure import first
 from dtctl.launch.control.gang import Gang
 from dtctl.launch.control.hang import HangMonitor
-from dtctl.launch.control.session import NodeMessage, NodeSetup, Session
+from dtctl.launch.control.healing import Healing
+from dtctl.launch.control.session import Content, LinkLost, NodeMessage, NodeSetup, Session, SessionFailed
 from dtctl.launch.records.events import Event, Stopping
+from dtctl.launch.records.ledger import Ledger
 from dtctl.launch.records.logs import Logs
 from dtctl.launch.records.record import RunRecord
 from dtctl.plan.build import PlanFacts, build
 from dtctl.plan.model import Plan
 from dtctl.spec.load import parse_spec
 from dtctl.spec.nodes import resolve_nodes
+from dtctl.supervisor import messages
 from dtctl.transport.base import Target
 from dtctl.transport.local import LocalTransport
+from tests.facts import missing, raises
 
 SPEC = "cluster: {transport: ssh, nodes: [a, b, c], slots: 1}\njob: {script: t.py, kind: direct, grace_s: 7}\n"
-ERRAND = NodeSetup(python=None, workdir="/w", ports=(), push=None, prepare={})
+PREPARE = messages.Prepare(run="r", fresh=True, cwd="", pushed=False, files=[], programs=[])
+ERRAND = NodeSetup(python=None, workdir="/w", ports=(), push=None, prepare=lambda _cwd: PREPARE)
 
 
 class Deaf(Session):
@@ -34,11 +39,11 @@ class Deaf(Session):
 
     def __init__(self, name: str, inbox: queue.Queue[NodeMessage]) -> None:
         super().__init__(Target(name=name, address=name), LocalTransport(), ERRAND, inbox)
-        self.sent: list[dict[str, Any]] = []
+        self.sent: list[messages.Message] = []
         self.closed = False
 
-    def send(self, message: dict[str, Any]) -> bool:
-        if message["op"] != "ping":
+    def send(self, message: messages.Message) -> bool:
+        if message.op != "ping":
             self.sent.append(message)
         return True
 
@@ -49,7 +54,7 @@ class Deaf(Session):
 class Rig:
     """A gang of three nodes that all have been sent their start."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, heal_s: float | None = None) -> None:
         spec = parse_spec(SPEC, source="dtctl.yaml", base_dir=folder)
         self.plan: Plan = build(spec, resolve_nodes(spec), run="r", facts=PlanFacts())
         self.events: list[Event] = []
@@ -65,10 +70,20 @@ class Rig:
             folder=folder / "hangs",
             on_progress=self.standings.extend,
         )
-        self.attempt = Attempt(self.gang, self.plan, 30.0, hang_monitor=hang_monitor)
+        self.ledger = Ledger(time.monotonic)
+        healing = None
+        if heal_s is not None:
+            ranks = dict(enumerate("abc"))
+            healing = Healing(self.gang, ranks, limit_s=heal_s, ledger=self.ledger, address="10.0.0.{}".format)
+        self.attempt = Attempt(self.gang, self.plan, 30.0, hang_monitor=hang_monitor, healing=healing)
 
-    def say(self, node: str, what: str, **data: Any) -> None:
-        self.attempt.handle(NodeMessage(self.nodes[node], what, data))
+    def say(self, node: str, op: str, **fields: Any) -> None:
+        """What a node has sent."""
+        self.tell(node, messages.parse({"op": op, **fields}, messages.WHILE_RUNNING))
+
+    def tell(self, node: str, content: Content) -> None:
+        """What a session says of itself."""
+        self.attempt.handle(NodeMessage(self.nodes[node], content))
 
     def exit(self, node: str, code: int = 0, signal: int | None = None) -> None:
         self.say(node, "exit", rank="abc".index(node), code=code, signal=signal, time=0.0)
@@ -77,7 +92,7 @@ class Rig:
         self.say(node, "stopped", exits=[], left=left)
 
     def sent_to(self, node: str) -> list[str]:
-        return [message["op"] for message in self.nodes[node].sent]
+        return [message.op for message in self.nodes[node].sent]
 
 
 @pytest.fixture
@@ -127,7 +142,7 @@ def test_an_exit_that_is_told_twice_counts_once(rig: Rig) -> None:
 
 
 def test_a_lost_node_is_a_failure_and_is_not_waited_for(rig: Rig) -> None:
-    rig.say("c", "lost", stderr="")
+    rig.tell("c", LinkLost(""))
     assert rig.attempt.outcome.lost_nodes == ["c"]
     assert rig.attempt.outcome.left_behind == {"c": None}
     assert rig.attempt.open == {"a", "b"}
@@ -140,7 +155,7 @@ def test_a_lost_node_is_a_failure_and_is_not_waited_for(rig: Rig) -> None:
 
 def test_a_node_that_is_lost_while_all_are_stopped_is_no_failure_of_its_own(rig: Rig) -> None:
     rig.exit("a", code=1)
-    rig.say("c", "lost", stderr="")
+    rig.tell("c", LinkLost(""))
     assert [failure.node for failure in rig.attempt.outcome.failures] == ["a"]
     assert rig.attempt.outcome.left_behind == {"c": None}
 
@@ -148,7 +163,7 @@ def test_a_node_that_is_lost_while_all_are_stopped_is_no_failure_of_its_own(rig:
 def test_a_lost_node_whose_workers_have_told_the_others_to_stop_is_the_first_failure(rig: Rig) -> None:
     rig.exit("a", code=75)
     rig.exit("b", code=75)
-    rig.say("c", "lost", stderr="connection closed")
+    rig.tell("c", LinkLost("connection closed"))
     found = first(rig.attempt.outcome.failures)
     assert found is not None
     assert (found.node, found.exit_code) == ("c", None)
@@ -165,11 +180,11 @@ def test_an_error_of_a_node_fails_the_attempt_and_what_is_left_there_is_to_be_lo
 def test_the_user_stops_once_gently_and_twice_at_once(rig: Rig) -> None:
     rig.attempt.interrupt(2, hard=False)
     rig.attempt.interrupt(2, hard=False)
-    assert rig.nodes["a"].sent == [{"op": "stop"}]
+    assert rig.nodes["a"].sent == [messages.StopAttempt()]
     rig.exit("a", code=130, signal=2)
     assert rig.attempt.outcome.failures == [], "what ends because the user stops it has not failed"
     rig.attempt.interrupt(2, hard=True)
-    assert rig.nodes["a"].sent[-1] == {"op": "stop", "now": True}
+    assert rig.nodes["a"].sent[-1] == messages.StopAttempt(now=True)
     assert rig.attempt.outcome.stopped_by == 2
 
 
@@ -183,7 +198,7 @@ def test_silence_is_the_loss_of_a_node(rig: Rig) -> None:
     assert rig.attempt.outcome.lost_nodes == ["b"]
     assert rig.nodes["b"].closed
     assert not rig.nodes["a"].closed
-    assert "no message arrived from it for 30 s" in rig.attempt.outcome.failures[0].summary
+    assert not missing(rig.attempt.outcome.failures[0].summary, "30 s")
 
 
 def test_a_node_that_does_not_start_in_time_is_lost(rig: Rig) -> None:
@@ -194,7 +209,7 @@ def test_a_node_that_does_not_start_in_time_is_lost(rig: Rig) -> None:
     rig.attempt.begun_at -= 31
     rig.attempt.check_deadlines()
     assert rig.attempt.outcome.lost_nodes == ["c"]
-    assert "did not start the job within 30 s" in rig.attempt.outcome.failures[0].summary
+    assert not missing(rig.attempt.outcome.failures[0].summary, "30 s")
 
 
 def test_a_node_that_does_not_stop_in_time_is_given_up(rig: Rig) -> None:
@@ -215,7 +230,7 @@ def test_a_node_that_does_not_stop_in_time_is_given_up(rig: Rig) -> None:
 def test_a_kept_run_calls_a_lost_node_again_until_it_answers(rig: Rig) -> None:
     called: list[str] = []
     rig.gang.reattach = called.append
-    rig.say("b", "lost", stderr="")
+    rig.tell("b", LinkLost(""))
     assert (rig.attempt.outcome.lost_nodes, rig.sent_to("a")) == ([], []), "it goes on by itself"
     rig.attempt.check_deadlines()
     assert called == [], "not at once"
@@ -224,27 +239,27 @@ def test_a_kept_run_calls_a_lost_node_again_until_it_answers(rig: Rig) -> None:
         rig.attempt.check_deadlines()
         rig.attempt.check_deadlines()
         assert called == ["b"] * (tries + 1), "one try at a time"
-        rig.say("b", "failed", error=ConnectError("refused", node="b"))
-    rig.say("b", "ready")
+        rig.tell("b", SessionFailed(ConnectError("refused", node="b")))
+    rig.tell("b", messages.Ready())
     assert rig.attempt.retries == {}
-    rig.say("b", "lost", stderr="")
+    rig.tell("b", LinkLost(""))
     rig.attempt.retries["b"].since -= 4000
-    rig.say("b", "failed", error=ConnectError("refused", node="b"))
+    rig.tell("b", SessionFailed(ConnectError("refused", node="b")))
     assert rig.attempt.outcome.lost_nodes == ["b"], "after an hour it is"
 
 
 def test_the_old_link_of_a_node_that_has_a_new_one_is_not_heard(rig: Rig) -> None:
     old = rig.nodes["b"]
     rig.gang.sessions["b"] = Deaf("b", rig.inbox)
-    rig.attempt.handle(NodeMessage(old, "exit", {"rank": 1, "code": 1, "signal": None, "time": 0.0}))
+    rig.attempt.handle(NodeMessage(old, messages.WorkerExit(rank=1, code=1, signal=None)))
     assert rig.attempt.outcome.failures == []
 
 
 def test_nodes_that_cannot_be_made_ready_are_all_named(rig: Rig) -> None:
     for node, error in (("c", NodeError("no Python", node="c")), ("a", ConnectError("refused", node="a"))):
-        rig.inbox.put(NodeMessage(rig.nodes[node], "failed", {"error": error}))
-    rig.inbox.put(NodeMessage(rig.nodes["b"], "hello", {"gpus": 0}))
-    rig.inbox.put(NodeMessage(rig.nodes["b"], "ready", {}))
+        rig.inbox.put(NodeMessage(rig.nodes[node], SessionFailed(error)))
+    rig.inbox.put(NodeMessage(rig.nodes["b"], messages.NodeDescription(gpus=0, address="", port=0)))
+    rig.inbox.put(NodeMessage(rig.nodes["b"], messages.Ready()))
     with pytest.raises(NodeFailures) as caught:
         rig.gang.gather()
     assert list(caught.value.failures) == ["a", "c"]
@@ -252,8 +267,9 @@ def test_nodes_that_cannot_be_made_ready_are_all_named(rig: Rig) -> None:
 
 def test_a_bug_in_a_session_is_told_as_one(rig: Rig) -> None:
     for node in "abc":
-        rig.inbox.put(NodeMessage(rig.nodes[node], "failed" if node == "b" else "ready", {"error": KeyError("x")}))
-    with pytest.raises(Exception, match="KeyError") as caught:
+        content = SessionFailed(KeyError("x")) if node == "b" else messages.Ready()
+        rig.inbox.put(NodeMessage(rig.nodes[node], content))
+    with raises(Exception, "KeyError") as caught:
         rig.gang.gather()
     assert "bug in dtctl" in str(getattr(caught.value, "hint", ""))
     assert type(caught.value.__cause__) is KeyError
@@ -290,7 +306,7 @@ def test_who_hangs_is_asked_named_and_ended_at_once(rig: Rig, tmp_path: Path) ->
         "the 2 others wait for it"
     )
     assert (rig.attempt.outcome.hung_s, rig.attempt.outcome.last_step) == (9.0, 8)
-    assert all(rig.nodes[node].sent[-1] == {"op": "stop", "now": True} for node in "abc")
+    assert all(rig.nodes[node].sent[-1] == messages.StopAttempt(now=True) for node in "abc")
     assert "/b.py" in Path(failure.log).read_text()
     assert (tmp_path / "hangs" / "c" / "trace_rank_2.json").read_text() == "{}"
 

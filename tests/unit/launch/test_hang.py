@@ -136,7 +136,7 @@ def test_what_is_said() -> None:
     assert (found.node, found.rank, found.hang, found.tail[0]) == ("n1", 1, True, "/me/train.py:5 in mine")
     left = hang.hang_failure(gang({}, {"state": "", "phase": ReportedPhase.ENDING}, {}), {}, silent_s=31.0, now=5.0)
     assert left.summary == (
-        "no progress for 31 s in step 51: rank 1 on n1 ended after step 50 of 99, before the others; "
+        "no progress for 31 s in step 51: rank 1 on n1 left the training after step 50 of 99, before the others; "
         "the 2 others wait for it"
     )
     starts = gang({"first": 50, "phase": ReportedPhase.STARTING}, {"first": 50, "phase": ReportedPhase.STARTING})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,8 +77,8 @@ class Run:
 
     def spent(self) -> dict[str, float]:
         facts = self.ledger.facts()
-        assert sum(facts["phases_s"].values()) == pytest.approx(facts["wall_s"])
-        return {phase: spent for phase, spent in facts["phases_s"].items() if spent}
+        assert sum(facts.phases_s.values()) == pytest.approx(facts.wall_s)
+        return {phase: spent for phase, spent in facts.phases_s.items() if spent}
 
 
 def test_steps_that_are_done_again_are_lost_and_not_useful() -> None:
@@ -99,8 +100,34 @@ def test_steps_that_are_done_again_are_lost_and_not_useful() -> None:
     run.ledger.ended()
     run.ledger.close(succeeded=True)
     assert run.spent()["useful"] == 12.5
-    assert (run.ledger.facts()["steps"], run.ledger.facts()["steps_lost"]) == (12, 6)
-    assert run.ledger.facts()["goodput"] == pytest.approx(12.5 / 29.5, abs=1e-3)
+    assert (run.ledger.facts().steps, run.ledger.facts().steps_lost) == (12, 6)
+    assert run.ledger.facts().goodput == pytest.approx(12.5 / 29.5, abs=1e-3)
+
+
+def test_what_passed_until_a_loss_was_noticed_is_not_useful() -> None:
+    run = Run()
+    run.start(1.0)
+    run.ledger.watch([standing(0, begun_s=1.0)])
+    run.pass_(30.0)
+    run.ledger.watch([standing(10)])
+    run.ledger.lost(20.0)
+    run.pass_(0.5)
+    run.ledger.enter("useful")
+    run.pass_(4.0)
+    assert run.spent() == {"start": 1.0, "useful": 15.0, "detect": 20.0, "heal": 0.5}
+    course = [phase for phase, _ in run.ledger.facts().course]
+    assert course[-4:] == ["useful", "detect", "heal", "useful"]
+
+
+def test_a_replacement_counts_its_stalls_from_the_beginning() -> None:
+    run = Run()
+    run.start(0.0)
+    run.ledger.watch([standing(0)])
+    run.pass_(10.0)
+    run.ledger.watch([standing(5, stall_s=2.0)])
+    run.pass_(10.0)
+    run.ledger.watch([replace(standing(9, stall_s=1.5), pid=2)])
+    assert run.spent() == {"start": 1.0, "useful": 16.5, "stall": 3.5}
 
 
 def test_waiting_for_snapshots_is_not_useful() -> None:
@@ -181,5 +208,76 @@ def test_whatever_workers_tell_the_phases_add_up(acts: list[tuple[str, float, in
             run.ledger.ended(failed_s=seconds / 2, hung_s=seconds if act == "hang" else 0.0)
     run.ledger.close(succeeded=False)
     facts = run.ledger.facts()
-    assert sum(facts["phases_s"].values()) == pytest.approx(facts["wall_s"], abs=0.02)
+    assert sum(facts.phases_s.values()) == pytest.approx(facts.wall_s, abs=0.02)
     assert all(spent >= -1e-6 for spent in run.ledger.spent.values())
+
+
+def durations(ledger: Ledger) -> dict[str, float]:
+    """Phase -> its seconds by the course."""
+    facts = ledger.facts()
+    ends = [*(at_s for _, at_s in facts.course[1:]), facts.wall_s]
+    spent = dict.fromkeys(PHASES, 0.0)
+    for (phase, at_s), end_s in zip(facts.course, ends, strict=True):
+        assert end_s >= at_s
+        spent[phase] += end_s - at_s
+    return spent
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0.01, 50), st.floats(0, 60), st.integers(1, 5), st.floats(0, 0.5), st.floats(0, 0.3)),
+        min_size=1, max_size=5,
+    )
+)  # fmt: skip
+def test_the_course_is_where_the_time_went(attempts: list[tuple[float, float, int, float, float]]) -> None:
+    """What is moved and is not of one piece (snapshots, evaluation, steps done again) was useful when it happened."""
+    clock = Clock()
+    ledger = Ledger(clock)
+    for start_s, begun_s, steps, failed, hung in attempts:
+        ledger.enter("start")
+        clock.now += 1
+        ledger.started()
+        clock.now += start_s
+        for step in range(steps):
+            ledger.watch([standing(step, begun_s=min(begun_s, start_s) + step, stall_s=step / 8)])
+            clock.now += 1
+        ledger.ended(failed_s=failed * steps, hung_s=hung * steps)
+        clock.now += 0.5
+        ledger.enter("restart")
+        clock.now += 2
+    ledger.enter("stop")
+    ledger.close(succeeded=False)
+    spent = dict(ledger.spent)
+    for name in ("stall", "evaluation", "lost"):
+        spent["useful"] += spent.pop(name)
+    course = durations(ledger)
+    assert {phase: course[phase] for phase in spent} == pytest.approx(spent, abs=0.02)
+
+
+def test_a_launcher_that_takes_over_continues_the_course(tmp_path: Path) -> None:
+    clock = Clock()
+    ledger = Ledger(clock, path=tmp_path / "ledger.json")
+    ledger.enter("start")
+    clock.now += 2
+    ledger.started()
+    clock.now += 3
+    ledger.watch([standing(1, begun_s=1.0)])
+    clock.now += 4
+    ledger.write(tmp_path / "ledger.json", attempts=1)
+    clock.now += 5
+    other = Ledger(clock, begun=ledger.begun, phase="run")
+    other.resume(tmp_path / "ledger.json")
+    clock.now += 6
+    assert other.facts().course == [("connect", 0.0), ("start", 0.0), ("useful", 4.0)]
+    assert durations(other)["useful"] == other.spent["useful"] == 16.0
+
+
+def test_the_course_is_not_endless() -> None:
+    clock = Clock()
+    ledger = Ledger(clock)
+    for number in range(5000):
+        clock.now += 1
+        ledger.enter("start" if number % 2 else "restart")
+    assert len(ledger.facts().course) == 1000
+    assert ledger.facts().course[0] == ("connect", 0.0)
+    assert ledger.facts().course[-1] == ("start", 5000.0)

@@ -36,6 +36,18 @@ def test_metrics_start_again_when_a_snapshot_has_taken_rank_0_back(tmp_path: Pat
     logs.close()
 
 
+def test_metrics_of_a_node_that_takes_the_place_of_another_follow_those_of_that(tmp_path: Path) -> None:
+    logs = Logs(RunRecord(tmp_path))
+    logs.write("a", METRICS, b'{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    for node in ("b", "b"):  # the second time because a snapshot took it back
+        logs.begin_metrics(node)
+        for piece in (b'{"ste', b'p": 3}\n{"st', b'ep": 4}\n'):
+            logs.write(node, METRICS, piece)
+        assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4}\n'
+        assert logs.offsets["b"][METRICS] == 24
+    logs.close()
+
+
 def test_bytes_that_are_no_text_do_not_hurt(tmp_path: Path) -> None:
     logs = Logs(RunRecord(tmp_path))
     assert logs.write("a", 0, b"\xff\xfe\n") == ["\ufffd\ufffd"]
@@ -56,4 +68,25 @@ def test_another_launcher_goes_on_behind_what_is_on_disk(tmp_path: Path) -> None
     assert second.tail("a", 0) == "attempt 1, line 2\n"
     second.begin_attempt()
     assert second.tail("a", 0) == ""
+    second.close()
+
+
+def test_above_its_limit_the_middle_is_cut_and_that_is_said(tmp_path: Path) -> None:
+    logs = Logs(RunRecord(tmp_path), 10_000)
+    logs.write("a", 0, b"attempt 0\n")
+    logs.begin_attempt()
+    printed = [b"%06d\n" % number for number in range(10_000)]
+    for number in range(0, 10_000, 10):
+        logs.write("a", 0, b"".join(printed[number : number + 10]))
+    text = (tmp_path / "logs/a/rank-0.log").read_bytes()
+    assert len(text) <= 10_000
+    (mark,) = [line for line in text.splitlines() if b"cut" in line]
+    assert int(mark.split()[1]) == 10 + 70_000 - (len(text) - len(mark) - 2)
+    assert text.startswith(b"attempt 0\n000000\n")
+    assert text.endswith(b"009999\n")
+    assert logs.tail("a", 0, 70).splitlines()[-1] == "009999"
+    logs.close()
+    second = Logs(RunRecord(tmp_path))
+    second.rejoin()
+    assert second.offsets == {"a": {0: 70_000}}, "a new launcher knows what has come"
     second.close()

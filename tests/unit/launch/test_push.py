@@ -18,6 +18,7 @@ from dtctl.launch.files.push import Payloads, push
 from dtctl.launch.files.push_selection import ALWAYS_LEFT_OUT
 from dtctl.launch.files.tree import Tree, scan
 from dtctl.supervisor import frames
+from tests.facts import raises
 from tests.unit.pushing import SocketStream, bring, bring_tree, left_in, listing, node, release
 
 
@@ -131,7 +132,7 @@ def test_many_nodes_at_once_share_one_compression(
         def pieces(self, tree: Tree, indexes: tuple[int, ...]) -> Iterator[bytes]:
             source = super().pieces(tree, indexes)
             first = next(source)
-            barrier.wait(10)  # nobody has finished when the last one begins
+            barrier.wait(60)  # nobody has finished when the last one begins
             yield first
             yield from source
 
@@ -142,11 +143,11 @@ def test_many_nodes_at_once_share_one_compression(
         with node(tmp_path / f"node{number}") as link:
             paths.append(push(link, tree, shared=shared).path)
 
-    threads = [threading.Thread(target=one, args=(number,)) for number in range(4)]
+    threads = [threading.Thread(target=one, args=(number,), daemon=True) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert len(paths) == 4
     assert len(made) == 1
     assert len({frozenset(listing(Path(path)).items()) for path in paths}) == 1
@@ -186,7 +187,7 @@ def test_a_file_that_changes_and_keeps_its_size_is_found_out_by_its_digest(proje
     (project / "train.py").write_text("print('HELLO')\n" * 100)
     with (
         node(tmp_path / "node") as link,
-        pytest.raises(TransferError, match=r"train\.py.*contents that differ") as caught,
+        raises(TransferError, "train.py differ") as caught,
     ):
         push(link, tree, shared=Payloads())
     assert caught.value.hint
@@ -201,7 +202,7 @@ def test_a_flipped_bit_on_the_way_is_noticed(project: Path, tmp_path: Path) -> N
 
     with (
         node(tmp_path / "node", spoil=flip) as link,
-        pytest.raises(TransferError, match=r"damaged|contents that differ"),
+        pytest.raises(TransferError),  # the compressed stream is damaged, or contents differ
     ):
         push(link, scan(project), shared=Payloads())
     assert left_in(tmp_path / "node") == []
@@ -209,7 +210,7 @@ def test_a_flipped_bit_on_the_way_is_noticed(project: Path, tmp_path: Path) -> N
 
 def test_a_workdir_that_cannot_be_made_is_the_nodes_error(project: Path, tmp_path: Path) -> None:
     (tmp_path / "node").write_text("a file")
-    with node(tmp_path / "node") as link, pytest.raises(NodeError, match="Not a directory"):
+    with node(tmp_path / "node") as link, raises(NodeError, "directory"):
         push(link, scan(project), shared=Payloads())
 
 
@@ -235,27 +236,27 @@ FULL: dict[str, object] = {"op": "push", "state": "error", "code": "disk-full", 
 @pytest.mark.parametrize(
     ("messages", "kind", "text"),
     [
-        ([FULL], NodeError, "the disk is full: No space left"),
-        ([{"op": "error", "code": "permission", "message": "no"}], NodeError, "cannot be written: no"),
-        ([{"op": "push", "state": "error", "code": "digest", "message": "no"}], TransferError, "the push failed: no"),
-        ([{"op": "ready"}], TransferError, "not valid here"),
-        ([WANT, {"op": "push", "state": "need", "indexes": [99]}], TransferError, "not in the tree"),
+        ([FULL], NodeError, "space left"),
+        ([{"op": "error", "code": "permission", "message": "no"}], NodeError, "written"),
+        ([{"op": "push", "state": "error", "code": "digest", "message": "no"}], TransferError, "push failed"),
+        ([{"op": "ready"}], TransferError, "valid"),
+        ([WANT, {"op": "push", "state": "need", "indexes": [99]}], TransferError, "tree"),
         ([WANT, {"op": "push", "state": "need", "indexes": ["0"]}], NodeError, "malformed"),
-        ([WANT, {"op": "push", "state": "need", "indexes": [0, 0]}], TransferError, "one file twice"),
-        ([{"op": "push", "state": "have", "path": "/etc"}], TransferError, "the code lies in"),
-        ([WANT], ConnectError, "the link was lost"),
-        ([], ConnectError, "the link was lost"),
+        ([WANT, {"op": "push", "state": "need", "indexes": [0, 0]}], TransferError, "file twice"),
+        ([{"op": "push", "state": "have", "path": "/etc"}], TransferError, "code lies"),
+        ([WANT], ConnectError, "link lost"),
+        ([], ConnectError, "link lost"),
     ],
 )
 def test_what_a_node_says_becomes_an_error_with_a_class(
     project: Path, messages: list[dict[str, object]], kind: type[Exception], text: str
 ) -> None:
-    with pytest.raises(kind, match=text):
+    with raises(kind, text):
         push(NodeLink(Scripted(*messages), node="node1"), scan(project), shared=Payloads())
 
 
 def test_a_node_that_stops_reading_is_asked_why(project: Path) -> None:
-    with pytest.raises(NodeError, match="the disk is full") as caught:
+    with raises(NodeError, "disk full") as caught:
         push(NodeLink(Scripted(WANT, FULL, reads=False), node="node1"), scan(project), shared=Payloads())
     assert caught.value.hint
     with pytest.raises(ConnectError):

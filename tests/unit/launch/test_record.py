@@ -27,6 +27,7 @@ from dtctl.launch.records.record import (
     new_run_id,
     write_private,
 )
+from tests.facts import raises
 
 INFO = RunInfo(
     run="one", token="t" * 32, pid=1, started=100.0, spec="/p/dtctl.yaml", command=["dtctl", "launch"], detached=False
@@ -86,7 +87,7 @@ def test_a_file_is_replaced_in_one_step_and_leaves_nothing_beside_it(tmp_path: P
 
 def test_a_name_is_used_once(tmp_path: Path) -> None:
     made(tmp_path, "one")
-    with pytest.raises(LaunchError, match="a run named one already exists") as caught:
+    with raises(LaunchError, "already exists") as caught:
         made(tmp_path, "one")
     assert "--name" in str(caught.value.hint)
 
@@ -124,19 +125,19 @@ def test_a_damaged_run_does_not_hide_the_others(tmp_path: Path, damage: str) -> 
     (tmp_path / ".dtctl" / "runs" / "half-made").mkdir()
     assert [record.run for record in list_runs(tmp_path)] == ["good"]
     assert find_run(tmp_path, None).run == "good"
-    with pytest.raises(LaunchError, match="bad is not a run that dtctl can read"):
+    with raises(LaunchError, "bad"):
         find_run(tmp_path, "bad")
 
 
 def test_an_unknown_run_is_answered_with_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="no run was launched from this folder"):
+    with raises(LaunchError, "launched folder"):
         find_run(tmp_path, None)
     made(tmp_path, "gpt-1121-093012-k7")
     with pytest.raises(LaunchError) as caught:
         find_run(tmp_path, "gpt-1121-093012-k8")
     assert caught.value.hint == "did you mean gpt-1121-093012-k7?"
     for name in ("zzz", "../../etc", "", "."):
-        with pytest.raises(LaunchError, match="there is no run"):
+        with raises(LaunchError, "run"):
             find_run(tmp_path, name)
 
 
@@ -159,7 +160,7 @@ def test_logs_lie_by_node_and_rank(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, blocked: str) -> None:
     (tmp_path / blocked).parent.mkdir(exist_ok=True)
     (tmp_path / blocked).write_text("a file where a folder belongs")
-    with pytest.raises(LaunchError, match="the run's records cannot be written") as caught:
+    with raises(LaunchError, "records") as caught:
         made(tmp_path, "one")
     assert str(caught.value.where).startswith(str(tmp_path / ".dtctl"))
     assert caught.value.hint
@@ -181,7 +182,7 @@ def test_a_file_that_does_not_fit_leaves_the_old_one_and_nothing_else(tmp_path: 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2, hard))
     try:
-        with pytest.raises(LaunchError, match="File too large"):
+        with raises(LaunchError, "too large"):
             write_private(tmp_path / "x", "new")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -198,7 +199,7 @@ def test_who_only_looks_for_a_launcher_turns_none_away(tmp_path: Path) -> None:
         while not over.is_set():
             RunRecord(tmp_path).has_launcher()
 
-    lookers = [threading.Thread(target=look) for _ in range(3)]
+    lookers = [threading.Thread(target=look, daemon=True) for _ in range(3)]
     for looker in lookers:
         looker.start()
     try:
@@ -216,7 +217,7 @@ def test_there_is_one_launcher_at_most(tmp_path: Path) -> None:
     record = RunRecord(tmp_path)
     with (
         record.launcher_lock(),
-        pytest.raises(LaunchError, match="already has a launcher"),
+        raises(LaunchError, "already launcher"),
         RunRecord(tmp_path).launcher_lock(),
     ):
         pass

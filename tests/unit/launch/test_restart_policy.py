@@ -128,3 +128,25 @@ def test_an_error_that_names_its_step_is_known_again_by_it() -> None:
     patience.judge(first, step=24, first=0, lasted_s=1)
     other = replace(first, summary=first.summary.replace("21", "22"))
     assert patience.judge(other, step=20, first=15, lasted_s=1).give_up_reason is None
+
+
+@pytest.mark.parametrize(
+    ("summary", "facts"),
+    [
+        ("ModuleNotFoundError: No module named 'torch'", {}),
+        ("/v/python: Error while finding module specification for 'torch' (ModuleNotFoundError: ...)", {}),
+        ("ImportError: cannot import name 'x' from 'y'", {}),
+        ("SyntaxError: invalid syntax", {}),
+        ("train.py: error: unrecognized arguments: --x", {"exit_code": 2, "tail": ("usage: train.py",)}),
+        ("python3: can't open file '/x/t.py': [Errno 2] No such file or directory", {"exit_code": 2}),
+        ("bash: line 1: nope: command not found", {"exit_code": 127}),
+    ],
+)
+def test_what_no_restart_changes_ends_the_run_at_once(summary: str, facts: dict[str, Any]) -> None:
+    failure = replace(FAILURE, summary=summary, **facts)
+    assert RestartPolicy().judge(failure, step=None, lasted_s=2).give_up_reason is not None
+    assert RestartPolicy().judge(failure, step=0, lasted_s=2).give_up_reason is not None
+    # After steps, or after a while, something else has changed meanwhile: a disk, a file server.
+    assert RestartPolicy().judge(failure, step=7, lasted_s=2).give_up_reason is None
+    assert RestartPolicy().judge(failure, step=None, lasted_s=1000).give_up_reason is None
+    assert RestartPolicy().judge(replace(failure, signal=9), step=None, lasted_s=2).give_up_reason is None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from snippets import PRELUDE, found
+from snippets import PRELUDE, found, problems
 
 from dtctl.lint.engine import lint
 from dtctl.lint.model import ClusterFacts
@@ -255,3 +255,70 @@ def test_one_cause_on_one_line_is_one_finding_and_an_obsolete_name_is_said_once(
     assert names[0].severity == "info"
     code = START + "if dist.get_rank() == 0:\n    dist.all_reduce(x); dist.barrier()\n"
     assert [problem.rule for problem in problems(code) if problem.severity == "error"] == ["DT011"]
+
+
+TRAINING = START + "model = DDP(Net().cuda(), device_ids=[local_rank])\nrank = dist.get_rank()\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "severity"),
+    [
+        ("loss = F.mse_loss(model(x), y)\nif rank == 0:\n    loss.backward()\n", "error"),
+        ("out = model(x)\nloss = out.sum()\nif rank == 0:\n    (loss / 2).backward()\n", "error"),
+        ("out = model(x)\nout.sum().backward()\nif rank == 0:\n    print(out)\n", None),
+        ("head = Net()\nif rank == 0:\n    head(x).sum().backward()\n", None),  # its own model, of one rank
+        ("loss = model(x).sum()\nif rank == 0:\n    loss.backward()\nelse:\n    loss.backward()\n", None),
+    ],
+)
+def test_a_backward_pass_of_some_ranks(code: str, severity: str | None) -> None:
+    said = [one.severity for one in problems(TRAINING + code) if "backward pass" in one.message]
+    assert said == ([severity] if severity else [])
+
+
+LOOP = (
+    TRAINING
+    + "for step, batch in enumerate(loader):\n    x, y = batch\n"
+    + "    if {test}:\n        continue\n    model(x).sum().backward()\n"
+)
+
+
+@pytest.mark.parametrize("test", ["len(x) == 0", "y.max() < 1", "batch is None", "x.shape[1] > 512"])
+def test_a_rank_that_skips_its_own_batch(test: str) -> None:
+    assert "DT013" in found(LOOP.format(test=test))
+
+
+@pytest.mark.parametrize("test", ["step < start", "len(x) < batch_size", "not torch.distributed.is_initialized()"])
+def test_what_all_ranks_skip_alike(test: str) -> None:
+    assert "DT013" not in found(LOOP.format(test=test))
+
+
+def test_a_loop_over_other_things_skips_what_it_likes() -> None:
+    code = "for name in names:\n    if name in ignored:\n        continue\n    model(inputs[name]).sum().backward()\n"
+    assert "DT013" not in found(TRAINING + code)
+
+
+def test_a_collective_that_its_caller_wants_is_not_always_called() -> None:
+    helper = "def log(loss, reduce=True):\n    if reduce:\n        dist.all_reduce(loss)\n    print(loss)\n"
+    assert "DT011" not in found(TRAINING + helper + "if rank == 0:\n    log(loss, reduce=False)\n")
+
+
+def test_figures_of_one_rank_that_a_helper_prints() -> None:
+    helper = "def print_once(text):\n    if dist.get_rank() == 0:\n        print(text)\n"
+    code = (
+        "def evaluate():\n    loss = 0\n    for x, y in loader:\n        loss += model(x).sum().item()\n"
+        "    torch.cuda.synchronize()\n    loss /= len(loader)\n    print_once(f'{loss}')\n"
+    )
+    assert "DT018" in found(TRAINING + "model(x).sum().backward()\n" + helper + code)
+
+
+def test_the_state_of_a_wrapper_that_is_saved_by_another_name() -> None:
+    code = (
+        "model(x).sum().backward()\nif rank == 0:\n    state = model.state_dict()\n    torch.save(state, 'model.pth')\n"
+    )
+    assert "DT022" in found(TRAINING + code)
+
+
+def test_a_policy_without_its_setting() -> None:
+    code = "from torch.distributed.fsdp.wrap import {0}\nmodel = FSDP(Net(), auto_wrap_policy={0})\n"
+    assert "DT048" in found(code.format("transformer_auto_wrap_policy"))
+    assert "DT048" not in found(code.format("size_based_auto_wrap_policy"))  # its setting has a default

@@ -117,6 +117,12 @@ def test_protocols_other_than_ll128_corrupt_nothing() -> None:
     assert "corrupt" in risky.fix
 
 
+def test_variables_of_rccl_are_those_of_nccl_and_its_own() -> None:
+    assert found("export RCCL_DEBUG=INFO\n", name="run.sh") == {"DT029"}
+    assert found("export RCCL_MSCCL_ENABLE=0\n", name="run.sh") == set()
+    assert found("import os\nos.environ['RCCL_DEBUG'] = 'INFO'\n") == {"DT029"}
+
+
 @pytest.mark.parametrize("text", ["x='a", 'x="a', "x=$(a", "cat <<EOF\nx", "x=`a", "((a", "x=(a", "${a"])
 def test_what_does_not_end_is_known_not_to(text: str) -> None:
     assert not scanned(text).complete

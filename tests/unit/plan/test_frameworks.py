@@ -11,6 +11,7 @@ from dtctl.plan.build import PlanFacts, build
 from dtctl.plan.model import Plan
 from dtctl.spec.load import parse_spec
 from dtctl.spec.nodes import resolve_nodes
+from tests.facts import raises
 
 NODES = "cluster: {transport: ssh, nodes: [{name: a, address: 10.0.0.1}, {name: b, address: 10.0.0.2}], slots: 4}\n"
 
@@ -111,7 +112,7 @@ def test_further_keys_of_deepspeed_win() -> None:
     }
     alone = plan("deepspeed", "", job=", deepspeed: {train_batch_size: 8}, add_args: [deepspeed_config]")
     assert json.loads(base64.urlsafe_b64decode(alone.head.argv[-1])) == {"train_batch_size": 8}
-    with pytest.raises(PlanError, match=r"job\.deepspeed is for kind deepspeed, and this is accelerate"):
+    with raises(PlanError, "job.deepspeed accelerate"):
         plan("accelerate", "", job=", deepspeed: {train_batch_size: 8}")
 
 
@@ -216,27 +217,27 @@ MEGATRON = """
 @pytest.mark.parametrize(
     ("kind", "train", "message"),
     [
-        ("accelerate", "{strategy: pipeline}", "Accelerate has no pipelines"),
-        ("accelerate", "{lr: 0.1}", "train.lr has no counterpart in Accelerate"),
-        ("accelerate", "{clip_norm: 1.0}", "train.clip_norm has no counterpart in Accelerate"),
-        ("accelerate", "{strategy: fsdp, fsdp: {reduce_dtype: bf16}}", "train.fsdp.reduce_dtype has no counterpart"),
-        ("accelerate", "{strategy: fsdp, checkpointing: 2}", "cannot checkpoint activations as in 2"),
-        ("accelerate", "{strategy: single}", "8 workers would train 8 models apart"),
-        ("accelerate", "{strategy: {dp: 3}}", "the mesh dp 3 has 3 workers, and the job has 8"),
-        ("deepspeed", "{strategy: tp, micro_batch: 1}", "DeepSpeed's configuration knows ddp, zero1 and fsdp"),
-        ("deepspeed", "{strategy: hsdp, micro_batch: 1}", "DeepSpeed's configuration knows ddp, zero1 and fsdp"),
-        ("deepspeed", "{strategy: ddp}", "DeepSpeed needs train.micro_batch or train.global_batch"),
-        ("deepspeed", "{micro_batch: 1, steps: 5}", "train.steps has no counterpart in DeepSpeed"),
-        ("deepspeed", "{micro_batch: 3, global_batch: 8}", "global_batch 8 cannot be divided by micro_batch 3"),
+        ("accelerate", "{strategy: pipeline}", "Accelerate pipelines"),
+        ("accelerate", "{lr: 0.1}", "train.lr"),
+        ("accelerate", "{clip_norm: 1.0}", "train.clip_norm"),
+        ("accelerate", "{strategy: fsdp, fsdp: {reduce_dtype: bf16}}", "train.fsdp.reduce_dtype"),
+        ("accelerate", "{strategy: fsdp, checkpointing: 2}", "checkpoint 2"),
+        ("accelerate", "{strategy: single}", "8 workers models"),
+        ("accelerate", "{strategy: {dp: 3}}", "mesh dp 3 8"),
+        ("deepspeed", "{strategy: tp, micro_batch: 1}", "ddp zero1 fsdp"),
+        ("deepspeed", "{strategy: hsdp, micro_batch: 1}", "ddp zero1 fsdp"),
+        ("deepspeed", "{strategy: ddp}", "DeepSpeed train.micro_batch train.global_batch"),
+        ("deepspeed", "{micro_batch: 1, steps: 5}", "train.steps DeepSpeed"),
+        ("deepspeed", "{micro_batch: 3, global_batch: 8}", "global_batch 8 micro_batch 3"),
         (
             "deepspeed",
             "{micro_batch: 1, global_batch: 8, accumulate: 2}",
-            "is 16, and global_batch is 8",
+            "16 global_batch 8",
         ),
     ],
 )
 def test_what_has_no_counterpart_is_refused_where_it_is_written(kind: str, train: str, message: str) -> None:
-    with pytest.raises(PlanError, match=message) as caught:
+    with raises(PlanError, message) as caught:
         plan(kind, train)
     assert caught.value.where == "dtctl.yaml:3"
 
@@ -245,28 +246,28 @@ def test_what_has_no_counterpart_is_refused_where_it_is_written(kind: str, train
     ("train", "message"),
     [
         ("{strategy: hsdp}", "hsdp"),
-        ("{strategy: {pp: 8}, pipeline: {schedule: gpipe}}", "and not gpipe"),
-        ("{checkpointing: 3}", "cannot recompute every 3th block"),
-        ("{ema: {}}", "train.ema has no counterpart in Megatron-LM"),
-        ("{snapshot: {keep: 3}}", "train.snapshot.keep has no counterpart"),
+        ("{strategy: {pp: 8}, pipeline: {schedule: gpipe}}", "gpipe"),
+        ("{checkpointing: 3}", "3th"),
+        ("{ema: {}}", "train.ema Megatron-LM"),
+        ("{snapshot: {keep: 3}}", "train.snapshot.keep"),
     ],
 )
 def test_what_megatron_does_not_have(train: str, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+    with raises(PlanError, message):
         options(train)
 
 
 @pytest.mark.parametrize(
     ("kind", "added", "message"),
     [
-        ("torchrun", "local_rank", "local_rank .* kind torchrun"),
-        ("accelerate", "deepspeed_config", "deepspeed_config .* kind accelerate"),
-        ("deepspeed", "megatron", "megatron .* kind deepspeed"),
-        ("deepspeed", "deepspeed_config", "is derived from `train`, which the spec lacks"),
+        ("torchrun", "local_rank", "local_rank torchrun"),
+        ("accelerate", "deepspeed_config", "deepspeed_config accelerate"),
+        ("deepspeed", "megatron", "megatron deepspeed"),
+        ("deepspeed", "deepspeed_config", "train spec"),
     ],
 )
 def test_arguments_that_do_not_go_with_the_kind(kind: str, added: str, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+    with raises(PlanError, message):
         plan(kind, "", job=f", add_args: [{added}]")
 
 
@@ -278,5 +279,5 @@ def test_as_long_as_slots_are_not_counted_nothing_is_said_about_them() -> None:
     assert any("Accelerate" in note and "slots" in note for note in found.notes)
     counted = plan("accelerate", train, nodes=open_nodes, gpus={"a": 4, "b": 4})
     assert generated(counted)["PARALLELISM_CONFIG_TP_SIZE"] == "4"
-    with pytest.raises(PlanError, match="`slots: auto`"):
+    with raises(PlanError, "slots auto"):
         plan("accelerate", train, nodes="cluster: {transport: slurm, nodes: 2}\n")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dtctl.plan.preload import WITH_TORCH, modules_of
+from dtctl import runtime
+from dtctl.plan.preload import TRAINING, WITH_TORCH, modules_of
 
 
 @pytest.mark.parametrize(
@@ -13,7 +14,8 @@ from dtctl.plan.preload import WITH_TORCH, modules_of
         ("import torch", ("torch", WITH_TORCH)),
         ("import torch.distributed as dist, numpy as np", ("torch.distributed", "numpy", WITH_TORCH)),
         ("from torch.distributed.fsdp import fully_shard", ("torch.distributed.fsdp", WITH_TORCH)),
-        ("from dtctl.runtime import Trainer", ("dtctl.runtime", WITH_TORCH)),
+        ("from dtctl.runtime import Worker", ("dtctl.runtime", WITH_TORCH)),
+        ("from dtctl.runtime import Trainer, run", (*TRAINING.values(), WITH_TORCH)),
         ("from dtctl import runtime, errors", ("dtctl.runtime", WITH_TORCH)),
         ("try:\n    import numpy\nexcept ImportError:\n    numpy = None", ("numpy",)),
         ("import torchvision, numpylike, os", ()),
@@ -26,3 +28,7 @@ from dtctl.plan.preload import WITH_TORCH, modules_of
 )
 def test_slow_modules_that_the_script_imports_at_its_top(source: str, wanted: tuple[str, ...]) -> None:
     assert modules_of(source) == wanted
+
+
+def test_the_modules_of_a_training_are_those_that_its_names_come_from() -> None:
+    assert {name: runtime._HOME[name] for name in TRAINING} == TRAINING

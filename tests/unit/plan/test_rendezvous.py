@@ -1,8 +1,7 @@
-import pytest
-
 from dtctl.errors import PlanError
 from dtctl.node_facts import AVOIDED_PORTS
 from dtctl.plan.rendezvous import check_reachable, numeric, port_candidates
+from tests.facts import raises
 
 
 def test_candidates_are_distinct_and_avoid_the_usual_ports() -> None:
@@ -23,5 +22,5 @@ def test_a_name_that_cannot_be_looked_up_stays() -> None:
 def test_a_loopback_address_is_no_meeting_point_for_several_nodes() -> None:
     check_reachable("127.0.0.1", node="a", nodes=1)
     check_reachable("10.0.0.1", node="a", nodes=2)
-    with pytest.raises(PlanError, match=r"127\.0\.1\.1, which every other node takes to be itself"):
+    with raises(PlanError, "127.0.1.1"):
         check_reachable("127.0.1.1", node="a", nodes=2)

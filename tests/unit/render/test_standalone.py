@@ -14,7 +14,9 @@ from dtctl import node_facts
 from dtctl.render.standalone import standalone
 
 PACKAGE = Path(dtctl.__file__).parent
-PROGRAMS = ("slurm/pick_endpoint.py", "slurm/find_interface.py", "kubernetes/pick_endpoint.py")
+PROGRAMS = (
+    "slurm/pick_endpoint.py", "slurm/find_interface.py", "slurm/count_threads.py", "kubernetes/pick_endpoint.py"
+)  # fmt: skip
 
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -47,3 +49,18 @@ def test_the_meeting_point_is_a_port_of_those_that_a_launch_takes() -> None:
     assert int(port) in node_facts.port_candidates("17.0")
     assert int(other) in set(node_facts.port_candidates("17.0")) - {int(port)}
     assert run("slurm/pick_endpoint.py", "localhost", "17.0", port).stdout.split()[1] == port
+
+
+@pytest.mark.parametrize(
+    ("components", "threads"),
+    [
+        (["1=1"], "1"),
+        (["2=64(x3),1"], "1"),
+        (["1=1000", "8=64(x2),48,72"], None),
+        (["1=1000", "1000=64"], "1"),
+    ],
+)
+def test_threads_are_counted_of_what_slurm_gives(components: list[str], threads: str | None) -> None:
+    here = node_facts.bound_cores()  # the first of the nodes
+    done = run("slurm/count_threads.py", *components)
+    assert done.stdout.strip() == (threads or str(min(here, 6))), done.stderr

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import re
 import stat
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dtctl.render import builtin_templates
 from dtctl.report.charts import charts, goodput
 from dtctl.report.history import history_of
 from dtctl.report.metrics import read
-from dtctl.report.page import clock, page
+from dtctl.report.page import PHASE_NAMES, clock, page, tiles, verdict
 from dtctl.report.run import facts
 from tests.command_line import dtctl
 from tests.unit.report.runs import BEGAN, events, make_run, parsed, row
@@ -89,6 +92,16 @@ def test_the_plots_of_one_run_and_of_two(tmp_path: Path) -> None:
     assert "train.lr 0.001 0.01" in text_of(page(runs, now=BEGAN))
 
 
+def test_what_experts_got_is_shown_where_a_model_has_any(tmp_path: Path) -> None:
+    counted = {"expert_load": 1.5, "expert_tokens": 64.0, "expert_tokens_max": 96.0}
+    rows = [row(step, **counted, experts_idle=0.25, tokens_dropped=0.1) for step in (1, 2)]
+    shown = {chart["title"]: chart for chart in charts([facts(make_run(tmp_path, rows=rows))])}
+    assert [series["y"] for series in shown["The busiest expert"]["series"]] == [[1.5, 1.5]]
+    assert [series["y"] for series in shown["Tokens of an expert"]["series"]] == [[96.0, 96.0], [64.0, 64.0]]
+    assert [series["y"] for series in shown["Experts left out"]["series"]] == [[25.0, 25.0], [10.0, 10.0]]
+    assert "The busiest expert" not in {chart["title"] for chart in charts([facts(make_run(tmp_path, "dense"))])}
+
+
 def test_restarts_are_marked_at_the_step_they_fell_on(tmp_path: Path) -> None:
     found = charts([facts(make_run(tmp_path))])
     marks = {chart["name"]: chart["marks"] for chart in found}
@@ -103,6 +116,52 @@ def test_goodput_is_the_share_of_steps_that_count(tmp_path: Path) -> None:
     curve = goodput(metrics, BEGAN)
     assert curve is not None
     assert (curve.steps[-1], curve.values[-1]) == (50.0, pytest.approx(80.0))
+
+
+def test_goodput_of_a_run_that_continues_another_counts_its_own_steps(tmp_path: Path) -> None:
+    earlier = [{**row(n), "time": BEGAN - 1000 + n} for n in range(1, 31)]
+    own = [{**row(n), "time": BEGAN + 2.0 * (n - 30)} for n in range(31, 41)]
+    metrics = read(make_run(tmp_path, rows=[*earlier, *own]).folder / "metrics.jsonl")
+    assert metrics is not None
+    curve = goodput(metrics, BEGAN)
+    assert curve is not None
+    assert curve.values == (pytest.approx(50.0),) * 10, "one of two seconds each"
+
+
+def test_the_tiles_say_what_the_plots_show(tmp_path: Path) -> None:
+    run = facts(make_run(tmp_path))
+    shown = {name: (value, beside) for name, value, beside in tiles(run)}
+    plots = {chart["name"]: chart for chart in charts([run])}
+    assert plots["goodput"]["series"][0]["y"][-1] == 75.0
+    assert shown["goodput"][0] == "75.0%"
+    assert plots["step"]["series"][0]["y"][-1] == 900.0
+    assert shown["step"] == ("900 ms", "median; 95% within 1,200 ms")
+
+
+def test_a_run_that_continues_another_says_so(tmp_path: Path) -> None:
+    record = make_run(tmp_path)
+    for command in (["dtctl", "launch", "--resume", "r0"], ["dtctl", "launch", "--resume=r0", "--", "--resume", "x"]):
+        record.write_info(replace(record.info(), command=command))
+        assert "Continues run r0" in verdict(facts(record))
+    record.write_info(replace(record.info(), command=["dtctl", "launch", "--", "--resume", "x"]))
+    assert "Continues" not in verdict(facts(record))
+
+
+def _colours(scheme: int) -> dict[str, tuple[float, ...]]:
+    """Phase -> its colour of the light (0) or dark (1) scheme, as red, green and blue from 0 to 255."""
+    css = (builtin_templates() / "report" / "page.css").read_text()
+    found = re.findall(r"\.phase\.(\w+) { background: light-dark\(#(\w{6}), #(\w{6})\)", css)
+    return {name: tuple(bytes.fromhex(colours[scheme])) for name, *colours in found}
+
+
+@pytest.mark.parametrize("scheme", [0, 1])
+def test_every_phase_has_a_colour_of_its_own(scheme: int) -> None:
+    colours = _colours(scheme)
+    assert colours.keys() == PHASE_NAMES.keys()
+    for one, other in itertools.combinations(colours, 2):
+        # Green counts most to the eye, blue least: the usual quick measure of how far apart colours look.
+        red, green, blue = (a - b for a, b in zip(colours[one], colours[other], strict=True))
+        assert (2 * red**2 + 4 * green**2 + 3 * blue**2) ** 0.5 > 80, (one, other)
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from dtctl.runtime.distributed import capacity
 from dtctl.runtime.distributed.run_forked import apart
 from dtctl.runtime.exactness.randomness import capture
 from dtctl.train.batch import Batch
+from tests.facts import raises
 from tests.unit.runtime.conftest import Make, points, squared
 
 CPU = torch.device("cpu")
@@ -32,7 +33,7 @@ def config(**settings: Any) -> Any:
 def seen(model: Any, loss: Any = squared, samples: Any = None, **settings: Any) -> dict[str, Any]:
     tight = TrainingSetting(workers=2, per_node=2, budget=1.0, micro_batch=4)
     subject = Subject(model=model, loss=loss, samples=samples or points())
-    return apart(lambda: automatic._seen(subject, config(**settings), tight), limit_s=60)
+    return apart(lambda: automatic._seen(subject, config(**settings), tight), limit_s=240)
 
 
 def wide(width: int = 64) -> nn.Module:
@@ -208,7 +209,7 @@ def test_one_worker_is_warned_and_trains(make: Make, capsys: pytest.CaptureFixtu
     trainer = make({"memory_gib": 1e-6, "steps": 1})
     assert trainer.strategy.name == "single"
     said = capsys.readouterr().out
-    assert said.startswith("warning: memory may not do: single needs 0.35 GiB")
+    assert said.startswith("warning: memory may not suffice: single needs 0.35 GiB")
     trainer.run()
     make({"steps": 1, "snapshot": {"dir": "other"}})
     assert "warning" not in capsys.readouterr().out
@@ -222,12 +223,12 @@ def test_a_small_model_costs_next_to_nothing(worker: Worker, tmp_path: Path, mon
 
 
 def test_what_happens_apart_is_told() -> None:
-    assert apart(lambda: {"a": [1, None]}, limit_s=30) == {"a": [1, None]}
-    with pytest.raises(WorkerFailed, match="ZeroDivisionError: "):
-        apart(lambda: {"a": 1 // 0}, limit_s=30)
-    with pytest.raises(WorkerFailed, match="its process died"):
-        apart(lambda: __import__("os")._exit(1), limit_s=30)
-    with pytest.raises(WorkerFailed, match=r"it takes more than 0 s"):
+    assert apart(lambda: {"a": [1, None]}, limit_s=120) == {"a": [1, None]}
+    with raises(WorkerFailed, "ZeroDivisionError"):
+        apart(lambda: {"a": 1 // 0}, limit_s=120)
+    with raises(WorkerFailed, "process died"):
+        apart(lambda: __import__("os")._exit(1), limit_s=120)
+    with raises(WorkerFailed, "0 s"):
         apart(lambda: time.sleep(60) or {}, limit_s=0.2)
 
 

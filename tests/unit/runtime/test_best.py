@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -16,6 +15,7 @@ from dtctl.runtime.best import Best
 from dtctl.runtime.snapshot import commands
 from dtctl.runtime.snapshot.format import layout
 from dtctl.train.config import BestConfig
+from tests.facts import raises
 from tests.unit.runtime.conftest import Make, points
 
 
@@ -35,7 +35,7 @@ def test_low_or_high_is_best_and_nan_never() -> None:
     ]
     assert (low.step, low.value) == (3, 2.0)
     assert [high.take(step, {"val_hits": value}) for step, value in enumerate([-1.0, -2.0, 0.0])] == [True, False, True]
-    with pytest.raises(PlanError, match="no score val_loss"):
+    with raises(PlanError, "val_loss"):
         low.take(9, {"val_hits": 1.0})
 
 

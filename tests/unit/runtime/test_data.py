@@ -13,6 +13,7 @@ import torch
 
 from dtctl.errors import SpecError
 from dtctl.runtime.data_loading.datasets import TensorData, TokenFile, reader, to_device
+from tests.facts import raises
 
 
 def test_both_kinds_of_data_sets_give_the_same_batches() -> None:
@@ -24,7 +25,7 @@ def test_both_kinds_of_data_sets_give_the_same_batches() -> None:
 
 
 def test_tensors_must_be_of_equal_length() -> None:
-    with pytest.raises(ValueError, match="equal length"):
+    with raises(ValueError, "equal length"):
         TensorData(torch.zeros(3), torch.zeros(4))
 
 
@@ -42,15 +43,15 @@ def test_token_windows_overlap_by_one(tmp_path: Path, dtype: str) -> None:
 
 def test_token_files_that_cannot_be(tmp_path: Path) -> None:
     path = tmp_path / "tokens.bin"
-    with pytest.raises(SpecError, match="cannot be read"):
+    with raises(SpecError, "read"):
         TokenFile(path, context=2)
     path.write_bytes(b"123")
-    with pytest.raises(SpecError, match="no whole number of uint16 tokens"):
+    with raises(SpecError, "uint16"):
         TokenFile(path, context=1)
     path.write_bytes(b"1234")
-    with pytest.raises(SpecError, match="fewer than 3 tokens"):
+    with raises(SpecError, "3 tokens"):
         TokenFile(path, context=2)
-    with pytest.raises(SpecError, match="uint16 or uint32"):
+    with raises(SpecError, "uint16 uint32"):
         TokenFile(path, context=1, dtype="int8")
 
 

@@ -25,6 +25,7 @@ from dtctl.errors import PlanError, SnapshotError
 from dtctl.runtime import TensorData, Trainer
 from dtctl.runtime.snapshot import state
 from dtctl.runtime.snapshot.format import layout
+from tests.facts import raises
 from tests.unit.runtime.conftest import Make, network, points, squared
 
 HALF, WHOLE = 6, 12
@@ -65,7 +66,7 @@ def go_on(
     """What is said of a resume with something changed; with `require_exact` it must be refused."""
     make({"steps": HALF, "schedule": "constant"}, **before()).run()
     settings = after.pop("settings", {})
-    with pytest.raises(SnapshotError, match=rf"going on from step {HALF} would not be exact"):
+    with raises(SnapshotError, f"step {HALF}"):
         make({"steps": HALF, "schedule": "constant", "require_exact": True, **settings}, **after).run()
     capsys.readouterr()
     make({"steps": HALF, "schedule": "constant", **settings}, **after).run()
@@ -313,7 +314,7 @@ def test_what_cannot_be_kept_is_no_exact_resume(
 
 
 def test_extra_state_must_have_a_state(make: Make) -> None:
-    with pytest.raises(PlanError, match=r"extra_state.number is a int"):
+    with raises(PlanError, "extra_state.number"):
         make(extra_state={"number": 3})
 
 
@@ -348,24 +349,25 @@ def other_points() -> TensorData:
 CHANGES: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any], str]] = {
     "decay": (
         lambda: {"optimizer": adam(weight_decay=0.1)}, {"optimizer": adam(weight_decay=0.5)},
-        r"param_groups\[0\].weight_decay was 0.1 and is 0.5",
+        r"param_groups\[0\].weight_decay changed from 0.1 to 0.5",
     ),
     "betas": (
         lambda: {"optimizer": adam()}, {"optimizer": adam(betas=(0.8, 0.9))},
-        r"betas was \(0.9, 0.999\) and is \(0.8, 0.9\)",
+        r"betas changed from \(0.9, 0.999\) to \(0.8, 0.9\)",
     ),
-    "dropout": (dict, {"model": dropout(0.5)}, r"model.2.p was 0.3 and is 0.5"),
+    "dropout": (dict, {"model": dropout(0.5)}, r"model.2.p changed from 0.3 to 0.5"),
     "activation": (
-        dict, {"model": nn.Sequential(*network()[:3], nn.Tanh(), network()[4])}, r"model.3 \(class\) was .*ReLU",
+        dict, {"model": nn.Sequential(*network()[:3], nn.Tanh(), network()[4])},
+        r"model.3 \(class\) changed from .*ReLU",
     ),
-    "hook": (dict, {"model": hooked()}, r"model.0 \(hooks\) was not there"),
-    "loss": (lambda: {"loss": loss_with(1.0)}, {"loss": loss_with(2.0)}, r"loss.weight was 1.0 and is 2.0"),
+    "hook": (dict, {"model": hooked()}, r"model.0 \(hooks\) is new"),
+    "loss": (lambda: {"loss": loss_with(1.0)}, {"loss": loss_with(2.0)}, r"loss.weight changed from 1.0 to 2.0"),
     "loss code": (dict, {"loss": lambda model, batch: squared(model, batch) + 0.0}, r"loss"),
     "data": (dict, {"samples": other_points()}, r"sample 0 of the data has other contents"),
-    "length": (dict, {"samples": points(60)}, r"samples was 50 and is 60"),
+    "length": (dict, {"samples": points(60)}, r"samples changed from 50 to 60"),
     "rate": (lambda: {"rate": lambda _: 0.1}, {"rate": lambda _: 0.2}, r"rate has other code"),
     "extra": (dict, {"extra_state": {"more": torch.Generator()}}, r"no state of the program"),
-    "setting": (dict, {"settings": {"clip_norm": 1.0}}, r"clip_norm was None and is 1.0"),
+    "setting": (dict, {"settings": {"clip_norm": 1.0}}, r"clip_norm changed from None to 1.0"),
 }  # fmt: skip
 
 
@@ -380,9 +382,7 @@ def test_what_is_another_is_said(change: str, make: Make, capsys: pytest.Capture
 @pytest.mark.parametrize("other", [torch.optim.RMSprop, torch.optim.SGD])
 def test_another_optimizer_is_refused(other: Any, make: Make) -> None:
     make({"steps": HALF}, optimizer=adam()).run()
-    with pytest.raises(
-        SnapshotError, match=rf"the snapshot is torch.optim.adamw.AdamW, and this one is .*{other.__name__}"
-    ):
+    with raises(SnapshotError, f"torch.optim.adamw.AdamW {other.__name__}"):
         make({"steps": WHOLE}, optimizer=lambda model: other(model.parameters(), lr=0.1)).run()
 
 
@@ -392,7 +392,7 @@ def test_switches_of_libraries_count(
     make({"steps": HALF}).run()
     monkeypatch.setenv("NCCL_ALGO", "Tree")
     make({"steps": HALF}).run()
-    assert said(capsys.readouterr().out) == "not exact: NCCL_ALGO was not there and is Tree"
+    assert said(capsys.readouterr().out) == "not exact: NCCL_ALGO is new: Tree"
 
 
 def broken_off(until: int | None, every: int, where: str) -> Any:
@@ -422,9 +422,7 @@ def test_nothing_is_begun_anew_in_silence(make: Make) -> None:
     make({"steps": HALF}).run()
     for path in Path("snapshots").glob("*/model.safetensors"):
         path.write_bytes(b"x")
-    with pytest.raises(
-        SnapshotError, match="trained before, and none of its snapshots is good: step-00000006 is corrupt"
-    ):
+    with raises(SnapshotError, "step-00000006"):
         make({"steps": WHOLE}).run()
 
 
@@ -449,13 +447,13 @@ class Remembering(nn.Linear):
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (Recorded(persistent=True), "the buffer whatever changes in a training pass"),
-        (Recorded(persistent=False), "the buffer whatever changes in a training pass"),
-        (Remembering(8, 1), "model.last changes in training"),
+        (Recorded(persistent=True), "buffer whatever training"),
+        (Recorded(persistent=False), "buffer whatever training"),
+        (Remembering(8, 1), "model.last training"),
     ],
 )
 def test_shards_go_with_nothing_that_a_worker_remembers(make: Make, model: nn.Module, reason: str) -> None:
-    with pytest.raises(PlanError, match=f"exact: elastic is not possible: {reason}"):
+    with raises(PlanError, f"{reason}"):
         make({"exact": "elastic", "global_batch": 8, "micro_batch": 4}, model=model).run()
 
 
@@ -479,7 +477,7 @@ def test_two_trainings_do_not_share_a_folder(make: Make) -> None:
     other = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert other.stdout
     assert other.stdout.readline() == "held\n"
-    with pytest.raises(SnapshotError, match=rf"process {other.pid} on .* writes its snapshots here"):
+    with raises(SnapshotError, f"{other.pid}"):
         make().run()
     other.communicate("\n")
     make().run()
@@ -488,7 +486,7 @@ def test_two_trainings_do_not_share_a_folder(make: Make) -> None:
 def test_a_folder_that_cannot_be_written_is_known_before_the_first_step(make: Make) -> None:
     Path("snapshots").write_text("no folder")
     trainer = make()
-    with pytest.raises(SnapshotError, match="snapshots cannot be written here"):
+    with raises(SnapshotError, "snapshots written"):
         trainer.run()
     assert trainer.step == 0
 
@@ -499,7 +497,7 @@ def test_a_run_whose_snapshots_have_vanished_does_not_begin_anew(
     monkeypatch.setenv(names.RUN_DIR, str(tmp_path))
     make({"steps": HALF}).run()
     shutil.rmtree("snapshots")
-    with pytest.raises(SnapshotError, match="has written a snapshot of step 6, and there is none now"):
+    with raises(SnapshotError, "step 6"):
         make({"steps": WHOLE}).run()
     make({"steps": WHOLE, "snapshot": {"dir": "elsewhere"}}).run()
 

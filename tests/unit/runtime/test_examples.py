@@ -18,7 +18,7 @@ from dtctl.train import config, settings
 
 ROOT = Path(__file__).resolve().parents[3]
 TEMPLATES = ROOT / "templates" / "init"
-EXAMPLES = {"gpt": "gpt", "digits": "classifier"}
+EXAMPLES = {"gpt": "gpt", "digits": "classifier", "moe": "moe"}
 
 
 def make(example: str, folder: Path) -> None:
@@ -58,7 +58,7 @@ def test_new_projects_have_a_valid_spec(template: str, launcher: str, tmp_path: 
     assert (tmp_path / "my-run" / (spec.job.script or "")).is_file()
 
 
-@pytest.mark.parametrize("template", ["gpt", "classifier"])
+@pytest.mark.parametrize("template", ["gpt", "classifier", "moe"])
 def test_the_spec_repeats_the_defaults_of_the_script(template: str, tmp_path: Path) -> None:
     """So that `python train.py` and `dtctl launch` train the same."""
     project.create(tmp_path / "run", template=template, launcher="local", force=False)

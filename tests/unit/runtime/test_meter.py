@@ -35,12 +35,12 @@ def test_the_spread_is_of_the_window(clock: Clock) -> None:
         clock.now += milliseconds / 1000
         times.own(1.0, 1.5)
         times.step()
-    spread, own_s = times.take()
+    spread, own_s, _ = times.take()
     assert spread["step_p50_s"] == 0.050
     assert spread["step_p95_s"] == 0.095
     assert spread["step_max_s"] == 0.100
     assert own_s == 0.5
-    assert times.take() == ({}, 0.0)
+    assert times.take() == ({}, 0.0, 0.0)
 
 
 def test_pauses_are_left_out(clock: Clock) -> None:
@@ -151,7 +151,7 @@ def test_on_a_gpu_times_are_those_of_its_kernels(monkeypatch: pytest.MonkeyPatch
         Event.queue_s += 50.0  # a snapshot's copies
         times.pause(0.001)
     assert Event.waited == 0, "a step waits for nothing"
-    assert times.take() == ({"step_p50_s": 3.0, "step_p95_s": 4.0, "step_max_s": 4.0}, 0.75)
+    assert times.take() == ({"step_p50_s": 3.0, "step_p95_s": 4.0, "step_max_s": 4.0}, 0.75, 0.0)
     assert meter.clock(torch.device("cpu")).mark is not None
 
 
@@ -190,3 +190,15 @@ def test_a_process_is_never_many_steps_ahead_of_its_gpu() -> None:
     times.take()
     times.step()
     assert len(queue.waited) == 2, "a line of metrics has waited for all of them"
+
+
+def test_the_share_of_time_waited_for_data_is_that_of_the_steps_since_the_last_line(clock: Clock) -> None:
+    times = meter.StepTimes()
+    for _ in range(4):
+        clock.now += 2.0
+        times.waited(0.5)
+        times.step()
+    assert times.take()[2] == 0.25
+    clock.now += 1.0
+    times.step()
+    assert times.take()[2] == 0.0

@@ -75,6 +75,13 @@ def test_other_numbers_of_workers_see_the_same_steps() -> None:
             sizes = Batch(micro=micro, accumulate=accumulate, world_size=workers)
             step = [i for r in range(workers) for part in Schedule(order, sizes, rank=r, end=1000)(start) for i in part]
             steps.append(sorted(step))
+        for micro, shares in ((2, (1, 3)), (4, (3, 2, 1)), (1, (5, 1))):
+            sizes = Batch(micro=micro, accumulate=24 // micro // sum(shares), world_size=len(shares), shares=shares)
+            assert sizes.total == 24
+            schedules = [Schedule(order, sizes, rank=rank, end=1000) for rank in range(len(shares))]
+            parts = [schedule(start) for schedule in schedules]
+            assert [len(part[0]) for part in parts] == [micro * share for share in shares]
+            steps.append(sorted(i for part in parts for indices in part for i in indices))
         assert all(step == steps[0] for step in steps)
 
 

@@ -31,8 +31,11 @@ def backwards(path: Path) -> int:
 
 def test_steps_that_were_asked_for_are_recorded(make: Make, folder: Path) -> None:
     make({"profile": {"start": 4, "steps": 2, "memory": True}}).run()
-    assert [path.name for path in folder.iterdir()] == ["trace-rank0-step4.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["top-rank0-step4.txt", "trace-rank0-step4.json"]
     assert backwards(folder / "trace-rank0-step4.json") == 2
+    alone, _, stacks = (folder / "top-rank0-step4.txt").read_text().partition("Source Location")
+    assert "aten::" in alone
+    assert "test_profile.py" in stacks or "loop.py" in stacks  # whose line it was
 
 
 def test_a_signal_asks_at_any_time_and_the_end_writes_what_there_is(make: Make, folder: Path) -> None:
@@ -44,7 +47,7 @@ def test_a_signal_asks_at_any_time_and_the_end_writes_what_there_is(make: Make, 
     before = signal.getsignal(signal.SIGUSR2)
     trainer = make({"profile": {"steps": 3}}, loss=loss)
     trainer.run()
-    assert sorted(path.name for path in folder.iterdir()) == ["trace-rank0-step12.json", "trace-rank0-step4.json"]
+    assert sorted(path.name for path in folder.glob("trace-*")) == ["trace-rank0-step12.json", "trace-rank0-step4.json"]
     assert backwards(folder / "trace-rank0-step4.json") == 3
     assert backwards(folder / "trace-rank0-step12.json") == 1
     assert signal.getsignal(signal.SIGUSR2) is before

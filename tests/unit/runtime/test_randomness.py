@@ -41,3 +41,23 @@ def test_streams_differ_by_seed_rank_and_step() -> None:
         randomness.begin(seed, rank, step=step)
         drawn.add(tuple(draw()))
     assert len(drawn) == 5
+
+
+def drawn_in(step: int, *, seed: int = 3, rank: int = 1) -> list[float]:
+    randomness.StepStream(seed, rank, torch.device("cpu")).begin(step)
+    drawn: list[float] = torch.rand(4).tolist()
+    return drawn
+
+
+def test_what_a_step_draws_depends_on_nothing_that_was_drawn_before() -> None:
+    first = drawn_in(5)
+    torch.rand(7)
+    assert drawn_in(5) == first
+    others = [drawn_in(6), drawn_in(4), drawn_in(5, rank=2), drawn_in(5, seed=4), drawn_in(1, rank=5)]
+    assert len({tuple(drawn) for drawn in [first, *others]}) == 6
+
+
+def test_steps_draw_as_if_from_one_stream() -> None:
+    draws = torch.tensor([drawn_in(step, rank=rank) for rank in range(4) for step in range(500)], dtype=torch.float64)
+    assert abs(float(draws.mean()) - 0.5) < 0.01
+    assert abs(float((draws[1:, 0] * draws[:-1, 0]).mean()) - 0.25) < 0.01, "neighbours have nothing in common"

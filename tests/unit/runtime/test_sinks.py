@@ -10,15 +10,28 @@ import pytest
 from dtctl import names
 from dtctl.errors import PlanError
 from dtctl.runtime.telemetry.sinks import MlFlow, WandB
+from tests.facts import raises
 from tests.unit.runtime.conftest import Make
 
 HAS_WANDB = importlib.util.find_spec("wandb") is not None
 HAS_MLFLOW = importlib.util.find_spec("mlflow") is not None
 
 
+@pytest.mark.parametrize("folder", ["board", None], ids=["of the run", "anywhere"])
+def test_the_spec_asks_for_tensorboard(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str | None
+) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setenv(names.RUN_DIR, str(tmp_path / "run"))
+    make({"tensorboard": folder or str(tmp_path / "elsewhere"), "steps": 4, "log_every": 2}).run()
+    written = reader.EventAccumulator(str(tmp_path / "run/board" if folder else tmp_path / "elsewhere"))
+    written.Reload()
+    assert [event.step for event in written.Scalars("loss")] == [2, 4]
+
+
 @pytest.mark.skipif(HAS_WANDB, reason="wandb is installed")
 def test_a_missing_package_is_named(make: Make) -> None:
-    with pytest.raises(PlanError, match="Weights & Biases is asked for and not installed") as caught:
+    with raises(PlanError, "Weights Biases installed") as caught:
         make({"wandb": "project"}).run()
     assert caught.value.hint == "pip install wandb"
 

@@ -42,7 +42,7 @@ def test_other_threads_listen_to_nothing() -> None:
         with StopRequest().listening() as asked:
             heard.append(asked.signal)
 
-    thread = threading.Thread(target=body)
+    thread = threading.Thread(target=body, daemon=True)
     thread.start()
     thread.join()
     assert heard == [None]

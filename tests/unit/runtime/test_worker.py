@@ -12,11 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import dtctl
 from dtctl import names, node_facts
 from dtctl.errors import PlanError
+from dtctl.runtime import main
 from dtctl.runtime.distributed.process_group import ERROR_FILE, start
 from dtctl.runtime.distributed.worker import identify
 from dtctl.runtime.exactness.randomness import seed_all
+from tests.facts import raises
 
 TORCHRUN = {
     names.RANK: "3",
@@ -46,14 +49,14 @@ def test_a_launcher_says_who_a_worker_is() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({names.WORLD_SIZE: ""}, "LOCAL_RANK, RANK set, but not WORLD_SIZE"),
-        ({names.RANK: "4"}, "do not fit a world of 4"),
-        ({names.RANK: "-1"}, "RANK is '-1', and a number is expected"),
-        ({names.LOCAL_RANK: "one"}, "LOCAL_RANK is 'one', and a number is expected"),
+        ({names.WORLD_SIZE: ""}, "LOCAL_RANK RANK WORLD_SIZE"),
+        ({names.RANK: "4"}, "4"),
+        ({names.RANK: "-1"}, "RANK -1 number"),
+        ({names.LOCAL_RANK: "one"}, "LOCAL_RANK one number"),
     ],
 )
 def test_an_environment_that_makes_no_sense(changes: dict[str, str], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+    with raises(PlanError, message):
         identify(TORCHRUN | changes)
 
 
@@ -76,7 +79,7 @@ def test_start_seeds_and_needs_no_group() -> None:
 @pytest.mark.usefixtures("no_launcher")
 def test_an_exception_is_left_for_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
-    with pytest.raises(RuntimeError, match="out of luck"), start():
+    with raises(RuntimeError, "luck"), start():
         raise RuntimeError("out of luck")
     assert "out of luck" in json.loads((tmp_path / "error.json").read_text())["message"]["message"]
     assert os.environ[ERROR_FILE]
@@ -105,7 +108,7 @@ def test_the_gpu_of_a_worker(monkeypatch: pytest.MonkeyPatch, count: int, visibl
     shows(monkeypatch, count)
     environ = TORCHRUN if visible is None else {**TORCHRUN, "CUDA_VISIBLE_DEVICES": visible}
     if device == "PlanError":
-        with pytest.raises(PlanError, match="local rank 1 has no GPU"):
+        with raises(PlanError, "1 GPU"):
             identify(environ)
     else:
         assert identify(environ).device == torch.device(device)
@@ -119,7 +122,7 @@ def test_nobody_trains_on_the_cpu_by_accident(monkeypatch: pytest.MonkeyPatch) -
         raise RuntimeError("CUDA initialization: Unexpected error from cudaGetDeviceCount(). Error 802: system not yet")
 
     monkeypatch.setattr(torch.cuda, "init", init)
-    with pytest.raises(PlanError, match="Error 802"):
+    with raises(PlanError, "Error 802"):
         identify(TORCHRUN)
     for hidden in ("", "-1"):
         assert identify({**TORCHRUN, "CUDA_VISIBLE_DEVICES": hidden}).device.type == "cpu"
@@ -127,7 +130,7 @@ def test_nobody_trains_on_the_cpu_by_accident(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(node_facts, "amd_devices", list)
     assert identify(TORCHRUN).device.type == "cpu"
     monkeypatch.setattr(node_facts, "amd_devices", lambda: ["renderD128"])
-    with pytest.raises(PlanError, match="this node has GPUs"):
+    with raises(PlanError, "GPUs"):
         identify(TORCHRUN)
     assert identify({**TORCHRUN, "HIP_VISIBLE_DEVICES": ""}).device.type == "cpu"
 
@@ -139,3 +142,14 @@ def test_waiting_for_others_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(dist, "barrier", lambda: pytest.fail("that is NCCL's, which aborts the process"))
     identify(TORCHRUN).barrier()
     assert [value.device.type for value in seen] == ["cpu"]
+
+
+@pytest.mark.parametrize(("launched_by", "told"), [(None, False), (dtctl.__version__, False), ("99.0", True)])
+def test_another_version_on_the_node_is_told(
+    launched_by: str | None, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(names.VERSION, raising=False)
+    if launched_by is not None:
+        monkeypatch.setenv(names.VERSION, launched_by)
+    text = main.other_version()
+    assert ("99.0" in text and dtctl.__version__ in text) is told

@@ -26,6 +26,11 @@ from dtctl.slurm.batchlog import Aborted, Ended, NotRestarted, ScriptEnded, Star
          [TakenBack("it was preempted")]),
         ("slurmstepd: error: *** JOB 5 ON node1 CANCELLED AT 2026-11-21T12:00:00 DUE TO TIME LIMIT ***",
          [TakenBack("its time limit was reached")]),
+        ("slurmstepd: error: *** JOB 5 ON node1 CANCELLED AT 2026-11-21T12:00:00 DUE TO NODE FAILURE, SEE SLURMCTLD "
+         "LOG FOR DETAILS ***", [TakenBack("a node failed")]),
+        ("slurmstepd: error: *** JOB 5 ON node1 CANCELLED AT 2026-11-21T12:00:00 DUE TO JOB REQUEUE ***",
+         [TakenBack("it was requeued (scontrol requeue)")]),
+        ("slurmstepd: error: *** JOB 5 ON node1 CANCELLED AT 2026-11-21T12:00:00 ***", []),
         ("dtctl: the time is nearly over, the workers save", [TakenBack("its time limit was near")]),
         ("srun: Job step aborted: Waiting up to 7 seconds for job step to finish.", [Aborted()]),
         ("srun: Terminating StepId=5.0", [Aborted()]),

@@ -30,14 +30,17 @@ def line(op: str, **facts: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "meaning"),
     [
-        (line("progress", worker=asdict(WORKER)), RecordedProgress(1, WORKER)),
-        (line("left-early", workers=[asdict(WORKER)]), LeftEarly(1, (WORKER,))),
-        (line("hang", silent_s=30.5), Hang(1, 30.5)),
-        (line("verdict", failure=asdict(FAILURE), silent_s=30.5), Verdict(1, FAILURE, 30.5)),
+        (line("progress", worker=asdict(WORKER)), RecordedProgress(attempt=1, time=50.0, worker=WORKER)),
+        (line("left-early", workers=[asdict(WORKER)]), LeftEarly(attempt=1, time=50.0, workers=[WORKER])),
+        (line("hang", silent_s=30.5), Hang(attempt=1, time=50.0, silent_s=30.5)),
+        (
+            line("verdict", failure=asdict(FAILURE), silent_s=30.5),
+            Verdict(attempt=1, time=50.0, failure=FAILURE, silent_s=30.5),
+        ),
     ],
 )
 def test_what_a_line_means(text: str, meaning: object) -> None:
-    assert job_record.read(text) == (50.0, meaning)
+    assert job_record.read(text) == meaning
 
 
 @pytest.mark.parametrize(
@@ -79,7 +82,7 @@ def test_the_log_and_the_record_of_several_starts_are_put_in_order() -> None:
 
 
 def spent(ledger: JobLedger) -> dict[str, float]:
-    phases: dict[str, float] = ledger.ledger.facts()["phases_s"]
+    phases: dict[str, float] = ledger.ledger.facts().phases_s
     return {name: seconds for name, seconds in phases.items() if seconds}
 
 
@@ -105,7 +108,7 @@ def test_the_time_of_a_job_that_hung_and_was_started_again() -> None:
         "stop": 1.0,
     }  # fmt: skip
     facts = ledger.ledger.facts()
-    assert (facts["wall_s"], facts["steps"], facts["steps_lost"], facts["attempts"]) == (68.0, 10, 4, 2)
+    assert (facts.wall_s, facts.steps, facts.steps_lost, facts.attempts) == (68.0, 10, 4, 2)
 
 
 def test_a_job_that_was_lost_with_its_node_is_counted_up_to_its_last_word() -> None:
@@ -125,4 +128,4 @@ def test_a_program_that_tells_no_progress_has_no_goodput() -> None:
     ledger.end(25.0)
     ledger.close(26.0, succeeded=True)
     assert spent(ledger) == {"connect": 5.0, "run": 20.0, "stop": 1.0}
-    assert ledger.ledger.facts()["goodput"] is None
+    assert ledger.ledger.facts().goodput is None

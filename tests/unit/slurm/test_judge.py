@@ -36,11 +36,11 @@ class Rig:
             node_of_rank={0: "node1", 1: "node2"}, limit=1.0, start_limit="auto", folder=self.hangs, on_progress=None
         )
         self.judge = Judge(monitor, AttemptRecord(self.record, 2), self.endpoint, TOKEN)
-        self.thread = threading.Thread(target=self.judge.run)
+        self.thread = threading.Thread(target=self.judge.run, daemon=True)
         self.thread.start()
 
     def connect(self, node: str) -> socket.socket:
-        link = socket.create_connection(self.endpoint, timeout=20)
+        link = socket.create_connection(self.endpoint, timeout=120)
         send(link, op="hello", node=node, nonce="1", proof=proof(TOKEN, "monitor", "1"))
         welcome = json.loads(link.recv(1000))
         assert welcome == {"op": "welcome", "proof": proof(TOKEN, "judge", "1")}
@@ -49,7 +49,7 @@ class Rig:
     def records(self) -> list[Any]:
         found = [job_record.read(line) for line in self.record.read_text().splitlines()]
         assert None not in found
-        return [event for entry in found if entry is not None for event in entry[1:]]
+        return found
 
 
 def send(link: socket.socket, **message: Any) -> None:
@@ -67,7 +67,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     made = Rig(tmp_path)
     yield made
     monkeypatch.setattr(os, "getppid", lambda: -1)  # the monitor that has started it has ended
-    made.thread.join(20)
+    made.thread.join(120)
     assert not made.thread.is_alive()
     made.judge.close()
 
@@ -86,13 +86,13 @@ def test_a_hang_is_recorded_and_the_workers_of_all_nodes_are_ended(rig: Rig) -> 
             answer = links[0].recv(100)
         except TimeoutError:
             continue
-    assert answer == b'{"op": "stacks"}\n'
+    assert answer == b'{"op":"stacks"}\n'
     assert links[1].recv(100) == answer
     for rank, link in enumerate(links):
         send(link, op="stack", rank=rank, state=states[rank], how="none", text="at home", flight="")
         send(link, op="stacks-end")
-    links[0].settimeout(20)
-    assert [link.recv(100) for link in links] == [b'{"op": "kill"}\n'] * 2
+    links[0].settimeout(120)
+    assert [link.recv(100) for link in links] == [b'{"op":"kill"}\n'] * 2
     for link in links:
         link.close()
     *_, hang, verdict = [event for event in rig.records() if not isinstance(event, job_record.RecordedProgress)]
@@ -116,7 +116,7 @@ def test_a_hang_is_recorded_and_the_workers_of_all_nodes_are_ended(rig: Rig) -> 
     ],
 )
 def test_who_does_not_belong_to_the_job_is_not_heard(rig: Rig, first: Any) -> None:
-    link = socket.create_connection(rig.endpoint, timeout=20)
+    link = socket.create_connection(rig.endpoint, timeout=120)
     link.sendall(json.dumps(first).encode() + b"\n")
     assert link.recv(100) == b""
     link.close()
@@ -138,7 +138,7 @@ def test_a_message_that_is_none_ends_the_link_and_nothing_else(rig: Rig) -> None
 def test_progress_is_recorded_with_the_time_at_which_the_node_has_looked(rig: Rig) -> None:
     link = rig.connect("node1")
     now = time.time()
-    for step, moment in ((4, now - 2), (5, now + 500), (6, "then")):
+    for step, moment in ((4, now - 2), (5, now + 500), (6, None)):
         send(link, op="progress", time=moment, workers=[worker(0, step=step, saved=step)])
         while not rig.record.exists() or len(rig.record.read_text().splitlines()) < step - 3:
             assert rig.thread.is_alive()

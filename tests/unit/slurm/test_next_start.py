@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dtctl.launch.control.restart_policy import RestartDecision
 from dtctl.slurm.next_start import attempts, decide
+from dtctl.slurm.placement import Component
 from tests.unit.slurm.test_job_record import WORKER
 
 
@@ -42,7 +43,7 @@ class Job:
         return f"1970-01-01T00:{minutes:02}:{seconds:02}.000Z"
 
     def next(self, *, trains: bool = True) -> RestartDecision:
-        return decide(self.folder, workers_apart=True, slots=[1, 1], trains=trains)
+        return decide(self.folder, workers_apart=True, components=[Component(2, 1)], trains=trains)
 
 
 ERROR = "srun: error: node2: task 1: Exited with exit code 1"
@@ -100,7 +101,7 @@ def test_who_does_not_react_to_the_end_of_the_others_is_not_the_culprit(tmp_path
     aborted = "srun: Job step aborted: Waiting up to 32 seconds for job step to finish."
     job = Job(tmp_path).attempt(ERROR, aborted, killed, said="ValueError: no\n")
     job.attempt(aborted, killed, ERROR)
-    first, second = attempts(tmp_path, workers_apart=True, slots=[1, 1])
+    first, second = attempts(tmp_path, workers_apart=True, components=[Component(2, 1)])
     assert [failure.rank for failure in first.failures] == [1]
     assert [failure.rank for failure in second.failures] == [0, 1], "nothing had failed before srun ended it"
 
@@ -115,10 +116,26 @@ def test_the_worker_that_torchrun_names_is_found_in_its_agents_log(tmp_path: Pat
     )
     from dtctl.slurm.job_output import AttemptOutput
 
-    (attempt,) = attempts(job.folder, workers_apart=False, slots=[2, 2])
+    (attempt,) = attempts(job.folder, workers_apart=False, components=[Component(2, 2)])
     failure = attempt.first_failure(AttemptOutput(tmp_path, 0))
     assert failure is not None
     assert (failure.node, failure.rank, failure.summary) == ("node2", 3, "ValueError: enough")
+
+
+def test_a_worker_that_printed_nothing_is_not_told_by_torchruns_table(tmp_path: Path) -> None:
+    job = Job(tmp_path).attempt("srun: error: node2: task 1: Exited with exit code 1")
+    agent = tmp_path / "logs" / "attempt-0" / "node2" / "agent.log"
+    (agent.parent / "rank-1.log").unlink()
+    table = "[0]:\n  rank      : 3 (local_rank: 1)\n  exitcode  : 3 (pid: 7)\n==========\n"
+    agent.write_text(f"Root Cause (first observed failure):\n{table}")
+    from dtctl.slurm.job_output import AttemptOutput
+
+    (attempt,) = attempts(job.folder, workers_apart=False, components=[Component(2, 2)])
+    failure = attempt.first_failure(AttemptOutput(tmp_path, 0))
+    assert failure is not None
+    assert (failure.rank, failure.exit_code, failure.tail) == (3, 3, ())
+    assert "exit code 3" in failure.summary
+    assert failure.log == str(agent)
 
 
 def test_the_batch_file_reads_one_line(tmp_path: Path) -> None:

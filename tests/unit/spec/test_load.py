@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dtctl.errors import SpecError
 from dtctl.spec.load import MAX_BYTES, dump_spec, load_spec, parse_spec
 from dtctl.spec.model import Spec
+from tests.facts import raises
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12)
 
@@ -38,7 +39,7 @@ def test_a_small_spec() -> None:
 
 def test_where_text_is_wanted_numbers_are_what_was_typed() -> None:
     spec = parse(
-        "slurm: {time: 60, account: 007, gres: 1_000}\n"
+        "slurm: {time: 60, account: 007, qos: 1_000}\n"
         "job:\n  name: 2024-01-01\n  script: a.py\n  args: [1, false, 1e-3, 1.10, 0x10, ~x]\n"
         "  env: {A: 1, B: true, C: 1.50, D: NO, E: 010, F: 1_000, G: True, H: 1:30:00, I: ''}\n"
     )
@@ -48,7 +49,7 @@ def test_where_text_is_wanted_numbers_are_what_was_typed() -> None:
         "A": "1", "B": "true", "C": "1.50", "D": "NO", "E": "010", "F": "1_000", "G": "True", "H": "1:30:00", "I": "",
     }  # fmt: skip
     assert spec.slurm is not None
-    assert (spec.slurm.time, spec.slurm.account, spec.slurm.gres) == ("60", "007", "1_000")
+    assert (spec.slurm.time, spec.slurm.account, spec.slurm.qos) == ("60", "007", "1_000")
 
 
 def test_what_was_typed_is_taken_from_where_an_anchor_stands() -> None:
@@ -90,7 +91,7 @@ def test_a_home_folder_that_nobody_has() -> None:
         ("- a\n", "a spec has sections (cluster, job, ...), and this is something else", "dtctl.yaml:1", None),
         ("\nhello", "a spec has sections (cluster, job, ...), and this is something else", "dtctl.yaml:2", None),
         ("job: {}\nbase_dir: /x",
-         "base_dir: unknown key; allowed here: cluster, job, kubernetes, network, slurm, train",
+         "base_dir: unknown key; allowed here: cluster, job, kubernetes, metrics, network, slurm, train",
          "dtctl.yaml:2", None),
     ],
 )  # fmt: skip
@@ -144,7 +145,7 @@ def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert (spec.job.script, spec.job.name, spec.base_dir) == ("a.py", "x", tmp_path)
     assert spec.written_at("job.script") == "<standard input>:2"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"job:\n  name: caf\xe9\n")))
-    with pytest.raises(SpecError, match="not UTF-8"):
+    with raises(SpecError, "UTF-8"):
         load_spec(Path("-"))
 
 
@@ -185,3 +186,16 @@ def test_loading_is_light(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environ)
     assert done.stderr == ""
     assert done.stdout == "[]\nNone\n"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("time", "forever"), ("time", "4 hours"), ("time", "1:00:00:00:00"), ("mem", "lots"), ("gres", "8"),
+        ("array", "a-b"),
+    ],
+)  # fmt: skip
+def test_what_sbatch_would_refuse_is_refused_with_its_key(key: str, value: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse(f"slurm: {{{key}: '{value}'}}\njob: {{script: a.py}}\n")
+    assert f"slurm.{key}" in str(caught.value)

@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from dtctl.spec.load import parse_spec
+from dtctl.errors import SpecError
+from dtctl.spec.load import dump_spec, parse_spec
 from dtctl.spec.model import Cluster, Job, Network, Spec
 from dtctl.spec.section import Section
 
@@ -27,7 +28,7 @@ def test_every_key_can_be_set() -> None:
     spec = parse("""
 cluster:
   transport: ssh
-  nodes: [a, {name: b, address: b1, slots: 1, env: {A: x}, python: p, port: 1, user: u, workdir: w}, {host: c}]
+  nodes: [a, {name: b, address: b1, slots: 1, env: {A: x}, python: p, port: 1, user: u, workdir: w}, {host: c, rack: r}]
   slots: auto
   user: u
   port: 65535
@@ -53,11 +54,15 @@ job:
   secrets: [S]
   files: {push: true, root: r, include: [i], exclude: [e]}
   max_restarts: 1
+  log_mib: 5
+  outputs: [out/, ./logs]
   setup: ["true"]
   kind: accelerate
   grace_s: 0
   hang_s: 60
   hang_start_s: 900
+  recovery: restart
+  heal_s: 30
   time_s: 3600
   preload: [torch]
 network: {interface: {a: eth0}, profile: gcp-tcpxo, rendezvous_port: 1, rendezvous_address: a}
@@ -72,10 +77,14 @@ train:
   pipeline: {schedule: zbv, micro_batches: 1, split: [1], stages_per_worker: 1}
   precision: bf16
   tf32: true
+  cudnn_benchmark: true
+  channels_last: true
+  bind_cores: true
   checkpointing: full
   compile: true
   on_oom: stop
   micro_batch: 1
+  shares: {a: 2}
   global_batch: 1
   accumulate: 1
   clip_norm: 1
@@ -102,20 +111,34 @@ train:
   eval_every: 1
   best: {metric: m, mode: max}
   profile: {start: 1, steps: 1, memory: true, communication: 0}
+  tensorboard: t
   wandb: w
   mlflow: m
   exact: elastic
   require_exact: true
   deterministic: true
   timeout_s: 1
-  snapshot: {dir: d, every_steps: 1, every_s: 1, keep: 1, replicas: 0, when_busy: skip, max_failed_saves: 1}
+  snapshot: {dir: d, every_steps: 1, every_s: 1, keep: 1, replicas: 0, when_busy: skip, max_failed_saves: 1,
+  memory: {every_steps: 1, copies: 0}}
   model: {any: [thing]}
   data: {any: {thing: ~}}
 kubernetes: {image: i, workdir: w, claim: c, namespace: n, gpu: g, resources: {cpu: 1}, shm: 1Gi, node_selector: {a: b},
-  queue: q, secret: s, restarts: 1}
+  queue: q, secret: s, restarts: 1, image_pull_policy: Always, image_pull_secrets: [s], labels: {a: b},
+  annotations: {a: b}, affinity: {nodeAffinity: {}}, tolerations: [{key: k, operator: Equal, value: v,
+  effect: NoExecute, tolerationSeconds: 1}], priority_class: p, service_account: s, pod_security: restricted,
+  run_as_user: 1, run_as_group: 1, fs_group: 1, capabilities: [IPC_LOCK], host_network: true, networks: [n],
+  exclusive_topology: t, termination_s: 60, ttl_s: 60, extra: {spec: {suspend: true}}}
 slurm: {partition: p, account: a, time: "1-12:00:00", qos: q, gres: "gpu:8", array: 0-3, requeues: 2, warn_s: 60,
-  srun: [--exact], extra: {constraint: h100}}
+  srun: [--exact], extra: {constraint: h100}, cpus_per_task: 8, mem: 200G, exclusive: true, nodelist: "n[1-2]",
+  requeue: false, container: {image: i, runtime: apptainer, mounts: ["/a:/a"], python: p, options: [--nv]}}
+metrics:
+  {port: auto, address: a, pushgateway: "http://p:9091", otlp: "http://o:4318", headers: {env: H}, interval_s: 1,
+    alerts: {no_step_s: 60, loss_not_finite: false, restarts: off, throughput_drop: 0.5, failed: false,
+      webhook: {env: W}, slack: {file: f}, mail: {to: [a@b.c], sender: d@e.f, host: h, port: 25, security: tls, user: u,
+        password: {env: P}}}}
 """)
+    assert spec.metrics is not None
+    assert spec.metrics.alerts is not None
     unset = {
         f"{type(section).__name__}.{name}"
         for section in (
@@ -126,13 +149,16 @@ slurm: {partition: p, account: a, time: "1-12:00:00", qos: q, gres: "gpu:8", arr
             spec.network,
             spec.slurm,
             spec.kubernetes,
+            spec.metrics,
+            spec.metrics.alerts,
+            spec.metrics.alerts.mail,
         )
         if isinstance(section, Section)
         for name in set(type(section).model_fields) - section.model_fields_set
     }
     assert spec.train is not None
     unset |= {f"Train.{name}" for name in set(spec.train.section.model_fields) - set(spec.settings)}
-    assert unset == {"Job.script", "Job.command", "Cluster.hostfile", "Train.epochs"}
+    assert unset == {"Job.script", "Job.command", "Job.shell", "Cluster.hostfile", "Train.epochs"}
     assert spec.settings["steps"] == 1000
     assert spec.settings["data"] == {"any": {"thing": None}}
 
@@ -148,6 +174,36 @@ slurm: {partition: p, account: a, time: "1-12:00:00", qos: q, gres: "gpu:8", arr
 )
 def test_a_command_is_words_or_a_line_of_a_shell(text: str, words: tuple[str, ...]) -> None:
     assert parse(f"job: {{command: {text}}}").job.command == words
+
+
+@pytest.mark.parametrize(
+    ("job", "fact"),
+    [
+        ("command: cd data && python train.py", "&&"),
+        ("command: python train.py | tee log", "|"),
+        ("command: echo $RANK", "$RANK"),
+        ("command: [cd, data, '&&', ls]", "&&"),
+        ("shell: true, command: [a, b]", "one line of text"),
+        ("shell: true, script: a.py", "`shell` is about `command`"),
+    ],
+)
+def test_no_part_of_a_shell_line_becomes_an_argument(job: str, fact: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse(f"job: {{{job}}}")
+    assert caught.value.message.startswith("job")
+    assert fact in caught.value.message
+
+
+@pytest.mark.parametrize("line", ["cd data && python train.py > log", "echo $RANK; true"])
+def test_a_shell_line_stays_one_and_is_read_again_as_one(line: str) -> None:
+    spec = parse(f"job: {{shell: true, command: '{line}'}}")
+    assert spec.job.command == (line,)
+    assert parse(dump_spec(spec)) == spec
+
+
+def test_quoted_operators_survive_being_written_and_read() -> None:
+    spec = parse("job: {command: \"cut -d '|' -f 1 a.csv\"}")
+    assert parse(dump_spec(spec)).job.command == ("cut", "-d", "|", "-f", "1", "a.csv")
 
 
 def test_settings_hold_only_what_the_spec_says() -> None:

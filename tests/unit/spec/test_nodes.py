@@ -176,3 +176,21 @@ def test_spares_and_the_least_number_of_nodes() -> None:
     few = error(ssh(" ['a[1-2]']", "  min_nodes: 3\n"))
     assert few.message == "cluster.min_nodes is 3, and there are 2 nodes"
     assert few.where == "dtctl.yaml:4"
+
+
+@pytest.mark.parametrize(
+    ("slurm", "slots"),
+    [
+        ("gres: 'gpu:8'", 8),
+        ("gres: gpu", 1),
+        ("gres: 'gpu:a100:4,nic:1'", 4),
+        ("gres: 'gres/gpu:2,gpu:h100:1'", 3),
+        ("extra: {gpus-per-node: 'a100:4'}", 4),
+        ("gres: 'nic:2'", "auto"),
+        ("time: 1", "auto"),
+    ],
+)
+def test_slots_under_slurm_are_the_gpus_that_the_job_asks_for(slurm: str, slots: object) -> None:
+    text = f"cluster: {{transport: slurm, nodes: 1}}\nslurm: {{{slurm}}}\n"
+    (node,) = resolve_nodes(parse_spec(text, source="dtctl.yaml", base_dir=Path()))
+    assert node.slots == slots

@@ -78,7 +78,10 @@ def test_one_place_of_an_anchor_is_changed_and_not_the_others() -> None:
         ("job.env.A=[", "'[' is not a value: did not find expected node content"),
         ("job.env.A=a: b: c", "'a: b: c' is not a value: mapping values are not allowed in this context"),
         ("job.env.A=\udcff", "'\\udcff' is not a value: this is not UTF-8 text"),
-        ("base_dir=/x", "base_dir: unknown key; allowed here: cluster, job, kubernetes, network, slurm, train"),
+        (
+            "base_dir=/x",
+            "base_dir: unknown key; allowed here: cluster, job, kubernetes, metrics, network, slurm, train",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_with_the_override(override: str, message: str) -> None:

@@ -26,20 +26,16 @@ def test_an_unknown_key_names_file_line_and_near_match() -> None:
         (
             "slurm: {xyzzy: 1}",
             "slurm.xyzzy: unknown key; allowed here: "
-            "account, array, extra, gres, partition, qos, requeues, srun, time, warn_s",
+            "account, array, container, cpus_per_task, exclusive, "
+            "extra, gres, mem, nodelist, partition, qos, requeue, requeues, srun, time, warn_s",
         ),
-        ("xyzzy: 1", "xyzzy: unknown key; allowed here: cluster, job, kubernetes, network, slurm, train"),
+        ("xyzzy: 1", "xyzzy: unknown key; allowed here: cluster, job, kubernetes, metrics, network, slurm, train"),
         ("jobs: {}", "jobs: unknown key; did you mean `job`?"),
-        ("xyzzy:", "xyzzy: unknown key; allowed here: cluster, job, kubernetes, network, slurm, train"),
-        ("1: 2", "1: unknown key; allowed here: cluster, job, kubernetes, network, slurm, train"),
+        ("xyzzy:", "xyzzy: unknown key; allowed here: cluster, job, kubernetes, metrics, network, slurm, train"),
+        ("1: 2", "1: unknown key; allowed here: cluster, job, kubernetes, metrics, network, slurm, train"),
         ("train: {snapshot: {evry_s: 1}}", "train.snapshot.evry_s: unknown key; did you mean `every_s`?"),
         ("job: {files: {exlude: []}}", "job.files.exlude: unknown key; did you mean `exclude`?"),
-        (
-            "train: {strategy: {ep: 2}}",
-            "train.strategy.ep: unknown key: torch has no expert parallelism (2.13), nor has dtctl; fsdp shards "
-            "experts like everything else",
-        ),
-        ("train: {strategy: {x: 1}}", "train.strategy.x: unknown key; allowed here: cp, dp, fsdp, pp, tp"),
+        ("train: {strategy: {x: 1}}", "train.strategy.x: unknown key; allowed here: cp, dp, ep, fsdp, pp, tp"),
         ("cluster: {nodes: [{name: b, slts: 2}]}", "cluster.nodes[0].slts: unknown key; did you mean `slots`?"),
     ],
 )

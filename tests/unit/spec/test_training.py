@@ -43,7 +43,7 @@ def test_what_is_set_is_handed_to_the_workers_and_nothing_else(values: dict[str,
 @pytest.mark.parametrize(
     ("train", "key"),
     [
-        ("{strategy: {ep: 2}}", "train.strategy.ep"),
+        ("{strategy: {sp: 2}}", "train.strategy.sp"),
         ("{strategy: {dp: 0}}", "train.strategy.dp"),
         ("{strategy: dpp}", "train.strategy"),
         ("{lr: 0}", "train.lr"),

@@ -2,45 +2,35 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from dtctl import names
-from dtctl.supervisor.environment import complete
+from dtctl.folders import memory_folder
+from dtctl.supervisor.environment import of_workers
+from dtctl.supervisor.messages import StartAttempt
 
 
-def message(**more: object) -> dict[str, object]:
-    return {"attempt": 2, "env": {}, "cwd": "/code", "peer": "", **more}
+def start(env: dict[str, str] | None = None) -> StartAttempt:
+    return StartAttempt(
+        run="r1", token="t", attempt=2, script="", workers=[], split_ranks=False, env=env or {}, peer="",
+        grace_s=1.0, keep=False, link_timeout_s=10.0,
+    )  # fmt: skip
 
 
 def test_folders_are_those_of_the_run() -> None:
-    done = complete(message(), "/work/runs/r1")
-    assert done["env"] == {
+    assert of_workers(start(), "/work/runs/r1", "") == {
         names.RUN_DIR: "/work/runs/r1",
         names.METRICS: "/work/runs/r1/metrics.jsonl",
         names.SNAPSHOT_DIR: "/work/runs/r1/snapshots",
+        names.MEMORY_DIR: memory_folder("/work/runs/r1"),
         names.PROGRESS: "/work/runs/r1/attempt-2/progress",
         "PET_LOG_DIR": "/work/runs/r1/attempt-2/torchrun",
     }
-    assert (done["cwd"], done["interface"]) == ("/code", "")
-
-
-def test_without_code_a_job_runs_in_the_home_folder() -> None:
-    assert complete(message(cwd=""), "/r")["cwd"] == str(Path.home())
 
 
 def test_the_interface_towards_the_peer_is_named_to_both_libraries() -> None:
-    env = complete(message(peer="127.0.0.1"), "/r")["env"]
+    env = of_workers(start(), "/r", "lo")
     assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
-
-
-def test_without_a_way_to_the_peer_no_interface_is_guessed() -> None:
-    env = complete(message(peer="256.0.0.1"), "/r")["env"]
-    assert "GLOO_SOCKET_IFNAME" not in env
 
 
 def test_what_the_user_has_set_stays() -> None:
     own = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "mlx5", names.SNAPSHOT_DIR: "/big", "MORE": "x"}
-    given = message(peer="127.0.0.1", env=own)
-    done = complete(given, "/r")
-    assert own.items() <= done["env"].items()
-    assert given["env"] == own, "the message itself is not changed"
+    assert own.items() <= of_workers(start(own), "/r", "lo").items()

@@ -123,6 +123,15 @@ def test_the_prefix_of_a_line(line: bytes, found: tuple[int, bytes]) -> None:
     assert split_prefix(line) == found
 
 
+def test_marks_inside_of_lines_are_taken_out(tmp_path: Path) -> None:
+    """torchrun writes its prefix before each piece that it reads, and tqdm writes its bars in pieces."""
+    bars = "[dtctl:0]  10%|#[dtctl:0]   | 1/10[dtctl:1]  20%|##\\n[dtctl:0] \\n[dtctl:1] |\\nagent [dtctl:x] y\\n"
+    run(tmp_path, f"printf '{bars.replace('%', '%%')}'", split=True)
+    assert (tmp_path / "rank-0.log").read_text() == " 10%|#  | 1/10\n"
+    assert (tmp_path / "rank-1.log").read_text() == " 20%|##\n|\n"
+    assert (tmp_path / "agent.log").read_text() == "agent [dtctl:x] y\n"
+
+
 @given(st.binary(max_size=50))
 def test_any_line_has_a_rank(line: bytes) -> None:
     rank, text = split_prefix(line)
@@ -143,7 +152,7 @@ def test_it_does_not_matter_where_the_output_was_cut(lines: list[bytes], data: s
         def __init__(self) -> None:
             self.data = b""
 
-        def write(self, data: bytes) -> None:
+        def write(self, data: bytes, is_linked: bool) -> None:
             self.data += data
 
     class Source:
@@ -166,9 +175,9 @@ def test_a_log_gives_what_was_not_sent_and_goes_on_where_it_was(tmp_path: Path) 
     path = str(tmp_path / "x.log")
     log = Log(path)
     log.write(b"0123456789")
-    assert (log.unsent(4), log.unsent(100)) == (b"0123", b"0123456789")
-    log.sent = 8
-    assert log.unsent(100) == b"89"
+    assert (log.take(4), log.take(100)) == ((0, b"0123"), (0, b"456789"))
+    log.rewind(8)
+    assert log.take(100) == (0, b"89")
     again = Log(path)
     assert (again.size, again.sent) == (10, 0)
     for opened in (log, again):
@@ -177,7 +186,9 @@ def test_a_log_gives_what_was_not_sent_and_goes_on_where_it_was(tmp_path: Path) 
 
 def test_a_full_disk_costs_lines_and_not_the_run() -> None:
     log = Log("/dev/full")
-    log.write(b"lost")
-    log.write(b"too")
-    assert (log.lost, log.unsent(10)) == (7, b"")
+    log.write(b"sent on ")
+    log.write(b"all the same")
+    assert (log.lost(is_linked=True), log.lost(is_linked=False), log.unstored) == (0, 20, 20)
+    assert (log.take(10), log.take(100), log.take(10)) == ((0, b"sent on al"), (0, b"l the same"), (0, b""))
+    assert log.lost(is_linked=False) == 0
     os.close(log.fd)

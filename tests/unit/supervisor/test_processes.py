@@ -43,7 +43,7 @@ def kill(token: str) -> int:
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -160,7 +160,7 @@ def test_a_stopped_process_is_ended_too(token: str) -> None:
     with started("kill -STOP $$; sleep 60", token) as stopped:
         wait_until(lambda: processes._table()[stopped.pid][1] == "T")
         assert kill(token) == 0
-        assert stopped.wait(5) == -signal.SIGKILL
+        assert stopped.wait(60) == -signal.SIGKILL
 
 
 def test_signals_to_those_that_are_gone_are_no_error() -> None:
@@ -199,6 +199,7 @@ def test_a_process_ends_with_its_parent() -> None:
 WITHOUT_GUARD = """
 import os, signal, subprocess, sys, time
 from dtctl.supervisor import processes
+from dtctl.supervisor.messages import StartAttempt
 from dtctl.supervisor.supervisor import Supervisor
 
 processes.become_subreaper()  # as a node's init is
@@ -207,8 +208,11 @@ reading, writing = os.pipe()
 if os.fork() == 0:
     guard = os.getpid()
     if os.fork() == 0:
-        start = {"run_dir": sys.argv[1], "token": sys.argv[2], "grace_s": 1, "keep": False, "link_timeout_s": 1}
-        server = Supervisor(start, None, None, guard)
+        start = StartAttempt(
+            run="r", token=sys.argv[2], attempt=0, script="", workers=[], split_ranks=False, env={}, peer="",
+            grace_s=1, keep=False, link_timeout_s=1,
+        )
+        server = Supervisor(start, sys.argv[1], None, None, guard)
         os.kill(guard, signal.SIGKILL)
         while os.getppid() == guard:
             time.sleep(0.001)

@@ -13,6 +13,7 @@ from dtctl.errors import PlanError, SpecError
 from dtctl.names import TRAIN_CONFIG
 from dtctl.train.batch import Batch, batch, length
 from dtctl.train.config import TrainConfig, load
+from tests.facts import raises
 
 
 def from_spec(values: object) -> dict[str, str]:
@@ -21,10 +22,10 @@ def from_spec(values: object) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [("3", "a list or null is expected"), ("[1.5]", "a list or null is expected"), ('"x"', "a list or null")],
+    [("3", "list null"), ("[1.5]", "list null"), ('"x"', "list null")],
 )
 def test_a_list_is_checked_item_by_item(value: str, message: str) -> None:
-    with pytest.raises(SpecError, match=message):
+    with raises(SpecError, message):
         load(argv=[f"--train.pipeline.split={value}"], environ={})
     assert load(argv=["--train.pipeline.split=[2, 3]"], environ={}).pipeline.split == (2, 3)
 
@@ -89,14 +90,14 @@ def test_mistakes_are_named(values: object, message: str, hint: str | None) -> N
 
 
 def test_command_line_mistakes_name_the_command_line() -> None:
-    with pytest.raises(SpecError, match=r"unknown key `train\.setps`") as caught:
+    with raises(SpecError, "train.setps") as caught:
         load(environ={}, argv=["--train.setps=3"])
     assert caught.value.where == "command line"
-    with pytest.raises(SpecError, match="has no value"):
+    with raises(SpecError, "value"):
         load(environ={}, argv=["--train.steps"])
-    with pytest.raises(SpecError, match="not JSON"):
+    with raises(SpecError, "JSON"):
         load(environ={TRAIN_CONFIG: "{"}, argv=[])
-    with pytest.raises(SpecError, match="an object is expected"):
+    with raises(SpecError, "object expected"):
         load(environ={TRAIN_CONFIG: "[]"}, argv=[])
 
 
@@ -162,9 +163,9 @@ def test_no_sample_is_twice_in_one_step() -> None:
     sizes = Batch(micro=3, accumulate=2, world_size=4)
     assert length(TrainConfig(steps=2), samples=24, batch=sizes) == (2, 48)
     assert length(TrainConfig(epochs=1), samples=23, batch=sizes) == (1, 23)
-    with pytest.raises(PlanError, match="fewer than one step takes"):
+    with raises(PlanError, "samples step"):
         length(TrainConfig(epochs=2), samples=23, batch=sizes)
-    with pytest.raises(PlanError, match="the data set has 23 samples, fewer than one step takes: global batch 24 ="):
+    with raises(PlanError, "23 samples 24"):
         length(TrainConfig(steps=2), samples=23, batch=sizes)
 
 
@@ -183,5 +184,5 @@ def test_micro_batches_are_the_accumulation(settings: dict[str, Any], sizes: tup
 
 
 def test_two_words_for_one_thing_must_agree() -> None:
-    with pytest.raises(PlanError, match="they are the same thing"):
+    with raises(PlanError, "same"):
         batch(load({"accumulate": 4, "pipeline": {"micro_batches": 8}}, argv=[], environ={}), 2, stages=2)

@@ -29,6 +29,7 @@ from dtctl.train.mesh import AXES, NAMES, Coordinate, Degrees, resolve
         ({"tp": 2, "dp": 3}, 6, 1, Degrees(tp=2, dp=3)),
         ({"tp": 2, "pp": -1, "fsdp": 2}, 12, 4, Degrees(tp=2, pp=3, fsdp=2)),
         ({"dp": -1}, 5, 5, Degrees(dp=5)),
+        ({"ep": 2, "fsdp": -1}, 8, 4, Degrees(ep=2, fsdp=4)),
     ],
 )
 def test_strategies_mean_degrees(strategy: object, workers: int, per_node: int, degrees: Degrees) -> None:
@@ -42,7 +43,7 @@ def test_strategies_mean_degrees(strategy: object, workers: int, per_node: int, 
         ("dpp", 2, "there is no strategy dpp", "ddp"),
         ("hsdp", 4, "all 4 workers are on one node", "{dp: 2, fsdp: -1}"),
         ("hsdp", 6, "6 workers are no multiple of the 4 here", "{dp: 2, fsdp: -1}"),
-        ({"ep": 2}, 2, "there is no axis ep", "pp, dp, fsdp, cp, tp"),
+        ({"sp": 2}, 2, "there is no axis sp", "pp, dp, fsdp, cp, ep, tp"),
         ({"dp": 0}, 2, "the degree of dp is 0", None),
         ({"dp": -1, "tp": -1}, 4, "dp and tp are both -1", None),
         ({"tp": 3, "dp": -1}, 4, "4 workers cannot be divided by tp 3 = 3", "nearest: {dp: 1, tp: 4}"),
@@ -81,5 +82,14 @@ def test_every_worker_has_a_place_of_its_own(sizes: dict[str, int]) -> None:
     )
     counting = [place.data for place in places if place.counts]
     assert sorted(counting) == list(range(degrees.data))
+    assert {(place.data, place.ep) for place in places} == {(n, n % degrees.ep) for n in range(degrees.data)}
     streams = {(place.stage, place.data, place.cp): place.stream for place in places}
     assert all(streams[place.stage, place.data, place.cp] == place.stream for place in places)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "parts", "shards"),
+    [(Degrees(ep=4, tp=2), 8, 1), (Degrees(fsdp=2, cp=2, ep=2), 2, 4), (Degrees(tp=4), 1, 1)],
+)
+def test_experts_are_divided_by_ep_and_tp_and_sharded_by_the_rest(degrees: Degrees, parts: int, shards: int) -> None:
+    assert (degrees.expert_parts, degrees.expert_shards) == (parts, shards)

@@ -11,12 +11,13 @@ import pytest
 from dtctl.errors import ConnectError
 from dtctl.transport.base import Target
 from dtctl.transport.dial import EarlyCalls
+from tests.facts import raises
 
 
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(10)
+        server.settimeout(60)
         yield server
 
 
@@ -51,7 +52,7 @@ def test_one_slow_node_does_not_hold_up_the_others() -> None:
 
     def connect(address: str, port: int, timeout_s: float) -> int:
         if port == 1:
-            answer.wait(30)
+            answer.wait(120)
         return port
 
     slow, quick = target("slow", 1), target("quick", 2)
@@ -79,5 +80,5 @@ def test_a_configuration_that_openssh_refuses_is_reported(tmp_path) -> None:
     config = tmp_path / "config"
     config.write_text("NoSuchKeyword yes\n")
     node = target("a", 22, ssh_config=str(config))
-    with pytest.raises(ConnectError, match="OpenSSH refuses its configuration"):
+    with raises(ConnectError, "OpenSSH"):
         EarlyCalls([node]).take(node)

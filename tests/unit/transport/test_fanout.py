@@ -8,6 +8,7 @@ import pytest
 
 from dtctl.errors import AuthError, ConnectError, DtctlError, NodeFailures
 from dtctl.transport.fanout import MAX_PARALLEL, fan_out, raise_failures
+from tests.facts import raises
 
 
 def test_one_answer_per_node_in_the_order_of_the_nodes() -> None:
@@ -84,7 +85,7 @@ def test_a_bug_is_raised_when_all_have_answered_and_the_first_in_order_counts() 
 def test_failures_are_raised_once() -> None:
     raise_failures({})
     one: dict[str, DtctlError] = {"a": ConnectError("refused", node="a")}
-    with pytest.raises(ConnectError, match="refused"):
+    with raises(ConnectError, "refused"):
         raise_failures(one)
     with pytest.raises(NodeFailures) as caught:
         raise_failures({**one, "b": AuthError("no key", node="b")})

@@ -24,6 +24,7 @@ from dtctl.errors import AuthError, ConnectError, HostKeyError, TransportError
 from dtctl.transport import hostkeys, ssh
 from dtctl.transport.base import Target
 from dtctl.transport.ssh import SshTransport, mapped
+from tests.facts import raises
 
 
 def exceptions_of_paramiko() -> set[type[BaseException]]:
@@ -176,19 +177,19 @@ def test_whatever_answers_instead_of_ssh_is_a_connect_error(server: socket.socke
     assert caught.value.node == "gpu7"
     assert caught.value.hint
     server.shutdown(socket.SHUT_RDWR)  # wakes the thread if it waits for a try that is not made
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()
 
 
 def test_silence_and_refusal_are_told_apart(server: socket.socket) -> None:
     silent = replace(target_of(server), connect_timeout_s=0.3)
-    with pytest.raises(ConnectError, match="no answer while connecting to"):
+    with raises(ConnectError, "answer"):
         SshTransport().connect(silent)
     server.close()
-    with pytest.raises(ConnectError, match="it refuses connections"):
+    with raises(ConnectError, "refuses connections"):
         SshTransport().connect(silent)
     unknown = Target(name="a", address="no-such-name.invalid", ssh_config="none")
-    with pytest.raises(ConnectError, match="its name cannot be resolved"):
+    with raises(ConnectError, "name resolved"):
         SshTransport().connect(unknown)
 
 

@@ -13,6 +13,7 @@ from dtctl.errors import ConnectError
 from dtctl.transport import sshconfig
 from dtctl.transport.base import Target
 from dtctl.transport.sshconfig import Settings, jump_parts, settings_for
+from tests.facts import raises
 
 HOME = str(Path.home())
 
@@ -114,14 +115,14 @@ def test_names_of_files_may_have_blanks(tmp_path: Path) -> None:
 def test_a_configuration_that_openssh_refuses_is_named(tmp_path: Path) -> None:
     bad = tmp_path / "bad"
     bad.write_text("Host *\n  NoSuchKeyword yes\n")
-    with pytest.raises(ConnectError, match="OpenSSH refuses its configuration") as caught:
+    with raises(ConnectError, "OpenSSH") as caught:
         asked(bad, "gpu1")
     assert "gpu1" in str(caught.value.hint)
-    with pytest.raises(ConnectError, match="No such file"):
+    with raises(ConnectError, "file"):
         asked(tmp_path / "missing", "gpu1")
     circle = tmp_path / "circle"
     circle.write_text("Host gpu1\n  ProxyJump gpu1\n")
-    with pytest.raises(ConnectError, match="loop"):
+    with raises(ConnectError, "loop"):
         asked(circle, "gpu1")
 
 

@@ -89,7 +89,7 @@ def parse(file: memoryview) -> Header:
     """
     length = int.from_bytes(file[:8], "little")
     if len(file) < 8 or not 0 < length <= len(file) - 8:
-        raise Malformed("its header is not all there")
+        raise Malformed("its header is incomplete")
     try:
         document = json.loads(bytes(file[8 : 8 + length]))
         metadata = document.pop(METADATA)
@@ -97,7 +97,7 @@ def parse(file: memoryview) -> Header:
         for name, entry in document.items():
             _check(name, entry)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
-        raise Malformed(f"its header makes no sense: {exc}") from None
+        raise Malformed(f"its header is malformed: {exc}") from None
     return Header(document, tree, 8 + length)
 
 

@@ -49,8 +49,8 @@ class SnapshotFile:
 
     def document(self) -> dict[str, Any]:
         """As JSON."""
-        found: dict[str, Any] = {"size_bytes": self.size_bytes, "digest": self.digest}
-        return found if self.part is None else {**found, "part": self.part}
+        entry: dict[str, Any] = {"size_bytes": self.size_bytes, "digest": self.digest}
+        return entry if self.part is None else {**entry, "part": self.part}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +91,9 @@ class Manifest:
             document = json.loads(text)
             form = document["format"]
         except (ValueError, LookupError, TypeError, RecursionError) as exc:
-            raise Malformed(f"{MANIFEST} makes no sense: {exc}") from None
+            raise Malformed(f"{MANIFEST} is malformed: {exc}") from None
         if type(form) is not int:
-            raise Malformed(f"{MANIFEST} makes no sense: its format is {ascii(form)[:80]}")
+            raise Malformed(f"{MANIFEST} is malformed: its format is {ascii(form)[:80]}")
         if form not in (FORMAT, FORMAT_SPREAD):
             raise SnapshotError(
                 f"the snapshot has format {form}, and this version reads {FORMAT} and {FORMAT_SPREAD}",
@@ -102,24 +102,24 @@ class Manifest:
             )
         try:
             files = {name: _entry(name, entry) for name, entry in document["files"].items()}
-            found = cls(
+            manifest = cls(
                 step=document["step"], hash=document["hash"], facts=document["facts"], files=files, text=bytes(text)
             )
         except (ValueError, LookupError, TypeError, AttributeError) as exc:
-            raise Malformed(f"{MANIFEST} makes no sense: {exc}") from None
-        if type(found.step) is not int or found.hash not in HASHES or not isinstance(found.facts, dict):
-            raise Malformed(f"{MANIFEST} makes no sense: step, hash or facts are of another kind")
-        return found
+            raise Malformed(f"{MANIFEST} is malformed: {exc}") from None
+        if type(manifest.step) is not int or manifest.hash not in HASHES or not isinstance(manifest.facts, dict):
+            raise Malformed(f"{MANIFEST} is malformed: step, hash or facts are of another kind")
+        return manifest
 
 
 def _entry(name: str, entry: Mapping[str, Any]) -> SnapshotFile:
-    found = SnapshotFile(**entry)
+    file = SnapshotFile(**entry)
     # A name is no path: what is read lies in the snapshot's own folder.
     right = folders.is_name(name) and name not in (MANIFEST, COMMIT)
-    right = right and type(found.size_bytes) is int and found.size_bytes >= 0
-    if not (right and isinstance(found.digest, str) and (found.part is None or folders.is_name(found.part))):
+    right = right and type(file.size_bytes) is int and file.size_bytes >= 0
+    if not (right and isinstance(file.digest, str) and (file.part is None or folders.is_name(file.part))):
         raise ValueError(f"its file {ascii(name)[:80]}")
-    return found
+    return file
 
 
 def folder_of(folder: Place, step: int) -> Place:
@@ -164,8 +164,8 @@ def listing(folder: Place) -> list[tuple[int, Any]]:
     """Folders named as snapshots, good or not, newest step first; none if the folder does not exist."""
     if not isinstance(folder, Remote) and not folder.is_dir():
         return []
-    found = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None]
-    return sorted(found, reverse=True)
+    steps = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None]
+    return sorted(steps, reverse=True)
 
 
 def entries(path: Place) -> dict[str, int | None]:
@@ -246,11 +246,11 @@ def memory(size_bytes: int) -> memoryview:
     """
     if size_bytes == 0:
         return memoryview(bytearray())
-    found = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapped = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # not on this kernel
-            found.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(found)
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(mapped)
 
 
 def commit_record(manifest: bytes, name: str) -> bytes:

@@ -1,13 +1,15 @@
 """Copies of a node's files on other nodes, sent from memory while they are still there.
 
 The copy of what a node wrote lies in the folder of the next one (the next two, ...), under the same name and manifest:
-whoever has files enough can resume, and the loss of any one node loses nothing.
+whoever has files enough can resume, and the loss of any one node loses nothing. Where racks are known, the next one is
+in another rack.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,20 +40,25 @@ class Copy:
     """And of the one that writes the copy."""
 
 
-def plan(found: Stores, files: Sequence[Sequence[str]], replicas: int) -> list[Copy]:
+def plan(stores: Stores, files: Sequence[Sequence[str]], replicas: int) -> list[Copy]:
     """All copies, in an order that is the same on all workers.
 
     Args:
-        found: who writes where.
+        stores: who writes where.
         files: names by rank.
         replicas: how many copies of each; with fewer other stores, one in each of them.
     """
-    count = len(found.ranks)
+    count = len(stores.ranks)
+    # Rack by rack, and so far on that nobody stays in its own: each then has one copy to keep, in a rack or without.
+    order = sorted(range(count), key=lambda number: stores.racks[number])
+    largest = max(Counter(stores.racks).values())
+    nearest = largest if 2 * largest <= count else 1
+    aways = [away % count for away in range(nearest, nearest + count) if away % count][:replicas]
     copies = []
-    for number, ranks in enumerate(found.ranks):
-        for index, rank in enumerate(ranks):
-            for away in range(1, min(replicas, count - 1) + 1):
-                others = found.ranks[(number + away) % count]
+    for place, number in enumerate(order):
+        for index, rank in enumerate(stores.ranks[number]):
+            for away in aways:
+                others = stores.ranks[order[(place + away) % count]]
                 copies += [Copy(name=name, source=rank, taker=others[index % len(others)]) for name in files[rank]]
     return copies
 

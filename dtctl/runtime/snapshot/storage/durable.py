@@ -66,8 +66,8 @@ def exchanged(draft: Path, target: Path) -> Path:
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, "renameat2"):
-        here, (old, new) = ctypes.c_int(_AT_FDCWD), (os.fsencode(draft), os.fsencode(target))
-        if libc.renameat2(here, old, here, new, ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
+        current_folder, (old, new) = ctypes.c_int(_AT_FDCWD), (os.fsencode(draft), os.fsencode(target))
+        if libc.renameat2(current_folder, old, current_folder, new, ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
             return draft
     aside = draft.with_suffix(".replaced" + DRAFT_SUFFIX)
     target.rename(aside)

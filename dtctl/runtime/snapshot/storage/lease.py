@@ -7,7 +7,8 @@ stores alike, as long as what was written is listed from then on.
 
 A holder renews its lease while it lives. Where it is a process of this machine, the kernel says whether it lives; of
 another machine it is gone when its lease was not renewed for `STALE_S` by this machine's clock. A later attempt of the
-same run takes over at once: its launcher has ended the one before. Who has lost a lease learns of it before it commits.
+same run takes over at once, and so does a worker that replaces a lost one: the launcher has ended who was there before.
+Who has lost a lease learns of it before it commits.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Final
 
-from dtctl import folders, names, node_facts
+from dtctl import names, node_facts
 from dtctl.errors import DtctlError, SnapshotError
 from dtctl.runtime.snapshot.format import layout
+from dtctl.runtime.snapshot.storage import durable
 from dtctl.runtime.snapshot.storage.place import Place, Remote
 
 RENEW_S: Final = 5.0
@@ -56,6 +58,8 @@ class Holder:
     """When the process was, by its kernel; numbers are used again."""
     held: bool = False
     """Whether nobody else was there; else it is still being found out."""
+    epoch: int = 0
+    """Of the process group that it was started for, if it replaces a lost worker."""
     count: int = 0
     """Of renewals, in object stores; on a disk the file's time changes."""
 
@@ -77,10 +81,11 @@ class Holder:
 def myself() -> Holder:
     """This process."""
     boot, space = _here()
-    attempt = os.environ.get(names.ATTEMPT, "")
+    attempt, epoch = (os.environ.get(name, "") for name in (names.ATTEMPT, names.LIVE_EPOCH))
     return Holder(
         run=os.environ.get(names.RUN_ID, ""),
         attempt=int(attempt) if attempt.isdecimal() else 0,
+        epoch=int(epoch) if epoch.isdecimal() else 0,
         host=socket.gethostname(),
         boot=boot,
         space=space,
@@ -121,7 +126,7 @@ class Lease:
             SnapshotError: somebody else is, or the folder cannot be written.
         """
         try:
-            folders.make_durable(str(self._folder))
+            durable.make_folder(self._folder)
             self._write()
         except OSError as exc:
             raise SnapshotError(
@@ -154,7 +159,7 @@ class Lease:
                 where=str(self._folder),
                 hint="this run was silent for too long, or is an earlier attempt of one that goes on elsewhere",
             )
-        folders.make_durable(str(self._folder))
+        durable.make_folder(self._folder)
         self._write()
 
     def release(self) -> None:
@@ -169,7 +174,7 @@ class Lease:
 
     def _wait_for_others(self) -> None:
         stale_s = STALE_REMOTE_S if self._remote else STALE_S
-        seen: dict[str, tuple[object, float]] = {}
+        last_beats: dict[str, tuple[object, float]] = {}
         while True:
             others = self._others()
             for token, holder in list(others.items()):
@@ -181,11 +186,11 @@ class Lease:
             now_s = time.monotonic()
             for token, holder in others.items():
                 mark = (holder, self._touched(token))
-                if token not in seen or seen[token][0] != mark:
-                    if token in seen and holder.held:
+                if token not in last_beats or last_beats[token][0] != mark:
+                    if token in last_beats and holder.held:
                         self._refuse(holder)  # it has just been renewed
-                    seen[token] = (mark, now_s)
-                elif now_s - seen[token][1] > stale_s:
+                    last_beats[token] = (mark, now_s)
+                elif now_s - last_beats[token][1] > stale_s:
                     self._forget(token)
                 if holder.held and holder.is_gone() is False:
                     self._refuse(holder)
@@ -197,7 +202,7 @@ class Lease:
         mine = self._holder
         if holder.is_here and (holder.pid, holder.started) == (mine.pid, mine.started):
             return True  # an earlier training of this process
-        if holder.run and holder.run == mine.run and holder.attempt < mine.attempt:
+        if holder.run and holder.run == mine.run and (holder.attempt, holder.epoch) < (mine.attempt, mine.epoch):
             return True
         return holder.is_gone() is True
 
@@ -209,7 +214,7 @@ class Lease:
         )
 
     def _others(self) -> dict[str, Holder]:
-        found = {}
+        leases = {}
         for path in self._folder.iterdir():
             match = _NAME.match(path.name)
             if match is None or match[1] == self._token:
@@ -217,12 +222,14 @@ class Lease:
             try:
                 with path.open("rb", buffering=0) as file:  # opened, so that what is read is no old copy
                     held = json.loads(file.read(MAX_BYTES))
-                found[match[1]] = Holder(**{field.name: held[field.name] for field in fields(Holder)})
+                leases[match[1]] = Holder(
+                    **{field.name: held[field.name] for field in fields(Holder) if field.name in held}
+                )
             except FileNotFoundError:
                 continue
             except (OSError, ValueError, KeyError, TypeError):
                 self._forget(match[1])  # cut short by a machine that lost its power
-        return found
+        return leases
 
     def _touched(self, token: str) -> object:
         path = self._folder / f".lease-{token}.json"

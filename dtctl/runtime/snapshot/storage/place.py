@@ -53,25 +53,25 @@ class _Store:
 
     def ask(self, action: Callable[[Any], Any]) -> Any:
         """What comes of it; whatever it raises, and TimeoutError if nothing comes."""
-        told: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
         def run() -> None:
             try:
-                told.put((action(self.fs), None))
+                answers.put((action(self.fs), None))
             except BaseException as exc:  # noqa: BLE001  # raised again where it is waited for
-                told.put((None, exc))
+                answers.put((None, exc))
 
         limit_s = PATIENCE_S if self._answers else IMPATIENCE_S
         threading.Thread(target=run, name="store", daemon=True).start()
         try:
-            found, error = told.get(timeout=limit_s)
+            result, error = answers.get(timeout=limit_s)
         except queue.Empty:
             self._answers = False
             raise TimeoutError(f"no answer for {limit_s:.0f} s") from None
         self._answers = True
         if error is not None:
             raise error
-        return found
+        return result
 
 
 class Remote:
@@ -130,12 +130,12 @@ class Remote:
             rows = self._fresh("listed", lambda fs: fs.ls(self._path, detail=True))
         except FileNotFoundError:
             return {}
-        found = {}
+        sizes = {}
         for row in rows:
             path = row["name"].rstrip("/")
             if path.strip("/") != self._path.strip("/"):  # some stores have objects that stand for folders
-                found[path.rsplit("/", 1)[-1]] = row["size"] if row["type"] == "file" else None
-        return found
+                sizes[path.rsplit("/", 1)[-1]] = row["size"] if row["type"] == "file" else None
+        return sizes
 
     def iterdir(self) -> Iterator[Remote]:
         """What a folder has."""
@@ -173,10 +173,10 @@ class Remote:
         Raises:
             SnapshotError: they did not come, or not all of them.
         """
-        found: bytes = self._asked("read", lambda fs: fs.cat_file(self._path, start=begin, end=end))
-        if len(found) != end - begin:
-            raise SnapshotError(f"{self} cannot be read: {len(found)} of {end - begin} bytes came", where=str(self))
-        return found
+        data: bytes = self._asked("read", lambda fs: fs.cat_file(self._path, start=begin, end=end))
+        if len(data) != end - begin:
+            raise SnapshotError(f"{self} cannot be read: {len(data)} of {end - begin} bytes came", where=str(self))
+        return data
 
     def mkdir(self, *, parents: bool = True, exist_ok: bool = True) -> None:  # noqa: ARG002  # a Path's arguments
         """Make a folder where the store has any; others have buckets, which are not ours to make, and names."""
@@ -220,9 +220,9 @@ class Remote:
             with contextlib.suppress(Exception):
                 self._store.ask(lambda _: file.discard())
             raise
-        there = self.size_bytes()
-        if there != upload.size_bytes:
-            raise SnapshotError(f"{self} was written with {upload.size_bytes} bytes and has {there}")
+        size = self.size_bytes()
+        if size != upload.size_bytes:
+            raise SnapshotError(f"{self} was written with {upload.size_bytes} bytes and has {size}")
 
     def _kind(self) -> str | None:
         try:
@@ -273,11 +273,11 @@ class _Download:
 
     def read(self, size: int) -> bytes:
         """The next bytes; fewer at the end."""
-        found = bytearray(size)
-        place = memoryview(found)
+        buffer = bytearray(size)
+        place = memoryview(buffer)
         while place and (count := self.readinto(place)):
             place = place[count:]
-        return bytes(found[: size - len(place)])
+        return bytes(buffer[: size - len(place)])
 
     def readinto(self, chunk: memoryview) -> int:
         """Some of the next bytes, for which there is room. Returns how many; 0 at the end."""

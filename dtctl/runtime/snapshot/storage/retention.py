@@ -33,9 +33,9 @@ class RetentionRule:
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> RetentionRule:
         """The rule that a manifest's facts have; the newest alone if they have none that makes sense."""
-        told = facts.get(FACT)
-        told = told if isinstance(told, dict) else {}
-        keep, every_s, best = told.get("keep"), told.get("every_s"), told.get("best")
+        recorded = facts.get(FACT)
+        recorded = recorded if isinstance(recorded, dict) else {}
+        keep, every_s, best = recorded.get("keep"), recorded.get("every_s"), recorded.get("best")
         return cls(
             keep=keep if type(keep) is int and keep > 0 else 1,
             every_s=float(every_s) if isinstance(every_s, int | float) and every_s > 0 else None,
@@ -48,14 +48,14 @@ class RetentionRule:
         Args:
             good: step, and when it was made, in seconds; of snapshots that count.
         """
-        kept = {step for step, _ in sorted(good)[-max(1, self.keep) :]}
+        steps = {step for step, _ in sorted(good)[-max(1, self.keep) :]}
         # From the oldest on: what is kept once is kept again, whatever comes later.
         last_s = None
         for step, made_s in sorted(good) if self.every_s is not None else ():
             if last_s is None or made_s - last_s >= (self.every_s or 0.0):
-                kept.add(step)
+                steps.add(step)
                 last_s = made_s
-        return kept | {step for step, _ in good if step in self.best}
+        return steps | {step for step, _ in good if step in self.best}
 
 
 def made_s(path: Place) -> float:
@@ -73,13 +73,13 @@ def prune(folder: Place, *, newest: Place, rule: RetentionRule) -> list[Place]:
     Returns:
         What was removed.
     """
-    found, last = layout.listing(folder), layout.step_of(newest) or 0
+    listed, last = layout.listing(folder), layout.step_of(newest) or 0
     # Of its step, that one alone stays: another was found bad, or is made again.
-    count = [(step, path) for step, path in found if step < last or path == newest]
+    count = [(step, path) for step, path in listed if step < last or path == newest]
     whole = [(step, path) for step, path in count if (path / layout.COMMIT).is_file()]
     stays = rule.stays([(step, made_s(path) if rule.every_s else 0.0) for step, path in whole]) | {last}
-    kept = {path for step, path in whole if step in stays}
-    gone = [path for _, path in found if path not in kept]
+    kept_paths = {path for step, path in whole if step in stays}
+    gone = [path for _, path in listed if path not in kept_paths]
     gone += [path for path in folder.iterdir() if path.name.startswith(".") and path.name.endswith(layout.DRAFT_SUFFIX)]
     remove(gone)
     return gone

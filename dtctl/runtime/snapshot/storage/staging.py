@@ -88,13 +88,13 @@ class Staging:
         """
         outlines, sources = [], []
         for part in parts.values():
-            found, tensors = packing.outline(part)
-            outlines.append(found)
+            outline, tensors = packing.outline(part)
+            outlines.append(outline)
             sources += tensors
         begins, size_bytes = [], 0
-        for found in outlines:
+        for outline in outlines:
             begins.append(size_bytes)
-            size_bytes += found.size_bytes + -found.size_bytes % headers.ALIGNMENT
+            size_bytes += outline.size_bytes + -outline.size_bytes % headers.ALIGNMENT
         device = next((tensor.device for tensor in sources if tensor.device.type == "cuda"), None)
         self._prepare(outlines, begins, size_bytes, pinned=device is not None)
         if sources:
@@ -104,14 +104,14 @@ class Staging:
             arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who writes sleeps until then
             arrived.record(torch.cuda.current_stream(device))
         files = (
-            StagedFile(name, found, self._buffer[begin : begin + found.size_bytes])
-            for name, found, begin in zip(parts, outlines, begins, strict=True)
+            StagedFile(name, outline, self._buffer[begin : begin + outline.size_bytes])
+            for name, outline, begin in zip(parts, outlines, begins, strict=True)
         )
         return Staged(tuple(files), arrived)
 
     def _prepare(self, outlines: list[packing.Outline], begins: list[int], size_bytes: int, *, pinned: bool) -> None:
         """Make sure of the buffer and of the views that tensors are copied to; mostly they are as they were."""
-        layout = [found.slots for found in outlines]
+        layout = [outline.slots for outline in outlines]
         large_enough = self._buffer.numel() >= size_bytes
         if large_enough and layout == self._layout:
             return
@@ -121,7 +121,7 @@ class Staging:
             self._buffer = page_locked(size_bytes) if pinned else torch.empty(size_bytes, dtype=torch.uint8)
         self._layout = layout
         self._views = [
-            packing.view(self._buffer[begin : begin + found.size_bytes], slot)
-            for found, begin in zip(outlines, begins, strict=True)
-            for slot in found.slots
+            packing.view(self._buffer[begin : begin + outline.size_bytes], slot)
+            for outline, begin in zip(outlines, begins, strict=True)
+            for slot in outline.slots
         ]

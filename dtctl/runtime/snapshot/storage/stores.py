@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 from dataclasses import dataclass
 
+from dtctl import names
 from dtctl.errors import DtctlError, SnapshotError
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.snapshot.format import layout
@@ -20,6 +22,8 @@ class Stores:
 
     ranks: tuple[tuple[int, ...], ...]
     """Of each store, in the order of their first ranks."""
+    racks: tuple[str, ...]
+    """Of each store, that of its first worker's node; empty: not known."""
     own: int
     """That of this worker."""
     token: str
@@ -41,23 +45,24 @@ def stores(folder: Place, worker: Worker) -> Stores:
     """
     at_url = isinstance(folder, Remote)
     token = str(gathered_json(secrets.token_hex(8), worker)[0])
-    error, seen = None, []
+    error, visible_ranks = None, []
     try:
         make_folder(folder)
         if worker.local_rank == 0:
             _sign(folder, token, worker.rank).touch()
     except (OSError, DtctlError) as exc:
         error = str(exc)
-    told = gathered_json([error, worker.local_rank == 0, layout.default_hash()], worker)
-    left = [rank for rank, (_, has_left, _) in enumerate(told) if has_left]
+    rack = os.environ.get(names.RACK, "")
+    reports = gathered_json([error, worker.local_rank == 0, layout.default_hash(), rack], worker)
+    left = [rank for rank, (_, has_left, *_) in enumerate(reports) if has_left]
     if error is None:
         try:
             # Asked for by name: a list of the folder may be an older one, where it comes over a network.
             # What is at a URL all see, or it is of no use.
-            seen = [rank for rank in left[: 1 if at_url else None] if _sign(folder, token, rank).exists()]
+            visible_ranks = [rank for rank in left[: 1 if at_url else None] if _sign(folder, token, rank).exists()]
         except DtctlError as exc:
             error = str(exc)
-    places = gathered_json([error, seen[:1]], worker)
+    places = gathered_json([error, visible_ranks[:1]], worker)
     if worker.local_rank == 0 and error is None:
         with contextlib.suppress(DtctlError):  # who prunes takes it away
             _sign(folder, token, worker.rank).unlink(missing_ok=True)
@@ -73,8 +78,14 @@ def stores(folder: Place, worker: Worker) -> Stores:
         groups.setdefault(first[0], []).append(rank)
     ranks = tuple(tuple(group) for group in groups.values())
     own = next(number for number, group in enumerate(ranks) if worker.rank in group)
-    hashes = {name for _, _, name in told}
-    return Stores(ranks=ranks, own=own, token=token, hash=hashes.pop() if len(hashes) == 1 else "sha256")
+    hashes = {report[2] for report in reports}
+    return Stores(
+        ranks=ranks,
+        racks=tuple(reports[group[0]][3] for group in ranks),
+        own=own,
+        token=token,
+        hash=hashes.pop() if len(hashes) == 1 else "sha256",
+    )
 
 
 def _sign(folder: Place, token: str, rank: int) -> Place:

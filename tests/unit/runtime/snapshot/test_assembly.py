@@ -6,7 +6,6 @@ import math
 from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +14,7 @@ from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot import assembly
 from dtctl.runtime.snapshot.format import headers, packing
 from dtctl.runtime.snapshot.format.pieces import Piece
+from tests.facts import raises
 
 
 def cuts(tensor: torch.Tensor, dim: int, places: list[int]) -> list[Piece]:
@@ -59,7 +59,7 @@ def test_a_tensor_cut_along_any_dim_is_whole_again(data: st.DataObject) -> None:
 
 def test_a_piece_that_lacks_is_said() -> None:
     first, _ = cuts(torch.arange(10), 0, [4])
-    with pytest.raises(SnapshotError, match=r"part\.deep\.w has 4 of 10 numbers"):
+    with raises(SnapshotError, "part.deep.w 4 10 numbers"):
         together([{"deep": {"w": first}}])
 
 

@@ -18,6 +18,7 @@ from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot import __main__ as program
 from dtctl.runtime.snapshot import commands, state, write
 from dtctl.runtime.snapshot.format import headers, layout
+from tests.facts import raises
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -107,9 +108,9 @@ def test_an_export_is_a_plain_safetensors_file(tmp_path: Path) -> None:
     stream = io.BytesIO()
     commands.export(tmp_path, part="model", out=stream)
     assert stream.getvalue() == text
-    with pytest.raises(SnapshotError, match="no part ema"):
+    with raises(SnapshotError, "part ema"):
         commands.export(tmp_path, part="ema", out=out)
-    with pytest.raises(SnapshotError, match="cannot be written"):
+    with raises(SnapshotError, "written"):
         commands.export(tmp_path, part="model", out=tmp_path / "no" / "folder")
     assert out.read_bytes() == text
 

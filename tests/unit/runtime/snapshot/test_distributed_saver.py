@@ -24,6 +24,7 @@ from dtctl.runtime.snapshot.distributed_saver import DistributedSaver
 from dtctl.runtime.snapshot.format import layout
 from dtctl.runtime.snapshot.reshard import deliver
 from dtctl.runtime.snapshot.storage.stores import stores
+from tests.facts import raises
 from tests.unit.runtime.snapshot.gang import gang
 
 COUNT = 3
@@ -195,7 +196,7 @@ def test_a_failure_on_one_is_one_of_all_and_what_was_there_stays(tmp_path: Path)
             assert saver._stores is not None
             (folder / f".step-00000003.{saver._stores.token}{layout.DRAFT_SUFFIX}").write_text("")
         saver.save(3, parts(3, worker), facts={})
-        with pytest.raises(SnapshotError, match=r"step 3 cannot be written: .*File exists.* \(rank 1\)"):
+        with raises(SnapshotError, "step 3 rank 1 exists"):
             saver.finish()
         return [saver.failed, len(told), [step for step, _ in layout.listing(folder)]]
 
@@ -266,7 +267,7 @@ def test_a_worker_that_is_killed_in_a_save_fails_it_for_the_others(tmp_path: Pat
             os.kill(os.getpid(), signal.SIGKILL)
         saver.save(3, {"model": {"alone": torch.zeros(3)}}, facts={})
 
-    with pytest.raises(AssertionError, match=r"rank 0: (?s:.*)rank 1: it died"):
+    with raises(AssertionError, "0 1 died"):
         gang(2, tmp_path, action)
     drafts = [path for node in range(2) for path in (tmp_path / f"node{node}").glob(f".*{layout.DRAFT_SUFFIX}")]
     assert drafts == []

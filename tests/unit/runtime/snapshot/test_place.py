@@ -13,6 +13,7 @@ from dtctl.errors import DtctlError, SnapshotError, SpecError
 from dtctl.runtime.snapshot import Saver, commands, newest, read, write
 from dtctl.runtime.snapshot.format import layout
 from dtctl.runtime.snapshot.storage.place import Remote, is_url, place
+from tests.facts import raises
 
 
 @pytest.fixture
@@ -45,16 +46,16 @@ def test_what_is_a_url() -> None:
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        ("s3://key:hidden@bucket/run", SpecError, "has a secret in it"),
-        ("abfs://box/run?sig=hidden", SpecError, "has a secret in it"),
-        ("simplecache::memory://run", SpecError, "on top of another"),
-        ("nothing://run", SpecError, "Protocol not known"),
-        ("sftp://node/run", SpecError, "the key of any machine"),
-        ("gs://bucket/run", SnapshotError, "needs a package"),
+        ("s3://key:hidden@bucket/run", SpecError, "secret"),
+        ("abfs://box/run?sig=hidden", SpecError, "secret"),
+        ("simplecache::memory://run", SpecError, "top"),
+        ("nothing://run", SpecError, "Protocol known"),
+        ("sftp://node/run", SpecError, "any machine"),
+        ("gs://bucket/run", SnapshotError, "package"),
     ],
 )
 def test_what_is_refused(text: str, error: type[DtctlError], message: str) -> None:
-    with pytest.raises(error, match=message) as caught:
+    with raises(error, message) as caught:
         place(text)
     assert "hidden" not in f"{caught.value} {caught.value.where} {caught.value.hint}"
     if text.startswith("gs"):
@@ -85,7 +86,7 @@ def test_a_step_that_is_made_again_is_there_all_the_time(url: str, monkeypatch: 
 
     with monkeypatch.context() as patch:
         patch.setattr(write, "write_record", fails)
-        with pytest.raises(SnapshotError, match="step 5 cannot be written: no"):
+        with raises(SnapshotError, "step 5"):
             save(url, 5, value=2.0)
     assert [path.name for path in place(url).iterdir()] == [first.name]
     second = save(url, 5, value=2.0)
@@ -132,7 +133,7 @@ def test_commands_say_the_same(url: str, tmp_path: Path) -> None:
     assert commands.prune(there, keep=1, dry_run=True)["removed"] == [str(old)]
     assert commands.prune(there, keep=1)["removed"] == [str(old)]
     assert steps(url) == [10]
-    with pytest.raises(SnapshotError, match="no folder of snapshots"):
+    with raises(SnapshotError, "folder snapshots"):
         commands.ls(place(f"{url}/nothing"))
 
 
@@ -154,7 +155,7 @@ def test_what_does_not_answer_is_not_missing(url: str, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(type(fsspec.filesystem("memory")), "info", silent)
     for ask in (where.is_dir, where.is_file, where.exists, lambda: newest(url), lambda: commands.verify(place(url))):
-        with pytest.raises(SnapshotError, match="cannot be looked at: ConnectionError"):
+        with raises(SnapshotError, "ConnectionError"):
             ask()
 
 
@@ -175,7 +176,7 @@ def test_a_file_is_read_in_blocks_that_come_side_by_side(url: str, monkeypatch: 
             found += bytes(chunk[:count])
     assert found == content
     monkeypatch.setattr(Remote, "size_bytes", lambda _: 101)
-    with file.open() as stream, pytest.raises(SnapshotError, match="7 of 8 bytes came"):
+    with file.open() as stream, raises(SnapshotError, "7 8 bytes"):
         stream.read(101)
 
 
@@ -183,5 +184,5 @@ def test_an_upload_that_the_store_cuts_short_is_an_error(url: str, monkeypatch: 
     file = place(url) / "file"
     assert isinstance(file, Remote)
     monkeypatch.setattr(Remote, "size_bytes", lambda _: 2)
-    with pytest.raises(SnapshotError, match="written with 0 bytes and has 2"):
+    with raises(SnapshotError, "0 2 bytes"):
         file.touch()

@@ -13,6 +13,7 @@ import torch
 from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot import load, read, write
 from dtctl.runtime.snapshot.format import layout
+from tests.facts import raises
 
 
 def parts(step: int) -> dict[str, object]:
@@ -85,23 +86,23 @@ def test_a_later_format_is_not_taken_for_damage(folder: Path) -> None:
     text = json.dumps({**document, "format": 99}).encode()
     (path / layout.MANIFEST).write_bytes(text)
     (path / layout.COMMIT).write_bytes(layout.commit_record(text, document["hash"]))
-    with pytest.raises(SnapshotError, match="format 99"):
+    with raises(SnapshotError, "format 99"):
         read.newest_good(folder)
 
 
 def test_nothing_unverified_is_loaded(folder: Path) -> None:
     path = layout.folder_of(folder, 20)
     (path / layout.COMMIT).unlink()
-    with pytest.raises(SnapshotError, match="incomplete: COMMIT is missing"):
+    with raises(SnapshotError, "incomplete COMMIT"):
         load.load(read.verify(path))
-    with pytest.raises(SnapshotError, match="no snapshot here"):
+    with raises(SnapshotError, "snapshot"):
         read.verify(folder / "elsewhere")
 
 
 def test_what_is_neither_tensor_nor_json_is_refused(folder: Path) -> None:
     """Nothing is pickled, so nothing can run code when it is read."""
     for value in (object(), {1: torch.zeros(1)}, torch.zeros(2, 2).to_sparse(), {1, 2}):
-        with pytest.raises(SnapshotError, match="snapshots"):
+        with raises(SnapshotError, "snapshots"):
             write.save(folder, 30, {"model": {"weight": value}}, facts={}, keep=5)
     assert [path.name for path in sorted(folder.iterdir())] == ["step-00000010", "step-00000020"]
 
@@ -112,7 +113,7 @@ def test_bytes_that_were_verified_are_the_bytes_that_are_used(folder: Path) -> N
     path = good.path / "model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(SnapshotError, match="corrupt"):
+    with raises(SnapshotError, "corrupt"):
         load.load(good)
 
 
@@ -123,7 +124,7 @@ def test_sha256_where_blake3_is_missing(folder: Path, monkeypatch: pytest.Monkey
     assert good is not None
     assert good.manifest is not None
     assert good.manifest.hash == "sha256"
-    with pytest.raises(SnapshotError, match="need the package blake3"):
+    with raises(SnapshotError, "blake3"):
         read.verify(layout.folder_of(folder, 20))
 
 
@@ -159,5 +160,5 @@ def test_filling_notices_every_flip_cut_and_loss(folder: Path) -> None:
         assert torch.equal(weight, torch.full((40, 30), 10.0))
     path.unlink()
     shutil.rmtree(layout.folder_of(folder, 10))
-    with pytest.raises(SnapshotError, match="no snapshot is right: step-00000020 is incomplete"):
+    with raises(SnapshotError, "step-00000020 incomplete"):
         load.newest(folder, into={"model": {"weight": weight}})

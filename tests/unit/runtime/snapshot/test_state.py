@@ -10,6 +10,7 @@ from torch import nn
 
 from dtctl.errors import SnapshotError
 from dtctl.runtime.snapshot.state import digest, load_model, load_optimizer, optimizer_tree, raw, tensors
+from tests.facts import raises
 
 
 def trained(kind: Any = torch.optim.AdamW, **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -42,7 +43,7 @@ def test_there_and_back(kind: Any, settings: dict[str, Any]) -> None:
 def test_another_optimizer_is_refused() -> None:
     model, optimizer = trained()
     tree = optimizer_tree(model, optimizer)
-    with pytest.raises(SnapshotError, match="has other parameters"):
+    with raises(SnapshotError, "parameters"):
         load_optimizer(model, torch.optim.AdamW(model[:2].parameters()), tree)
 
 
@@ -56,7 +57,7 @@ def test_groups_may_be_cut_otherwise() -> None:
 
 def test_another_model_is_refused() -> None:
     model, _ = trained()
-    with pytest.raises(SnapshotError, match="of another model"):
+    with raises(SnapshotError, "model"):
         load_model(nn.Linear(3, 4), model.state_dict())
 
 

@@ -15,6 +15,7 @@ from dtctl.errors import PlanError
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.strategies import deferred_init
 from dtctl.train.mesh import Degrees
+from tests.facts import raises
 
 
 class Model(nn.Module):
@@ -53,7 +54,7 @@ def test_code_that_needs_values_is_refused(second: Worker) -> None:
         torch.ones(2).sum().item()
         return Model()
 
-    with pytest.raises(PlanError, match="cannot be built on the meta device"):
+    with raises(PlanError, "meta device"):
         deferred_init.build(looking, second, Degrees(fsdp=2))
 
 
@@ -73,3 +74,25 @@ def test_values_that_are_there_stay(worker: Worker, alone: None) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     deferred_init.bring(model, model, worker)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Full(nn.Module):
+    """Runs out of memory on its way to a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1 << 18))
+
+    def to(self, *_: object, **__: object) -> Full:  # type: ignore[override]
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...")
+
+
+@pytest.mark.parametrize(("degrees", "divided"), [(Degrees(tp=2), True), (Degrees(pp=2), True), (Degrees(dp=2), False)])
+def test_a_whole_model_that_does_not_fit_is_told_with_its_size_and_what_never_has_it_whole(
+    second: Worker, degrees: Degrees, divided: bool
+) -> None:
+    for model in (Full(), Full):
+        with pytest.raises(PlanError, match=r"the whole model, .* does not fit") as caught:
+            deferred_init.build(model, second, degrees)
+        assert ("before it is divided" in str(caught.value)) == divided
+        assert "fsdp" in str(caught.value.hint)

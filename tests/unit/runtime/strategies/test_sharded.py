@@ -62,6 +62,46 @@ def test_parameters_gathered_in_bf16_leave_no_casts_behind() -> None:
     assert all(gradient is not None and gradient.dtype is torch.float32 for gradient in gradients)
 
 
+class Stream(nn.Module):
+    """What transformers have: an embedding, a stream that blocks add to, and a norm that is written by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(16, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        stream = self.tokens(tokens)
+        for block in self.blocks:
+            stream = stream + block(stream * stream.pow(2).mean(-1, keepdim=True).rsqrt() * self.scale)
+        return stream
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # nothing is done in place
+def test_the_default_format_makes_bf16_mean_the_same_whatever_the_strategy() -> None:
+    """Why `fsdp.param_dtype` is fp32 unless set: with bf16 the stream between blocks is rounded, too."""
+    tokens, mesh = torch.arange(16)[None], init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+    outputs, gradients = [], []
+    for options in (None, FsdpConfig(), FsdpConfig(param_dtype="bf16")):
+        torch.manual_seed(0)
+        model = Stream()
+        if options is not None:
+            for part in [*model.blocks, model]:
+                fully_shard(part, mesh=mesh, mp_policy=precision(options))
+        with torch.autocast("cpu", torch.bfloat16):
+            found = model(tokens)
+        found.float().square().mean().backward()
+        outputs.append(found)
+        weights = model.blocks[0].weight.grad
+        assert weights is not None
+        gradients.append(weights.to_local() if options is not None else weights)  # type: ignore[operator]
+    single, default, gathered = outputs
+    assert torch.equal(single, default), "the bits of a single worker"
+    assert torch.equal(gradients[0], gradients[1])
+    assert (single.dtype, gathered.dtype) == (torch.float32, torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("options", "gathered", "added"),
     [

@@ -10,7 +10,8 @@ from torch import nn
 
 from dtctl.errors import PlanError
 from dtctl.runtime import Worker
-from dtctl.runtime.strategies.trial import measure, require_agreement
+from dtctl.runtime.strategies.trial import ROUNDING, ROUNDING_OF_HALVES, measure, require_agreement, whole
+from tests.facts import raises
 
 
 def test_a_model_is_measured_without_dropout_and_left_as_it_was() -> None:
@@ -30,5 +31,50 @@ def test_rounding_is_allowed(worker: Worker, whole: float, divided: float) -> No
 
 @pytest.mark.parametrize(("whole", "divided"), [(2.0, 2.1), (2.0, math.nan), (math.nan, math.nan), (1e6, 1.01e6)])
 def test_more_is_not(worker: Worker, whole: float, divided: float) -> None:
-    with pytest.raises(PlanError, match="split, the model has the loss"):
+    with raises(PlanError, "model loss"):
         require_agreement(whole, divided, worker, how="split")
+
+
+def halves_only(model: nn.Module) -> torch.Tensor:
+    """A loss by a kernel that takes bf16 alone, as those of flash-attn."""
+    found: torch.Tensor = model(torch.ones(2, 3))
+    if found.dtype != torch.bfloat16:
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+    return found.float().square().mean()
+
+
+def test_kernels_that_take_halves_alone_are_tried_in_the_format_of_the_training(worker: Worker) -> None:
+    model, bf16 = nn.Linear(3, 3), torch.autocast("cpu", dtype=torch.bfloat16)
+    expected, probe, rounding = whole(halves_only, model, bf16)
+    assert rounding == ROUNDING_OF_HALVES
+    assert measure(probe, model) == expected
+    require_agreement(expected, expected * 1.01, worker, how="split", rounding=rounding)
+    with pytest.raises(PlanError):
+        require_agreement(1.0, 1.1, worker, how="split", rounding=rounding)
+    with pytest.raises(RuntimeError, match="FlashAttention"):
+        whole(halves_only, model, None)
+
+
+def test_others_are_tried_in_fp32_which_tells_more(worker: Worker) -> None:
+    bf16 = torch.autocast("cpu", dtype=torch.bfloat16)
+    seen: list[torch.dtype] = []
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        found: torch.Tensor = model(torch.ones(2, 3))
+        seen.append(found.dtype)
+        return found.float().mean()
+
+    assert whole(loss, nn.Linear(3, 3), bf16)[2] == ROUNDING
+    assert seen == [torch.float32]
+
+
+def test_memory_that_runs_out_is_no_question_of_the_format() -> None:
+    calls = []
+
+    def short(model: nn.Module) -> torch.Tensor:
+        calls.append(model)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        whole(short, nn.Linear(3, 3), torch.autocast("cpu", dtype=torch.bfloat16))
+    assert len(calls) == 1

@@ -1,0 +1,138 @@
+"""The options of `dtctl advise`, each as the type of a parameter."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class PrecisionName(str, Enum):
+    """Number formats."""
+
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
+
+
+class FrameworkName(str, Enum):
+    """Frameworks whose way to hold a model is known; those of `dtctl.estimate.frameworks`."""
+
+    runtime = "runtime"
+    fsdp = "fsdp"
+    megatron = "megatron"
+    deepspeed = "deepspeed"
+    internevo = "internevo"
+    accelerate = "accelerate"
+    pure = "pure"
+
+
+class OptimizerName(str, Enum):
+    """Optimizers of dtctl.runtime."""
+
+    adamw = "adamw"
+    sgd = "sgd"
+
+
+class RecomputeName(str, Enum):
+    """What is computed again in the backward pass."""
+
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
+# The model
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="A config.json in Hugging Face's format.")]
+ModelFactory = Annotated[
+    str | None,
+    typer.Option("--model", metavar="MODULE:FACTORY", help="A model of your own, built on the meta device."),
+]
+Params = Annotated[str | None, typer.Option("--params", help="Parameters: 7B.")]
+Layers = Annotated[int | None, typer.Option("--layers", help="Blocks.")]
+Hidden = Annotated[int | None, typer.Option("--hidden", help="Width.")]
+Heads = Annotated[int | None, typer.Option("--heads", help="Attention heads.")]
+KvHeads = Annotated[int | None, typer.Option("--kv-heads", help="Heads of keys and values.")]
+Ffn = Annotated[int | None, typer.Option("--ffn", help="Inner width of the feed-forward network.")]
+Gated = Annotated[bool, typer.Option("--gated", help="The feed-forward network has a gate (SwiGLU).")]
+Vocab = Annotated[int | None, typer.Option("--vocab", help="Size of the vocabulary.")]
+Experts = Annotated[
+    int | None, typer.Option("--experts", help="Experts of a block, two of them used; --ffn is the width of one.")
+]
+Seq = Annotated[int | None, typer.Option("--seq", help="Tokens of a sample.")]
+
+# The cluster
+Gpus = Annotated[int | None, typer.Option("--gpus", help="GPUs of all nodes.")]
+PerNode = Annotated[int | None, typer.Option("--gpus-per-node", help="GPUs of a node.")]
+GpuName = Annotated[str | None, typer.Option("--gpu", help="H100, A100, ...")]
+GpuMemory = Annotated[str | None, typer.Option("--gpu-memory", help="80GiB; the GPU's own otherwise.")]
+Network = Annotated[
+    str | None, typer.Option("--network", help="Between nodes: ethernet-100, ndr-8, ... or GB/s of a node.")
+]
+HostMemory = Annotated[
+    str | None,
+    typer.Option("--host-memory", help="Memory of a node, for offloading. Default: twice that of its GPUs."),
+]
+
+# Numbers and framework
+Precision = Annotated[
+    PrecisionName | None,
+    typer.Option("--precision", help="Number format. Default: the spec's, else bf16, or fp16 where GPUs lack it."),
+]
+Optimizer = Annotated[OptimizerName | None, typer.Option("--optimizer", help="Default: the spec's, else adamw.")]
+States = Annotated[
+    str | None,
+    typer.Option("--states", metavar="fp32|bf16", help="bf16: weights, gradients and moments in bf16 alone."),
+]
+Framework = Annotated[
+    FrameworkName | None,
+    typer.Option(
+        "--framework",
+        help="What trains, as far as memory and time depend on it. Default: runtime with a spec, else fsdp, and "
+        "megatron where there is tp or pp.",
+    ),
+]
+Compiled = Annotated[bool, typer.Option("--compile", help="Blocks are compiled.")]
+Fp8 = Annotated[bool, typer.Option("--fp8", help="Matrix products in fp8.")]
+
+# One layout instead of a search
+Mesh = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh",
+        help="Price this mesh only: dp=2,fsdp=8,tp=4,cp=1,ep=1,pp=1 (one degree may be -1), or a strategy's name.",
+    ),
+]
+Zero = Annotated[
+    int | None, typer.Option("--zero", min=0, max=2, help="Stage of ZeRO over dp; stage 3 is the axis fsdp.")
+]
+MicroBatch = Annotated[int | None, typer.Option("--micro-batch", help="Samples of a GPU and pass.")]
+Accumulate = Annotated[int | None, typer.Option("--accumulate", help="Passes of a step.")]
+Recompute = Annotated[RecomputeName | None, typer.Option("--recompute", help="Activations that are computed again.")]
+Stages = Annotated[int | None, typer.Option("--stages-per-worker", help="More than 1: an interleaved pipeline.")]
+Offload = Annotated[bool | None, typer.Option("--offload/--no-offload", help="Shards in the host's memory.")]
+
+# What to do
+SpecPath = Annotated[Path | None, typer.Argument(help="The spec. Default: ./dtctl.yaml, if it exists.")]
+Batch = Annotated[int | None, typer.Option("--batch", help="Samples of a step, over all GPUs.")]
+Beyond = Annotated[
+    bool,
+    typer.Option(
+        "--beyond",
+        help="Try experts divided over copies of the model, and context parallelism in pipelines: `--write` cannot "
+        "express them.",
+    ),
+]
+Write = Annotated[bool, typer.Option("--write", help="Write the recommendation into the spec.")]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE.html", help="A page with the memory of the choices as bars.")
+]
+Measure = Annotated[
+    bool,
+    typer.Option(
+        "--measure", help="Train a few steps on this machine: memory predicted, measured, and by torch's tracker."
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="JSON on standard output.")]

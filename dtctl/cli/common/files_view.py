@@ -1,0 +1,88 @@
+"""How people see which files of the working tree are pushed, and which are not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from dtctl.cli import output
+
+if TYPE_CHECKING:
+    from dtctl.launch.files.tree import Tree, TreeFile
+    from dtctl.spec.model import Spec
+
+
+SHOWN = 5
+
+
+def show_push(tree: Tree) -> None:
+    """What a person should know before the tree is sent."""
+    show_withheld(tree)
+    if tree.is_large:
+        output.err(
+            f"warning: {_amount(tree)} are sent to every node that lacks them, the largest: {_largest(tree)}; "
+            "name what the job does not need in .dtctlignore",
+            "yellow",
+        )
+
+
+def show_withheld(tree: Tree) -> None:
+    """Name the files that are not pushed although they are not excluded."""
+    for kind, paths in (("looks like a secret", tree.withheld), ("neither a file nor a folder", tree.skipped)):
+        if paths:
+            output.err(f"not pushed, {kind}: {_listed(paths)}", "yellow")
+
+
+def show_files(spec: Spec, tree: Tree) -> None:
+    """What is pushed, and what is not, for the dry run."""
+    output.out(f"files: {_amount(tree)}" + (f"; the largest: {_largest(tree)}" if tree.files else ""))
+    if tree.left_out:
+        rows = [f"{row['path']} by {row['rule']}" for row in _left_out(spec, tree)]
+        output.out(f"left out: {_listed(rows, len(tree.left_out))}")
+    show_withheld(tree)
+
+
+def as_json(spec: Spec, tree: Tree) -> dict[str, Any]:
+    """The same for `launch --dry-run --json`."""
+    return {
+        "count": len(tree.files),
+        "bytes": tree.total_bytes,
+        "digest": tree.digest,
+        "largest": [{"path": os.fsdecode(file.path), "bytes": file.size} for file in _by_size(tree)],
+        "left_out": _left_out(spec, tree),
+        "left_out_count": len(tree.left_out),
+        "withheld": list(tree.withheld),
+        "skipped": list(tree.skipped),
+    }
+
+
+def _left_out(spec: Spec, tree: Tree) -> list[dict[str, str]]:
+    from dtctl.launch.files import left_out
+
+    root, files = os.fsencode(os.path.realpath(tree.root)), spec.job.files
+    return [
+        {
+            "path": path,
+            "rule": left_out.reason(root, os.fsencode(path), include=files.include, exclude=files.exclude),
+        }
+        for path in tree.left_out[:SHOWN]
+    ]
+
+
+def _by_size(tree: Tree) -> list[TreeFile]:
+    return sorted(tree.files, key=lambda file: -file.size)[:3]
+
+
+def _largest(tree: Tree) -> str:
+    return ", ".join(f"{os.fsdecode(file.path)} ({output.size(file.size)})" for file in _by_size(tree))
+
+
+def _amount(tree: Tree) -> str:
+    count = len(tree.files)
+    return f"{count} file{'' if count == 1 else 's'}, {output.size(tree.total_bytes)}"
+
+
+def _listed(texts: Sequence[str], count: int | None = None) -> str:
+    more = (len(texts) if count is None else count) - SHOWN
+    return ", ".join(texts[:SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,110 @@
+"""How far a training is, in one line: from the last rows of its metrics."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtctl import folders, names
+from dtctl.errors import DtctlError
+from dtctl.launch.records.validate_records import number
+
+if TYPE_CHECKING:
+    from dtctl.launch.records.record import RunRecord
+
+TAIL_BYTES = 1 << 16
+
+
+def tail_of_metrics(path: Path) -> list[dict[str, Any]]:
+    """The last rows of metrics.jsonl, oldest first; none when there are none yet."""
+    try:
+        with os.fdopen(folders.open_regular(str(path)), "rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - TAIL_BYTES))
+            lines = file.read().split(b"\n")[1 if size > TAIL_BYTES else 0 : -1]
+    except OSError:
+        return []
+    rows = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue  # cut by the beginning of the tail, or being written
+        if isinstance(row, dict) and number(row.get("step")):
+            rows.append({key: value for key, value in row.items() if isinstance(value, float) or number(value)})
+    return rows
+
+
+def steps_of(record: RunRecord) -> int | None:
+    """Length of the training, if its spec says it."""
+    from dtctl.launch.assemble import spec_of_run
+
+    try:
+        steps = spec_of_run(record).settings.get("steps")
+    except DtctlError:
+        return None
+    return steps if isinstance(steps, int) else None
+
+
+def metrics_of(record: RunRecord) -> list[dict[str, Any]]:
+    """The last rows of a run's metrics."""
+    return tail_of_metrics(record.folder / names.METRICS_FILE)
+
+
+def progress_line(row: dict[str, Any], *, steps: int | None, runs: bool) -> str:
+    """`step 100 of 400  25%  1:15 to go  250.0 ms/step  4,000 tokens/s`.
+
+    Args:
+        row: the last one of the metrics.
+        steps: length of the training, if it is known.
+        runs: whether it goes on, so that some time is left.
+    """
+    step, step_s = int(row["step"]), float(row.get("step_s") or "nan")
+    facts = [f"step {step:,}"]
+    if steps:
+        facts[0] += f" of {steps:,}"
+        facts.append(f"{step / steps:.0%}")
+        if runs and math.isfinite(step_s):
+            facts.append(f"{clock((steps - step) * step_s)} to go")
+    if math.isfinite(step_s):
+        facts.append(f"{step_s * 1e3:.1f} ms/step")
+    tokens, samples = row.get("tokens_per_s"), row.get("samples_per_s")
+    if tokens or samples:
+        facts.append(f"{tokens:,.0f} tokens/s" if tokens else f"{samples:,.0f} samples/s")
+    return "  ".join(facts)
+
+
+def loss_text(row: dict[str, Any]) -> str:
+    """The loss of a row; empty if it has none."""
+    if "loss" not in row:
+        return ""
+    loss = row["loss"]
+    return "not a number" if loss is None or math.isnan(loss) else f"{loss:.4f}"
+
+
+def experts_line(row: dict[str, Any]) -> str:
+    """`experts: 256 tokens each  busiest 1.45 x mean  0.0% idle  2.5% dropped`; empty if the model has none.
+
+    Args:
+        row: the last one of the metrics.
+    """
+    load = row.get("expert_load")
+    if load is None:
+        return ""
+    facts = [f"busiest {load:.2f} x mean"]
+    if (tokens := row.get("expert_tokens")) is not None:
+        facts.insert(0, f"{tokens:,.0f} tokens each")
+    for name, key in (("idle", "experts_idle"), ("dropped", "tokens_dropped")):
+        if (share := row.get(key)) is not None:
+            facts.append(f"{share:.1%} {name}")
+    return f"experts: {'  '.join(facts)}"
+
+
+def clock(seconds: float) -> str:
+    """A time span for people: 0:07, 12:34, 3:04:05."""
+    total_s = max(0, int(seconds))
+    hours, minutes = divmod(total_s // 60, 60)
+    return f"{hours}:{minutes:02}:{total_s % 60:02}" if hours else f"{minutes}:{total_s % 60:02}"

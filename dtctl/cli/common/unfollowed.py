@@ -1,0 +1,18 @@
+"""What commands say that write or submit a job which no launcher follows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dtctl.cli import output
+
+if TYPE_CHECKING:
+    from dtctl.spec.model import Spec
+
+
+def tell_unmeasured(spec: Spec) -> None:
+    """Say so if the spec asks for metrics, which are collected beside a launcher."""
+    if spec.metrics is not None:
+        output.err(
+            "note: metrics and alerts (metrics) are sent beside a launcher, and nobody follows this job", "yellow"
+        )

@@ -1,0 +1,105 @@
+"""`dtctl exec`: a command, or a shell, inside a run on one of its nodes."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dtctl.cli import output
+from dtctl.cli.common.completion import node_names, run_names
+from dtctl.errors import ConnectError, UsageError
+
+if TYPE_CHECKING:
+    from dtctl.launch.records.record import RunRecord
+    from dtctl.transport.base import Connection
+
+
+def exec_(
+    ctx: typer.Context,
+    run: Annotated[str, typer.Argument(help="The run.", autocompletion=run_names)],
+    node: Annotated[str, typer.Argument(help="One of its nodes.", autocompletion=node_names)],
+) -> int:
+    """Run a command inside a run: in its working folder on a node, with the variables of its workers.
+
+    `dtctl exec RUN NODE -- CMD`; without a command, a shell. Ranks and the values of secrets are not there.
+    """
+    from dtctl.launch.inside import run_command
+    from dtctl.launch.records.record import find_run
+
+    record = find_run(Path.cwd(), run)
+    interactive = not ctx.obj and sys.stdin.isatty()
+    if not ctx.obj and not interactive:
+        raise UsageError("there is no command", hint=f"dtctl exec {run} {node} -- nvidia-smi")
+    size = shutil.get_terminal_size()
+    window = (size.columns, size.lines) if interactive else None
+    entered = _of_job if record.info().slurm else _of_node
+    connection, text = entered(record, node, ctx.obj or ["bash", "-i"], window)
+    stdin_fd = sys.stdin.fileno() if interactive or not sys.stdin.isatty() else None
+    try:
+        with _raw_terminal(interactive):
+            status = run_command(
+                connection,
+                text,
+                stdin_fd=stdin_fd,
+                out=lambda data: output.pass_on(data, as_is=interactive),
+                err=lambda data: output.pass_on(data, err=True),
+            )
+    finally:
+        connection.close()
+    if status is None:
+        raise ConnectError("the link was lost while the command ran", node=node)
+    return status
+
+
+def _of_node(record: RunRecord, node: str, argv: list[str], window: tuple[int, int] | None) -> tuple[Connection, str]:
+    """The way to a node of a run, and what to run there."""
+    from dtctl.cli.fetch import sources
+    from dtctl.launch.assemble import cluster_of_run
+    from dtctl.launch.inside import command_text
+
+    (place,) = sources(record, node)
+    text = command_text(
+        argv,
+        run_dir=place.run_dir,
+        attempt=int(record.whole_plan()["attempt"]),
+        window=window,
+    )
+    return cluster_of_run(record).make_transport().connect(place.target), text
+
+
+def _of_job(record: RunRecord, node: str, argv: list[str], window: tuple[int, int] | None) -> tuple[Connection, str]:
+    """The way to the machine of Slurm's commands, and what to run there."""
+    from dtctl.launch.assemble import spec_of_run
+    from dtctl.slurm.follow import reference
+    from dtctl.slurm.inside import check_node, command_text
+    from dtctl.slurm.site import site_of
+
+    spec, ref = spec_of_run(record), reference(record)
+    with closing(site_of(spec)) as site:
+        check_node(record, site, ref, node)
+        secrets = spec.job.secrets
+        text = command_text(argv, site=site, ref=ref, run=record.run, node=node, secrets=secrets, window=window)
+        return site.transport.connect(site.target), text
+
+
+@contextmanager
+def _raw_terminal(interactive: bool) -> Iterator[None]:
+    """Every key goes to the node, Ctrl-C too."""
+    if not interactive:
+        yield
+        return
+    import termios
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+    tty.setraw(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

@@ -1,0 +1,159 @@
+"""What of a launch's needs nobody has looked at, on which nodes, and why. Pure.
+
+Each part of an examination that did not come about is a finding with status `skip`. `missing` is set where a launch
+needs what was not looked at; without it there was nothing to look at. That nodes can train is said only where nothing
+has failed and nothing is missing: it follows from these findings alone, whoever left something out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+from dtctl.doctor.checks import collective, hardware, links, network, used
+from dtctl.doctor.findings import Finding
+from dtctl.doctor.node_report import NodeReport, good_ways
+
+Way = tuple[str, str]
+
+
+def unexamined(
+    reports: Sequence[NodeReport],
+    *,
+    skip: Collection[str],
+    ran: Collection[str],
+    rendezvous: bool,
+    found: Iterable[Finding] = (),
+) -> Iterator[Finding]:
+    """All that was not looked at.
+
+    Args:
+        reports: the nodes, the head node first.
+        skip: layers that were to be left out.
+        ran: names of the checks that were made.
+        rendezvous: whether a port of the head node was to be called.
+        found: what is wrong; where a part has failed, what could not be looked at for that is no news.
+    """
+    well = [one for one in reports if one.error is None and one.facts]
+    failed = {(one.check, node) for one in found for node in (*one.nodes, *one.peers) if one.status == "fail"}
+    yield from _of_the_cluster(reports, well, skip, ran)
+    for check, whys in _of_nodes(well).items():
+        yield from _by_reason(check, {name: why for name, why in whys.items() if (check, name) not in failed})
+    if len(reports) > 1:
+        yield from _of_ways(reports, well, rendezvous=rendezvous, measured="links" not in skip, failed=failed)
+
+
+def _of_the_cluster(
+    reports: Sequence[NodeReport], well: Sequence[NodeReport], skip: Collection[str], ran: Collection[str]
+) -> Iterator[Finding]:
+    if len(reports) < 2:
+        alone = "there is one node, and nothing between nodes to look at"
+        without = () if "collective" in ran else collective.RAN
+        between = (name for name in (*network.RAN, *links.RAN, *without) if name != "ephemeral-ports")
+        yield from (_nothing(name, alone) for name in between)
+    elif "links" in skip:
+        left_out = "bandwidth, loss and delay between nodes were left out"
+        yield from (_missing(name, left_out, [one.name for one in reports]) for name in links.RAN)
+    if len(reports) > 1 and "collective" not in ran:
+        lacking = [one.name for one in well if not one.facts["job"].get("torch")]
+        if "collective" in skip:
+            yield _missing("collective", "torch was not run", [one.name for one in reports])
+        elif lacking:
+            why = f"torch was not run: the job's Python has none on {', '.join(lacking)}"
+            yield _missing("collective", why, [one.name for one in reports])
+        else:
+            yield _missing("collective", "torch was not run, because of what has failed", [one.name for one in reports])
+    if well and not any(one.facts["gpus"] for one in well):
+        yield from (_nothing(name, "no node shows a GPU") for name in hardware.RAN if name.startswith("gpu"))
+    if well and not any(one.facts["rdma"] for one in well):
+        yield _nothing("rdma", "no node has an InfiniBand or RoCE port")
+    if well and well[0] is not reports[0] and len(reports) > 1:
+        yield _missing(
+            "rendezvous-port", f"the head node {reports[0].name} was not there to be called", [reports[0].name]
+        )
+        yield from (_missing(name, "the head node was not there", [reports[0].name]) for name in used.RAN[1:])
+
+
+def _of_nodes(well: Sequence[NodeReport]) -> dict[str, dict[str, str]]:
+    """Check -> node -> why nobody knows, of what each node says of itself."""
+    gaps: dict[str, dict[str, str]] = {}
+
+    def note(check: str, node: NodeReport, why: str) -> None:
+        gaps.setdefault(check, {})[node.name] = why
+
+    for node in well:
+        facts = node.facts
+        if not facts["job"].get("python") and not facts["job"].get("error"):
+            note("python-environment", node, "the job's Python was not looked at")
+        elif facts["job"].get("torch") == "unknown":
+            note("torch", node, "which torch the job has could not be determined")
+        lost = [name for name, addresses in facts["looked_up"].items() if addresses is None]
+        if lost:
+            note("names", node, f"nobody answered in time what the addresses of {', '.join(lost[:3])} are")
+        if not facts["disk"]["total"]:
+            note("disk", node, "how full the disk of the workdir is could not be determined")
+        if not facts["shm"]["total"]:
+            note("shm", node, "how large /dev/shm is could not be determined")
+        if facts["memory_limit"] < 0 and facts["memory_free"] < 0:
+            note("memory", node, "how much memory is left could not be determined")
+        if not facts["addresses"]:
+            note("duplicate-address", node, "its addresses could not be determined")
+        if facts["gpus"] and not facts["xid_source"]:
+            note("gpu-xid", node, "the kernel's messages may not be read: GPU errors were not looked for")
+        if facts["gpus"] and not facts["gpu"] and not facts["gpu_error"]:
+            for name in ("gpu-ecc", "gpu-busy"):
+                note(name, node, "the GPU tool reports nothing about them")
+    return gaps
+
+
+def _of_ways(
+    reports: Sequence[NodeReport],
+    well: Sequence[NodeReport],
+    *,
+    rendezvous: bool,
+    measured: bool,
+    failed: Collection[tuple[str, str]],
+) -> Iterator[Finding]:
+    """Ways between nodes that nobody has gone, though both ends are well."""
+    called: dict[str, set[Way]] = {"data": set(), "rendezvous": set()}
+    for node in well:
+        for answer in node.answers:
+            kind = "rendezvous" if answer["kind"] == "rendezvous" else "data" if _is_data(answer["kind"]) else ""
+            if kind:
+                called[kind].add((node.name, str(answer["node"])))
+    every = [(report.name, other.name) for report in well for other in well if report is not other]
+    ways = {"data-ports": [way for way in every if way not in called["data"]]}
+    if rendezvous and well and well[0] is reports[0] and reports[0].ports.get("rendezvous", 1) > 0:
+        to_head = [way for way in every if way[1] == reports[0].name]
+        ways["rendezvous-port"] = [way for way in to_head if way not in called["rendezvous"]]
+    if measured:
+        good = good_ways(well)
+        done = {(node.name, other) for node in well for other, tries in node.measured.items() if _is_measured(tries)}
+        ways["bandwidth"] = [way for way in every if way in good and way not in done]
+    for check, lost in ways.items():
+        lost = [way for way in lost if not {(check, name) for name in way} & {*failed}]
+        if lost:
+            told = ", ".join(f"{caller} to {other}" for caller, other in lost[:4]) + (" ..." if len(lost) > 4 else "")
+            word = "measured" if check == "bandwidth" else "called"
+            yield _missing(check, f"nobody has {word} the way from {told}", dict.fromkeys(sum(lost, ())))
+
+
+def _is_data(kind: str) -> bool:
+    return kind.startswith("data-")
+
+
+def _is_measured(tries: Sequence[Mapping[str, object]]) -> bool:
+    return any(attempt.get("mbit_s") or attempt.get("broken") for attempt in tries)
+
+
+def _by_reason(check: str, whys: Mapping[str, str]) -> Iterator[Finding]:
+    for why in dict.fromkeys(whys.values()):
+        nodes = [name for name, text in whys.items() if text == why]
+        yield _missing(check, f"{', '.join(nodes)}: {why}", nodes)
+
+
+def _missing(check: str, why: str, nodes: Iterable[str]) -> Finding:
+    return Finding(check=check, status="skip", nodes=tuple(nodes), summary=why, missing=True)
+
+
+def _nothing(check: str, why: str) -> Finding:
+    return Finding(check=check, status="skip", summary=why)

@@ -1,0 +1,92 @@
+"""What a log was found to hold: who printed it, when, and what became of it afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dtctl.doctor.explain.activity import Activity
+from dtctl.doctor.explain.interfaces import Interfaces
+from dtctl.doctor.explain.launchers import ReportedExit
+from dtctl.doctor.explain.lines import LogLine
+from dtctl.doctor.explain.signatures import Signature
+from dtctl.doctor.explain.tracebacks import Raised
+
+_UNREADABLE = frozenset(["SyntaxError", "IndentationError", "TabError"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A file of lines, as it was read."""
+
+    file: str
+    rank: int | None
+    node: str | None
+    lines: Sequence[str]
+
+
+@dataclass(slots=True, kw_only=True)
+class Hit:
+    """Something that was found."""
+
+    signature: Signature
+    line: LogLine
+    groups: dict[str, str]
+    rank: int | None
+    node: str | None
+    time: float | None
+    """Of the line, or of the last line before it in the same file that had one."""
+    order: int = 0
+    """Where it stands among all that was found."""
+    ranks: tuple[int, ...] = ()
+    """More ranks of which it tells."""
+    root: bool = False
+    """Whether a launcher calls this the first failure of its node."""
+    bare: bool = False
+    """Whether an exception stands there without its traceback."""
+    warned: bool = False
+    """Whether the line says of itself that it is no failure."""
+    late: bool = False
+    """Whether it stands behind a line that says that the training ended well."""
+    survived: bool = False
+    """Whether the same rank has trained on afterwards, or ended well, or the program was started again."""
+    restarted: bool = False
+    """Whether the program was started again after it, and has written into the same file."""
+    raised: Raised | None = None
+    """The exception that it is."""
+    weight: int = 3
+    """How much it says; see kinds.Explained."""
+    end: ReportedExit | None = None
+    """The end of a process that it is."""
+    before: Activity | None = None
+    """What the program had said just before."""
+
+    @property
+    def uncaught(self) -> bool:
+        """Whether it is an exception that has ended its process: nobody above the program's first line caught it."""
+        frames = self.raised.frames if self.raised is not None else ()
+        if self.raised is not None and self.raised.short in _UNREADABLE and len(frames) == 1:
+            return True  # the file that was started itself
+        return bool(frames) and frames[0].function in ("<module>", "_run_module_as_main")
+
+
+@dataclass(slots=True)
+class Found:
+    """All that the logs say."""
+
+    hits: list[Hit] = field(default_factory=list)
+    ranks: set[int] = field(default_factory=set)
+    """Ranks that have printed anything."""
+    node_of: dict[int, str] = field(default_factory=dict)
+    watching: list[LogLine] = field(default_factory=list)
+    """Lines in which a watchdog speaks."""
+    interfaces: Interfaces = field(default_factory=Interfaces)
+    nodes: set[str] = field(default_factory=set)
+    """Nodes that have printed anything."""
+    world: int = 0
+    complaints: list[Hit] = field(default_factory=list)
+    """Lines that complain in words that nobody here knows, and nothing shows to be survived."""
+    length: dict[str, int] = field(default_factory=dict)
+    """Lines of each file."""
+    last_said: Activity | None = None
+    """The last line of the program's own."""

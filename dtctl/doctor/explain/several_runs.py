@@ -1,0 +1,91 @@
+"""Several runs of a program in one file, one behind the other: what the last one says is to be explained. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dtctl.doctor.explain import kinds
+from dtctl.doctor.explain.found import Found, Hit
+
+LASTING = frozenset(["time-limit", "cancelled", "preempted", "requeued", "node-failed", "agent-signalled", "hangup"])
+"""What no line of progress that was still under way shows to be survived."""
+ANOTHER_RUN = 100
+"""Lines of progress after a job was ended from outside that only another one can have printed."""
+OPENING = 2
+"""Lines at the beginning of a file; where they come again, the program was started again."""
+_PRINTED_BY_ALL = re.compile(r"arning|Traceback|^\s*$|^\s*[=*#-]+\s*$|NCCL|^\[|(?i:rank)")
+"""What each of several processes may print first."""
+
+
+@dataclass(slots=True)
+class Starts:
+    """Where the lines that a file begins with come again."""
+
+    opening: tuple[str, ...] = ()
+    """Forms of the lines that the file begins with."""
+    begun_again: list[tuple[int, bool]] = field(default_factory=list)
+    """Lines at which the first of them stands again, and whether all of them do."""
+    steps: int = 0
+    """Lines of progress since the job was last ended from outside."""
+    went_on: int = 0
+    """The last line of progress."""
+
+    def follow(self, form: str, number: int) -> bool:
+        """Take in a line of a file, without its digits; whether the file may begin anew with it."""
+        if len(self.opening) < OPENING:
+            if self.opening or form.strip():
+                self.opening += (form,)
+            return False
+        if form != self.opening[0] or _PRINTED_BY_ALL.search(form):
+            return False
+        self.begun_again.append((number, False))
+        return True
+
+    def follow_up(self, form: str) -> None:
+        """Take in the line behind one with which the file may begin anew."""
+        if form == self.opening[1] and not _PRINTED_BY_ALL.search(form):
+            self.begun_again[-1] = (self.begun_again[-1][0], True)
+
+
+def mark_earlier_runs(found: Found, file: str, starts: Starts, *, lines: int) -> None:
+    """Mark what stands before the last start in a file into which several runs of a program have written.
+
+    A start shows by the lines that the file begins with (the first is enough where only one process writes), or, in the
+    file of one process, by an exception that has ended it and another one after it.
+    """
+    hits = [hit for hit in found.hits if hit.line.file == file]
+    ended = [hit for hit in hits if (hit.uncaught and not _passed_on(hit)) or hit.signature.id in LASTING]
+    alone = not found.ranks and found.world <= 1 and not any(_of_several_processes(hit) for hit in hits)
+    begun = [line for line, whole in starts.begun_again if (whole or alone) and _says_more(line, hits, starts, lines)]
+    last = max((line for line in begun if any(hit.line.number < line for hit in ended)), default=0)
+    died = [hit for hit in ended if hit.uncaught and not _of_a_parent(hit)]
+    if alone and len(died) > 1 and died[-1] is ended[-1] and all(hit.line.pid is None for hit in died):
+        last = max(last, died[-2].line.number + 1)
+    if ended and ended[-1].signature.id in LASTING and starts.steps >= ANOTHER_RUN:
+        last = max(last, ended[-1].line.number + 1)
+    for hit in (*hits, *(hit for hit in found.complaints if hit.line.file == file)):
+        if hit.line.number < last:
+            hit.survived = hit.restarted = True
+
+
+def _says_more(start: int, hits: Sequence[Hit], starts: Starts, lines: int) -> bool:
+    """Whether a run says anything behind its first lines."""
+    long = lines - start > 3 * OPENING
+    return long or starts.went_on > start or any(hit.line.number > start for hit in hits)
+
+
+def _of_a_parent(hit: Hit) -> bool:
+    """Whether an exception only passes on that another process has ended, or was made to end."""
+    return hit.raised is not None and (hit.raised.short in kinds.PASSING_ON or hit.raised.short == "SignalException")
+
+
+def _of_several_processes(hit: Hit) -> bool:
+    """Whether something is said of one process among others: a rank that ended, or a peer that was lost."""
+    lost = hit.raised is not None and hit.signature.role in ("effect", "symptom") and not _of_a_parent(hit)
+    return (hit.end is not None and bool(hit.end.ranks)) or (lost and hit.signature.id != "interrupted")
+
+
+def _passed_on(hit: Hit) -> bool:
+    return hit.raised is not None and (hit.raised.passed_on or hit.raised.ignored)

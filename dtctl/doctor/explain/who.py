@@ -1,0 +1,58 @@
+"""Which rank and which node a line is about, in every form in which launchers, schedulers and libraries say it. Pure.
+
+What stands before a line (`[rank3]:`, `node1:4711:4801 [2]`) is read by `lines`; here is what the text itself names.
+"""
+
+from __future__ import annotations
+
+import re
+
+_SUBJECT = (
+    r"(?:global |container |worker |trainer |process |mpi )?(?:rank|worker|trainer|replica|proc(?:ess)?)"
+    r"(?: rank)?[ _#:=]*(?P<{name}>\d{{1,5}})(?! ?[/%])(?: \([^)]{{0,60}}\))?:? "
+)
+"""What somebody who is told of is called: `Global rank 3 (PID 4711)`."""
+_FATE = (
+    r"(?:has |was |is |got |status )?(?:crashed|failed|exited|died|dead|terminated|killed|timed out|caught|raised|"
+    r"hit|got|received|skipping|running|aborted|encountered|stopped|lost|stuck|unreachable|ended)\b"
+)
+RANK = re.compile(
+    r"(?i)(?:\(|\[|\b)(?:global[_ ]?)?rank(?:[_ ]?id)?\s*[=:]\s*(?P<rank>\d{1,5})\b|"
+    r"^\W*(?:[\w.-]+\] )?rank (?P<at>\d{1,5})\b|"
+    r"\[rank (?P<in>\d{1,5})\]|\(rank (?P<par>\d{1,5})\)|\b" + _SUBJECT.format(name="doing") + _FATE +
+    r"|worker rank (?P<w>\d{1,5})\b|\bon rank (?P<on>\d{1,5})\b"
+)  # fmt: skip
+"""A rank that a line says something happened to."""
+_HOST = r"[A-Za-z][\w.-]*\d[\w.-]*\w|[A-Za-z][\w-]*\d"
+NODE = re.compile(
+    r"\bON (?P<on>[\w.-]+) CANCELLED|\b(?:on|at|from) node (?P<node>[\w.-]+\w)|\b(?:host|hostname|node(?:name)?)"
+    r"\s*[=:]\s*['\"]?(?P<host>" + _HOST + r")|Worker IP address: (?P<worker>[\w.:]+)|"
+    r"^srun: error: (?P<srun>[\w.-]+): tasks?|\bip=(?P<ip>\d+\.\d+\.\d+\.\d+)|^slurmstepd-(?P<stepd>[\w.-]+):|"
+    r"\[proxy:\d+(?::\d+)?@(?P<proxy>[\w.-]+)\]|\bon (?P<remote>[\w.-]*[\w-]), is localhost: False|"
+    r"RUNNING AT (?P<mpich>[\w.-]+)|^\[(?P<said>" + _HOST + r")\] [Rr]ank \d"
+)
+"""A node that a line says something happened on."""
+_LAUNCHER = re.compile(r"\[mpiexec@(?P<node>[\w.-]+)\]")
+"""Where a launcher runs: it is the node of what it says where the line names no other."""
+
+
+def rank_named(text: str) -> int | None:
+    """The rank that a line says something about; None where it names none.
+
+    >>> rank_named("ERROR:composer.cli.launcher:Rank 2 crashed with exit code -7.")
+    2
+    """
+    if "ank" not in text and "ANK" not in text and "orker" not in text and "rocess" not in text:
+        return None
+    found = RANK.search(text)
+    return int(next(value for value in found.groups() if value is not None)) if found else None
+
+
+def node_named(text: str) -> str | None:
+    """The node that a line says something about; None where it names none.
+
+    >>> node_named("srun: error: Task launch for 36.0 failed on node cn131: Job credential expired")
+    'cn131'
+    """
+    found = NODE.search(text) or _LAUNCHER.search(text)
+    return next(value for value in found.groups() if value is not None) if found else None

@@ -1,0 +1,227 @@
+"""Old runs, trees of code and sandboxes: looked for here and on the nodes of a spec, and removed if that is agreed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from dtctl import folders, names
+from dtctl.errors import DtctlError, NodeError, SandboxError
+from dtctl.launch.cluster import ResolvedCluster
+from dtctl.launch.control.link import NodeLink, SilenceLimit, error_of, open_program, parse_message
+from dtctl.launch.records.record import RunRecord, list_runs
+from dtctl.launch.records.state import state_of
+from dtctl.spec.nodes import NodeSpec
+from dtctl.supervisor import bootstrap
+from dtctl.supervisor.messages import (
+    CLEAN_ANSWERS,
+    ItemsRemoved,
+    ListStored,
+    Message,
+    Refusal,
+    RemoveStored,
+    StoredItems,
+)
+from dtctl.transport.fanout import fan_out
+
+PROGRAM: Final = (
+    "dtctl.folders",
+    "dtctl.node_facts",
+    "dtctl.schema",
+    "dtctl.supervisor.frames",
+    "dtctl.supervisor.messages",
+    "dtctl.supervisor.requests",
+    "dtctl.supervisor.facts",
+    "dtctl.supervisor.processes",
+    "dtctl.supervisor.receive",
+    "dtctl.supervisor.clean",
+)
+SILENCE_S = 600.0
+"""A node may have to look at many files before it can say how large its runs are."""
+HERE: Final = ""
+"""In the place of a node's name: this machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """Something that can be removed."""
+
+    node: str
+    kind: str
+    """run, tree or sandbox"""
+    name: str
+    bytes: int
+    age_s: float
+    has: tuple[str, ...] = ()
+    """What may be worth something."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CleanRule:
+    """What is old and large enough to go."""
+
+    older_s: float
+    larger_bytes: int
+
+    def covers(self, item: Item) -> bool:
+        """Whether an item goes."""
+        return item.age_s >= self.older_s and item.bytes >= self.larger_bytes
+
+
+def items_here(base_dir: Path) -> list[Item]:
+    """Runs of this folder that are over, and sandboxes that are down."""
+    runs = [record for record in list_runs(base_dir) if _is_over(record)]
+    return [*(_item("run", record.folder, ("outputs",)) for record in runs), *_sandboxes()]
+
+
+def runs_elsewhere(base_dir: Path, asked: Collection[str]) -> frozenset[str]:
+    """Runs with files on nodes that were not asked: without the record here nobody would know of them.
+
+    Args:
+        base_dir: folder that they were launched from.
+        asked: nodes that have said what they keep.
+    """
+    plans = {record.run: record.plan() for record in list_runs(base_dir) if not record.info().slurm}
+    return frozenset(
+        run
+        for run, plan in plans.items()
+        if plan.get("transport") in ("local", "ssh") and not {node["name"] for node in plan["nodes"]} <= set(asked)
+    )
+
+
+def needed_runs(base_dir: Path, going: Iterable[str]) -> frozenset[str]:
+    """Runs that one which stays has been continued from: its snapshots and outputs are theirs.
+
+    Args:
+        base_dir: folder that they were launched from.
+        going: runs that are to be removed.
+    """
+    earlier = {record.run: record.info().resumes for record in list_runs(base_dir)}
+    needed, staying = set[str](), earlier.keys() - set(going)
+    while staying:
+        staying = {earlier[run] for run in staying if earlier.get(run)} - needed
+        needed |= staying
+    return frozenset(needed)
+
+
+def _is_over(record: RunRecord) -> bool:
+    state = state_of(record)
+    return state.over and state.status != "unattended" and not record.has_launcher()
+
+
+def _sandboxes() -> Iterator[Item]:
+    from dtctl.sandbox import control, layout
+
+    top = layout.state_dir("x").parent
+    for folder in sorted(top.iterdir()) if top.is_dir() else ():
+        is_ours = (folder / folders.MARKER).is_file() and not folder.is_symlink()
+        if is_ours and control.find(folder.name) is None:
+            yield _item("sandbox", folder, ())
+
+
+def _item(kind: str, folder: Path, valued: Iterable[str]) -> Item:
+    size, newest = 0, folder.lstat().st_mtime
+    for path, _, files in os.walk(folder):
+        for name in files:
+            try:
+                info = os.lstat(os.path.join(path, name))  # noqa: PTH118 - many of them
+            except OSError:
+                continue
+            size, newest = size + info.st_blocks * 512, max(newest, info.st_mtime)
+    has = tuple(name for name in valued if (folder / name).is_dir())
+    return Item(node=HERE, kind=kind, name=folder.name, bytes=size, age_s=max(0.0, time.time() - newest), has=has)
+
+
+def remove_here(base_dir: Path, items: Iterable[Item]) -> list[str]:
+    """Remove items of this machine; what is left of them."""
+    from dtctl.sandbox import control
+
+    left = []
+    for item in items:
+        if item.kind == "run":
+            record = RunRecord(base_dir / names.STATE_DIR / names.RUNS_DIR / item.name)
+            left += folders.remove_tree(str(record.folder)) if _is_over(record) else [str(record.folder)]
+        elif item.kind == "sandbox":
+            try:
+                control.down(item.name)
+            except SandboxError as exc:
+                left.append(str(exc))
+    return left
+
+
+class NodeStores:
+    """The workdirs of the nodes of a spec."""
+
+    def __init__(self, cluster: ResolvedCluster) -> None:
+        self._nodes = {node.name: node for node in (*cluster.nodes, *cluster.spares)}
+        self._targets = cluster.targets
+        self._transport = cluster.make_transport()
+
+    @property
+    def names(self) -> set[str]:
+        """Of the nodes."""
+        return set(self._nodes)
+
+    def items(self) -> tuple[list[Item], dict[str, DtctlError]]:
+        """What no process uses, and the nodes that could not be asked."""
+
+        def look(node: NodeSpec) -> StoredItems:
+            answer = self._ask(node, ListStored(workdir=node.workdir))
+            if not isinstance(answer, StoredItems):
+                raise NodeError("the node answered another question", node=node.name)
+            return answer
+
+        answers = fan_out(self._nodes, look)
+        items = [
+            Item(node=node, kind=each.kind, name=each.name, bytes=each.bytes, age_s=each.age_s, has=tuple(each.has))
+            for node, answer in answers.items()
+            if isinstance(answer, StoredItems)
+            for each in answer.items
+            if not each.is_used
+        ]
+        return items, {node: answer for node, answer in answers.items() if isinstance(answer, DtctlError)}
+
+    def remove(self, items: Iterable[Item]) -> Mapping[str, list[str] | DtctlError]:
+        """Remove items: node -> what is left of them there."""
+        chosen: dict[str, list[tuple[str, str]]] = {}
+        for item in items:
+            chosen.setdefault(item.node, []).append((item.kind, item.name))
+
+        def remove_on(name: str) -> list[str]:
+            node = self._nodes[name]
+            answer = self._ask(node, RemoveStored(workdir=node.workdir, items=chosen[name]))
+            if not isinstance(answer, ItemsRemoved):
+                raise NodeError("the node answered another question", node=name)
+            return answer.left
+
+        return fan_out({name: name for name in chosen}, remove_on)
+
+    def _ask(self, node: NodeSpec, request: Message) -> Message:
+        with self._open(node) as link:
+            link.send(request)
+            document = link.receive_json()
+            if document is None:
+                raise link.closed_error()
+            answer = parse_message(document, CLEAN_ANSWERS, node=node.name)
+            if isinstance(answer, Refusal):
+                raise error_of(answer, node.name)
+            return answer
+
+    @contextmanager
+    def _open(self, node: NodeSpec) -> Iterator[NodeLink]:
+        connection = self._transport.connect(self._targets[node.name])
+        clock = SilenceLimit(connection, SILENCE_S)
+        try:
+            link = open_program(connection, bootstrap.in_memory(PROGRAM), node=node.name, python=node.python)
+            try:
+                yield link
+            finally:
+                clock.check(node.name)
+        finally:
+            clock.cancel()
+            connection.close()

@@ -1,0 +1,131 @@
+"""One run, wherever its workers are: started, watched, stopped, started again, and told how it ended.
+
+Nodes over SSH (run.py) and a job of Slurm (dtctl/slurm/job_backend.py) are back ends of this loop. What an end means,
+and the exit code of the launcher, is decided here for both.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dtctl import names
+from dtctl.launch.control.failure import Failure
+from dtctl.launch.records.events import Outputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """How a run ended."""
+
+    run: str
+    failure: Failure | None
+    """What ended the last attempt; None when it ended well, or for no fault of its own."""
+    stopped_by: int | None
+    """Signal that somebody ended it with; None when nobody did."""
+    asked_to_stop: bool
+    """Whether its workers were told to end, saved a snapshot and want to be launched again."""
+    attempts: int
+    launch_s: float | None
+    """Seconds from the launcher's start to the last node's processes started; None if that was never reached."""
+    duration_s: float
+    left_behind: int | None
+    """Processes of the run left on all nodes; None when a node could not be asked."""
+    lost_output: Mapping[str, int] = field(default_factory=dict)
+    """Node -> bytes of its workers' output that could not be stored, there or here; empty when all was."""
+    outputs: Mapping[str, Outputs] = field(default_factory=dict)
+    """Node -> what the run has put out there; without nodes that were lost."""
+    is_local: bool = False
+    """Whether the run's only node was this machine."""
+    nodes: int
+    goodput: float | None
+    """Share of the time that went into steps which count; None when the job tells no progress."""
+
+    @property
+    def status(self) -> str:
+        """One of succeeded, failed and stopped."""
+        if self.stopped_by is not None or self.asked_to_stop:
+            return "stopped"
+        return "succeeded" if self.failure is None else "failed"
+
+    @property
+    def exit_code(self) -> int:
+        """Of the launcher."""
+        # SIGUSR1 is how batch systems say that the time is nearly up, and ours is: the run is to be launched again.
+        if self.stopped_by is not None and self.stopped_by != signal.SIGUSR1:
+            return 128 + self.stopped_by
+        return {"stopped": names.REQUEUE_EXIT, "failed": 8}.get(self.status, 0)
+
+    @property
+    def first_failure(self) -> Failure | None:
+        """What a run that has failed failed of."""
+        return self.failure if self.status == "failed" else None
+
+
+class Backend(Protocol):
+    """Where the workers of a run are, and how they are reached. Everything that happens there is emitted as it is seen.
+
+    Methods return soon, but for those that start an attempt.
+    """
+
+    def start(self) -> bool:
+        """Start the first attempt, or take up the one that is on; False when somebody wants to stop before.
+
+        Raises:
+            DtctlError: nothing could be started anywhere.
+        """
+        ...
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the attempt goes on somewhere."""
+        ...
+
+    def poll(self) -> None:
+        """Take in what has happened, or wait for a moment."""
+        ...
+
+    def interrupt(self, number: int, *, again: bool) -> None:
+        """End the attempt because of a signal; `again`: there was one before. Called until nothing runs any more."""
+        ...
+
+    def restart(self) -> bool:
+        """The attempt is over: start another one in its place; False when there is to be none.
+
+        Raises:
+            DtctlError: another one could not be started.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of everything, however it ended."""
+        ...
+
+    def result(self) -> Result:
+        """How it ended; called last."""
+        ...
+
+
+def control(backend: Backend, signals: list[int]) -> Result:
+    """Run a job to its end.
+
+    Args:
+        backend: where its workers are.
+        signals: signals that this process receives are appended here by its handlers.
+
+    Raises:
+        DtctlError: what `Backend.start` and `Backend.restart` raise.
+    """
+    try:
+        goes_on = backend.start()
+        while goes_on:
+            while backend.is_running:
+                if signals:
+                    backend.interrupt(signals[-1], again=len(signals) > 1)
+                backend.poll()
+            goes_on = backend.restart()
+    finally:
+        backend.close()
+    return backend.result()

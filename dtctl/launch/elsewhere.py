@@ -1,0 +1,224 @@
+"""Runs that another control machine has launched, found again on the nodes of a spec.
+
+Whoever may log in to the nodes as the same user may see and stop them; nothing else is asked for. What a node says of a
+run is used with that node alone: the token that it gives marks processes there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from dtctl.errors import DtctlError, LaunchError, NodeError
+from dtctl.launch.assemble import this_user
+from dtctl.launch.cluster import ResolvedCluster
+from dtctl.launch.control.link import NodeLink, SilenceLimit, error_of, open_program, parse_message
+from dtctl.launch.sweep import SweepTarget, sweep
+from dtctl.spec.nodes import NodeSpec
+from dtctl.supervisor import bootstrap, frames
+from dtctl.supervisor.messages import (
+    RUNS_ANSWERS,
+    ListRuns,
+    LogGap,
+    LogsRead,
+    Message,
+    ReadLogs,
+    Refusal,
+    RunOnNode,
+    RunsOnNode,
+)
+from dtctl.transport.base import Target, Transport
+from dtctl.transport.fanout import fan_out
+
+PROGRAM: Final = (
+    "dtctl.folders",
+    "dtctl.node_facts",
+    "dtctl.schema",
+    "dtctl.supervisor.frames",
+    "dtctl.supervisor.messages",
+    "dtctl.supervisor.requests",
+    "dtctl.supervisor.output_log",
+    "dtctl.supervisor.processes",
+    "dtctl.supervisor.node_runs",
+)
+SILENCE_S = 60.0
+GRACE_S = 10.0
+
+
+@dataclass(slots=True, kw_only=True)
+class FoundRun:
+    """A run as its nodes know it."""
+
+    run: str
+    nodes: dict[str, RunOnNode] = field(default_factory=dict)
+    """Node -> what it says."""
+
+    @property
+    def status(self) -> str:
+        """running, succeeded, failed, or unknown: no node has a record of its end."""
+        if any(node.is_running for node in self.nodes.values()):
+            return "running"
+        attempt = max(node.attempt for node in self.nodes.values())
+        codes = [node.exit_code for node in self.nodes.values() if node.attempt == attempt]
+        if any(codes):
+            return "failed"
+        return "unknown" if None in codes else "succeeded"
+
+    @property
+    def first(self) -> RunOnNode:
+        """What the first node says."""
+        return next(iter(self.nodes.values()))
+
+    @property
+    def exit_code(self) -> int:
+        """As a launch would end with it."""
+        return {"succeeded": 0, "failed": 8}.get(self.status, LaunchError.exit_code)
+
+
+class RunElsewhere:
+    """The nodes of a spec, asked for runs."""
+
+    def __init__(self, cluster: ResolvedCluster) -> None:
+        self._nodes: dict[str, NodeSpec] = {node.name: node for node in (*cluster.nodes, *cluster.spares)}
+        self._cluster = cluster
+        self._transport: Transport | None = None
+
+    @property
+    def transport(self) -> Transport:
+        """The way to the nodes; made when it is needed."""
+        self._transport = self._transport or self._cluster.make_transport()
+        return self._transport
+
+    def nodes_of(self, run: FoundRun) -> dict[str, tuple[NodeSpec, Target]]:
+        """The nodes that know a run, and how they are reached."""
+        return {name: (self._nodes[name], self._cluster.targets[name]) for name in run.nodes}
+
+    def runs(self) -> tuple[dict[str, FoundRun], dict[str, DtctlError]]:
+        """Runs by name, the newest last, and the nodes that could not be asked."""
+        answers = fan_out(self._nodes, self._list)
+        errors = {name: answer for name, answer in answers.items() if isinstance(answer, DtctlError)}
+        runs_by_name: dict[str, FoundRun] = {}
+        rows = [
+            (name, row) for name, answer in answers.items() if isinstance(answer, RunsOnNode) for row in answer.runs
+        ]
+        for name, row in sorted(rows, key=lambda each: each[1].started):
+            runs_by_name.setdefault(row.run, FoundRun(run=row.run)).nodes[name] = row
+        return runs_by_name, errors
+
+    def _list(self, node: NodeSpec) -> RunsOnNode:
+        with self._open(node) as (link, _):
+            link.send(ListRuns(workdir=node.workdir))
+            answer = _answer(link)
+            if not isinstance(answer, RunsOnNode):
+                raise NodeError("the node answered another question", node=node.name)
+            return answer
+
+    @contextmanager
+    def _open(self, node: NodeSpec) -> Iterator[tuple[NodeLink, SilenceLimit]]:
+        connection = self.transport.connect(self._cluster.targets[node.name])
+        clock = SilenceLimit(connection, SILENCE_S)
+        try:
+            link = open_program(connection, bootstrap.in_memory(PROGRAM), node=node.name, python=node.python)
+            try:
+                yield link, clock
+            finally:
+                clock.check(node.name)
+        finally:
+            clock.cancel()
+            connection.close()
+
+    def follow(
+        self, run: FoundRun, show: Callable[[str, int, bytes], None], pause: Callable[[], bool]
+    ) -> dict[str, LogsRead | DtctlError]:
+        """Show the output of a run's newest attempt; node -> how it is there at the end, or why that is not known.
+
+        Args:
+            run: which.
+            show: told node, rank and some bytes of its output.
+            pause: waits before the output is asked for again; False: once is enough.
+        """
+
+        def follow_one(node: NodeSpec) -> LogsRead:
+            attempt, offsets = -1, dict[str, int]()
+            with self._open(node) as (link, clock):
+                while True:
+                    link.send(ReadLogs(workdir=node.workdir, run=run.run, attempt=attempt, offsets=offsets))
+                    before = dict(offsets)
+                    end = _read(link, clock, node.name, offsets, show)
+                    if end.attempt != attempt:  # of another one everything was sent
+                        attempt, offsets = end.attempt, {r: n - before.get(r, 0) for r, n in offsets.items()}
+                    if not end.is_running or not pause():
+                        return end
+
+        return fan_out({name: self._nodes[name] for name in run.nodes}, follow_one)
+
+    def stop(self, run: FoundRun) -> Mapping[str, int | DtctlError]:
+        """End a run on its nodes and tell its launcher who has asked: node -> processes left there."""
+
+        def stop_one(name: str) -> int:
+            node = self._nodes[name]
+            target = SweepTarget(target=self._cluster.targets[name], python=node.python, workdir=node.workdir)
+            token = run.nodes[name].token
+            answers = sweep([target], self.transport, run=run.run, token=token, grace_s=GRACE_S, by=this_user())
+            answer = answers[name]
+            if isinstance(answer, DtctlError):
+                raise answer
+            return answer
+
+        return fan_out({name: name for name in run.nodes}, stop_one)
+
+
+def _answer(link: NodeLink) -> Message:
+    frame = link.receive()
+    if frame is None:
+        raise link.closed_error()
+    answer = parse_message(link.decode(frame[2]), RUNS_ANSWERS, node=link.node)
+    if isinstance(answer, Refusal):
+        raise error_of(answer, link.node)
+    return answer
+
+
+def _read(
+    link: NodeLink, clock: SilenceLimit, node: str, offsets: dict[str, int], show: Callable[[str, int, bytes], None]
+) -> LogsRead:
+    """Show what comes until the node has sent all that there is; the offsets go on with it."""
+    while True:
+        frame = link.receive()
+        clock.reset()
+        if frame is None:
+            raise link.closed_error()
+        kind, rank, payload = frame
+        if kind == frames.LOG:
+            offsets[str(rank)] = offsets.get(str(rank), 0) + len(payload)
+            show(node, rank, payload)
+            continue
+        answer = parse_message(link.decode(payload), RUNS_ANSWERS, node=node)
+        if isinstance(answer, LogGap):
+            offsets[str(answer.rank)] = offsets.get(str(answer.rank), 0) + answer.bytes
+        elif isinstance(answer, LogsRead):
+            return answer
+        elif isinstance(answer, Refusal):
+            raise error_of(answer, node)
+        else:
+            raise NodeError("the node answered another question", node=node)
+
+
+def find(cluster: ResolvedCluster, run: str) -> tuple[RunElsewhere, FoundRun]:
+    """A run of this name on the nodes.
+
+    Raises:
+        LaunchError: no node knows it.
+        DtctlError: none could be asked.
+    """
+    elsewhere = RunElsewhere(cluster)
+    runs, errors = elsewhere.runs()
+    if run in runs:
+        return elsewhere, runs[run]
+    if errors and not runs:
+        raise next(iter(errors.values()))
+    raise LaunchError(
+        f"there is no run {run}, neither of this folder nor on the nodes of the spec",
+        hint="`dtctl runs` lists those of this folder, `dtctl runs --nodes` those on the nodes",
+    )

@@ -1,0 +1,85 @@
+"""Why a file of the working tree is not pushed: the rule, with the file and the line that it stands in.
+
+Slow and thorough where `push_selection.py` is fast: asked about the few files that a person wants to know of.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+from dtctl.launch.files.ignore import Rules, split
+from dtctl.launch.files.push_selection import (
+    ALWAYS_LEFT_OUT,
+    ENVIRONMENT_MARKS,
+    GIT_IGNORE,
+    OWN_IGNORE,
+    SECRETS,
+    read_rules,
+)
+
+
+def reason(root: bytes, path: bytes, *, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> str:
+    """What leaves a file or folder out, such as `.gitignore:3 (*.bin)`; empty if nothing does.
+
+    Args:
+        root: folder that is pushed; an absolute path without links in it.
+        path: below it, relative; of a folder with `/` at its end.
+        include: as `job.files.include` has it.
+        exclude: as `job.files.exclude` has it.
+    """
+    included = Rules(map(os.fsencode, include))
+    parts = path.rstrip(b"/").split(b"/")
+    for depth, name in enumerate(parts):
+        folder = b"".join(part + b"/" for part in parts[:depth])
+        is_last = depth == len(parts) - 1
+        shown = name if is_last and not path.endswith(b"/") else name + b"/"
+        if name in ALWAYS_LEFT_OUT:
+            return f"{os.fsdecode(name)} is never pushed"
+        if shown.endswith(b"/") and _is_environment(root + b"/" + folder + name):
+            return f"{os.fsdecode(folder + name)} is a Python environment, of which each node has its own"
+        for pattern in exclude:
+            if Rules([os.fsencode(pattern)]).verdict(folder, shown):
+                return f"job.files.exclude ({pattern})"
+        if included.verdict(folder, shown):
+            if not is_last:
+                return ""  # the folder was asked for, with all that is in it
+        elif rule := _ignored_by(root, folder, shown):
+            return rule
+        if SECRETS.match(shown):
+            return f"{os.fsdecode(shown)} looks like a secret"
+    return ""
+
+
+def _is_environment(folder: bytes) -> bool:
+    return any(os.path.lexists(folder + b"/" + mark) for mark in ENVIRONMENT_MARKS)
+
+
+def _ignored_by(root: bytes, folder: bytes, name: bytes) -> str:
+    """The line of an ignore file that decides about a name, if it leaves the name out."""
+    for kind in (OWN_IGNORE, GIT_IGNORE):
+        for place, prefix in _places(root, folder, kind):
+            lines = split(read_rules(place))
+            for number in range(len(lines), 0, -1):
+                verdict = Rules([lines[number - 1]]).verdict(prefix, name)
+                if verdict is not None:
+                    shown = os.path.relpath(os.fsdecode(place), os.fsdecode(root))
+                    return f"{shown}:{number} ({os.fsdecode(lines[number - 1]).strip()})" if verdict else ""
+    return ""
+
+
+def _places(root: bytes, folder: bytes, kind: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """The ignore files that may speak of names in a folder, the nearest first, and the folder as each sees it."""
+    parts = folder.rstrip(b"/").split(b"/") if folder else []
+    for depth in range(len(parts), -1, -1):
+        above = b"".join(part + b"/" for part in parts[:depth])
+        yield root + b"/" + above + kind, folder[len(above) :]
+    place, prefix = root, folder
+    while place and not os.path.lexists(place + b"/.git"):
+        place, _, name = place.rpartition(b"/")
+        prefix = name + b"/" + prefix
+        if not place and not os.path.lexists(b"/.git"):
+            return
+        yield place + b"/" + kind, prefix
+    if kind == GIT_IGNORE:
+        yield place + b"/.git/info/exclude", prefix

@@ -1,0 +1,50 @@
+"""`python -m dtctl.metrics FOLDER`: collects the figures of a run and sends them, until its launcher is gone.
+
+Started by beside.py. Prints events, a JSON object a line, and reads nothing: the end of standard input is the end of
+the launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Final
+
+from dtctl.launch.assemble import spec_of_run
+from dtctl.launch.records.record import RunRecord
+from dtctl.metrics.service import LOOK_S, Service
+
+FINISH_S: Final = 6.0
+"""How long what is left may take to be sent."""
+
+
+def _watch_launcher(gone: threading.Event) -> None:
+    while os.read(0, 4096):
+        pass
+    gone.set()
+
+
+def main(folder: Path) -> None:
+    """Collect and send until the launcher is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # whoever ends the launcher wants to hear how it ended
+    gone = threading.Event()
+    threading.Thread(target=_watch_launcher, args=(gone,), daemon=True).start()
+    record = RunRecord(folder)
+    service = Service(record, spec_of_run(record))
+    while True:
+        is_last = gone.is_set()
+        service.look()
+        if service.is_over or (is_last and not service.is_behind):
+            break
+        if not service.is_behind:
+            gone.wait(LOOK_S)
+    service.finish(time.monotonic() + FINISH_S)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

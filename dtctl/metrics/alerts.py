@@ -1,0 +1,137 @@
+"""What is wrong with a run by the rules of `metrics.alerts`: each alert once, and once when it is over. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dtctl.launch.records.events import AlertChanged
+from dtctl.metrics.follow import RunFigures
+from dtctl.spec.model import Alerts
+
+FAILED = "failed"
+"""The alert of a run that has failed; nothing ends it."""
+
+
+class AlertRules:
+    """The rules, and which of them apply now."""
+
+    def __init__(self, rules: Alerts, *, trains: bool, told: Iterable[AlertChanged] = ()) -> None:
+        """Begin to judge.
+
+        Args:
+            rules: section `metrics.alerts`.
+            trains: whether the job trains with dtctl.runtime, and will take steps.
+            told: what another process has told of this run; it is not told again.
+        """
+        self._rules = rules
+        self._trains = trains
+        self.firing: dict[str, AlertChanged] = {}
+        self._restarts = 0
+        """The newest that was looked at."""
+        for change in told:
+            self._take([change])
+            number = change.alert.removeprefix("restart-")
+            self._restarts = max(self._restarts, int(number) if number.isdecimal() else 0)
+
+    def judge(self, figures: RunFigures, now: float) -> list[AlertChanged]:
+        """What has changed since the last time.
+
+        Args:
+            figures: the run.
+            now: seconds since the epoch.
+        """
+        changes: list[AlertChanged] = []
+        for alert, text in (
+            ("no-step", self._no_step(figures, now)),
+            ("loss-not-finite", figures.spoilt if self._rules.loss_not_finite else ""),
+            ("throughput", self._throughput(figures)),
+        ):
+            if text and alert not in self.firing:
+                changes.append(AlertChanged(time=now, alert=alert, state="firing", text=text))
+            elif not text and alert in self.firing:
+                changes.append(AlertChanged(time=now, alert=alert, state="resolved", text=_resolution(alert, figures)))
+        changes += self._restart_changes(figures, now)
+        self._take(changes)
+        return changes
+
+    def end(self, figures: RunFigures, now: float) -> list[AlertChanged]:
+        """What is to be told at the end of the run: that all alerts are over, and the failure."""
+        end = figures.progress.end
+        how = f"the run has {end.status}" if end is not None and end.status != "stopped" else "the run was stopped"
+        text = "its launcher has died" if end is None else how
+        spoilt = figures.spoilt if self._rules.loss_not_finite else ""
+        over = [alert for alert in self.firing if alert != "loss-not-finite" or not spoilt]
+        changes = [AlertChanged(time=now, alert=alert, state="resolved", text=text) for alert in over]
+        if spoilt and "loss-not-finite" not in self.firing:
+            changes.append(AlertChanged(time=now, alert="loss-not-finite", state="firing", text=spoilt))
+        self._take(changes)
+        if self._rules.failed and (end is None or end.status == "failed"):
+            failure = end.first_failure if end is not None else None
+            why = (failure.summary if failure is not None else None) or (end.error if end is not None else None)
+            where = f" on {failure.node}" if failure is not None and failure.node else ""
+            changes.append(
+                AlertChanged(
+                    time=now, alert=FAILED, state="firing", text=f"{text}{where}: {why}" if why else text + where
+                )
+            )
+        return changes
+
+    def _take(self, changes: list[AlertChanged]) -> None:
+        for change in changes:
+            if change.state == "firing":
+                self.firing[change.alert] = change
+            else:
+                self.firing.pop(change.alert, None)
+
+    def _no_step(self, figures: RunFigures, now: float) -> str:
+        limit_s = self._rules.no_step_s
+        since = figures.stepped if figures.stepped is not None or not self._trains else figures.running_since
+        if limit_s == "off" or since is None or figures.progress.status not in ("starting", "running") or figures.ends:
+            return ""
+        if now - since < limit_s:
+            return ""
+        return f"no step for {limit_s:g} s" + (f" after step {figures.step}" if figures.step is not None else "")
+
+    def _throughput(self, figures: RunFigures) -> str:
+        drop, recent, best = self._rules.throughput_drop, figures.speed.recent, figures.speed.best
+        if drop == "off" or not best:
+            return ""
+        # Half of the drop has to be made good before it counts as over, so that noise does not tell it twice.
+        limit = (1 - drop / 2 if "throughput" in self.firing else 1 - drop) * best
+        if recent is None:  # the first steps of an attempt say nothing
+            return self.firing["throughput"].text if "throughput" in self.firing else ""
+        if recent >= limit:
+            return ""
+        unit = "tokens" if figures.row.get("tokens_per_s") else "samples"
+        return f"{recent:,.1f} {unit}/s, {1 - recent / best:.0%} less than the best {best:,.1f}"
+
+    def _restart_changes(self, figures: RunFigures, now: float) -> list[AlertChanged]:
+        if self._rules.restarts == "off":
+            return []
+        changes = []
+        restarts = figures.progress.restarts
+        for restart in restarts:
+            if restart.attempt > self._restarts:
+                self._restarts = restart.attempt
+                if restart.attempt >= self._rules.restarts:
+                    text = f"restart {restart.attempt} of {restart.of}: {restart.cause}"
+                    changes.append(
+                        AlertChanged(time=now, alert=f"restart-{restart.attempt}", state="firing", text=text)
+                    )
+        began = max((restart.time for restart in restarts), default=now)
+        # A program that tells no steps is back when its processes are there.
+        back = figures.stepped if figures.step is not None or self._trains else figures.running_since
+        if back is not None and back > began:
+            over = [alert for alert in self.firing if alert.startswith("restart-")]
+            text = _resolution("restart", figures)
+            changes += [AlertChanged(time=now, alert=alert, state="resolved", text=text) for alert in over]
+        return changes
+
+
+def _resolution(alert: str, figures: RunFigures) -> str:
+    step = f" at step {figures.step}" if figures.step is not None else ""
+    return {
+        "no-step": f"training takes steps again{step}",
+        "loss-not-finite": f"the loss is finite again{step}",
+        "throughput": f"throughput has recovered{step}",
+    }.get(alert, f"the workers run again{step}")

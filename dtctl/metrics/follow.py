@@ -1,0 +1,292 @@
+"""What is known of a run, read from its folder as it grows; each byte once."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+from dtctl import folders, names
+from dtctl.launch.records import validate_records
+from dtctl.launch.records.events import (
+    AttemptRunning,
+    AttemptStarting,
+    Event,
+    FirstFailure,
+    Hung,
+    Restarting,
+    RunEnded,
+    RunPlanned,
+    RunProgress,
+    SnapshotBegun,
+    Stopping,
+    WorkerExited,
+    parse,
+)
+from dtctl.launch.records.ledger import LedgerFacts
+from dtctl.launch.records.record import RUN_BYTES, RunRecord
+
+READ_BYTES: Final = 4 << 20
+"""Of one file, in one look; what is left is read in the next ones."""
+LINE_BYTES: Final = 1 << 20
+"""A longer line is no event and no row."""
+LOG_BYTES: Final = 64 << 10
+"""Of the end of a failed worker's log."""
+_NOT_FINITE: Final = re.compile(rb"^error: (the gradients? of step.{1,500}? not finite.{0,500})", re.MULTILINE)
+"""As dtctl/runtime/guards/nonfinite.py ends a training."""
+KEYS: Final = 100
+"""Of a logged step; more are not shown. What a job logs under a name of its own becomes a time series for good."""
+_KEY: Final = re.compile(r"[\w./ :-]{1,100}\Z", re.ASCII)
+SHORT_STEPS: Final = 5
+"""Logged steps of an attempt whose speed is no measure: it compiles, and its caches fill."""
+RECENT_ROWS: Final = 5
+REFERENCE_ROWS: Final = 20
+
+
+class Tail:
+    """The lines of a file that were added since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        """Nothing was read yet."""
+        self._path = path
+        self._offset = 0
+        self._partial = b""
+        self.is_behind = False
+        """Whether there was more to read at the last look."""
+
+    def lines(self) -> list[str]:
+        """Whole lines that are new; all, if the file has been begun anew since the last look."""
+        try:
+            fd = folders.open_regular(str(self._path))
+        except OSError:
+            return []
+        try:
+            if os.fstat(fd).st_size < self._offset:
+                self._offset, self._partial = 0, b""
+            data = os.pread(fd, READ_BYTES, self._offset)
+        except OSError:
+            return []
+        finally:
+            os.close(fd)
+        self._offset += len(data)
+        self.is_behind = len(data) == READ_BYTES
+        *whole, self._partial = (self._partial + data).split(b"\n")
+        if len(self._partial) > LINE_BYTES:
+            self._partial = b""
+        return [line.decode(errors="replace") for line in whole]
+
+
+@dataclass(slots=True)
+class TrainingSpeed:
+    """How fast steps are, by what rank 0 logs: now, and at best."""
+
+    best: float = 0.0
+    """Highest median of `REFERENCE_ROWS` logged steps; 0 before there were as many."""
+    _skip: int = SHORT_STEPS
+    _rows: deque[float] = field(default_factory=lambda: deque(maxlen=REFERENCE_ROWS))
+
+    def begin_attempt(self) -> None:
+        """The next steps are slow for a while."""
+        self._skip = SHORT_STEPS
+        self._rows.clear()
+
+    def add(self, value: float) -> None:
+        """Another logged step."""
+        if self._skip:
+            self._skip -= 1
+            return
+        self._rows.append(value)
+        if len(self._rows) == REFERENCE_ROWS:
+            self.best = max(self.best, sorted(self._rows)[REFERENCE_ROWS // 2])
+
+    @property
+    def recent(self) -> float | None:
+        """Median of the last `RECENT_ROWS` logged steps; None before there were as many."""
+        return sorted(list(self._rows)[-RECENT_ROWS:])[RECENT_ROWS // 2] if len(self._rows) >= RECENT_ROWS else None
+
+
+@dataclass(slots=True)
+class RunFigures:
+    """A run at one moment."""
+
+    run: str
+    started: float
+    """Seconds since the epoch."""
+    progress: RunProgress = field(default_factory=RunProgress)
+    plan: RunPlanned | None = None
+    failures: Counter[str] = field(default_factory=Counter)
+    """Node -> workers and agents there that have ended with an error of their own."""
+    hangs: int = 0
+    snapshots: int = 0
+    snapshot_step: int | None = None
+    """Of the newest that was begun."""
+    ledger: LedgerFacts = field(default_factory=LedgerFacts)
+    row: Mapping[str, float | None] = field(default_factory=dict)
+    """The newest logged step: name -> value, None where it was not finite."""
+    spoilt: str = ""
+    """What is not finite: of the newest logged step or of the newest failure; empty if all is."""
+    speed: TrainingSpeed = field(default_factory=TrainingSpeed)
+    step: int | None = None
+    """Optimizer steps done; None while none is told."""
+    stepped: float | None = None
+    """When a step was last seen to be done, in seconds since the epoch."""
+    running_since: float | None = None
+    """When the newest attempt had started on all nodes."""
+
+    @property
+    def ends(self) -> bool:
+        """Whether no more steps follow in this attempt, though its processes are still there."""
+        return self.ledger.phase == "stop"
+
+
+class FigureCollector:
+    """Keeps the figures of a run up to date."""
+
+    def __init__(self, record: RunRecord, *, clock: Callable[[], float] = time.time) -> None:
+        """Nothing was read yet.
+
+        Args:
+            record: of the run.
+            clock: seconds since the epoch.
+
+        Raises:
+            LaunchError: the folder is not that of a run.
+        """
+        self._record = record
+        self.figures = RunFigures(run=record.run, started=record.info().started)
+        self._events = Tail(record.folder / names.EVENTS_FILE)
+        self._rows = Tail(record.folder / names.METRICS_FILE)
+        self._ledger = record.folder / names.LEDGER_FILE
+        self._ledger_seen: tuple[int, int] | None = None
+        self._clock = clock
+        self._told_steps: dict[str, int] = {}
+        self._newest_row = -math.inf
+        self._stopping = False
+        """Whether workers are being ended, because one has failed before."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is more to read at once."""
+        return self._events.is_behind or self._rows.is_behind
+
+    def look(self) -> list[Event]:
+        """Read what is new; the events among it."""
+        events = [event for event in map(parse, self._events.lines()) if event is not None]
+        for event in events:
+            self._apply(event)
+        self._read_ledger()
+        spoilt = [self._add(row) for row in _rows(self._rows.lines())]
+        if any(found is not None for found in spoilt):
+            # One bad step among good ones is told, too; that it is over follows from the next look with rows.
+            self.figures.spoilt = next((found for found in spoilt if found), "")
+        return events
+
+    def _apply(self, event: Event) -> None:
+        figures = self.figures
+        figures.progress.apply(event)
+        match event:
+            case RunPlanned():
+                figures.plan = event
+            case AttemptStarting():
+                figures.speed.begin_attempt()
+                figures.running_since = None
+                self._stopping = False
+                self._told_steps.clear()
+            case AttemptRunning():
+                figures.running_since = event.time
+            case WorkerExited() if event.exit_code and not self._stopping:
+                figures.failures[event.node] += 1
+            case Stopping():
+                self._stopping = True
+            case Hung():
+                figures.hangs += 1
+            case SnapshotBegun():
+                figures.snapshots += 1
+                figures.snapshot_step = event.step
+            case Restarting():
+                self._failed(event.node, event.rank)
+            case RunEnded(first_failure=FirstFailure(node=node, rank=rank)):
+                self._failed(node, rank)
+
+    def _failed(self, node: str | None, rank: int | None) -> None:
+        """Whether a worker failed because of a gradient that was not finite; dtctl.runtime says so in its log."""
+        if node is None or rank is None:
+            return
+        try:
+            fd = folders.open_regular(str(self._record.log_path(node, rank)))
+        except OSError:
+            return
+        with os.fdopen(fd, "rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_BYTES))
+            found = _NOT_FINITE.findall(log.read(LOG_BYTES))
+        if found:
+            self.figures.spoilt = found[-1].decode(errors="replace")
+
+    def _read_ledger(self) -> None:
+        try:
+            status = self._ledger.stat()
+            if (seen := (status.st_mtime_ns, status.st_ino)) == self._ledger_seen:
+                return
+            ledger = LedgerFacts.parse(json.loads(folders.read_regular(str(self._ledger), RUN_BYTES)))
+        except (OSError, ValueError, RecursionError):
+            return
+        self._ledger_seen, self.figures.ledger = seen, ledger
+        if ledger.steps is not None:
+            self._note_step("ledger", ledger.steps)
+
+    def _add(self, row: dict[str, float | None]) -> str | None:
+        """Take a logged step into account: what of it is not finite; None for one that was known."""
+        # An attempt sends the rows of those before again, and they say nothing new.
+        logged = row.get("time") or math.inf
+        if logged <= self._newest_row:
+            return None
+        self._newest_row = logged if logged < math.inf else self._newest_row
+        self.figures.row = row
+        spoilt = [name for name in ("loss", "grad_norm") if name in row and row[name] is None]
+        step = int(row["step"] or 0)
+        speed = row.get("tokens_per_s") or row.get("samples_per_s")
+        if speed:
+            self.figures.speed.add(speed)
+        self._note_step("row", step)
+        return f"{' and '.join(spoilt)} of step {step} not finite" if spoilt else ""
+
+    def _note_step(self, source: str, step: int) -> None:
+        """A step number as one of the sources tells it; it falls when training goes back to a snapshot."""
+        before = self._told_steps.get(source)
+        self._told_steps[source] = step
+        self.figures.step = max(self._told_steps.values())
+        # What an attempt tells first of its progress may be the step that it resumed at; a logged step was done.
+        if step > before if before is not None else source == "row":
+            self.figures.stepped = self._clock()
+
+
+def _rows(lines: list[str]) -> Iterator[dict[str, float | None]]:
+    """Rows of metrics.jsonl; what is none is left out."""
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and validate_records.number(row.get("step")):
+            known = ((name, value) for name, value in row.items() if _KEY.match(name) and _is_figure(value))
+            yield {name: _value(value) for name, value in islice(known, KEYS)}
+
+
+def _is_figure(value: object) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def _value(value: float | None) -> float | None:
+    """A number that can be shown, or None for one that is not finite."""
+    try:
+        return float(value) if value is not None and math.isfinite(value) else None
+    except OverflowError:  # an integer of hundreds of digits
+        return None

@@ -1,0 +1,94 @@
+"""The page `/metrics`: an HTTP server with one page, and nothing that can be changed through it."""
+
+from __future__ import annotations
+
+import socket
+import socketserver
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Final
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+CLIENT_S: Final = 10.0
+"""For a request to arrive and an answer to be taken."""
+MANY: Final = 16
+"""Clients at a time; others are turned away."""
+
+
+class Page:
+    """Serves what `text` returns, in threads."""
+
+    def __init__(self, address: str, port: int, text: Callable[[], str]) -> None:
+        """Listen.
+
+        Args:
+            address: to listen at, numeric or a name.
+            port: to listen at; 0: any that is free.
+            text: the page, asked for at each request.
+
+        Raises:
+            OSError: that is not possible.
+        """
+        places = threading.Semaphore(MANY)
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = CLIENT_S
+            server_version, sys_version = "dtctl", ""
+
+            def do_GET(self) -> None:
+                """Answer with the page."""
+                if self.path.partition("?")[0] != "/metrics":
+                    self.send_error(404, explain="The figures are at /metrics.")
+                    return
+                data = text().encode()
+                self.send_response(200)
+                self.send_header("Content-Type", CONTENT_TYPE)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                if self.command == "GET":
+                    self.wfile.write(data)
+
+            def do_HEAD(self) -> None:
+                """Answer without the page."""
+                self.do_GET()
+
+            def log_message(self, *_: Any) -> None:
+                """Requests are nobody's business."""
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+            address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+
+            def server_bind(self) -> None:
+                """Bind, without the search for this machine's full name that HTTPServer makes."""
+                socketserver.TCPServer.server_bind(self)
+                self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+            def process_request(self, request: Any, client_address: Any) -> None:
+                if places.acquire(blocking=False):
+                    super().process_request(request, client_address)
+                else:
+                    self.shutdown_request(request)
+
+            def process_request_thread(self, request: Any, client_address: Any) -> None:
+                try:
+                    super().process_request_thread(request, client_address)
+                finally:
+                    places.release()
+
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                """A client that has gone away is no concern of the run's."""
+
+        self._server = Server((address, port), Handler)
+        threading.Thread(target=self._server.serve_forever, args=(0.5,), name="page", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        """The port that it listens at."""
+        return int(self._server.server_address[1])
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()

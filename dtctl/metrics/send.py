@@ -1,0 +1,201 @@
+"""Sending to others: one thread per receiver, so that one that is down or slow delays nothing and nobody.
+
+What fails is told once per receiver. Addresses may be secrets, so no text of an error is passed on that could have one.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import smtplib
+import socket
+import ssl
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Mapping
+from email.message import EmailMessage
+from typing import Any, Final, Literal
+
+from dtctl.spec.model import Mail
+
+ANSWER_S: Final = 5.0
+"""For a receiver to answer; alerts have to arrive within 10 s."""
+RETRY_S: Final = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
+"""Until what could not be delivered is sent again; the last one from then on."""
+WAITING: Final = 100
+"""Most messages that wait for one receiver; the oldest is given up for another."""
+
+
+class DeliveryFailed(Exception):
+    """A receiver did not take what was sent; the text is for people and names no address."""
+
+    def __init__(self, text: str, *, final: bool = False) -> None:
+        """`final`: it would not take it another time either."""
+        super().__init__(text)
+        self.final = final
+
+
+class Outlet:
+    """One receiver, and what waits to be sent to it."""
+
+    def __init__(
+        self, name: str, send: Callable[[Any], None], tell: Callable[[str], None], *, keep: Literal["all", "newest"]
+    ) -> None:
+        """Begin to deliver.
+
+        Args:
+            name: for people: `metrics.alerts.slack`.
+            send: delivers one message; raises DeliveryFailed.
+            tell: told once when that fails.
+            keep: of messages that wait, all, or the newest alone: figures get old.
+        """
+        self.name = name
+        self.failures = 0
+        """Messages that were not taken; one that is sent again counts each time."""
+        self._send, self._tell = send, tell
+        self._waiting: deque[Any] = deque(maxlen=WAITING if keep == "all" else 1)
+        self._changed = threading.Condition()
+        self._busy = self._told = False
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def put(self, message: Any) -> None:
+        """Have a message delivered."""
+        with self._changed:
+            self._waiting.append(message)
+            self._changed.notify_all()
+
+    def flush(self, deadline: float) -> bool:
+        """Wait until all was delivered, or until `deadline` on the monotonic clock; whether it was."""
+        with self._changed:
+            while self._waiting or self._busy:
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    return False
+        return True
+
+    def _run(self) -> None:
+        tries = 0
+        while True:
+            with self._changed:
+                while not self._waiting:
+                    self._changed.wait()
+                message = self._waiting.popleft()
+                self._busy = True
+            try:
+                self._send(message)
+                tries = 0
+            except DeliveryFailed as exc:
+                self.failures += 1
+                if not self._told:
+                    self._told = True
+                    self._tell(f"{self.name}: {exc}")
+                if not exc.final:
+                    with self._changed:
+                        if len(self._waiting) < (self._waiting.maxlen or 0):
+                            self._waiting.appendleft(message)
+                    time.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)])
+                    tries += 1
+            finally:
+                with self._changed:
+                    self._busy = False
+                    self._changed.notify_all()
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """What was meant for one server is not told to another."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def request(
+    url: str, body: bytes, *, content_type: str, method: str = "POST", headers: Mapping[str, str] | None = None
+) -> None:
+    """Send one HTTP request.
+
+    Raises:
+        DeliveryFailed: it was not answered with a code from 200 to 299.
+    """
+    try:
+        made = urllib.request.Request(url, data=body, method=method)  # noqa: S310 - checked below
+        if made.type not in ("http", "https"):
+            raise DeliveryFailed("its URL does not begin with http:// or https://", final=True)
+        for name, value in {"Content-Type": content_type, "User-Agent": "dtctl", **(headers or {})}.items():
+            made.add_header(name, value)
+        opener = urllib.request.build_opener(_NoRedirect)
+        with opener.open(made, timeout=ANSWER_S) as answer:
+            answer.read(1 << 16)
+    except urllib.error.HTTPError as exc:
+        exc.close()
+        final = 300 <= exc.code < 500 and exc.code not in (408, 429)
+        raise DeliveryFailed(f"it answered with HTTP status {exc.code}", final=final) from None
+    except (OSError, http.client.HTTPException) as exc:
+        reason = exc.reason if isinstance(exc, urllib.error.URLError) else exc
+        final = isinstance(exc, http.client.InvalidURL)
+        raise DeliveryFailed(_reason(reason), final=final) from None
+    except ValueError:
+        raise DeliveryFailed("its URL or a header is not valid", final=True) from None
+
+
+def _reason(error: object) -> str:
+    """What is wrong with a connection, in words that hold no address."""
+    if isinstance(error, ssl.SSLError):
+        text = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else error.reason
+        return f"TLS: {text or 'the handshake failed'}"
+    if isinstance(error, TimeoutError):
+        return f"no answer within {ANSWER_S:g} s"
+    if isinstance(error, socket.gaierror):
+        return "its name cannot be resolved"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"the connection failed ({type(error).__name__})"
+
+
+def to_json(url: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> None:
+    """POST a JSON object.
+
+    Raises:
+        DeliveryFailed: it was not taken.
+    """
+    request(url, json.dumps(body).encode(), content_type="application/json", headers=headers)
+
+
+def parse_headers(text: str) -> dict[str, str]:
+    """Headers as OTEL_EXPORTER_OTLP_HEADERS has them: `Name=value,Name=value`, values URL-encoded."""
+    pairs = [part.partition("=") for part in text.strip().split(",") if part.strip()]
+    return {name.strip(): urllib.parse.unquote(value.strip()) for name, _, value in pairs}
+
+
+def send_mail(settings: Mail, password: str | None, message: EmailMessage) -> None:
+    """Hand a mail to the SMTP server.
+
+    Raises:
+        DeliveryFailed: it was not taken.
+    """
+    port = settings.port or {"starttls": 587, "tls": 465, "none": 25}[settings.security]
+    context = ssl.create_default_context()
+    try:
+        if settings.security == "tls":
+            server: smtplib.SMTP = smtplib.SMTP_SSL(settings.host, port, timeout=ANSWER_S, context=context)
+        else:
+            server = smtplib.SMTP(settings.host, port, timeout=ANSWER_S)
+        with server:
+            if settings.security == "starttls":
+                server.starttls(context=context)
+            if settings.user is not None and password is not None:
+                server.login(settings.user, password)
+            server.send_message(message)
+    except smtplib.SMTPAuthenticationError:
+        raise DeliveryFailed("the mail server does not accept user and password", final=True) from None
+    except smtplib.SMTPNotSupportedError:
+        raise DeliveryFailed("the mail server offers no encryption, or no login", final=True) from None
+    except smtplib.SMTPResponseException as exc:
+        final = exc.smtp_code >= 500
+        raise DeliveryFailed(f"the mail server answered with code {exc.smtp_code}", final=final) from None
+    except smtplib.SMTPRecipientsRefused:
+        raise DeliveryFailed("the mail server refuses the recipients", final=True) from None
+    except (OSError, smtplib.SMTPException) as exc:
+        raise DeliveryFailed(_reason(exc)) from None

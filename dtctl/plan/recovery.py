@@ -1,0 +1,97 @@
+"""What a lost worker will cost: whether it is replaced while the others stay, or all are started again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dtctl.errors import PlanError
+from dtctl.plan.model import Kind
+from dtctl.spec.model import Spec
+from dtctl.train.mesh import resolve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """What happens when a worker is lost."""
+
+    live: bool
+    """Whether it is replaced while the others stay."""
+    note: str
+    """That, for people; empty for what is no training with dtctl.runtime."""
+
+
+def recovery(spec: Spec, kind: Kind, *, workers: int) -> Recovery:
+    """What `job.recovery` comes to. The workers look further: what their program keeps decides, too.
+
+    Raises:
+        PlanError: the spec wants lost workers to be replaced, and this kind of run cannot do it.
+    """
+    why, hint = _obstacle(spec, kind, workers=workers)
+    wanted = spec.job.recovery
+    if wanted == "restart" or (wanted == "auto" and (why or not spec.job.max_restarts)):
+        trains = spec.train is not None and workers > 1 and kind in ("direct", "torchrun")
+        return Recovery(live=False, note=_restart_note(spec, why, workers) if trains else "")
+    if why:
+        raise PlanError(f"lost workers cannot be replaced: {why}", where="job.recovery", hint=hint)
+    return Recovery(
+        live=True,
+        note="a lost worker is replaced while the others stay, and costs the step under way "
+        f"(job.recovery: {wanted}); what cannot be replaced so is said by the workers, and then all are restarted",
+    )
+
+
+def _restart_note(spec: Spec, obstacle: str, workers: int) -> str:
+    cost = f"a restart of all {workers} workers and the steps since the newest snapshot"
+    text = (
+        f"a lost worker costs {cost}" if spec.job.max_restarts else "a lost worker ends the run (job.max_restarts is 0)"
+    )
+    if spec.job.recovery == "restart":
+        return f"{text} (job.recovery: restart)"
+    return f"{text}; " + (
+        f"it cannot be replaced alone, since {obstacle}"
+        if obstacle
+        else "`job.recovery: live`, or a higher `job.max_restarts`, replaces it alone"
+    )
+
+
+def _obstacle(spec: Spec, kind: Kind, *, workers: int) -> tuple[str, str]:
+    """Why not, and what to do about it; empty if it can be done."""
+    train = spec.settings
+    if spec.cluster.transport == "slurm":
+        return "inside a job of Slurm nobody starts single workers again", "use `recovery: restart`"
+    if kind != "direct":
+        return f"kind {kind} starts all workers of a node together", "use `job.kind: direct`, or `recovery: restart`"
+    if spec.train is None:
+        return (
+            "the job does not train with dtctl.runtime",
+            "give the spec a section `train`, or use `recovery: restart`",
+        )
+    if workers == 1:
+        return "there is one worker, and nobody else has its state", "use `recovery: restart`"
+    if train.get("shares"):
+        return (
+            "who takes which share is agreed on when all start",
+            "leave `train.shares` out, or use `recovery: restart`",
+        )
+    if train.get("snapshot", {}).get("memory") is not None:
+        return "all workers write the snapshots in memory together", "use `recovery: restart`, or leave `memory` out"
+    strategy = train.get("strategy", "auto")
+    if not _is_replicated(strategy, workers):
+        return (
+            f"with strategy {strategy} a part of the state is nowhere else",
+            "use `train.strategy: ddp` or `hsdp`, or `recovery: restart`",
+        )
+    if train.get("exact") == "elastic":
+        return "`train.exact: elastic` keeps state of its own on each worker", "use `recovery: restart`"
+    if train.get("snapshot", {}).get("replicas"):
+        return "all workers write the snapshots together (train.snapshot.replicas)", "use `recovery: restart`"
+    return "", ""
+
+
+def _is_replicated(strategy: str | Mapping[str, int], workers: int) -> bool:
+    """Whether every part of the state is on several workers; only the workers know what `auto` comes to."""
+    if isinstance(strategy, str):
+        return strategy in ("auto", "ddp", "hsdp")
+    degrees = resolve(strategy, workers=workers, per_node=0)
+    return degrees.dp > 1 and degrees.dp * degrees.fsdp == workers

@@ -1,0 +1,67 @@
+"""Which share of a global batch each worker takes, where workers have unequal GPUs."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from dtctl import names
+from dtctl.errors import PlanError
+from dtctl.runtime.console import say
+from dtctl.runtime.distributed.worker import Worker
+from dtctl.runtime.snapshot.json_collectives import gathered_json
+from dtctl.train.config import TrainConfig
+from dtctl.train.mesh import Coordinate, Degrees
+
+
+def shares_of_all(config: TrainConfig, worker: Worker) -> list[int]:
+    """How many micro batches each rank takes in a pass; empty if the configuration has no shares. Collective.
+
+    Raises:
+        PlanError: on every worker, if the name of one is that of several shares, or a share is that of nobody. After a
+            restart, whose nodes may be others, that is a line of output instead.
+    """
+    if not config.shares:
+        return []
+    gpu = torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else ""
+    facts = gathered_json([gpu, os.environ.get(names.NODE, "")], worker)
+    matches = [_matches(config.shares, *rank_facts) for rank_facts in facts]
+    for rank, keys in enumerate(matches):
+        if len({config.shares[key] for key in keys}) > 1:
+            raise _wrong(f"{' and '.join(keys)} both mean rank {rank} ({' on '.join(filter(None, facts[rank]))})")
+    unused = [key for key in config.shares if not any(key in keys for keys in matches)]
+    if unused and os.environ.get(names.ATTEMPT, "0") != "0":
+        if worker.is_first:
+            say(f"warning: train.shares: no GPU and no node is called {', '.join(unused)} any more")
+    elif unused:
+        known = ", ".join(sorted({name for rank_facts in facts for name in rank_facts if name}))
+        raise _wrong(f"{unused[0]} is the name of no GPU and no node", f"they are called {known}" if known else None)
+    return [config.shares[keys[0]] if keys else 1 for keys in matches]
+
+
+def of_replicas(shares: Sequence[int], degrees: Degrees) -> tuple[int, ...]:
+    """The shares of the parts of a batch, of which some workers take one together.
+
+    Raises:
+        PlanError: workers of one part have different shares.
+    """
+    if not shares:
+        return ()
+    parts: list[set[int]] = [set() for _ in range(degrees.data)]
+    for rank, share in enumerate(shares):
+        parts[Coordinate(degrees=degrees, rank=rank).data].add(share)
+    if any(len(part) > 1 for part in parts):
+        raise _wrong(f"workers that have the same samples (mesh {degrees}) have different shares")
+    return tuple(part.pop() for part in parts)
+
+
+def _matches(shares: Mapping[str, int], gpu: str, node: str) -> list[str]:
+    # Whole words: a node may be called `a10`, and a GPU A100.
+    return [key for key in shares if key == node or re.search(rf"(?<!\w){re.escape(key)}(?!\w)", gpu, re.IGNORECASE)]
+
+
+def _wrong(reason: str, hint: str | None = None) -> PlanError:
+    return PlanError(reason, where="train.shares", hint=hint)

@@ -1,0 +1,227 @@
+"""How a worker hears that a peer was lost, wherever it is: a thread that sleeps until the node's supervisor writes.
+
+    from the supervisor                             to the supervisor
+    {"op": "heal", "epoch": E, "host": rank}        {"state": "hosting", "port": N}    of the new group's store
+                                                    {"state": "ready", "step": N}      at the beginning of a step
+                                                    {"state": "unable", "why": text}   only a restart helps
+    {"op": "join", "epoch": E, "address", "port"}   {"state": "joined", "step": N, "repeats": flag}
+                                                    {"state": "failed"}                to join; another epoch follows
+                                                    {"state": "cut"}                   peers are gone, no heal yet
+    {"op": "end"}                                   (no healing: what was met is raised)
+
+Each message is a line of JSON in a named pipe, one per worker and one back, in a folder of the supervisor's; those to
+the supervisor also have `rank`, `epoch` and `pid`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from dtctl import names
+from dtctl.runtime.live import sockets
+
+REPORTS: Final = "reports"
+"""The pipe to the supervisor, which repeats the name."""
+UNANNOUNCED_S: Final = 300.0
+"""How long a worker whose collective has failed waits for a healing; the launcher, which is told, begins one when it
+knows who is lost, or after `cluster.link_timeout_s` without a loss, or ends the attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the workers of an epoch find each other."""
+
+    epoch: int
+    address: str
+    port: int
+
+
+class Control:
+    """The link of this worker to its supervisor.
+
+    Attributes:
+        newcomer: whether this process takes the place of a lost one and has not joined the others yet.
+        joined: epoch of the group that this worker is in, or was last to be in; 0 for that of the start.
+        trains: whether this worker takes part in healings: not while it starts, nor after its training.
+    """
+
+    def __init__(self, folder: Path, rank: int, world_size: int, *, epoch: int) -> None:
+        """Begin to listen.
+
+        Args:
+            folder: of the pipes.
+            rank: of this worker.
+            world_size: number of workers.
+            epoch: that this process was started for; 0 unless it replaces another one.
+        """
+        self._rank, self._world_size = rank, world_size
+        self._changed = threading.Condition()
+        self._wanted, self._ended = epoch, False
+        self._meeting: Meeting | None = None
+        self._group = self._before = sockets.Sockets()
+        self._is_joining = False
+        self._more = 0
+        """Process groups that were made beside that of all workers, and not by the program."""
+        self.newcomer, self.joined, self.trains = epoch > 0, 0, False
+        self._store: TCPStore | None = None
+        self._store_sockets = sockets.Sockets()
+        self._hosted = 0
+        self._reports = os.open(folder / REPORTS, os.O_RDWR | os.O_CLOEXEC)
+        pipe = os.open(folder / f"rank-{rank}", os.O_RDWR | os.O_CLOEXEC)  # to write as well: there is never an end
+        threading.Thread(target=self._listen, args=(pipe,), name="live", daemon=True).start()
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str], rank: int, world_size: int) -> Control | None:
+        """The link that the supervisor has set up; None if it has none."""
+        folder = environ.get(names.LIVE)
+        if not folder or world_size == 1:
+            return None
+        return cls(Path(folder), rank, world_size, epoch=int(environ.get(names.LIVE_EPOCH, "0")))
+
+    def report(self, state: str, **facts: Any) -> None:
+        """Tell the supervisor, in less than a pipe takes in one piece, so that lines of several workers stay whole."""
+        line = {"rank": self._rank, "pid": os.getpid(), "epoch": self._wanted, "state": state, **facts}
+        os.write(self._reports, json.dumps(line).encode() + b"\n")
+
+    # -- the group ----------------------------------------------------------------------------------------------------
+
+    def joining(self, epoch: int = 0) -> None:
+        """A group is about to be made: all sockets from now on are its own until `is_joined`."""
+        with self._changed:
+            self._before, self._is_joining, self.joined = sockets.opened(), True, epoch
+            self._more = 0
+
+    def is_joined(self) -> bool:
+        """The group is made; whether it still counts, and no other worker was lost meanwhile."""
+        with self._changed:
+            self._group, self._is_joining = sockets.opened() - self._before, False
+            if self.is_wanted:
+                sockets.shut_down(self._group)
+            return not self.is_wanted
+
+    @contextmanager
+    def making_groups(self) -> Iterator[None]:
+        """The context in which further process groups are made, such as those of a mesh: they are freed with the first.
+
+        Which of the sockets that are opened inside are theirs nobody knows, so all count as theirs.
+        """
+        count = _count_groups()
+        with self._changed:
+            before, self._is_joining = sockets.opened(), True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._group |= sockets.opened() - before
+                self._more += _count_groups() - count
+                self._is_joining = False
+                if self.is_wanted:
+                    sockets.shut_down(self._group)
+
+    def has_own_groups(self) -> bool:
+        """Whether the program has made process groups of its own."""
+        return _count_groups() > 1 + self._more
+
+    def meet(self, step: int, obstacle: Callable[[], str]) -> Meeting | None:
+        """Wait until all workers are ready for another group, and say that this one is.
+
+        Args:
+            step: steps that this worker has completed; -1 for none.
+            obstacle: why this worker cannot be healed; empty if it can. Asked once a healing is announced.
+
+        Returns:
+            Where they meet; None if there is to be no healing.
+        """
+        told = self.joined
+        if not self.is_wanted:
+            self.report("cut")
+        deadline = time.monotonic() + UNANNOUNCED_S
+        with self._changed:
+            while not self._ended:
+                if self._wanted > told:
+                    told = self._wanted
+                    if why := obstacle():
+                        self.report("unable", why=why[:1000])
+                        return None
+                    self.report("ready", step=step)
+                if self._meeting is not None and self._meeting.epoch == self._wanted > self.joined:
+                    return self._meeting
+                if told == self.joined and time.monotonic() > deadline:
+                    return None
+                self._changed.wait(1.0)
+        return None
+
+    def refuse(self, why: str) -> None:
+        """Say that this worker cannot be healed."""
+        self.report("unable", why=why)
+
+    def store_of(self, meeting: Meeting) -> TCPStore | None:
+        """The store of an epoch, if this worker hosts it."""
+        return self._store if self._hosted == meeting.epoch else None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a healing has been announced that this worker has not taken part in."""
+        return self._wanted > self.joined
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _listen(self, pipe: int) -> None:
+        received = b""
+        while True:
+            received += os.read(pipe, 1 << 16)
+            *lines, received = received.split(b"\n")
+            for line in lines:
+                self._take(json.loads(line))
+
+    def _take(self, message: dict[str, Any]) -> None:
+        with self._changed:
+            if message["op"] == "end":
+                self._ended = True
+            elif message["op"] == "heal" and message["epoch"] > self._wanted:
+                self._wanted = message["epoch"]
+                if not (self.trains or self.newcomer):
+                    self.report("unable", why="this worker is not training yet, or not any more")
+                self._free()
+                if message["host"] == self._rank:
+                    self._host()
+            elif message["op"] == "join":
+                self._meeting = Meeting(message["epoch"], message["address"], message["port"])
+            self._changed.notify_all()
+
+    def _free(self) -> None:
+        """Wake the main thread if it waits for a peer."""
+        if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
+            # By NCCL's documentation, and not run here: it frees kernels that wait, which closing sockets does not.
+            dist.distributed_c10d._abort_process_group()
+        # Which sockets the program's own groups have opened nobody knows; with such groups all are restarted anyway.
+        all_since = self._is_joining or self.has_own_groups()
+        sockets.shut_down(sockets.opened() - self._before if all_since else self._group)
+        # It is older than the group that is made with it, and who waits in it waits for a peer as well.
+        sockets.shut_down(self._store_sockets)
+
+    def _host(self) -> None:
+        """Open the store of the next group, on a port that the system chooses.
+
+        It need not outlive this worker: without it there is another epoch, and another store.
+        """
+        before = sockets.opened()
+        self._store = TCPStore("127.0.0.1", 0, self._world_size, is_master=True, wait_for_workers=False)
+        self._store_sockets = sockets.opened() - before
+        self._hosted = self._wanted
+        self.report("hosting", port=self._store.port)
+
+
+def _count_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)

@@ -1,0 +1,294 @@
+"""A lost worker is replaced while the others stay: what a worker of a training does about it.
+
+A survivor goes back to the beginning of its step, leaves the group, and waits. The replacement builds all that a worker
+has, alone, and waits, too. In the new group the furthest state goes to whoever has less, and training goes on. What
+cannot be put right to the last bit is not healed: the worker says why, and the launcher starts all of them again.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import traceback
+import weakref
+import zlib
+from datetime import timedelta
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from dtctl.errors import WorkerFailed
+from dtctl.runtime.console import say
+from dtctl.runtime.distributed.device_mesh import limit_groups
+from dtctl.runtime.distributed.worker import identify
+from dtctl.runtime.exactness import randomness
+from dtctl.runtime.exactness.consistency import fingerprint, require_equal, settings
+from dtctl.runtime.live.control import Control, Meeting
+from dtctl.runtime.live.training import Training
+from dtctl.runtime.live.transfer import IncompleteState, bring_level
+from dtctl.runtime.snapshot.state import raw
+
+LOST: Final = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo", "NCCL", "socketPollConnect",
+    "Connection was likely closed", "connection", "TCPStore", "Timed out waiting", "timed out",
+)  # fmt: skip
+"""In the words of torch for a collective whose peer is gone."""
+JOIN_S: Final = 10.0
+"""For how long a worker tries to reach the others, all of which are ready by then; one that is lost just then is not
+noticed sooner by those that wait for its first word. Twice as long when that was too short: a machine may be busy."""
+BUFFER_BYTES: Final = 64 << 20
+"""Most that is looked at to see whether buffers change in training."""
+
+
+def prepare(trainer: Training) -> None:
+    """From now on this worker hears of lost peers; before the last exchange that comes before the first step."""
+    if trainer.worker.live is not None:
+        trainer.worker.live.trains = True
+
+
+def begin(trainer: Training) -> None:
+    """Training begins: note what must not change if a lost worker is to be replaced."""
+    if trainer.worker.live is not None:
+        trainer.constants = buffers_checksum(trainer)
+
+
+def before_step(trainer: Training) -> None:
+    """Keep what a step may change before it can fail; next to nothing."""
+    if trainer.worker.live is not None and trainer.loss_scale is not None:
+        trainer.scale_before = trainer.loss_scale.state()
+
+
+def end(trainer: Training) -> None:
+    """Stay until all workers are through and the last snapshot is there: one that is lost before needs the others."""
+    if trainer.worker.live is not None:
+        trainer.saver.wait()
+        trainer.worker.barrier()
+        trainer.worker.live.trains = False
+
+
+def enter(trainer: Training) -> None:
+    """Take the place of a lost worker; collective with `heal` of the others.
+
+    Raises:
+        WorkerFailed: they do not wait for this one.
+    """
+    live = trainer.worker.live
+    assert live is not None  # noqa: S101  # for the type checker: who replaces another has a link
+    randomness.begin(trainer.config.seed, trainer.place.stream)
+    if not _meet(trainer, live):
+        raise WorkerFailed("the others do not wait for the worker that is to take the place of a lost one")
+
+
+def heal(trainer: Training, error: BaseException) -> bool:
+    """Go on after a peer was lost; whether that was done. If not, the error is to be raised.
+
+    Args:
+        trainer: as the error left it.
+        error: what it met in the midst of a step.
+    """
+    live = trainer.worker.live
+    if live is None:
+        return False
+    if lost := trainer.feed.lost_readers(error):
+        # What this one has read ahead is gone with its reader: another process begins where it stands.
+        say(f"a process that reads data died: {lost}; this worker gives way to another one")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if not (live.is_wanted or is_lost_peer(error)):
+        return False
+    where = forget_frames(error)
+    if _go_back(trainer, live) and _meet(trainer, live):
+        return True
+    sys.stderr.write(where)
+    return False
+
+
+def _go_back(trainer: Training, live: Control) -> bool:
+    """To the beginning of the step; whether nothing is left of the process group."""
+    wrapped = weakref.ref(trainer.strategy.module)
+    trainer.let_go()
+    gc.collect()  # what the traceback held makes cycles, and with them the hooks of the old wrapper would live on
+    if trainer.loss_scale is not None:
+        trainer.loss_scale.load(trainer.scale_before)
+    if wrapped() is not None and wrapped() is not trainer.model:
+        live.refuse("the program keeps the wrapped model")
+        return False
+    return True
+
+
+def _meet(trainer: Training, live: Control) -> bool:
+    """Come together with the others, again if one is lost while they do; whether it was done."""
+    limit_s = JOIN_S
+    while True:
+        meeting = live.meet(-1 if live.newcomer else trainer.step, lambda: obstacle(trainer))
+        if meeting is None:
+            return False
+        try:
+            repeats = _join(trainer, live, meeting, limit_s)
+        except IncompleteState as exc:
+            live.refuse(f"nobody is left who has {exc}")
+            return False
+        except Exception as exc:
+            if not (live.is_wanted or is_lost_peer(exc)):
+                raise
+            forget_frames(exc)
+            if not live.is_wanted:  # nobody is known to be lost
+                live.report("failed")
+                limit_s *= 2
+        else:
+            live.report("joined", step=trainer.step, repeats=repeats)
+            return True
+        trainer.let_go()
+        gc.collect()
+
+
+def _join(trainer: Training, live: Control, meeting: Meeting, limit_s: float) -> bool:
+    """Make the group of an epoch, and be level with everyone in it; whether this worker repeats a part of a step.
+
+    Args:
+        trainer: at the beginning of its step, without a group.
+        live: link to the supervisor.
+        meeting: where the others are.
+        limit_s: for how long each step of making the group may take.
+
+    Raises:
+        RuntimeError: another worker was lost meanwhile.
+    """
+    leave()
+    live.joining(meeting.epoch)
+    worker, own = trainer.worker, identify(os.environ)
+    store = live.store_of(meeting)
+    limit = timedelta(seconds=limit_s)
+    if store is None:
+        store = TCPStore(meeting.address, meeting.port, worker.world_size, is_master=False, timeout=limit)
+    dist.init_process_group(
+        own.backend,
+        store=PrefixStore(f"epoch-{meeting.epoch}", store),
+        rank=worker.rank,
+        world_size=worker.world_size,
+        timeout=limit,
+    )
+    if not live.is_joined():
+        raise RuntimeError("another worker was lost: connection given up")
+    limit_groups(trainer.config.timeout_s)
+    worker.take_place(own.backend)
+    degrees = trainer.place.degrees
+    require_equal(settings(trainer.config), worker)
+    require_equal(fingerprint(trainer.model, degrees, samples=trainer.samples, steps=trainer.config.steps or 0), worker)
+    is_divided = degrees.shards > 1
+    if is_divided:  # before a worker can be given its part
+        trainer.spread_again()
+    repeats = bring_level(trainer, is_newcomer=live.newcomer)
+    if live.newcomer:
+        live.newcomer = False
+        begin(trainer)
+    if not is_divided:  # the pass that is thrown away needs the state
+        trainer.spread_again()
+    return repeats
+
+
+def leave() -> None:
+    """Leave the group whose connections are gone."""
+    if not dist.is_initialized():
+        return
+    if "nccl" in str(dist.get_backend_config()):
+        dist.distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()
+
+
+def obstacle(trainer: Training) -> str:
+    """Why this worker's state cannot be put right without a snapshot; empty if it can.
+
+    What a lost worker had of its own is lost with it, and what a step has changed outside of parameters cannot be
+    taken back: so there must be neither.
+    """
+    live = trainer.worker.live
+    assert live is not None  # noqa: S101  # for the type checker
+    if live.newcomer:
+        return ""
+    degrees = trainer.place.degrees
+    is_divided = degrees.shards > 1
+    has_replica = degrees.dp > 1 and degrees.dp * degrees.fsdp == degrees.workers
+    if not has_replica or trainer.elastic or trainer.config.strategy == "zero1":
+        return "the strategy is not ddp or hsdp, and each worker has a part of the state that nobody else has"
+    if is_divided and not hasattr(trainer.model, "reset_iter_state"):  # since 2.13
+        return f"torch {torch.__version__} cannot take back an interrupted pass of a sharded model"
+    if trainer.config.snapshot.memory is not None:
+        return "all workers write the snapshots in memory together"
+    if trainer.config.shares:
+        return "which share a worker takes is agreed on when all start"
+    if live.has_own_groups():
+        return "the program has process groups of its own, which cannot be made anew for it"
+    if trainer.extra_state:
+        return "the program has `extra_state`, which may be another on each worker"
+    if trainer.config.snapshot.replicas or (trainer.saver.collective and not is_divided):
+        return "all workers write the snapshots together"
+    if trainer.config.ddp.comm_hook == "powersgd":
+        return "PowerSGD carries over what it left out, on each worker its own"
+    if trainer.constants is None or buffers_checksum(trainer) != trainer.constants:
+        return "the model's buffers change in training, and those of the lost worker are lost"
+    changed, lost = trainer.account.program.changed()
+    own = [path for path in [*changed, *lost] if not path.startswith("optimizer.")]
+    if own:
+        return f"{own[0]} changes in training, by what its worker has seen"
+    if trainer.feed.reader.at_once is not None and not _is_untouched(trainer):
+        return "the program draws from Python's or NumPy's random numbers, and how far the lost worker was is not known"
+    return ""
+
+
+def buffers_checksum(trainer: Training) -> int | None:
+    """One number for all buffers of the model; None if they are too large to be looked at."""
+    buffers = list(trainer.model.buffers())
+    if sum(buffer.numel() * buffer.element_size() for buffer in buffers) > BUFFER_BYTES:
+        return None
+    crc = 0
+    for buffer in buffers:
+        crc = zlib.crc32(raw(buffer).numpy().data, crc) if buffer.numel() else crc
+    return crc
+
+
+def _is_untouched(trainer: Training) -> bool:
+    """Whether nobody has drawn from Python's and NumPy's generators since training began."""
+    device = trainer.worker.device
+    now = randomness.capture(device)
+    randomness.begin(trainer.config.seed, trainer.place.stream)
+    fresh = randomness.capture(device)
+    randomness.restore({name: tensor.clone() for name, tensor in now.items()}, device)
+    return all(torch.equal(now[name], fresh[name]) for name in ("python", "numpy"))
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error may mean that a peer is gone."""
+    return any(isinstance(each, RuntimeError) and _says_lost(each) for each in _chain(error))
+
+
+def _says_lost(error: RuntimeError) -> bool:
+    return isinstance(error, dist.DistError) or any(words in str(error) for words in LOST)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error and all that led to it."""
+    found = [error]
+    for each in found:
+        found += [other for other in (each.__cause__, each.__context__) if other is not None and other not in found]
+    return found
+
+
+def forget_frames(error: BaseException) -> str:
+    """Let go of what the functions held that an error has left: passes, and through them the wrapped model.
+
+    A frame that is cleared still has its function, and a function inside of another one what it took from there, such
+    as the module whose forward pass has failed.
+
+    Returns:
+        The error with its traceback, as text.
+    """
+    text = "".join(traceback.format_exception(error))
+    for each in _chain(error):
+        traceback.clear_frames(each.__traceback__)
+        each.__traceback__ = None
+    return text

@@ -1,0 +1,167 @@
+"""The furthest state of all workers, given to those who have less: one message each, from memory to memory.
+
+A survivor can be a step ahead of another: its sum of gradients was complete when a peer was lost. It has taken its
+step, so the others take it over; nothing of it is taken back. Where the state is divided (hsdp), each worker gets its
+part from one with the same part in another replica.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from dtctl.runtime import resume
+from dtctl.runtime.live.training import Training
+from dtctl.runtime.snapshot.json_collectives import filled, gathered_json, receive, send, skeleton, spread_json
+from dtctl.runtime.snapshot.state import load_model, load_optimizer, optimizer_tree, raw
+from dtctl.runtime.step import StepResult
+
+CHUNK: int = 64 << 20
+"""Bytes of a message, so that a tensor on a GPU needs no copy of its size on the host."""
+
+
+class IncompleteState(Exception):
+    """The furthest workers that are left do not have the whole state between them; on every worker."""
+
+
+def bring_level(trainer: Training, *, is_newcomer: bool) -> bool:
+    """Give every worker the furthest state; collective over all workers, of which one at least has a state.
+
+    Nothing of this worker's state is changed before all of the other is here.
+
+    Returns:
+        Whether this worker had begun a step that it does again.
+
+    Raises:
+        IncompleteState: nobody is left who has some part of it.
+    """
+    worker, parts = trainer.worker, trainer.place.degrees.shards
+    mine = {"step": -1 if is_newcomer else trainer.step, "owes": trainer.is_owed and not is_newcomer}
+    everyone = gathered_json(mine, worker)
+    furthest = max(each["step"] for each in everyone)
+    ahead = [rank for rank, each in enumerate(everyone) if each["step"] == furthest]
+    sources = {rank % parts: rank for rank in reversed(ahead)}  # ranks count through the parts of a replica first
+    if len(sources) < parts:
+        raise IncompleteState(
+            f"part {min(set(range(parts)) - set(sources))} of {parts} of the state after step {furthest}"
+        )
+    # What is due after a step is due on all: an exchange in it was complete for nobody, or for some.
+    # The end is due until all are through: the last snapshot may have been under way on a worker that was lost.
+    owed = any(everyone[rank]["owes"] for rank in ahead) or furthest == trainer.steps
+    facts = spread_json(_facts(trainer) if worker.rank == ahead[0] else None, worker, ahead[0])
+    source = sources[worker.rank % parts]
+    behind = [rank for rank in range(worker.world_size) if rank not in ahead]
+    if worker.rank == source:
+        for rank in behind:
+            if rank % parts == worker.rank % parts:
+                _send(_state(trainer), rank)
+    elif worker.rank in behind:
+        _take(trainer, _receive(source, trainer), facts)
+        trainer.newest = StepResult(None, facts["lr"], facts["norm"] and torch.tensor(facts["norm"]))
+    if trainer.step:  # a step that was begun has set its own
+        trainer.rate.set(trainer.step - 1)
+    trainer.is_owed = owed
+    account = trainer.account
+    account.checksums, account.irreproducible = facts["checksums"], facts["irreproducible"]
+    account.together = worker.world_size
+    if not is_newcomer:
+        trainer.report.rewind(trainer.step, kept=trainer.step - owed)
+    return not is_newcomer and (mine["step"] == furthest)
+
+
+def _facts(trainer: Training) -> dict[str, Any]:
+    """What goes with the state; JSON."""
+    newest = trainer.newest
+    norm = None if newest is None or newest.norm is None else float(newest.norm)
+    counters = {name: value for name, value in trainer.counters().items() if name != "circumstances"}
+    return {
+        **counters,
+        "step": trainer.step,
+        "lr": 0.0 if newest is None else newest.lr,
+        "norm": norm,
+        "checksums": trainer.account.checksums,
+        "irreproducible": trainer.account.irreproducible,
+    }
+
+
+def _state(trainer: Training) -> dict[str, Any]:
+    """Tensors, not copied."""
+    tree: dict[str, Any] = {
+        "model": dict(trainer.model.state_dict()),
+        "optimizer": optimizer_tree(trainer.model, trainer.optimizer, trainer.configured),
+    }
+    return tree if trainer.ema is None else {**tree, "ema": trainer.ema.state()}
+
+
+def _take(trainer: Training, tree: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Be where another worker is."""
+    trainer.step, trainer.position = facts["step"], facts["position"]
+    sizes, trainer.rate.factor = resume.batch(trainer.config, trainer.asked, facts)
+    trainer.use(sizes)
+    if trainer.loss_scale is not None and facts["loss_scale"]:
+        trainer.loss_scale.load(facts["loss_scale"])
+    if trainer.best is not None:
+        trainer.best.load(facts["best"])
+    load_model(trainer.model, tree["model"])
+    load_optimizer(trainer.model, trainer.optimizer, tree["optimizer"], configured=trainer.configured)
+    if trainer.ema is not None:
+        trainer.ema.load(tree["ema"])
+
+
+def _send(tree: dict[str, Any], rank: int) -> None:
+    tensors: list[torch.Tensor] = []
+    shape = skeleton(tree, tensors)
+    own = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    kinds = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in own]
+    send(
+        json.dumps({"skeleton": shape, "tensors": kinds, "whole": [_layout(tensor) for tensor in tensors]}).encode(),
+        rank,
+    )
+    for tensor in own:
+        for chunk in _chunks(tensor):
+            dist.send(chunk, dst=rank)
+
+
+def _receive(rank: int, trainer: Training) -> dict[str, Any]:
+    header = json.loads(receive(rank))
+    tensors = [torch.empty(shape, dtype=getattr(torch, kind)) for kind, shape in header["tensors"]]
+    for tensor in tensors:
+        for chunk in _chunks(tensor):
+            dist.recv(chunk, src=rank)
+    mesh = next((value.device_mesh for value in trainer.parameters if hasattr(value, "device_mesh")), None)
+    parts = [_divided(part, whole, mesh) for part, whole in zip(tensors, header["whole"], strict=True)]
+    found: dict[str, Any] = filled(header["skeleton"], parts)
+    return found
+
+
+def _chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The bytes of a tensor, message by message; views where that is possible."""
+    return torch.split(raw(tensor), CHUNK) if tensor.numel() else ()
+
+
+def _layout(tensor: torch.Tensor) -> list[Any] | None:
+    """Of a tensor that is divided: its whole shape and strides, and the dim over which each axis divides it; JSON."""
+    if not hasattr(tensor, "placements"):
+        return None
+    dims = [placement.dim if placement.is_shard() else None for placement in cast(Any, tensor).placements]
+    return [list(tensor.shape), list(tensor.stride()), dims]
+
+
+def _divided(part: torch.Tensor, whole: list[Any] | None, mesh: Any) -> torch.Tensor:
+    """A tensor as `_layout` has described it, of this worker's part."""
+    if whole is None:
+        return part
+    from torch.distributed.tensor import DTensor, Replicate, Shard  # half a second that ddp need not wait for
+
+    shape, stride, dims = whole
+    return DTensor.from_local(
+        part.to(mesh.device_type),
+        mesh,
+        [Replicate() if dim is None else Shard(dim) for dim in dims],
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(stride),
+    )

@@ -1,0 +1,98 @@
+"""What the forward pass under way counts for, which a layer deep in a model cannot know by itself.
+
+A step weighs its micro batches, some of which are stand-ins that do not count at all, and scales losses for fp16. The
+loss function does this to what it returns; a loss that a layer adds to the gradient (a balance loss) has to be treated
+alike, and so have numbers of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(slots=True)
+class Load:
+    """What the experts of some layers were sent by this worker, in the passes of a step."""
+
+    layers: set[nn.Module]
+    """Those that are counted."""
+    chosen: dict[nn.Module, torch.Tensor] = field(default_factory=dict)
+    """Layer -> how many of its tokens' choices fell on each expert, [experts]."""
+    dropped: dict[nn.Module, torch.Tensor] = field(default_factory=dict)
+    """Layer -> how many of them found their expert full; a scalar."""
+
+    def add(self, layer: nn.Module, chosen: torch.Tensor, dropped: torch.Tensor) -> None:
+        """Count a pass."""
+        if layer in self.layers:
+            self.chosen[layer] = self.chosen[layer] + chosen if layer in self.chosen else chosen
+            self.dropped[layer] = self.dropped[layer] + dropped if layer in self.dropped else dropped
+
+    def clear(self) -> None:
+        """Begin another step."""
+        self.chosen.clear()
+        self.dropped.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A forward pass that is under way."""
+
+    weight: float = 1.0
+    """What the mean loss of its samples is multiplied with before the backward pass."""
+    samples: int | None = None
+    """How many of them count, the first ones; None: all."""
+    load: Load | None = None
+
+    def of_samples(self, losses: torch.Tensor) -> torch.Tensor:
+        """What to multiply losses of single samples with, [samples], that go backward beside the loss function's."""
+        count = len(losses) if self.samples is None else self.samples
+        weights = torch.zeros_like(losses, requires_grad=False)
+        weights[:count] = self.weight / max(1, count)
+        return weights
+
+
+_current = [Pass()]
+
+
+def current() -> Pass:
+    """The pass under way; outside of the runtime's loop one that counts fully."""
+    return _current[-1]
+
+
+@contextmanager
+def counting(weight: float, samples: int, load: Load | None) -> Iterator[None]:
+    """The context of a forward pass; see `Pass`."""
+    _current.append(Pass(weight, samples, load))
+    try:
+        yield
+    finally:
+        _current.pop()
+
+
+def is_first_time() -> bool:
+    """Whether a pass is one that trains, and not made again in a backward pass (recomputation)."""
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+
+
+def add_loss(stream: torch.Tensor, losses: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The stream as it is; its backward pass also goes back from losses, each times its weight."""
+    return _WithLoss.apply(stream, losses, weights)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _WithLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(node: Any, stream: torch.Tensor, _: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        # As an attribute: what is saved for the backward pass would be that of a pass made again (checkpointing), which
+        # does not know what it counts for.
+        node.weights = weights
+        return stream.view_as(stream)
+
+    @staticmethod
+    def backward(node: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return gradient, node.weights, None

@@ -1,0 +1,168 @@
+"""Experts divided over workers (mesh axis ep), in the two forms that recognize.py knows.
+
+Router, combination and shared experts are left as they are, and on every worker. Each worker has an equal part of the
+experts; their code is called with that part for parameters, that many for `num_experts`, and the rows that all workers
+of the group have for them. In the second form the weights are applied where the tokens came from.
+
+Gradients: a part of the experts has the gradients of all tokens of the group, where the mean over workers that follows
+expects those of one worker's samples; so they are divided by the number of workers of the group with samples of their
+own. Workers with the same tokens (mesh axis tp) are of the group, too, and each sends a part of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from dtctl.errors import PlanError
+from dtctl.runtime.moe import accounting, dispatch, recognize
+from dtctl.runtime.moe.recognize import GROUPED
+
+
+def divide(model: nn.Module, mesh: DeviceMesh, alike: dist.ProcessGroup | None = None) -> list[nn.Module]:
+    """Leave this worker its part of all experts of a model, in place; parameters become DTensors over the axis ep.
+
+    Args:
+        model: whole, alike on all workers, and on their devices.
+        mesh: with the axis ep, of all workers that divide experts.
+        alike: those of them that have the same tokens as this one; None if there are no others.
+
+    Returns:
+        The modules that hold experts.
+
+    Raises:
+        PlanError: the model has no experts that can be divided so.
+    """
+    experts, workers = recognize.find(model), mesh["ep"].size()
+    if not experts:
+        raise PlanError(
+            "ep divides experts, and none were found in the model",
+            where="train.strategy.ep",
+            hint="a module of experts has `num_experts`, parameters with that first dim, and forward(rows, counts) or "
+            "forward(tokens, chosen, weights); see docs/guides/experts.md",
+        )
+    for name, module in experts.items():
+        count, form = int(module.num_experts), recognize.form(module)  # type: ignore[arg-type]
+        if count % workers:
+            same = 1 if alike is None else alike.size()
+            fits = [degree for degree in range(1, count + 1) if count % (degree * same) == 0]
+            degrees = f"{workers} workers" if alike is None else f"{workers} workers (ep x tp)"
+            raise PlanError(
+                f"{name} has {count} experts, which {degrees} cannot divide",
+                where="train.strategy.ep",
+                hint=f"use a degree of {', '.join(map(str, fits))}" if fits else "use a lower degree of tp",
+            )
+        _replace_parameters(module, mesh["ep"])
+        _Divided(module, form, mesh["ep"].get_group(), alike)
+    return list(experts.values())
+
+
+def _replace_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
+    for part in module.modules():
+        for name, parameter in list(part._parameters.items()):
+            if parameter is not None:
+                own = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+                spread = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
+                part._parameters[name] = nn.Parameter(spread, requires_grad=parameter.requires_grad)
+
+
+class _Divided:
+    """The forward pass of a module of experts of which this worker has a part."""
+
+    def __init__(self, module: nn.Module, form: int, group: dist.ProcessGroup, alike: dist.ProcessGroup | None) -> None:
+        self.form, self.group, self.alike = form, group, alike
+        self.count = int(module.num_experts)  # type: ignore[arg-type]
+        kind = type(module)
+        self.signature = inspect.signature(partial(kind.forward, module))
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def forward(own: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return self(own, partial(kind.forward, own), *self.signature.bind(*args, **kwargs).args)
+
+        # A class rather than a function on the instance, which a copy of the model would share with the original.
+        module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+    def __call__(self, module: nn.Module, original: Callable[..., torch.Tensor], *args: torch.Tensor) -> torch.Tensor:
+        """Compute rows, or tokens with their choices."""
+        compute = partial(self._compute, module, original)
+        there: dispatch.Compute = partial(dispatch.exchanged, group=self.group, compute=compute)
+        if self.alike is not None:
+            there = partial(dispatch.shared_out, group=self.alike, compute=there)
+        if self.form == GROUPED:
+            rows, counts = args[0], args[1].to(torch.int64)
+            self._count(module, counts, counts.new_zeros(()))
+            return there(rows, counts)
+        tokens, chosen, weights = args
+        sums = torch.bincount(chosen.reshape(-1), minlength=self.count + 1)
+        self._count(module, sums[: self.count], sums[self.count])
+        return dispatch.by_expert(tokens, chosen, weights, self.count, there)
+
+    def _count(self, module: nn.Module, chosen: torch.Tensor, dropped: torch.Tensor) -> None:
+        under_way = accounting.current()
+        if under_way.load is not None and under_way.samples != 0 and accounting.is_first_time():
+            under_way.load.add(module, chosen, dropped)
+
+    def _compute(
+        self, module: nn.Module, original: Callable[..., torch.Tensor], rows: torch.Tensor, counts: torch.Tensor
+    ) -> torch.Tensor:
+        count = len(rows)
+        if not count:
+            # One that nobody looks at, so that the result has the number format of the other workers' (autocast), that
+            # they find this one in the backward pass, and that parameters have a gradient of zero, as in one process.
+            rows, counts = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), counts.clone()
+            counts[0] = 1
+        with self._own_part(module):
+            if self.form == GROUPED:
+                return original(rows, counts)[:count]
+            numbers = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
+            return original(rows, numbers[:, None], rows.new_ones(len(rows), 1))[:count]
+
+    @contextmanager
+    def _own_part(self, module: nn.Module) -> Iterator[None]:
+        """The context in which a module has plain tensors for parameters, and counts this worker's experts only."""
+        places = [
+            (part, name) for part in module.modules() for name, held in part._parameters.items() if held is not None
+        ]
+        held: list[Any] = [part._parameters[name] for part, name in places]
+        factor = (1 if self.alike is None else self.alike.size()) / self.group.size()
+        plain = [dispatch.scaled(parameter.to_local(), factor) for parameter in held]
+        try:
+            for (part, name), tensor in zip(places, plain, strict=True):
+                part._parameters[name] = tensor  # type: ignore[assignment]
+            module.num_experts = self.count // self.group.size()  # type: ignore[assignment]
+            yield
+        finally:
+            module.num_experts = self.count  # type: ignore[assignment]
+            for (part, name), parameter in zip(places, held, strict=True):
+                part._parameters[name] = parameter
+
+
+def placement(mesh: DeviceMesh) -> Callable[[torch.Tensor], Shard]:
+    """Along which dim fully_shard divides a parameter of experts further: the second, since ep has divided the first.
+
+    Raises:
+        PlanError: when called with one that cannot be divided.
+    """
+    workers = mesh["fsdp"].size()
+
+    def chosen(parameter: torch.Tensor) -> Shard:
+        for dim in range(1, parameter.dim()):
+            if parameter.shape[dim] % workers == 0:
+                return Shard(dim)
+        raise PlanError(
+            f"a parameter of experts has the shape {list(parameter.shape)}, none of whose dims but the first "
+            f"{workers} workers can divide",
+            where="train.strategy",
+            hint="use dp in the place of fsdp, or widths that are a multiple",
+        )
+
+    return chosen

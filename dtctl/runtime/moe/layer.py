@@ -1,0 +1,218 @@
+"""A plain mixture of experts: a router, experts of which each token uses a few, and experts that all tokens use.
+
+    MoE(width=512, hidden=1024, experts=16, top_k=2, shared=1, bias_rate=1e-3)
+
+All that depends on more than one token (capacity, balance) is counted within a sample, so that a training is the same
+however its batches are divided over workers and passes; balancing by a bias counts over the whole global batch.
+
+Sources: Shazeer et al. 2017 (top-k), Switch Transformers (capacity, balance loss), ST-MoE (z-loss), DeepSeekMoE and
+DeepSeek-V3 (shared experts, balance loss per sequence, bias).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dtctl.errors import PlanError
+from dtctl.runtime.moe import accounting
+from dtctl.runtime.moe.dispatch import by_expert
+from dtctl.runtime.moe.grouped import feed_forward
+
+
+class Sequence(Protocol):
+    """How the tokens of a sample are divided over workers (mesh axis cp)."""
+
+    group: dist.ProcessGroup
+    workers: int
+
+    def together(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        """The parts of all workers along a dim, in the order of the sequence."""
+
+    def own(self, device: torch.device) -> torch.Tensor:
+        """Which tokens this worker has, [tokens / workers]."""
+
+
+class Experts(nn.Module):
+    """Gated feed-forward networks (SwiGLU), one after the other.
+
+    The form that `ep` divides: `num_experts`, parameters whose first dim are the experts, and a forward pass over rows
+    that are sorted by expert.
+    """
+
+    def __init__(self, experts: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.gate = nn.Parameter(torch.empty(experts, hidden, width))
+        self.up = nn.Parameter(torch.empty(experts, hidden, width))
+        self.down = nn.Parameter(torch.empty(experts, width, hidden))
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -(parameter.shape[2] ** -0.5), parameter.shape[2] ** -0.5)  # as nn.Linear
+
+    def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """What the experts make of rows.
+
+        Args:
+            rows: sorted by expert, [rows, width].
+            counts: how many each expert has, [experts].
+        """
+        return feed_forward(rows, counts.tolist(), self.gate, self.up, self.down)
+
+
+class Shared(nn.Module):
+    """A gated feed-forward network that all tokens use."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, stream: torch.Tensor) -> torch.Tensor:
+        """[..., width] as before."""
+        result: torch.Tensor = self.down(nn.functional.silu(self.gate(stream)) * self.up(stream))
+        return result
+
+
+class MoE(nn.Module):
+    """A feed-forward network of which each token uses a part; takes the place of a block's own.
+
+    Attributes:
+        sequence: how tokens of a sample are divided over workers; set by the runtime.
+    """
+
+    bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        hidden: int,
+        experts: int,
+        top_k: int = 2,
+        shared: int = 0,
+        scores: Literal["softmax", "sigmoid"] = "softmax",
+        normalize: bool = True,
+        route_scale: float = 1.0,
+        capacity: float | None = None,
+        balance_loss: float = 0.0,
+        z_loss: float = 0.0,
+        bias_rate: float = 0.0,
+    ) -> None:
+        """Make a layer.
+
+        Args:
+            width: of the stream.
+            hidden: of each expert.
+            experts: their number.
+            top_k: how many of them each token uses.
+            shared: how many more all tokens use, as one network of that many times `hidden`.
+            scores: how the router's logits become weights.
+            normalize: whether the weights of a token's choices are made to add up to 1.
+            route_scale: what these weights are multiplied by. `top_k` where an expert is `1 / top_k` of the dense
+                network whose place this takes: that one adds up its parts, and weights that add up to 1 make a mean.
+            capacity: how many choices an expert takes of one sample, in multiples of what it would get if all got the
+                same; further ones are dropped, later tokens first. None: all are taken.
+            balance_loss: coefficient of a loss that is 1 where the experts are used evenly, and more elsewhere; added
+                to the gradient, not to the loss that is reported.
+            z_loss: coefficient of the mean squared logarithm of the sum of the exponentials of the logits.
+            bias_rate: after each step of the runtime's loop, by how much the bias of an expert goes down or up that
+                got more, or less, than the mean of the step's global batch. It changes which are chosen, and no weight.
+
+        Raises:
+            PlanError: there are fewer experts than choices.
+        """
+        super().__init__()
+        if not 1 <= top_k <= experts:
+            raise PlanError(f"{top_k} of {experts} experts cannot be chosen", where="MoE.top_k")
+        self.width, self.num_experts, self.top_k = width, experts, top_k
+        self.scores, self.normalize, self.route_scale, self.capacity = scores, normalize, route_scale, capacity
+        self.balance_loss, self.z_loss, self.bias_rate = balance_loss, z_loss, bias_rate
+        self.router = nn.Linear(width, experts, bias=False)
+        self.experts = Experts(experts, width, hidden)
+        self.shared = Shared(width, shared * hidden) if shared else None
+        self.register_buffer("bias", torch.zeros(experts) if bias_rate else None)
+        self.sequence: Sequence | None = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, stream: torch.Tensor) -> torch.Tensor:
+        """The stream after the experts, of the same shape; residual and norm are the block's own.
+
+        Args:
+            stream: [samples, tokens, width].
+        """
+        if stream.dim() != 3:
+            raise PlanError(
+                f"the stream has {stream.dim()} dims, and a mixture of experts takes [samples, tokens, width]",
+                where="MoE",
+                hint="give it whole sequences: capacity and balance are counted within a sample",
+            )
+        logits = self._logits(stream)
+        probabilities = logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
+        ranked = probabilities if self.bias is None else probabilities.detach() + self.bias
+        chosen = ranked.topk(self.top_k, dim=-1).indices
+        weights = probabilities.gather(-1, chosen)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights * self.route_scale
+        kept = chosen if self.capacity is None else self._kept(chosen)
+        if accounting.is_first_time():
+            self._count(chosen, kept)
+        if torch.is_grad_enabled() and self.training:
+            stream = self._with_losses(stream, logits, probabilities, chosen)
+        flat = stream.reshape(-1, self.width)
+        mixed = by_expert(
+            flat, kept.flatten(0, 1), weights.flatten(0, 1).to(flat.dtype), self.num_experts, self.experts
+        ).view_as(stream)
+        return mixed if self.shared is None else mixed + self.shared(stream)
+
+    def _logits(self, stream: torch.Tensor) -> torch.Tensor:
+        """In fp32 at least: a rounded logit may choose another expert."""
+        wide = torch.promote_types(stream.dtype, torch.float32)
+        with torch.autocast(stream.device.type, enabled=False):
+            return nn.functional.linear(stream.to(wide), self.router.weight.to(wide))
+
+    def _tokens(self, part: torch.Tensor) -> int:
+        """Tokens of a whole sample, of which this worker may have a part, [samples, tokens, ...]."""
+        return part.shape[1] * (self.sequence.workers if self.sequence is not None else 1)
+
+    def _kept(self, chosen: torch.Tensor) -> torch.Tensor:
+        """Choices, with `num_experts` in the place of those that come when their expert is full."""
+        assert self.capacity is not None  # noqa: S101  # for the type checker
+        limit = math.ceil(self.capacity * self._tokens(chosen) * self.top_k / self.num_experts)
+        whole = chosen if self.sequence is None else self.sequence.together(chosen, 1)
+        marks = nn.functional.one_hot(whole.flatten(1), self.num_experts)  # [samples, tokens * top_k, experts]
+        place = (marks.cumsum(1) * marks).sum(-1).view_as(whole)  # in the queue of the expert, from 1
+        kept = whole.masked_fill(place > limit, self.num_experts)
+        return kept if self.sequence is None else kept.index_select(1, self.sequence.own(chosen.device))
+
+    def _count(self, chosen: torch.Tensor, kept: torch.Tensor) -> None:
+        under_way = accounting.current()
+        if under_way.load is not None and under_way.samples != 0:
+            counted, left = chosen[: under_way.samples], kept[: under_way.samples]
+            sums = torch.bincount(counted.reshape(-1), minlength=self.num_experts)
+            under_way.load.add(self, sums, (left == self.num_experts).sum())
+
+    def _with_losses(
+        self, stream: torch.Tensor, logits: torch.Tensor, probabilities: torch.Tensor, chosen: torch.Tensor
+    ) -> torch.Tensor:
+        if not (self.balance_loss or self.z_loss):
+            return stream
+        tokens, losses = self._tokens(logits), []  # of each sample
+        if self.balance_loss:
+            shares = probabilities / probabilities.sum(-1, keepdim=True)
+            marks = nn.functional.one_hot(chosen, self.num_experts).to(shares.dtype)
+            used = marks.sum((1, 2)) / (tokens * self.top_k)  # [samples, experts]
+            if self.sequence is not None:
+                dist.all_reduce(used, group=self.sequence.group)
+            losses.append(self.balance_loss * self.num_experts * (used * shares.sum(1) / tokens).sum(-1))
+        if self.z_loss:
+            losses.append(self.z_loss * logits.logsumexp(-1).square().sum(1) / tokens)
+        total = torch.stack(losses).sum(0)
+        # Inside of blocks gradients are widened by the number of workers that divide a sequence: see context.py.
+        widened = self.sequence.workers if self.sequence is not None else 1
+        return accounting.add_loss(stream, total, widened * accounting.current().of_samples(total))

@@ -1,0 +1,20 @@
+"""What finds a job of Slurm again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRef:
+    """A job and where it keeps its files."""
+
+    job: str
+    folder: str
+    """On the machine that runs Slurm's commands."""
+    python: str
+    """Interpreter there."""
+    workers_apart: bool
+    """Whether each worker is a task of its own (kind direct); if not, torchrun marks their lines."""
+    slots: int
+    max_attempts: int

@@ -1,0 +1,138 @@
+"""A node's end of `dtctl clean`: what its workdir holds of runs and trees, and removing what was chosen of it.
+
+Sent when it is needed, never with a launch. A run is removed by its name below `runs`, if the folder has a record of
+ours and its supervisor is gone; a tree as a push removes it (receive.py), if no run holds it. Stdlib only, Python 3.8.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+
+from dtctl import folders
+from dtctl.supervisor import frames, processes, receive, requests
+from dtctl.supervisor.messages import (
+    CLEAN_REQUESTS,
+    STORED,
+    ItemsRemoved,
+    ListStored,
+    Message,
+    RemoveStored,
+    StoredItem,
+    StoredItems,
+)
+
+IDLE_LIMIT_S = 3600.0
+"""People look at the list before they agree."""
+RECORDS = ("supervisor.json", "work.json")
+"""A folder with one of these is that of a run."""
+OF_VALUE = ("snapshots", "work")
+
+
+def main() -> int:
+    """Serve one link; the exit status of the remote command."""
+    return requests.serve(CLEAN_REQUESTS, _answer, IDLE_LIMIT_S)
+
+
+def _answer(link: frames.FdLink, request: Message) -> None:
+    if isinstance(request, ListStored):
+        link.send_json(StoredItems(items=stored(os.path.expanduser(request.workdir))))
+    elif isinstance(request, RemoveStored):
+        link.send_json(ItemsRemoved(left=remove(os.path.expanduser(request.workdir), request.items)))
+
+
+def stored(workdir: str) -> list[StoredItem]:
+    """Runs and trees, the oldest first."""
+    items = []
+    runs, code = os.path.join(workdir, "runs"), os.path.join(workdir, "code")
+    for name in os.listdir(runs) if os.path.isdir(runs) else ():
+        path = os.path.join(runs, name)
+        if folders.is_name(name) and _is_run(path):
+            has = [each for each in OF_VALUE if os.path.isdir(os.path.join(path, each))]
+            if os.path.isdir(folders.memory_folder(path)):
+                has.append("memory")  # of a run that is over only where its supervisor was killed, too
+            items.append(_item("run", name, path, is_used=_runs(path), has=has))
+    if os.path.isdir(code) and os.path.isfile(os.path.join(code, folders.MARKER)):
+        for name in receive._sealed(code):
+            path = os.path.join(code, name)
+            items.append(_item("tree", name, path, is_used=not _free(path), at=os.stat(path + ".json").st_mtime))
+    return sorted(items, key=lambda item: -item.age_s)[:STORED]
+
+
+def _item(kind: str, name: str, path: str, *, is_used: bool, has: list[str] | None = None, at: float = 0) -> StoredItem:
+    size, newest = _measure(path)
+    if has and "memory" in has:
+        size += _measure(folders.memory_folder(path))[0]
+    age_s = max(0.0, time.time() - (at or newest))
+    return StoredItem(kind=kind, name=name, bytes=size, age_s=age_s, is_used=is_used, has=has or [])
+
+
+def _measure(path: str) -> tuple[int, float]:
+    """Bytes on the disk, and when something was last written, of a folder with all that is below it."""
+    info = os.lstat(path)
+    size, newest = info.st_blocks * 512, info.st_mtime
+    with os.scandir(path) as entries:
+        for entry in entries:
+            try:
+                if entry.is_dir(follow_symlinks=False):
+                    inner, time_of = _measure(entry.path)
+                else:
+                    info = entry.stat(follow_symlinks=False)
+                    inner, time_of = info.st_blocks * 512, info.st_mtime
+            except OSError:
+                continue  # it goes away meanwhile, or nobody may look
+            size, newest = size + inner, max(newest, time_of)
+    return size, newest
+
+
+def _is_run(path: str) -> bool:
+    return not os.path.islink(path) and any(os.path.isfile(os.path.join(path, name)) for name in RECORDS)
+
+
+def _runs(path: str) -> bool:
+    """Whether a run's supervisor lives."""
+    try:
+        record = frames.decode(folders.read_regular(os.path.join(path, "supervisor.json"), 1 << 20))
+        return bool(processes.identity(int(record["pid"])) == record["identity"] != "")
+    except (OSError, ValueError, KeyError, TypeError, frames.BrokenFrame):
+        return False
+
+
+def _free(path: str) -> bool:
+    """Whether no process holds a tree."""
+    with receive._Lock(path + ".json", fcntl.LOCK_EX | fcntl.LOCK_NB) as seal:
+        return bool(seal.is_held)
+
+
+def remove(workdir: str, items: list[tuple[str, str]]) -> list[str]:
+    """Remove what may still be removed; names of the others, and of those of which something is left."""
+    left = []
+    for kind, name in items:
+        if not (remove_run if kind == "run" else remove_tree)(workdir, name):
+            left.append(name)
+    return left
+
+
+def remove_run(workdir: str, name: str) -> bool:
+    """Remove a run's folder; whether it is gone."""
+    path = os.path.join(workdir, "runs", name)
+    if not folders.is_name(name) or not _is_run(path) or _runs(path):
+        return False
+    folders.remove_tree(folders.memory_folder(path))
+    return not folders.remove_tree(path)
+
+
+def remove_tree(workdir: str, name: str) -> bool:
+    """Remove a pushed tree, but not what somebody has changed in it; whether it is gone."""
+    store = os.path.join(workdir, "code")
+    path = os.path.join(store, name)
+    if not receive._is_tree(name) or not os.path.isfile(os.path.join(store, folders.MARKER)):
+        return False
+    with receive._Lock(os.path.join(store, ".lock"), fcntl.LOCK_EX, os.O_CREAT):
+        if not os.path.isfile(path + ".json"):
+            return False
+        with receive._Lock(path + ".json", fcntl.LOCK_EX | fcntl.LOCK_NB) as seal:
+            if seal.is_held:
+                receive._discard(path)
+    return not os.path.lexists(path)

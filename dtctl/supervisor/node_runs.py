@@ -1,0 +1,101 @@
+"""The runs of a node, as its folders tell: for a control machine that did not launch them. Stdlib only, Python 3.8.
+
+Sent when it is needed, never with a launch. It only reads what the login user may read anyway.
+"""
+
+from __future__ import annotations
+
+import os
+
+from dtctl import folders
+from dtctl.schema import InvalidMessage
+from dtctl.supervisor import frames, output_log, processes, requests
+from dtctl.supervisor.messages import (
+    RUNS,
+    RUNS_REQUESTS,
+    AttemptStopped,
+    ListRuns,
+    LogGap,
+    LogsRead,
+    Message,
+    ReadLogs,
+    Refusal,
+    RunOnNode,
+    RunsOnNode,
+)
+
+IDLE_LIMIT_S = 600.0
+RECORD_BYTES = 1 << 20
+
+
+def main() -> int:
+    """Serve one link; the exit status of the remote command."""
+    return requests.serve(RUNS_REQUESTS, _answer, IDLE_LIMIT_S)
+
+
+def _answer(link: frames.FdLink, request: Message) -> None:
+    if isinstance(request, ListRuns):
+        link.send_json(RunsOnNode(runs=list_runs(os.path.expanduser(request.workdir))))
+    elif isinstance(request, ReadLogs):
+        read_logs(link, request)
+
+
+def list_runs(workdir: str) -> list[RunOnNode]:
+    """Runs of which there is a record, the newest last."""
+    top = os.path.join(workdir, "runs")
+    names = [name for name in os.listdir(top) if folders.is_name(name)] if os.path.isdir(top) else []
+    runs = [run for name in names for run in [_look(os.path.join(top, name))] if run is not None]
+    return sorted(runs, key=lambda run: run.started)[-RUNS:]
+
+
+def _look(run_dir: str) -> RunOnNode | None:
+    try:
+        record = frames.decode(folders.read_regular(os.path.join(run_dir, "supervisor.json"), RECORD_BYTES))
+        pid, attempt = int(record["pid"]), int(record["attempt"])
+        is_running = processes.identity(pid) == record["identity"] != ""
+        origin = record.get("origin", {})
+        ended = None if is_running else _end(os.path.join(run_dir, "attempt-%d" % attempt))
+        return RunOnNode(
+            run=os.path.basename(run_dir),
+            token=str(record["token"]),
+            attempt=attempt,
+            keep=bool(record["keep"]),
+            is_running=is_running,
+            started=float(origin.get("started", 0)),
+            launched_from=str(origin.get("launched_from", "")),
+            command=str(origin.get("command", "")),
+            exit_code=ended,
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, frames.BrokenFrame):
+        return None
+
+
+def _end(attempt_dir: str) -> int | None:
+    """The first exit code that is not 0, of an attempt that is over, or 0; None when there is no record of its end."""
+    try:
+        data = folders.read_regular(os.path.join(attempt_dir, "exit.json"), RECORD_BYTES)
+        exits = AttemptStopped.parse(frames.decode(data)).exits
+    except (OSError, frames.BrokenFrame, InvalidMessage):
+        return None
+    return next((each.code for each in exits if each.code), 0)
+
+
+def read_logs(link: frames.FdLink, request: ReadLogs) -> None:
+    """Send what the logs of the newest attempt have beyond some offsets."""
+    run_dir = os.path.join(os.path.expanduser(request.workdir), "runs", request.run)
+    run = _look(run_dir)  # before reading, so that nothing printed last is missed
+    if run is None:
+        link.send_json(Refusal(code="no-run", message="%s is not the folder of a run" % run_dir))
+        return
+    folder = os.path.join(run_dir, "attempt-%d" % run.attempt)
+    offsets = request.offsets if request.attempt == run.attempt else {}
+    for name in sorted(os.listdir(folder)):
+        if name.endswith(".log"):
+            rank = -1 if name == "agent.log" else int(name[5:-4])
+            fd = folders.open_regular(os.path.join(folder, name), follow=False)
+            for missing, data in output_log.read_from(fd, [], offsets.get(str(rank), 0)):
+                if missing:
+                    link.send_json(LogGap(rank=rank, bytes=missing))
+                link.send_frame(frames.LOG, data, rank)
+            os.close(fd)
+    link.send_json(LogsRead(attempt=run.attempt, is_running=run.is_running, exit_code=run.exit_code))

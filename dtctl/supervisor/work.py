@@ -1,0 +1,346 @@
+"""The working folder of a run: its code, in a folder that its programs may do with as they like.
+
+    RUN_DIR/work         where the run's programs start
+    RUN_DIR/work.json    how the code came there, and what was written of it, by which a program's own files are told
+    RUN_DIR/.overlay     what an overlay needs beside
+
+The code is a tree that was pushed, which belongs to every run of the same code, or a folder that the user keeps on
+the nodes. Nothing that a run does may reach it: files are cloned or copied, or lie under an overlay that the run's
+processes alone see. Stdlib only, Python 3.8.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+
+from dtctl import folders
+from dtctl.supervisor.messages import OutputSummary
+
+FOLDER = "work"
+RECORD = "work.json"
+MANY_ROWS_BYTES = 16 << 10
+"""Of a tree's seal, which has some 200 bytes a file: what has a longer one is not copied file by file if that can be
+avoided."""
+MANY_FILES = 80
+MANY_BYTES = 16 << 20
+MOST_COPIED_BYTES = 1 << 30
+"""Of a user's folder: it may hold the data of a whole group, and a copy of that helps nobody."""
+STATE_FOLDER = b".dtctl"
+"""dtctl's own records, beside a spec, which no program reads."""
+COMPILED = "__pycache__"
+
+_FICLONE = 0x40049409
+_CLONE_NEWNS = 0x00020000
+_MS_SLAVE_ALL = 0x80000 | 0x4000
+_CANNOT = (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.EPERM, errno.ETXTBSY)
+LINK_MODE = 0o120000
+
+_below_overlay = -1
+"""In a process that has mounted an overlay: the folder below it, which holds what was written and nothing else."""
+
+
+class TooLarge(Exception):
+    """The user's folder would have to be copied, and holds too much for that."""
+
+
+def folder_of(run_dir: str) -> str:
+    """The run's working folder; empty when it has none of its own."""
+    return os.path.join(run_dir, FOLDER) if os.path.exists(os.path.join(run_dir, RECORD)) else ""
+
+
+def prepare(run_dir: str, code: str, outputs: list[str], earlier_dir: str, is_pushed: bool = True) -> None:
+    """Make the working folder, unless an attempt before has; an overlay is mounted for this process and its children.
+
+    Args:
+        run_dir: folder of the run.
+        code: the pushed tree, which somebody keeps from being pruned, or the user's own folder.
+        outputs: paths in the working folder that the run shares with an earlier one.
+        earlier_dir: folder of that run; empty for none.
+        is_pushed: whether `code` is a tree that was pushed.
+
+    Raises:
+        OSError: it cannot be made.
+        TooLarge: the user's folder can neither lie under an overlay nor be cloned.
+    """
+    record = _record(run_dir)
+    if record is None:
+        folders.remove_tree(os.path.join(run_dir, FOLDER))
+        record = _make(run_dir, code) if is_pushed else _make_of_folder(run_dir, os.path.realpath(code))
+        for path in outputs if earlier_dir else ():
+            _continue(path, run_dir, earlier_dir)
+        _write(os.path.join(run_dir, RECORD), record)
+    elif record["how"] == "overlay" and not _mount(run_dir, str(record["code"])):
+        raise OSError(errno.EPERM, "the overlay of the working folder cannot be mounted again", run_dir)
+
+
+def _make(run_dir: str, code: str) -> dict:  # type: ignore[type-arg]  # typing is slow to import on a node
+    folder = os.path.join(run_dir, FOLDER)
+    os.mkdir(folder, 0o700)
+    seal = code + ".json"
+    rows = [] if os.stat(seal).st_size > MANY_ROWS_BYTES else _rows(seal)
+    if (not rows or sum(row[2] for row in rows) > MANY_BYTES) and _mount(run_dir, code):
+        return {"how": "overlay", "code": code, "files": []}
+    return {"how": "copy", "code": code, "files": _copy(rows or _rows(seal), code, folder)}
+
+
+def _make_of_folder(run_dir: str, code: str) -> dict:  # type: ignore[type-arg]
+    folder = os.path.join(run_dir, FOLDER)
+    os.mkdir(folder, 0o700)
+    rows: list = []  # type: ignore[type-arg]
+    _walk(os.fsencode(code), b"", os.fsencode(os.path.dirname(os.path.realpath(run_dir))), rows)
+    size = sum(row[2] for row in rows)
+    if len(rows) > MANY_FILES or size > MANY_BYTES:
+        # What a relative link names outside of the folder is not beside the working folder.
+        links = [row for row in rows if row[1] == LINK_MODE and row[4][:1] == "/" and row[5]]
+        written = _copy(links, code, folder)
+        if _mount(run_dir, code):
+            return {"how": "overlay", "code": code, "files": written}
+        for row in links:
+            os.unlink(os.path.join(os.fsencode(folder), row[0].encode("latin-1")))
+    return {"how": "copy", "code": code, "files": _copy(rows, code, folder, size)}
+
+
+def _walk(top: bytes, prefix: bytes, own: bytes, rows: list) -> None:  # type: ignore[type-arg]
+    """A row of each file and link: path, mode, size, nothing, where a link leads, and whether that was changed.
+
+    Args:
+        top: the user's folder.
+        prefix: path in it of what to list, with a slash at its end.
+        own: the folder of all runs, which is left out.
+        rows: they are put there.
+    """
+    with os.scandir(os.path.join(top, prefix)) as entries:
+        for entry in entries:
+            path = prefix + entry.name
+            if entry.is_symlink():
+                link = os.readlink(entry.path)
+                target = os.path.normpath(os.path.join(os.path.dirname(entry.path), link))
+                leads_out = link[:1] != b"/" and not (target + b"/").startswith(top + b"/")
+                link = target if leads_out else link
+                rows.append((path.decode("latin-1"), LINK_MODE, 0, "", link.decode("latin-1"), leads_out))
+            elif entry.is_dir():
+                if entry.name != STATE_FOLDER and entry.path != own:
+                    _walk(top, path + b"/", own, rows)
+            elif entry.is_file():
+                info = entry.stat()
+                rows.append((path.decode("latin-1"), info.st_mode & 0o777, info.st_size, "", "", False))
+
+
+def _rows(seal: str) -> list:  # type: ignore[type-arg]
+    """Path, mode, size, digest and link of each file, as `receive` has sealed them."""
+    with open(seal, "rb") as file:
+        return [row[:5] for row in json.loads(file.read().decode())["files"]]
+
+
+def _copy(rows: list, code: str, folder: str, size: int = 0) -> list:  # type: ignore[type-arg]
+    """Clone or copy every file; path, size, and when and where it was written, of each.
+
+    Raises:
+        TooLarge: they cannot be cloned, and `size`, their bytes, is too much to be copied.
+    """
+    source = os.open(code, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    target = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    folders_made, written, copy = {b""}, [], _Copy(size)
+    try:
+        for name, mode, _, _, link, *_ in rows:
+            path = name.encode("latin-1")
+            _make_folders(path.rpartition(b"/")[0], folders_made, target)
+            if mode == LINK_MODE:
+                os.symlink(link.encode("latin-1"), path, dir_fd=target)
+                info = os.stat(path, dir_fd=target, follow_symlinks=False)
+            else:
+                info = copy.file(path, mode, source, target)
+            written.append((name, info.st_size, info.st_mtime_ns, info.st_ino))
+    finally:
+        os.close(source)
+        os.close(target)
+    return written
+
+
+def _make_folders(path: bytes, folders_made: set, target: int) -> None:  # type: ignore[type-arg]
+    if path not in folders_made:
+        _make_folders(path.rpartition(b"/")[0], folders_made, target)
+        os.mkdir(path, 0o700, dir_fd=target)
+        folders_made.add(path)
+
+
+class _Copy:
+    """Copies files the cheapest way that works here."""
+
+    def __init__(self, size: int) -> None:
+        self.clones = self.in_kernel = True
+        self.size = size
+
+    def file(self, path: bytes, mode: int, source: int, target: int) -> os.stat_result:
+        """Copy one; what `fstat` says of it then."""
+        read_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=source)
+        try:
+            write_fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=target)
+            try:
+                self._contents(read_fd, write_fd)
+                return os.fstat(write_fd)
+            finally:
+                os.close(write_fd)
+        finally:
+            os.close(read_fd)
+
+    def _contents(self, read_fd: int, write_fd: int) -> None:
+        if self.clones:
+            import fcntl
+
+            try:
+                fcntl.ioctl(write_fd, _FICLONE, read_fd)
+                return
+            except OSError as exc:
+                if exc.errno not in _CANNOT:
+                    raise
+                self.clones = False
+        if self.size > MOST_COPIED_BYTES:
+            raise TooLarge("it holds %d MiB" % (self.size >> 20))
+        while self.in_kernel:
+            try:
+                if not os.copy_file_range(read_fd, write_fd, 1 << 30):
+                    return
+            except AttributeError:  # not Linux
+                self.in_kernel = False
+            except OSError as exc:
+                if exc.errno not in _CANNOT:
+                    raise
+                self.in_kernel = False
+        data = os.read(read_fd, 1 << 20)
+        while data:
+            data = data[os.write(write_fd, data) :] or os.read(read_fd, 1 << 20)
+
+
+def _mount(run_dir: str, code: str) -> bool:
+    """Lay an overlay over the working folder, for this process and its children; whether that worked."""
+    folder, beside = os.path.join(run_dir, FOLDER), os.path.join(run_dir, ".overlay")
+    if os.geteuid() != 0 or any(sign in folder + code for sign in ",:\\"):
+        return False
+    import ctypes
+
+    global _below_overlay  # noqa: PLW0603 - there is one run in a process
+    _below_overlay = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.makedirs(beside, mode=0o700, exist_ok=True)
+        libc = ctypes.CDLL(None)
+        # Its own folder is what is written to: from outside it holds what the run has written, under the same path.
+        options = "lowerdir=%s,upperdir=%s,workdir=%s,redirect_dir=on" % (code, folder, beside)
+        done = (
+            libc.unshare(_CLONE_NEWNS) == 0
+            and libc.mount(b"none", b"/", None, ctypes.c_ulong(_MS_SLAVE_ALL), None) == 0
+            and libc.mount(b"overlay", os.fsencode(folder), b"overlay", ctypes.c_ulong(0), os.fsencode(options)) == 0
+        )
+    except (AttributeError, OSError):  # not Linux
+        done = False
+    if not done:
+        os.close(_below_overlay)
+        _below_overlay = -1
+        folders.remove_tree(beside)
+    return bool(done)
+
+
+def _continue(path: str, run_dir: str, earlier_dir: str) -> None:
+    """Let the run go on in what an earlier one has put out, where it lies."""
+    theirs = os.path.realpath(os.path.join(earlier_dir, FOLDER, path))
+    ours = os.path.join(run_dir, FOLDER, path.rstrip("/"))
+    if not os.path.exists(theirs):
+        return
+    folders.remove_tree(ours)  # a copy of what was pushed
+    os.makedirs(os.path.dirname(ours), mode=0o700, exist_ok=True)
+    os.symlink(theirs, ours)
+
+
+def _record(run_dir: str) -> dict | None:  # type: ignore[type-arg]
+    try:
+        with open(os.path.join(run_dir, RECORD), "rb") as file:
+            record = json.loads(file.read().decode())
+            return record if isinstance(record, dict) and record.keys() >= {"how", "code", "files"} else None
+    except (OSError, ValueError):
+        return None
+
+
+def _write(path: str, record: dict) -> None:  # type: ignore[type-arg]
+    with open(path + ".partial", "wb") as file:
+        file.write(json.dumps(record, separators=(",", ":")).encode())
+    os.replace(path + ".partial", path)
+
+
+# -- what the run's programs have written -------------------------------------------------------------------------
+
+
+def written(run_dir: str, paths: list):  # type: ignore[no-untyped-def, type-arg]
+    """Regular files that the run's programs made or changed: path in the working folder, size in bytes, and mtime (ns).
+
+    Links are neither followed nor listed, except that a path that is asked for may be one.
+
+    Args:
+        run_dir: folder of the run.
+        paths: what to look at, relative to the working folder; nothing: all of it, without compiled modules.
+    """
+    for file, info in _written(run_dir, paths):
+        if stat.S_ISREG(info.st_mode):
+            yield file, info.st_size, info.st_mtime_ns
+
+
+def links(run_dir: str, paths: list):  # type: ignore[no-untyped-def, type-arg]
+    """The symbolic links among them: path in the working folder, and where it leads; see `written`.
+
+    One that names a place in the working folder by its whole path is told relative to where it lies.
+    """
+    top = os.path.join(run_dir, FOLDER)
+    for file, info in _written(run_dir, paths):
+        if stat.S_ISLNK(info.st_mode):
+            try:
+                target = os.readlink(os.path.join(top, file))
+            except OSError:
+                continue  # it went away
+            if target.startswith(top + "/"):
+                target = os.path.relpath(target, os.path.join(top, os.path.dirname(file)))
+            yield file, target
+
+
+def _written(run_dir: str, paths: list):  # type: ignore[no-untyped-def, type-arg]
+    record, top = _record(run_dir), os.path.join(run_dir, FOLDER)
+    if _below_overlay >= 0:
+        top = "/proc/self/fd/%d/." % _below_overlay
+    if record is None:
+        return
+    pushed = {row[0]: tuple(row[1:]) for row in record["files"]}
+    for path in paths or [""]:
+        name = path.strip("/")
+        start = os.path.join(top, name)
+        start = os.path.realpath(start) if os.path.islink(start) else start
+        for file, info in _files(start, name, skip=() if paths else (COMPILED,)):
+            facts = (info.st_size, info.st_mtime_ns, info.st_ino)
+            known = pushed.get(os.fsencode(file).decode("latin-1"))
+            if paths or known is None or known != facts[: len(known)]:  # a copy of a copy has another inode
+                yield file, info
+
+
+def _files(start: str, name: str, skip: tuple):  # type: ignore[no-untyped-def, type-arg]
+    """Regular files and links below a path, each with what `lstat` says; what goes away meanwhile is left out."""
+    try:
+        info = os.lstat(start)
+        if stat.S_ISREG(info.st_mode) or stat.S_ISLNK(info.st_mode):
+            yield name, info
+            return
+        entries = sorted(os.listdir(start)) if stat.S_ISDIR(info.st_mode) else []
+    except OSError:
+        return
+    for entry in entries:
+        if entry not in skip:
+            yield from _files(os.path.join(start, entry), name + "/" + entry if name else entry, skip)
+
+
+def summary(run_dir: str, paths: list[str], limit: int = 100_000) -> OutputSummary:
+    """Where the run has put its outputs, and how many files and bytes there are; counts no further than the limit."""
+    files = size = 0
+    for _, file_size, _ in written(run_dir, paths):
+        files, size = files + 1, size + file_size
+        if files >= limit:
+            break
+    return OutputSummary(folder=os.path.join(run_dir, FOLDER), files=files, bytes=size)

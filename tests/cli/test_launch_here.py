@@ -1,0 +1,106 @@
+"""`dtctl launch` on this machine alone: what is run, what it is told, and what it says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.command_line import dtctl
+
+
+def project(folder: Path, job: str, **files: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "dtctl.yaml").write_text(f"cluster: {{workdir: {folder.parent / 'node'}, slots: 1}}\njob: {{{job}}}\n")
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_python3_in_a_command_is_the_python_of_the_job(tmp_path: Path) -> None:
+    folder = project(tmp_path / "p", "command: [python3, -c, 'import sys; print(sys.prefix)']")
+    done = dtctl("launch", cwd=folder)
+    assert done.stdout == f"[localhost:0] {sys.prefix}\n", done.stderr
+
+
+def test_a_shell_line_is_refused_or_run_by_a_shell(tmp_path: Path) -> None:
+    folder = project(tmp_path / "p", "command: 'echo one && echo two | cat'")
+    refused = dtctl("launch", cwd=folder)
+    assert (refused.returncode, "&&" in refused.stderr) == (3, True)
+    project(folder, "shell: true, command: 'echo one && echo $DTCTL_NODE | cat; false | true; echo no'")
+    done = dtctl("launch", cwd=folder)
+    assert (done.returncode, done.stdout) == (8, "[localhost:0] one\n[localhost:0] localhost\n"), done.stderr
+
+
+def test_a_shell_script_is_run_by_a_shell(tmp_path: Path) -> None:
+    folder = project(tmp_path / "p", "script: run.sh", **{"run.sh": 'echo "$BASH_VERSION" | cut -c1; echo "$@"\n'})
+    done = dtctl("launch", "--", "a b", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1] == "[localhost:0] a b"
+
+
+def test_a_file_that_a_rule_keeps_from_the_node_is_named_with_the_rule(tmp_path: Path) -> None:
+    text = "open('data.bin')\n"
+    folder = project(tmp_path / "p", "script: t.py, kind: direct", **{"t.py": text, ".gitignore": "*.bin\n"})
+    (folder / "data.bin").write_text("x")
+    done = dtctl("launch", cwd=folder)
+    assert done.returncode == 8
+    assert ".gitignore:1 (*.bin)" in done.stderr
+    assert "job.files.include: [data.bin]" in done.stderr
+    found = dtctl("launch", "--set", "job.files.include=[data.bin]", cwd=folder)
+    assert found.returncode == 0, found.stderr
+
+
+def test_a_dry_run_tells_what_is_sent_and_what_is_not(tmp_path: Path) -> None:
+    files = {"t.py": "#" * 3000, ".gitignore": "*.bin\n", "data.bin": "x", ".env": "A=1", "big.txt": "x" * 5000}
+    folder = project(tmp_path / "p", "script: t.py", **files)
+    found = json.loads(dtctl("launch", "--dry-run", "--json", cwd=folder).stdout)["files"]
+    assert (found["count"], found["bytes"]) == (4, 8006 + (folder / "dtctl.yaml").stat().st_size)
+    assert found["largest"][0] == {"path": "big.txt", "bytes": 5000}
+    assert found["left_out"] == [{"path": "data.bin", "rule": ".gitignore:1 (*.bin)"}]
+    assert found["withheld"] == [".env"]
+    shown = dtctl("launch", "--dry-run", cwd=folder).stdout
+    assert all(text in shown for text in ("files: 4 files, ", "big.txt (4.9 KiB)", "data.bin by .gitignore:1"))
+
+
+@pytest.mark.parametrize("options", [(), ("--json",), ("--out", "scripts")])
+def test_a_dry_run_of_a_script_that_is_not_there_fails(tmp_path: Path, options: tuple[str, ...]) -> None:
+    folder = project(tmp_path / "p", "script: none.py")
+    done = dtctl("launch", "--dry-run", *options, cwd=folder)
+    assert (done.returncode, "none.py" in done.stderr) == (4, True)
+
+
+def test_much_is_pushed_with_a_warning(tmp_path: Path) -> None:
+    folder = project(tmp_path / "p", "script: t.py, kind: direct", **{"t.py": ""})
+    with (folder / "weights").open("wb") as file:
+        file.truncate(101 << 20)
+    done = dtctl("launch", cwd=folder)
+    assert done.returncode == 0
+    assert "weights (101.0 MiB)" in done.stderr
+
+
+@pytest.mark.parametrize("words", [("--lr", "1"), ("dtctl.yaml", "x", "y")])
+def test_arguments_without_two_dashes_are_told_where_they_go(tmp_path: Path, words: tuple[str, ...]) -> None:
+    folder = project(tmp_path / "p", "script: t.py", **{"t.py": ""})
+    done = dtctl("launch", *words, cwd=folder)
+    assert (done.returncode, f"dtctl launch -- {' '.join(words)}" in done.stderr) == (2, True)
+
+
+def test_a_script_in_place_of_the_spec_is_told_from_one(tmp_path: Path) -> None:
+    folder = project(tmp_path / "p", "script: t.py", **{"t.py": "print(1)\n"})
+    done = dtctl("launch", "t.py", cwd=folder)
+    assert (done.returncode, "--nodes localhost -- t.py" in done.stderr) == (3, True)
+
+
+def test_the_list_of_runs_has_commands_and_causes(tmp_path: Path) -> None:
+    folder = project(tmp_path / "p", "script: t.py, kind: direct", **{"t.py": "raise KeyError('lr')\n"})
+    assert dtctl("launch", "--name", "one", cwd=folder).returncode == 8
+    (run,) = json.loads(dtctl("runs", "--json", cwd=folder).stdout)["runs"]
+    assert run["command"] == "dtctl launch --name one"
+    row = dtctl("runs", cwd=folder).stdout.splitlines()[1]
+    assert all(text in row for text in ("one", "failed", "8", "rank 0 on localhost: KeyError: 'lr'"))
+    state = json.loads(dtctl("status", "--json", cwd=folder).stdout)
+    assert sum(state["ledger"]["phases_s"].values()) == pytest.approx(state["ledger"]["wall_s"], abs=0.01)
+    assert (state["progress"], state["command"][1:]) == (None, ["launch", "--name", "one"])

@@ -1,0 +1,99 @@
+"""Old runs and trees go when that is agreed to; what runs, and what a run that stays was continued from, does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+from dtctl.sandbox.layout import Sandbox
+from tests.hosts import Project, spec_text, wait_until
+
+
+def runs_of(sandbox: Sandbox, node: int) -> list[str]:
+    folder = sandbox.state / "hosts" / sandbox.nodes[node].name / "home" / ".dtctl" / "node" / "runs"
+    return sorted(path.name for path in folder.iterdir())
+
+
+def items(project: Project, *arguments: str) -> list[dict[str, object]]:
+    done = project.run("clean", "--json", *arguments)
+    assert done.code == 0, done.err
+    return json.loads(done.out)["items"]
+
+
+def test_what_is_shown_goes_and_a_run_that_is_on_stays(project: Project, sandbox: Sandbox) -> None:
+    project.write("dtctl.yaml", spec_text(nodes=2, grace_s=1))
+    project.write("train.py", "open('out', 'wb').write(bytes(3_000_000))\n")
+    assert project.run("launch", "--name", f"{project.unique}-old").code == 0
+    project.write("train.py", "import time\nprint('on', flush=True)\ntime.sleep(10_000)\n")
+    assert project.run("launch", "--detach", "--name", project.unique).code == 0
+    mine = lambda rows: [row for row in rows if str(row["name"]).startswith(project.unique)]  # noqa: E731
+    found = mine(items(project, "--older", "0s"))
+    assert sorted((row["node"] or "here", row["kind"]) for row in found) == [
+        ("here", "run"), ("node1", "run"), ("node2", "run"),
+    ]  # fmt: skip
+    assert {row["name"] for row in found} == {f"{project.unique}-old"}
+    assert all(int(str(row["bytes"])) > 3_000_000 for row in found if row["node"])
+    assert mine(items(project)) == [], "nothing is as old as two weeks"
+    assert len(mine(items(project, "--older", "0s", "--larger", "2M"))) == 2
+    shown = project.run("clean", "--older", "0s")
+    assert "nothing was removed" in shown.err
+    assert f"{project.unique}-old" in runs_of(sandbox, 0)
+    done = project.run("clean", "--older", "0s", "--yes")
+    assert done.code == 0, done.err
+    for node in (0, 1):
+        assert f"{project.unique}-old" not in runs_of(sandbox, node)
+        assert project.unique in runs_of(sandbox, node)
+    assert not (project.folder / ".dtctl" / "runs" / f"{project.unique}-old").exists()
+    assert json.loads(project.run("status", "--json").out)["status"] == "running"
+    assert project.run("stop").code == 0
+
+
+def test_what_a_run_that_stays_was_continued_from_stays(project: Project) -> None:
+    workdir = project.folder.parent / "node"
+    project.write(
+        "dtctl.yaml",
+        f'cluster: {{transport: local, slots: 1, workdir: "{workdir}"}}\n'
+        "job: {name: test, script: train.py, kind: direct, preload: [], outputs: [out/]}\n",
+    )
+    project.write("train.py", "import os\nos.makedirs('out', exist_ok=True)\nopen('out/x', 'a').write('x')\n")
+    assert project.run("launch", "--name", "first").code == 0
+    assert project.run("launch", "--name", "other").code == 0
+    assert project.run("launch", "--resume", "first", "--name", "second").code == 0
+    two_days = time.time() - 2 * 86400
+    for top in (workdir / "runs", project.folder / ".dtctl" / "runs"):
+        for run in ("first", "other"):
+            for path in [top / run, *(top / run).rglob("*")]:
+                os.utime(path, (two_days, two_days), follow_symlinks=False)
+    done = project.run("clean", "--older", "1d", "--yes")
+    assert done.code == 0, done.err
+    assert sorted(path.name for path in (workdir / "runs").iterdir()) == ["first", "second"]
+    assert (workdir / "runs" / "second" / "work" / "out" / "x").read_text() == "xx"
+    (project.folder / "dtctl.yaml").unlink()
+    assert project.run("clean", "--older", "0s", "--yes").code == 0
+    assert sorted(path.name for path in (project.folder / ".dtctl" / "runs").iterdir()) == ["first", "second"], (
+        "their files are on a node that nobody has asked"
+    )
+
+
+def test_trees_that_nobody_uses_go_and_what_is_not_ours_stays(project: Project) -> None:
+    workdir = project.folder.parent / "node"
+    project.write(
+        "dtctl.yaml",
+        f'cluster: {{transport: local, slots: 1, workdir: "{workdir}"}}\n'
+        "job: {name: test, script: train.py, kind: direct, preload: []}\n",
+    )
+    project.write("train.py", "pass")
+    assert project.run("launch").code == 0
+    (workdir / "runs" / "mine").mkdir()
+    (workdir / "runs" / "mine" / "thesis").write_text("mine")
+    precious = project.folder.parent / "precious"
+    precious.mkdir()
+    (precious / "work.json").write_text("{}")
+    (workdir / "runs" / "link").symlink_to(precious)
+    assert project.run("clean", "--older", "0s", "--yes").code == 0
+    assert [path.name for path in (workdir / "code").iterdir() if path.is_dir()] == []
+    assert sorted(path.name for path in (workdir / "runs").iterdir()) == ["link", "mine"]
+    assert Path(precious / "work.json").exists()
+    wait_until(lambda: project.run("launch").code == 0, what="the store can be used again")

@@ -1,0 +1,180 @@
+"""A lost worker is replaced, the others stay, and the bits are those of a run that was left alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import dtctl
+from dtctl.sandbox import faults
+from dtctl.sandbox.layout import Sandbox
+from tests.hosts import Finished, Project, wait_until
+
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("sandbox")]
+
+HERE = Path(dtctl.__file__).parents[1]
+SPEC = """\
+cluster: {{transport: sandbox, nodes: {nodes}, spares: {spares}, slots: {slots}}}
+job:
+  {{name: live, script: train.py, kind: direct, grace_s: 1, max_restarts: 1, recovery: live, heal_s: 600,
+    env: {{OMP_NUM_THREADS: "1", PYTHONPATH: "{here}", KILL: "{kill}", KEEPS: "{keeps}"}}}}
+train:
+  {{strategy: {strategy}, steps: 16, micro_batch: 2, accumulate: 2, clip_norm: 1.0, data_workers: 1, log_every: 4,
+    eval_every: 8, timeout_s: 600, snapshot: {{every_steps: 6}}}}
+"""
+TRAIN = """\
+import os, signal, time
+import torch
+from torch import nn
+from dtctl.runtime import TensorData, Trainer, run
+from dtctl.runtime.snapshot import write
+
+FIRST = os.environ["DTCTL_ATTEMPT"] == "0" and "DTCTL_LIVE_EPOCH" not in os.environ
+KILL = dict(item.split(":") for item in os.environ["KILL"].split())
+calls = 0
+
+def die():
+    if KILL.get("warm") == os.environ["RANK"]:
+        parent = os.getppid()
+        with open(f"/proc/{parent}/task/{parent}/children") as file:
+            for pid in set(map(int, file.read().split())) - {os.getpid()}:  # what workers are forked from
+                os.kill(pid, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def train(config, worker):
+    inputs = torch.randn(200, 8, generator=torch.Generator().manual_seed(5))
+    model = nn.Sequential(nn.Linear(8, 30), nn.Dropout(0.2), nn.ReLU(), nn.Linear(30, 1))
+    model.register_buffer("constant", torch.ones(1))
+    data = TensorData(inputs, inputs.sum(1, keepdim=True))
+
+    def loss(model, batch):
+        global calls
+        calls += os.environ["KEEPS"] == "1"
+        if FIRST and KILL.get(str(trainer.step)) == str(worker.rank):
+            die()
+        if FIRST and KILL.get(f"supervisor{trainer.step}") == str(worker.rank):
+            os.kill(os.getppid(), signal.SIGKILL)
+        while FIRST and KILL.get(f"off{trainer.step}") == str(worker.rank):
+            print("waits to be switched off", flush=True)
+            time.sleep(1)
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    def score(model, batch):
+        if FIRST and KILL.get(f"val{trainer.step}") == str(worker.rank):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"loss": (model(batch[0]) - batch[1]).square().mean(1)}
+
+    def publish(*arguments):
+        if trainer.step == config.steps:
+            os.kill(os.getpid(), signal.SIGKILL)
+        published(*arguments)
+
+    if FIRST and KILL.get("publish") == str(worker.rank):
+        published, write.publish = write.publish, publish
+    trainer = Trainer(config, worker, model, loss, data, validation=data, score=score)
+    return trainer.run()
+
+if __name__ == "__main__":
+    raise SystemExit(run(train))
+"""
+
+
+def write(project: Project, *, kill: str = "", keeps: int = 0, spare: bool = False, strategy: str = "ddp") -> None:
+    """The project: on three nodes, or on two with a spare; hsdp: on two with two workers each."""
+    nodes, spares = ("[node1, node2]", "[node3]") if spare else ("[node1, node2, node3]", "[]")
+    if strategy == "hsdp":
+        nodes = "[node1, node2]"
+    slots = 2 if strategy == "hsdp" else 1
+    spec = SPEC.format(here=HERE, kill=kill, keeps=keeps, nodes=nodes, spares=spares, strategy=strategy, slots=slots)
+    project.write("train.py", TRAIN)
+    project.write("dtctl.yaml", spec)
+
+
+def launched(
+    project: Project, *, kill: str = "", keeps: int = 0, spare: bool = False, strategy: str = "ddp"
+) -> tuple[Finished, str]:
+    """A run in which the workers kill themselves as told, and the digest that it ends with.
+
+    Args:
+        project: where.
+        kill: `STEP:RANK`, `valSTEP:RANK` in the evaluation, `warm:RANK` together with the process it was forked from.
+        keeps: 1 if the loss function keeps state.
+        spare: whether it is two nodes and a spare.
+        strategy: of the training.
+    """
+    write(project, kill=kill, keeps=keeps, spare=spare, strategy=strategy)
+    return ended(project, project.run("launch", "--json"))
+
+
+def ended(project: Project, done: Finished) -> tuple[Finished, str]:
+    """A run that has come to its end, and the digest of that."""
+    assert done.code == 0, done.err
+    digest = project.run("snapshot", "digest", str(done.done["run"]), "--json")
+    found: dict[str, object] = json.loads(digest.out)
+    assert found["step"] == 16
+    assert not done.done["left_behind"], "None: the host is off"
+    return done, str(found["digest"])
+
+
+def test_the_others_stay_and_the_bits_are_the_same(project: Project) -> None:
+    _, straight = launched(project)
+    done, healed = launched(project, kill="0:2 3:1 warm:1 val8:0")
+    assert healed == straight
+    assert done.done["attempts"] == 1, done.err
+    heals = [event for event in done.events if event["event"] == "heal"]
+    assert [[each["rank"] for each in event["replaced"]] for event in heals] == [[2], [1], [0]], done.err
+    assert "note" not in [event["event"] for event in done.events], "all replacements were forked"
+    pids = [{each["rank"]: each["pid"] for each in event["survivors"]} for event in heals]
+    assert pids[1][2] == pids[2][2]
+    assert all(event["repeated_steps"] <= 1 for event in heals)
+    ledger = json.loads((project.folder / ".dtctl" / "runs" / str(done.done["run"]) / "ledger.json").read_text())
+    assert ledger["phases_s"]["heal"] > 0
+    assert ledger["phases_s"]["restart"] == 0
+
+
+def test_shards_come_from_the_other_replica(project: Project) -> None:
+    _, straight = launched(project, strategy="hsdp")
+    done, healed = launched(project, strategy="hsdp", kill="3:1 val8:2 supervisor11:3 publish:0")
+    assert healed == straight
+    assert done.done["attempts"] == 1, done.err
+    heals = [event for event in done.events if event["event"] == "heal"]
+    assert [[each["rank"] for each in event["replaced"]] for event in heals] == [[1], [2], [2, 3], [0]], done.err
+    pids = [{each["rank"]: each["pid"] for each in event["survivors"]} for event in heals]
+    assert pids[0][3] == pids[1][3]
+
+
+def test_where_it_would_not_be_exact_all_are_restarted(project: Project) -> None:
+    done, _ = launched(project, kill="9:1", keeps=1)
+    assert done.done["attempts"] == 2
+    assert "heal" not in [event["event"] for event in done.events]
+    notes = [str(event["text"]) for event in done.events if event["event"] == "note"]
+    assert any("not healed" in text and "calls" in text for text in notes), notes
+
+
+def test_a_lost_node_has_its_place_again_and_one_that_stays_away_is_replaced_by_a_spare(
+    project: Project, sandbox: Sandbox
+) -> None:
+    _, straight = launched(project, spare=True)
+    write(project, kill="supervisor3:0 off9:1", spare=True)
+    process = project.start("launch", "--json")
+    logs = project.folder / ".dtctl" / "runs"
+    wait_until(
+        lambda: any("switched off" in path.read_text() for path in logs.glob("*/logs/node2/rank-1.log")), what="step 9"
+    )
+    faults.kill(sandbox, sandbox.nodes[1])
+    try:
+        done, healed = ended(project, project.finish(process))
+    finally:
+        faults.heal(sandbox, [sandbox.nodes[1]])
+    assert healed == straight
+    assert done.done["attempts"] == 1, done.err
+    heals = [event for event in done.events if event["event"] == "heal"]
+    replaced = [[(each["rank"], each["node"], each["by"]) for each in event["replaced"]] for event in heals]
+    assert replaced == [[(0, "node1", "node1")], [(1, "node2", "node3")]]
+    assert heals[1]["detect_s"] > 9, "nothing was heard of it until the time was up"
+    metrics = (logs / str(done.done["run"]) / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in metrics]
+    assert steps == sorted(set(steps))
+    assert steps[0] <= 4

@@ -1,0 +1,77 @@
+"""The line below all others: how far the training is, on a terminal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyte
+import pytest
+
+from dtctl.cli import output
+from dtctl.cli.common import launch_view, progress_line
+from dtctl.launch.records.events import OutputLine, Stopping
+
+
+class Terminal:
+    """A stream that a terminal shows."""
+
+    def __init__(self) -> None:
+        self.screen = pyte.Screen(60, 6)
+        self._stream = pyte.Stream(self.screen)
+
+    def write(self, text: str) -> None:
+        self._stream.feed(text.replace("\n", "\r\n"))
+
+    def flush(self) -> None: ...
+
+    def isatty(self) -> bool:
+        return True
+
+    def lines(self) -> list[str]:
+        return [line.rstrip() for line in self.screen.display if line.strip()]
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    shown = Terminal()
+    streams = SimpleNamespace(stdout=shown, stderr=shown)  # not in sys itself: pytest takes its streams back there
+    monkeypatch.setattr(output, "sys", streams)
+    monkeypatch.setattr(launch_view, "sys", streams)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(output, "_last", [])
+    return shown
+
+
+def test_it_stays_below_what_is_printed_and_is_one_line(terminal: Terminal) -> None:
+    output.stand("step 1")
+    output.out("a")
+    output.stand("step 2 " + 100 * "x")
+    output.err("b")
+    *above, last = terminal.lines()
+    assert above == ["a", "b"]
+    assert last.startswith("step 2 x")
+    output.stand("")
+    output.out("c")
+    assert terminal.lines() == ["a", "b", "c"]
+
+
+def test_a_pipe_has_none(capsys: pytest.CaptureFixture[str]) -> None:
+    output.stand("step 1")
+    output.out("a")
+    assert capsys.readouterr() == ("a\n", "")
+
+
+def test_it_tells_the_newest_row_and_goes_when_the_run_stops(
+    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"step": 30, "loss": 1.25, "step_s": 0.5}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.setattr(progress_line, "steps_of", lambda _: 120)
+    view = launch_view.LaunchView(json_lines=False, record=SimpleNamespace(folder=tmp_path))  # type: ignore[arg-type]
+    view.event(OutputLine(node="node1", rank=0, text="step 30"))
+    assert terminal.lines() == ["[node1:0] step 30", "step 30 of 120  25%  0:45 to go  500.0 ms/step  loss 1.2500"]
+    view.event(Stopping(reason="asked to"))
+    assert [line for line in terminal.lines() if "to go" in line] == []

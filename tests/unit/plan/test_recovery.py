@@ -1,0 +1,77 @@
+"""What a spec comes to when a worker is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dtctl.errors import PlanError
+from dtctl.plan.build import PlanFacts, build
+from dtctl.plan.model import Plan
+from dtctl.spec.load import parse_spec
+from dtctl.spec.nodes import resolve_nodes
+from tests.facts import missing
+
+
+def planned(job: str = "", *, train: str = "train: {strategy: ddp}", slots: int = 2, kind: str = "direct") -> Plan:
+    text = f"cluster: {{transport: local, slots: {slots}}}\njob: {{script: t.py, kind: {kind}{job}}}\n{train}\n"
+    spec = parse_spec(text, source="dtctl.yaml", base_dir=Path("/nowhere"))
+    return build(spec, resolve_nodes(spec), run="r", facts=PlanFacts())
+
+
+def test_live_is_said_and_the_workers_are_forked_from_a_warm_process() -> None:
+    plan = planned(", recovery: live, preload: [torch]", slots=2)
+    assert plan.live
+    assert any("job.recovery" in note for note in plan.notes)
+    assert plan.nodes[0].preload == ("torch",)
+
+
+@pytest.mark.parametrize("recovery", ["auto", "restart"])
+def test_without_restarts_a_lost_worker_ends_the_run(recovery: str) -> None:
+    plan = planned(f", recovery: {recovery}")
+    assert not plan.live
+    assert missing("\n".join(plan.notes), "0 max_restarts") == []
+
+
+def test_with_restarts_auto_is_live_wherever_it_can_be() -> None:
+    plan = planned(", max_restarts: 2")
+    assert plan.live
+    assert missing("\n".join(plan.notes), "replaced auto") == []
+    plan = planned(", recovery: restart, max_restarts: 2")
+    assert not plan.live
+    assert missing("\n".join(plan.notes), "2 restart snapshot") == []
+    plan = planned(", max_restarts: 2", train="train: {strategy: fsdp}")
+    assert not plan.live
+    assert missing("\n".join(plan.notes), "2 restart fsdp") == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": "torchrun"},
+        {"train": ""},
+        {"slots": 1},
+        {"train": "train: {strategy: fsdp}"},
+        {"train": "train: {strategy: {dp: 1, fsdp: 2}}"},
+        {"train": "train: {strategy: ddp, shares: {localhost: 2}}"},
+        {"train": "train: {exact: elastic}"},
+        {"train": "train: {snapshot: {replicas: 1}}"},
+    ],
+    ids=["torchrun", "no runtime", "alone", "fsdp", "mesh", "shares", "elastic", "replicas"],
+)
+def test_what_cannot_be_live_is_refused_with_what_to_do(change: dict[str, object]) -> None:
+    with pytest.raises(PlanError) as caught:
+        planned(", recovery: live", **change)  # type: ignore[arg-type]
+    assert caught.value.where == "job.recovery"
+    assert caught.value.hint
+
+
+def test_auto_and_names_of_axes_are_left_to_the_workers() -> None:
+    assert planned(", recovery: live", train="train: {strategy: auto}").live
+    assert planned(", recovery: live", train="train: {strategy: {dp: -1}}").live
+
+
+def test_shards_of_which_there_is_a_replica_can_be_live() -> None:
+    assert planned(", recovery: live", train="train: {strategy: {dp: 2, fsdp: -1}}", slots=4).live
+    assert not planned(", max_restarts: 1", train="train: {strategy: {dp: 2, tp: 2}}", slots=4).live
