@@ -8,8 +8,8 @@ export OMP_NUM_THREADS ?= 1
 # Without compiled files each of the thousand processes that tests start would compile dtctl again.
 unexport PYTHONDONTWRITEBYTECODE
 # Tests on virtual hosts often wait for processes, so two more than there are cores; each has a sandbox of its own. The
-# longest modules begin first; see tests/conftest.py.
-HOSTS_TESTS := -n $(shell expr $$(nproc) + 2) --dist loadfile --no-loadscope-reorder --durations=15
+# longest modules begin first; see tests/conftest.py. (nproc would count OMP_NUM_THREADS.)
+HOSTS_TESTS := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2) --dist loadfile --no-loadscope-reorder --durations=15
 
 .PHONY: help demo test check unit integration test-frameworks soak fuzz bench gpu clean
 .DEFAULT_GOAL := help

@@ -9,8 +9,10 @@ were not killed stood still; steps done again, samples that no step has had, and
 those of the same program left alone. torchrun and the restart go on from snapshots every 50 steps; torchft's replica
 groups have a worker each, and its lighthouse the settings of its README. Refuses to measure on a busy machine.
 
-Not to be quoted yet: the rows of torchrun, whose workers did not find each other again here, and of torchft, whose
-survivors began anew as well. Why is not understood, and may be the fault of these programs.
+Two peers are helped. torchrun of torch 2.13 hands the store of the first attempt to all later ones, where gloo finds
+the addresses of workers that have ended: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each attempt its own
+(https://github.com/pytorch/pytorch/issues/135712). The DDP wrapper of torchft 0.2.0 ends with an AssertionError where
+a sum over gloo has failed (`assert fut._fut`), and all survivors end with it: gradients go through `Manager.allreduce`.
 """
 
 from __future__ import annotations
@@ -71,6 +73,9 @@ def end(rank, trained):
     path = os.path.join(FOLDER, f"end.{rank}")
     torch.save({"loss": loss, "weights": weights}, path + ".part")
     os.replace(path + ".part", path)
+
+def over(rank):
+    open(os.path.join(FOLDER, f"over.{rank}"), "w").close()
 """.replace("WORKERS", str(WORKERS)).replace("SAMPLES", str(SAMPLES))
 OURS = """\
 from task import *
@@ -85,6 +90,7 @@ def train(config, worker):
     trainer.optimizer.register_step_post_hook(lambda *_: note(worker.rank, trainer.step))
     outcome = trainer.run()
     end(worker.rank, trainer.model)
+    over(worker.rank)
     return outcome
 
 if __name__ == "__main__":
@@ -117,6 +123,7 @@ def main():
             torch.save(state, kept + ".part")
             os.replace(kept + ".part", kept)
     end(rank, own)
+    over(rank)
     dist.destroy_process_group()
 
 if __name__ == "__main__":
@@ -125,7 +132,7 @@ if __name__ == "__main__":
 TORCHFT = """\
 from task import *
 from datetime import timedelta
-from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+from torchft import Manager, Optimizer, ProcessGroupGloo
 from torchft.checkpointing.pg_transport import PGTransport
 
 def main():
@@ -143,17 +150,23 @@ def main():
         timeout=timedelta(seconds=30),
         checkpoint_transport=PGTransport(group, timeout=timedelta(seconds=10), device="cpu"),
     )
-    wrapped, optimizer = DistributedDataParallel(manager, own), Optimizer(manager, inner)
-    while manager.current_step() < STEPS:
-        step = manager.current_step()
+    optimizer, parameters = Optimizer(manager, inner), list(own.parameters())
+    # Survivors do not wait: they would be through before the lost one is back.
+    while (step := manager.current_step()) < STEPS or not os.path.exists(os.path.join(FOLDER, "enough")):
         optimizer.zero_grad()
         time.sleep(0.005)
         inputs, targets = batch(step, rank)
-        nn.functional.mse_loss(wrapped(inputs), targets).backward()
+        nn.functional.mse_loss(own(inputs), targets).backward()
+        gradient = nn.utils.parameters_to_vector([each.grad for each in parameters])
+        manager.allreduce(gradient).wait()
+        for each, sums in zip(parameters, gradient.split([each.numel() for each in parameters])):
+            each.grad.copy_(sums.view_as(each))
         optimizer.step()
         if manager.current_step() > step:
             note(rank, manager.current_step() - 1, manager.num_participants())
-    end(rank, own)
+            if manager.current_step() == STEPS:
+                end(rank, own)
+    over(rank)
     os._exit(0)  # its threads would wait for those that have ended
 
 if __name__ == "__main__":
@@ -201,6 +214,7 @@ def ours(folder: Path, steps: int, recovery: str) -> list[list[str]]:
 def torchrun(folder: Path, steps: int) -> list[list[str]]:
     """Stock torchrun with its own restarts."""
     return [[
+        "env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}",
         "--max-restarts=100", "--monitor-interval=0.1", "train.py", str(folder), str(steps),
     ]]  # fmt: skip
@@ -236,7 +250,7 @@ class Ended:
     left_out: int
     took_s: float
     end: Any
-    """Loss and weights of the first worker; None: it was stuck."""
+    """Loss and weights of a worker after the last of the steps; None: they were stuck."""
 
 
 def train(
@@ -265,11 +279,13 @@ def train(
         ]
     try:
         deadline = time.monotonic() + LIMIT_S
-        while not all((folder / f"end.{rank}").exists() for rank in range(WORKERS)):
+        while not all((folder / f"over.{rank}").exists() for rank in range(WORKERS)):
             if time.monotonic() > deadline:
                 print(f"stuck:\n{(folder / 'output').read_text()[-2000:]}", file=sys.stderr)
                 break
             done = [lines(folder, rank) for rank in range(WORKERS)]
+            if (len(struck) == kills or not strike) and (not struck or _together(done, *struck[-1]) is not None):
+                (folder / "enough").touch()
             due = strike and len(struck) < kills and all(row and _reached(row, len(struck)) for row in done)
             if due and (not struck or _together(done, *struck[-1]) is not None):
                 rank = len(struck) % WORKERS
@@ -296,7 +312,7 @@ def train(
         again=max(len(row) - len(set(row)) for row in steps_of),
         left_out=SAMPLES * sum(WORKERS - of for of in _committed(done).values()),
         took_s=round(took_s, 1),
-        end=torch.load(folder / "end.0") if (folder / "end.0").exists() else None,
+        end=next((torch.load(path) for path in sorted(folder.glob("end.?"))), None),
     )
 
 

@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from datetime import datetime
 from typing import Any
 
@@ -363,7 +364,9 @@ echo "left $SLURMD_NODENAME $(look "$1" | wc -l)"
 """
 """Ends what is left of a job on a node and counts what still is: processes with its number in their environment."""
 GONE = ("DOWN", "NOT_RESPONDING", "POWERED_DOWN", "POWERING", "FAIL", "UNKNOWN")
-LOOK_S = 10
+LOOK_S = 20
+COMPLETING_S = 30
+"""How long nodes may take to come free of a job that has ended; the kernel's and the site's epilogs come in between."""
 SSH = ("BatchMode=yes", "ConnectTimeout=5", "StrictHostKeyChecking=yes", "ForwardAgent=no", "ForwardX11=no")
 """Ask nobody, and trust no node that is not known."""
 
@@ -375,6 +378,10 @@ def left(request: Json) -> Json:
     """
     nodes, counts = request["nodes"], dict.fromkeys(request["nodes"])
     node_records = run("scontrol", "show", "node", "-o", ",".join(nodes))
+    deadline = time.monotonic() + COMPLETING_S
+    while re.search(r"\sState=\S*COMPLETING", node_records.stdout) and time.monotonic() < deadline:
+        time.sleep(0.5)
+        node_records = run("scontrol", "show", "node", "-o", ",".join(nodes))
     config = run("scontrol", "show", "config").stdout
     if node_records.returncode or not config:
         return {"left": counts, "how": "scontrol does not describe the nodes"}

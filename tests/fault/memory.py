@@ -75,12 +75,12 @@ def train(config, worker):
     torch.manual_seed(1)
     inputs = torch.randn(900, 32, generator=torch.Generator().manual_seed(5))
 
-    trainer = None  # while it is made, a pipeline tries the model
+    trainer = None  # while it is made, the model is tried, which is no step
 
     def loss(model, batch):
         step = trainer.step if trainer else 0
         time.sleep(0.01)
-        if worker.rank == worker.world_size - 1:  # of a pipeline, the one that has a loss
+        if trainer and worker.rank == worker.world_size - 1:  # of a pipeline, the one that has a loss
             with open(os.environ["DONE"], "w") as file:
                 file.write(f"{os.environ['DTCTL_ATTEMPT']} {step}")
         if step == config.steps - 3:  # whoever kills has had enough

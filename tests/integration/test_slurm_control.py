@@ -146,7 +146,7 @@ def test_a_submission_that_never_was_is_over(shared: Project) -> None:
     assert fields(shared, job)
     done = shared.run("stop", "--json")
     assert done.code == 0, done.err
-    assert json.loads(done.out)["left_behind"] == 0
+    assert json.loads(done.out)["left_behind"] == 0, done.err
     assert isinstance(list(record(shared).events())[-1], RunEnded)
 
 
@@ -199,7 +199,7 @@ def test_a_launcher_that_is_killed_around_the_submission_leaves_no_unknown_job(
     assert ([row["job"]] if submitted else []) == jobs_of(shared)
     stopped = shared.run("stop", "--json")
     assert stopped.code == 0, stopped.err
-    assert json.loads(stopped.out)["left_behind"] == 0
+    assert json.loads(stopped.out)["left_behind"] == 0, stopped.err
     assert jobs_of(shared) == []
 
 
