@@ -97,7 +97,7 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
         from dtctl.plan.training import check_training
 
         sizes = {placement.slots for placement in placements}
-        training = check_training(spec, workers=total, per_node=sizes.pop() if len(sizes) == 1 else 0)
+        training = check_training(spec, workers=total, per_node=sizes.pop() if len(sizes) == 1 else 0, nodes=len(nodes))
     shared = _Shared(
         spec=spec,
         kind=kind,

@@ -15,7 +15,7 @@ from dtctl.train.mesh import resolve
 SIZES = ("micro_batch", "global_batch", "accumulate")
 
 
-def check_training(spec: Spec, *, workers: int, per_node: int) -> list[str]:
+def check_training(spec: Spec, *, workers: int, per_node: int, nodes: int) -> list[str]:
     """Notes about the training of a spec on these workers.
 
     What the spec leaves open, the job's script may set: only what holds whatever that is, is refused.
@@ -24,6 +24,7 @@ def check_training(spec: Spec, *, workers: int, per_node: int) -> list[str]:
         spec: with a `train:` section.
         workers: in the whole job.
         per_node: workers of every node; 0 if nodes differ.
+        nodes: how many there are.
 
     Raises:
         PlanError: the workers would refuse the mesh, the sizes of a batch, or settings that do not go together.
@@ -36,8 +37,14 @@ def check_training(spec: Spec, *, workers: int, per_node: int) -> list[str]:
             where=spec.written_at("train.snapshot.memory"),
             hint="leave it out, or reach the nodes over SSH",
         )
+    notes = []
+    snapshot = values.get("snapshot", {})
+    wanted = {"replicas": snapshot.get("replicas", 0), "memory.copies": (snapshot.get("memory") or {}).get("copies", 1)}
+    for key, copies in wanted.items():
+        if isinstance(copies, int) and 1 < nodes <= copies:
+            notes.append(f"train.snapshot.{key} is {copies}, and {nodes - 1} are kept: one on each other node")
     if "strategy" not in values:
-        return []
+        return notes
     config = settings.build(TrainConfig, values, at="train", where="the spec")
     try:
         degrees = resolve(config.strategy, workers=workers, per_node=per_node)
@@ -54,8 +61,8 @@ def check_training(spec: Spec, *, workers: int, per_node: int) -> list[str]:
     except PlanError as exc:
         raise PlanError(exc.message, where=spec.written_at(exc.where or "train"), hint=exc.hint) from None
     if per_node and degrees.tp > per_node:
-        return [
+        notes.append(
             f"tp {degrees.tp} spans nodes of {per_node} workers: every layer of every step would wait for the network "
             f"between them; a tp of at most {per_node} stays inside a node"
-        ]
-    return []
+        )
+    return notes

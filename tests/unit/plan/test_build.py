@@ -25,6 +25,13 @@ def env(found: Plan, node: int = 0) -> dict[str, str]:
     return {variable.name: variable.value for variable in found.nodes[node].env}
 
 
+@pytest.mark.parametrize(("copies", "is_noted"), [(1, False), (2, False), (3, True), (5, True)])
+def test_more_copies_than_other_nodes_are_noted(copies: int, is_noted: bool) -> None:
+    train = f"{{strategy: fsdp, snapshot: {{memory: {{copies: {copies}}}}}}}"
+    text = f"{{cluster: {{transport: ssh, nodes: [a, b, c], slots: 1}}, job: {{script: t.py}}, train: {train}}}"
+    assert any("memory.copies" in note for note in plan(text).notes) is is_noted
+
+
 def test_torchrun() -> None:
     found = plan(TWO + "job: {script: train.py, args: [--lr, '1']}")
     assert found.world_size == 4
