@@ -76,11 +76,10 @@ def _obstacle(spec: Spec, kind: Kind, *, workers: int) -> tuple[str, str]:
         )
     if train.get("snapshot", {}).get("memory") is not None:
         return "all workers write the snapshots in memory together", "use `recovery: restart`, or leave `memory` out"
-    strategy = train.get("strategy", "auto")
-    if not _is_replicated(strategy, workers):
+    if why := _held_once(train.get("strategy", "auto"), workers):
         return (
-            f"with strategy {strategy} a part of the state is nowhere else",
-            "use `train.strategy: ddp` or `hsdp`, or `recovery: restart`",
+            why,
+            "use `train.strategy: ddp`, `hsdp` or degrees with replicas, as {dp: 2, ep: -1}, or `recovery: restart`",
         )
     if train.get("exact") == "elastic":
         return "`train.exact: elastic` keeps state of its own on each worker", "use `recovery: restart`"
@@ -89,9 +88,18 @@ def _obstacle(spec: Spec, kind: Kind, *, workers: int) -> tuple[str, str]:
     return "", ""
 
 
-def _is_replicated(strategy: str | Mapping[str, int], workers: int) -> bool:
-    """Whether every part of the state is on several workers; only the workers know what `auto` comes to."""
+def _held_once(strategy: str | Mapping[str, int], workers: int) -> str:
+    """Which part of a worker's state no other one can give to its successor; only the workers know what `auto` is."""
+    if strategy in ("auto", "ddp", "hsdp"):
+        return ""
+    if strategy == "zero1":
+        return "zero1 divides the optimizer's state, and nobody else has a worker's part of it"
     if isinstance(strategy, str):
-        return strategy in ("auto", "ddp", "hsdp")
+        return f"with strategy {strategy} a part of the state is nowhere else"
     degrees = resolve(strategy, workers=workers, per_node=0)
-    return degrees.dp > 1 and degrees.dp * degrees.fsdp == workers
+    if degrees.has_replicas:
+        return ""
+    if degrees.tp * degrees.cp * degrees.pp > 1:
+        return f"a model that is divided by tp, cp or pp ({degrees}) cannot be put into new process groups"
+    held = "experts" if degrees.ep > 1 else "shards"
+    return f"{degrees} is a single replica, and nobody else has a worker's {held}"

@@ -179,15 +179,15 @@ class Trainer:
         """The optimizer, its learning rate, and number formats."""
         config = self.config
         self.optimizer = optimizer(self.model) if optimizer else optim.optimizer(config, self.model)
-        self._take_parameters()
-        self.rate = optim.LearningRate(config, self.optimizer, self.steps, own=rate)
+        self._take_parameters(rate)
         self.autocast = autocast(config.precision, self.worker.device)
         self.loss_scale = LossScale() if config.precision == "fp16" else None
 
-    def _take_parameters(self) -> None:
-        """What follows from the parameters that the optimizer has; collective."""
+    def _take_parameters(self, rate: Callable[[int], float] | None) -> None:
+        """What follows from the parameters that the optimizer has, none of which was trained yet; collective."""
         self.parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self.strategy.prepare(self.optimizer)
+        self.rate = optim.LearningRate(self.config, self.optimizer, self.steps, own=rate)
         self.configured = configured(self.optimizer)
         self.ema = Ema(self.model, self.config.ema) if self.config.ema else None
 
@@ -240,7 +240,7 @@ class Trainer:
             self.strategy = self._spread()
             if isinstance(self.strategy, Lasting):
                 optim.exchange(self.optimizer, whole, dict(self.model.named_parameters()))
-                self._take_parameters()
+                self._take_parameters(self.rate.own)
                 self._account = self._take_account(replace(self.worker, backend=None))
             else:
                 self.strategy.prepare(self.optimizer)

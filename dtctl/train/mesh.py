@@ -68,6 +68,11 @@ class Degrees:
         return self.expert_shards * self.ep
 
     @property
+    def has_replicas(self) -> bool:
+        """Whether every part of the state is on several workers, and no tp, cp or pp divides it."""
+        return self.dp > 1 and self.dp * self.fsdp * self.ep == self.workers
+
+    @property
     def expert_parts(self) -> int:
         """Among how many workers experts are divided: those that split matrices have the same tokens, and divide them.
 

@@ -2,6 +2,7 @@
 
     python -m tests.fault.live --count 100              ddp on 3 x 1 workers, 20 kills in each run
     python -m tests.fault.live --count 40 --shape 2x2 --strategy hsdp
+    python -m tests.fault.live --count 40 --shape 2x2 --strategy ep       a mixture whose experts each node divides
     python -m tests.fault.live --count 52 --kills 52 --shelter      one worker that stays: what 50 healings leave in it
 
 A training with dropout, accumulation, evaluation, snapshots and processes that read data runs on virtual hosts.
@@ -61,13 +62,14 @@ job:
     hang_start_s: 300, env: {{PYTHONPATH: "{root}", OMP_NUM_THREADS: 1, TRAPS: "{traps}"}}}}
 train:
   {{strategy: {strategy}, steps: {steps}, micro_batch: 2, accumulate: 2, lr: 1.0e-3, clip_norm: 1.0, data_workers: 1,
-    log_every: 3, eval_every: 10, timeout_s: 600, snapshot: {{dir: "{snapshots}", every_steps: 5, keep: 2}}}}
+    log_every: 3, eval_every: 10, timeout_s: 600, ema: {{decay: 0.9}},
+    snapshot: {{dir: "{snapshots}", every_steps: 5, keep: 2}}}}
 """
 SCRIPT = """\
 import os, signal, time
 import torch
 from torch import nn
-from dtctl.runtime import TensorData, Trainer, run
+from dtctl.runtime import MoE, TensorData, Trainer, run
 
 TRAPS = os.environ["TRAPS"]
 
@@ -78,13 +80,42 @@ def trap(name):  # whoever comes first is killed
         return
     os.kill(os.getpid(), signal.SIGKILL)
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(24), nn.Dropout(0.2)
+        self.mixture = MoE(
+            width=24, hidden=48, experts=4, shared=1, capacity=1.5, balance_loss=1e-2, bias_rate=1e-3
+        )
+
+    def forward(self, stream):
+        return stream + self.dropout(self.mixture(self.norm(stream)))
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, inputs):
+        stream = inputs.view(-1, 4, 24)
+        for block in self.blocks:
+            stream = block(stream)
+        return stream.flatten(1)
+
 def train(config, worker):
     torch.manual_seed(1)
-    body = [layer for _ in range(3) for layer in (nn.Linear(96, 96), nn.GELU(), nn.Dropout(0.2))]
+    if isinstance(config.strategy, str):
+        body = [layer for _ in range(3) for layer in (nn.Linear(96, 96), nn.GELU(), nn.Dropout(0.2))]
+    else:
+        body = [Mixture()]
     inputs = torch.randn(900, 96, generator=torch.Generator().manual_seed(5))
     few = TensorData(inputs[:20], inputs[:20, :1])
 
+    trainer = None  # with ep the loss is tried before there is one
+
     def loss(model, batch):
+        if trainer is None:
+            return nn.functional.mse_loss(model(batch[0]), batch[1])
         if trainer.step == config.steps - 3:  # whoever kills has had enough
             while not os.path.exists(os.path.join(TRAPS, "enough")):
                 time.sleep(0.01)
@@ -320,7 +351,7 @@ def train(
         slots=shape[1],
         root=ROOT,
         steps=steps,
-        strategy=strategy,
+        strategy=f"{{dp: -1, ep: {shape[1]}}}" if strategy == "ep" else strategy,
         snapshots=snapshots,
         traps=traps,
     )
@@ -343,6 +374,8 @@ def train(
             process.send_signal(signal.SIGTERM)
             process.wait(60)
     [done] = run.events("done")
+    if ended.code:
+        print(f"exit code {ended.code}:", (folder / "out").read_text()[-4000:], file=sys.stderr)
     ended.digest, ended.attempts = str(commands.digest(snapshots)["digest"]), done["attempts"]
     ended.heals = run.events("heal")
     ended.notes = [
@@ -433,7 +466,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="seed to begin with")
     parser.add_argument("--kinds", default=",".join(sorted({*KINDS, *EDGES})), help="what may happen")
     parser.add_argument("--shape", default="3x1", help="nodes x workers on each")
-    parser.add_argument("--strategy", choices=["ddp", "hsdp"], default="ddp")
+    parser.add_argument("--strategy", choices=["ddp", "hsdp", "ep"], default="ddp")
     parser.add_argument("--shelter", action="store_true", help="strike nobody on the first node; not first, not last")
     parser.add_argument("--keep", type=Path, help="file for the results, JSON; written anew after each run")
     options = parser.parse_args()

@@ -22,13 +22,13 @@ job:
     env: {{OMP_NUM_THREADS: "1", PYTHONPATH: "{here}", KILL: "{kill}", KEEPS: "{keeps}"}}}}
 train:
   {{strategy: {strategy}, steps: 16, micro_batch: 2, accumulate: 2, clip_norm: 1.0, data_workers: 1, log_every: 4,
-    eval_every: 8, timeout_s: 600, snapshot: {{every_steps: 6}}}}
+    eval_every: 8, ema: {{decay: 0.9}}, timeout_s: 600, snapshot: {{every_steps: 6}}}}
 """
 TRAIN = """\
 import os, signal, time
 import torch
 from torch import nn
-from dtctl.runtime import TensorData, Trainer, run
+from dtctl.runtime import MoE, TensorData, Trainer, run
 from dtctl.runtime.snapshot import write
 
 FIRST = os.environ["DTCTL_ATTEMPT"] == "0" and "DTCTL_LIVE_EPOCH" not in os.environ
@@ -43,15 +43,29 @@ def die():
                 os.kill(pid, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = MoE(width=4, hidden=6, experts=4, capacity=1.5, balance_loss=0.01, bias_rate=0.001)
+
+    def forward(self, inputs):
+        stream = inputs.view(-1, 2, 4)
+        return (stream + self.layer(stream)).flatten(1)
+
 def train(config, worker):
     inputs = torch.randn(200, 8, generator=torch.Generator().manual_seed(5))
+    trainer = None  # with ep the loss is tried before there is one
     model = nn.Sequential(nn.Linear(8, 30), nn.Dropout(0.2), nn.ReLU(), nn.Linear(30, 1))
+    if not isinstance(config.strategy, str):
+        model.insert(0, Mixture())
     model.register_buffer("constant", torch.ones(1))
     data = TensorData(inputs, inputs.sum(1, keepdim=True))
 
     def loss(model, batch):
         global calls
         calls += os.environ["KEEPS"] == "1"
+        if trainer is None:
+            return nn.functional.mse_loss(model(batch[0]), batch[1])
         if FIRST and KILL.get(str(trainer.step)) == str(worker.rank):
             die()
         if FIRST and KILL.get(f"supervisor{trainer.step}") == str(worker.rank):
@@ -82,11 +96,11 @@ if __name__ == "__main__":
 
 
 def write(project: Project, *, kill: str = "", keeps: int = 0, spare: bool = False, strategy: str = "ddp") -> None:
-    """The project: on three nodes, or on two with a spare; hsdp: on two with two workers each."""
+    """The project: ddp on three nodes, or on two with a spare; others on two with two workers each."""
     nodes, spares = ("[node1, node2]", "[node3]") if spare else ("[node1, node2, node3]", "[]")
-    if strategy == "hsdp":
+    if strategy != "ddp":
         nodes = "[node1, node2]"
-    slots = 2 if strategy == "hsdp" else 1
+    slots = 1 if strategy == "ddp" else 2
     spec = SPEC.format(here=HERE, kill=kill, keeps=keeps, nodes=nodes, spares=spares, strategy=strategy, slots=slots)
     project.write("train.py", TRAIN)
     project.write("dtctl.yaml", spec)
@@ -134,9 +148,10 @@ def test_the_others_stay_and_the_bits_are_the_same(project: Project) -> None:
     assert ledger["phases_s"]["restart"] == 0
 
 
-def test_shards_come_from_the_other_replica(project: Project) -> None:
-    _, straight = launched(project, strategy="hsdp")
-    done, healed = launched(project, strategy="hsdp", kill="3:1 val8:2 supervisor11:3 publish:0")
+@pytest.mark.parametrize("strategy", ["hsdp", "{dp: 2, ep: 2}"])
+def test_shards_and_experts_come_from_the_other_replica(project: Project, strategy: str) -> None:
+    _, straight = launched(project, strategy=strategy)
+    done, healed = launched(project, strategy=strategy, kill="3:1 val8:2 supervisor11:3 publish:0")
     assert healed == straight
     assert done.done["attempts"] == 1, done.err
     heals = [event for event in done.events if event["event"] == "heal"]

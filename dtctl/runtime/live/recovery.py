@@ -30,6 +30,7 @@ from dtctl.runtime.exactness.consistency import fingerprint, require_equal, sett
 from dtctl.runtime.live.control import Control, Meeting
 from dtctl.runtime.live.training import Training
 from dtctl.runtime.live.transfer import IncompleteState, bring_level
+from dtctl.runtime.moe.layer import MoE
 from dtctl.runtime.snapshot.state import raw
 
 LOST: Final = (
@@ -212,8 +213,7 @@ def obstacle(trainer: Training) -> str:
         return ""
     degrees = trainer.place.degrees
     is_divided = degrees.shards > 1
-    has_replica = degrees.dp > 1 and degrees.dp * degrees.fsdp == degrees.workers
-    if not has_replica or trainer.elastic or trainer.config.strategy == "zero1":
+    if not degrees.has_replicas or trainer.elastic or trainer.config.strategy == "zero1":
         return "the strategy is not ddp or hsdp, and each worker has a part of the state that nobody else has"
     if is_divided and not hasattr(trainer.model, "reset_iter_state"):  # since 2.13
         return f"torch {torch.__version__} cannot take back an interrupted pass of a sharded model"
@@ -241,8 +241,12 @@ def obstacle(trainer: Training) -> str:
 
 
 def buffers_checksum(trainer: Training) -> int | None:
-    """One number for all buffers of the model; None if they are too large to be looked at."""
-    buffers = list(trainer.model.buffers())
+    """One number for all buffers of the model; None if they are too large to be looked at.
+
+    Without those that are part of a step, the same on all workers and given to newcomers: biases that balance experts.
+    """
+    balancing = {layer.bias for layer in trainer.model.modules() if isinstance(layer, MoE)}
+    buffers = [buffer for buffer in trainer.model.buffers() if buffer not in balancing]
     if sum(buffer.numel() * buffer.element_size() for buffer in buffers) > BUFFER_BYTES:
         return None
     crc = 0

@@ -1,13 +1,14 @@
 """The furthest state of all workers, given to those who have less: one message each, from memory to memory.
 
 A survivor can be a step ahead of another: its sum of gradients was complete when a peer was lost. It has taken its
-step, so the others take it over; nothing of it is taken back. Where the state is divided (hsdp), each worker gets its
-part from one with the same part in another replica.
+step, so the others take it over; nothing of it is taken back. Where the state is divided (hsdp, ep), each worker gets
+its part from one with the same part in another replica.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -114,10 +115,13 @@ def _take(trainer: Training, tree: dict[str, Any], facts: dict[str, Any]) -> Non
 def _send(tree: dict[str, Any], rank: int) -> None:
     tensors: list[torch.Tensor] = []
     shape = skeleton(tree, tensors)
+    meshes = _meshes(tree["model"].values())
     own = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
     kinds = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in own]
     send(
-        json.dumps({"skeleton": shape, "tensors": kinds, "whole": [_layout(tensor) for tensor in tensors]}).encode(),
+        json.dumps(
+            {"skeleton": shape, "tensors": kinds, "whole": [_layout(tensor, meshes) for tensor in tensors]}
+        ).encode(),
         rank,
     )
     for tensor in own:
@@ -131,8 +135,8 @@ def _receive(rank: int, trainer: Training) -> dict[str, Any]:
     for tensor in tensors:
         for chunk in _chunks(tensor):
             dist.recv(chunk, src=rank)
-    mesh = next((value.device_mesh for value in trainer.parameters if hasattr(value, "device_mesh")), None)
-    parts = [_divided(part, whole, mesh) for part, whole in zip(tensors, header["whole"], strict=True)]
+    meshes = _meshes(trainer.model.state_dict().values())
+    parts = [_divided(part, whole, meshes) for part, whole in zip(tensors, header["whole"], strict=True)]
     found: dict[str, Any] = filled(header["skeleton"], parts)
     return found
 
@@ -142,21 +146,27 @@ def _chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.split(raw(tensor), CHUNK) if tensor.numel() else ()
 
 
-def _layout(tensor: torch.Tensor) -> list[Any] | None:
-    """Of a tensor that is divided: its whole shape and strides, and the dim over which each axis divides it; JSON."""
+def _meshes(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """Over which a model is divided, each once; in the same order on all workers."""
+    return list(dict.fromkeys(tensor.device_mesh for tensor in tensors if hasattr(tensor, "device_mesh")))
+
+
+def _layout(tensor: torch.Tensor, meshes: Sequence[Any]) -> list[Any] | None:
+    """Of a tensor that is divided: its whole shape and strides, over which mesh, and the dim that each axis divides."""
     if not hasattr(tensor, "placements"):
         return None
     dims = [placement.dim if placement.is_shard() else None for placement in cast(Any, tensor).placements]
-    return [list(tensor.shape), list(tensor.stride()), dims]
+    return [list(tensor.shape), list(tensor.stride()), meshes.index(cast(Any, tensor).device_mesh), dims]
 
 
-def _divided(part: torch.Tensor, whole: list[Any] | None, mesh: Any) -> torch.Tensor:
+def _divided(part: torch.Tensor, whole: list[Any] | None, meshes: Sequence[Any]) -> torch.Tensor:
     """A tensor as `_layout` has described it, of this worker's part."""
     if whole is None:
         return part
     from torch.distributed.tensor import DTensor, Replicate, Shard  # half a second that ddp need not wait for
 
-    shape, stride, dims = whole
+    shape, stride, number, dims = whole
+    mesh = meshes[number]
     return DTensor.from_local(
         part.to(mesh.device_type),
         mesh,

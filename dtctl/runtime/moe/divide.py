@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -28,7 +27,7 @@ from dtctl.runtime.moe import accounting, dispatch, recognize
 from dtctl.runtime.moe.recognize import GROUPED
 
 
-def divide(model: nn.Module, mesh: DeviceMesh, alike: dist.ProcessGroup | None = None) -> list[nn.Module]:
+def divide(model: nn.Module, mesh: DeviceMesh, alike: DeviceMesh | None = None) -> list[nn.Module]:
     """Leave this worker its part of all experts of a model, in place; parameters become DTensors over the axis ep.
 
     Args:
@@ -62,7 +61,7 @@ def divide(model: nn.Module, mesh: DeviceMesh, alike: dist.ProcessGroup | None =
                 hint=f"use a degree of {', '.join(map(str, fits))}" if fits else "use a lower degree of tp",
             )
         _replace_parameters(module, mesh["ep"])
-        _Divided(module, form, mesh["ep"].get_group(), alike)
+        _Divided(module, form, mesh["ep"], alike)
     return list(experts.values())
 
 
@@ -76,10 +75,13 @@ def _replace_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class _Divided:
-    """The forward pass of a module of experts of which this worker has a part."""
+    """The forward pass of a module of experts of which this worker has a part.
 
-    def __init__(self, module: nn.Module, form: int, group: dist.ProcessGroup, alike: dist.ProcessGroup | None) -> None:
-        self.form, self.group, self.alike = form, group, alike
+    The meshes are asked for their groups in each pass: they have others after a lost worker was replaced.
+    """
+
+    def __init__(self, module: nn.Module, form: int, mesh: DeviceMesh, alike: DeviceMesh | None) -> None:
+        self.form, self.mesh, self.alike = form, mesh, alike
         self.count = int(module.num_experts)  # type: ignore[arg-type]
         kind = type(module)
         self.signature = inspect.signature(partial(kind.forward, module))
@@ -94,9 +96,9 @@ class _Divided:
     def __call__(self, module: nn.Module, original: Callable[..., torch.Tensor], *args: torch.Tensor) -> torch.Tensor:
         """Compute rows, or tokens with their choices."""
         compute = partial(self._compute, module, original)
-        there: dispatch.Compute = partial(dispatch.exchanged, group=self.group, compute=compute)
+        there: dispatch.Compute = partial(dispatch.exchanged, group=self.mesh.get_group(), compute=compute)
         if self.alike is not None:
-            there = partial(dispatch.shared_out, group=self.alike, compute=there)
+            there = partial(dispatch.shared_out, group=self.alike.get_group(), compute=there)
         if self.form == GROUPED:
             rows, counts = args[0], args[1].to(torch.int64)
             self._count(module, counts, counts.new_zeros(()))
@@ -133,12 +135,12 @@ class _Divided:
             (part, name) for part in module.modules() for name, held in part._parameters.items() if held is not None
         ]
         held: list[Any] = [part._parameters[name] for part, name in places]
-        factor = (1 if self.alike is None else self.alike.size()) / self.group.size()
+        factor = (1 if self.alike is None else self.alike.size()) / self.mesh.size()
         plain = [dispatch.scaled(parameter.to_local(), factor) for parameter in held]
         try:
             for (part, name), tensor in zip(places, plain, strict=True):
                 part._parameters[name] = tensor  # type: ignore[assignment]
-            module.num_experts = self.count // self.group.size()  # type: ignore[assignment]
+            module.num_experts = self.count // self.mesh.size()  # type: ignore[assignment]
             yield
         finally:
             module.num_experts = self.count  # type: ignore[assignment]

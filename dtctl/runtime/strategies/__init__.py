@@ -137,7 +137,8 @@ def choose(
         )
     mesh = device_mesh(degrees, worker.device.type)
     limit_groups(config.timeout_s)
-    if degrees.tp == degrees.cp == degrees.ep == degrees.pp == 1:
+    # Who comes to others that train is given its state by them, and they have tried it.
+    if worker.replaces or degrees.tp == degrees.cp == degrees.ep == degrees.pp == 1:
         try:
             sharded = Sharded(model, config, worker, degrees, mesh)
             limit_groups(config.timeout_s)  # and those that were made on the way

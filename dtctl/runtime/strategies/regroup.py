@@ -1,11 +1,13 @@
 """A sharded model in new process groups: the shards stay where they are, and nothing is wrapped anew.
 
 fully_shard (torch 2.13) keeps its groups in the mesh and in what it notes of the mesh for each group of parameters, and
-resets what an interrupted pass has left. DTensors have no groups of their own: they ask their mesh.
+resets what an interrupted pass has left. DTensors have no groups of their own: they ask their mesh, which is often one
+that was made from another (a slice, two of them together) and has names of the groups of that.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -34,17 +36,29 @@ def interrupt(root: nn.Module) -> None:
                 whole.grad = None
 
 
-def join(root: nn.Module, held: DeviceMesh, new: DeviceMesh) -> None:
-    """Use the process groups of another mesh from now on; local.
+def replace(held: DeviceMesh, new: DeviceMesh) -> None:
+    """Let a mesh, and all that was made from it, have the process groups of another one from now on; local.
 
     Args:
-        root: a module that is sharded over the mesh.
-        held: its mesh, with groups that are gone; changed in place, since every DTensor refers to it.
-        new: of the same shape, with groups that are there.
+        held: with groups that are gone; changed in place, since DTensors and modules refer to it.
+        new: of the same shape, with groups that are there, and with the same axes flattened.
     """
-    held._dim_group_names = new._dim_group_names
+    names = dict(zip(held._dim_group_names, new._dim_group_names, strict=True))
+    for axis, flat in held._flatten_mapping.items():
+        names |= zip(flat._dim_group_names, new._flatten_mapping[axis]._dim_group_names, strict=True)
+    # Who has them nobody knows: parameters, fully_shard, states of the optimizer, what DTensor remembers of operations.
+    for each in gc.get_objects():
+        if type(each) is DeviceMesh and each._get_root_mesh() is held:
+            each._dim_group_names = [names[name] for name in each._dim_group_names]
     held._pg_registry = new._pg_registry
-    held._flatten_mapping = new._flatten_mapping
+
+
+def join(root: nn.Module) -> None:
+    """Use the process groups that the meshes have now; local.
+
+    Args:
+        root: a module that is sharded.
+    """
     for group in _groups(root):
         for info in {id(info): info for info in (group.mesh_info, group.post_forward_mesh_info)}.values():
             if info is not None:

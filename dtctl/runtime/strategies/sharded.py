@@ -71,12 +71,12 @@ class Sharded:
             for part in model.modules():
                 if isinstance(part, MoE):
                     part.sequence = divided
-        experts = spread_experts(model, degrees, worker, mesh) if degrees.ep > 1 else None
+        self._experts = spread_experts(model, degrees, worker, mesh) if degrees.ep > 1 else None
         self._present: unused.Present | None = None
         self._turns: unused.Turns | None = None
         if degrees.data * degrees.cp > 1:
             in_turns = degrees.cp == degrees.ep == 1
-            self._turns = shard(model, config, worker, mesh, in_turns=in_turns, experts=experts)
+            self._turns = shard(model, config, worker, mesh, in_turns=in_turns, experts=self._experts)
             self._present = unused.Present(model, [model], [name for name, _ in model.named_parameters()])
             keep_buffers_alike(model, mesh)
         self._wanted = gradients.wanted(model)
@@ -119,12 +119,15 @@ class Sharded:
     def rejoin(self, worker: Worker, degrees: Degrees) -> None:
         """Go on in new process groups with the shards of now; collective, with workers that are new to it.
 
-        Without tp, cp and ep, which keep groups of their own.
+        They make theirs in the same order, all before anything is changed. Without tp and cp, which have others.
         """
         mesh = device_mesh(degrees, worker.device.type)
         if self._shares_buffers:
             data_group(mesh)
-        regroup.join(self.module, self._mesh, mesh)
+        if self._experts is not None:
+            regroup.replace(self._experts.mesh, expert_mesh(degrees, worker.device.type))
+        regroup.replace(self._mesh, mesh)
+        regroup.join(self.module)
 
     def discard(self) -> None:
         """Nothing is carried over."""
@@ -187,7 +190,7 @@ def spread_experts(model: nn.Module, degrees: Degrees, worker: Worker, mesh: Dev
         PlanError: it has none, or a number that the workers cannot divide.
     """
     apart = expert_mesh(degrees, worker.device.type)
-    alike = mesh["tp"].get_group() if degrees.tp > 1 else None
+    alike = mesh["tp"] if degrees.tp > 1 else None
     return SpreadExperts(divide.divide(model, apart, alike), apart)
 
 

@@ -72,6 +72,23 @@ def test_auto_and_names_of_axes_are_left_to_the_workers() -> None:
     assert planned(", recovery: live", train="train: {strategy: {dp: -1}}").live
 
 
-def test_shards_of_which_there_is_a_replica_can_be_live() -> None:
-    assert planned(", recovery: live", train="train: {strategy: {dp: 2, fsdp: -1}}", slots=4).live
-    assert not planned(", max_restarts: 1", train="train: {strategy: {dp: 2, tp: 2}}", slots=4).live
+@pytest.mark.parametrize("degrees", ["{dp: 2, fsdp: -1}", "{dp: 2, ep: -1}", "{dp: 2, fsdp: 2, ep: 2}"])
+def test_shards_and_experts_of_which_there_is_a_replica_can_be_live(degrees: str) -> None:
+    assert planned(", recovery: live", train=f"train: {{strategy: {degrees}}}", slots=8).live
+
+
+@pytest.mark.parametrize(
+    ("strategy", "held"),
+    [
+        ("{ep: 4}", "experts replica"),
+        ("{fsdp: 2, ep: 2}", "experts replica"),
+        ("{fsdp: 4}", "shards replica"),
+        ("{dp: 2, tp: 2}", "tp"),
+        ("zero1", "zero1 optimizer"),
+    ],
+)
+def test_who_has_no_replica_is_told_what_would_be_lost(strategy: str, held: str) -> None:
+    plan = planned(", max_restarts: 1", train=f"train: {{strategy: {strategy}}}", slots=4)
+    assert not plan.live
+    [note] = [note for note in plan.notes if "lost worker" in note]
+    assert missing(note, f"{held} restart") == []
