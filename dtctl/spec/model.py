@@ -249,9 +249,9 @@ class Job(Section):
     attempt. auto: 1800; never less than `hang_s`."""
     recovery: Literal["auto", "live", "restart"] = "auto"
     """What happens when a worker is lost. live: it is replaced and the others stay; the step under way is done again
-    (dtctl.runtime, kind direct, ddp or hsdp). restart: all workers are restarted from the newest snapshot, as often as
-    `max_restarts` allows. auto: live wherever it can be done, if `max_restarts` is not 0. `dtctl launch --dry-run` says
-    what it comes to, and why."""
+    (dtctl.runtime, kind direct; ddp, hsdp, or ep with dp). restart: all workers are restarted from the newest snapshot,
+    as often as `max_restarts` allows. auto: live wherever it can be done, if `max_restarts` is not 0. `dtctl launch
+    --dry-run` says what it comes to, and why."""
     heal_s: Positive = 60.0
     """Seconds that replacing a lost worker may take; after that all workers are restarted."""
     time_s: Positive | None = None

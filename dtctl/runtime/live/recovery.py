@@ -214,7 +214,7 @@ def obstacle(trainer: Training) -> str:
     degrees = trainer.place.degrees
     is_divided = degrees.shards > 1
     if not degrees.has_replicas or trainer.elastic or trainer.config.strategy == "zero1":
-        return "the strategy is not ddp or hsdp, and each worker has a part of the state that nobody else has"
+        return "there are no replicas of each part of the state that could be put into new process groups"
     if is_divided and not hasattr(trainer.model, "reset_iter_state"):  # since 2.13
         return f"torch {torch.__version__} cannot take back an interrupted pass of a sharded model"
     if trainer.config.snapshot.memory is not None:

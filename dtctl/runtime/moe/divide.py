@@ -12,12 +12,13 @@ own. Workers with the same tokens (mesh axis tp) are of the group, too, and each
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -27,7 +28,7 @@ from dtctl.runtime.moe import accounting, dispatch, recognize
 from dtctl.runtime.moe.recognize import GROUPED
 
 
-def divide(model: nn.Module, mesh: DeviceMesh, alike: DeviceMesh | None = None) -> list[nn.Module]:
+def divide(model: nn.Module, mesh: DeviceMesh, alike: dist.ProcessGroup | None = None) -> list[nn.Module]:
     """Leave this worker its part of all experts of a model, in place; parameters become DTensors over the axis ep.
 
     Args:
@@ -65,6 +66,13 @@ def divide(model: nn.Module, mesh: DeviceMesh, alike: DeviceMesh | None = None) 
     return list(experts.values())
 
 
+def join(experts: Iterable[nn.Module]) -> None:
+    """Use the process groups that the mesh of some modules, by `divide`, has now; local."""
+    for module in experts:
+        divided: _Divided = cast(Any, module).divided
+        divided.group = divided.mesh.get_group()
+
+
 def _replace_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
     for part in module.modules():
         for name, parameter in list(part._parameters.items()):
@@ -75,13 +83,10 @@ def _replace_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class _Divided:
-    """The forward pass of a module of experts of which this worker has a part.
+    """The forward pass of a module of experts of which this worker has a part."""
 
-    The meshes are asked for their groups in each pass: they have others after a lost worker was replaced.
-    """
-
-    def __init__(self, module: nn.Module, form: int, mesh: DeviceMesh, alike: DeviceMesh | None) -> None:
-        self.form, self.mesh, self.alike = form, mesh, alike
+    def __init__(self, module: nn.Module, form: int, mesh: DeviceMesh, alike: dist.ProcessGroup | None) -> None:
+        self.form, self.mesh, self.group, self.alike = form, mesh, mesh.get_group(), alike
         self.count = int(module.num_experts)  # type: ignore[arg-type]
         kind = type(module)
         self.signature = inspect.signature(partial(kind.forward, module))
@@ -91,14 +96,15 @@ class _Divided:
             return self(own, partial(kind.forward, own), *self.signature.bind(*args, **kwargs).args)
 
         # A class rather than a function on the instance, which a copy of the model would share with the original.
-        module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+        members = {"forward": forward, "divided": self, "__module__": kind.__module__}
+        module.__class__ = type(kind.__name__, (kind,), members)
 
     def __call__(self, module: nn.Module, original: Callable[..., torch.Tensor], *args: torch.Tensor) -> torch.Tensor:
         """Compute rows, or tokens with their choices."""
         compute = partial(self._compute, module, original)
-        there: dispatch.Compute = partial(dispatch.exchanged, group=self.mesh.get_group(), compute=compute)
+        there: dispatch.Compute = partial(dispatch.exchanged, group=self.group, compute=compute)
         if self.alike is not None:
-            there = partial(dispatch.shared_out, group=self.alike.get_group(), compute=there)
+            there = partial(dispatch.shared_out, group=self.alike, compute=there)
         if self.form == GROUPED:
             rows, counts = args[0], args[1].to(torch.int64)
             self._count(module, counts, counts.new_zeros(()))
@@ -135,12 +141,12 @@ class _Divided:
             (part, name) for part in module.modules() for name, held in part._parameters.items() if held is not None
         ]
         held: list[Any] = [part._parameters[name] for part, name in places]
-        factor = (1 if self.alike is None else self.alike.size()) / self.mesh.size()
+        factor = (1 if self.alike is None else self.alike.size()) / self.group.size()
         plain = [dispatch.scaled(parameter.to_local(), factor) for parameter in held]
         try:
             for (part, name), tensor in zip(places, plain, strict=True):
                 part._parameters[name] = tensor  # type: ignore[assignment]
-            module.num_experts = self.count // self.mesh.size()  # type: ignore[assignment]
+            module.num_experts = self.count // self.group.size()  # type: ignore[assignment]
             yield
         finally:
             module.num_experts = self.count  # type: ignore[assignment]

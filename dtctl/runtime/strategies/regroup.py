@@ -8,7 +8,7 @@ that was made from another (a slice, two of them together) and has names of the 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 from torch import nn
@@ -36,21 +36,25 @@ def interrupt(root: nn.Module) -> None:
                 whole.grad = None
 
 
-def replace(held: DeviceMesh, new: DeviceMesh) -> None:
-    """Let a mesh, and all that was made from it, have the process groups of another one from now on; local.
+def replace(meshes: Iterable[tuple[DeviceMesh, DeviceMesh]]) -> None:
+    """Let meshes, and all that was made from them, have the process groups of others from now on; local.
 
     Args:
-        held: with groups that are gone; changed in place, since DTensors and modules refer to it.
-        new: of the same shape, with groups that are there, and with the same axes flattened.
+        meshes: each with groups that are gone, changed in place, since DTensors and modules refer to it; and one of the
+            same shape with groups that are there, and with the same axes flattened.
     """
-    names = dict(zip(held._dim_group_names, new._dim_group_names, strict=True))
-    for axis, flat in held._flatten_mapping.items():
-        names |= zip(flat._dim_group_names, new._flatten_mapping[axis]._dim_group_names, strict=True)
+    renamed: dict[int, dict[Any, Any]] = {}
+    for held, new in meshes:
+        names: dict[Any, Any] = dict(zip(held._dim_group_names, new._dim_group_names, strict=True))
+        for axis, flat in held._flatten_mapping.items():
+            names |= zip(flat._dim_group_names, new._flatten_mapping[axis]._dim_group_names, strict=True)
+        renamed[id(held)] = names
+        held._pg_registry = new._pg_registry
     # Who has them nobody knows: parameters, fully_shard, states of the optimizer, what DTensor remembers of operations.
     for each in gc.get_objects():
-        if type(each) is DeviceMesh and each._get_root_mesh() is held:
+        if type(each) is DeviceMesh and id(each._get_root_mesh()) in renamed:
+            names = renamed[id(each._get_root_mesh())]
             each._dim_group_names = [names[name] for name in each._dim_group_names]
-    held._pg_registry = new._pg_registry
 
 
 def join(root: nn.Module) -> None:

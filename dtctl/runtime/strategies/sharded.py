@@ -124,10 +124,13 @@ class Sharded:
         mesh = device_mesh(degrees, worker.device.type)
         if self._shares_buffers:
             data_group(mesh)
+        meshes = [(self._mesh, mesh)]
         if self._experts is not None:
-            regroup.replace(self._experts.mesh, expert_mesh(degrees, worker.device.type))
-        regroup.replace(self._mesh, mesh)
+            meshes.append((self._experts.mesh, expert_mesh(degrees, worker.device.type)))
+        regroup.replace(meshes)
         regroup.join(self.module)
+        if self._experts is not None:
+            divide.join(self._experts.modules)
 
     def discard(self) -> None:
         """Nothing is carried over."""
@@ -190,7 +193,7 @@ def spread_experts(model: nn.Module, degrees: Degrees, worker: Worker, mesh: Dev
         PlanError: it has none, or a number that the workers cannot divide.
     """
     apart = expert_mesh(degrees, worker.device.type)
-    alike = mesh["tp"] if degrees.tp > 1 else None
+    alike = mesh["tp"].get_group() if degrees.tp > 1 else None
     return SpreadExperts(divide.divide(model, apart, alike), apart)
 
 

@@ -49,7 +49,7 @@ def test_what_was_made_from_a_mesh_has_its_new_groups() -> None:
         dist.destroy_process_group()
         begin(others=others)
         new, new_flat = made()
-        regroup.replace(held, new)
+        regroup.replace([(held, new)])
         dp, fsdp, data = new.get_group("dp"), new.get_group("fsdp"), new_flat.get_group()
         now = groups([held, *parts])
         assert all(found is group for found, group in zip(now, [dp, fsdp, dp, fsdp, data, fsdp, dp], strict=True))
