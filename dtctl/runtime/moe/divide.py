@@ -69,7 +69,7 @@ def divide(model: nn.Module, mesh: DeviceMesh, alike: dist.ProcessGroup | None =
 def join(experts: Iterable[nn.Module]) -> None:
     """Use the process groups that the mesh of some modules, by `divide`, has now; local."""
     for module in experts:
-        divided: _Divided = cast(Any, module).divided
+        divided: _Divided = cast(Any, type(module))._dtctl_divided
         divided.group = divided.mesh.get_group()
 
 
@@ -96,7 +96,7 @@ class _Divided:
             return self(own, partial(kind.forward, own), *self.signature.bind(*args, **kwargs).args)
 
         # A class rather than a function on the instance, which a copy of the model would share with the original.
-        members = {"forward": forward, "divided": self, "__module__": kind.__module__}
+        members = {"forward": forward, "_dtctl_divided": self, "__module__": kind.__module__}
         module.__class__ = type(kind.__name__, (kind,), members)
 
     def __call__(self, module: nn.Module, original: Callable[..., torch.Tensor], *args: torch.Tensor) -> torch.Tensor:

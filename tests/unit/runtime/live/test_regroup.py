@@ -1,12 +1,15 @@
-"""A mesh whose process groups were made anew, and all that was made from it."""
+"""A sharded model whose process groups are made anew: its meshes, and all that was made from them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtctl.runtime.strategies import regroup
@@ -55,3 +58,14 @@ def test_what_was_made_from_a_mesh_has_its_new_groups() -> None:
         assert all(found is group for found, group in zip(now, [dp, fsdp, dp, fsdp, data, fsdp, dp], strict=True))
         assert not set(now) & set(before)
     assert other._dim_group_names == of_another, "it was not replaced"
+
+
+def test_who_is_interrupted_before_its_first_pass_has_nothing_to_forget() -> None:
+    begin(others=0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mesh, _ = made()
+    for part in [*model, model]:
+        fully_shard(part, mesh=mesh)
+    before = [parameter.to_local().clone() for parameter in model.parameters()]  # type: ignore[operator]
+    regroup.interrupt(model)
+    assert all(map(torch.equal, before, [parameter.to_local() for parameter in model.parameters()]))  # type: ignore[operator]
