@@ -30,7 +30,8 @@ _HAS_FAILED: Final = pytest.StashKey[bool]()
 def sandbox_env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Environment in which the tests' sandboxes are apart from everybody else's."""
     # Not below /tmp: the hosts have a /tmp of their own, and would not if their files lay there.
-    base = Path.home() / ".cache" / f"dtctl-tests-{os.getpid()}"
+    # Not named by the process: one with the same number may have been killed in the middle of its tests.
+    base = Path.home() / ".cache" / f"dtctl-tests-{secrets.token_hex(4)}"
     base.mkdir(parents=True)
     os.environ["DTCTL_SANDBOX_DIR"] = str(base)
     try:
@@ -101,6 +102,15 @@ def kill_workers(sandbox: Sandbox) -> bool:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return bool(pids)
+
+
+def command_lines() -> dict[int, bytes]:
+    """Number -> command line of every process of this machine and of all hosts, but of those that end meanwhile."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found[int(path.parent.name)] = path.read_bytes()
+    return found
 
 
 PATIENCE: Final = 10
@@ -191,6 +201,7 @@ class Project:
 
     def finish(self, process: subprocess.Popen[str], timeout_s: float = LIMIT_S) -> Finished:
         out, err = process.communicate(timeout=timeout_s)
+        command_line.show(subprocess.CompletedProcess(["dtctl", *process.args[3:]], process.returncode, out, err))  # type: ignore[index]
         return Finished(process.returncode, out, err)
 
     def close(self) -> None:

@@ -43,13 +43,13 @@ WARM = "warm process"
 STUCK_S = 90.0
 SPEC = """\
 cluster:
-  {{transport: sandbox, nodes: {nodes}, slots: {slots}, connect_timeout_s: 5, link_timeout_s: 3}}
+  {{transport: sandbox, nodes: {nodes}, slots: {slots}, connect_timeout_s: 10, link_timeout_s: 6}}
 job:
   {{name: soak, script: train.py, kind: direct, grace_s: 2, max_restarts: 200, recovery: restart,
     env: {{PYTHONPATH: "{root}", OMP_NUM_THREADS: 1}}}}
 train:
   {{strategy: {strategy}, steps: {steps}, micro_batch: 2, accumulate: 4, lr: 1.0e-3, clip_norm: 1.0, data_workers: 2,
-    log_every: 1, timeout_s: 60, require_exact: true, snapshot: {{dir: "{snapshots}", every_steps: 5, keep: 3}}}}
+    log_every: 1, timeout_s: 600, require_exact: true, snapshot: {{dir: "{snapshots}", every_steps: 5, keep: 3}}}}
 """
 SCRIPT = """\
 import time
@@ -282,7 +282,7 @@ def host(sandbox_name: str, name: str) -> tuple[Sandbox, SandboxNode]:
 
 def left_on(sandbox_name: str, nodes: list[str]) -> int:
     """Processes of runs on the hosts, after a moment to end in."""
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 60
     while True:
         lines = [line for name in nodes for line in control.host_processes(host(sandbox_name, name)[1]).values()]
         left = sum("train.py" in line or "dtctl=b''" in line for line in lines)

@@ -57,6 +57,7 @@ def test_it_is_listed_shown_and_stopped(project: Project, other: Project, sandbo
     assert f"--name {project.unique}" in str(row["command"])
     assert "@" in str(row["launched_from"])
     assert json.loads(other.run("status", project.unique, "--json").out)["status"] == "running"
+    wait_until(lambda: "line 0" in other.run("logs", project.unique, "--node", "node2").out, what="it has printed")
     logs = other.run("logs", project.unique, "--node", "node2")
     assert logs.out.startswith("[node2:1] line 0\n")
     assert "node1" not in logs.out

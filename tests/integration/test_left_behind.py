@@ -63,7 +63,7 @@ def other_run(tmp_path: Path, sandbox: Sandbox, sandbox_env: dict[str, str]) -> 
 
 def launch(project: Project, sandbox: Sandbox, script: str, other: dict[str, set[int]], *, workers_each: int = 1):  # type: ignore[no-untyped-def]
     """Start a run and wait until its workers are up on every node."""
-    project.write("dtctl.yaml", spec_text(grace_s=GRACE_S).replace("cluster: {", "cluster: {link_timeout_s: 3, "))
+    project.write("dtctl.yaml", spec_text(grace_s=GRACE_S).replace("cluster: {", "cluster: {link_timeout_s: 6, "))
     project.write("train.py", script)
     process = project.start("launch", "--json", "--name", project.unique)
     wait_until(lambda: _up(project), 20, "all workers are up")
@@ -108,8 +108,13 @@ def test_the_launcher_gets_a_signal(
 
 @pytest.mark.parametrize("script", [POLITE, STUBBORN, DAEMON], ids=["polite", "stubborn", "daemon"])
 def test_a_worker_crashes(project: Project, sandbox: Sandbox, other_run: dict[str, set[int]], script: str) -> None:
-    crash = "time.sleep(1)\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(600)\n"
+    go = f"/tmp/{project.unique}"  # of the host, which has a /tmp of its own
+    crash = (
+        f"while not os.path.exists({go!r}): time.sleep(0.05)\n"
+        "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(600)\n"
+    )
     process = launch(project, sandbox, script.removesuffix("time.sleep(600)\n") + crash, other_run)
+    assert project.run("sandbox", "exec", "node2", "--", "touch", go).code == 0
     done = project.finish(process)
     assert done.code == 8
     assert done.done["left_behind"] == 0

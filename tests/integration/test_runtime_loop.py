@@ -74,7 +74,7 @@ def train(config, worker):
     return outcome
 
 if __name__ == "__main__":
-    raise SystemExit(run(train, defaults={"steps": 6, "lr": 1e-2, "log_every": 2, "timeout_s": 30}))
+    raise SystemExit(run(train, defaults={"steps": 6, "lr": 1e-2, "log_every": 2, "timeout_s": 600}))
 """
 
 

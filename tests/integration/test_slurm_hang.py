@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from dtctl.launch.records.record import RunRecord, list_runs
 from dtctl.sandbox import control
-from dtctl.sandbox.layout import Sandbox, SandboxNode
+from dtctl.sandbox.layout import Sandbox
 from dtctl.slurm.follow import reference
 from tests.facts import missing
 from tests.hosts import Project, wait_until
@@ -87,14 +88,9 @@ def test_a_job_that_nobody_follows_is_judged_all_the_same(shared: Project) -> No
     assert times[-1] < said["done"]["time"] - 1, "when it happened, not when somebody looked"
 
 
-def progress_folders(cluster: Sandbox, node: SandboxNode) -> set[str]:
-    look = control.enter_argv(cluster, node, ["sh", "-c", "ls -d /tmp/dtctl-progress-* 2>/dev/null"])
-    return set(subprocess.run(look, capture_output=True, text=True, check=False).stdout.split())
-
-
 def test_the_last_hang_is_the_jobs_failure(shared: Project, cluster: Sandbox) -> None:
-    write(shared, "while True: pass", restarts=0)
-    before = {node.name: progress_folders(cluster, node) for node in cluster.nodes}  # hosts share this machine's /tmp
+    spins = "print('FOLDER', os.environ['DTCTL_PROGRESS'], flush=True)\n            while True: pass"
+    write(shared, spins, restarts=0)
     done = shared.run("launch", "--json")
     assert done.code == 8, done.err
     assert (done.done["status"], done.done["attempts"], done.done["left_behind"]) == ("failed", 1, 0)
@@ -104,8 +100,9 @@ def test_the_last_hang_is_the_jobs_failure(shared: Project, cluster: Sandbox) ->
     assert failure["summary"].startswith("no progress for ")
     told = json.loads(shared.run("status", "--json").out)
     assert told["done"]["first_failure"] == failure
-    for node in cluster.nodes:
-        assert progress_folders(cluster, node) <= before[node.name], "files are left"
+    (folder,) = re.findall(r"FOLDER (\S+)", record(shared).log_path("node2", 3).read_text())
+    looks = [control.enter_argv(cluster, node, ["test", "-e", folder]) for node in cluster.nodes]
+    wait_until(lambda: all(subprocess.run(look, check=False).returncode == 1 for look in looks), 30, "no file is left")
 
 
 def test_a_failure_that_comes_back_at_the_same_step_ends_the_job(shared: Project) -> None:

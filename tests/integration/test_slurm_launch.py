@@ -121,9 +121,11 @@ def test_what_srun_has_ended_is_not_the_culprit(shared: Project) -> None:
     shared.write("dtctl.yaml", spec())
     shared.write(
         "train.py",
-        "import os, signal, time\n"
+        "import os, pathlib, signal, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "time.sleep(1)\n"
+        "there = pathlib.Path(os.environ['DTCTL_RUN_DIR'])\n"
+        "(there / ('there-' + os.environ['RANK'])).touch()\n"
+        "while len(list(there.glob('there-*'))) < 4: time.sleep(0.01)\n"
         "if os.environ['RANK'] == '1': raise ValueError('rank 1 has had enough')\n"
         "time.sleep(1000)\n",
     )
