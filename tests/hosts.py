@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -89,6 +89,14 @@ def workers(node: SandboxNode) -> dict[int, str]:
     return {
         pid: line for pid, line in found.items() if pid != node.pid and not line.startswith(("sshd:", "/usr/sbin/sshd"))
     }
+
+
+def nothing_runs(nodes: Sequence[SandboxNode]) -> None:
+    """No process of a run is left on these hosts; the supervisors of dtctl may just be about to end."""
+    found = {node.name: workers(node) for node in nodes}
+    left = {name: [line for line in lines.values() if " -I -S " not in line] for name, lines in found.items()}
+    assert not any(left.values()), left
+    wait_until(lambda: not any(workers(node) for node in nodes), what=f"the supervisors have ended: {found}")
 
 
 def has_workers(sandbox: Sandbox) -> bool:

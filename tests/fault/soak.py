@@ -40,7 +40,7 @@ KINDS = ("worker", "worker", "worker", "save", "save", "start", "agent", "host")
 """What is killed, each as likely as any other; `save` and `start`: a worker, while a snapshot is written, or before the
 first step of an attempt (if that is under way: else in a step)."""
 WARM = "warm process"
-STUCK_S = 90.0
+STUCK_S = 600.0
 SPEC = """\
 cluster:
   {{transport: sandbox, nodes: {nodes}, slots: {slots}, connect_timeout_s: 10, link_timeout_s: 6}}
@@ -147,7 +147,7 @@ def soak(sandbox: Sandbox, folder: Path, shape: Shape, *, seed: int | None, kill
             killed = kill_at_random(
                 sandbox.name, name, nodes, folder, process, shape, source=random.Random(seed), kills=kills
             )
-        code = process.wait(STUCK_S * 3)
+        code = process.wait(STUCK_S)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
