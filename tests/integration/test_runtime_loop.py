@@ -53,7 +53,7 @@ def train(config, worker):
     trainer = Trainer(config, worker, network(wish.get("norm")), loss, data)
     if wish.get("slow") == worker.rank:
         read = trainer.feed.batch
-        trainer.feed.batch = lambda *args: (time.sleep(0.02), read(*args))[1]
+        trainer.feed.batch = lambda *args: (time.sleep(0.5), read(*args))[1]
     moved = 0
     def count(_, bucket):
         nonlocal moved

@@ -408,7 +408,7 @@ class Training:
 
     def finish(self) -> None:
         assert self.process is not None
-        self.done = self.project.finish(self.process, 120)
+        self.done = self.project.finish(self.process)
         assert self.done.code == 0, self.done.err
         told = self.project.run("snapshot", "digest", "--json")  # of the newest run, as over SSH
         assert told.code == 0, told.err
