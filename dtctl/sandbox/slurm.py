@@ -30,7 +30,7 @@ PARTITIONS: Final = ("main", "urgent")
 """Jobs of the second one take the nodes of the first, whose jobs are requeued: that is how preemption is tried."""
 CPUS, GPUS = 64, 8
 """Of each host, as Slurm counts them."""
-READY_LIMIT_S: Final = 30.0
+READY_LIMIT_S: Final = 120.0
 PACKAGES: Final = {
     "munged": "munge",
     "slurmctld": "slurmctld",
