@@ -65,8 +65,11 @@ SlurmdParameters=config_overrides
 GresTypes=gpu
 # A node that was off is taken back when it says so.
 ReturnToService=2
-SlurmdTimeout=10
+# Soon enough to try the loss of a node, and not so soon that a busy machine is one.
+SlurmdTimeout=20
 SlurmctldTimeout=30
+# Who looks at a job an hour after its end finds it, however busy the machine was meanwhile.
+MinJobAge=3600
 # Short, so that time limits and preemption can be tried in seconds.
 KillWait=5
 OverTimeLimit=0

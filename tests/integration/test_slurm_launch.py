@@ -402,7 +402,8 @@ class Training:
         """Wait until Slurm has taken the job back, and have it start at once."""
         job = job_of(self.project)
         wait_until(lambda: fields(self.project, job)["Restarts"] == "1", 90, "Slurm has taken the job back")
-        wait_until(lambda: state(self.project, job) == "PENDING", 30, "it waits")
+        # Or it runs again already: Slurm itself has it wait for two minutes only.
+        wait_until(lambda: state(self.project, job) in ("PENDING", "RUNNING", "COMPLETED"), 30, "it is queued again")
         clean(self.project, job)
         wait_until(lambda: (hasten(self.project, job), state(self.project, job))[1] != "PENDING", 60, "it runs again")
 
