@@ -405,6 +405,8 @@ class Training:
         # Or it runs again already: Slurm itself has it wait for two minutes only.
         wait_until(lambda: state(self.project, job) in ("PENDING", "RUNNING", "COMPLETED"), 30, "it is queued again")
         clean(self.project, job)
+        # The limit that has ended the first start is none for the second, however long a busy machine takes for it.
+        subprocess.run(["scontrol", "update", f"jobid={job}", "timelimit=30"], env=self.project.env, check=False)
         wait_until(lambda: (hasten(self.project, job), state(self.project, job))[1] != "PENDING", 60, "it runs again")
 
     def finish(self) -> None:
@@ -435,7 +437,7 @@ def trainings(sandbox_env: dict[str, str]) -> Iterator[dict[str, Training]]:
     mine = control.up(f"slurm-{secrets.token_hex(3)}", nodes=7, with_slurm=True)
     env = {**sandbox_env, **slurm.environment(mine), "DTCTL_SANDBOX": mine.name, "PATH": python_path()}
     base = Path(os.environ["DTCTL_SANDBOX_DIR"]) / f"trainings-{secrets.token_hex(3)}"
-    names = {"alone": "", "time limit": ', time: "1", warn_s: 45', "preempted": "", "node lost": ""}
+    names = {"alone": "", "time limit": ', time: "2", warn_s: 105', "preempted": "", "node lost": ""}
     made = {name: training(base, env, name, more=more) for name, more in names.items()}
     try:
         for name in ("time limit", "preempted", "node lost"):
