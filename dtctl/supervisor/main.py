@@ -144,6 +144,9 @@ def prepare(workdir: str, message: messages.Prepare) -> None:
         from dtctl.supervisor import receive
 
         receive.hold(cwd)  # this process may not be the one that has taken the push
+    if message.shared:
+        work.share(run_dir, cwd)
+        return
     earlier_dir = os.path.join(workdir, "runs", message.earlier) if message.earlier else ""
     try:
         work.prepare(run_dir, cwd, message.outputs, earlier_dir, message.pushed)

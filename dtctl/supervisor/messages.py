@@ -131,6 +131,8 @@ class Prepare(Message):
     """Folder of the job's code."""
     pushed: bool = value(flag, default=True)
     """Whether it was pushed there; else it is the user's own, and may begin with `~`."""
+    shared: bool = value(flag, default=False)
+    """Whether it is one folder for all nodes, in which the workers start."""
     files: list[str] = value(list_of(_NAME))
     """That have to exist."""
     programs: list[str] = value(list_of(_NAME))

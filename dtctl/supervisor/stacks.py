@@ -14,9 +14,9 @@ from dtctl import node_facts
 from dtctl.supervisor import processes, progress
 from dtctl.supervisor.messages import WorkerProgress, WorkerStack
 
-LIMIT_S = 5.0
+LIMIT_S = 2.0
 """How long the workers have to answer."""
-SETTLED_S = 0.5
+SETTLED_S = 0.2
 """An answer that has not grown for this long is complete."""
 TEXT_BYTES = 1 << 16
 FLIGHT_BYTES = 1 << 18

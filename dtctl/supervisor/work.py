@@ -1,6 +1,7 @@
 """The working folder of a run: its code, in a folder that its programs may do with as they like.
 
     RUN_DIR/work         where the run's programs start
+                         (under Slurm a link to the one folder of all nodes)
     RUN_DIR/work.json    how the code came there, and what was written of it, by which a program's own files are told
     RUN_DIR/.overlay     what an overlay needs beside
 
@@ -74,6 +75,14 @@ def prepare(run_dir: str, code: str, outputs: list[str], earlier_dir: str, is_pu
         _write(os.path.join(run_dir, RECORD), record)
     elif record["how"] == "overlay" and not _mount(run_dir, str(record["code"])):
         raise OSError(errno.EPERM, "the overlay of the working folder cannot be mounted again", run_dir)
+
+
+def share(run_dir: str, code: str) -> None:
+    """Let the working folder be a folder that other nodes use, too; what it holds is nobody's output here."""
+    if _record(run_dir) is None:
+        folders.remove_tree(os.path.join(run_dir, FOLDER))
+        os.symlink(os.path.abspath(code), os.path.join(run_dir, FOLDER))
+        _write(os.path.join(run_dir, RECORD), {"how": "shared", "code": code, "files": []})
 
 
 def _make(run_dir: str, code: str) -> dict:  # type: ignore[type-arg]  # typing is slow to import on a node
@@ -307,7 +316,7 @@ def _written(run_dir: str, paths: list):  # type: ignore[no-untyped-def, type-ar
     record, top = _record(run_dir), os.path.join(run_dir, FOLDER)
     if _below_overlay >= 0:
         top = "/proc/self/fd/%d/." % _below_overlay
-    if record is None:
+    if record is None or record["how"] == "shared":
         return
     pushed = {row[0]: tuple(row[1:]) for row in record["files"]}
     for path in paths or [""]:

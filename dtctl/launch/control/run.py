@@ -97,6 +97,8 @@ class LaunchJob:
     push: Push | None
     code_folder: str = ""
     """Where the code lies on every node, if it is not pushed."""
+    is_shared: bool = False
+    """Whether that is one folder for all nodes, in which the workers start, and what nodes keep is the run's alone."""
     fixed_port: int | None
     fixed_address: bool
     """Whether the spec names the head node's address itself, so that the nodes need not be asked."""
@@ -188,8 +190,8 @@ class NodesBackend:
         self.outcome = AttemptOutcome()
         self.failure: Failure | None = None
         self._number = job.first_plan.attempt if under_way is None else under_way.attempt
-        self._unblamed = 0
-        """Attempts that ended because this launcher was away."""
+        self._unblamed = job.first_plan.attempt
+        """Attempts that ended because this launcher was away, or before it came."""
         self._started = False
         """Whether all nodes have started the attempt."""
         self._attempt_begun = time.monotonic()
@@ -339,9 +341,10 @@ class NodesBackend:
         def prepare(cwd: str) -> Prepare:
             return Prepare(
                 run=job.run,
-                fresh=is_new,
+                fresh=is_new and not job.is_shared,
                 cwd=cwd,
                 pushed=job.push is not None,
+                shared=job.is_shared,
                 files=list(node.files),
                 programs=list(node.programs),
                 path=node.path,
@@ -372,7 +375,7 @@ class NodesBackend:
         head = self.job.first_plan.head
         port = self.descriptions[head.name].port
         if port == 0:
-            tried = rendezvous.port_candidates(self.job.run, 0, self.job.fixed_port)
+            tried = rendezvous.port_candidates(self.job.run, self._number, self.job.fixed_port)
             raise PlanError(
                 f"no port for the rendezvous is free on the head node (tried {', '.join(map(str, tried))})",
                 where=f"node {head.name}",
@@ -380,7 +383,7 @@ class NodesBackend:
             )
         nodes = [node.name for node in self.job.first_plan.nodes]
         cores = {name: description.cores for name, description in self.descriptions.items()}
-        plan = self.job.make_plan(0, nodes, self._address(head), port, gpus=self._gpus(), cores=cores)
+        plan = self.job.make_plan(self._number, nodes, self._address(head), port, gpus=self._gpus(), cores=cores)
         rendezvous.check_reachable(plan.rendezvous.address, node=head.name, nodes=len(plan.nodes))
         return plan
 

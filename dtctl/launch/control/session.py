@@ -207,7 +207,8 @@ class Session:
 
     def _prepare(self, link: NodeLink) -> None:
         setup = self.setup
-        if setup.push is None:
+        is_simple = setup.push is None and setup.sweep is None
+        if is_simple:  # all of it at once
             with contextlib.suppress(ConnectError):  # it has ended already; what it said, or its exit status, tells why
                 link.send(setup.prepare(self.code))
         description = link.expect(NodeDescription)
@@ -224,6 +225,7 @@ class Session:
                 raise link.closed_error() from exc
             self.code = pushed.path or ""
             self.report(Preparing("pushed", pushed))
+        if not is_simple:
             link.send(setup.prepare(self.code))
         link.expect(Ready)
 
