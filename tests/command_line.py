@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -20,8 +19,6 @@ from typing import Final
 
 LIMIT_S: Final = 900.0
 """Ends what would wait for ever, on however busy a machine."""
-SHOWN: Final = 4000
-"""Characters of each stream of a command that a failed test shows."""
 
 _CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([
@@ -80,16 +77,9 @@ def dtctl_in(
                 process.join()
         if not ended:
             raise subprocess.TimeoutExpired(["dtctl", *arguments], timeout)
-        done = subprocess.CompletedProcess(
+        return subprocess.CompletedProcess(
             ["dtctl", *arguments], process.exitcode, streams[1].read_text(), streams[2].read_text()
         )
-    show(done)
-    return done
-
-
-def show(done: subprocess.CompletedProcess[str]) -> None:
-    """Print what a command has said, which pytest shows with a test that fails."""
-    print(f"$ {shlex.join(done.args)}\n{done.stdout[-SHOWN:]}{done.stderr[-SHOWN:]}exit code {done.returncode}")
 
 
 def _run(

@@ -32,9 +32,9 @@ IMPORTED: Final = (
     *("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "torch.distributed.elastic.multiprocessing.errors"),
     *("dtctl.runtime.loop", "dtctl.runtime.main", "dtctl.runtime.strategies.pipeline"),
 )
-LIMIT_S: Final = 1700.0
+LIMIT_S: Final = 1100.0
 """Ends what would wait for ever, on however busy a machine."""
-LAST_WORDS_S: Final = 20.0
+LAST_WORDS_S: Final = 3.0
 """How long the peers of a worker that failed may take to end by themselves."""
 
 _served: list[subprocess.Popen[str]] = []

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,8 +30,7 @@ _HAS_FAILED: Final = pytest.StashKey[bool]()
 def sandbox_env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Environment in which the tests' sandboxes are apart from everybody else's."""
     # Not below /tmp: the hosts have a /tmp of their own, and would not if their files lay there.
-    # Not named by the process: one with the same number may have been killed in the middle of its tests.
-    base = Path.home() / ".cache" / f"dtctl-tests-{secrets.token_hex(4)}"
+    base = Path.home() / ".cache" / f"dtctl-tests-{os.getpid()}"
     base.mkdir(parents=True)
     os.environ["DTCTL_SANDBOX_DIR"] = str(base)
     try:
@@ -91,14 +90,6 @@ def workers(node: SandboxNode) -> dict[int, str]:
     }
 
 
-def nothing_runs(nodes: Sequence[SandboxNode]) -> None:
-    """No process of a run is left on these hosts; the supervisors of dtctl may just be about to end."""
-    found = {node.name: workers(node) for node in nodes}
-    left = {name: [line for line in lines.values() if " -I -S " not in line] for name, lines in found.items()}
-    assert not any(left.values()), left
-    wait_until(lambda: not any(workers(node) for node in nodes), what=f"the supervisors have ended: {found}")
-
-
 def has_workers(sandbox: Sandbox) -> bool:
     return any(workers(node) for node in sandbox.nodes)
 
@@ -110,15 +101,6 @@ def kill_workers(sandbox: Sandbox) -> bool:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return bool(pids)
-
-
-def command_lines() -> dict[int, bytes]:
-    """Number -> command line of every process of this machine and of all hosts, but of those that end meanwhile."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            found[int(path.parent.name)] = path.read_bytes()
-    return found
 
 
 PATIENCE: Final = 10
@@ -209,7 +191,6 @@ class Project:
 
     def finish(self, process: subprocess.Popen[str], timeout_s: float = LIMIT_S) -> Finished:
         out, err = process.communicate(timeout=timeout_s)
-        command_line.show(subprocess.CompletedProcess(["dtctl", *process.args[3:]], process.returncode, out, err))  # type: ignore[index]
         return Finished(process.returncode, out, err)
 
     def close(self) -> None:

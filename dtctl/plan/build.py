@@ -109,7 +109,7 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
         total=total,
         threads=threads,
     )
-    costs = _recovery(spec, kind, workers=total)
+    costs = _recovery(spec, kind, nodes, workers=total)
     return Plan(
         run=run,
         job=spec.job.name,
@@ -138,13 +138,14 @@ def build(spec: Spec, nodes: Sequence[NodeSpec], *, run: str, attempt: int = 0, 
     )
 
 
-def _recovery(spec: Spec, kind: Kind, *, workers: int) -> Recovery | None:
+def _recovery(spec: Spec, kind: Kind, nodes: Sequence[NodeSpec], *, workers: int) -> Recovery | None:
     """What a lost worker will cost; None for what is no training."""
     if spec.train is None and spec.job.recovery != "live":
         return None
     from dtctl.plan.recovery import recovery
 
-    return recovery(spec, kind, workers=workers)
+    kinds = len({(node.slots, node.gres) for node in nodes})
+    return recovery(spec, kind, workers=workers, kinds_of_nodes=kinds)
 
 
 def digest(spec: Spec) -> str:

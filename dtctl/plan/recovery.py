@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dtctl.errors import PlanError
 from dtctl.plan.model import Kind
-from dtctl.spec.model import Spec
+from dtctl.spec.model import Slurm, Spec
 from dtctl.train.mesh import resolve
 
 
@@ -21,15 +21,17 @@ class Recovery:
     """That, for people; empty for what is no training with dtctl.runtime."""
 
 
-def recovery(spec: Spec, kind: Kind, *, workers: int) -> Recovery:
+def recovery(spec: Spec, kind: Kind, *, workers: int, kinds_of_nodes: int = 1) -> Recovery:
     """What `job.recovery` comes to. The workers look further: what their program keeps decides, too.
 
     Raises:
         PlanError: the spec wants lost workers to be replaced, and this kind of run cannot do it.
     """
-    why, hint = _obstacle(spec, kind, workers=workers)
+    why, hint = _obstacle(spec, kind, workers=workers, kinds_of_nodes=kinds_of_nodes)
     wanted = spec.job.recovery
-    if wanted == "restart" or (wanted == "auto" and (why or not spec.job.max_restarts)):
+    # A job of Slurm is to be started by srun and by nothing else, unless somebody wants it otherwise.
+    is_asked_for = spec.cluster.transport == "slurm" or not spec.job.max_restarts
+    if wanted == "restart" or (wanted == "auto" and (why or is_asked_for)):
         trains = spec.train is not None and workers > 1 and kind in ("direct", "torchrun")
         return Recovery(live=False, note=_restart_note(spec, why, workers) if trains else "")
     if why:
@@ -51,15 +53,17 @@ def _restart_note(spec: Spec, obstacle: str, workers: int) -> str:
     return f"{text}; " + (
         f"it cannot be replaced alone, since {obstacle}"
         if obstacle
+        else "`job.recovery: live` replaces it alone"
+        if spec.cluster.transport == "slurm"
         else "`job.recovery: live`, or a higher `job.max_restarts`, replaces it alone"
     )
 
 
-def _obstacle(spec: Spec, kind: Kind, *, workers: int) -> tuple[str, str]:
+def _obstacle(spec: Spec, kind: Kind, *, workers: int, kinds_of_nodes: int) -> tuple[str, str]:
     """Why not, and what to do about it; empty if it can be done."""
     train = spec.settings
-    if spec.cluster.transport == "slurm":
-        return "inside a job of Slurm nobody starts single workers again", "use `recovery: restart`"
+    if spec.cluster.transport == "slurm" and (found := _obstacle_of_job(spec, kinds_of_nodes)):
+        return found
     if kind != "direct":
         return f"kind {kind} starts all workers of a node together", "use `job.kind: direct`, or `recovery: restart`"
     if spec.train is None:
@@ -86,6 +90,20 @@ def _obstacle(spec: Spec, kind: Kind, *, workers: int) -> tuple[str, str]:
     if train.get("snapshot", {}).get("replicas"):
         return "all workers write the snapshots together (train.snapshot.replicas)", "use `recovery: restart`"
     return "", ""
+
+
+def _obstacle_of_job(spec: Spec, kinds_of_nodes: int) -> tuple[str, str] | None:
+    """The same of what the spec says to Slurm: supervisors are the tasks of such a job, and not workers."""
+    slurm, instead = spec.slurm or Slurm(), "leave it out, or use `recovery: restart`"
+    if slurm.container is not None:
+        return "Slurm starts the workers in their container (slurm.container)", instead
+    if slurm.array is not None:
+        return "each task of an array starts its own workers (slurm.array)", instead
+    if slurm.srun:
+        return "srun is told how to start workers (slurm.srun)", instead
+    if kinds_of_nodes > 1:
+        return "nodes of several kinds are several jobs of Slurm", "give all nodes the same slots and gres"
+    return None
 
 
 def _held_once(strategy: str | Mapping[str, int], workers: int) -> str:

@@ -23,7 +23,7 @@ from dtctl.sandbox.layout import Sandbox, SandboxNode, default_name
 
 __all__ = ["default_name", "down", "enter_argv", "find", "host_processes", "up"]
 
-UP_LIMIT_S = 300.0
+UP_LIMIT_S = 60.0
 _STATE_FILES = (
     "id", "id.pub", "known_hosts", "xtables.lock", "sandbox.json", "sandbox.partial", "keeper.sock", "keeper.log",
     "keeper.pid", "hosts", "self", "slurm",

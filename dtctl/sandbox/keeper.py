@@ -23,7 +23,7 @@ from dtctl.sandbox import files, host, kernel, layout, slurm
 from dtctl.sandbox.layout import Sandbox, SandboxNode
 
 SOCKET = "keeper.sock"
-READY_LIMIT_S = 120.0
+READY_LIMIT_S = 20.0
 
 
 class Keeper:

@@ -30,7 +30,7 @@ PARTITIONS: Final = ("main", "urgent")
 """Jobs of the second one take the nodes of the first, whose jobs are requeued: that is how preemption is tried."""
 CPUS, GPUS = 64, 8
 """Of each host, as Slurm counts them."""
-READY_LIMIT_S: Final = 120.0
+READY_LIMIT_S: Final = 30.0
 PACKAGES: Final = {
     "munged": "munge",
     "slurmctld": "slurmctld",
@@ -65,11 +65,8 @@ SlurmdParameters=config_overrides
 GresTypes=gpu
 # A node that was off is taken back when it says so.
 ReturnToService=2
-# Soon enough to try the loss of a node, and not so soon that a busy machine is one.
-SlurmdTimeout=20
+SlurmdTimeout=10
 SlurmctldTimeout=30
-# Who looks at a job an hour after its end finds it, however busy the machine was meanwhile.
-MinJobAge=3600
 # Short, so that time limits and preemption can be tried in seconds.
 KillWait=5
 OverTimeLimit=0

@@ -32,6 +32,12 @@ _FIELD: Final = text(4096)
 _JOB: Final = re.compile(r"\d{1,18}(_\d{1,9})?\Z")
 _LOG: Final = re.compile(r"(?:agent|rank-\d{1,9})\.log\Z")
 _STACK: Final = re.compile(r"rank-\d{1,9}\.txt\Z|trace_rank_\d{1,9}\.json\Z")
+_CONTROL: Final = re.compile(
+    r"control/(?:(?:events|metrics)\.jsonl|(?:plan|ledger)\.json|logs/attempt\.json|logs/attempts\.jsonl"
+    r"|logs/(?!\.)[\w.-]+/(?:agent|rank-\d{1,9})\.(?:log|times)"
+    r"|hangs/attempt-\d{1,9}/(?!\.)[\w.-]+/(?:rank-\d{1,9}\.txt|trace_rank_\d{1,9}\.json))\Z"
+)
+"""A record of the launcher inside of the job."""
 _ATTEMPT: Final = re.compile(r"attempt-\d{1,9}\Z")
 
 
@@ -45,6 +51,8 @@ def _kept_file(value: Any) -> str:
     """One of the files that a job's folder has for whoever follows it."""
     if value in ("job.log", "metrics.jsonl", "progress.jsonl"):
         return str(value)
+    if isinstance(value, str) and _CONTROL.match(value):
+        return value
     parts = value.split("/") if isinstance(value, str) else []
     kinds = {"logs": _LOG, "hangs": _STACK}
     if len(parts) != 4 or parts[0] not in kinds or not (_ATTEMPT.match(parts[1]) and kinds[parts[0]].match(parts[3])):

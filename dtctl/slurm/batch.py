@@ -24,13 +24,20 @@ from dtctl.render import render, template_folders
 from dtctl.render.standalone import standalone
 from dtctl.slurm import placement
 from dtctl.spec.model import Slurm, Spec
+from dtctl.spec.nodes import resolve_spares
 from dtctl.supervisor import processes, work
 
 TEMPLATE: Final = "job.sbatch.j2"
+CONTROL_FOLDER: Final = "control"
+"""Below the folder of the run: the records of the launcher inside of the job (job_control.py)."""
 PLACE: Final = "dtctl: place in the job"
 _RUN: Final = "import sys; sys.path.append(sys.path.pop(0)); from dtctl.slurm.{} import main; main()"
 """Python code: modules of the job's own code, which is the working folder, come last."""
 _KEY: Final = re.compile(r"[a-z][a-z0-9-]*\Z")
+GUARDS: Final = 2
+"""Nodes that look whether the first one of a job is still there, if it outlives its nodes."""
+LOST_EXIT: Final = 71
+"""Exit code of the launcher inside of a job if a node was lost, and there is none for its place (EX_OSERR)."""
 LATE_OPTIONS: Final = {
     "--node-rank": shell.Late("--node-rank=$SLURM_NODEID"),
     "--master-addr": shell.Late("--master-addr=$MASTER_ADDR"),
@@ -61,7 +68,9 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path, fol
     _check(spec, plan)
     package_folder = Path(__file__).parent
     fixed_port = spec.network.rendezvous_port
-    component_list = components(slurm, plan, chdir=chdir, output=output)
+    live = plan.live and followed
+    spares = len(resolve_spares(spec)) if live else 0
+    component_list = components(slurm, plan, chdir=chdir, output=output, live=live, spares=spares)
     several = len(component_list) > 1
     own_folder = slurm.array is not None and chdir == folder / work.FOLDER
     options, wrapper = _container(slurm, chdir=chdir, folder=folder, own_folder=own_folder)
@@ -70,7 +79,7 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path, fol
         "names": names,
         "plan": plan,
         "node": node,
-        "notes": ignored_names(spec),
+        "notes": [*ignored_names(spec), *_about_recovery(plan, followed=followed)],
         "secret_words": {name: "${" + name + "+set}" for name in plan.secrets},
         "groups": [group for group in node.env_by_origin if group.origin != PLACE],
         "components": component_list,
@@ -107,6 +116,11 @@ def text(spec: Spec, plan: Plan, *, chdir: Path, output: Path, folder: Path, fol
         "hang_start_s": str(spec.job.hang_start_s),
         "placement": placement.to_text(_placement(plan)),
         "restarts": plan.max_restarts,
+        "live": live,
+        "control": _RUN.format("job_control"),
+        "count": len(plan.nodes),
+        "guards": list(range(1, len(plan.nodes) + spares))[:GUARDS],
+        "lost_exit": LOST_EXIT,
         "requeues": slurm.requeues if slurm.requeue else 0,
         "requeue_exit": names.REQUEUE_EXIT,
     }
@@ -121,6 +135,15 @@ def ignored_names(spec: Spec) -> list[str]:
     return ["Slurm chooses the nodes; those of cluster.nodes are only counted, slurm.nodelist asks for some by name"]
 
 
+def _about_recovery(plan: Plan, *, followed: bool) -> list[str]:
+    """What differs from the note of the plan where nobody launches the file."""
+    if followed or not plan.live:
+        return []
+    return [
+        "a lost worker costs a restart of all in this file; with `dtctl launch` it is replaced while the others stay"
+    ]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchComponent:
     """Nodes of one kind: what Slurm calls a component of a heterogeneous job, or all of the job."""
@@ -133,8 +156,18 @@ class BatchComponent:
     """What follows `#SBATCH `, an option each."""
 
 
-def components(slurm: Slurm, plan: Plan, *, chdir: Path, output: Path) -> list[BatchComponent]:
+def components(
+    slurm: Slurm, plan: Plan, *, chdir: Path, output: Path, live: bool = False, spares: int = 0
+) -> list[BatchComponent]:
     """The nodes in runs of equal numbers of workers and equal resources, in the order of their ranks.
+
+    Args:
+        slurm: what the spec says to Slurm.
+        plan: what it comes to.
+        chdir: folder of the code.
+        output: file for the output of the job.
+        live: whether the job outlives its nodes, since lost ones are replaced.
+        spares: nodes to ask for beside those that begin.
 
     Raises:
         PlanError: a value cannot be said in a batch file.
@@ -142,9 +175,10 @@ def components(slurm: Slurm, plan: Plan, *, chdir: Path, output: Path) -> list[B
     result: list[BatchComponent] = []
     for (slots, gres), alike in groupby(plan.nodes, key=lambda node: (node.slots, node.gres)):
         tasks, nodes = slots if plan.per_worker else 1, len(list(alike))
-        options = _node_options(slurm, nodes=nodes, tasks=tasks, gres=gres)
+        options = _node_options(slurm, nodes=nodes + spares, tasks=tasks, gres=gres)
         if not result:  # what is said of the job as a whole stands before its first nodes
             options = {"job-name": plan.job, **options, **_job_options(slurm, chdir=chdir, output=output)}
+            options |= {"no-kill": True} if live else {}
         result.append(
             BatchComponent(nodes=nodes, slots=slots, tasks=tasks, directives=tuple(_lines({**options, **slurm.extra})))
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Final, TypeAlias
@@ -12,6 +12,11 @@ from typing import Final, TypeAlias
 from dtctl import folders
 from dtctl.errors import SpecError
 from dtctl.spec import nodeset
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The batch script has begun, for the first time or again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,11 @@ class TakenBack:
 
 
 @dataclass(frozen=True, slots=True)
+class Requeued:
+    """The batch script has Slurm start the job again."""
+
+
+@dataclass(frozen=True, slots=True)
 class ScriptEnded:
     """The batch script has exited by itself and is not to be requeued."""
 
@@ -84,6 +94,13 @@ class NotRestarted:
 
 
 @dataclass(frozen=True, slots=True)
+class NotLive:
+    """Lost workers are not replaced alone, though the spec says so."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Waiting:
     """The next start is waited for on purpose."""
 
@@ -97,17 +114,28 @@ _ABORTED: Final = re.compile(
     r"srun: (?:Job step aborted|(?:launch/slurm: \w+: )?Terminating (?:StepId|job step)|First task exited)"
 )
 _LEFT: Final = re.compile(r"dtctl: left on (\S+): (\d{1,7})$")
-_NOT_RESTARTED: Final = "dtctl: not restarted: "
 _WAIT: Final = re.compile(r"dtctl: exit code \d+, the workers are started again in ([\d.]{1,9}) s$")
 _TASK: Final = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
 _NODE: Final = re.compile(r"srun: error: Node failure on (\S+)")
 _CODE: Final = re.compile(r"Exited with exit code (\d+)")
 _DUE: Final = re.compile(r"\*\*\* (?:JOB|STEP) .* DUE TO ([A-Z ]+?)(?:, [^*]*)? \*\*\*")
-_WARNED: Final = "dtctl: the time is nearly over"
 _SIGNALS: Final = {signal.strsignal(number): number for number in signal.valid_signals()}
 
 
-Event: TypeAlias = Start | StepEnded | Ended | Aborted | TakenBack | ScriptEnded | LeftOnNode | NotRestarted | Waiting
+Event: TypeAlias = (
+    Begun | Start | StepEnded | Ended | Aborted | TakenBack | Requeued | ScriptEnded | LeftOnNode | NotRestarted
+    | NotLive | Waiting
+)  # fmt: skip
+
+_BEGINNINGS: Final[Sequence[tuple[str, Callable[[str], Event]]]] = (
+    ("dtctl: job ", lambda _: Begun()),
+    ("dtctl: to be started again, ", lambda _: Requeued()),
+    ("dtctl: the time is nearly over", lambda _: TakenBack("its time limit was near")),
+    ("dtctl: a node was lost, and no other one is left", lambda _: TakenBack("a node failed")),
+    ("dtctl: lost workers are not replaced alone: ", NotLive),
+    ("dtctl: not restarted: ", NotRestarted),
+)
+"""Of lines of the batch script; the rest of a line may be a reason."""
 
 
 def read(line: str) -> Sequence[Event]:
@@ -125,8 +153,9 @@ def read(line: str) -> Sequence[Event]:
         return [LeftOnNode(match[1], int(match[2]))]
     if _ABORTED.match(line):
         return [Aborted()]
-    if line.startswith(_NOT_RESTARTED):
-        return [NotRestarted(line.removeprefix(_NOT_RESTARTED))]
+    for beginning, event in _BEGINNINGS:
+        if line.startswith(beginning):
+            return [event(line.removeprefix(beginning))]
     if match := _WAIT.match(line):
         return [Waiting(float(match[1]))]
     if match := _TASK.match(line):
@@ -142,7 +171,7 @@ def read(line: str) -> Sequence[Event]:
             "JOB REQUEUE": "it was requeued (scontrol requeue)",
         }
         return [TakenBack(reasons.get(match[1], match[1].lower()))]
-    return [TakenBack("its time limit was near")] if line.startswith(_WARNED) else []
+    return []
 
 
 def _nodes(text: str) -> tuple[str, ...]:

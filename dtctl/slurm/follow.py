@@ -45,15 +45,21 @@ from dtctl.launch.records.state import progress_of
 from dtctl.slurm import batchlog, job_record, login_client, placement
 from dtctl.slurm.answers import JobFacts, JobLook
 from dtctl.slurm.attempt_facts import AttemptFacts, begin
+from dtctl.slurm.batch import CONTROL_FOLDER
 from dtctl.slurm.job_ledger import JobLedger
 from dtctl.slurm.job_output import JOB_LOG, by_rank
 from dtctl.slurm.job_ref import JobRef
 from dtctl.slurm.left import Left, look
+from dtctl.slurm.mirror import METRICS as CONTROL_METRICS
+from dtctl.slurm.mirror import WHOLE, Mirror
 from dtctl.slurm.outputs import count_outputs
 from dtctl.slurm.site import LocalSite, Site
 from dtctl.supervisor import work
 
 STATE_FILE: Final = "slurm.json"
+CONTROL_WHOLE: Final = frozenset(f"{CONTROL_FOLDER}/{name}" for name in WHOLE)
+ENDED_NODE: Final = ("stopped", "lost", "failed")
+"""States of a node that nothing follows."""
 
 WAITING: Final = frozenset(
     {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED"}
@@ -78,6 +84,10 @@ class Follower:
         self.site = site
         self.emit = emit
         self.logs = Logs(record)
+        self.mirror = Mirror(record, emit)
+        """Of the launcher inside of the job, if it has one: then that has the say."""
+        self._is_taken_back = False
+        """Whether the newest start of the job was taken back by Slurm, or by its batch file."""
         self.nodes: list[str] = []
         self._all_nodes: set[str] = set()
         """All nodes that the job was ever given."""
@@ -132,9 +142,13 @@ class Follower:
             self._over_since = time.monotonic()
         arrived: dict[str, tuple[int, bytes]] = {}
         for name, (offset, data) in files.items():
+            if name in CONTROL_WHOLE:
+                arrived[name], self._offsets[name] = (offset, data), offset
+                continue
             complete = data if over else data[: max(data.rfind(b"\n"), data.rfind(b"\r")) + 1]
             arrived[name] = offset, complete
             self._offsets[name] = offset + len(complete)
+        control = {name: arrived.pop(name) for name in files if name.startswith(f"{CONTROL_FOLDER}/")}
         texts = []
         for name in (JOB_LOG, names.PROGRESS_FILE):
             _, data = arrived.pop(name, (0, b""))
@@ -145,6 +159,8 @@ class Follower:
                 self._read_logs(arrived, before=event.attempt)
             self._on_event(at, event)
         self._read_logs(arrived)
+        if self.mirror.take(control):
+            self._offsets.pop(CONTROL_METRICS, None)  # what was taken back may have been written anew
         self._tell_state()
         if files:
             self._save_position()
@@ -168,7 +184,8 @@ class Follower:
             return False
         # A lost node ends the script, too, and its job is requeued all the same.
         by_itself = self._script_code is not None and self.state.state in ("COMPLETED", "FAILED")
-        patience_s = TAKEN_S if self.taken_back and self.state.state != "TIMEOUT" else SETTLE_S
+        is_taken_back = self.taken_back or self._is_taken_back
+        patience_s = TAKEN_S if is_taken_back and self.state.state != "TIMEOUT" else SETTLE_S
         return by_itself or time.monotonic() - self._over_since >= patience_s
 
     def _read_logs(self, arrived: dict[str, tuple[int, bytes]], *, before: int | None = None) -> None:
@@ -210,7 +227,16 @@ class Follower:
             for moment, recorded in early:
                 self._on_event(moment, recorded)
             return
-        if isinstance(event, batchlog.ScriptEnded):
+        if isinstance(event, batchlog.Begun):
+            self._is_taken_back, self._script_code = False, None
+            self._counted.clear()
+        elif isinstance(event, batchlog.Requeued) or (isinstance(event, batchlog.TakenBack) and self.attempt is None):
+            self._is_taken_back = True
+            if isinstance(event, batchlog.TakenBack):
+                self.mirror.requeue_reason = self.mirror.requeue_reason or event.reason  # a requeue says so, too
+        elif isinstance(event, batchlog.NotLive):
+            self._tell(Note(time=at, text=f"lost workers are not replaced alone: {event.reason}"))
+        elif isinstance(event, batchlog.ScriptEnded):
             self._script_code = event.exit_code
         elif isinstance(event, batchlog.NotRestarted):
             first = self._first_failure()
@@ -232,7 +258,7 @@ class Follower:
     @property
     def number(self) -> int:
         """Of the newest attempt; -1 before the first one."""
-        return -1 if self.attempt is None else self.attempt.number
+        return self.mirror.progress.attempt if self.attempt is None else self.attempt.number
 
     def _on_news(self, at: float, event: job_record.Event, attempt: AttemptFacts) -> None:
         """Something happened in the attempt that is on."""
@@ -375,6 +401,8 @@ class Follower:
 
     def _write_ledger(self, *, at_once: bool = False) -> None:
         now = time.monotonic()
+        if self.mirror.has_begun:
+            return  # there is that of the launcher inside
         if at_once or now - self._ledger_written >= WRITE_S:
             self.ledger.ledger.write(self.record.folder / names.LEDGER_FILE, attempts=max(0, self.number) + 1)
             self._ledger_written = now
@@ -382,6 +410,8 @@ class Follower:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def _first_failure(self) -> Failure | None:
+        if self.mirror.has_begun:
+            return self.mirror.failure()
         failure = self.attempt.first_failure(self.logs) if self.attempt is not None else None
         if failure is None or self.attempt is None:
             return None
@@ -423,8 +453,10 @@ class Follower:
         with contextlib.suppress(LaunchError):  # a full disk changes nothing about how the run ended
             self._write_ledger(at_once=True)
         left_behind = self.left_behind()
-        for node in self.nodes:
-            self.emit(NodeChanged(node=node, state="stopped", left=left_behind.counts.get(node)))
+        told = self.mirror.progress
+        for node in told.nodes or self.nodes:
+            if told.nodes.get(node) not in ENDED_NODE:
+                self.emit(NodeChanged(node=node, state="stopped", left=left_behind.counts.get(node)))
         if left_behind.total is None:
             self.emit(Note(node=self.site.name, text=left_behind.describe()))
         return Result(
@@ -433,14 +465,14 @@ class Follower:
             stopped_by=stopped_by,
             asked_to_stop=asked_to_stop,
             attempts=max(0, self.number) + 1,
-            launch_s=self.launch_s,
+            launch_s=self.launch_s if self.launch_s is not None else told.launch_s,
             duration_s=duration_s,
             left_behind=left_behind.total,
             lost_output=dict(self.logs.lost),
             outputs=count_outputs(self.site, self.ref, spec_of_run(self.record).job.outputs),
             is_local=isinstance(self.site, LocalSite),
-            nodes=len(self.nodes),
-            goodput=self.ledger.ledger.facts().goodput,
+            nodes=len(told.nodes or self.nodes),
+            goodput=self.mirror.goodput() if self.mirror.has_begun else self.ledger.ledger.facts().goodput,
         )
 
     @property

@@ -315,7 +315,42 @@ def news(folder: str, have: dict[str, int]) -> Json:
         if cut and attempt != attempts[-1]:
             grown.pop("job.log", None)
             break
+    grown.update(control_news(folder, have))
     return grown
+
+
+WHOLE = ("plan.json", "ledger.json", "attempt.json")
+"""Records of the launcher inside of a job that are replaced, and do not grow."""
+
+
+def control_news(folder: str, have: dict[str, int]) -> Json:
+    """The same of the records of the launcher inside of the job, if it has one.
+
+    Its events come only with all that was printed before them, so they are read first.
+    """
+    grown: Json = {}
+    events, cut = "control/events.jsonl", False
+    add(grown, folder, events, have, PROGRESS_BYTES)
+    for each in files(os.path.join(folder, "control"), (".log", ".times", ".txt", ".json", ".jsonl")):
+        name = "control/" + each
+        if os.path.basename(name) in WHOLE:
+            replace(grown, folder, name, have)
+        elif name != events:
+            cut = add(grown, folder, name, have) or cut
+    if cut:
+        grown.pop(events, None)
+    return grown
+
+
+def replace(grown: Json, folder: str, name: str, have: dict[str, int]) -> None:
+    """Add all of a file that was replaced since; what stands for its offset is when."""
+    try:
+        with open(os.path.join(folder, name), "rb") as file:
+            when = os.fstat(file.fileno()).st_mtime_ns
+            if when != have.get(name):
+                grown[name] = [when, base64.b64encode(file.read()).decode()]
+    except OSError:
+        return
 
 
 def add(grown: Json, folder: str, name: str, have: dict[str, int], limit: int = PART_BYTES) -> bool:

@@ -27,6 +27,7 @@ from dtctl.slurm.partition_checks import lacks
 from dtctl.slurm.site import LocalSite, LoginSite, Site
 from dtctl.spec.load import dump_spec
 from dtctl.spec.model import Slurm, Spec
+from dtctl.spec.nodes import resolve_spares
 from dtctl.supervisor import work
 
 BATCH_FILE = "job.sbatch"
@@ -87,7 +88,8 @@ def submit(
     if code is not None:
         check_program_files(spec, code.tree)
     python = python_at(spec, site)
-    away = check_offer(spec, len(plan.nodes), login_client.ask(site, python, Offer))
+    spares = len(resolve_spares(spec)) if plan.live and followed else 0
+    away = check_offer(spec, len(plan.nodes) + spares, login_client.ask(site, python, Offer))
     workdir = spec.cluster.workdir if isinstance(site, LoginSite) else str(state_folder(spec.base_dir, "slurm").parent)
     folder = Path(login_client.ask(site, python, RunPlace, workdir=workdir, run=run).folder)
     code_folder = _bring(site, code, folder, python=python, workdir=workdir) if code is not None else spec.code_folder

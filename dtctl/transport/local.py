@@ -14,9 +14,11 @@ from dtctl.transport.base import Target
 class LocalStream:
     """A child process."""
 
-    def __init__(self, process: subprocess.Popen[bytes], *, node: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], *, node: str, noise: bytes = b"") -> None:
+        """What it says on standard error that is `noise` means nothing."""
         self._process = process
         self._node = node
+        self._noise = noise
         self._reading = threading.Lock()
         self._closed = False
         if process.stderr is not None:
@@ -39,7 +41,8 @@ class LocalStream:
     def read_stderr(self) -> bytes:
         """See `dtctl.transport.base.Stream`."""
         try:
-            return os.read(self._process.stderr.fileno(), 1 << 16) if self._process.stderr else b""
+            said = os.read(self._process.stderr.fileno(), 1 << 16) if self._process.stderr else b""
+            return said.replace(self._noise, b"") if self._noise else said
         except (OSError, ValueError):
             return b""
 
@@ -104,7 +107,7 @@ class LocalConnection:
         """See `dtctl.transport.base.Connection`."""
         return self.start(["/bin/sh", "-c", command])
 
-    def start(self, argv: list[str]) -> LocalStream:
+    def start(self, argv: list[str], *, noise: bytes = b"") -> LocalStream:
         """Start a program of this machine.
 
         Raises:
@@ -123,7 +126,7 @@ class LocalConnection:
             # Its own session, as under sshd: Ctrl-C in the terminal is for the launcher, which passes it on.
             start_new_session=True,
         )
-        stream = LocalStream(process, node=self._target.name)
+        stream = LocalStream(process, node=self._target.name, noise=noise)
         self._streams.append(stream)
         return stream
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import socket
+from typing import Final
 
 from dtctl.errors import ConnectError
 from dtctl.transport.base import Target
 from dtctl.transport.local import LocalConnection, LocalStream
+
+UNBOUND: Final = b"srun: cluster configuration lacks support for cpu binding\n"
+"""What it says where tasks are not bound anyway."""
 
 
 class SrunConnection(LocalConnection):
@@ -28,10 +32,10 @@ class SrunConnection(LocalConnection):
     def open(self, command: str) -> LocalStream:
         """See `dtctl.transport.base.Connection`."""
         placement = ["--jobid", self._job, "--nodelist", self.target.name, "--nodes=1", "--ntasks=1"]
-        # Overlap: the job's own steps hold all its processors. No wait for a node that has stopped answering.
-        return self.start(
-            ["srun", *placement, "--overlap", "--mem=0", "--quiet", "--unbuffered", "/bin/sh", "-c", command]
-        )
+        # Overlap: the job's own steps hold all its processors, and this one has them, too. All variables, whatever
+        # sbatch was told. No wait for a node that has stopped answering.
+        options = ["--overlap", "--mem=0", "--cpu-bind=none", "--export=ALL", "--quiet", "--unbuffered"]
+        return self.start(["srun", *placement, *options, "/bin/sh", "-c", command], noise=UNBOUND)
 
 
 class SrunTransport:

@@ -16,7 +16,7 @@ from dtctl.sandbox import control, faults
 from dtctl.sandbox.layout import Sandbox
 
 SPEC = {
-    "cluster": {"transport": "sandbox", "nodes": ["node1", "node2", "node3"], "slots": 1, "connect_timeout_s": 5.0},
+    "cluster": {"transport": "sandbox", "nodes": ["node1", "node2", "node3"], "slots": 1, "connect_timeout_s": 3.0},
     "job": {"name": "t", "script": "train.py", "kind": "direct"},
 }
 
@@ -119,7 +119,7 @@ def over_ssh(sandbox: Sandbox, project: Any, **changes: Any) -> dict[str, Any]:
             "known_hosts": str(sandbox.known_hosts),
             "ssh_config": "none",
             "python": sys.executable,
-            "connect_timeout_s": 5.0,
+            "connect_timeout_s": 3.0,
             "slots": 1,
             **changes,
         }

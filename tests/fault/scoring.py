@@ -54,7 +54,7 @@ def administer(sandbox: Sandbox, node: str, script: str) -> None:
 def spec_of(fault: Fault, sandbox: Sandbox) -> dict[str, Any]:
     """The spec that is examined."""
     spec: dict[str, Any] = {
-        "cluster": {"transport": "sandbox", "nodes": list(NODES), "slots": 1, "connect_timeout_s": 5.0},
+        "cluster": {"transport": "sandbox", "nodes": list(NODES), "slots": 1, "connect_timeout_s": 3.0},
         "job": {"name": "t", "script": "train.py", "kind": "direct"},
     }
     first = sandbox.nodes[0].address

@@ -52,7 +52,7 @@ job:
     env: {{PYTHONPATH: "{root}", OMP_NUM_THREADS: 1}}}}
 train:
   {{strategy: ddp, steps: {steps}, micro_batch: 4, accumulate: 2, lr: 1.0e-2, data_workers: 1, log_every: 1,
-    timeout_s: 600, compile: eager, eval_every: 4, require_exact: true,
+    timeout_s: 60, compile: eager, eval_every: 4, require_exact: true,
     snapshot: {{dir: "{snapshots}", every_steps: 3, keep: 3}}}}
 """
 SCRIPT = """\

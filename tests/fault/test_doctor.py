@@ -13,7 +13,6 @@ from dtctl.sandbox import faults
 from dtctl.sandbox.layout import Sandbox
 from tests.facts import missing
 from tests.fault.examining import bad, examine, note, on
-from tests.hosts import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -49,12 +48,8 @@ def test_nothing_is_left_on_the_nodes(sandbox: Sandbox, project: Any) -> None:
     examine(project, {"cluster.workdir": workdir})
     assert on(sandbox, "node1", "find", str(sandbox.home)) == before
     assert on(sandbox, "node1", "sh", "-c", READ_SETTINGS) == settings
-
-    def ports() -> set[str]:
-        lines = on(sandbox, "node1", "ss", "-Hltun").splitlines()
-        return {line.split()[4].rpartition(":")[2] for line in lines if "LISTEN" in line}
-
-    wait_until(lambda: ports() == {"22"}, what="its ports are open only while it runs")
+    listening = [line.split()[4] for line in on(sandbox, "node1", "ss", "-Hltun").splitlines() if "LISTEN" in line]
+    assert {address.rpartition(":")[2] for address in listening} == {"22"}, "its ports are open only while it runs"
 
 
 def test_two_faults_at_once_are_both_told(sandbox: Sandbox, project: Any) -> None:

@@ -18,7 +18,7 @@ SPEC = """\
 cluster: {{transport: sandbox, nodes: [{nodes}], slots: 1}}
 job:
   {{name: test, script: train.py, kind: {kind}, grace_s: 2, max_restarts: {restarts}, hang_s: {hang_s},
-    hang_start_s: {start_s}, env: {{PYTHONPATH: "{root}", OMP_NUM_THREADS: 1}}}}
+    hang_start_s: 8, env: {{PYTHONPATH: "{root}", OMP_NUM_THREADS: 1}}}}
 """
 NODES = {"direct": "node1, {name: node2, slots: 2}", "torchrun": "node1, node2, node3"}
 """For three workers, of which the second is on the second node; torchrun needs as many on every node."""
@@ -61,24 +61,18 @@ if __name__ == "__main__":
 """
 
 
-def spec(project: Project, *, kind: str = "direct", restarts: int, hang_s: str, start_s: int = 300) -> None:
-    text = SPEC.format(nodes=NODES[kind], root=ROOT, kind=kind, restarts=restarts, hang_s=hang_s, start_s=start_s)
-    project.write("dtctl.yaml", text)
-
-
 def launch(
     project: Project,
     act: str,
     *,
     kind: str = "direct",
     restarts: int = 1,
-    hang_s: str = "5",
+    hang_s: str = "3",
     slow: float = 0,
     at: int = 6,
 ):
     project.write("train.py", SCRIPT.format(act=act, slow=slow, at=at))
-    # A busy machine takes its time for the first step; only those that hang in it wait for this limit.
-    spec(project, kind=kind, restarts=restarts, hang_s=hang_s, start_s=300 if at else 20)
+    project.write("dtctl.yaml", SPEC.format(nodes=NODES[kind], root=ROOT, kind=kind, restarts=restarts, hang_s=hang_s))
     return project.run("launch", "--json", "--name", project.unique)
 
 
@@ -118,7 +112,7 @@ def test_the_culprit_is_named_and_the_gang_is_started_again(project: Project, ac
     assert "resumed at step 4 of 12" in done.err
     ledger = json.loads((project.folder / ".dtctl" / "runs" / project.unique / "ledger.json").read_text())
     assert sum(ledger["phases_s"].values()) == pytest.approx(ledger["wall_s"], rel=0.01)
-    assert ledger["phases_s"]["hang"] >= 4.5
+    assert ledger["phases_s"]["hang"] >= 2.5
     assert (ledger["steps"], ledger["steps_lost"]) == (12, 2)
     restart = next(event for event in done.events if event["event"] == "restart")
     assert restart["reason"] == "made no progress"
@@ -126,7 +120,7 @@ def test_the_culprit_is_named_and_the_gang_is_started_again(project: Project, ac
 
 def test_a_hang_at_the_same_step_every_time_is_told_as_one(project: Project) -> None:
     project.write("train.py", SCRIPT.format(act="time.sleep(1000)", slow=0, at=6).replace("first and ", ""))
-    spec(project, restarts=9, hang_s="5")
+    project.write("dtctl.yaml", SPEC.format(nodes=NODES["direct"], root=ROOT, kind="direct", restarts=9, hang_s="2"))
     done = project.run("launch", "--json")
     assert done.code == 8, done.err
     assert done.done["attempts"] == 3
@@ -184,7 +178,7 @@ def test_who_leaves_early_is_named_also_in_the_first_step(
 
 
 def test_slow_starts_and_evaluations_are_no_hang(project: Project) -> None:
-    done = launch(project, "pass", hang_s="4", slow=0.7)
+    done = launch(project, "pass", hang_s="1.5", slow=0.3)
     assert done.code == 0, done.err
     assert done.done["attempts"] == 1
     assert not [event for event in done.events if event["event"] == "hang"]
@@ -192,7 +186,7 @@ def test_slow_starts_and_evaluations_are_no_hang(project: Project) -> None:
 
 def test_programs_that_tell_no_progress_are_left_alone(project: Project) -> None:
     project.write("train.py", "import time; time.sleep(4)")
-    spec(project, restarts=0, hang_s="1")
+    project.write("dtctl.yaml", SPEC.format(nodes=NODES["direct"], root=ROOT, kind="direct", restarts=0, hang_s="1"))
     done = project.run("launch", "--json")
     assert done.code == 0, done.err
     assert not [event for event in done.events if event["event"] == "hang"]

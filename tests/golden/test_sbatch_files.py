@@ -28,6 +28,8 @@ CASES = {
     + "slurm: {srun: ['--container-image=docker://pytorch/pytorch', '--container-mounts=/data:/data']}",
     "array": NODES + "job: {name: gpt, script: train.py}\nslurm: {array: '0-9%2', requeues: 3, warn_s: 300}",
     "launch": NODES + "job: {name: gpt, script: train.py, kind: direct, max_restarts: 2}\nslurm: {partition: main}",
+    "live": NODES.replace("nodes: 4", "nodes: 4, spares: [one, two]")
+    + "job: {name: gpt, script: train.py, kind: direct, max_restarts: 2, recovery: live}\ntrain: {strategy: ddp}\n",
     "deepspeed": NODES
     + "job: {name: gpt, script: train.py, kind: deepspeed}\ntrain: {strategy: zero1, micro_batch: 2, accumulate: 4}",
     "het": "cluster: {transport: slurm, nodes: [{name: big, slots: 8}, {name: 'small[1-2]', slots: 4}]}\n"
@@ -49,7 +51,7 @@ CASES = {
 }
 
 
-FOLDERS = {"launch": Path("/shared/a 100%/run-1")}
+FOLDERS = {"launch": Path("/shared/a 100%/run-1"), "live": Path("/shared/run-1")}
 
 
 def made(spec_text: str, folder: Path | None = None) -> str:

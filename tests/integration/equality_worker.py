@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("cases", type=Path, help="JSON: a list of cases")
     parser.add_argument("folder", type=Path)
     parser.add_argument("base", type=Path, help="folder of the cases that one process trained")
-    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seconds", type=float, default=60.0)
     args = parser.parse_args()
     cases = [Case(**values) for values in json.loads(args.cases.read_text())]
     with start(timeout_s=args.seconds) as worker:

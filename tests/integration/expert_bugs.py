@@ -94,7 +94,7 @@ BUGS: dict[str, tuple[object, str, Callable[..., object]]] = {
 
 def main(folder: Path) -> None:
     """Train without an error, and with each of them, or go on with other meshes; leave the weights."""
-    with start(timeout_s=600) as worker:
+    with start(timeout_s=60) as worker:
         if worker.world_size == 4:
             go_on_with_other_meshes(folder, worker)
             torch.save(choices_computed(worker), folder / f"choices-{worker.rank}.pt")

@@ -58,15 +58,7 @@ def state(project: Project, job: str) -> str:
 def clean(project: Project, job: str) -> None:
     """Wait until the nodes of a job that was requeued are clean: one that begins before that fails at once."""
     taken = time.mktime(time.strptime(fields(project, job)["SubmitTime"], "%Y-%m-%dT%H:%M:%S"))
-    wait_until(lambda: time.time() - taken > 8 and not completing(project), 20, "its nodes are clean")
-
-
-def completing(project: Project) -> list[str]:
-    """Nodes that answer and are busy with the end of a job."""
-    argv = ["scontrol", "show", "node", "-o"]
-    shown = subprocess.run(argv, env=project.env, capture_output=True, text=True, check=True).stdout
-    states = dict(re.findall(r"^NodeName=(\S+).*?\sState=(\S+)", shown, re.MULTILINE))
-    return [name for name, state in states.items() if "COMPLETING" in state and not re.search("DOWN|NOT_RESP", state)]
+    wait_until(lambda: time.time() - taken > 8, 20, "its nodes are clean")
 
 
 def hasten(project: Project, job: str) -> None:

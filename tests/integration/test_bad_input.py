@@ -24,7 +24,7 @@ def ssh_spec(sandbox: Sandbox, **changes: object) -> str:
         "identity_file": sandbox.identity_file,
         "known_hosts": sandbox.known_hosts,
         "ssh_config": "none",
-        "connect_timeout_s": 8,
+        "connect_timeout_s": 3,
         **changes,
     }
     return "cluster: {" + ", ".join(f"{key}: {value}" for key, value in values.items()) + "}\n" + JOB

@@ -33,12 +33,12 @@ def test_all_operations_over_the_nodes_of_a_spec(sandbox: Sandbox, project: Any)
 
 
 def test_the_map_of_pairs_shows_the_slow_cable(sandbox: Sandbox, project: Any) -> None:
-    faults.limit(sandbox, sandbox.node("node2"), rate="30mbit")
+    faults.limit(sandbox, sandbox.node("node2"), rate="100mbit")
     faults.record(sandbox, ["limit node2"])
     project.write("dtctl.yaml", SPEC.format(kind="torchrun", python=sys.executable))
     done = project.run("bench", "--json", "--op", "p2p", "--sizes", "1M")
     assert done.code == 0, done.err
     rates = json.loads(done.out)["pairs"]["gb_s"]
     for one, other in ((0, 1), (1, 0), (1, 2), (2, 1)):
-        assert 0.001 < rates[one][other] < 0.00375 * 1.15, "30 Mbit/s are 0.00375 GB/s"
-    assert min(rates[0][2], rates[2][0]) > 0.008, "what a busy machine still does"
+        assert 0.005 < rates[one][other] < 0.0125 * 1.15, "100 Mbit/s are 0.0125 GB/s"
+    assert min(rates[0][2], rates[2][0]) > 0.03

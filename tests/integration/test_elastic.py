@@ -40,7 +40,7 @@ def train(config, worker):
 if __name__ == "__main__":
     raise SystemExit(run(train, defaults={
         "micro_batch": 3, "global_batch": 24, "clip_norm": 0.3, "epochs": 4, "lr": 1e-2, "weight_decay": 0.1,
-        "log_every": 4, "timeout_s": 600, "exact": "elastic", "require_exact": True, "snapshot": {"every_steps": 100},
+        "log_every": 4, "timeout_s": 60, "exact": "elastic", "require_exact": True, "snapshot": {"every_steps": 100},
     }))
 """
 

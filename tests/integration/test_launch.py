@@ -18,7 +18,7 @@ from dtctl import node_facts
 from dtctl.sandbox import control
 from dtctl.sandbox.layout import Sandbox
 from tests.facts import missing
-from tests.hosts import Project, nothing_runs, spec_text, wait_until
+from tests.hosts import Project, spec_text, wait_until, workers
 
 pytestmark = pytest.mark.usefixtures("sandbox")
 
@@ -78,43 +78,18 @@ def test_a_failed_worker_is_named_and_the_others_are_stopped(project: Project, s
     assert failure["summary"] == "ValueError: the loss is a banana"
     assert "the loss is a banana" in Path(failure["log"]).read_text()
     assert done.done["left_behind"] == 0
-    nothing_runs(sandbox.nodes)
-
-
-MEET = """\
-import os, socket, time
-
-def meet():
-    \"\"\"Wait until all workers are here.\"\"\"
-    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    others = int(os.environ["WORLD_SIZE"]) - 1
-    if os.environ["RANK"] == "0":
-        with socket.create_server(place) as server:
-            links = [server.accept()[0] for _ in range(others)]
-        for link in links:
-            link.close()
-        return
-    while True:
-        try:
-            with socket.create_connection(place) as link:
-                link.recv(1)
-            return
-        except ConnectionRefusedError:  # the first is not there yet
-            time.sleep(0.02)
-"""
+    assert all(workers(node) == {} for node in sandbox.nodes)
 
 
 def test_a_worker_ended_by_a_signal_is_the_cause_though_others_end_first(project: Project) -> None:
     project.write("dtctl.yaml", spec_text())
-    project.write("meeting.py", MEET)
     project.write(
         "train.py",
         "import os, signal, sys, time\n"
-        "from meeting import meet\n"
         "if os.environ['RANK'] == '1':\n"  # is told to stop because of the others, and is found to have died by then
         "    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))\n"
-        "meet()\n"
-        "if os.environ['RANK'] == '1': time.sleep(1000)\n"
+        "    time.sleep(1000)\n"
+        "time.sleep(0.5)\n"  # all have begun
         "sys.exit('RuntimeError: Connection closed by peer [10.0.0.1]:1')\n",
     )
     failure = project.run("launch", "--json").done["first_failure"]
@@ -181,19 +156,15 @@ def test_the_restarts_are_counted(project: Project) -> None:
 
 def test_metrics_of_the_attempt_before_do_not_make_a_node_run(project: Project) -> None:
     project.write("dtctl.yaml", spec_text())
-    project.write("meeting.py", MEET)
     project.write(
         "train.py",
         "import json, os, sys, time\n"
-        "from meeting import meet\n"
         "attempt = int(os.environ['DTCTL_ATTEMPT'])\n"
         "if os.environ['RANK'] == '0':\n"
         "    with open(os.environ['DTCTL_METRICS'], 'a') as file:\n"
         "        file.write(json.dumps({'step': attempt + 1, 'loss': 1.0}) + '\\n')\n"
         "time.sleep(0.5)\n"
         "print('here', flush=True)\n"
-        "meet()\n"  # a worker that had not begun when another failed would never run
-        "time.sleep(0.5)\n"
         "sys.exit(1 - attempt)\n",
     )
     done = project.run("launch", "--json", "--set", "job.max_restarts=1")

@@ -20,8 +20,8 @@ cluster:
   nodes: [node1, node2]
   spares: [node3]
   slots: 1
-  connect_timeout_s: 8
-  link_timeout_s: 6
+  connect_timeout_s: 2
+  link_timeout_s: 3
 job:
   name: test
   script: train.py
@@ -62,7 +62,7 @@ def train(config, worker):
     return trainer.run()
 
 if __name__ == "__main__":
-    raise SystemExit(run(train, defaults={"micro_batch": 4, "steps": 14, "log_every": 7, "timeout_s": 600}))
+    raise SystemExit(run(train, defaults={"micro_batch": 4, "steps": 14, "log_every": 7, "timeout_s": 60}))
 """
 
 

@@ -45,7 +45,7 @@ def train(config, worker):
     return trainer.run()
 
 if __name__ == "__main__":
-    raise SystemExit(run(train, defaults={"steps": 30, "log_every": 25, "micro_batch": 4, "timeout_s": 600}))
+    raise SystemExit(run(train, defaults={"steps": 30, "log_every": 25, "micro_batch": 4, "timeout_s": 40}))
 """
 
 

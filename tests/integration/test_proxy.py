@@ -38,7 +38,7 @@ def write_spec(project: Project, config: Path, *nodes: str) -> None:
     spec = {
         "cluster": {
             "transport": "ssh", "nodes": list(nodes), "slots": 1, "ssh_config": str(config), "python": sys.executable,
-            "connect_timeout_s": 8,
+            "connect_timeout_s": 3,
         },
         "job": {"script": "train.py", "kind": "direct", "grace_s": 2},
     }  # fmt: skip

@@ -53,7 +53,7 @@ def train(config, worker):
     trainer = Trainer(config, worker, network(wish.get("norm")), loss, data)
     if wish.get("slow") == worker.rank:
         read = trainer.feed.batch
-        trainer.feed.batch = lambda *args: (time.sleep(0.5), read(*args))[1]
+        trainer.feed.batch = lambda *args: (time.sleep(0.02), read(*args))[1]
     moved = 0
     def count(_, bucket):
         nonlocal moved
@@ -74,7 +74,7 @@ def train(config, worker):
     return outcome
 
 if __name__ == "__main__":
-    raise SystemExit(run(train, defaults={"steps": 6, "lr": 1e-2, "log_every": 2, "timeout_s": 600}))
+    raise SystemExit(run(train, defaults={"steps": 6, "lr": 1e-2, "log_every": 2, "timeout_s": 30}))
 """
 
 

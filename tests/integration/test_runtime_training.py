@@ -66,7 +66,7 @@ def train(config, worker):
 
 if __name__ == "__main__":
     defaults = {{
-        "micro_batch": 4, "accumulate": 2, "clip_norm": 0.5, "steps": 20, "lr": 1e-2, "log_every": 4, "timeout_s": 600,
+        "micro_batch": 4, "accumulate": 2, "clip_norm": 0.5, "steps": 20, "lr": 1e-2, "log_every": 4, "timeout_s": 60,
         "snapshot": {{"every_steps": 4, "keep": 3}},
     }}
     raise SystemExit(run(train, defaults=defaults))

@@ -115,7 +115,7 @@ def test_no_file_of_progress_is_left(shared: Project, cancelled: bool) -> None:
 
 def test_a_batch_file_notices_that_its_job_hangs(shared: Project) -> None:
     script = breaks_at_30("os.kill(os.getpid(), signal.SIGSTOP)")
-    write(shared, nodes=2, job=", max_restarts: 1, hang_s: 5", script=script)
+    write(shared, nodes=2, job=", max_restarts: 1, hang_s: 2", script=script)
     done = shared.run("sbatch", "--submit", "--json")
     assert done.code == 0, done.err
     answer = json.loads(done.out)

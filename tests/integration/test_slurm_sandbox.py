@@ -16,7 +16,7 @@ from dtctl.errors import SandboxError
 from dtctl.sandbox import control, faults, slurm
 from dtctl.sandbox.layout import Sandbox
 from tests.facts import raises
-from tests.hosts import command_lines, wait_until
+from tests.hosts import wait_until
 
 
 @pytest.fixture
@@ -73,8 +73,9 @@ def test_nothing_is_left(sandbox_env: dict[str, str], shared: Path) -> None:
     folder = os.fsencode(sandbox.state)
     control.down(sandbox.name)
 
-    def left() -> list[int]:
-        return [pid for pid, line in command_lines().items() if folder in line and node_facts.start_ticks(pid)]
+    def left() -> list[str]:
+        lines = {path.parent.name: path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()}
+        return [pid for pid, line in lines.items() if folder in line and node_facts.start_ticks(int(pid))]
 
     wait_until(lambda: not left(), what="no process of it is left")
     assert not sandbox.state.exists()

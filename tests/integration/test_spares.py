@@ -12,7 +12,7 @@ from tests.facts import missing
 from tests.hosts import Finished, Project, wait_until
 
 SPEC = """\
-cluster: {{transport: sandbox, nodes: {nodes}, slots: 1, connect_timeout_s: 8, link_timeout_s: 6, {more}}}
+cluster: {{transport: sandbox, nodes: {nodes}, slots: 1, connect_timeout_s: 2, link_timeout_s: 3, {more}}}
 job: {{name: test, script: train.py, kind: direct, grace_s: 1, max_restarts: {restarts}}}
 """
 WAIT = """\

@@ -71,8 +71,8 @@ def train(config, worker):
 
 if __name__ == "__main__":
     defaults = {
-        "global_batch": 16, "accumulate": 4, "clip_norm": 0.5, "steps": 12, "lr": 1e-2, "log_every": 4,
-        "timeout_s": 600, "snapshot": {"every_steps": 4, "keep": 3},
+        "global_batch": 16, "accumulate": 4, "clip_norm": 0.5, "steps": 12, "lr": 1e-2, "log_every": 4, "timeout_s": 40,
+        "snapshot": {"every_steps": 4, "keep": 3},
     }
     raise SystemExit(run(train, defaults=defaults))
 """

@@ -51,7 +51,7 @@ def train(config, worker):
     return outcome
 
 if __name__ == "__main__":
-    defaults = {"micro_batch": 4, "steps": 12, "timeout_s": 600, "snapshot": {"every_steps": 4, "keep": 2}}
+    defaults = {"micro_batch": 4, "steps": 12, "timeout_s": 60, "snapshot": {"every_steps": 4, "keep": 2}}
     raise SystemExit(run(train, defaults=defaults))
 """
 PATIENCE_S = 6.0

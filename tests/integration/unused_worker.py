@@ -288,7 +288,7 @@ def train(case: Case, worker: Worker, folder: Path) -> None:
 
 def main() -> None:
     cases = [Case(**values) for values in json.loads(Path(sys.argv[1]).read_text())]
-    with start(timeout_s=600) as worker:
+    with start(timeout_s=120) as worker:
         for case in cases:
             folder = Path(sys.argv[2]) / case.key()
             if worker.is_first:

@@ -17,7 +17,6 @@ from dtctl.cli.common.launcher import (
     finish,
     launch_time,
     measured,
-    note_end,
     take_up,
 )  # fmt: skip
 from dtctl.errors import ConnectError, DtctlError, LaunchError
@@ -306,7 +305,7 @@ def _catch_up(follower: Follower) -> bool:
 def _close(follower: Follower, stopped_by: int | None) -> None:
     """Record the end, if there is one."""
     if follower.settled:
-        note_end(follower.result(stopped_by=stopped_by), follower.emit)
+        follower.emit(follower.result(stopped_by=stopped_by).to_event())
 
 
 def _follow(record: RunRecord, site: Site, emit: Emit, signals: list[int]) -> int:

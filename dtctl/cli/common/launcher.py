@@ -158,7 +158,7 @@ def take_up(record: RunRecord, *, attempt: int | None = None) -> Emit:
 
 def finish(result: Result, emit: Emit, record: RunRecord) -> int:
     """Tell how the run ended, and why if its logs say so; the exit code."""
-    note_end(result, emit)
+    emit(result.to_event())
     if result.status == "failed":  # the cause first, then what was printed, which may be long
         from dtctl.cli.common.doctor_view import show_cause
 
@@ -207,38 +207,6 @@ def _show_continuation(record: RunRecord) -> None:
         output.err(
             f"to continue from its newest good snapshot: {command(record.run)}  (without --resume it starts over)"
         )
-
-
-def note_end(result: Result, emit: Emit) -> None:
-    """The last event of a run."""
-    from dtctl.launch.records.events import FirstFailure, RunEnded
-
-    failure = result.first_failure
-    first_failure = None
-    if failure is not None:
-        first_failure = FirstFailure(
-            node=failure.node,
-            rank=failure.rank,
-            exit_code=failure.exit_code,
-            signal=failure.signal,
-            log=failure.log,
-            summary=failure.summary,
-        )
-    emit(
-        RunEnded(
-            run=result.run,
-            status=result.status,
-            exit_code=result.exit_code,
-            attempts=result.attempts,
-            first_failure=first_failure,
-            launch_s=round(result.launch_s, 3) if result.launch_s is not None else None,
-            duration_s=round(result.duration_s, 3),
-            left_behind=result.left_behind,
-            goodput=result.goodput,
-            lost_output=dict(result.lost_output),
-            outputs={node: outputs for node, outputs in result.outputs.items() if outputs.files},
-        )
-    )
 
 
 def outputs_line(run: str, outputs: Mapping[str, Outputs], *, is_local: bool) -> str:

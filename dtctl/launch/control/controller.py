@@ -13,7 +13,7 @@ from typing import Protocol
 
 from dtctl import names
 from dtctl.launch.control.failure import Failure
-from dtctl.launch.records.events import Outputs
+from dtctl.launch.records.events import FirstFailure, Outputs, RunEnded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +62,33 @@ class Result:
     def first_failure(self) -> Failure | None:
         """What a run that has failed failed of."""
         return self.failure if self.status == "failed" else None
+
+    def to_event(self) -> RunEnded:
+        """The last event of the run."""
+        failure = self.first_failure
+        first_failure = None
+        if failure is not None:
+            first_failure = FirstFailure(
+                node=failure.node,
+                rank=failure.rank,
+                exit_code=failure.exit_code,
+                signal=failure.signal,
+                log=failure.log,
+                summary=failure.summary,
+            )
+        return RunEnded(
+            run=self.run,
+            status=self.status,
+            exit_code=self.exit_code,
+            attempts=self.attempts,
+            first_failure=first_failure,
+            launch_s=round(self.launch_s, 3) if self.launch_s is not None else None,
+            duration_s=round(self.duration_s, 3),
+            left_behind=self.left_behind,
+            goodput=self.goodput,
+            lost_output=dict(self.lost_output),
+            outputs={node: outputs for node, outputs in self.outputs.items() if outputs.files},
+        )
 
 
 class Backend(Protocol):

@@ -33,7 +33,7 @@ def add(made: Collection) -> None:
         rule = "iptables -A OUTPUT -p tcp --syn --dport 29555 -j DROP"
         made.add(f"rendezvous: outbound dropped on {node}", "ports", "rendezvous-port", ["node1", node], r"29555.*\bout\b|outbound|OUTPUT",
              (node, rule), pair=True, spec=port)  # fmt: skip
-    hold = '$PY -c "import socket,time; s=socket.socket({}); s.setsockopt(1,2,1); s.bind(({},29555)); s.listen(); time.sleep(600)" >/dev/null 2>&1 </dev/null & until ss -Htln "sport = :29555" | grep -q .; do sleep 0.05; done'
+    hold = '$PY -c "import socket,time; s=socket.socket({}); s.setsockopt(1,2,1); s.bind(({},29555)); s.listen(); time.sleep(600)" >/dev/null 2>&1 </dev/null & sleep 1'
     for word, family, at in (
         ("everywhere", "", "''"),
         ("at its address", "", "'$P1'"),

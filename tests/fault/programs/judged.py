@@ -23,7 +23,7 @@ from tests import forked
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 SCRIPTS = HERE / "scripts"
-LIMIT_S = 600.0
+LIMIT_S = 60.0
 SAID = re.compile(r"resumed at step \d+(?: of \d+)?: (exact|not exact: .*)")
 FALSE = "false exact"
 NEEDLESS = ("needless not exact", "needless refusal")

@@ -23,7 +23,7 @@ from tests.fault.zoo.models import DEFAULTS, KINDS, Kind
 
 ROOT = Path(__file__).parents[3]
 STEPS = int(DEFAULTS["steps"])
-LIMIT_S = 600.0
+LIMIT_S = 60.0
 SCRIPT = """\
 import sys
 

@@ -92,3 +92,34 @@ def test_who_has_no_replica_is_told_what_would_be_lost(strategy: str, held: str)
     assert not plan.live
     [note] = [note for note in plan.notes if "lost worker" in note]
     assert missing(note, f"{held} restart") == []
+
+
+def in_a_job(job: str = "", slurm: str = "", nodes: str = "nodes: 2, slots: 2") -> Plan:
+    text = (
+        f"cluster: {{transport: slurm, {nodes}}}\njob: {{script: t.py, kind: direct, max_restarts: 2{job}}}\n{slurm}\n"
+    )
+    spec = parse_spec(text + "train: {strategy: ddp}\n", source="dtctl.yaml", base_dir=Path("/nowhere"))
+    return build(spec, resolve_nodes(spec), run="r", facts=PlanFacts())
+
+
+def test_under_slurm_it_is_live_if_somebody_asks_for_it() -> None:
+    assert in_a_job(", recovery: live").live
+    plan = in_a_job()
+    assert not plan.live
+    assert missing("\n".join(plan.notes), "4 restart snapshot recovery: live") == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"slurm": "slurm: {container: {image: a}}"},
+        {"slurm": "slurm: {array: 0-3}"},
+        {"slurm": "slurm: {srun: [--mpi=pmix]}"},
+        {"nodes": "nodes: [{name: big, slots: 2}, {name: small, slots: 1}]"},
+    ],
+    ids=["container", "array", "srun", "kinds of nodes"],
+)
+def test_what_a_job_cannot_do_is_refused(change: dict[str, str]) -> None:
+    with pytest.raises(PlanError, match="cannot be replaced") as caught:
+        in_a_job(", recovery: live", **change)
+    assert caught.value.hint

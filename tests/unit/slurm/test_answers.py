@@ -47,6 +47,10 @@ ODD: list[tuple[str, Any]] = [
         ("look", {"job": STATE, "files": {name: [0, ""]}})
         for name in (
             "logs/attempt-0/../rank-0.log",
+            "control/logs/../rank-0.log",
+            "control/logs/.x/rank-0.log",
+            "control/run.json",
+            "control/logs/node1/../../x.log",
             "logs/a/../../x",
             "/etc/x",
             "x",

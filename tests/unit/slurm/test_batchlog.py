@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from dtctl.slurm.batchlog import Aborted, Ended, NotRestarted, ScriptEnded, Start, StepEnded, TakenBack, Waiting, read
+from dtctl.slurm.batchlog import (
+    Aborted,
+    Begun,
+    Ended,
+    NotLive,
+    NotRestarted,
+    Requeued,
+    ScriptEnded,
+    Start,
+    StepEnded,
+    TakenBack,
+    Waiting,
+    read,
+)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +50,10 @@ from dtctl.slurm.batchlog import Aborted, Ended, NotRestarted, ScriptEnded, Star
         ("srun: First task exited 60s ago", [Aborted()]),
         ("dtctl: not restarted: 3 attempts have failed", [NotRestarted("3 attempts have failed")]),
         ("dtctl: exit code 1, the workers are started again in 2.5 s", [Waiting(2.5)]),
+        ("dtctl: job 5 of run a-1 begins on node1, requeued 1 times, 2026-11-22T11:40:03.250Z", [Begun()]),
+        ("dtctl: to be started again, 2026-11-22T11:40:03.250Z", [Requeued()]),
+        ("dtctl: lost workers are not replaced alone: no dtctl there", [NotLive("no dtctl there")]),
+        ("dtctl: a node was lost, and no other one is left for its place", [TakenBack("a node failed")]),
         ("what a setup line prints", []),
     ],
 )  # fmt: skip

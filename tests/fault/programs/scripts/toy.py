@@ -18,7 +18,7 @@ __all__ = ["F", "TensorData", "Trainer", "data", "finish", "fit", "math", "mlp",
 __all__ += ["random", "start", "toy_state", "torch"]
 
 SETTINGS = {
-    "steps": 10, "micro_batch": 4, "lr": 0.02, "log_every": 100, "seed": 3, "timeout_s": 300,
+    "steps": 10, "micro_batch": 4, "lr": 0.02, "log_every": 100, "seed": 3, "timeout_s": 20,
     "snapshot": {"every_steps": 2, "keep": 3, "dir": "snapshots"},
 }  # fmt: skip
 toy_state = {"count": 0}

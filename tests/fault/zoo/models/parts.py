@@ -18,7 +18,7 @@ OPTIONS: dict[str, Any] = {
     "declared": True,
 }  # fmt: skip
 DEFAULTS: dict[str, Any] = {
-    "steps": 12, "micro_batch": 4, "lr": 0.01, "log_every": 5, "timeout_s": 300, "seed": 3, "clip_norm": 1.0,
+    "steps": 12, "micro_batch": 4, "lr": 0.01, "log_every": 5, "timeout_s": 20, "seed": 3, "clip_norm": 1.0,
     "snapshot": {"every_steps": 2, "keep": 3, "dir": "snapshots"},
 }  # fmt: skip
 Altered = Callable[[torch.Tensor], torch.Tensor]

@@ -61,7 +61,7 @@ def _child(rank: int, count: int, per_node: int, meeting: Path, action: Callable
         )
         if count > 1:
             store = dist.FileStore(str(meeting), count)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=300))
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=30))
         answer = {"value": action(worker)}
         worker.barrier()
     except BaseException:

@@ -1,0 +1,233 @@
+"""The launcher inside of a job: replaces lost workers while the others stay, and restarts what cannot be replaced.
+
+Run by the batch file on the job's first node, with the workers' own Python, if a lost worker is to be replaced alone.
+It is a launch as over SSH (dtctl/launch/control), with three differences: nodes are reached by srun, a supervisor on
+each; code, snapshots and records lie in the job's folder, which all nodes see; and the nodes that the job has beyond
+those of the spec are the spares. Whoever follows the job copies its records (mirror.py); it needs nobody who does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import dtctl
+from dtctl import names, node_facts
+from dtctl.errors import DtctlError, LaunchError, TransportError
+from dtctl.launch.assemble import job_of
+from dtctl.launch.cluster import ResolvedCluster
+from dtctl.launch.control.controller import control
+from dtctl.launch.control.run import LaunchJob, NodesBackend
+from dtctl.launch.records.events import (
+    AttemptStarting,
+    Event,
+    Healed,
+    NodesAllocated,
+    Note,
+    Restarting,
+    RunEnded,
+    RunProgress,
+)
+from dtctl.launch.records.ledger import Ledger
+from dtctl.launch.records.logs import BEGUN_FILE
+from dtctl.launch.records.record import RunRecord
+from dtctl.slurm.allocation import cluster_of_allocation
+from dtctl.slurm.batch import CONTROL_FOLDER, LOST_EXIT
+from dtctl.spec.load import parse_spec
+from dtctl.spec.model import Spec
+from dtctl.spec.nodes import resolve_nodes
+from dtctl.supervisor import work
+
+TOKEN: Final = "START_TOKEN"  # a variable of the batch file
+NODES_FOLDER: Final = "nodes"
+"""Below the job's folder: of each of its nodes, what its supervisor keeps."""
+RETURN_S: Final = 10.0
+"""How long a lost node is called again before a restart: one that was off is no longer the job's."""
+BATCH_FILE: Final = "job.sbatch"
+OF_TASKS: Final = (
+    "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS", "SLURM_NPROCS",
+    "SLURM_TASKS_PER_NODE",
+)  # fmt: skip
+"""What sbatch was told of tasks, which are workers there; srun would take it for the supervisors."""
+HEEDLESS: Final = "trap '' USR1"
+"""The warning of the time limit reaches all processes: workers that listen are to react, and nobody to die of it."""
+SAYS: Final = "dtctl: launcher: "
+"""Before its lines in the job's log, which are for people."""
+REQUEUED: Final = "Slurm requeued it"
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+def main() -> None:
+    """`check VERSION`: whether this Python can do it; `run`: do it, and exit as a launcher does."""
+    folder = Path(os.environ[names.RUN_DIR])
+    if sys.argv[1] == "check":
+        raise SystemExit(0 if dtctl.__version__ == sys.argv[2] and _has_pipes(folder) else 1)
+    raise SystemExit(run(folder, os.environ))
+
+
+def _has_pipes(folder: Path) -> bool:
+    """Whether the disk of the job's folder has named pipes, by which workers are told of a loss."""
+    path = folder / f"pipe-{os.getpid()}"
+    try:
+        os.mkfifo(path)
+        path.unlink()
+    except OSError:
+        return False
+    return True
+
+
+def run(folder: Path, environ: Mapping[str, str]) -> int:
+    """Launch the job of a folder on the nodes of this allocation, to its end; the exit code.
+
+    Args:
+        folder: of the run, which all nodes see.
+        environ: with Slurm's variables, and those of the batch file.
+    """
+    for name in OF_TASKS:
+        os.environ.pop(name, None)
+    os.umask(0o077)
+    record = RunRecord(folder / CONTROL_FOLDER)
+    (record.folder / names.LOGS_DIR).mkdir(mode=0o700, parents=True, exist_ok=True)
+    record.reserve()
+    before = RunProgress()
+    for event in record.events():
+        before.apply(event)
+    emit = _Emitter(record)
+    signals: list[int] = []
+    for number in SIGNALS:
+        signal.signal(number, lambda number, _frame: signals.append(number))
+    try:
+        spec = spec_of(folder)
+        cluster = cluster_of(spec, folder, environ)
+        job = job_in(spec, cluster, folder, environ, attempt=before.attempt + 1)
+        attempt = before.attempt + 1
+        is_told = bool(before.restarts) and before.restarts[-1].attempt == attempt
+        if attempt and not is_told:  # else the launcher before has said why, and found no nodes
+            emit(Restarting(attempt=attempt, of=attempt + spec.job.max_restarts, reason=REQUEUED))
+        emit(NodesAllocated(nodes=tuple(node.name for node in cluster.nodes)))
+        backend = NodesBackend(job, record, emit=emit, signals=signals, ledger=_ledger(folder, record), under_way=None)
+        if (record.folder / BEGUN_FILE).exists():
+            backend.logs.rejoin()
+        result = control(backend, signals)
+    except DtctlError as exc:
+        status, code = ("stopped", 128 + signals[-1]) if signals else ("failed", exc.exit_code)
+        emit(RunEnded(run=environ[names.RUN_ID], status=status, exit_code=code, error=str(exc)))
+        sys.stdout.write(f"dtctl: error: {exc}\n")
+        return LOST_EXIT if isinstance(exc, TransportError) and emit.has_started and not signals else code
+    emit(result.to_event())
+    first = result.first_failure
+    return LOST_EXIT if first is not None and first.node in backend.outcome.lost_nodes else result.exit_code
+
+
+class _Emitter:
+    """Writes events down, and into the job's log what people look for there. From any thread."""
+
+    def __init__(self, record: RunRecord) -> None:
+        self._record, self._lock = record, threading.Lock()
+        self.has_started = False
+        """Whether workers were started: all nodes were there then."""
+
+    def __call__(self, event: Event) -> None:
+        with self._lock:
+            if event.recorded:
+                self._record.append_event(event)
+            self.has_started = self.has_started or isinstance(event, AttemptStarting)
+            match event:
+                case Healed():
+                    text = event.told
+                case Restarting():
+                    text = f"attempt {event.attempt}: {event.cause}"
+                case Note():
+                    text = f"{event.node}: {event.text}" if event.node else event.text
+                case _:
+                    return
+            sys.stdout.write(f"{SAYS}{text}\n")
+            sys.stdout.flush()
+
+
+def spec_of(folder: Path) -> Spec:
+    """The spec of a job, whose code lies in its folder.
+
+    Raises:
+        DtctlError: it cannot be read.
+    """
+    path = folder / names.RUN_SPEC_FILE
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as exc:
+        raise LaunchError(f"the job's copy of its spec cannot be read: {exc.strerror}", where=str(path)) from exc
+    spec = parse_spec(text, source=str(path), base_dir=folder / work.FOLDER)
+    files = spec.job.files.model_copy(update={"root": ".", "push": False})
+    setup = (HEEDLESS, *spec.job.setup)
+    return spec.model_copy(update={"job": spec.job.model_copy(update={"files": files, "setup": setup})})
+
+
+def cluster_of(spec: Spec, folder: Path, environ: Mapping[str, str]) -> ResolvedCluster:
+    """The nodes of this allocation: as many as the spec has, in Slurm's order, and after them the spares.
+
+    Raises:
+        DtctlError: Slurm does not say which they are, or they are fewer.
+    """
+    allocated, planned = cluster_of_allocation(spec, environ), resolve_nodes(spec)
+    if len(allocated.nodes) < len(planned):
+        raise LaunchError(
+            f"the job has {len(allocated.nodes)} nodes, and needs {len(planned)}", where="SLURM_JOB_NODELIST"
+        )
+    nodes = tuple(
+        replace(planned[0], name=node.name, address=node.address, workdir=str(folder / NODES_FOLDER / node.name))
+        for node in allocated.nodes
+    )
+    # This is the first of them, and its own name may mean its loopback address here.
+    address = own_address(nodes[-1].address)
+    nodes = (replace(nodes[0], address=address or nodes[0].address), *nodes[1:])
+    count = len(planned)
+    return replace(allocated, nodes=nodes[:count], spares=nodes[count:])
+
+
+def own_address(peer: str) -> str:
+    """This machine's numeric address on the way to another one; empty when there is none."""
+    try:
+        found = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)
+    except OSError:
+        return ""
+    return node_facts.address_towards(str(found[0][4][0]))
+
+
+def job_in(
+    spec: Spec, cluster: ResolvedCluster, folder: Path, environ: Mapping[str, str], *, attempt: int
+) -> LaunchJob:
+    """What to launch; `attempt` is the number of the first attempt.
+
+    Raises:
+        DtctlError: no job can be made of the spec on these nodes.
+    """
+    job = job_of(spec, cluster, run=environ[names.RUN_ID], keep=False, code=None, token=environ[TOKEN])
+    return replace(
+        job,
+        first_plan=replace(job.first_plan, attempt=attempt),
+        code_folder=str(folder / work.FOLDER),
+        is_shared=True,
+        return_s=min(job.return_s, RETURN_S),
+        snapshots={node.name: str(folder / "snapshots") for node in (*cluster.nodes, *cluster.spares)},
+    )
+
+
+def _ledger(folder: Path, record: RunRecord) -> Ledger:
+    """A ledger that begins when the job was submitted, and goes on from that of the job's last start."""
+    now, path = time.monotonic(), record.folder / names.LEDGER_FILE
+    since_s = max(0.0, time.time() - (folder / BATCH_FILE).stat().st_mtime)
+    ledger = Ledger(time.monotonic, begun=now - since_s)
+    if path.exists():
+        away_s = max(0.0, time.time() - path.stat().st_mtime)
+        ledger.resume(path)
+        ledger.move(ledger.phase, "restart", away_s)
+        ledger.enter("restart")
+    return ledger
