@@ -70,6 +70,7 @@ def train(config, worker):
             die()
         if FIRST and KILL.get(f"supervisor{trainer.step}") == str(worker.rank):
             os.kill(os.getppid(), signal.SIGKILL)
+            signal.pause()  # its end comes with its supervisor's, and not in the midst of a later exchange
         while FIRST and KILL.get(f"off{trainer.step}") == str(worker.rank):
             print("waits to be switched off", flush=True)
             time.sleep(1)
