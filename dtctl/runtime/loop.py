@@ -35,6 +35,7 @@ from dtctl.runtime.data_loading.order import InSequence, Order, Schedule
 from dtctl.runtime.data_loading.reading import Reader
 from dtctl.runtime.data_loading.shares import of_replicas
 from dtctl.runtime.distributed.agreement import Agreement
+from dtctl.runtime.distributed.device_mesh import limit_groups
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.ema import Ema
 from dtctl.runtime.evaluation import Score, evaluate
@@ -235,6 +236,7 @@ class Trainer:
         if isinstance(self.strategy, Lasting):
             with self.worker.making_groups():
                 self.strategy.rejoin(self.worker, self.place.degrees)
+            limit_groups(self.config.timeout_s)
         else:
             whole = dict(self.model.named_parameters())
             self.strategy = self._spread()

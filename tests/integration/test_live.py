@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ train:
 TRAIN = """\
 import os, signal, time
 import torch
+import torch.distributed as dist
 from torch import nn
 from dtctl.runtime import MoE, TensorData, Trainer, run
 from dtctl.runtime.snapshot import write
@@ -89,7 +91,10 @@ def train(config, worker):
     if FIRST and KILL.get("publish") == str(worker.rank):
         published, write.publish = write.publish, publish
     trainer = Trainer(config, worker, model, loss, data, validation=data, score=score)
-    return trainer.run()
+    outcome = trainer.run()
+    backends = [group._get_backend(torch.device("cpu")) for group in dist.distributed_c10d._world.pg_map]
+    print("groups wait", sorted({int(each.options._timeout.total_seconds()) for each in backends}), flush=True)
+    return outcome
 
 if __name__ == "__main__":
     raise SystemExit(run(train))
@@ -159,6 +164,10 @@ def test_shards_and_experts_come_from_the_other_replica(project: Project, strate
     assert [[each["rank"] for each in event["replaced"]] for event in heals] == [[1], [2], [2, 3], [0]], done.err
     pids = [{each["rank"]: each["pid"] for each in event["survivors"]} for event in heals]
     assert pids[0][3] == pids[1][3]
+    logs = (project.folder / ".dtctl" / "runs" / str(done.done["run"])).glob("logs/*/rank-*.log")
+    limits = {path.name: re.findall(r"^groups wait (.*)$", path.read_text(), re.MULTILINE) for path in logs}
+    # timeout_s, and what the saver allows for a disk; torch's own 1800 would be waited for in the next loss.
+    assert limits == {f"rank-{rank}.log": ["[600, 3600]"] for rank in range(4)}
 
 
 def test_where_it_would_not_be_exact_all_are_restarted(project: Project) -> None:
