@@ -394,7 +394,11 @@ def _clean(store: str) -> None:
     parts = [name[:-5] for name in os.listdir(store) if name.endswith(".json") and _is_part(name[:-5])]
     for name in parts + _sealed(store)[KEPT_TREES - 1 :]:
         path = os.path.join(store, name)
-        with _Lock(path + ".json", fcntl.LOCK_EX | fcntl.LOCK_NB) as seal:
+        try:
+            lock = _Lock(path + ".json", fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            continue  # another push has removed what it need not have written
+        with lock as seal:
             if seal.is_held and name in parts:
                 _remove_part(path)
             elif seal.is_held:

@@ -354,6 +354,13 @@ def test_what_a_killed_push_has_left_is_removed_and_what_a_live_one_makes_is_not
     assert list(store.glob(".part-*")) == []
 
 
+def test_a_push_that_removes_its_part_meanwhile_disturbs_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "listdir", lambda _: [".part-12-0123abcd.json"])
+    receive._clean(str(tmp_path))
+
+
 def test_many_pushes_of_one_tree_at_once_all_end_well(project: Path, workdir: Path) -> None:
     barrier = threading.Barrier(6)
     tree, shared, paths = scan(project), Payloads(), []

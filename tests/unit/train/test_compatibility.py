@@ -121,8 +121,8 @@ def test_hsdp_needs_equal_nodes() -> None:
 
 
 def test_tensor_parallelism_over_nodes_is_told() -> None:
-    assert any("tp 16" in note for note in plan("{strategy: {tp: 16}}").notes)
-    assert not any("tp 8" in note for note in plan("{strategy: {tp: 8, dp: 2}}").notes)
+    assert any("tp 16 spans" in note for note in plan("{strategy: {tp: 16}}").notes)
+    assert not any("spans" in note for note in plan("{strategy: {tp: 8, dp: 2}}").notes)
 
 
 def test_a_program_that_is_not_ours_is_left_alone() -> None:
