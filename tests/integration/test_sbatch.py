@@ -99,8 +99,8 @@ time.sleep(1000)
 
 
 def test_slurm_takes_every_kept_batch_file(sandbox_env: dict[str, str], tmp_path: Path) -> None:
-    """The files of tests/golden, on a cluster of 4 nodes that have 8 GPUs each by Slurm's count."""
-    mine = control.up(f"slurm-{secrets.token_hex(3)}", nodes=4, with_slurm=True)
+    """The files of tests/golden, on a cluster of 6 nodes that have 8 GPUs each by Slurm's count."""
+    mine = control.up(f"slurm-{secrets.token_hex(3)}", nodes=6, with_slurm=True)
     try:
         env = {**sandbox_env, **slurm.environment(mine)}
         for kept in sorted(GOLDEN.glob("*.sbatch")):
