@@ -24,7 +24,7 @@ _CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([
     "tests.command_line", "typer", "typer.main", "dtctl.cli.app", "dtctl.cli.launch", "dtctl.cli.common.launch_view",
     "dtctl.cli.logs", "dtctl.cli.report", "dtctl.cli.runs", "dtctl.cli.snapshot", "dtctl.cli.status", "dtctl.cli.stop",
-    "dtctl.cli.doctor", "dtctl.launch.control.run", "dtctl.launch.files.program",
+    "dtctl.cli.doctor", "dtctl.launch.control.run", "dtctl.launch.files.tree",
     "dtctl.lint.engine", "dtctl.render.templates", "dtctl.sandbox.control", "dtctl.spec.load", "dtctl.transport.local",
     "dtctl.transport.ssh",
 ])  # fmt: skip

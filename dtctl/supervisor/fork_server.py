@@ -58,10 +58,13 @@ class ForkServer:
             with open(path, "wb") as file:
                 file.write(data)
         self.pid = 0
+        self.standby_pid = 0
+        """A copy of it that takes its place when it ends, so that nothing has to be imported again; 0 for none."""
         self.ready = False
         self.argv: list[str] = []
         self.env: dict[str, str] = {}
         self._link: socket.socket | None = None
+        self._standby_link: socket.socket | None = None
         self._received = b""
         self._captured = b""
         self._capture_fd: int | None = None
@@ -108,7 +111,11 @@ class ForkServer:
         """
         if self._link is None:
             raise ForkServerUnavailable("the fork server has exited")
-        self._receive(self._link)
+        try:
+            self._receive(self._link)
+        except ForkServerUnavailable:
+            if not self._promote_standby():
+                raise
         if self._capture_fd is not None:
             self._read_capture(self._capture_fd)
         return self.ready and bool(self.argv)
@@ -158,13 +165,75 @@ class ForkServer:
         Raises:
             ForkServerUnavailable: the fork server does not do it.
         """
+        request = {"argv": _program(self.argv), "env": {**self.env, **env}}
+        try:
+            return self._ask(request, output_fd)
+        except ForkServerUnavailable:
+            if not self._promote_standby():
+                raise
+        return self._ask(request, output_fd)
+
+    def keep_standby(self) -> None:
+        """See that a server that is ready has a standby.
+
+        Raises:
+            ForkServerUnavailable: the fork server does not make one.
+        """
+        if not self.ready or self._standby_is_there():
+            return
+        self._close_standby()
+        own_end, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with its_end:
+            try:
+                self.standby_pid = self._ask({"standby": True}, its_end.fileno())
+            except ForkServerUnavailable:
+                own_end.close()
+                raise
+        own_end.setblocking(False)
+        self._standby_link = own_end
+
+    def _standby_is_there(self) -> bool:
+        if self._standby_link is None:
+            return False
+        try:
+            return bool(self._standby_link.recv(1))  # it says nothing until it is asked
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def _promote_standby(self) -> bool:
+        """Let the standby take the place of the server; False if there is none."""
+        if not self._standby_is_there():
+            return False
+        if self._link is not None:
+            self._link.close()
+        processes.send([self.pid], signal.SIGKILL)  # it may be there and not answer
+        self.pid, self._link, self._received = self.standby_pid, self._standby_link, b""
+        self.standby_pid, self._standby_link = 0, None
+        return True
+
+    def _close_standby(self) -> None:
+        if self._standby_link is not None:
+            self._standby_link.close()
+            self._standby_link = None
+        if self.standby_pid:
+            processes.send([self.standby_pid], signal.SIGKILL)
+            self.standby_pid = 0
+
+    def _ask(self, request: dict[str, object], fd: int) -> int:
+        """The id of the process that the server forks for this.
+
+        Raises:
+            ForkServerUnavailable: it does not.
+        """
         link = self._link
         if link is None:
             raise ForkServerUnavailable("the fork server has exited")
-        body = json.dumps({"argv": _program(self.argv), "env": {**self.env, **env}}).encode()
+        body = json.dumps(request).encode()
         try:
             link.settimeout(FORK_LIMIT_S)
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", output_fd))
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))
             header = b"%8d" % len(body)
             link.sendmsg([header], [rights])
             link.sendall(body)
@@ -190,6 +259,7 @@ class ForkServer:
     def close(self) -> None:
         """End the fork server; the workers that it has forked keep running."""
         self.cancel_capture()
+        self._close_standby()
         if self._link is not None:
             self._link.close()
             self._link = None

@@ -5,9 +5,12 @@ per worker, and none at a restart. Started by the node script in place of the pr
 the job's own, under the job's Python (3.8 or newer). Imports nothing of dtctl: it stands alone, and what it is becomes
 the user's program.
 
-    from the supervisor, with the pipe for the output    to the supervisor
-    {"argv": [...], "env": {...}}   be this worker       {"ready": true, "argv", "env"} or {"ready": false, "why"}, once
-                                                         {"pid": N} of the worker, by now a child of the supervisor
+    from the supervisor, with a descriptor              to the supervisor
+                                                        {"ready": true, "argv", "env"} or {"ready": false, "why"}, once
+    {"argv": [...], "env": {...}} and the pipe for the  {"pid": N} of the worker, by now a child of the supervisor
+        output: be this worker
+    {"standby": true} and a socket: serve there when I  {"pid": N} of the standby, a copy of this process, likewise
+        have ended
 
 The end of the supervisor's socket ends this process. Nothing is forked from a process with threads or an initialized
 GPU: then the supervisor starts the workers afresh.
@@ -42,23 +45,28 @@ def main() -> list[str]:
     if not by_nvml:
         env.pop(LOOKS_BY_NVML, None)
     tell(link, {"ready": not obstacle, "why": obstacle, "argv": ["", *sys.argv[1:]], "env": env})
-    pending = None
+    has_forked = False
     while True:
-        message, output = receive(link)
+        message, fd = receive(link)
         if message is None:
             os._exit(0)
-        pending = sorted(signal.sigpending()) if pending is None else []
+        pending = [] if has_forked else sorted(signal.sigpending())
         intermediate = os.fork()
         if intermediate:
-            os.close(output)
+            os.close(fd)
             os.waitpid(intermediate, 0)
+            has_forked = has_forked or "argv" in message
             continue
-        worker = os.fork()
-        if worker:
-            tell(link, {"pid": worker})
-            os._exit(0)  # which makes the worker a child of the supervisor, as if that had started it
+        child = os.fork()
+        if child:
+            tell(link, {"pid": child})
+            os._exit(0)  # which makes it a child of the supervisor, as if that had started it
         link.close()
-        become(message, output, supervisor)
+        adopted_by(supervisor)
+        if "argv" not in message:
+            link, has_forked = socket.socket(fileno=fd), True
+            continue
+        become(message, fd)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, DEFERRED_SIGNALS)
         for number in pending:
             os.kill(os.getpid(), number)
@@ -127,8 +135,8 @@ def tell(link: socket.socket, message: dict) -> None:  # type: ignore[type-arg]
         pass
 
 
-def become(message: dict, output: int, supervisor: int) -> None:  # type: ignore[type-arg]
-    """Make this process the worker: its session, output, environment and random state."""
+def adopted_by(supervisor: int) -> None:
+    """Give this process a session of its own, and go on once it is a child of the supervisor."""
     import time
 
     os.setsid()
@@ -138,6 +146,10 @@ def become(message: dict, output: int, supervisor: int) -> None:  # type: ignore
     if os.getppid() != supervisor:
         os._exit(1)
     die_with(supervisor)
+
+
+def become(message: dict, output: int) -> None:  # type: ignore[type-arg]
+    """Make this process the worker: its output, environment and random state."""
     null = os.open(os.devnull, os.O_RDONLY)
     for source, fd in ((null, 0), (output, 1), (output, 2)):
         os.dup2(source, fd)

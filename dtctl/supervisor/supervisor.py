@@ -140,10 +140,10 @@ class Supervisor:
     @property
     def helpers(self) -> frozenset[int]:
         """Processes that serve the run and are not part of it."""
-        warm = (self.fork_server.pid,) if self.fork_server is not None and self.fork_server.pid else ()
+        warm = (self.fork_server.pid, self.fork_server.standby_pid) if self.fork_server is not None else ()
         # Whoever adopts us when the guard is killed has other children, such as all of the node's services.
         guard = (self.guard,) if os.getppid() == self.guard else ()
-        return frozenset((os.getpid(), *guard, *warm))
+        return frozenset((os.getpid(), *guard, *warm)) - {0}
 
     def _on_signal(self, number: int, _frame: object) -> None:
         if number == signal.SIGHUP and self.keep:
@@ -246,6 +246,7 @@ class Supervisor:
         if self.fork_server is not None:
             try:
                 self.fork_server.poll()
+                self.fork_server.keep_standby()
             except ForkServerUnavailable as exc:
                 self._lose_fork_server(exc)
         if self.fork_server is None and not self.cold_reason:

@@ -122,14 +122,11 @@ def _tree(spec: Spec) -> Tree | None:
     """
     if not spec.pushes:
         return None
-    from dtctl.launch.files.tree import scan
+    from dtctl.launch.files.tree import check_program_files, scan
 
     files = spec.job.files
     tree = scan(spec.base_dir / files.root, include=files.include, exclude=files.exclude)
-    if spec.job.script is not None:
-        from dtctl.launch.files.program import check_program_files
-
-        check_program_files(spec, tree)
+    check_program_files(spec, tree)
     return tree
 
 
@@ -216,10 +213,9 @@ def real_launch(options: LaunchOptions) -> int:
         spec, cluster, run=run, keep=options.detach, code=code, snapshots=snapshots, earlier=options.resume or ""
     )
     if code is not None:
-        if spec.job.script is not None:
-            from dtctl.launch.files.program import check_program_files
+        from dtctl.launch.files.tree import check_program_files
 
-            check_program_files(spec, code.tree)
+        check_program_files(spec, code.tree)
         tell_of_files(code.tree)
     record = create_run(
         spec, run, spec_name=options.spec_name, detached=options.detach, token=job.token, snapshots=snapshots

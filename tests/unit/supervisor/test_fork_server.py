@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dtctl.supervisor import fork_server_main
+from dtctl.supervisor import fork_server, fork_server_main, processes
 from dtctl.supervisor.fork_server import ForkServer, ForkServerUnavailable
 
 
@@ -62,18 +62,90 @@ def test_modules_that_ask_for_gpus_do_not_start_cuda(tmp_path: Path) -> None:
     assert why(tmp_path, "asks") == ""
 
 
-def test_a_fork_server_that_was_killed_is_noticed_though_nothing_is_asked_of_it(tmp_path: Path) -> None:
-    server = ForkServer(str(tmp_path))
-    script = tmp_path / "node.sh"
+def started(folder: Path, modules: str = "decimal", program: str = "print('here')") -> ForkServer:
+    """A fork server that is ready."""
+    (folder / "train.py").write_text(program)
+    server = ForkServer(str(folder))
+    script = folder / "node.sh"
     script.write_text(f'exec sh "$DTCTL_VIA" {sys.executable} train.py\n')
-    server.start(str(script), str(tmp_path), dict(os.environ), ["decimal"], 2)
+    server.start(str(script), str(folder), dict(os.environ), [modules], 2)
     while not server.poll():
         select.select(server.descriptors(), [], [], 60)
+    return server
+
+
+def test_a_fork_server_that_was_killed_is_noticed_though_nothing_is_asked_of_it(tmp_path: Path) -> None:
+    server = started(tmp_path)
     os.kill(server.pid, signal.SIGKILL)
     os.waitpid(server.pid, 0)
     with pytest.raises(ForkServerUnavailable) as caught:
         server.poll()
     assert not caught.value.is_final, "another one would do as well as this one did"
+    server.close()
+
+
+ONCE = """
+import os
+with open("imported.txt", "a") as file:
+    file.write(f"{os.getpid()}\\n")
+"""
+
+
+def output_of(server: ForkServer) -> str:
+    """What a worker prints that this server forks."""
+    read_end, write_end = os.pipe()
+    pid = server.fork({}, write_end)
+    os.close(write_end)
+    with open(read_end) as pipe:
+        text = pipe.read()
+    os.waitpid(pid, 0)
+    return text
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_a_standby_takes_the_place_of_a_fork_server_and_imports_nothing_again(
+    tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert processes.become_subreaper()
+    monkeypatch.setattr(fork_server, "FORK_LIMIT_S", 2.0)
+    (tmp_path / "once.py").write_text(ONCE)
+    server = started(tmp_path, "once")
+    imported_by = {server.pid}
+    for _ in range(3):
+        server.keep_standby()
+        first, standby = server.pid, server.standby_pid
+        server.keep_standby()
+        assert server.standby_pid == standby, "one is enough"
+        os.kill(first, number)
+        assert output_of(server) == "here\n"
+        os.waitpid(first, 0)
+        assert (server.pid, server.standby_pid) == (standby, 0)
+    assert {int(line) for line in (tmp_path / "imported.txt").read_text().split()} == imported_by
+    server.keep_standby()
+    assert output_of(server) == "here\n"  # served one after the other: the standby is a child of this process by now
+    last = [server.pid, server.standby_pid]
+    server.close()
+    for pid in last:
+        os.waitpid(pid, 0)
+
+
+def test_a_standby_that_was_killed_is_replaced(tmp_path: Path) -> None:
+    assert processes.become_subreaper()
+    server = started(tmp_path)
+    server.keep_standby()
+    assert output_of(server) == "here\n"  # served one after the other: the standby is a child of this process by now
+    first = server.standby_pid
+    os.kill(first, signal.SIGKILL)
+    os.waitpid(first, 0)
+    server.keep_standby()
+    assert server.standby_pid not in (0, first)
+    assert output_of(server) == "here\n"
+    os.kill(server.standby_pid, signal.SIGKILL)
+    os.waitpid(server.standby_pid, 0)
+    os.kill(server.pid, signal.SIGKILL)
+    os.waitpid(server.pid, 0)
+    with pytest.raises(ForkServerUnavailable):
+        server.poll()
     server.close()
 
 
