@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import struct
+from collections.abc import Mapping
 
 from dtctl.supervisor import processes
 
@@ -221,7 +222,7 @@ class ForkServer:
             processes.send([self.standby_pid], signal.SIGKILL)
             self.standby_pid = 0
 
-    def _ask(self, request: dict[str, object], fd: int) -> int:
+    def _ask(self, request: Mapping[str, object], fd: int) -> int:
         """The id of the process that the server forks for this.
 
         Raises:
