@@ -192,8 +192,11 @@ def _join(trainer: Training, live: Control, meeting: Meeting, limit_s: float) ->
 
 
 def leave() -> None:
-    """Leave the group whose connections are gone."""
+    """Leave the group whose connections are gone, or that could not be made."""
     if not dist.is_initialized():
+        # torch counts groups to name them, and one that failed has counted (2.13): workers of which only some have come
+        # that far would look for each other under different names, in all attempts to come.
+        dist.distributed_c10d._world.group_count = 0
         return
     if "nccl" in str(dist.get_backend_config()):
         dist.distributed_c10d._abort_process_group()
