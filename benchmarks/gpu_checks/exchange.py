@@ -52,7 +52,7 @@ class ShardedAlone(Sharded):
     def __init__(self, model: nn.Module, config: TrainConfig, worker: Worker, mesh: DeviceMesh) -> None:
         super().__init__(model, config, worker, Degrees(), mesh)  # which shards nothing
         self._turns = sharded.shard(model, config, worker, mesh, in_turns=True)
-        self._present = unused.Present(model, [model], [name for name, _ in model.named_parameters()])
+        self.present = unused.Present(model, [model], [name for name, _ in model.named_parameters()])
         sharded.keep_buffers_alike(model, mesh)
         self._wanted = gradients.wanted(model)
 

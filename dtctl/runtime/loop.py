@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -46,7 +46,7 @@ from dtctl.runtime.guards.oom import MemoryWatch, enough_memory, smaller
 from dtctl.runtime.guards.origin import spoilt
 from dtctl.runtime.live import recovery
 from dtctl.runtime.memory_snapshots import MemorySnapshots
-from dtctl.runtime.moe.balance import Balance, counted
+from dtctl.runtime.moe import balance
 from dtctl.runtime.precision import LossScale, autocast, multiply
 from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.runtime.snapshot.saver import Saver
@@ -79,6 +79,9 @@ class Trainer:
         position: samples consumed, over all workers and attempts.
         began_at: step that this attempt began after.
         newest: what the newest step has shown; None before the first one.
+        unused: numbers of the parameters that no worker had a gradient of in the newest step.
+        ready: takes the step under way, given what `unused` is to be; None unless nothing else is missing.
+        is_torn: whether a change of the state has begun and not ended.
         is_owed: whether what is due after the newest step has not been done yet.
     """
 
@@ -133,7 +136,9 @@ class Trainer:
         self.profiler = Profiler(self.config.profile, worker)
         self.step = self.position = self.began_at = 0
         self.newest: StepResult | None = None
-        self.is_owed = False
+        self.unused: Sequence[int] = ()
+        self.ready: Callable[[Sequence[int]], None] | None = None
+        self.is_torn = self.is_owed = False
         self.agreement: Agreement | None = None
         self.constants: int | None = None
         self.scale_before: Mapping[str, Any] = {}
@@ -165,9 +170,9 @@ class Trainer:
         self.feed = Feed(Reader(samples, config.seed), config, worker.device)
         tokens = getattr(samples, "tokens_per_sample", None)
         self.report = Report(config, worker, self.model, tokens_per_sample=tokens, board=board)
-        mixtures = counted(self.model)
+        mixtures = balance.counted(self.model)
         self.strategy = self._spread()
-        self.balance = Balance(mixtures, self.model, worker, self.place) if mixtures else None
+        self.balance = balance.Balance(mixtures, self.model, worker, self.place) if mixtures else None
 
     def _spread(self) -> Strategy:
         """The model over the workers; collective."""
@@ -228,7 +233,22 @@ class Trainer:
         self._watch_strategy()
         if self.agreement is not None:
             self.agreement.forget()
-        for parameter in self.parameters:
+        if self.ready is None:
+            self._drop_gradients()
+
+    def conclude(self, unused: Sequence[int] | None) -> None:
+        """Take the step that this worker was interrupted in when it was ready to, or none: begin it again.
+
+        Args:
+            unused: what others that have taken it know; None if nobody has.
+        """
+        if self.ready is not None and unused is not None:
+            self.ready(unused)
+        self.ready = None
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.parameters:  # as `zero_grad` does it, which spends 15 us on being profiled
             parameter.grad = None
 
     def spread_again(self) -> None:
@@ -366,9 +386,30 @@ class Trainer:
             self.agreement.restart(self.step)
             self.report.rewind(self.step)
             return False
-        # Before the optimizer's step: a worker that is lost here leaves the state as it was before.
-        use = self.balance.after(taken=verdict == "take", logged=is_logged) if self.balance is not None else {}
-        if verdict == "take":
+        is_taken = verdict == "take"
+        counts = self.balance.counts(taken=is_taken, logged=is_logged) if self.balance is not None else []
+        result = StepResult(loss, lr, norm, balance.use(counts) if is_logged else {})
+        self.ready = partial(self._take_step, result, counts, is_taken=is_taken)
+        # The last exchange of a step, and nothing of the state is changed before: if any worker has come through, all
+        # have entered it with all they need but its result, and can take the step even if one of them is lost in it.
+        self.ready(self.strategy.present.agree() if self.strategy.present is not None else ())
+        return True
+
+    def _take_step(self, result: StepResult, counts: balance.Counts, unused: Sequence[int], *, is_taken: bool) -> None:
+        """Change the state by what all have exchanged; local.
+
+        Args:
+            result: what the step has shown.
+            counts: what experts were sent; empty unless it matters.
+            unused: numbers of the parameters that no worker has a gradient of.
+            is_taken: whether the optimizer makes its step.
+        """
+        self.ready, self.is_torn = None, True
+        if self.strategy.present is not None:
+            self.strategy.present.take_away(unused)
+        if is_taken:
+            if self.balance is not None:
+                self.balance.move(counts)
             self._update()
         else:
             self.strategy.discard()
@@ -376,8 +417,8 @@ class Trainer:
         self.step += 1
         if self.ema is not None:
             self.ema.update(self.step)
-        self.newest, self.is_owed = StepResult(loss, lr, norm, use), True
-        return True
+        self.newest, self.unused, self.is_owed = result, unused, True
+        self.is_torn = False
 
     def _attend(self, asked: StopRequest) -> bool:
         """What is due after a step: evaluation, a line of metrics, a snapshot; whether all stop. May be repeated."""
@@ -417,10 +458,11 @@ class Trainer:
             This worker's share of the mean loss, not yet added up over workers.
         """
         while True:
-            for parameter in self.parameters:  # as `zero_grad` does it, which spends 15 us on being profiled
-                parameter.grad = None
+            self._drop_gradients()
             if self.balance is not None:
                 self.balance.load.clear()
+            if self.strategy.present is not None:
+                self.strategy.present.begin()
             step = self._next_step()
             loss, short = self.memory.attempt(
                 partial(self.strategy.gradients, step), partial(step.spoil, self.strategy.module)
@@ -636,12 +678,14 @@ class Trainer:
         point = self._newest_snapshot()
         if point.path is None:
             raise WorkerFailed(f"the gradient of step {step} is not finite, and there is no snapshot to go back to")
+        self.is_torn = True
         self.restore(point, going_back=True)
         if self.worker.is_first:
             skipped = position - self.position
             say(f"the gradient of step {step} is not finite: back to step {self.step}, {skipped} samples are left out")
         self.position = position
         self.use(self.batch)
+        self.is_torn = False
 
     def restore(self, found: resume.ResumePoint, *, going_back: bool = False) -> str:
         """Go on from a snapshot, one of this process's own if it is `going_back`.
@@ -687,8 +731,7 @@ class Trainer:
         step = self._next_step()
         step.backward(self.strategy.module, step.first_alone(), 1.0, 1)
         self.strategy.finish()
-        for parameter in self.parameters:
-            parameter.grad = None
+        self._drop_gradients()
         return held
 
 

@@ -22,8 +22,8 @@ job:
   {{name: live, script: train.py, kind: direct, grace_s: 1, max_restarts: 1, recovery: live, heal_s: 600,
     env: {{OMP_NUM_THREADS: "1", PYTHONPATH: "{here}", KILL: "{kill}", KEEPS: "{keeps}"}}}}
 train:
-  {{strategy: {strategy}, steps: 16, micro_batch: 2, accumulate: 2, clip_norm: 1.0, data_workers: 1, log_every: 4,
-    eval_every: 8, ema: {{decay: 0.9}}, timeout_s: 600, snapshot: {{every_steps: 6}}}}
+  {{strategy: {strategy}, steps: 16, micro_batch: 2, accumulate: 2, clip_norm: 1.0, weight_decay: 0.1,
+    data_workers: 1, log_every: 4, eval_every: 8, ema: {{decay: 0.9}}, timeout_s: 600, snapshot: {{every_steps: 6}}}}
 """
 TRAIN = """\
 import os, signal, time
@@ -54,12 +54,44 @@ class Mixture(nn.Module):
         stream = inputs.view(-1, 2, 4)
         return (stream + self.layer(stream)).flatten(1)
 
+def lose_in_last_exchange(trainer, rank):
+    step, all_reduce, word = trainer.optimizer.step, dist.all_reduce, torch.zeros(1)
+
+    def leaver():
+        return int(KILL.get(f"leaves{trainer.step}", -1)) if os.environ["DTCTL_ATTEMPT"] == "0" else -1
+
+    def take():
+        lost, within = leaver(), KILL.get(f"optimizer{trainer.step}") if FIRST else None
+        if within == str(rank):
+            die()
+        step()
+        if within is not None:
+            all_reduce(word)
+        if lost == rank:
+            dist.recv(word, src=lost ^ 1)
+            die()
+        if lost == rank ^ 1:
+            dist.send(word, dst=lost)
+
+    def exchange(tensor, *arguments, **options):
+        is_last = tensor.dtype == torch.uint8 and tensor.dim() == 2  # which parameters have gradients
+        if is_last and FIRST and KILL.get(f"enters{trainer.step}") == str(rank):
+            die()
+        result = all_reduce(tensor, *arguments, **options)
+        if is_last and leaver() not in (-1, rank, rank ^ 1):
+            dist.recv(word, src=leaver())  # which does not come: as if the result had not
+        return result
+
+    trainer.optimizer.step, dist.all_reduce = take, exchange
+
 def train(config, worker):
     inputs = torch.randn(200, 8, generator=torch.Generator().manual_seed(5))
     trainer = None  # with ep the loss is tried before there is one
     model = nn.Sequential(nn.Linear(8, 30), nn.Dropout(0.2), nn.ReLU(), nn.Linear(30, 1))
     if not isinstance(config.strategy, str):
         model.insert(0, Mixture())
+    if config.strategy != "ddp":
+        model.unused = nn.Parameter(torch.ones(4, 2))
     model.register_buffer("constant", torch.ones(1))
     data = TensorData(inputs, inputs.sum(1, keepdim=True))
 
@@ -91,6 +123,7 @@ def train(config, worker):
     if FIRST and KILL.get("publish") == str(worker.rank):
         published, write.publish = write.publish, publish
     trainer = Trainer(config, worker, model, loss, data, validation=data, score=score)
+    lose_in_last_exchange(trainer, worker.rank)
     outcome = trainer.run()
     backends = [group._get_backend(torch.device("cpu")) for group in dist.distributed_c10d._world.pg_map]
     print("groups wait", sorted({int(each.options._timeout.total_seconds()) for each in backends}), flush=True)
@@ -119,7 +152,10 @@ def launched(
 
     Args:
         project: where.
-        kill: `STEP:RANK`, `valSTEP:RANK` in the evaluation, `warm:RANK` together with the process it was forked from.
+        kill: `STEP:RANK`, `valSTEP:RANK` in the evaluation, `warm:RANK` together with the process it was forked from,
+            `optimizerSTEP:RANK` in the step of an optimizer that exchanges something, `entersSTEP:RANK` before the last
+            exchange of a step, `leavesSTEP:RANK` when the other worker of its node has taken the step and the other
+            node has not.
         keeps: 1 if the loss function keeps state.
         spare: whether it is two nodes and a spare.
         strategy: of the training.
@@ -170,12 +206,26 @@ def test_shards_and_experts_come_from_the_other_replica(project: Project, strate
     assert limits == {f"rank-{rank}.log": ["[600, 3600]"] for rank in range(4)}
 
 
-def test_where_it_would_not_be_exact_all_are_restarted(project: Project) -> None:
-    done, _ = launched(project, kill="9:1", keeps=1)
+@pytest.mark.parametrize("strategy", ["hsdp", "{dp: 2, ep: 2}"])
+def test_a_loss_in_the_last_exchange_of_a_step_leaves_all_with_the_step_or_nobody(
+    project: Project, strategy: str
+) -> None:
+    _, straight = launched(project, strategy=strategy)
+    done, healed = launched(project, strategy=strategy, kill="enters4:3 leaves7:1")
+    assert done.done["attempts"] == 1, done.err
+    assert healed == straight
+    heals = [event for event in done.events if event["event"] == "heal"]
+    found = [(event["step"], [each["rank"] for each in event["replaced"]]) for event in heals]
+    assert found == [(4, [3]), (8, [1])], done.err
+
+
+@pytest.mark.parametrize(("kill", "keeps", "why"), [("9:1", 1, "calls"), ("optimizer9:1", 0, "its optimizer")])
+def test_where_it_would_not_be_exact_all_are_restarted(project: Project, kill: str, keeps: int, why: str) -> None:
+    done, _ = launched(project, kill=kill, keeps=keeps)
     assert done.done["attempts"] == 2
     assert "heal" not in [event["event"] for event in done.events]
     notes = [str(event["text"]) for event in done.events if event["event"] == "note"]
-    assert any("not healed" in text and "calls" in text for text in notes), notes
+    assert any("not healed" in text and why in text for text in notes), notes
 
 
 def test_a_lost_node_has_its_place_again_and_one_that_stays_away_is_replaced_by_a_spare(

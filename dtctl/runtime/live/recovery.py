@@ -220,6 +220,8 @@ def obstacle(trainer: Training) -> str:
         return "there are no replicas of each part of the state that could be put into new process groups"
     if is_divided and not hasattr(trainer.model, "reset_iter_state"):  # since 2.13
         return f"torch {torch.__version__} cannot take back an interrupted pass of a sharded model"
+    if trainer.is_torn:
+        return "it was about to go back to a snapshot, or its optimizer exchanges something in its step"
     if trainer.config.snapshot.memory is not None:
         return "all workers write the snapshots in memory together"
     if trainer.config.shares:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -51,6 +51,9 @@ class Training(Protocol):
     steps: int
     position: int
     newest: StepResult | None
+    unused: Sequence[int]
+    ready: Callable[[Sequence[int]], None] | None
+    is_torn: bool
     is_owed: bool
     constants: int | None
     """Of the model's buffers when training began, by `recovery.buffers_checksum`."""
@@ -72,6 +75,10 @@ class Training(Protocol):
 
     def let_go(self) -> None:
         """Unwrap the model, before the process group is left."""
+        ...
+
+    def conclude(self, unused: Sequence[int] | None) -> None:
+        """Take the step that this worker was interrupted in when it was ready to, or none."""
         ...
 
     def spread_again(self) -> None:

@@ -3,12 +3,22 @@
 A survivor can be a step ahead of another: its sum of gradients was complete when a peer was lost. It has taken its
 step, so the others take it over; nothing of it is taken back. Where the state is divided (hsdp, ep), each worker gets
 its part from one with the same part in another replica.
+
+There a step ends with an exchange among all workers, which each enters with its gradients exchanged, clipped and
+judged. So a worker that is lost in a step finds the others in one of two cases:
+
+- Nobody has come through that exchange, and so nobody has changed its state: all begin the step again.
+- Somebody has, and has taken the step. Then all survivors had entered it. Those that have not come through have kept
+  their gradients, and take the step with what the exchange has told the others.
+
+Either way all survivors have the same step, and its whole state if each part has one of them.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
@@ -28,6 +38,54 @@ class IncompleteState(Exception):
     """The furthest workers that are left do not have the whole state between them; on every worker."""
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a worker is that comes to the others; without arguments one without a state."""
+
+    step: int = -1
+    """Steps taken."""
+    is_ready: bool = False
+    """Whether it lacks nothing for the next one but the result of its last exchange, in which it was interrupted."""
+    owes: bool = False
+    """Whether what is due after its newest step has not been done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How all come to have the same state. Lists of ranks."""
+
+    step: int
+    """Which all go on from."""
+    ahead: list[int]
+    """Those that have taken it."""
+    catching_up: list[int]
+    """Those that take it by themselves."""
+    behind: list[int]
+    """Those that are given their part of the state."""
+    sources: dict[int, int]
+    """Part of the state: by whom it is given."""
+
+
+def decide(everyone: Sequence[Standing], parts: int) -> Plan:
+    """The rule: a step that somebody has taken is taken by all.
+
+    Args:
+        everyone: by rank. Ranks count through the parts of a replica first.
+        parts: of the state.
+
+    Raises:
+        IncompleteState: nobody is left who has some part of it.
+    """
+    step = max(each.step for each in everyone)
+    ahead = [rank for rank, each in enumerate(everyone) if each.step == step]
+    catching_up = [rank for rank, each in enumerate(everyone) if each.is_ready and each.step == step - 1]
+    sources = {rank % parts: rank for rank in reversed([*ahead, *catching_up])}
+    if len(sources) < parts:
+        raise IncompleteState(f"part {min(set(range(parts)) - set(sources))} of {parts} of the state after step {step}")
+    behind = [rank for rank in range(len(everyone)) if rank not in {*ahead, *catching_up}]
+    return Plan(step=step, ahead=ahead, catching_up=catching_up, behind=behind, sources=sources)
+
+
 def bring_level(trainer: Training, *, is_newcomer: bool) -> bool:
     """Give every worker the furthest state; collective over all workers, of which one at least has a state.
 
@@ -40,27 +98,27 @@ def bring_level(trainer: Training, *, is_newcomer: bool) -> bool:
         IncompleteState: nobody is left who has some part of it.
     """
     worker, parts = trainer.worker, trainer.place.degrees.shards
-    mine = {"step": -1 if is_newcomer else trainer.step, "owes": trainer.is_owed and not is_newcomer}
-    everyone = gathered_json(mine, worker)
-    furthest = max(each["step"] for each in everyone)
-    ahead = [rank for rank, each in enumerate(everyone) if each["step"] == furthest]
-    sources = {rank % parts: rank for rank in reversed(ahead)}  # ranks count through the parts of a replica first
-    if len(sources) < parts:
-        raise IncompleteState(
-            f"part {min(set(range(parts)) - set(sources))} of {parts} of the state after step {furthest}"
-        )
+    mine = Standing(trainer.step, is_ready=trainer.ready is not None, owes=trainer.is_owed)
+    everyone = [Standing(**each) for each in gathered_json(asdict(Standing() if is_newcomer else mine), worker)]
+    plan = decide(everyone, parts)
     # What is due after a step is due on all: an exchange in it was complete for nobody, or for some.
     # The end is due until all are through: the last snapshot may have been under way on a worker that was lost.
-    owed = any(everyone[rank]["owes"] for rank in ahead) or furthest == trainer.steps
-    facts = spread_json(_facts(trainer) if worker.rank == ahead[0] else None, worker, ahead[0])
-    source = sources[worker.rank % parts]
-    behind = [rank for rank in range(worker.world_size) if rank not in ahead]
+    owed = any(everyone[rank].owes for rank in plan.ahead) or plan.step == trainer.steps
+    facts = spread_json(_facts(trainer) if worker.rank == plan.ahead[0] else None, worker, plan.ahead[0])
+    if worker.rank in plan.catching_up:
+        trainer.conclude(facts["unused"])
+        _take_facts(trainer, facts)
+    else:
+        trainer.conclude(None)
+    source = plan.sources[worker.rank % parts]
     if worker.rank == source:
-        for rank in behind:
+        for rank in plan.behind:
             if rank % parts == worker.rank % parts:
                 _send(_state(trainer), rank)
-    elif worker.rank in behind:
-        _take(trainer, _receive(source, trainer), facts)
+    elif worker.rank in plan.behind:
+        tree = _receive(source, trainer)
+        _take_facts(trainer, facts)
+        _take(trainer, tree)
         trainer.newest = StepResult(None, facts["lr"], facts["norm"] and torch.tensor(facts["norm"]))
     if trainer.step:  # a step that was begun has set its own
         trainer.rate.set(trainer.step - 1)
@@ -70,7 +128,7 @@ def bring_level(trainer: Training, *, is_newcomer: bool) -> bool:
     account.together = worker.world_size
     if not is_newcomer:
         trainer.report.rewind(trainer.step, kept=trainer.step - owed)
-    return not is_newcomer and (mine["step"] == furthest)
+    return not is_newcomer and mine.step == plan.step
 
 
 def _facts(trainer: Training) -> dict[str, Any]:
@@ -83,6 +141,7 @@ def _facts(trainer: Training) -> dict[str, Any]:
         "step": trainer.step,
         "lr": 0.0 if newest is None else newest.lr,
         "norm": norm,
+        "unused": list(trainer.unused),
         "checksums": trainer.account.checksums,
         "irreproducible": trainer.account.irreproducible,
     }
@@ -97,8 +156,9 @@ def _state(trainer: Training) -> dict[str, Any]:
     return tree if trainer.ema is None else {**tree, "ema": trainer.ema.state()}
 
 
-def _take(trainer: Training, tree: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Be where another worker is."""
+def _take_facts(trainer: Training, facts: dict[str, Any]) -> None:
+    """Count as another worker does."""
+    trainer.unused = facts["unused"]
     trainer.step, trainer.position = facts["step"], facts["position"]
     sizes, trainer.rate.factor = resume.batch(trainer.config, trainer.asked, facts)
     trainer.use(sizes)
@@ -106,6 +166,10 @@ def _take(trainer: Training, tree: dict[str, Any], facts: dict[str, Any]) -> Non
         trainer.loss_scale.load(facts["loss_scale"])
     if trainer.best is not None:
         trainer.best.load(facts["best"])
+
+
+def _take(trainer: Training, tree: dict[str, Any]) -> None:
+    """Have the state of another worker."""
     load_model(trainer.model, tree["model"])
     load_optimizer(trainer.model, trainer.optimizer, tree["optimizer"], configured=trainer.configured)
     if trainer.ema is not None:

@@ -1,4 +1,4 @@
-"""After each step: how evenly the experts were used, over all workers, for metrics and for balancing by a bias.
+"""In each step: how evenly the experts were used, over all workers, for metrics and for balancing by a bias.
 
 Each worker counts the choices of its own tokens; a layer's numbers of the step are their sum. Balancing by a bias needs
 them in every step, metrics in those that are logged.
@@ -14,6 +14,9 @@ from dtctl.runtime.moe import recognize
 from dtctl.runtime.moe.accounting import Load
 from dtctl.runtime.moe.layer import MoE
 from dtctl.train.mesh import Coordinate
+
+Counts = list[tuple[torch.Tensor, torch.Tensor]]
+"""Of each layer: how many tokens chose each expert, and how many choices were dropped."""
 
 
 class Balance:
@@ -39,51 +42,59 @@ class Balance:
             self._every_step = bool(worker.sum(torch.tensor(float(self._every_step))))
         self.load = Load({layer for layer in self._own if layer is not None})
 
-    def after(self, *, taken: bool, logged: bool) -> dict[str, float]:
-        """A step is done; collective over all workers.
+    def counts(self, *, taken: bool, logged: bool) -> Counts:
+        """What the tokens of a step have chosen on all workers; collective.
 
         Args:
-            taken: whether the optimizer has made its step.
+            taken: whether the optimizer makes its step.
             logged: whether metrics are wanted.
 
         Returns:
-            `expert_load`: the largest share of a layer's choices that one of its experts got, in multiples of the mean;
-            `expert_tokens` and `expert_tokens_max`: how many tokens chose an expert, the mean of all and the busiest;
-            `experts_idle`: the share of all experts that got none; `tokens_dropped`: the share of choices that were
-            dropped. Empty if they are not wanted, or no layer tells.
+            Of each layer; empty if nobody needs it.
         """
         if not (logged or (taken and self._every_step)):
             self.load.clear()
-            return {}
+            return []
         rows = [self._row(layer, size) for layer, (_, size) in zip(self._own, self._sizes, strict=True)]
         together = self._worker.sum(torch.cat(rows))
         self.load.clear()
         sizes = [size + 1 for _, size in self._sizes]
-        counts = [(row[:-1], row[-1]) for row in torch.split_with_sizes(together, sizes)]
-        if taken and self._every_step:
-            for layer, (chosen, _) in zip(self._own, counts, strict=True):
-                if isinstance(layer, MoE) and layer.bias is not None:
-                    step = layer.bias_rate * (chosen.mean() - chosen).sign()
-                    layer.bias.add_(step.to(layer.bias.device, layer.bias.dtype))
-        if not logged:
-            return {}
-        told = [(chosen, dropped) for chosen, dropped in counts if chosen.any()]
-        if not told:
-            return {}
-        experts = torch.cat([chosen for chosen, _ in told])
-        return {
-            "expert_load": round(max(float(chosen.max() / chosen.mean()) for chosen, _ in told), 4),
-            "expert_tokens": round(float(experts.mean()), 2),
-            "expert_tokens_max": float(experts.max()),
-            "experts_idle": round(float((experts == 0).double().mean()), 4),
-            "tokens_dropped": round(sum(float(dropped) for _, dropped in told) / float(experts.sum()), 4),
-        }
+        return [(row[:-1], row[-1]) for row in torch.split_with_sizes(together, sizes)]
+
+    def move(self, counts: Counts) -> None:
+        """Move the biases by what `counts` has returned; with the optimizer's step, and local as that is."""
+        for layer, (chosen, _) in zip(self._own, counts, strict=False):  # there are none if nobody needs them
+            if isinstance(layer, MoE) and layer.bias is not None:
+                step = layer.bias_rate * (chosen.mean() - chosen).sign()
+                layer.bias.add_(step.to(layer.bias.device, layer.bias.dtype))
 
     def _row(self, layer: nn.Module | None, size: int) -> torch.Tensor:
         """Choices of each expert, and how many were dropped; [size + 1] on the CPU."""
         if layer is None or layer not in self.load.chosen or not self._counts:
             return torch.zeros(size + 1, dtype=torch.float64)
         return torch.cat([self.load.chosen[layer], self.load.dropped[layer].reshape(1)]).double().cpu()
+
+
+def use(counts: Counts) -> dict[str, float]:
+    """How evenly experts were used; empty if no layer tells.
+
+    Returns:
+        `expert_load`: the largest share of a layer's choices that one of its experts got, in multiples of the mean;
+        `expert_tokens` and `expert_tokens_max`: how many tokens chose an expert, the mean of all and the busiest;
+        `experts_idle`: the share of all experts that got none; `tokens_dropped`: the share of choices that were
+        dropped.
+    """
+    told = [(chosen, dropped) for chosen, dropped in counts if chosen.any()]
+    if not told:
+        return {}
+    experts = torch.cat([chosen for chosen, _ in told])
+    return {
+        "expert_load": round(max(float(chosen.max() / chosen.mean()) for chosen, _ in told), 4),
+        "expert_tokens": round(float(experts.mean()), 2),
+        "expert_tokens_max": float(experts.max()),
+        "experts_idle": round(float((experts == 0).double().mean()), 4),
+        "tokens_dropped": round(sum(float(dropped) for _, dropped in told) / float(experts.sum()), 4),
+    }
 
 
 def _has_bias(layer: nn.Module | None) -> bool:

@@ -16,7 +16,7 @@ trial.py     whether a divided model computes what it did in one piece
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -39,6 +39,9 @@ from dtctl.train.compatibility import require
 from dtctl.train.config import TrainConfig
 from dtctl.train.mesh import Degrees
 
+if TYPE_CHECKING:
+    from dtctl.runtime.strategies.unused import Present
+
 
 class Strategy(Protocol):
     """What the loop needs to know of a strategy. All methods are collective over all workers."""
@@ -56,6 +59,10 @@ class Strategy(Protocol):
     """Names in the model's state that this worker does not have."""
     has_warm_up: bool
     """Whether the first backward pass differs from all later ones, so that resuming exactly needs one to throw away."""
+
+    @property
+    def present(self) -> Present | None:
+        """Which parameters have a gradient on any worker; None where that needs no exchange of its own."""
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Take an optimizer over all trained parameters, just made; it may be changed."""
@@ -80,7 +87,10 @@ class Strategy(Protocol):
         """
 
     def finish(self) -> None:
-        """After `gradients` went well on all workers: bring them to what they are in one process."""
+        """After `gradients` went well on all workers: bring them to what they are in one process.
+
+        One that no worker has may be zero, until `present` tells.
+        """
 
     def norm(self) -> torch.Tensor:
         """The true length of the gradient, the same on all workers."""

@@ -31,6 +31,7 @@ class Ddp:
     lockstep = False
     absent_keys: Collection[str] = ()
     sharded_state = False
+    present = None
 
     def __init__(self, model: nn.Module, config: DdpConfig, worker: Worker) -> None:
         """Wrap a model.

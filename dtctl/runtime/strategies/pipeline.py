@@ -95,11 +95,11 @@ class Pipeline:
         self.absent_keys: Collection[str] = frozenset(state - set(model.state_dict()))
         if degrees.data > 1:
             sharded.keep_buffers_alike(model, mesh)
-        self._present: unused.Present | None = None
+        self.present: unused.Present | None = None
         if degrees.shards > 1:
             for stage in self._stages.values():
                 sharded.shard_blocks(stage, stage.cut.blocks, config, worker, mesh, experts=experts)
-            self._present = unused.Present(model, list(self._stages.values()), names)
+            self.present = unused.Present(model, list(self._stages.values()), names)
         shared = set(self._outside)
         self._own = [parameter for parameter in gradients.wanted(model) if parameter not in shared]
         self.inference: nn.Module = Inference(self._stages, self.owners, mesh["pp"])
@@ -153,8 +153,6 @@ class Pipeline:
         if self._degrees.data > 1:
             replicated = self._outside if self._degrees.shards > 1 else [*self._outside, *self._own]
             gradients.add_up(replicated, sharded.data_group(self._mesh), divide_by=self._degrees.data)
-        if self._present is not None:
-            self._present.finish()
 
     def _run(self, batches: Sequence[stages.Batch], loss: stages.Loss, samples: int) -> torch.Tensor:
         """All passes of a step, without the exchange of gradients.

@@ -72,12 +72,12 @@ class Sharded:
                 if isinstance(part, MoE):
                     part.sequence = divided
         self._experts = spread_experts(model, degrees, worker, mesh) if degrees.ep > 1 else None
-        self._present: unused.Present | None = None
+        self.present: unused.Present | None = None
         self._turns: unused.Turns | None = None
         if degrees.data * degrees.cp > 1:
             in_turns = degrees.cp == degrees.ep == 1
             self._turns = shard(model, config, worker, mesh, in_turns=in_turns, experts=self._experts)
-            self._present = unused.Present(model, [model], [name for name, _ in model.named_parameters()])
+            self.present = unused.Present(model, [model], [name for name, _ in model.named_parameters()])
             keep_buffers_alike(model, mesh)
         self._wanted = gradients.wanted(model)
         self._every_pass = config.fsdp.exchange_every_pass
@@ -111,8 +111,6 @@ class Sharded:
         """Forget the pass that is under way; shards stay."""
         if isinstance(self.module, FSDPModule):
             regroup.interrupt(self.module)
-        if self._present is not None:
-            self._present.forget()
         if self._turns is not None:
             self._turns.forget()
 
@@ -139,9 +137,7 @@ class Sharded:
         """Nothing of its own."""
 
     def finish(self) -> None:
-        """Tell parameters that no worker has used from those with a gradient of zero."""
-        if self._present is not None:
-            self._present.finish()
+        """Nothing is left to be done."""
 
     def norm(self) -> torch.Tensor:
         """The length of the gradient over all shards; collective."""

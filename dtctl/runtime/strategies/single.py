@@ -21,6 +21,7 @@ class Single:
     lockstep = False
     absent_keys: Collection[str] = ()
     sharded_state = False
+    present = None
 
     def __init__(self, model: nn.Module) -> None:
         self.module = self.inference = model

@@ -76,12 +76,12 @@ class Present:
     def _note(self, number: int, _: torch.Tensor) -> None:
         self._seen[number] = 1
 
-    def forget(self) -> None:
-        """A pass was interrupted."""
+    def begin(self) -> None:
+        """A step begins."""
         self._seen[:] = bytes(len(self._seen))
 
-    def finish(self) -> None:
-        """Take away the gradients that are zero because no worker has one; collective.
+    def agree(self) -> list[int]:
+        """Numbers of the parameters here that no worker has a gradient of in this step; collective over all workers.
 
         Raises:
             PlanError: torch is too old for workers that use different parameters; on every worker.
@@ -92,10 +92,6 @@ class Present:
         counts = torch.stack([own, absent - own])
         dist.all_reduce(counts, op=dist.ReduceOp.MAX)
         anywhere, missed = counts.tolist()
-        for parameter, number in self._own.items():
-            if not anywhere[number]:
-                parameter.grad = None
-        self._seen[:] = bytes(len(self._seen))
         differing = [
             name
             for name, is_anywhere, other in zip(self._names, anywhere, missed, strict=True)
@@ -108,6 +104,15 @@ class Present:
                 where="train.strategy",
                 hint="use torch 2.13 or newer, or `strategy: ddp` with `train.ddp.find_unused_parameters: true`",
             )
+        return [number for number in self._own.values() if not anywhere[number]]
+
+    def take_away(self, unused: Sequence[int]) -> None:
+        """Take away the gradients of parameters that `agree` has returned, which are zero; local."""
+        if unused:
+            absent = set(unused)
+            for parameter, number in self._own.items():
+                if number in absent:
+                    parameter.grad = None
 
 
 class Turns:

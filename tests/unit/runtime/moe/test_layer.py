@@ -12,7 +12,7 @@ from dtctl.errors import PlanError
 from dtctl.runtime import MoE
 from dtctl.runtime.moe import accounting
 from dtctl.runtime.moe.accounting import Load
-from dtctl.runtime.moe.balance import Balance, counted
+from dtctl.runtime.moe.balance import Balance, counted, use
 from dtctl.train.mesh import Coordinate, Degrees
 
 WIDTH, EXPERTS = 6, 4
@@ -120,14 +120,15 @@ def test_a_step_moves_the_bias_towards_experts_that_got_less_and_tells_how_even_
     model = nn.Sequential(made)
     balance = Balance(counted(model), model, worker, Coordinate(degrees=Degrees(), rank=0))
     balance.load.add(made, torch.tensor([6, 2, 0, 0]), torch.tensor(2))
-    found = balance.after(taken=True, logged=True)
+    counts = balance.counts(taken=True, logged=True)
+    balance.move(counts)
     assert made.bias is not None
     assert made.bias.tolist() == [-0.5, 0.0, 0.5, 0.5]
-    assert found == {
+    assert use(counts) == {
         "expert_load": 3.0, "expert_tokens": 2.0, "expert_tokens_max": 6.0, "experts_idle": 0.5, "tokens_dropped": 0.25
     }  # fmt: skip
     balance.load.add(made, torch.tensor([6, 2, 0, 0]), torch.tensor(2))
-    assert balance.after(taken=False, logged=False) == {}
+    assert balance.counts(taken=False, logged=False) == []
     assert made.bias.tolist() == [-0.5, 0.0, 0.5, 0.5], "a step that was left out changes nothing"
     assert not balance.load.chosen
 
