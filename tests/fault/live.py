@@ -8,9 +8,10 @@
 A training with dropout, accumulation, evaluation, snapshots and processes that read data runs on virtual hosts.
 Workers, their readers, the process that workers are forked from and supervisors get SIGKILL at random moments: one, two
 at once, one while another is replaced, in an evaluation or a snapshot, in the first step and the last; one is frozen;
-hosts lose their power and come back, or their cable without a reset, with two spares. Checked for each run: digest,
-attempts (a restart of all is a miss), process ids of those that stayed, steps done again, processes left, and for the
-worker that has seen most healings its threads and sockets before and after.
+hosts lose their power and come back, or their cable without a reset, with two spares. Two at once never have the same
+part of the state (hsdp, ep), which would be a restart, as nobody else has it. Checked for each run: digest, attempts (a
+restart of all is a miss), process ids of those that stayed, steps done again, processes left, and for the worker that
+has seen most healings its threads and sockets before and after.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,8 @@ class Mixture(nn.Module):
         return stream.flatten(1)
 
 def train(config, worker):
+    with open(os.path.join(TRAPS, f"rank-{worker.rank}"), "w") as file:
+        file.write(f"{os.readlink('/proc/self/ns/pid')} {os.getpid()}")
     torch.manual_seed(1)
     if isinstance(config.strategy, str):
         body = [layer for _ in range(3) for layer in (nn.Linear(96, 96), nn.GELU(), nn.Dropout(0.2))]
@@ -159,8 +163,10 @@ class Ended:
 class Run:
     """A run that is on, as its events tell it."""
 
-    def __init__(self, record: Path, nodes: list[str]) -> None:
+    def __init__(self, record: Path, nodes: list[str], *, parts: int) -> None:
         self.path, self._nodes = record / names.EVENTS_FILE, nodes
+        self.parts = parts
+        """Of the state, each on workers of its own."""
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Those of a kind so far."""
@@ -196,6 +202,22 @@ def processes(sandbox_name: str, nodes: list[str]) -> dict[str, list[int]]:
                 found["reader"].append(pid)
             else:
                 found["warm"].append(pid)
+    return found
+
+
+def parts_of(pids: list[int], traps: Path, parts: int) -> dict[int, int]:
+    """Which part of the state each worker has; without those that have not said who they are."""
+    ranks = {path.read_text(): int(path.name.rpartition("-")[2]) for path in traps.glob("rank-*")}
+    found = {}
+    for pid in pids:
+        try:
+            text, namespace = Path(f"/proc/{pid}/status").read_text(), Path(f"/proc/{pid}/ns/pid").readlink()
+        except OSError:
+            continue
+        inside = re.findall(r"^NSpid:.*\s(\d+)$", text, re.MULTILINE)
+        rank = ranks.get(f"{namespace} {inside[0]}") if inside else None
+        if rank is not None:
+            found[pid] = rank % parts
     return found
 
 
@@ -242,7 +264,8 @@ def strike(kind: str, run: Run, sandbox: str, folder: Path, source: random.Rando
         return "in an evaluation"
     if kind == "save" and not soak.comes(folder / "snapshots"):
         return ""
-    victims = kill(kind, processes(sandbox, nodes), source)
+    found = processes(sandbox, nodes)
+    victims = kill(kind, found, source, parts_of(found["worker"], folder / "traps", run.parts))
     return f"{kind} {victims}" if victims else ""
 
 
@@ -256,14 +279,16 @@ def kill_parent(pid: int) -> int:
     return parent
 
 
-def kill(kind: str, found: dict[str, list[int]], source: random.Random) -> list[int]:
-    """SIGKILL to processes of a kind; to whom."""
+def kill(kind: str, found: dict[str, list[int]], source: random.Random, parts: Mapping[int, int]) -> list[int]:
+    """SIGKILL to processes of a kind; to whom. Each part of the state, which workers have by `parts`, keeps one."""
     pool = found["worker"] if kind not in ("reader", "warm") else found[kind]
-    if not pool:
+    choices: list[tuple[int, ...]] = [(pid,) for pid in pool]
+    if kind in ("two", "during"):
+        pairs = permutations(pool, 2) if parts.keys() == set(pool) else ()
+        choices = [pair for pair in pairs if {parts[pid] for pid in pool if pid not in pair} == set(parts.values())]
+    if not choices:
         return []
-    victims = source.sample(pool, min(2, len(pool) - 1) if kind == "two" else 1)
-    if kind == "during":
-        victims = source.sample(pool, min(2, len(pool) - 1))
+    victims = list(source.choice(choices))
     for number, pid in enumerate(victims):
         if number and kind == "during":
             time.sleep(source.uniform(0.0, 1.0))
@@ -358,7 +383,8 @@ def train(
     (project / "dtctl.yaml").write_text(text)
     (project / "train.py").write_text(SCRIPT)
     name = f"live-{os.getpid()}-{time.monotonic_ns()}"
-    run = Run(project / names.STATE_DIR / names.RUNS_DIR / name, nodes)
+    parts = 1 if strategy == "ddp" else shape[1]
+    run = Run(project / names.STATE_DIR / names.RUNS_DIR / name, nodes, parts=parts)
     ended = Ended(seed=seed, code=-1, digest="", attempts=0)
     with (folder / "out").open("w") as out:
         environ = os.environ | {"DTCTL_SANDBOX": sandbox.name}
