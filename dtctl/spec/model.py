@@ -158,7 +158,7 @@ class Cluster(Section):
     login: Word | None = None
     """With transport slurm: the node to submit from. Default: this machine."""
     spares: tuple[Text, ...] = ()
-    """Spare nodes, each of which replaces a lost one."""
+    """Spare nodes, each of which can replace a lost one; with live recovery two of them stand by, ready to start."""
     min_nodes: Count | None = None
     """Continue with no fewer nodes than this when some are lost. Default: all are needed."""
     return_s: PositiveOrZero = 60.0

@@ -5,6 +5,7 @@
     Hello: who are you                   NodeDescription
     PushTree, PushManifestEnd, PushEnd   PushState: bring the code (receive.py)
     Prepare: check for this run          Ready
+    StandBy: you may have to run this
     StartAttempt: run this               Started, with the interface; Cold: without preloaded modules
     ProbePorts: which one is free        PortProbed
     Ping: are you there                  Pong: how far the workers are (progress.py)
@@ -195,6 +196,12 @@ class StartAttempt(Message):
     """Whether the workers go on when the link is lost."""
     link_timeout_s: float = value(number)
     origin: RunOrigin | None = value(nullable(RunOrigin.parse), default=None)
+
+
+class StandBy(StartAttempt):
+    """Import what the workers of an attempt need, and start none: a node may be lost whose place this one takes."""
+
+    op = "stand-by"
 
 
 class StopAttempt(Message):
@@ -699,8 +706,8 @@ def _by_op(*kinds: type[Message]) -> dict[str, type[Message]]:
 
 
 REQUESTS = _by_op(
-    Hello, PushTree, PushManifestEnd, PushEnd, Prepare, StartAttempt, StopAttempt, Quit, ProbePorts, Attach, Stacks,
-    Ping, Sweep, Heal, Join,
+    Hello, PushTree, PushManifestEnd, PushEnd, Prepare, StartAttempt, StandBy, StopAttempt, Quit, ProbePorts, Attach,
+    Stacks, Ping, Sweep, Heal, Join,
 )  # fmt: skip
 BEFORE_START = _by_op(NodeDescription, PushState, Ready, Refusal, Swept)
 """What a node may say until a run has started,"""

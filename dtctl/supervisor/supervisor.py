@@ -24,7 +24,7 @@ from dtctl.supervisor.fork_server import ForkServer, ForkServerUnavailable
 from dtctl.supervisor.group import AGENT, Group, Process, exit_facts
 from dtctl.supervisor.link import CHUNK, ControlLink
 from dtctl.supervisor.live import LIVE, LIVE_EPOCH, Live, end_session
-from dtctl.supervisor.messages import StartAttempt
+from dtctl.supervisor.messages import StandBy, StartAttempt
 from dtctl.supervisor.metrics import MetricsTail
 from dtctl.supervisor.worker_start import WorkerStart
 
@@ -162,23 +162,18 @@ class Supervisor:
         Raises:
             OSError: a file could not be written or a process not be made.
         """
+        self._identify(message)
         interface = node_facts.interface_towards(message.peer) if message.peer else ""
-        env = environment.of_workers(message, self.run_dir, interface)
         self.attempt_dir = os.path.join(self.run_dir, f"attempt-{message.attempt}")
-        os.makedirs(self.attempt_dir, mode=0o700, exist_ok=True)
-        self.progress_dir = env["DTCTL_PROGRESS"]
+        script, base = self._write_script(message, self.attempt_dir, interface)
+        self.progress_dir = base["DTCTL_PROGRESS"]
         os.makedirs(self.progress_dir, mode=0o700, exist_ok=True)
         self.memory = exit_cause.OomCounters()
-        script = os.path.join(self.attempt_dir, "node.sh")
-        fd = os.open(script, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o700)
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            file.write(message.script)
         self.exits, self.stopped, self.stopped_sent, self.deadline, self.stray_deadline = [], None, False, None, None
         self.metrics.sent = 0
         reserve(os.path.join(self.attempt_dir, EXIT_RECORD), RECORD_BYTES)
         group = Group(self.attempt_dir, message.split_ranks, message.log_bytes)
         self.group = group
-        base = {**os.environ, **env, processes.TOKEN: self.token}
         cwd = work.folder_of(self.run_dir)
         self.live = None
         if message.live:
@@ -190,6 +185,37 @@ class Supervisor:
                     log.sent = log.size  # what is there was sent by the supervisor before this one, or is asked for
         self.worker_start = WorkerStart(group, script, cwd, base, message.workers)
         self._start_workers(message.preload)
+        self.send(messages.Started(interface=interface))
+
+    def stand_by(self, message: StandBy) -> None:
+        """Have a fork server for an attempt that this node may come to later.
+
+        Raises:
+            OSError: a file could not be written or a process not be made.
+        """
+        self._identify(message)
+        if not message.preload or self.fork_server is not None or self.group is not None:
+            return
+        folder = os.path.join(self.run_dir, "standby")
+        interface = node_facts.interface_towards(message.peer) if message.peer else ""
+        script, base = self._write_script(message, folder, interface)
+        start = WorkerStart(Group(folder, False), script, work.folder_of(self.run_dir), base, [])
+        start.modules = message.preload
+        self.fork_server = ForkServer(self.run_dir)
+        start.warm_up(self.fork_server)
+
+    def _write_script(self, message: StartAttempt, folder: str, interface: str) -> tuple[str, dict[str, str]]:
+        """What workers are started by: the path of the node script in a folder, and the variables for it."""
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        script = os.path.join(folder, "node.sh")
+        fd = os.open(script, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o700)
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(message.script)
+        env = environment.of_workers(message, self.run_dir, interface)
+        return script, {**os.environ, **env, processes.TOKEN: self.token}
+
+    def _identify(self, message: StartAttempt) -> None:
+        """Write down who supervises the run here, for whoever has to end it."""
         write_atomically(
             os.path.join(self.run_dir, "supervisor.json"),
             frames.encode(
@@ -203,7 +229,6 @@ class Supervisor:
                 }
             ),
         )
-        self.send(messages.Started(interface=interface))
 
     def _start_workers(self, modules: list[str]) -> None:
         if self.worker_start is None:
@@ -254,9 +279,12 @@ class Supervisor:
             start.warm_up(self.fork_server)
 
     def try_start(self, message: StartAttempt) -> None:
-        """Start an attempt, or say why it cannot be started, and leave."""
+        """Start an attempt, or stand by for it, or say why that cannot be, and leave."""
         try:
-            self.start(message)
+            if isinstance(message, StandBy):
+                self.stand_by(message)
+            else:
+                self.start(message)
         except OSError as exc:
             self._abort(exc)
 

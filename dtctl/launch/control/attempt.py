@@ -461,6 +461,8 @@ class Attempt:
 
     def close(self) -> AttemptOutcome:
         """The outcome, once no node is open."""
+        if self.healing is not None:
+            self.healing.close()
         leavers = [worker for worker in self.hang_monitor.left_early() if worker.rank not in self.failed_ranks]
         self.outcome.left_early = sorted(leavers, key=lambda worker: -worker.stale_s)
         return self.outcome

@@ -142,8 +142,10 @@ class Healing:
         self._dying.difference_update(ranks)
         self.absent.add(name)
         self._gang.sessions[name].close()
-        self._substitutes.search(name)
+        substitute = self._substitutes.search(name)
         self._begin_epoch(current, ranks)
+        if substitute is not None:
+            self._put(substitute)
 
     def _begin(self, cause: Failure, detect_s: float) -> _Current:
         if self._current is None:
@@ -187,10 +189,12 @@ class Healing:
             NotHealed: there is none, or it does not fit.
         """
         assert self._substitutes is not None  # noqa: S101  # for the type checker
-        assert self._place is not None  # noqa: S101
         substitute = self._substitutes.take(message)
-        if substitute is None:
-            return
+        if substitute is not None:
+            self._put(substitute)
+
+    def _put(self, substitute: Substitute) -> None:
+        assert self._place is not None  # noqa: S101  # for the type checker
         name = substitute.session.name
         self._nodes = {rank: name if node == substitute.lost else node for rank, node in self._nodes.items()}
         self.absent.discard(substitute.lost)
@@ -261,6 +265,8 @@ class Healing:
             NotHealed: it is up.
         """
         current = self._current
+        if self._substitutes is not None:
+            self._substitutes.keep_standbys()
         if current is None:
             if self._cut is not None and time.monotonic() - self._cut[1] > patience_s:
                 self._begin_epoch(self._begin(self._cut[0], time.monotonic() - self._cut[1]), [])
@@ -279,3 +285,8 @@ class Healing:
         if self._substitutes is not None:
             self._substitutes.end()
         return cause
+
+    def close(self) -> None:
+        """The attempt is over."""
+        if self._substitutes is not None:
+            self._substitutes.close()

@@ -15,8 +15,8 @@ from dtctl.transport.fanout import raise_failures
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 10.0
 """Between two calls of nodes that do not answer."""
 
-Call = Callable[[str, bool], Session]
-"""(node, whether the run is new to it) -> a session with it, not started yet."""
+Call = Callable[[str], Session]
+"""Opens a session with a node; it is not started yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ def choose_nodes(
     """
     for name in gang.sessions.keys() & silent:
         gang.sessions[name].close()
-        gang.sessions[name] = call(name, False)
+        gang.sessions[name] = call(name)
         gang.sessions[name].start()
     descriptions, failures = gang.try_gather(silent)
     names = list(gang.sessions)
@@ -62,7 +62,7 @@ def choose_nodes(
         wait_s = min(LONGEST_WAIT_S, 2 * wait_s)
         for name in failures:
             gang.sessions[name].close()
-            gang.sessions[name] = call(name, False)
+            gang.sessions[name] = call(name)
             gang.sessions[name].start()
         new_descriptions, failures = gang.try_gather(set(failures))
         descriptions |= new_descriptions
@@ -87,7 +87,7 @@ def _spare(gang: Gang, spares: list[str], call: Call, descriptions: dict[str, No
     """The first spare that can be made ready; its description is added to `descriptions`."""
     while spares and not gang.signals:
         name = spares.pop(0)
-        gang.sessions[name] = call(name, True)
+        gang.sessions[name] = call(name)
         gang.sessions[name].start()
         answers, failures = gang.try_gather({name})
         if name in answers and not failures:

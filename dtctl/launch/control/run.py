@@ -42,7 +42,16 @@ from dtctl.launch.records.logs import Logs
 from dtctl.launch.records.record import RunRecord
 from dtctl.plan import environment, rendezvous
 from dtctl.plan.model import NodePlan, Plan, Threads
-from dtctl.supervisor.messages import Attach, NodeDescription, Prepare, RunOrigin, StartAttempt, Sweep, WorkerSpec
+from dtctl.supervisor.messages import (
+    Attach,
+    NodeDescription,
+    Prepare,
+    RunOrigin,
+    StandBy,
+    StartAttempt,
+    Sweep,
+    WorkerSpec,
+)
 from dtctl.transport.base import Target, Transport
 
 if TYPE_CHECKING:
@@ -180,6 +189,10 @@ class NodesBackend:
         self.spares = list(job.spares)
         self.replaced_nodes: dict[str, NodePlan] = {}
         """Nodes that took part and do no longer."""
+        self._visited = {node.name for node in job.first_plan.nodes} | {
+            node.name for node in (under_way or job.first_plan).nodes
+        }
+        """Nodes that know of the run."""
         self._committed_step = 0
         self._lost_output = Counter[str]()
         self._outputs: dict[str, Outputs] = {}
@@ -440,18 +453,22 @@ class NodesBackend:
         from dtctl.launch.control.healing import Healing  # few runs need it
         from dtctl.launch.control.substitutes import Substitutes
 
-        def call(name: str, is_new: bool) -> Session:
-            node = self._known_nodes()[name]
+        def call(name: str) -> Session:
+            is_new = self._visit(name)
             left = None if is_new else Sweep(run=self.job.run, token=self.job.token, grace_s=0.0)
-            return self._session(node, is_new=is_new, code=self._code_on(name), sweep=left)
+            return self._session(self._known_nodes()[name], is_new=is_new, code=self._code_on(name), sweep=left)
 
+        def complain(name: str, reason: str) -> None:
+            self.emit(Note(node=name, text=f"this spare cannot stand by: {reason}"))
+
+        substitutes = Substitutes(self.spares, call, warm_up=self._warm_up, complain=complain)
         return Healing(
             self.gang,
             {rank: node.name for node in plan.nodes for rank in node.ranks},
             limit_s=self.job.heal_s,
             ledger=self.ledger,
             address=lambda name: self._address(self._known_nodes()[name]),
-            substitutes=None if self.job.keep else Substitutes(self.spares, call),
+            substitutes=None if self.job.keep else substitutes,
             place=self._place,
         )
 
@@ -461,18 +478,10 @@ class NodesBackend:
         Raises:
             NotHealed: it cannot have the same workers.
         """
-        from dtctl.launch.control.substitutes import NotHealed
-
-        plan, lost, name = self.plan, substitute.lost, substitute.session.name
-        order = [name if node.name == lost else node.name for node in plan.nodes]
-        self.descriptions[name] = substitute.description
-        known, meeting = self._known_nodes(), plan.rendezvous
-        address = self._address(known[name]) if lost == plan.head.name else meeting.address
-        new = self.job.make_plan(
-            plan.attempt, order, address, meeting.port, gpus=self._gpus(), threads=plan.threads
-        )  # fmt: skip
-        if [node.ranks for node in new.nodes] != [node.ranks for node in plan.nodes]:
-            raise NotHealed(f"{name} does not have as many workers as {lost}")
+        lost, name = substitute.lost, substitute.session.name
+        known = self._known_nodes()
+        new = self._plan_with(lost, name, substitute.description)
+        order = [node.name for node in new.nodes]
         sessions = self.gang.sessions | {name: substitute.session}
         self.gang.sessions = {each: sessions[each] for each in order}
         if name != lost:
@@ -488,8 +497,45 @@ class NodesBackend:
         offsets = {str(rank): size for rank, size in self.logs.offsets.get(name, {}).items() if rank >= AGENT}
         substitute.session.send(Attach(run=self.job.run, offsets=offsets))
 
+    def _plan_with(self, lost: str, name: str, description: NodeDescription) -> Plan:
+        """The plan that is followed, with another node in the place of a lost one.
+
+        Raises:
+            NotHealed: it cannot have the same workers.
+        """
+        from dtctl.launch.control.substitutes import NotHealed
+
+        plan, meeting = self.plan, self.plan.rendezvous
+        order = [name if node.name == lost else node.name for node in plan.nodes]
+        self.descriptions[name] = description
+        address = self._address(self._known_nodes()[name]) if lost == plan.head.name else meeting.address
+        try:
+            new = self.job.make_plan(
+                plan.attempt, order, address, meeting.port, gpus=self._gpus(), threads=plan.threads
+            )  # fmt: skip
+        except PlanError as exc:
+            raise NotHealed(f"{name} does not fit: {exc.message}") from exc
+        if [node.ranks for node in new.nodes] != [node.ranks for node in plan.nodes]:
+            raise NotHealed(f"{name} does not have as many workers as {lost}")
+        return new
+
+    def _warm_up(self, session: Session, description: NodeDescription) -> None:
+        """Let a spare import what workers need; as the last node, since nobody knows which one will be lost.
+
+        Raises:
+            NotHealed: it cannot have the same workers.
+        """
+        plan = self._plan_with(self.plan.nodes[-1].name, session.name, description)
+        session.send(self._start_message(plan, plan.nodes[-1], kind=StandBy))
+
+    def _visit(self, name: str) -> bool:
+        """Whether the run is new to a node, which knows of it from now on."""
+        is_new = name not in self._visited
+        self._visited.add(name)
+        return is_new
+
     def _known_nodes(self) -> dict[str, NodePlan]:
-        return {**self.job.spares, **{node.name: node for node in self.plan.nodes}}
+        return {**self.job.spares, **self.replaced_nodes, **{node.name: node for node in self.plan.nodes}}
 
     def _code_on(self, name: str) -> str:
         return self.gang.sessions[name].code if name in self.gang.sessions else ""
@@ -513,7 +559,9 @@ class NodesBackend:
         self.ledger.started()
         self.emit(AttemptRunning(attempt=self.plan.attempt, launch_s=round(self.launch_s, 3)))
 
-    def _start_message(self, plan: Plan, node: NodePlan, *, live_epoch: int = 0) -> StartAttempt:
+    def _start_message(
+        self, plan: Plan, node: NodePlan, *, live_epoch: int = 0, kind: type[StartAttempt] = StartAttempt
+    ) -> StartAttempt:
         workers = [
             WorkerSpec(
                 rank=node.first_rank + local_rank if plan.kind != "torchrun" else AGENT,
@@ -521,7 +569,7 @@ class NodesBackend:
             )
             for local_rank in range(node.processes)
         ]
-        return StartAttempt(
+        return kind(
             run=plan.run,
             token=self.job.token,
             attempt=plan.attempt,
@@ -571,8 +619,8 @@ class NodesBackend:
         known_nodes = self._known_nodes()
         code = {name: session.code for name, session in self.gang.sessions.items()}
 
-        def call(name: str, is_new: bool) -> Session:
-            return self._session(known_nodes[name], is_new=is_new, code=code.get(name, ""))
+        def call(name: str) -> Session:
+            return self._session(known_nodes[name], is_new=self._visit(name), code=code.get(name, ""))
 
         unreachable = {*outcome.lost_nodes, *outcome.already_ended}
         ports = rendezvous.port_candidates(plan.run, attempt, self.job.fixed_port)
