@@ -29,9 +29,7 @@ def recovery(spec: Spec, kind: Kind, *, workers: int, kinds_of_nodes: int = 1) -
     """
     why, hint = _obstacle(spec, kind, workers=workers, kinds_of_nodes=kinds_of_nodes)
     wanted = spec.job.recovery
-    # A job of Slurm is to be started by srun and by nothing else, unless somebody wants it otherwise.
-    is_asked_for = spec.cluster.transport == "slurm" or not spec.job.max_restarts
-    if wanted == "restart" or (wanted == "auto" and (why or is_asked_for)):
+    if wanted == "restart" or (wanted == "auto" and (why or not spec.job.max_restarts)):
         trains = spec.train is not None and workers > 1 and kind in ("direct", "torchrun")
         return Recovery(live=False, note=_restart_note(spec, why, workers) if trains else "")
     if why:
@@ -53,8 +51,6 @@ def _restart_note(spec: Spec, obstacle: str, workers: int) -> str:
     return f"{text}; " + (
         f"it cannot be replaced alone, since {obstacle}"
         if obstacle
-        else "`job.recovery: live` replaces it alone"
-        if spec.cluster.transport == "slurm"
         else "`job.recovery: live`, or a higher `job.max_restarts`, replaces it alone"
     )
 

@@ -102,11 +102,12 @@ def in_a_job(job: str = "", slurm: str = "", nodes: str = "nodes: 2, slots: 2") 
     return build(spec, resolve_nodes(spec), run="r", facts=PlanFacts())
 
 
-def test_under_slurm_it_is_live_if_somebody_asks_for_it() -> None:
-    assert in_a_job(", recovery: live").live
-    plan = in_a_job()
+def test_under_slurm_it_is_live_as_elsewhere() -> None:
+    for asked in ("", ", recovery: auto", ", recovery: live"):
+        assert in_a_job(asked).live
+    plan = in_a_job(", recovery: restart")
     assert not plan.live
-    assert missing("\n".join(plan.notes), "4 restart snapshot recovery: live") == []
+    assert missing("\n".join(plan.notes), "4 restart snapshot") == []
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,11 @@ def test_under_slurm_it_is_live_if_somebody_asks_for_it() -> None:
     ],
     ids=["container", "array", "srun", "kinds of nodes"],
 )
-def test_what_a_job_cannot_do_is_refused(change: dict[str, str]) -> None:
+def test_what_a_job_cannot_do_is_refused_and_left_by_itself(change: dict[str, str]) -> None:
+    plan = in_a_job(**change)
+    assert not plan.live
+    [note] = [note for note in plan.notes if "lost worker" in note]
+    assert missing(note, "restart since") == []
     with pytest.raises(PlanError, match="cannot be replaced") as caught:
         in_a_job(", recovery: live", **change)
     assert caught.value.hint
