@@ -11,7 +11,6 @@ The server is moto's, in a process of its own; objects are looked at and changed
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import select
 import socket
@@ -31,8 +30,6 @@ server.start()
 print(server.get_host_and_port()[1], flush=True)
 sys.stdin.read()
 """
-# A link that is dead is noticed after a second instead of minutes, so that tests need not wait.
-IMPATIENT = {"config_kwargs": {"read_timeout": 1, "connect_timeout": 1, "retries": {"max_attempts": 0}}}
 
 
 class Link:
@@ -96,7 +93,6 @@ class Store:
             "AWS_SECRET_ACCESS_KEY": "ever",
             "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_EC2_METADATA_DISABLED": "true",
-            "FSSPEC_S3": json.dumps(IMPATIENT),
         }
 
     def ask(self, method: str, path: str = "", data: bytes | None = None) -> bytes:

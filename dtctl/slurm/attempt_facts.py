@@ -32,6 +32,8 @@ class AttemptFacts:
     taken_back: str = ""
     """Why Slurm ended the job, or the batch file had it requeued."""
     ended: float | None = None
+    exit_code: int | None = None
+    """With which its tasks ended, all together; 0: each with success. None before that."""
     first_step: int | None = None
     """The step that it began after; None when the job tells none."""
     last_step: int | None = None
@@ -57,7 +59,7 @@ class AttemptFacts:
             case batchlog.TakenBack():
                 self.taken_back = self.taken_back or event.reason  # a requeue by the script says so too
             case batchlog.StepEnded():
-                self.ended = event.time
+                self.ended, self.exit_code = event.time, event.exit_code
             case job_record.RecordedProgress():
                 self.first_step, self.last_step = event.worker.first, event.worker.step
             case job_record.LeftEarly():

@@ -433,6 +433,10 @@ class Follower:
         failure, asked_to_stop, is_success = self._first_failure(), False, False
         if state in ("COMPLETED", "FORGOTTEN") and code == 0:
             failure, stopped_by, is_success = None, None, True
+        elif state in TIME_IS_UP and self._has_succeeded:
+            text = f"Slurm reports {state}: the time limit was reached after all workers had ended with exit code 0"
+            self.emit(Note(node=self.site.name, text=text))
+            failure, stopped_by, is_success = None, None, True
         elif stopped_by is not None or state == "CANCELLED":
             if stopped_by is None and not self.is_asked_to_stop:
                 text = f"job {self.ref.job} was cancelled, by scancel or the site, and not by this launcher"
@@ -474,6 +478,15 @@ class Follower:
             nodes=len(told.nodes or self.nodes),
             goodput=self.mirror.goodput() if self.mirror.has_begun else self.ledger.ledger.facts().goodput,
         )
+
+    @property
+    def _has_succeeded(self) -> bool:
+        """Whether all workers are known to have ended with success, whatever became of the batch script after that."""
+        if self._script_code is not None:
+            return self._script_code == 0
+        if self.mirror.has_begun:
+            return self.mirror.end is not None and self.mirror.end.status == "succeeded"
+        return self.attempt is not None and self.attempt.exit_code == 0
 
     @property
     def _facts(self) -> JobFacts:

@@ -238,6 +238,7 @@ def state(job: str) -> Json:
     done = run("scontrol", "show", "job", "-o", job, limit_s=ANSWER_S)
     if done.returncode == 0 and done.stdout.strip():
         fields = dict(re.findall(r"(?:^|\s)(%s)=(\S*)" % "|".join(FIELDS), done.stdout.splitlines()[0]))
+        fields["NodeList"] = fields.get("NodeList") or "(null)"  # Slurm writes nothing for a job that never had one
         # A line for each component of a heterogeneous job; the first stands for all but the nodes.
         lists = re.findall(r"\sNodeList=(\S+)", done.stdout)
         if lists and "(null)" not in lists:

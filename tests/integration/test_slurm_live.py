@@ -16,9 +16,10 @@ from dtctl.launch.records.events import Healed, WorkerExited
 from dtctl.launch.records.record import RunRecord, list_runs
 from dtctl.sandbox import control, faults, slurm
 from dtctl.sandbox.layout import Sandbox
+from dtctl.slurm.follow import RUNNING, WAITING, reference
 from tests.hosts import Project, wait_until
 from tests.integration import test_live
-from tests.integration.slurm_hosts import python_path
+from tests.integration.slurm_hosts import python_path, state
 
 pytestmark = pytest.mark.torch
 
@@ -89,7 +90,8 @@ def test_a_killed_worker_and_a_killed_supervisor_are_replaced_though_nobody_foll
     killed = project(base, sandbox_env, cluster, "killed", kill="3:1 supervisor9:0")
     assert killed.run("launch", "--detach").code == 0
     job_log = killed.folder / ".dtctl" / "slurm" / record(killed).run / "job.log"
-    wait_until(lambda: job_log.exists() and "ended with exit code" in job_log.read_text(), what="the job is over")
+    job = reference(record(killed)).job
+    wait_until(lambda: state(killed, job) not in WAITING | RUNNING, what="Slurm says that the job is over")
     told = killed.run("status", "--json")
     assert json.loads(told.out)["status"] == "succeeded", job_log.read_text()
     heals = [event for event in record(killed).events() if isinstance(event, Healed)]

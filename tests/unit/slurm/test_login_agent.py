@@ -1,15 +1,22 @@
-"""What becomes of a folder of the user's own under Slurm: a copy for the run, or a refusal."""
+"""What the login node's agent says: of a folder of the user's own under Slurm, and of a job."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from dtctl import slurm
+from dtctl.slurm import login_client
+from dtctl.slurm.answers import JobAsked
+from dtctl.slurm.left import look
+from dtctl.slurm.site import LocalSite
 
 AGENT = Path(slurm.__file__).with_name("login_agent.py")
 
@@ -50,3 +57,24 @@ def test_what_cannot_be_copied_is_refused(tmp_path: Path) -> None:
     os.truncate(tmp_path / "code" / "large", 2 << 30)  # a hole
     assert "job.files.root" in fill(tmp_path / "one", tmp_path / "code")["error"]
     assert "does not exist" in fill(tmp_path / "two", tmp_path / "nowhere")["error"]
+
+
+@pytest.mark.parametrize(
+    ("node_list", "restarts", "total"),
+    [("", "0", 0), ("(null)", "0", 0), ("", "1", None), ("(null)", "1", None)],
+    ids=["nothing", "null", "nothing, restarted", "null, restarted"],
+)
+def test_a_job_that_was_never_given_a_node_has_left_nothing(
+    tmp_path: Path, node_list: str, restarts: str, total: int | None
+) -> None:
+    """Slurm 22.05 writes nothing for the nodes of a job that was cancelled in the queue; others write (null)."""
+    line = (
+        f"JobId=7 JobName=x JobState=CANCELLED Reason=None Restarts={restarts} ReqNodeList=(null) NodeList={node_list} "
+    )
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho {shlex.quote(line)}\n")
+    scontrol.chmod(0o755)
+    site = LocalSite(env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    state = login_client.ask(site, sys.executable, JobAsked, job="7").job
+    assert (state.state, state.nodes) == ("CANCELLED", [])
+    assert look(site, sys.executable, "7", state, state.nodes).total == total
